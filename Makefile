@@ -1,0 +1,50 @@
+# make demo    train on the embedded images with 4 CPU ranks, set-up included
+# make test    lint, types and tests, set-up included
+# make quick   the tests that take seconds
+# PYTHON=python3.12 make demo    choose the Python (3.10 or newer) of a new environment
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_OUT := out/demo
+
+.PHONY: demo test quick lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/run.ok
+	@test -d examples/tiles/train || { echo "examples/tiles/train is missing: git checkout examples" >&2; exit 1; }
+	@rm -rf $(DEMO_OUT)
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 \
+	  train_fsdp.py --mode hybrid --group 2 --model tiny --img-size 96 --data examples/tiles/train \
+	  --global-batch 48 --steps 100 --blr 8e-3 --precision fp32 --device cpu --workers 1 \
+	  --log-every 5 --out $(DEMO_OUT)
+
+test: $(VENV)/dev.ok lint
+	$(BIN)/python -m pytest
+
+quick: $(VENV)/dev.ok
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/dev.ok
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) out
+
+# A stamp is written last, so an interrupted set-up is taken up again.
+$(VENV)/python.ok:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed: install Python 3.10 or newer, or type PYTHON=... make" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is older than Python 3.10: type PYTHON=python3.12 make ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) has no venv module: apt-get install python3-venv, or your system's like" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/run.ok: requirements.txt | $(VENV)/python.ok
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/dev.ok: requirements.txt requirements-dev.txt | $(VENV)/python.ok
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $(VENV)/run.ok $@

@@ -1,0 +1,301 @@
+"""Ranks and their device mesh: who am I, which device is mine, whom do I share parameters with,
+and what do all ranks decide together.
+
+Ranks come from Slurm (srun), from torchrun, or there is one process. They form a grid, the mesh:
+a row is a shard group (ranks that together hold one copy of the parameters), a column a replicate
+group (ranks that hold the same shard). Eight ranks on two nodes of four, `--mode hybrid --group 4`:
+
+                      shard 0  1  2  3
+        replicate 0         0  1  2  3      node 0
+                  1         4  5  6  7      node 1
+
+Ranks fill nodes in blocks, so neighbours in a row are neighbours on a node. Every rank reads images
+of its own, whatever the mesh. Copy this one file: it needs torch alone.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+T = TypeVar("T")
+
+# ---------------------------------------------------------------------------------------------
+# Ranks
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands in the job. Ranks of a node share the node; numbers from 0."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int  # ranks on this node
+    node: int
+    launcher: str  # "torchrun", "srun" or "single"
+    init: Mapping[str, str]  # the environment that a process group needs, completed
+
+
+def read_ranks(environ: Mapping[str, str]) -> Ranks:
+    """Ranks from torchrun's variables, else from srun's, else a single process.
+
+    torchrun goes first, since under `srun torchrun` Slurm's variables count its agents. Raises
+    RuntimeError, one sentence that names the missing variable and who sets it, when a launcher's
+    variables are there in part; a job is never silently taken for a single process.
+    """
+    torchrun = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+    if any(name in environ for name in torchrun[:3]):
+        rank, world, local_rank, local_world, _ = _integers(environ, torchrun, "torchrun")
+        _text(environ, "MASTER_ADDR", "torchrun")
+        node = int(environ.get("GROUP_RANK", rank // local_world))
+        return _checked(Ranks(rank, world, local_rank, local_world, node, "torchrun", environ))
+
+    if "SLURM_STEP_ID" not in environ and "SLURM_STEPID" not in environ:
+        tasks = environ.get("SLURM_NTASKS", "1")
+        if "SLURM_JOB_ID" in environ and tasks != "1":
+            raise RuntimeError(
+                f"this Slurm job has {tasks} tasks, but this process was not started by srun: "
+                "type `srun python train_fsdp.py ...`"
+            )
+        return Ranks(0, 1, 0, 1, 0, "single", environ)
+
+    names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"]
+    rank, world, local_rank, node = _integers(environ, names, "srun")
+    counts = _tasks_per_node(
+        environ.get("SLURM_STEP_TASKS_PER_NODE") or _text(environ, "SLURM_TASKS_PER_NODE", "srun")
+    )
+    if sum(counts) != world or node >= len(counts):
+        raise RuntimeError(
+            f"Slurm's variables disagree: tasks per node {counts}, SLURM_NTASKS {world}, "
+            f"SLURM_NODEID {node}"
+        )
+    init = dict(environ)
+    if len(counts) == 1:  # all ranks on this node: an address and a port that are this step's own
+        init.setdefault("MASTER_ADDR", "127.0.0.1")
+        job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
+        init.setdefault("MASTER_PORT", str(20000 + (int(job) * 7 + int(step)) % 10000))
+    for name, value in (("MASTER_ADDR", "$(hostname -i)"), ("MASTER_PORT", "3442")):
+        _text(init, name, f"you, for a job of several nodes: `export {name}={value}` before srun")
+    return _checked(Ranks(rank, world, local_rank, counts[node], node, "srun", init))
+
+
+def _text(environ: Mapping[str, str], name: str, setter: str) -> str:
+    if not environ.get(name):
+        raise RuntimeError(f"the environment variable {name} is missing; it is set by {setter}")
+    return environ[name]
+
+
+def _integers(environ: Mapping[str, str], names: list[str], by: str) -> list[int]:
+    for name in names:
+        if not _text(environ, name, by).isdigit():
+            raise RuntimeError(f"{name} is {environ[name]!r}, but must be a number; set by {by}")
+    return [int(environ[name]) for name in names]
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Slurm's "8(x2),4" -> [8, 8, 4]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not match:
+            raise RuntimeError(f"SLURM_TASKS_PER_NODE is {text!r}, but should look like 8(x2)")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _checked(ranks: Ranks) -> Ranks:
+    if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
+        raise RuntimeError(
+            f"rank {ranks.rank} of {ranks.world_size}, local rank {ranks.local_rank} of "
+            f"{ranks.local_world_size}: a rank must be smaller than its count ({ranks.launcher})"
+        )
+    return ranks
+
+
+def cpu_cores(ranks: Ranks) -> int:
+    """CPU cores of this rank: those Slurm bound it to, else its part of what a node's ranks see."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = len(os.sched_getaffinity(0))
+    return cores if ranks.launcher == "srun" else max(1, cores // ranks.local_world_size)
+
+
+# ---------------------------------------------------------------------------------------------
+# Devices
+
+
+def pick_device(name: str, ranks: Ranks) -> torch.device:
+    """`auto`, `cpu` or `cuda` (ROCm too) -> this rank's device.
+
+    A rank may see one device, its own, always numbered 0 (`--gpus-per-task=1`), or all of its
+    node's. Raises ValueError where there is none or too few.
+    """
+    count = torch.cuda.device_count() if name != "cpu" else 0
+    if name == "cpu" or (name == "auto" and count == 0):
+        return torch.device("cpu")
+    if count == 0:
+        raise ValueError("--device cuda: no GPU is visible to this process; use --device cpu")
+    if 1 < count < ranks.local_world_size:
+        raise ValueError(
+            f"{ranks.local_world_size} ranks on this node share {count} GPUs: start {count} ranks "
+            "a node, or use --device cpu"
+        )
+    return torch.device("cuda", ranks.local_rank % count)
+
+
+# Dense bf16 peak of one device as torch numbers them, in FLOP/s, from the makers' data sheets. One
+# MI250X is two devices (GCDs): 191.5e12 each (OLCF Frontier user guide), not 383e12.
+PEAK_FLOPS = {
+    "MI250X": (191.5e12, "OLCF Frontier user guide, per GCD"),
+    "MI300A": (980.6e12, "AMD MI300A data sheet"),
+    "MI300X": (1307.4e12, "AMD MI300X data sheet"),
+    "A100": (312e12, "NVIDIA A100 data sheet"),
+    "H100 PCIe": (756e12, "NVIDIA H100 data sheet, PCIe"),
+    "H100 NVL": (835.5e12, "NVIDIA H100 NVL data sheet"),
+    "H100": (989e12, "NVIDIA H100 data sheet, SXM"),
+    "H200": (989e12, "NVIDIA H200 data sheet, SXM"),
+}
+
+
+def peak_flops(device: torch.device) -> tuple[float | None, str]:
+    """Peak dense bf16 FLOP/s of the device and the source; (None, why) where it is not known."""
+    if device.type != "cuda":
+        return None, "not known for a CPU"
+    name = torch.cuda.get_device_name(device)
+    for part, known in PEAK_FLOPS.items():
+        if part in name:
+            return known
+    return None, f"not known for {name}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Process group and mesh
+
+
+def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) -> None:
+    """Start the default process group: nccl (RCCL on ROCm) for GPU tensors, gloo for CPU ones."""
+    backend, wait = "gloo", timedelta(minutes=timeout_minutes)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    if ranks.launcher == "single":
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+        return
+    os.environ.update(MASTER_ADDR=ranks.init["MASTER_ADDR"], MASTER_PORT=ranks.init["MASTER_PORT"])
+    dist.init_process_group(
+        backend, rank=ranks.rank, world_size=ranks.world_size, timeout=wait,
+        device_id=device if device.type == "cuda" else None,
+    )  # fmt: skip
+
+
+def check_group(world_size: int, group: int) -> None:
+    """Refuse a shard group that does not divide the world: ValueError with the sizes that do."""
+    if group < 1 or world_size % group:
+        sizes = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ValueError(
+            f"shard groups of {group} do not divide {world_size} ranks: use {', '.join(sizes)}"
+        )
+
+
+def straddles(group: int, local_world_size: int) -> bool:
+    """Whether some shard group of neighbouring ranks reaches over the edge of a node."""
+    return group > local_world_size or local_world_size % group != 0
+
+
+def build_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
+    """The mesh of all ranks, dimensions "replicate" and "shard"; shape = (replicas, ranks a group).
+
+    Collective: every rank calls it, after `init_ranks`. Raises ValueError where the shape does not
+    hold exactly the world.
+    """
+    replicate, shard = shape
+    check_group(dist.get_world_size(), shard)
+    if replicate * shard != dist.get_world_size():
+        raise ValueError(f"a mesh of {replicate} x {shard} is not {dist.get_world_size()} ranks")
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+# ---------------------------------------------------------------------------------------------
+# What all ranks decide together
+
+
+def together(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and give every rank its result, or raise its error on every rank.
+
+    For what one rank must do for all (list a million files, open the log): no rank is left waiting
+    for one that has failed. OSError and ValueError travel as ValueError with the same text.
+    """
+    result: list[object] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            result[0] = work()
+        except (OSError, ValueError) as error:
+            result[1] = str(error)
+    dist.broadcast_object_list(result, src=0)
+    if result[1] is not None:
+        raise ValueError(result[1])
+    return result[0]  # type: ignore[return-value]
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """The mean of a () tensor over all ranks, read by the host. Collective."""
+    value = value.detach().double() / dist.get_world_size()
+    dist.all_reduce(value)
+    return value.item()
+
+
+class FiniteCheck:
+    """Non-finite losses and gradient norms: all ranks learn of one, and none waits to hear.
+
+    Each rank keeps, on the device, its first bad step, coded step x ranks + rank; one small
+    all-reduce per step takes the minimum over ranks. The optimizer obeys it on the device at once;
+    the host reads it a step later, when it has long arrived.
+    """
+
+    NEVER = 2**62
+
+    def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, gpu = rank, world_size, device.type == "cuda"
+        self.first = torch.full((2,), self.NEVER, device=device)  # int64: of the loss, of the norm
+        self.host = torch.full((2, 2), self.NEVER, pin_memory=gpu)  # two steps in turn
+        self.copied = [torch.cuda.Event(), torch.cuda.Event()] if gpu else None
+
+    def update(self, step: int, loss: Tensor, norm: Tensor, scaled: bool) -> Tensor:
+        """After backward: (), fp32, 1 where this step must not be applied. Collective.
+
+        With a gradient scaler (`scaled`) an infinite norm is how it finds its scale: that step
+        alone is left out. Otherwise none is applied from the first bad one on.
+        """
+        infinite = ~norm.isfinite().to(self.first.device)
+        bad = torch.stack([~loss.isfinite(), infinite & (not scaled)])  # (2,)
+        now = torch.where(bad, step * self.world_size + self.rank, self.NEVER)  # (2,)
+        self.first = torch.minimum(self.first, now)
+        dist.all_reduce(self.first, op=dist.ReduceOp.MIN)
+        self.host[step % 2].copy_(self.first, non_blocking=True)
+        if self.copied:
+            self.copied[step % 2].record()
+        return ((self.first < self.NEVER).any() | infinite).float()
+
+    def read(self, step: int) -> str | None:
+        """What was wrong first, up to this or the next step; the same on every rank. None: nothing.
+
+        Without waiting for the device when asked for the step before the last `update`.
+        """
+        if self.copied:
+            self.copied[step % 2].synchronize()
+        of_loss, of_norm = self.host[step % 2].numpy().tolist()
+        if min(of_loss, of_norm) == self.NEVER:
+            return None
+        step, rank = divmod(of_loss, self.world_size)
+        if step <= of_norm // self.world_size:
+            return f"the loss is not finite at step {step + 1} on rank {rank}"
+        step = of_norm // self.world_size
+        return f"the gradient norm is not finite at step {step + 1}, the losses of all ranks are"
