@@ -7,6 +7,7 @@ arguments. Copy this one file: it needs torch alone.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -127,6 +128,8 @@ def apply(
     The mesh has the dimensions ("replicate", "shard") of `mesh_shape`; each instance of
     `block_classes` becomes a unit of its own, what is left the root unit. Parameters are fp32,
     computed with in `param_dtype`; gradients are summed over ranks in `reduce_dtype`. Collective.
+    Follow each forward in training mode by its backward: without, a unit that is not resharded
+    after forward (`Strategy.reshard`) would meet its next forward with parameters out of date.
     Raises ValueError where an option does not exist in the engine, RuntimeError where a value was
     left uninitialised.
     """
@@ -181,12 +184,11 @@ def _checkpoint(model: nn.Module, name: str, selective: bool) -> nn.Module:
 
 
 def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Selective checkpointing: keep what was costly, attention and matrix products; redo the rest.
+    """Selective checkpointing: keep attention and matrix products, redo norms, GELU and sums.
 
-    A product that narrows (the MLP's second) is not kept: backward does not need its result.
+    A product that narrows, the MLP's last, need not be kept: the block's gradient does not use it.
     """
-    aten = torch.ops.aten
-    if op in (aten.mm.default, aten.addmm.default):
+    if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         left, right = args[-2:]
         keep = left.shape[-1] <= right.shape[-1]
     else:
@@ -229,24 +231,26 @@ def _fsdp1(
         # FSDP1 does not reduce gradients at all when a shard group has one rank
         # (pytorch#154888): whoever asks for that gets the strategy it is meant to equal.
         how, where = ShardingStrategy.NO_SHARD, mesh["replicate"]
-    return FSDP1(
-        model,
-        device_mesh=where,
-        sharding_strategy=how,
-        auto_wrap_policy=ModuleWrapPolicy(unit_classes),
-        mixed_precision=precision,
-        backward_prefetch={
-            "none": None,
-            "backward_pre": BackwardPrefetch.BACKWARD_PRE,
-            "backward_post": BackwardPrefetch.BACKWARD_POST,
-        }[prefetch],
-        forward_prefetch=forward_prefetch,
-        limit_all_gathers=limit_all_gathers,
-        cpu_offload=CPUOffload(offload_params=cpu_offload),
-        use_orig_params=True,  # weight decay by parameter needs the parameters
-        param_init_fn=init,
-        device_id=device,  # a CPU must be named too
-    )
+    with warnings.catch_warnings():  # that NO_SHARD is better done by DDP is known
+        warnings.filterwarnings("ignore", "The `NO_SHARD`", FutureWarning)
+        return FSDP1(
+            model,
+            device_mesh=where,
+            sharding_strategy=how,
+            auto_wrap_policy=ModuleWrapPolicy(unit_classes),
+            mixed_precision=precision,
+            backward_prefetch={
+                "none": None,
+                "backward_pre": BackwardPrefetch.BACKWARD_PRE,
+                "backward_post": BackwardPrefetch.BACKWARD_POST,
+            }[prefetch],
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            cpu_offload=CPUOffload(offload_params=cpu_offload),
+            use_orig_params=True,  # weight decay by parameter needs the parameters
+            param_init_fn=init,
+            device_id=device,  # a CPU must be named too
+        )
 
 
 def _fsdp2(

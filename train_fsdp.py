@@ -260,6 +260,7 @@ class Log:
         self.file = file
 
     def say(self, text: str) -> None:
+        """A line for the terminal."""
         if self.file:
             print(text, flush=True)
 
@@ -417,6 +418,7 @@ def zero_loss(batch: Batch, patch: int, norm_pix: bool) -> Tensor:
 
 
 def versions() -> dict[str, str | None]:
+    """Of Python and of the packages that decide about numbers and speed."""
     return {
         "python": platform.python_version(), "torch": torch.__version__,
         "torchvision": torchvision.__version__, "numpy": np.__version__,

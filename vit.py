@@ -290,7 +290,7 @@ class ViTMAE(nn.Module):
         x = empty.scatter(1, place, x) + pos.to(x.dtype)  # (B, 1+L, Dd)
         for block in self.decoder_blocks:
             x = block(x)
-        return self.decoder_pred(self.decoder_norm(x)[:, 1:])  # (B, L, P*P*3)
+        return self.decoder_pred(self.decoder_norm(x[:, 1:]))  # (B, L, P*P*3)
 
     def forward(
         self, images: Tensor, mask_ratio: float = 0.75, noise: Tensor | None = None

@@ -1,0 +1,336 @@
+"""vit.py against hand-made numbers and against the implementations of transformers and timm."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import vit
+
+# name: (encoder without positions and head, timm's count with 224 px positions and 1000 classes,
+#        trained, with position tables, published in millions), exact as far as they are computed
+COUNTS = {
+    "base": (85_647_360, 86_567_656, 111_655_680, 111_907_840, 87),
+    "huge": (630_435_840, 632_045_800, 656_613_964, 657_074_508, 635),
+    "1b": (907_517_952, 909_449_704, 933_827_148, 934_353_484, 914),
+    "3b": (3_047_903_232, 3_051_443_944, 3_074_867_788, 3_075_723_084, 3067),
+    "5b": (5_347_227_648, 5_349_481_192, 5_373_667_916, 5_374_260_044, 5349),
+    "15b": (14_637_450_240, 14_643_786_520, 14_665_553_484, 14_666_980_348, 14720),
+}
+
+
+def on_meta(config: vit.ViTConfig, img_size: int = 224) -> vit.ViTMAE:
+    with torch.device("meta"):
+        return vit.ViTMAE(config, img_size)
+
+
+def small(**changes) -> vit.ViTMAE:
+    """A model of a few thousand parameters with random weights that are not the initial ones."""
+    config = vit.ViTConfig(
+        48, 2, 96, 4, 4, decoder_width=32, decoder_depth=2, decoder_heads=2, **changes
+    )
+    model = vit.ViTMAE(config, 24)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+    return model
+
+
+# --- sizes
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameter_counts(name):
+    encoder, timm_count, trained, with_positions, published = COUNTS[name]
+    config = vit.MODELS[name]
+    model = on_meta(config)
+    counts = {n: p.numel() for n, p in model.named_parameters()}
+    mine = sum(v for n, v in counts.items() if not n.startswith(("decoder", "mask_token")))
+    positions = model.pos_embed.numel()
+    head = 1000 * config.width + 1000
+    assert mine == encoder
+    assert mine + positions + head == timm_count
+    assert sum(counts.values()) == trained
+    assert trained + positions + model.decoder_pos_embed.numel() == with_positions
+    assert timm_count == pytest.approx(published * 1e6, rel=0.015)
+
+
+def test_plain_5b_is_the_documented_variant():
+    model = on_meta(replace(vit.MODELS["5b"], gated_mlp=False))
+    assert sum(p.numel() for p in model.parameters()) == 3_831_401_036
+
+
+@pytest.mark.parametrize("name", vit.MODELS)
+@pytest.mark.parametrize("mask_ratio", [0.75, 0.5])
+def test_flops_agree_with_torchs_counter(name, mask_ratio):
+    config = replace(vit.MODELS[name], depth=2, decoder_depth=2)
+    model = on_meta(config)
+    images = torch.empty(2, 3, 224, 224, device="meta")
+    # torch counts fused attention's recomputation too, so let it see the plain matrix products
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(images, mask_ratio)[0].backward()
+    expected = counter.get_total_flops() / 2
+    assert vit.flops_per_image(config, 224, mask_ratio) == pytest.approx(expected, rel=0.01)
+
+
+def test_flops_of_the_published_sizes():
+    """GFLOP an image at 224 px, 75 % masked, computed by hand for the recipe's decoder."""
+    by_hand = {"base": 58.7, "huge": 291, "1b": 400, "3b": 1238, "5b": 2134, "15b": 5767}
+    for name, gflop in by_hand.items():
+        assert vit.flops_per_image(vit.MODELS[name]) / 1e9 == pytest.approx(gflop, rel=0.012)
+
+
+# --- patches, positions, masking
+
+
+def test_patchify_takes_row_column_channel_order_and_back():
+    images = torch.randn(2, 3, 8, 8)
+    patches = vit.patchify(images, 4)
+    assert patches.shape == (2, 4, 48)
+    for patch, row, column, channel in ((0, 0, 0, 0), (1, 2, 3, 1), (2, 1, 0, 2), (3, 3, 3, 2)):
+        y, x = (patch // 2) * 4 + row, (patch % 2) * 4 + column
+        assert torch.equal(patches[:, patch, (row * 4 + column) * 3 + channel],
+                           images[:, channel, y, x])  # fmt: skip
+    assert torch.equal(vit.unpatchify(patches, 4), images)
+
+
+def test_positions_have_golden_values():
+    """Column first: patch 1 of a 3 x 3 grid is row 0, column 1."""
+    table = vit.sincos_positions(8, 3)
+    assert table.shape == (1, 10, 8) and table.dtype == torch.float32
+    s, c = math.sin, math.cos
+    assert table[0, 0].tolist() == [0.0] * 8
+    one_right = [s(1), s(0.01), c(1), c(0.01), 0, 0, 1, 1]
+    two_down_one_right = [s(1), s(0.01), c(1), c(0.01), s(2), s(0.02), c(2), c(0.02)]
+    assert table[0, 1 + 1].tolist() == pytest.approx(one_right, abs=1e-7)
+    assert table[0, 1 + 7].tolist() == pytest.approx(two_down_one_right, abs=1e-7)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        vit.sincos_positions(6, 3)
+
+
+@pytest.mark.parametrize(
+    ("patches", "ratio", "kept"),
+    [(196, 0.75, 49), (256, 0.75, 64), (100, 0.9, 10), (10, 0.3, 7), (196, 0.9, 19), (16, 0, 16)],
+)
+def test_kept_patches_do_not_lose_one_to_rounding(patches, ratio, kept):
+    assert vit.kept_patches(patches, ratio) == kept
+
+
+@pytest.mark.parametrize("ratio", [1.0, -0.1, 0.99])
+def test_mask_ratio_that_leaves_nothing_is_refused(ratio):
+    with pytest.raises(ValueError, match="at least one must stay"):
+        vit.kept_patches(16, ratio)
+
+
+def test_image_size_must_be_a_multiple_of_the_patch():
+    with pytest.raises(ValueError, match="not a multiple of the patch size 14: use 210 or 224"):
+        vit.ViTMAE(vit.MODELS["huge"], 220)
+    assert vit.patch_count(vit.MODELS["huge"], 512 // 14 * 14) == 36**2
+    model = small()
+    with pytest.raises(ValueError, match=r"do not fit this model.*24, 24"):
+        model(torch.zeros(1, 3, 28, 28))
+
+
+def test_mask_keeps_the_smallest_noise_and_the_loss_sees_removed_patches_only():
+    model, images = small(), torch.randn(2, 3, 24, 24)
+    noise = torch.stack([torch.randperm(36), torch.randperm(36)]).float()
+    loss, pred, mask = model(images, 0.75, noise)
+    assert torch.equal(mask, (noise >= 9).float())  # 36 x 0.25 stay; 1 = removed
+    target = vit.patchify(images, 4)
+    std = target.std(dim=-1, keepdim=True)  # unbiased
+    target = (target - target.mean(dim=-1, keepdim=True)) / (std**2 + 1e-6).sqrt()
+    errors = ((pred - target) ** 2).mean(-1)
+    expected = errors[mask.bool()].mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    (gradient,) = torch.autograd.grad(loss, pred)
+    assert (gradient[mask == 0] == 0).all() and (gradient[mask == 1] != 0).any(-1).all()
+
+
+def test_removed_patches_do_not_reach_the_encoder():
+    model, images = small(), torch.randn(1, 3, 24, 24)
+    noise = torch.randperm(36).float()[None]
+    _, pred, mask = model(images, 0.75, noise)
+    other = vit.patchify(images, 4).clone()
+    other[mask == 1] = 123.0
+    assert torch.equal(model(vit.unpatchify(other, 4), 0.75, noise)[1], pred)
+
+
+def test_without_noise_masks_are_random_and_differ_by_sample():
+    _, _, mask = small()(torch.randn(4, 3, 24, 24))
+    assert mask.sum(1).tolist() == [27] * 4 and len({tuple(m.tolist()) for m in mask}) > 1
+
+
+def test_loss_is_fp32_under_autocast():
+    model, images = small(), torch.randn(2, 3, 24, 24)
+    noise = torch.rand(2, 36)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, pred, _ = model(images, 0.75, noise)
+    assert loss.dtype == torch.float32 and pred.dtype == torch.bfloat16
+    assert loss.item() == pytest.approx(model(images, 0.75, noise)[0].item(), rel=0.01)
+
+
+# --- initial values
+
+
+def test_initial_values_do_not_depend_on_device_or_order():
+    config = vit.MODELS["tiny"]
+    model, meta = vit.ViTMAE(config, 32), on_meta(config, 32)
+    vit.initialize(model, seed=5)
+    for name, p in reversed(list(meta.named_parameters())):
+        assert torch.equal(vit.initial_value(config, name, p.shape, 5), model.get_parameter(name))
+    for name, buffer in meta.named_buffers():
+        assert torch.equal(vit.initial_value(config, name, buffer.shape), model.get_buffer(name))
+    again = vit.initial_value(config, "blocks.0.attn.qkv.weight", torch.Size([576, 192]), 6)
+    assert not torch.equal(again, model.blocks[0].attn.qkv.weight)
+    assert not torch.equal(model.blocks[0].attn.qkv.weight, model.blocks[1].attn.qkv.weight)
+
+
+def test_initial_values_follow_the_release():
+    config = vit.MODELS["tiny"]
+    model = vit.ViTMAE(config, 32)
+    for name, p in model.named_parameters():
+        if name in ("cls_token", "mask_token"):
+            assert 0.015 < p.std() < 0.025
+        elif name == "patch_embed.proj.bias":  # nn.Conv2d's own: uniform within 1 / sqrt(3 x 8 x 8)
+            assert 0.9 < p.abs().max() * math.sqrt(192) <= 1
+        elif name.endswith("bias"):
+            assert (p == 0).all()
+        elif p.ndim == 1:
+            assert (p == 1).all()
+        else:
+            fan_out, fan_in = p.shape[0], p[0].numel()
+            bound = math.sqrt(6 / (fan_in + fan_out))
+            assert 0.99 < p.abs().max() / bound <= 1
+            assert p.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.03)
+
+
+def test_unknown_names_have_no_initial_value():
+    with pytest.raises(KeyError, match="gamma"):
+        vit.initial_value(vit.MODELS["tiny"], "blocks.0.ls1.gamma", torch.Size([192]))
+
+
+# --- independent implementations
+
+
+def to_transformers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Our (the official) names -> those of transformers' ViTMAEForPreTraining."""
+    fixed = {
+        "cls_token": "vit.embeddings.cls_token",
+        "pos_embed": "vit.embeddings.position_embeddings",
+        "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
+        "norm": "vit.layernorm",
+        "mask_token": "decoder.mask_token",
+        "decoder_pos_embed": "decoder.decoder_pos_embed",
+        "decoder_embed": "decoder.decoder_embed",
+        "decoder_norm": "decoder.decoder_norm",
+        "decoder_pred": "decoder.decoder_pred",
+    }
+    layer = {
+        "norm1": "layernorm_before", "norm2": "layernorm_after", "attn.proj": "attention.o_proj",
+        "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2",
+    }  # fmt: skip
+    result = {}
+    for name, value in state.items():
+        stem, _, leaf = name.rpartition(".")
+        if name in fixed:
+            result[fixed[name]] = value
+        elif stem in fixed:
+            result[f"{fixed[stem]}.{leaf}"] = value
+        else:
+            kind, number, part = stem.split(".", 2)
+            base = {"blocks": "vit.layers", "decoder_blocks": "decoder.decoder_layers"}[kind]
+            if part == "attn.qkv":
+                for which, third in zip("qkv", value.chunk(3), strict=True):
+                    result[f"{base}.{number}.attention.{which}_proj.{leaf}"] = third
+            else:
+                result[f"{base}.{number}.{layer[part]}.{leaf}"] = value
+    return result
+
+
+@pytest.mark.parametrize("norm_pix", [True, False])
+def test_equal_to_transformers(norm_pix):
+    """Loss, predictions and gradients at base shapes, depth 2, with one masking order."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    config = replace(vit.MODELS["base"], depth=2, decoder_depth=2)
+    mine = vit.ViTMAE(config, 224, norm_pix)
+    theirs = transformers.ViTMAEForPreTraining(
+        transformers.ViTMAEConfig(
+            num_hidden_layers=2, decoder_num_hidden_layers=2, norm_pix_loss=norm_pix,
+            layer_norm_eps=1e-6, attn_implementation="sdpa",
+        )
+    )  # fmt: skip
+    theirs.vit.embeddings.patch_embeddings.projection._is_hf_initialized = False
+    theirs.vit.embeddings.position_embeddings._is_hf_initialized = False
+    theirs.vit.embeddings.initialize_weights()  # else it leaves the positions at zero
+    positions = theirs.state_dict()["vit.embeddings.position_embeddings"]
+    torch.testing.assert_close(mine.pos_embed, positions, atol=1e-6, rtol=0)
+    theirs.load_state_dict(to_transformers(mine.state_dict()), strict=True)
+
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(2, 3, 224, 224, generator=generator)
+    noise = torch.rand(2, 196, generator=generator)
+    loss, pred, mask = mine(images, 0.75, noise)
+    out = theirs(pixel_values=images, noise=noise)
+    assert loss.item() == pytest.approx(out.loss.item(), rel=1e-5)
+    assert torch.equal(mask, out.mask.float())
+    torch.testing.assert_close(pred, out.logits, atol=1e-5, rtol=1e-5)
+    loss.backward()
+    out.loss.backward()
+    gradients = to_transformers({n: p.grad for n, p in mine.named_parameters()})
+    for name, p in theirs.named_parameters():
+        if p.requires_grad and name in gradients:
+            torch.testing.assert_close(gradients.pop(name), p.grad, atol=1e-5, rtol=1e-5)
+    assert not gradients
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_encoder_loads_into_timm(gated):
+    timm = pytest.importorskip("timm")
+    mine = small(gated_mlp=gated)
+    theirs = timm.models.VisionTransformer(
+        img_size=24, patch_size=4, embed_dim=48, depth=2, num_heads=4, mlp_ratio=2, num_classes=0,
+        global_pool="", act_layer=torch.nn.SiLU if gated else torch.nn.GELU,
+        mlp_layer=timm.layers.SwiGLU if gated else timm.layers.Mlp,
+    ).eval()  # fmt: skip
+    state = {k: v for k, v in mine.state_dict().items() if k in theirs.state_dict()}
+    theirs.load_state_dict(state, strict=True)
+    images = torch.randn(2, 3, 24, 24)
+    keep = torch.arange(36).expand(2, -1)
+    features = mine.encode(vit.patchify(images, 4), keep)
+    torch.testing.assert_close(features, theirs.forward_features(images), atol=1e-5, rtol=1e-5)
+
+
+def test_state_names_are_those_of_the_release():
+    names = set(vit.ViTMAE(replace(vit.MODELS["tiny"], depth=1, decoder_depth=1), 32).state_dict())
+    block = [f"{part}.{leaf}" for leaf in ("weight", "bias") for part in
+             ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")]  # fmt: skip
+    expected = {"cls_token", "pos_embed", "mask_token", "decoder_pos_embed"}
+    for stem in ("patch_embed.proj", "norm", "decoder_embed", "decoder_norm", "decoder_pred"):
+        expected |= {f"{stem}.weight", f"{stem}.bias"}
+    for stem in ("blocks.0", "decoder_blocks.0"):
+        expected |= {f"{stem}.{rest}" for rest in block}
+    assert names == expected
+
+
+def test_learns():
+    """A few steps on one batch lower the loss well below what predicting zero gives."""
+    model = vit.ViTMAE(vit.MODELS["tiny"], 32)
+    ramp = np.linspace(-1, 1, 32)
+    images = torch.tensor(np.stack([np.add.outer(a * ramp, b * ramp) for a in (1, -2)
+                                    for b in (1, 3)])).float()  # fmt: skip
+    images = images[:, None].expand(-1, 3, -1, -1) + torch.tensor([0, 0.5, 1]).view(3, 1, 1)
+    noise = torch.rand(4, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(30):
+        loss, _, _ = model(images, 0.75, noise)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 < 1 < losses[0]
