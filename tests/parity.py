@@ -20,9 +20,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from ranks import Result, Run, run_ranks  # noqa: E402
+
 import data  # noqa: E402
 import vit  # noqa: E402
-from ranks import Result, Run, run_ranks  # noqa: E402
 
 TILES = str(ROOT / "examples" / "tiles" / "train")
 STEPS, BATCH, SIZE, CLIP, BLR = 6, 48, 48, 1.0, 5e-3
@@ -111,9 +112,7 @@ class Difference:
     replicas: float
 
     def fine(self) -> bool:
-        return (
-            self.loss < 1e-5 and self.norm < 1e-5 and self.params < 1e-4 and self.replicas == 0
-        )
+        return self.loss < 1e-5 and self.norm < 1e-5 and self.params < 1e-4 and self.replicas == 0
 
 
 def difference(result: Result, expected: tuple) -> Difference:  # type: ignore[type-arg]
@@ -150,20 +149,25 @@ def main() -> int:
     args = parser.parse_args()
     wanted = {k: v for k, v in vars(args).items() if v is not None}
     cases = [c for c in grid() if all(getattr(c, k) == v for k, v in wanted.items())]
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        found = compare(cases, Path(folder))
-    for case, d in found.items():
-        print(
-            f"{'ok ' if d.fine() else 'BAD'} {case.ranks} ranks {case.mode:14} fsdp {case.fsdp} "
-            f"group {case.group} ac {case.ac:4} accum {case.accum}  loss {d.loss:.1e} "
-            f"norm {d.norm:.1e} params {d.params:.1e} replicas {d.replicas:.1e}"
-        )
+    started, found = time.monotonic(), {}
+    for ranks in sorted({c.ranks for c in cases}):
+        with tempfile.TemporaryDirectory() as folder:
+            these = compare([c for c in cases if c.ranks == ranks], Path(folder))
+        found |= these
+        for case, d in these.items():
+            print(
+                f"{'ok ' if d.fine() else 'BAD'} {case.ranks} ranks {case.mode:14} fsdp {case.fsdp}"
+                f" group {case.group} ac {case.ac:4} accum {case.accum}  loss {d.loss:.1e} "
+                f"norm {d.norm:.1e} params {d.params:.1e} replicas {d.replicas:.1e}",
+                flush=True,
+            )
     bad = sum(not d.fine() for d in found.values())
-    print(f"{len(found)} runs, {bad} bad, torch {torch.__version__}, "
-          f"{time.monotonic() - started:.0f} s; worst loss {max(d.loss for d in found.values()):.1e},"
-          f" norm {max(d.norm for d in found.values()):.1e}, parameters "
-          f"{max(d.params for d in found.values()):.1e}")  # fmt: skip
+    worst = {k: max(getattr(d, k) for d in found.values()) for k in ("loss", "norm", "params")}
+    print(
+        f"{len(found)} runs, {bad} bad, torch {torch.__version__}, "
+        f"{time.monotonic() - started:.0f} s; worst: "
+        + ", ".join(f"{key} {value:.1e}" for key, value in worst.items())
+    )
     return int(bad > 0)
 
 

@@ -6,6 +6,8 @@ The processes are started once (importing torch is what takes long); each run ge
 of its own. `python tests/ranks.py ...` is what the processes themselves execute.
 """
 
+import contextlib
+import io
 import json
 import os
 import pickle
@@ -14,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,8 @@ class Result:
     end: dict[str, Any] = field(default_factory=dict)
     replicas_differ: float = 0.0  # the largest difference over all steps
     params: dict[str, Any] = field(default_factory=dict)  # after the last step
+    moved: list[float] = field(default_factory=list)  # the largest change, step by step
+    output: str = ""  # of rank 0
     errors: str = ""
 
 
@@ -57,23 +62,50 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
     return clean | {
         "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
 
 
 def run_ranks(world: int, runs: list[Run], folder: Path, timeout: float = 600) -> list[Result]:
     """Execute the runs one after another on `world` processes; RuntimeError if they do not end."""
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = [asdict(run) | {"port": free_port(), "out": f"{folder}/{i}"} for i, run in enumerate(runs)]
+    jobs = [asdict(run) | {"out": str(folder / str(i))} for i, run in enumerate(runs)]
     (folder / "jobs.json").write_text(json.dumps(jobs))
+    start_ranks([[sys.executable, __file__, str(folder)]] * world, folder, 0, timeout)
+    return [read_result(Path(str(job["out"])), world) for job in jobs]
+
+
+def on_ranks(world: int, function: Callable[[], Any], folder: Path, timeout: float = 300) -> list:
+    """What `function`, of a module in this folder, returns on each of `world` gloo ranks."""
+    port, code = (
+        free_port(),
+        (
+            "import importlib, pickle, sys; module, name, out = sys.argv[1:]; "
+            "result = getattr(importlib.import_module(module), name)(); "
+            "pickle.dump(result, open(out, 'wb'))"
+        ),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    start_ranks(
+        [
+            [sys.executable, "-c", code, function.__module__, function.__name__, f"{folder}/{rank}"]
+            for rank in range(world)
+        ],
+        folder, port, timeout,
+    )  # fmt: skip
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world)]
+
+
+def start_ranks(commands: list[list[str]], folder: Path, port: int, timeout: float) -> None:
+    """One process a command, as ranks 0, 1, ...; RuntimeError with their output if they fail."""
     processes = []
-    for rank in range(world):
+    for rank, command in enumerate(commands):
         with open(folder / f"rank{rank}.txt", "w") as output:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, __file__, str(folder)],
-                    env=environment(rank, world, 0), stdout=output, stderr=subprocess.STDOUT,
-                    start_new_session=True, cwd=ROOT,
+                    command, env=environment(rank, len(commands), port), stdout=output,
+                    stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT,
                 )
             )  # fmt: skip
     deadline = time.monotonic() + timeout
@@ -82,15 +114,17 @@ def run_ranks(world: int, runs: list[Run], folder: Path, timeout: float = 600) -
             failed = [r for r, p in enumerate(processes) if p.poll() not in (None, 0)]
             if failed or time.monotonic() > deadline:
                 time.sleep(2)  # let the others print
-                texts = [(folder / f"rank{r}.txt").read_text()[-3000:] for r in failed or [0]]
-                raise RuntimeError(f"ranks {failed} failed or time was up:\n" + "\n".join(texts))
+                break
             time.sleep(0.05)
+        failed = [r for r, p in enumerate(processes) if p.poll() != 0]
+        if failed:
+            texts = [(folder / f"rank{r}.txt").read_text()[-3000:] for r in failed]
+            raise RuntimeError(f"ranks {failed} failed or time was up:\n" + "\n".join(texts))
     finally:
         for p in processes:
             if p.poll() is None:
                 os.killpg(p.pid, signal.SIGKILL)
             p.wait()
-    return [read_result(Path(str(job["out"])), world) for job in jobs]
 
 
 def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
@@ -106,12 +140,14 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str
 
 def read_result(out: Path, world: int) -> Result:
     status = [int((out / f"status{rank}").read_text()) for rank in range(world)]
-    result = Result(status, errors=(out / "errors").read_text())
+    texts = (out / "output").read_text(), (out / "errors").read_text()
+    result = Result(status, output=texts[0], errors=texts[1])
     if (out / "log.jsonl").exists():
         result.start, result.steps, result.end = read_log(out / "log.jsonl")
     if (out / "params.pickle").exists():
         result.params = pickle.loads((out / "params.pickle").read_bytes())
         result.replicas_differ = result.params.pop("replicas_differ")
+        result.moved = result.params.pop("moved")
     return result
 
 
@@ -119,14 +155,14 @@ def read_result(out: Path, world: int) -> Result:
 # Inside a rank
 
 
-def full_parameters(model):  # noqa: ANN001, ANN201
+def full_parameters(model):
     """Every parameter whole, by its original name, as this rank's shard group holds it."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
     from torch.distributed.tensor import DTensor
 
     import shard
 
-    def values():  # noqa: ANN202
+    def values():
         return {
             shard.original_name(n): (p.full_tensor() if isinstance(p, DTensor) else p)
             .detach().cpu().clone()
@@ -139,10 +175,18 @@ def full_parameters(model):  # noqa: ANN001, ANN201
     return values()
 
 
-def worker(folder: Path) -> None:
-    import contextlib
-    import io
+def agreed_port(out: Path, rank: int) -> str:
+    """A free port that rank 0 chooses just before it is used, so that nobody else has taken it."""
+    if rank == 0:
+        (out / "port.new").write_text(str(free_port()))
+        (out / "port.new").rename(out / "port")
+    while not (out / "port").exists():
+        time.sleep(0.01)
+    return (out / "port").read_text()
 
+
+def one_run(job: dict[str, Any], rank: int) -> None:
+    """Call train_fsdp.main with the hooks that the job asks for, and leave what they saw."""
     import torch
     import torch.distributed as dist
 
@@ -150,58 +194,61 @@ def worker(folder: Path) -> None:
     import train_fsdp
     import vit
 
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
+    out = Path(job["out"])
+    out.mkdir(exist_ok=True)
+    os.environ["MASTER_PORT"] = agreed_port(out, rank)
+    step_now, differ, params, moved, before = -1, 0.0, {}, [], None
     original = (train_fsdp.train_step, data.normalize, vit.ViTMAE.forward)
-    for job in json.loads((folder / "jobs.json").read_text()):
-        out = Path(job["out"])
-        out.mkdir(exist_ok=True)
-        os.environ["MASTER_PORT"] = str(job["port"])
-        train_fsdp.train_step, data.normalize, vit.ViTMAE.forward = original
-        poisoned = job["poison"] and job["poison_rank"] == rank
-        state = {"step": -1, "differ": 0.0, "params": {}}
 
-        def train_step(model, *args, step, **kwargs):  # noqa: ANN001, ANN002, ANN003, ANN202
-            state["step"] = step
-            result = original[0](model, *args, step=step, **kwargs)
-            if job["params"]:
-                state["params"] = full_parameters(model)
-                mine = torch.cat([v.flatten() for v in state["params"].values()])
-                low, high = mine.clone(), mine.clone()
-                dist.all_reduce(low, op=dist.ReduceOp.MIN)
-                dist.all_reduce(high, op=dist.ReduceOp.MAX)
-                state["differ"] = max(state["differ"], (high - low).max().item())
-            return result
+    def train_step(model, *args, step, **kwargs):
+        nonlocal step_now, differ, params, before
+        step_now = step
+        result = original[0](model, *args, step=step, **kwargs)
+        if job["params"]:
+            params = full_parameters(model)
+            mine = torch.cat([v.flatten() for v in params.values()])
+            low, high = mine.clone(), mine.clone()
+            dist.all_reduce(low, op=dist.ReduceOp.MIN)
+            dist.all_reduce(high, op=dist.ReduceOp.MAX)
+            differ = max(differ, (high - low).max().item())
+            moved.append(0.0 if before is None else (mine - before).abs().max().item())
+            before = mine
+        return result
 
-        def normalize(images):  # noqa: ANN001, ANN202
-            x = original[1](images)
-            return x * float("nan") if state["step"] == job["poison_step"] else x
+    def normalize(images):
+        x = original[1](images)
+        return x * float("nan") if step_now == job["poison_step"] else x
 
-        def forward(self, *args, **kwargs):  # noqa: ANN001, ANN002, ANN003, ANN202
-            loss, pred, mask = original[2](self, *args, **kwargs)
-            if state["step"] == job["poison_step"]:
-                loss.register_hook(lambda g: g * float("inf"))
-            return loss, pred, mask
+    def forward(self, *args, **kwargs):
+        loss, pred, mask = original[2](self, *args, **kwargs)
+        if step_now == job["poison_step"]:
+            loss.register_hook(lambda g: g * float("inf"))
+        return loss, pred, mask
 
-        train_fsdp.train_step = train_step
-        if poisoned and job["poison"] == "loss":
+    train_fsdp.train_step = train_step
+    if job["poison"] and job["poison_rank"] == rank:
+        if job["poison"] == "loss":
             data.normalize = normalize
-        if poisoned and job["poison"] == "gradient":
+        else:
             vit.ViTMAE.forward = forward
-        errors = io.StringIO()
-        with contextlib.redirect_stderr(errors):
-            try:
-                status = train_fsdp.main([*job["argv"], "--out", str(out)])
-            except SystemExit as leave:
-                status = int(leave.code or 0)
-        sys.stderr.write(errors.getvalue())
-        (out / f"status{rank}").write_text(str(status))
-        if rank == 0:
-            (out / "errors").write_text(errors.getvalue())
-            if state["params"]:
-                kept = state["params"] | {"replicas_differ": state["differ"]}
-                (out / "params.pickle").write_bytes(pickle.dumps(kept))
+    output, errors = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            status = train_fsdp.main([*job["argv"], "--out", str(out)])
+    except SystemExit as leave:
+        status = int(leave.code or 0)
+    finally:
+        train_fsdp.train_step, data.normalize, vit.ViTMAE.forward = original
+        sys.stderr.write(output.getvalue() + errors.getvalue())
+    (out / f"status{rank}").write_text(str(status))
+    if rank == 0:
+        (out / "output").write_text(output.getvalue())
+        (out / "errors").write_text(errors.getvalue())
+        if params:
+            kept = params | {"replicas_differ": differ, "moved": moved}
+            (out / "params.pickle").write_bytes(pickle.dumps(kept))
 
 
 if __name__ == "__main__":
-    worker(Path(sys.argv[1]))
+    for job in json.loads((Path(sys.argv[1]) / "jobs.json").read_text()):
+        one_run(job, int(os.environ["RANK"]))

@@ -1,0 +1,282 @@
+"""What README, the layout and the style promise, checked against the files themselves."""
+
+import ast
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image
+from ranks import environment, free_port
+
+import shard
+import train_fsdp
+import vit
+
+README = (ROOT / "README.md").read_text()
+ALONE = ["vit", "data", "mesh", "shard"]
+SCRIPTS = [*ALONE, "train_fsdp"]
+TREES = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in SCRIPTS}
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading of README, without its head."""
+    section = README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def commands() -> list[str]:
+    """Each command of README's bash blocks on one line, comments removed."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    text = "\n".join(blocks).replace("\\\n", " ")
+    return [line.split(" #")[0].strip() for line in text.splitlines() if line.strip()]
+
+
+# --- README
+
+
+def test_strategy_table_is_that_of_the_code():
+    mesh = {"1": "world x 1", "group": "world/group x group", "world": "1 x world"}
+    rows = [
+        [f"`{name}`", s.shards, mesh[s.group], "frees" if s.reshard else "keeps", s.traffic,
+         s.use_when]
+        for name, s in shard.STRATEGIES.items()
+    ]  # fmt: skip
+    assert table("Which strategy") == rows
+
+
+def test_size_table_is_that_of_the_code():
+    published = {"base": 87, "huge": 635, "1b": 914, "3b": 3067, "5b": 5349, "15b": 14720}
+    rows = []
+    for name, c in vit.MODELS.items():
+        with torch.device("meta"):
+            count = sum(p.numel() for p in vit.ViTMAE(c).parameters())
+        mlp = f"{c.mlp_width}{' gated' if c.gated_mlp else ''}"
+        rows.append([
+            f"`{name}`", str(c.width), str(c.depth), mlp, str(c.heads), str(c.patch),
+            str(published.get(name, "-")), f"{count:,}", f"{vit.flops_per_image(c) / 1e9:.1f}",
+            f"{16 * count / 2**30:.1f}",
+        ])  # fmt: skip
+    assert table("Sizes") == rows
+
+
+def test_file_table_names_every_script_and_only_what_is_there():
+    names = [row[0].strip("`") for row in table("The files, in reading order")]
+    assert names == ["vit.py", "data.py", "mesh.py", "shard.py", "train_fsdp.py",
+                     "examples/tiles/", "tests/"]  # fmt: skip
+    assert all((ROOT / name).exists() for name in names)
+    assert {f"{path.stem}.py" for path in ROOT.glob("*.py")} <= set(names)
+
+
+def test_commands_of_readme_are_valid():
+    training = [c for c in commands() if "train_fsdp.py" in c]
+    assert len(training) == 3
+    for command in training:
+        train_fsdp.parse_args(command.split("train_fsdp.py ")[1].split())  # SystemExit if not
+    targets = {c.split()[1] for c in commands() if c.startswith("make ")}
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets == {"demo", "test"} and all(f"\n{t}:" in makefile for t in targets)
+
+
+def test_the_single_process_command_of_readme_runs(tmp_path):
+    (command,) = [c for c in commands() if c.startswith("python train_fsdp.py")]
+    argv = [*command.split()[2:], "--steps", "2", "--workers", "0", "--device", "cpu"]
+    assert train_fsdp.main([*argv, "--out", str(tmp_path)]) == 0
+
+
+def test_torchrun_needs_the_two_dashes_of_readme(tmp_path):
+    flags = ["--model", "tiny", "--run", "io", "--batch", "2", "--steps", "1", "--workers", "0"]
+    flags += ["--device", "cpu", "--out"]
+    for dashes, status in (["--"], 0), ([], 2):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+             *dashes, "train_fsdp.py", *flags, str(tmp_path)],
+            cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment(0, 1, 0),
+        )  # fmt: skip
+        assert done.returncode == status, done.stderr
+    assert "error: ambiguous option: --run" in done.stderr
+
+
+def test_messages_of_readme_are_those_of_the_code():
+    """Each piece of a message, split at the dots, stands in some string of the scripts."""
+    strings = [
+        node.value
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    rows = [row[0].strip("`") for row in table("When it stops")]
+    assert len(rows) == 10
+    for message in rows:
+        if message.startswith("torchrun:"):
+            continue  # the test above
+        pieces = [p.strip() for p in message.split("...")]
+        if message.startswith("is missing"):
+            pieces = message.split("; it is set by ")
+            pieces = [pieces[0], pieces[1]]
+        for piece in pieces:
+            assert any(piece in s for s in strings), piece
+
+
+def test_readme_stays_short():
+    prose = [line for line in README.splitlines() if not line.startswith("|")]
+    assert len(" ".join(prose).split()) < 1500
+
+
+# --- layout and style
+
+
+def test_each_file_imports_no_sibling_but_the_main_job():
+    for name in ALONE:
+        imported = {
+            alias.name.split(".")[0] if isinstance(node, ast.Import) else node.module.split(".")[0]
+            for node in ast.walk(TREES[name])
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        assert not imported & set(SCRIPTS)
+        third_party = imported - set(sys.stdlib_module_names)
+        assert third_party <= {"torch", "torchvision", "numpy", "PIL"}, name
+
+
+def test_nothing_runs_at_import():
+    """Definitions, constants, and the guard of the main job: nothing else at module level."""
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.Expr):
+                assert isinstance(node.value, ast.Constant), (name, node.lineno)  # docstring
+            elif isinstance(node, ast.If):
+                assert ast.unparse(node.test) == "__name__ == '__main__'"
+            else:
+                allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign,
+                           ast.AnnAssign)  # fmt: skip
+                assert isinstance(node, allowed), (name, node.lineno)
+
+
+def test_import_changes_nothing(tmp_path):
+    code = """
+import os, signal, threading, torch, warnings
+def state():
+    return (torch.get_rng_state().sum().item(), torch.get_default_dtype(), torch.get_num_threads(),
+            threading.active_count(), dict(os.environ), os.listdir("."),
+            [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)],
+            torch.distributed.is_initialized(), torch.cuda.is_initialized())
+import torch.distributed.fsdp, torch.distributed.optim, torchvision.transforms
+before = state()
+import vit, data, mesh, shard, train_fsdp
+after = state()
+assert before == after, (before, after)
+"""
+    done = subprocess.run([sys.executable, "-B", "-c", code], cwd=tmp_path, capture_output=True,
+                          text=True, env=environment(0, 1, 0), timeout=120)  # fmt: skip
+    assert done.returncode == 0 and done.stdout == "", done.stderr
+
+
+def test_args_is_seen_by_main_and_the_parser_only():
+    for name, tree in TREES.items():
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef):
+                given = [a.arg for a in (*function.args.args, *function.args.kwonlyargs)]
+                if "args" in given:
+                    assert (name, function.name) == ("train_fsdp", "flag_errors")
+
+
+def test_public_functions_have_docstrings_and_types():
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                assert node.returns is not None, (name, node.name)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), (name, node.name)
+
+
+JOBS = {
+    "vit": """
+import torch, vit
+model = vit.ViTMAE(vit.MODELS["tiny"], 32)
+loss, pred, mask = model(torch.randn(2, 3, 32, 32))
+loss.backward()
+assert pred.shape == (2, 16, 192) and mask.sum() == 24 and model.cls_token.grad.abs().sum() > 0
+""",
+    "data": """
+import sys, data
+if __name__ == "__main__":
+    files = data.scan(sys.argv[1])
+    loader = data.build_loader(files, img_size=32, patches=16, seed=0, global_batch=8,
+                               local_batch=8, steps=range(2), workers=1)
+    batches = list(loader)
+    assert len(files) == 192 and len(files.classes) == 8 and len(batches) == 2
+    assert data.normalize(batches[0].image).shape == (8, 3, 32, 32)
+""",
+    "mesh": """
+import os, torch, mesh
+ranks = mesh.read_ranks(os.environ)
+mesh.init_ranks(ranks, mesh.pick_device("cpu", ranks))
+grid = mesh.build_mesh((1, 1), torch.device("cpu"))
+assert grid.mesh_dim_names == ("replicate", "shard") and mesh.together(lambda: 7) == 7
+torch.distributed.destroy_process_group()
+""",
+    "shard": """
+import torch, torch.distributed as dist, shard
+from torch.distributed.device_mesh import init_device_mesh
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+grid = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+for mode in shard.STRATEGIES:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    decay = shard.weight_decay_names(model)
+    model = shard.apply(model, mode, grid, block_classes={torch.nn.Linear},
+                        initial_value=lambda name, shape: torch.ones(shape),
+                        device=torch.device("cpu"), param_dtype=torch.float32)
+    optimizer = shard.build_optimizer(model, mode, decay, lr=0.1, weight_decay=0.0)
+    out = model(torch.ones(1, 4))
+    assert out.tolist() == [[21.0, 21.0]]
+    out.sum().backward()
+    assert shard.clip_grad_norm(model, 1.0) > 1
+    shard.optimizer_step(optimizer, torch.tensor(0.0))
+    assert model(torch.ones(1, 4)).sum() < 42
+dist.destroy_process_group()
+""",
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_each_file_works_alone_in_an_empty_folder(name, tmp_path):
+    shutil.copy(ROOT / f"{name}.py", tmp_path)
+    (tmp_path / "job.py").write_text(JOBS[name])
+    env = environment(0, 1, free_port())
+    for variable in ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del env[variable]
+    done = subprocess.run(
+        [sys.executable, "job.py", str(ROOT / "examples" / "tiles" / "train")],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+# --- the embedded images
+
+
+def test_tiles():
+    tiles = ROOT / "examples" / "tiles"
+    classes = sorted(p.name for p in (tiles / "train").iterdir())
+    assert len(classes) == 8 == len(list((tiles / "heldout").iterdir()))
+    for name in classes:
+        train, heldout = ([*(tiles / split / name).glob("*.jpg")] for split in ("train", "heldout"))
+        assert len(train) == 24 and len(heldout) == 8
+        regions = [{p.stem.removeprefix(f"{name}_").rsplit("_", 1)[0] for p in split}
+                   for split in (train, heldout)]  # fmt: skip
+        assert len(regions[0]) >= 2 and not regions[0] & regions[1]
+        for path in itertools.chain(train, heldout):
+            with Image.open(path) as image:
+                assert image.format == "JPEG" and image.mode == "RGB"
+                assert min(image.size) >= 96
+                assert len(set(image.convert("L").getdata())) > 1, f"{path} is one colour"
+    total = sum(p.stat().st_size for p in tiles.rglob("*") if p.is_file())
+    assert total < 4 * 2**20

@@ -1,0 +1,396 @@
+"""shard.py: every row of the table on real process groups, every option really on."""
+
+import collections
+import os
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import ARGV, Case, compare, modes
+from ranks import Run, on_ranks, run_ranks
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mesh
+import shard
+import vit
+
+CONFIG = vit.ViTConfig(32, 3, 64, 2, 8, decoder_width=32, decoder_depth=2, decoder_heads=2)
+UNITS = 3 + 2 + 1  # encoder blocks, decoder blocks, root
+CPU = torch.device("cpu")
+FSDP_MODES = ["no_shard", "shard_grad_op", "full_shard", "hybrid", "hybrid_grad_op"]
+ROWS = [("ddp", 2), ("zero1", 2)] + [(mode, fsdp) for fsdp in (1, 2) for mode in FSDP_MODES]
+
+
+# --- the table
+
+
+def test_mesh_shapes():
+    for mode in ("ddp", "zero1", "no_shard"):
+        assert shard.mesh_shape(mode, 8) == (8, 1)
+    for mode in ("shard_grad_op", "full_shard"):
+        assert shard.mesh_shape(mode, 8) == (1, 8)
+    for mode in ("hybrid", "hybrid_grad_op"):
+        assert [shard.mesh_shape(mode, 8, g) for g in (1, 2, 8)] == [(8, 1), (4, 2), (1, 8)]
+
+
+def test_mesh_shape_refuses_what_has_no_meaning():
+    with pytest.raises(ValueError, match="there is no mode zero3: use one of ddp, zero1, no_shard"):
+        shard.mesh_shape("zero3", 8)
+    for mode, group in (("full_shard", 2), ("hybrid", None)):
+        with pytest.raises(ValueError, match="a group size belongs to the hybrid modes"):
+            shard.mesh_shape(mode, 8, group)
+
+
+def test_original_names():
+    for name in (
+        "module.blocks.0.mlp.fc1.weight",
+        "blocks.0._checkpoint_wrapped_module.mlp.fc1.weight",
+        "_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.mlp.fc1.weight",
+        "blocks.0._orig_mod.mlp.fc1.weight",
+    ):
+        assert shard.original_name(name) == "blocks.0.mlp.fc1.weight"
+
+
+# --- one process
+
+
+@pytest.fixture
+def single():
+    mesh.init_ranks(mesh.read_ranks({}), CPU)
+    yield mesh.build_mesh((1, 1), CPU)
+    dist.destroy_process_group()
+
+
+def build(mode: str, grid, *, dtype=torch.float32, **options) -> nn.Module:
+    with torch.device("meta"):
+        model = vit.ViTMAE(CONFIG, 32)
+    return shard.apply(
+        model, mode, grid, block_classes={vit.Block}, device=CPU, param_dtype=dtype,
+        initial_value=partial(vit.initial_value, CONFIG, seed=0), **options,
+    )  # fmt: skip
+
+
+def batch(seed: int = 0) -> tuple:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(2, 3, 32, 32, generator=generator)
+    return images, 0.75, torch.rand(2, 16, generator=generator)
+
+
+@pytest.mark.parametrize(("mode", "fsdp"), [("ddp", 2), ("full_shard", 1), ("full_shard", 2)])
+def test_a_forgotten_parameter_is_found_by_name(single, mode, fsdp):
+    class Scaled(vit.Block):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.gamma = nn.Parameter(torch.empty(32))
+
+        def forward(self, x):
+            return self.gamma * super().forward(x)
+
+    with torch.device("meta"):
+        model = vit.ViTMAE(CONFIG, 32)
+        model.blocks[1] = Scaled(32, 2, 64)
+    values = partial(vit.initial_value, CONFIG)
+    with pytest.raises(RuntimeError, match=r"no initial value was given to: blocks\.1\.gamma$"):
+        shard.apply(model, mode, single, block_classes={vit.Block, Scaled}, initial_value=values,
+                    device=CPU, fsdp=fsdp)  # fmt: skip
+
+
+def test_backward_post_is_refused_by_fsdp2(single):
+    with pytest.raises(ValueError, match="backward_post exists in FSDP1 only"):
+        build("full_shard", single, prefetch="backward_post")
+
+
+def test_fsdp1_gets_its_options(single):
+    on = build("full_shard", single, fsdp=1, prefetch="backward_post",
+               forward_prefetch=True, limit_all_gathers=False)  # fmt: skip
+    off = build("full_shard", single, fsdp=1, prefetch="none")
+    assert str(on.backward_prefetch).endswith("BACKWARD_POST") and off.backward_prefetch is None
+    assert on.forward_prefetch and not off.forward_prefetch
+    assert off.limit_all_gathers and not on.limit_all_gathers
+
+
+class Count(TorchDispatchMode):
+    """Counts the operations that are really executed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: collections.Counter = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_checkpointing_recomputes_what_it_says(single):
+    """Four products, two norms a block: full redoes all but the last product, selective norms."""
+
+    def executed(ac: str) -> tuple[int, int]:
+        model = build("full_shard", single, ac=ac)
+        with Count() as count:
+            model(*batch())[0].backward()
+        aten = torch.ops.aten
+        return count.ops[aten.addmm.default], count.ops[aten.native_layer_norm.default]
+
+    blocks = UNITS - 1
+    plain, norms = executed("none")
+    assert (plain, norms) == (4 * blocks + 3, 2 * blocks + 2)
+    assert executed("full") == (plain + 3 * blocks, norms + 2 * blocks)
+    assert executed("selective") == (plain, norms + 2 * blocks)
+
+
+def test_compiled_blocks_are_compiled_once_and_give_the_same(single):
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    plain, compiled = build("full_shard", single), build("full_shard", single, compile_blocks=True)
+    losses = [model(*batch())[0] for model in (plain, compiled, compiled)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    assert losses[2].item() == losses[1].item()
+    # encoder and decoder blocks have their own shapes: one graph each, or one for both
+    assert 1 <= counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
+
+
+def test_the_optimizer_is_fused_decays_by_name_and_can_skip(single):
+    for mode, fsdp in (("ddp", 2), ("zero1", 2), ("full_shard", 1), ("full_shard", 2)):
+        with torch.device("meta"):
+            decay = shard.weight_decay_names(vit.ViTMAE(CONFIG, 32))
+        model = build(mode, single, fsdp=fsdp, ac="full")
+        optimizer = shard.build_optimizer(model, mode, decay, lr=0.1, weight_decay=0.05)
+        names = {p: shard.original_name(n) for n, p in model.named_parameters()}
+        decays = {names[p]: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+        assert len(decays) == len(names)
+        for name, value in decays.items():
+            plain = name.endswith("bias") or "norm" in name
+            assert value == (0 if plain else 0.05), name
+        inner = getattr(optimizer, "optim", optimizer)
+        assert all(g["fused"] and g["betas"] == (0.9, 0.95) for g in inner.param_groups)
+
+        def values(model=model):
+            return torch.cat([
+                getattr(p, "full_tensor", lambda p=p: p)().detach().flatten().clone()
+                for p in model.parameters()
+            ])  # fmt: skip
+
+        before = values()
+        model(*batch())[0].backward()
+        shard.optimizer_step(optimizer, torch.tensor(1.0))
+        assert torch.equal(values(), before)
+        shard.optimizer_step(optimizer, torch.tensor(0.0))
+        assert not torch.equal(values(), before)
+
+
+def test_cpu_offload_of_fsdp2_trains_the_same(single):
+    losses = []
+    for offload in (False, True):
+        model = build("full_shard", single, cpu_offload=offload)
+        optimizer = shard.build_optimizer(model, "full_shard", set(), lr=1e-3, weight_decay=0)
+        for seed in range(2):
+            loss, _, _ = model(*batch(seed))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:2] == losses[2:]
+
+
+@pytest.mark.parametrize(("mode", "fsdp"), [("ddp", 2), ("full_shard", 1), ("full_shard", 2)])
+def test_mixed_precision_computes_in_bf16_and_keeps_fp32(single, mode, fsdp):
+    model = build(mode, single, fsdp=fsdp, dtype=torch.bfloat16)
+    seen = {}
+
+    def watch(name):
+        return lambda module, args, out: seen.update({name: out.dtype})
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(watch(shard.original_name(name)))
+    with shard.autocast(model, CPU, torch.bfloat16):
+        loss, _, _ = model(*batch())
+    loss.backward()
+    assert len(seen) == 4 * (UNITS - 1) + 2 and set(seen.values()) == {torch.bfloat16}
+    assert loss.dtype == torch.float32
+    assert all(p.dtype == torch.float32 == p.grad.dtype for p in model.parameters())
+    positions = {shard.original_name(n): b for n, b in model.named_buffers()}["pos_embed"]
+    assert torch.equal(positions, vit.sincos_positions(32, 4))  # not rounded to bf16
+
+
+# --- four ranks: what goes over the wire, who holds what
+
+
+def facts_of_four_ranks() -> dict:
+    """Runs on every rank; what the tests below look at."""
+    torch.set_num_threads(1)
+    ranks = mesh.read_ranks(os.environ)
+    mesh.init_ranks(ranks, CPU)
+    facts: dict = {"collectives": {}, "inner": {}, "local": {}, "bf16_sums": {}}
+
+    def events(model: nn.Module, last: bool = True) -> list[str]:
+        with profile(activities=[ProfilerActivity.CPU]) as prof, shard.accumulation(model, last):
+            model(*batch(ranks.rank))[0].backward()
+        found = sorted((e.time_range.start, e.name) for e in prof.events())
+        return [name for _, name in found]
+
+    def collectives(names: list[str]) -> dict[str, int]:
+        kinds = {"all_gather": "allgather", "reduce_scatter": "reduce_scatter",
+                 "all_reduce": "allreduce"}  # fmt: skip
+        c10d = [name for name in names if name.startswith("c10d::")]
+        return {kind: sum(part in name for name in c10d) for kind, part in kinds.items()}
+
+    for mode, fsdp in ROWS:
+        group = 2 if "hybrid" in mode else None
+        grid = mesh.build_mesh(shard.mesh_shape(mode, 4, group), CPU)
+        model = build(mode, grid, fsdp=fsdp)
+        for _ in range(2):
+            model(*batch())[0].backward()
+        facts["collectives"][mode, fsdp] = collectives(events(model))
+        facts["inner"][mode, fsdp] = collectives(events(model, last=False))
+        local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+        facts["local"][mode, fsdp] = sum(p.numel() for p in local)
+
+        model = build(mode, grid, fsdp=fsdp, reduce_dtype=torch.bfloat16)
+        model(*batch(ranks.rank))[0].backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        grads = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
+        exact = all(torch.equal(g, g.bfloat16().float()) for g in grads)
+        facts["bf16_sums"][mode, fsdp] = exact
+
+    grid = mesh.build_mesh((1, 4), CPU)
+    for prefetch in ("backward_pre", "none"):
+        model = build("full_shard", grid, prefetch=prefetch)
+        for _ in range(2):
+            model(*batch())[0].backward()
+        facts[prefetch] = events(model)
+    model = build("full_shard", grid, forward_prefetch=True)
+    for _ in range(2):
+        model(*batch())[0].backward()
+    facts["forward_prefetch"] = events(model)
+
+    buckets = []
+    for cap in (25, 1):
+        with torch.device("meta"):
+            model = vit.ViTMAE(vit.MODELS["tiny"], 32)  # 9 MiB of gradients
+        values = partial(vit.initial_value, vit.MODELS["tiny"])
+        model = shard.apply(model, "ddp", mesh.build_mesh((4, 1), CPU), block_classes={vit.Block},
+                            initial_value=values, device=CPU, bucket_cap_mb=cap)  # fmt: skip
+        for _ in range(2):
+            model(*batch())[0].backward()
+        buckets.append(collectives(events(model))["all_reduce"])
+    facts["buckets"] = buckets
+    dist.destroy_process_group()
+    return facts
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    results = on_ranks(4, facts_of_four_ranks, tmp_path_factory.mktemp("facts"))
+    assert all(r["collectives"] == results[0]["collectives"] for r in results)
+    return results[0] | {"locals": [r["local"] for r in results]}
+
+
+@pytest.mark.parametrize(("mode", "fsdp"), ROWS)
+def test_collectives_are_those_of_the_table(facts, mode, fsdp):
+    """One unit, one collective of each kind; the root unit stays gathered for backward."""
+    found, inner = facts["collectives"][mode, fsdp], facts["inner"][mode, fsdp]
+    if mode in ("ddp", "zero1"):
+        assert found == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 1}
+        assert inner == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+    elif mode == "no_shard":
+        assert found["all_reduce"] == UNITS and inner["all_reduce"] == 0
+        if fsdp == 1:  # FSDP2 calls the collectives of a group of one, which send nothing
+            assert found["all_gather"] == found["reduce_scatter"] == 0
+    else:
+        again = UNITS - 1 if shard.STRATEGIES[mode].reshard else 0
+        across = UNITS if "hybrid" in mode else 0
+        expected = {"all_gather": UNITS + again, "reduce_scatter": UNITS, "all_reduce": across}
+        assert found == expected
+        # accumulation: the group reduce-scatters every time, FSDP2 waits with the all-reduce
+        assert inner == expected | {"all_reduce": across if fsdp == 1 else 0}
+
+
+@pytest.mark.parametrize(("mode", "fsdp"), ROWS)
+def test_each_rank_holds_its_part_of_the_parameters(facts, mode, fsdp):
+    with torch.device("meta"):
+        whole = sum(p.numel() for p in vit.ViTMAE(CONFIG, 32).parameters())
+    parts = [local[mode, fsdp] for local in facts["locals"]]
+    share = {"1": 1, "group": 2, "world": 4}[shard.STRATEGIES[mode].group]
+    assert sum(parts) == whole * 4 // share
+    assert max(parts) < 1.1 * whole / share
+
+
+@pytest.mark.parametrize(("mode", "fsdp"), ROWS)
+def test_gradients_are_summed_in_the_reduce_dtype(facts, mode, fsdp):
+    assert facts["bf16_sums"][mode, fsdp]
+
+
+def test_prefetch_is_what_it_says(facts):
+    """In backward the gather of a unit comes before or after the gradient of the unit before it."""
+
+    def order(names: list[str]) -> list[str]:
+        start = names.index("FSDP::pre_backward")
+        wanted = r"FSDP::(all_gather|pre_backward|post_backward_reduce) \((blocks\.\d)\)"
+        return [f"{m[1]} {m[2]}" for n in names[start:] if (m := re.fullmatch(wanted, n))]
+
+    early, late = order(facts["backward_pre"]), order(facts["none"])
+    for i in (1, 0):
+        gather, before = f"all_gather blocks.{i}", f"post_backward_reduce blocks.{i + 1}"
+        assert early.index(gather) < early.index(before)
+        assert late.index(gather) > late.index(before)
+
+    def gathered_ahead(names: list[str]) -> bool:
+        return names.index("FSDP::all_gather (blocks.1)") < names.index(
+            "FSDP::post_forward (blocks.0)"
+        )
+
+    assert gathered_ahead(facts["forward_prefetch"]) and not gathered_ahead(facts["backward_pre"])
+
+
+def test_bucket_size_counts_the_all_reduces_of_ddp(facts):
+    large, small = facts["buckets"]
+    assert large == 1 and 6 <= small <= 12  # 9 MiB in buckets of 25 and of 1 MiB
+
+
+# --- same training, whatever the sharding
+
+
+def covering() -> list[Case]:
+    """Every mode, engine, group on 4 ranks, checkpointing and accumulation by turns; odd sizes."""
+    cases = []
+    for i, c in enumerate(modes(4, [1, 2, 4])):
+        cases.append(Case(4, c.mode, c.fsdp, c.group, ("none", "full")[i % 2], 1 + i // 2 % 2))
+    cases += [Case(3, "full_shard", f, 0, "none", 2) for f in (1, 2)] + [Case(3, "zero1")]
+    cases += [Case(6, "hybrid", 2, 3, "none", 2), Case(6, "hybrid_grad_op", 1, 3, "full")]
+    return cases
+
+
+@pytest.mark.slow
+def test_same_training_whatever_the_sharding(tmp_path):
+    """Loss and gradient norm within 1e-5 of one process's, parameters within 1e-4, replicas equal.
+
+    The whole grid: python tests/parity.py
+    """
+    found = compare(covering(), tmp_path)
+    bad = {case: d for case, d in found.items() if not d.fine()}
+    assert not bad and len(found) == 25
+
+
+@pytest.mark.slow
+def test_bf16_stays_near_fp32_in_every_mode(tmp_path):
+    """Each step's loss within 2 % over 50 steps."""
+    argv = [*ARGV, "--steps", "50", "--batch", "8", "--img-size", "32"]
+    argv = [
+        a for i, a in enumerate(argv) if a != "--global-batch" and argv[i - 1] != "--global-batch"
+    ]
+    runs = [Run([*argv, "--mode", "ddp"], params=False)]
+    for mode, fsdp in ROWS:
+        engine = [] if mode in ("ddp", "zero1") else ["--fsdp", str(fsdp)]
+        more = ["--mode", mode, *engine, "--precision", "bf16"]
+        runs.append(Run([*argv, *more], params=False))
+    fp32, *rest = run_ranks(2, runs, tmp_path, 900)
+    for (mode, fsdp), result in zip(ROWS, rest, strict=True):
+        assert len(result.steps) == 50
+        for a, b in zip(fp32.steps, result.steps, strict=True):
+            assert b["loss"] == pytest.approx(a["loss"], rel=0.02), (mode, fsdp, a["step"])

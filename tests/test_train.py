@@ -1,0 +1,326 @@
+"""train_fsdp.py: its flags and their errors, its log, its decisions, its runs on several ranks."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+from conftest import ROOT
+from parity import ARGV, TILES
+from ranks import Run, environment, free_port, read_log, run_ranks
+
+import train_fsdp
+
+SMALL = ["--model", "tiny", "--img-size", "32", "--device", "cpu", "--workers", "0"]
+
+START_KEYS = {
+    "versions", "world_size", "mesh", "params", "flops_per_image", "peak_flops_per_rank",
+    "peak_flops_source", "global_batch", "lr",
+}  # fmt: skip
+STEP_KEYS = {
+    "event", "step", "epoch", "loss", "grad_norm", "lr", "step_seconds", "data_seconds",
+    "images_per_second", "images_per_second_per_rank", "tflops_per_rank", "mfu",
+    "peak_allocated_gib", "peak_reserved_gib", "alloc_retries",
+}  # fmt: skip
+END_KEYS = {"event", "reason", "steps", "images_per_second", "peak_allocated_gib"}
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """No launcher's variables from the shell that runs the tests."""
+    for name in list(os.environ):
+        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+
+
+# --- flags
+
+NONSENSE = [
+    ("--mode full_shard --group 2", "--group is for --mode hybrid and hybrid_grad_op"),
+    ("--mode ddp --group 1", "--group is for --mode hybrid and hybrid_grad_op"),
+    ("--mode ddp --fsdp 2", "--fsdp chooses between FSDP engines, --mode ddp is none"),
+    ("--mode zero1 --fsdp 1", "--fsdp chooses between FSDP engines, --mode zero1 is none"),
+    ("--mode ddp --prefetch none", "gathers nothing in backward"),
+    ("--mode shard_grad_op --prefetch backward_pre", "gathers nothing in backward"),
+    ("--mode no_shard --fsdp 1 --prefetch none", "gathers nothing in backward"),
+    ("--mode full_shard --prefetch backward_post", "exists in FSDP1 only: add --fsdp 1"),
+    ("--mode full_shard --fsdp 2 --prefetch backward_post", "exists in FSDP1 only"),
+    ("--mode zero1 --forward-prefetch", "--mode zero1 gathers no parameters"),
+    ("--mode no_shard --forward-prefetch", "--mode no_shard gathers no parameters"),
+    ("--limit-all-gathers", "--limit-all-gathers is for sharded modes of --fsdp 1"),
+    ("--no-limit-all-gathers --fsdp 2", "--limit-all-gathers is for sharded modes of --fsdp 1"),
+    ("--mode no_shard --fsdp 1 --limit-all-gathers", "is for sharded modes of --fsdp 1"),
+    ("--mode ddp --cpu-offload", "--cpu-offload is FSDP's"),
+    ("--cpu-offload --device cpu", "but this run is on the CPU"),
+    ("--mode hybrid --bucket-cap-mb 25", "--bucket-cap-mb is for --mode ddp and zero1"),
+    ("--batch 8 --global-batch 64", "--batch and --global-batch: give one of them"),
+    ("--steps 5 --epochs 1", "--steps and --epochs: give one of them"),
+    ("--workers -1", "--workers must be zero or more"),
+    ("--seed -1", "--seed must be zero or more"),
+    ("--warmup-steps -1", "--warmup-steps must be zero or more"),
+    ("--clip 0", "--clip 0 would stop all learning"),
+    ("--clip nan", "'nan' is not a number of zero or more"),
+    ("--batch 0", "'0' is not a whole number above zero"),
+    ("--batch many", "'many' is not a whole number above zero"),
+    ("--blr -1", "'-1' is not a number of zero or more"),
+    ("--mode sharded", "invalid choice: 'sharded'"),
+    ("--img-size 30", "image size 30 is not a multiple of the patch size 8: use 24 or 32"),
+    ("--mask-ratio 0", "--mask-ratio 0.0 removes no patch"),
+    ("--mask-ratio 1", "at least one must stay"),
+    ("--mode hybrid --group 2", "shard groups of 2 do not divide 1 ranks: use 1"),
+    ("--global-batch 9 --accum 2", "does not divide over 1 ranks x 2 accumulation steps: use 8 or"),
+    ("--data nowhere", "there is no folder nowhere"),
+    ("--tp 2", "unrecognized arguments: --tp 2"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), NONSENSE)
+def test_nonsense_is_refused_before_any_process_group(flags, sentence, capsys, monkeypatch):
+    def no_process_group(*args, **kwargs):
+        raise AssertionError("a process group was started")
+
+    monkeypatch.setattr(dist, "init_process_group", no_process_group)
+    try:
+        status = train_fsdp.main(["--model", "tiny", "--device", "cpu", *flags.split()])
+    except SystemExit as leave:
+        status = leave.code
+    printed = capsys.readouterr()
+    assert status == 2 and printed.out == ""
+    assert sentence in printed.err
+    assert printed.err.count("\n") == 1 and printed.err.startswith("train_fsdp.py: error: ")
+
+
+def test_cuda_without_a_gpu_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert train_fsdp.main(["--device", "cuda"]) == 2
+    assert "no GPU is visible to this process; use --device cpu" in capsys.readouterr().err
+
+
+def test_half_set_environment_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    assert train_fsdp.main(SMALL) == 2
+    assert "WORLD_SIZE is missing; it is set by torchrun" in capsys.readouterr().err
+
+
+def test_errors_are_printed_by_rank_0_alone(tmp_path):
+    for flags in (["--group", "2"], ["--group", "2", "--mode", "ddp"]):
+        for rank in (0, 2):
+            env = environment(rank, 3, free_port())
+            done = subprocess.run([sys.executable, "train_fsdp.py", *SMALL, *flags], cwd=ROOT,
+                                  env=env, capture_output=True, text=True, timeout=120)  # fmt: skip
+            assert done.returncode == 2
+            assert len(done.stderr.splitlines()) == (1 if rank == 0 else 0), done.stderr
+
+
+def test_too_few_images_end_all_ranks_with_one_sentence(tmp_path):
+    (tmp_path / "empty").mkdir()
+    runs = [
+        Run([*SMALL, "--data", TILES, "--global-batch", "200"], params=False),
+        Run([*SMALL, "--data", str(tmp_path / "empty")], params=False),
+        Run([*SMALL, "--data", TILES, "--steps", "1", "--batch", "4"], params=False),
+    ]
+    few, empty, fine = run_ranks(2, runs, tmp_path / "runs", 120)
+    assert few.status == [2, 2] and "larger than the data set of 192 images" in few.errors
+    assert empty.status == [2, 2] and "no image lies below" in empty.errors
+    assert fine.status == [0, 0]
+
+
+def test_log_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert train_fsdp.main([*SMALL, "--out", str(tmp_path / "file" / "out")]) == 2
+    assert str(tmp_path / "file" / "out") in capsys.readouterr().err
+
+
+def test_help_has_the_groups_of_the_data_flow():
+    text = train_fsdp.build_parser().format_help()
+    headings = re.findall(r"^([a-z, ]+):$", text, re.MULTILINE)
+    wanted = ["model", "sharding", "memory, speed", "data", "optimisation", "output"]
+    assert [h for h in headings if h != "options"] == wanted
+    parts = re.split(r"^[a-z, ]+:$", text, flags=re.MULTILINE)[1:]
+    in_group = dict(zip(headings, parts, strict=True))
+    for heading, flags in {
+        "model": "--model --img-size --mask-ratio --norm-pix-loss",
+        "sharding": "--mode --group --fsdp --prefetch --forward-prefetch --limit-all-gathers "
+                    "--cpu-offload --bucket-cap-mb",
+        "memory, speed": "--device --precision --reduce-dtype --ac --compile",
+        "data": "--data --run --workers",
+        "optimisation": "--batch --global-batch --accum --blr --weight-decay --warmup-steps "
+                        "--steps --epochs --clip --seed",
+        "output": "--out --log-every",
+    }.items():  # fmt: skip
+        found = re.findall(r"^  (--[a-z-]+)", in_group[heading], re.MULTILINE)
+        assert found == flags.split(), heading
+    for absent in ("--tp", "--dry-run", "--stage-dir", "--profile", "--resume", "--save-every"):
+        assert absent not in text
+
+
+def test_defaults_are_those_of_the_design():
+    args = vars(train_fsdp.parse_args([]))
+    assert args["model"] == "base" and args["img_size"] == 224 and args["mask_ratio"] == 0.75
+    assert args["mode"] == "hybrid" and args["fsdp"] == 2 and args["prefetch"] == "backward_pre"
+    assert args["limit_all_gathers"] is True and args["precision"] == "bf16"
+    assert args["blr"] == 1.5e-4 and args["weight_decay"] == 0.05 and args["norm_pix_loss"]
+
+
+# --- arithmetic
+
+
+def test_learning_rate_warms_up_and_follows_a_cosine():
+    lr = [train_fsdp.learning_rate(s, 12, 2, 8.0) for s in range(12)]
+    assert lr[:3] == [4.0, 8.0, 8.0]
+    assert lr[7] == pytest.approx(4.0)  # half way from step 2 to 12
+    assert lr[11] == pytest.approx(8 * 0.5 * (1 + math.cos(math.pi * 0.9)))
+    assert train_fsdp.learning_rate(0, 1, 0, 8.0) == 8.0
+
+
+def test_batch_sizes():
+    assert train_fsdp.batch_sizes(8, 2, 16, None) == (16, 256)
+    assert train_fsdp.batch_sizes(8, 2, None, None) == (32, 512)
+    assert train_fsdp.batch_sizes(3, 2, None, 48) == (8, 48)
+    with pytest.raises(ValueError, match="5 ranks x 1 accumulation steps: use 45 or 50"):
+        train_fsdp.batch_sizes(5, 1, None, 48)
+    with pytest.raises(ValueError, match="use 8 or 16"):
+        train_fsdp.batch_sizes(8, 1, None, 4)
+
+
+# --- runs in one process
+
+
+def test_log_has_every_key_and_numbers_that_agree(tmp_path, capsys):
+    argv = [*SMALL, "--data", TILES, "--batch", "64", "--steps", "5", "--log-every", "2"]
+    assert train_fsdp.main([*argv, "--precision", "fp32", "--out", str(tmp_path)]) == 0
+    start, steps, end = read_log(tmp_path / "log.jsonl")
+    flags = set(vars(train_fsdp.parse_args(argv)))
+    assert set(start) >= START_KEYS | flags
+    assert start["params"] == 2_263_488 and start["global_batch"] == 64
+    assert start["mesh"] == {"replicate": 1, "shard": 1, "tp": 1}
+    assert start["lr"] == pytest.approx(1.5e-4 * 64 / 256)
+    assert start["peak_flops_per_rank"] is None
+    assert [s["step"] for s in steps] == [2, 4, 5] and [s["epoch"] for s in steps] == [0, 1, 1]
+    for s in steps:
+        assert set(s) == STEP_KEYS
+        assert s["images_per_second"] == pytest.approx(64 / s["step_seconds"])
+        assert s["images_per_second_per_rank"] == s["images_per_second"]
+        tflops = s["images_per_second"] * start["flops_per_image"] / 1e12
+        assert s["tflops_per_rank"] == pytest.approx(tflops)
+        assert 0 <= s["data_seconds"] < s["step_seconds"]
+        assert s["mfu"] is None and s["peak_allocated_gib"] is None
+        assert s["loss"] > 0 and s["grad_norm"] > 0
+    assert set(end) >= END_KEYS and end["reason"] == "done" and end["steps"] == 5
+    assert end["loss_of_zero"] == pytest.approx(1, abs=0.02)  # norm_pix: variance 1 by definition
+    lines = capsys.readouterr().out.splitlines()
+    table = [line for line in lines if line.startswith("step ")]
+    assert len(table) == 3 and len({len(line) for line in table}) == 1  # aligned
+    assert "predicting zero gives" in lines[-2] and "log.jsonl" in lines[-1]
+
+
+def test_a_second_run_appends_to_the_log(tmp_path):
+    argv = [*SMALL, "--run", "io", "--batch", "4", "--steps", "1", "--out", str(tmp_path)]
+    assert train_fsdp.main(argv) == 0 and train_fsdp.main(argv) == 0
+    events = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").open()]
+    assert events == ["start", "step", "end"] * 2
+
+
+def test_run_syn_keeps_one_batch_and_run_io_builds_no_model(tmp_path, monkeypatch):
+    seen = []
+    step = train_fsdp.train_step
+    monkeypatch.setattr(train_fsdp, "train_step",
+                        lambda *a, **k: seen.append(a[4][0][0]) or step(*a, **k))  # fmt: skip
+    argv = [*SMALL, "--batch", "4", "--steps", "3", "--log-every", "1"]
+    assert train_fsdp.main([*argv, "--run", "syn", "--out", str(tmp_path / "syn")]) == 0
+    assert len(seen) == 3 and len({x.data_ptr() for x in seen}) == 1
+    seen.clear()
+
+    def no_model(*args, **kwargs):
+        raise AssertionError("a model was sharded")
+
+    monkeypatch.setattr("shard.apply", no_model)
+    assert train_fsdp.main([*argv, "--run", "io", "--out", str(tmp_path / "io")]) == 0
+    assert not seen
+    _, steps, end = read_log(tmp_path / "io" / "log.jsonl")
+    assert set(steps[0]) == STEP_KEYS and steps[0]["loss"] is None and end["images_per_second"] > 0
+
+
+def test_warns_of_a_very_large_learning_rate_and_of_images_left_out(tmp_path, capsys):
+    argv = [*SMALL, "--data", TILES, "--batch", "50", "--steps", "1", "--out", str(tmp_path)]
+    assert train_fsdp.main([*argv, "--blr", "0.1"]) == 0
+    out = capsys.readouterr().out
+    assert "warning: lr 0.0195 is very large" in out
+    assert "3 steps an epoch; 42 left out" in out
+    assert train_fsdp.main(argv) == 0
+    assert "very large" not in capsys.readouterr().out
+
+
+def test_epochs_count_steps(tmp_path):
+    argv = [*SMALL, "--data", TILES, "--batch", "96", "--epochs", "2", "--out", str(tmp_path)]
+    assert train_fsdp.main([*argv, "--log-every", "1"]) == 0
+    _, steps, end = read_log(tmp_path / "log.jsonl")
+    assert end["steps"] == 4 and [s["epoch"] for s in steps] == [0, 0, 1, 1]
+
+
+# --- several ranks
+
+
+def changed(argv: list[str], **flags: str) -> list[str]:
+    """argv with some flags given another value."""
+    argv = list(argv)
+    for name, value in flags.items():
+        flag = "--" + name.replace("_", "-")
+        if flag in argv:
+            argv[argv.index(flag) + 1] = value
+        else:
+            argv += [flag, value]
+    return argv
+
+
+def test_a_bad_step_on_one_rank_ends_all_and_is_never_applied(tmp_path):
+    """Noticed a step late between log lines, at once at one, under every engine."""
+    base = changed(ARGV, steps="8")
+    runs = [
+        Run(changed(base, mode="full_shard", log_every="8"), "loss", 2, 3),
+        Run(changed(base, mode="hybrid", group="1", fsdp="1"), "loss", 1, 3),
+        Run(changed(base, mode="ddp", log_every="8"), "gradient", 1, 4),
+        Run(changed(base, mode="zero1", log_every="8"), "loss", 0, 7),
+        Run(changed(base, mode="full_shard", precision="fp16", log_every="8"), "gradient", 1, 4),
+    ]
+    late, at_once, gradient, last, scaled = run_ranks(3, runs, tmp_path, 240)
+    for result in (late, at_once, gradient, last):
+        assert result.status == [1, 1, 1]
+        assert result.end["reason"] == "nan" and result.replicas_differ == 0
+        assert result.moved[1] > 0 and all(torch_is_finite(p) for p in result.params.values())
+    assert "the loss is not finite at step 4 on rank 2" in late.output
+    assert "the loss is not finite at step 4 on rank 1" in at_once.output
+    assert "the gradient norm is not finite at step 5" in gradient.output
+    assert "the loss is not finite at step 8 on rank 0" in last.output
+    assert late.moved[3:] == [0, 0] and late.end["steps"] == 4  # one step more, not applied either
+    assert at_once.moved[3:] == [0] and gradient.moved[4:] == [0, 0] and last.moved[7:] == [0]
+    # with a gradient scaler an infinite norm is a skipped step, no more
+    assert scaled.status == [0, 0, 0] and scaled.end["reason"] == "done"
+    assert scaled.moved[4] == 0 and all(m > 0 for m in scaled.moved[1:4] + scaled.moved[5:])
+
+
+def torch_is_finite(tensor) -> bool:
+    return bool(tensor.isfinite().all())
+
+
+@pytest.mark.slow
+def test_make_demo(tmp_path):
+    """The README's first command: real images, four ranks, a loss well below 0.6."""
+    if not (ROOT / ".venv" / "run.ok").exists():
+        pytest.skip("no .venv here: make demo would install it (run the tests by make test)")
+    out = tmp_path / "demo"
+    done = subprocess.run(["make", "demo", f"DEMO_OUT={out}"], cwd=ROOT, capture_output=True,
+                          text=True, timeout=600)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    start, steps, end = read_log(out / "log.jsonl")
+    assert set(start) >= START_KEYS and all(set(s) == STEP_KEYS for s in steps)
+    assert set(end) >= END_KEYS
+    assert start["world_size"] == 4 and start["mesh"] == {"replicate": 2, "shard": 2, "tp": 1}
+    assert end["loss"] < 0.6 and end["loss_of_zero"] == pytest.approx(1, abs=0.02)
+    assert steps[0]["loss"] > 0.8 > 0.6 > steps[-1]["loss"]
+    assert f"{end['loss']:.4f}; predicting zero gives" in done.stdout
+    assert str(out / "log.jsonl") in done.stdout
