@@ -8,6 +8,7 @@ Copy this one file: `for batch in build_loader(scan("tiles"), img_size=96, ...)`
 Workers touch neither the network nor the device.
 """
 
+import errno
 import os
 import warnings
 from collections.abc import Iterator
@@ -28,6 +29,11 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp")
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as in the MAE recipe
 SYNTHETIC_IMAGES = 1_000_848  # as many as Million-AID has: train 10,000 + test 990,848
 SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
+GONE = (
+    None,
+    errno.ENOENT,
+    errno.EACCES,
+)  # of an OSError that is the file's own: not decodable, ...
 
 # ---------------------------------------------------------------------------------------------
 # Which files there are
@@ -57,14 +63,23 @@ def scan(root: str) -> ImageFiles:
 
     The class of an image is the name of the folder it lies in (all 51 leaf names of Million-AID
     differ), numbered in sorted order; two folders of one name are one class. Images in `root`
-    itself have no class. Hidden files and folders are left out, symbolic links are followed.
-    Raises FileNotFoundError or ValueError, one sentence, where there is nothing to read.
+    itself have no class. Hidden files and folders are left out; symbolic links are followed, but
+    not to a folder around them. Raises OSError where a folder is missing or may not be read, and
+    ValueError where there is no image.
     """
+
+    def refuse(error: OSError) -> None:
+        raise error  # a folder left out in silence would renumber the classes
+
+    def leads_up(folder: str, name: str) -> bool:
+        here, there = os.path.realpath(folder), os.path.realpath(os.path.join(folder, name))
+        return os.path.join(here, "").startswith(os.path.join(there, ""))
+
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {root}: give --data the folder of your images")
     found: list[tuple[bytes, str]] = []
-    for folder, subfolders, names in os.walk(root, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+    for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=True):
+        subfolders[:] = [n for n in subfolders if not n.startswith(".") and not leads_up(folder, n)]
         relative = os.path.relpath(folder, root)
         leaf = "" if relative == "." else os.path.basename(folder)
         for name in names:
@@ -154,15 +169,14 @@ def seeded(seed: int, position: int) -> Iterator[None]:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Any PIL image -> RGB: upright by its EXIF tag, 16 bit scaled to 8, transparent over black."""
+    file_format = image.format  # older Pillows open a 16-bit PNG as "I"
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # 16-bit grey; `convert` would clip it at 255
-        grey = np.asarray(image)
-        if grey.min() < 0 or grey.max() > 65535:
-            raise ValueError("32-bit integer pixels, whose range is not known")
-        return Image.fromarray((grey // 257).astype(np.uint8)).convert("RGB")
-    if image.mode == "F":
-        raise ValueError("floating-point pixels, whose range is not known")
-    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+    if image.mode.startswith("I;16") or (image.mode == "I" and file_format == "PNG"):
+        grey = np.asarray(image) // 257  # `convert` would clip at 255
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError("32-bit pixels, whose range is not known")
+    if image.mode in ("RGBA", "RGBa", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         black = Image.new("RGBA", image.size, (0, 0, 0, 255))
         image = Image.alpha_composite(black, image)
@@ -170,7 +184,10 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def read_rgb(path: str) -> Image.Image:
-    """Decode one file to RGB; raises whatever Pillow raises for a broken one."""
+    """Decode one file to RGB; raises whatever Pillow raises for a broken one.
+
+    Pillow takes more than 179 million pixels for an attack: such an image counts as broken.
+    """
     with Image.open(path) as image:
         return to_rgb(image)
 
@@ -215,6 +232,8 @@ class Images(Dataset[Sample]):
             try:
                 return index, read_rgb(path)
             except Exception as error:  # Pillow raises many kinds for a broken file
+                if isinstance(error, MemoryError) or getattr(error, "errno", None) not in GONE:
+                    raise  # trouble of this node, not of the file: other ranks may not have it
                 reason = f"{type(error).__name__}: {error}"
                 warnings.warn(
                     f"unreadable image {path} ({reason}): the next one stands in", stacklevel=2
@@ -272,6 +291,7 @@ def build_loader(
         batch_sampler=Positions(global_batch, local_batch, rank, world_size, steps),
         num_workers=workers,
         multiprocessing_context=context,
+        generator=torch.Generator(),  # or each iterator would draw from the global one
         pin_memory=pin_memory,
         prefetch_factor=4 if workers else None,
     )
@@ -279,7 +299,7 @@ def build_loader(
 
 def normalize(images: Tensor) -> Tensor:
     """(B, 3, H, W) uint8 -> float32 with ImageNet's mean and deviation, on the images' device."""
-    x = images.float().div_(255)
+    x = images.float() / 255
     for channel, (mean, std) in enumerate(zip(IMAGENET_MEAN, IMAGENET_STD, strict=True)):
         x[:, channel].sub_(mean).div_(std)  # by numbers: a tensor of them would stall the device
     return x

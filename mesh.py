@@ -15,6 +15,7 @@ of its own, whatever the mesh. Copy this one file: it needs torch alone.
 
 import os
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,18 +53,22 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
     variables are there in part; a job is never silently taken for a single process.
     """
     torchrun = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
-    if any(name in environ for name in torchrun[:3]):
-        rank, world, local_rank, local_world, _ = _integers(environ, torchrun, "torchrun")
-        _text(environ, "MASTER_ADDR", "torchrun")
-        node = int(environ.get("GROUP_RANK", rank // local_world))
+    given = [name for name in torchrun[:3] if name in environ]
+    if given:
+        by = f"torchrun, which is assumed because {given[0]} is set"
+        rank, world, local_rank, local_world, _ = _integers(environ, torchrun, by)
+        _text(environ, "MASTER_ADDR", by)
+        node = rank // max(local_world, 1)
+        if "GROUP_RANK" in environ:
+            (node,) = _integers(environ, ["GROUP_RANK"], by)
         return _checked(Ranks(rank, world, local_rank, local_world, node, "torchrun", environ))
 
     if "SLURM_STEP_ID" not in environ and "SLURM_STEPID" not in environ:
-        tasks = environ.get("SLURM_NTASKS", "1")
-        if "SLURM_JOB_ID" in environ and tasks != "1":
+        tasks, nodes = environ.get("SLURM_NTASKS", "1"), environ.get("SLURM_JOB_NUM_NODES", "1")
+        if "SLURM_JOB_ID" in environ and (tasks, nodes) != ("1", "1"):
             raise RuntimeError(
-                f"this Slurm job has {tasks} tasks, but this process was not started by srun: "
-                "type `srun python train_fsdp.py ...`"
+                f"this Slurm job has {nodes} nodes and {tasks} tasks, but this process was not "
+                "started by srun: type `srun python train_fsdp.py ...`"
             )
         return Ranks(0, 1, 0, 1, 0, "single", environ)
 
@@ -79,12 +84,19 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
         )
     init = dict(environ)
     if len(counts) == 1:  # all ranks on this node: an address and a port that are this step's own
-        init.setdefault("MASTER_ADDR", "127.0.0.1")
-        job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
-        init.setdefault("MASTER_PORT", str(20000 + (int(job) * 7 + int(step)) % 10000))
+        step = environ.get("SLURM_STEP_ID") or environ["SLURM_STEPID"]
+        own = zlib.crc32(f"{environ.get('SLURM_JOB_ID')}.{step}".encode())
+        init["MASTER_ADDR"] = environ.get("MASTER_ADDR") or "127.0.0.1"
+        init["MASTER_PORT"] = environ.get("MASTER_PORT") or str(20000 + own % 10000)
     for name, value in (("MASTER_ADDR", "$(hostname -i)"), ("MASTER_PORT", "3442")):
         _text(init, name, f"you, for a job of several nodes: `export {name}={value}` before srun")
-    return _checked(Ranks(rank, world, local_rank, counts[node], node, "srun", init))
+    ranks = _checked(Ranks(rank, world, local_rank, counts[node], node, "srun", init))
+    if rank != sum(counts[:node]) + local_rank:
+        raise RuntimeError(
+            f"rank {rank} is local rank {local_rank} of node {node}, but ranks must fill the nodes "
+            f"{counts} in blocks: add `--distribution=block` to srun"
+        )
+    return ranks
 
 
 def _text(environ: Mapping[str, str], name: str, setter: str) -> str:
@@ -106,7 +118,7 @@ def _tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if not match:
-            raise RuntimeError(f"SLURM_TASKS_PER_NODE is {text!r}, but should look like 8(x2)")
+            raise RuntimeError(f"Slurm's tasks per node are {text!r}, but should look like 8(x2)")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -148,7 +160,7 @@ def pick_device(name: str, ranks: Ranks) -> torch.device:
             f"{ranks.local_world_size} ranks on this node share {count} GPUs: start {count} ranks "
             "a node, or use --device cpu"
         )
-    return torch.device("cuda", ranks.local_rank % count)
+    return torch.device("cuda", 0 if count == 1 else ranks.local_rank)
 
 
 # Dense bf16 peak of one device as torch numbers them, in FLOP/s, from the makers' data sheets. One
@@ -206,7 +218,7 @@ def check_group(world_size: int, group: int) -> None:
 
 
 def straddles(group: int, local_world_size: int) -> bool:
-    """Whether some shard group of neighbouring ranks reaches over the edge of a node."""
+    """Whether a shard group reaches over the edge of a node, all nodes having as many ranks."""
     return group > local_world_size or local_world_size % group != 0
 
 
@@ -231,14 +243,15 @@ def together(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and give every rank its result, or raise its error on every rank.
 
     For what one rank must do for all (list a million files, open the log): no rank is left waiting
-    for one that has failed. OSError and ValueError travel as ValueError with the same text.
+    for one that has failed. Any error travels as a ValueError with its text.
     """
     result: list[object] = [None, None]
     if dist.get_rank() == 0:
         try:
             result[0] = work()
-        except (OSError, ValueError) as error:
-            result[1] = str(error)
+        except Exception as error:
+            own = isinstance(error, (OSError, ValueError))  # sentences for the user
+            result[1] = str(error) if own else f"{type(error).__name__}: {error}"
     dist.broadcast_object_list(result, src=0)
     if result[1] is not None:
         raise ValueError(result[1])
@@ -285,9 +298,10 @@ class FiniteCheck:
         return ((self.first < self.NEVER).any() | infinite).float()
 
     def read(self, step: int) -> str | None:
-        """What was wrong first, up to this or the next step; the same on every rank. None: nothing.
+        """What was wrong first, as known after the `update` of `step`; None: nothing yet.
 
-        Without waiting for the device when asked for the step before the last `update`.
+        The same on every rank. To be asked of the last `update` or of the one before, the latter
+        without waiting for the device.
         """
         if self.copied:
             self.copied[step % 2].synchronize()
@@ -298,4 +312,4 @@ class FiniteCheck:
         if step <= of_norm // self.world_size:
             return f"the loss is not finite at step {step + 1} on rank {rank}"
         step = of_norm // self.world_size
-        return f"the gradient norm is not finite at step {step + 1}, the losses of all ranks are"
+        return f"the gradient norm is not finite at step {step + 1}, though the losses are"

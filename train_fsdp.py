@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any, NoReturn, TextIO
@@ -140,8 +141,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     for sentence in flag_errors(args, "cuda" if gpu else "cpu"):
         parser.error(sentence)
-    args.fsdp, args.prefetch = args.fsdp or 2, args.prefetch or "backward_pre"
-    args.limit_all_gathers = args.limit_all_gathers is not False
+    # What has no meaning in this mode stays None, so that the log does not claim it.
+    row = shard.STRATEGIES[args.mode]
+    if row.fsdp1 is not None:
+        args.fsdp = args.fsdp or 2
+    if row.reshard:
+        args.prefetch = args.prefetch or "backward_pre"
+    if args.fsdp == 1 and args.mode != "no_shard":
+        args.limit_all_gathers = args.limit_all_gathers is not False
     return args
 
 
@@ -278,9 +285,9 @@ def device_memory(device: torch.device) -> dict[str, float | int | None]:
     if device.type != "cuda":
         return dict.fromkeys(names)
     stats = torch.cuda.memory_stats(device)
-    return dict(zip(names, (stats["allocated_bytes.all.peak"] / 2**30,
-                            stats["reserved_bytes.all.peak"] / 2**30,
-                            stats["num_alloc_retries"]), strict=True))  # fmt: skip
+    allocated = stats.get("allocated_bytes.all.peak", 0) / 2**30
+    reserved = stats.get("reserved_bytes.all.peak", 0) / 2**30
+    return dict(zip(names, (allocated, reserved, stats.get("num_alloc_retries", 0)), strict=True))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -322,14 +329,14 @@ def loop(
     train: Callable[..., tuple[Tensor, Tensor]] | None,
     finite: mesh.FiniteCheck,
     lr_of: Callable[[int], float],
-) -> tuple[str, dict[str, Any]]:
-    """Run the steps; `train` None reads only. Returns the reason of the end and its record."""
+) -> dict[str, Any]:
+    """Run the steps; `train` None reads only. Returns the record of the end."""
     rates: list[float] = []
     last_losses: deque[Tensor] = deque(maxlen=10)
     started = mark = time.perf_counter()
     waited = all_waited = 0.0
-    loss = norm = None
-    reason, step = "done", 0
+    loss = norm = problem = None
+    step = 0
     for step in range(job.steps):
         log_now = (step + 1) % job.log_every == 0 or step + 1 == job.steps
         lr = lr_of(step)
@@ -345,14 +352,15 @@ def loop(
             last_losses.append(loss)
 
         # stop: every rank reads the same, of the step before unless the device is waited for anyway
-        if problem := finite.read(step if log_now else step - 1):
-            log.say(problem)
-            reason = "nan"
+        problem = finite.read(step if log_now else step - 1)
+        if problem:
             break
 
         # log
         if log_now:
             mean_loss = mesh.mean_over_ranks(loss) if loss is not None else None
+            if job.device.type == "cuda":
+                torch.cuda.synchronize(job.device)  # --run io has read nothing yet
             count = step % job.log_every + 1
             seconds = (time.perf_counter() - mark) / count
             rates.append(job.global_batch / seconds)
@@ -360,13 +368,14 @@ def loop(
             all_waited, waited, mark = all_waited + waited, 0.0, time.perf_counter()
 
     seconds = time.perf_counter() - started
-    record: dict[str, Any] = {"reason": reason, "steps": step + (reason == "done")}
+    record: dict[str, Any] = {"reason": "nan" if problem else "done", "problem": problem}
+    record["steps"] = step if problem else job.steps  # those that were applied
     record["images_per_second"] = statistics.median(rates[1:] or rates) if rates else None
     record |= device_memory(job.device)
     record |= {"seconds": seconds, "data_share": (all_waited + waited) / seconds}
-    if reason == "done" and train:
+    if train and not problem:
         record["loss"] = mesh.mean_over_ranks(torch.stack(list(last_losses)).mean())
-    return reason, record
+    return record
 
 
 def write_step(
@@ -387,7 +396,7 @@ def write_step(
     )  # fmt: skip
     shown = f"loss {loss:7.4f}  norm {grad_norm:8.3f}  lr {lr:.2e}  " if loss is not None else ""
     peak = memory["peak_allocated_gib"]
-    left = time.strftime("%H:%M:%S", time.gmtime(seconds * (job.steps - step - 1)))
+    left = timedelta(seconds=round(seconds * (job.steps - step - 1)))
     log.say(
         f"step {step + 1:{len(str(job.steps))}}/{job.steps}  {shown}{rate:8.1f} img/s  "
         f"{'' if peak is None else f'{peak:6.2f} GiB  '}data wait {1e3 * waited:7.1f} ms  "
@@ -424,6 +433,29 @@ def versions() -> dict[str, str | None]:
         "torchvision": torchvision.__version__, "numpy": np.__version__,
         "cuda": torch.version.cuda, "hip": torch.version.hip,
     }  # fmt: skip
+
+
+def describe(start: dict[str, Any]) -> Iterator[str]:
+    """The start record in lines for the terminal: what runs, its arithmetic, what to watch."""
+    s, row, world = start, shard.STRATEGIES[start["mode"]], start["world_size"]
+    copies, group = s["mesh"]["replicate"], s["mesh"]["shard"]
+    gflop = s["flops_per_image"] / 1e9
+    yield f"{s['model']}: {s['params']:,} parameters, {gflop:.1f} GFLOP an image"
+    yield f"{world} ranks on {s['device']}, mesh {copies} x {group} (replicate x shard)"
+    yield f"{s['mode']}: shards {row.shards}; a step: {row.traffic}"
+    if mesh.straddles(group, s["local_world_size"]):
+        node = s["local_world_size"]
+        yield f"note: shard groups of {group} on nodes of {node}: gathers go over the network"
+    yield f"batch: {s['batch']} images x {world} ranks x {s['accum']} steps = {s['global_batch']}"
+    yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['lr']:.3g}, reached in step " + str(
+        s["warmup_steps"] or 1
+    )
+    if s["lr"] > LARGE_LR:
+        yield f"warning: lr {s['lr']:.3g} is very large (MAE's recipe: 2.4e-3); lower --blr"
+    left = s["images"] % s["global_batch"]
+    yield f"data: {s['data']}, {s['images']} images, {s['epoch_steps']} steps an epoch"
+    if left:
+        yield f"note: {left} images, others each time, are left out of an epoch"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -472,9 +504,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = shard.apply(
             model, args.mode, mesh.build_mesh(shape, device), block_classes={vit.Block},
             initial_value=partial(vit.initial_value, config, seed=args.seed), device=device,
-            fsdp=args.fsdp, param_dtype=dtype, reduce_dtype=DTYPES[args.reduce_dtype],
-            prefetch=args.prefetch, forward_prefetch=args.forward_prefetch,
-            limit_all_gathers=args.limit_all_gathers, cpu_offload=args.cpu_offload,
+            fsdp=args.fsdp or 2, param_dtype=dtype, reduce_dtype=DTYPES[args.reduce_dtype],
+            prefetch=args.prefetch or "backward_pre", forward_prefetch=args.forward_prefetch,
+            limit_all_gathers=bool(args.limit_all_gathers), cpu_offload=args.cpu_offload,
             bucket_cap_mb=args.bucket_cap_mb, ac=args.ac, compile_blocks=args.compile,
         )  # fmt: skip
         optimizer = shard.build_optimizer(
@@ -490,8 +522,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     workers = min(6, mesh.cpu_cores(ranks) - 1) if args.workers is None else args.workers
     loader = data.build_loader(
         files, img_size=args.img_size, patches=patches, seed=args.seed, global_batch=global_batch,
-        local_batch=local_batch, steps=range(steps), rank=ranks.rank, world_size=world,
-        workers=workers, pin_memory=device.type == "cuda",
+        local_batch=local_batch, steps=range(1 if args.run == "syn" else steps), rank=ranks.rank,
+        world_size=world, workers=workers, pin_memory=device.type == "cuda",
     )  # fmt: skip
     batches = device_batches(loader, args.accum, device)
     first = next(batches)
@@ -501,44 +533,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     flops = vit.flops_per_image(config, args.img_size, args.mask_ratio)
     peak, peak_source = mesh.peak_flops(device)
     start = vars(args) | {
-        "group": group, "workers": workers, "warmup_steps": warmup, "batch": local_batch,
-        "global_batch": global_batch, "lr": lr, "launcher": ranks.launcher, "world_size": world,
-        "mesh": {"replicate": shape[0], "shard": shape[1], "tp": 1}, "images": images,
-        "params": params, "flops_per_image": flops, "peak_flops_per_rank": peak,
-        "peak_flops_source": peak_source, "host": platform.node(), "versions": versions(),
+        "group": group, "workers": workers, "warmup_steps": warmup, "steps": steps,
+        "batch": local_batch, "global_batch": global_batch, "lr": lr, "images": images,
+        "epoch_steps": epoch_steps, "launcher": ranks.launcher, "world_size": world,
+        "local_world_size": ranks.local_world_size, "device": device.type,
+        "mesh": {"replicate": shape[0], "shard": shape[1], "tp": 1}, "params": params,
+        "flops_per_image": flops, "peak_flops_per_rank": peak, "peak_flops_source": peak_source,
+        "host": platform.node(), "versions": versions(),
     }  # fmt: skip
     log.write("start", **start)
-    log.say(f"{args.model}: {params:,} parameters, {flops / 1e9:.1f} GFLOP an image")
-    log.say(f"{world} ranks on {device.type}, mesh {shape[0]} x {shape[1]} (replicate x shard)")
-    log.say(f"{args.mode}: shards {strategy.shards}; a step: {strategy.traffic}")
-    if mesh.straddles(shape[1], ranks.local_world_size):
-        log.say(f"note: shard groups of {shape[1]} reach over nodes of {ranks.local_world_size} "
-                "ranks, so every gather goes over the network")  # fmt: skip
-    log.say(f"batch: {local_batch} x {world} ranks x {args.accum} accumulation = {global_batch}; "
-            f"lr = {args.blr:g} x {global_batch} / 256 = {lr:.3g}")  # fmt: skip
-    if lr > LARGE_LR:
-        log.say(f"warning: lr {lr:.3g} is very large (MAE's recipe: 2.4e-3); lower --blr")
-    log.say(f"data: {args.data}, {images} images, {epoch_steps} steps an epoch; "
-            f"{images % global_batch} left out of each, another choice every time")  # fmt: skip
+    for line in describe(start):
+        log.say(line)
 
     # loop
     job = Job(device, world, steps, args.log_every, global_batch, epoch_steps * global_batch,
               flops, peak)  # fmt: skip
     lr_of = partial(learning_rate, steps=steps, warmup=warmup, peak=lr)
-    reason, end = loop(job, batches, log, train, finite, lr_of)
+    end = loop(job, batches, log, train, finite, lr_of)
 
     # summary
-    if reason == "done" and train:
+    if "loss" in end:
         zero = zero_loss(first, config.patch, args.norm_pix_loss)
         end["loss_of_zero"] = mesh.mean_over_ranks(zero)
         log.say(f"mean loss of the last {min(10, steps)} steps {end['loss']:.4f}; predicting zero "
                 f"gives {end['loss_of_zero']:.4f}")  # fmt: skip
     log.write("end", **end)
-    log.say(f"{reason}: {end['steps']} steps in {end['seconds']:.1f} s, median "
+    log.say(f"{end['reason']}: {end['steps']} steps in {end['seconds']:.1f} s, median "
             f"{end['images_per_second'] or 0:.1f} img/s, {end['data_share']:.1%} of the time "
             f"waiting for data; log in {os.path.join(args.out, 'log.jsonl')}")  # fmt: skip
     dist.destroy_process_group()
-    return 1 if reason == "nan" else 0
+    if end["problem"]:
+        complain(end["problem"] + ": lower --blr, add --clip 1, or look at the images of that step")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

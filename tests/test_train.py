@@ -162,7 +162,10 @@ def test_defaults_are_those_of_the_design():
     args = vars(train_fsdp.parse_args([]))
     assert args["model"] == "base" and args["img_size"] == 224 and args["mask_ratio"] == 0.75
     assert args["mode"] == "hybrid" and args["fsdp"] == 2 and args["prefetch"] == "backward_pre"
-    assert args["limit_all_gathers"] is True and args["precision"] == "bf16"
+    assert args["limit_all_gathers"] is None and args["precision"] == "bf16"
+    assert train_fsdp.parse_args(["--fsdp", "1"]).limit_all_gathers is True
+    ddp = train_fsdp.parse_args(["--mode", "ddp"])
+    assert ddp.fsdp is None and ddp.prefetch is None  # no meaning, so no claim
     assert args["blr"] == 1.5e-4 and args["weight_decay"] == 0.05 and args["norm_pix_loss"]
 
 
@@ -250,7 +253,7 @@ def test_warns_of_a_very_large_learning_rate_and_of_images_left_out(tmp_path, ca
     assert train_fsdp.main([*argv, "--blr", "0.1"]) == 0
     out = capsys.readouterr().out
     assert "warning: lr 0.0195 is very large" in out
-    assert "3 steps an epoch; 42 left out" in out
+    assert "3 steps an epoch" in out and "note: 42 images, others each time, are left out" in out
     assert train_fsdp.main(argv) == 0
     assert "very large" not in capsys.readouterr().out
 
@@ -292,10 +295,10 @@ def test_a_bad_step_on_one_rank_ends_all_and_is_never_applied(tmp_path):
         assert result.status == [1, 1, 1]
         assert result.end["reason"] == "nan" and result.replicas_differ == 0
         assert result.moved[1] > 0 and all(torch_is_finite(p) for p in result.params.values())
-    assert "the loss is not finite at step 4 on rank 2" in late.output
-    assert "the loss is not finite at step 4 on rank 1" in at_once.output
-    assert "the gradient norm is not finite at step 5" in gradient.output
-    assert "the loss is not finite at step 8 on rank 0" in last.output
+    assert "the loss is not finite at step 4 on rank 2" in late.errors
+    assert "the loss is not finite at step 4 on rank 1" in at_once.errors
+    assert "the gradient norm is not finite at step 5" in gradient.errors
+    assert "the loss is not finite at step 8 on rank 0" in last.errors
     assert late.moved[3:] == [0, 0] and late.end["steps"] == 4  # one step more, not applied either
     assert at_once.moved[3:] == [0] and gradient.moved[4:] == [0, 0] and last.moved[7:] == [0]
     # with a gradient scaler an infinite norm is a skipped step, no more

@@ -1,0 +1,471 @@
+"""mesh.py: launchers' variables, devices, the mesh's groups, and what all ranks decide together."""
+
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import environment, free_port
+
+import mesh
+
+CPU = torch.device("cpu")
+
+# --- ranks
+
+# Rank 6 of 8 on two nodes of four, and rank 17 of 20 on nodes of 8, 8 and 4
+TORCHRUN = {
+    "RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
+SRUN = {
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3", "SLURM_PROCID": "17", "SLURM_NTASKS": "20",
+    "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_TASKS_PER_NODE": "8(x2),4",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "3442",
+}  # fmt: skip
+ONE_NODE = {  # rank 2 of 4, nothing exported by hand
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "2", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "4",
+}  # fmt: skip
+
+
+def without(environ, *names):
+    return {k: v for k, v in environ.items() if k not in names}
+
+
+def numbers(environ):
+    """(rank, world size, local rank, ranks on the node, node, launcher)"""
+    r = mesh.read_ranks(environ)
+    return r.rank, r.world_size, r.local_rank, r.local_world_size, r.node, r.launcher
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (TORCHRUN, (6, 8, 2, 4, 1, "torchrun")),
+        (without(TORCHRUN, "GROUP_RANK"), (6, 8, 2, 4, 1, "torchrun")),
+        (SRUN, (17, 20, 1, 4, 2, "srun")),
+        (SRUN | {"SLURM_PROCID": "9", "SLURM_NODEID": "1"}, (9, 20, 1, 8, 1, "srun")),
+        (ONE_NODE, (2, 4, 2, 4, 0, "srun")),
+        # a step of a part of the job: the job's own counts stand beside the step's
+        (ONE_NODE | {"SLURM_TASKS_PER_NODE": "8(x4)", "SLURM_STEP_TASKS_PER_NODE": "4"},
+         (2, 4, 2, 4, 0, "srun")),
+        # `srun torchrun`: Slurm counts agents, two here, and this one is the second
+        (ONE_NODE | {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1",
+                     "SLURM_LOCALID": "0", "SLURM_NODEID": "1"} | TORCHRUN,
+         (6, 8, 2, 4, 1, "torchrun")),
+        ({}, (0, 1, 0, 1, 0, "single")),
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "3442"}, (0, 1, 0, 1, 0, "single")),
+        ({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1"}, (0, 1, 0, 1, 0, "single")),
+        ({"SLURM_NTASKS": "4"}, (0, 1, 0, 1, 0, "single")),  # a preset for srun, outside of any job
+    ],
+)  # fmt: skip
+def test_read_ranks(environ, expected):
+    assert numbers(environ) == expected
+
+
+def test_all_ranks_of_an_uneven_slurm_job():
+    nodes = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+    for rank, (node, local) in enumerate(nodes):
+        environ = SRUN | {
+            "SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local),
+            "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "3(x2),1",
+        }  # fmt: skip
+        assert numbers(environ) == (rank, 7, local, (3, 3, 1)[node], node, "srun")
+
+
+def test_one_node_under_srun_needs_no_address():
+    def meet(**changes):
+        environ = ONE_NODE | changes
+        before = dict(environ)
+        init = mesh.read_ranks(environ).init
+        assert environ == before
+        return init["MASTER_ADDR"], int(init["MASTER_PORT"])
+
+    assert meet()[0] == "127.0.0.1"
+    assert meet() == meet(SLURM_PROCID="0", SLURM_LOCALID="0")  # all ranks meet in one place
+    steps = [meet(SLURM_STEP_ID=str(step))[1] for step in range(6)]
+    jobs = [meet(SLURM_JOB_ID=str(job))[1] for job in (77, 78, 79, 1234567, 1234568)]
+    assert len(set(steps)) == 6
+    assert len(set(jobs)) == 5
+    assert all(1024 < port < 32768 for port in steps + jobs)  # below what systems hand out
+    assert meet(MASTER_ADDR="10.0.0.9", MASTER_PORT="4000") == ("10.0.0.9", 4000)
+
+
+def test_given_addresses_are_kept():
+    for environ, port in ((TORCHRUN, "29500"), (SRUN, "3442")):
+        init = mesh.read_ranks(environ).init
+        assert (init["MASTER_ADDR"], init["MASTER_PORT"]) == ("10.0.0.1", port)
+
+
+REQUIRED = [
+    *((TORCHRUN, name, "torchrun") for name in TORCHRUN if name != "GROUP_RANK"),
+    *((SRUN, name, "srun") for name in SRUN if name[:5] == "SLURM" and name[-3:] != "_ID"),
+    *((SRUN, name, f"`export {name}=") for name in ("MASTER_ADDR", "MASTER_PORT")),
+]
+
+
+@pytest.mark.parametrize(("environ", "name", "setter"), REQUIRED)
+def test_a_missing_variable_is_named_with_who_sets_it(environ, name, setter):
+    sentence = f"^the environment variable {name} is missing; it is set by .*{re.escape(setter)}"
+    for incomplete in (without(environ, name), environ | {name: ""}):
+        with pytest.raises(RuntimeError, match=sentence):
+            mesh.read_ranks(incomplete)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_one_variable_of_torchrun_is_no_single_process(name):
+    with pytest.raises(RuntimeError, match=f"is missing; it is set by torchrun, .* {name} is set$"):
+        mesh.read_ranks({name: "0"})
+
+
+@pytest.mark.parametrize("value", ["x", "-1", "1.5"])
+@pytest.mark.parametrize(
+    ("environ", "name"), [(e, n) for e, n, _ in REQUIRED if n[:6] != "MASTER" and "TASKS_" not in n]
+)
+def test_a_variable_that_is_no_number_is_named(environ, name, value):
+    with pytest.raises(RuntimeError, match=f"^{name} is '{value}', but must be a number"):
+        mesh.read_ranks(environ | {name: value})
+
+
+def test_a_group_rank_that_is_no_number_is_named():
+    with pytest.raises(RuntimeError, match="GROUP_RANK is 'x'"):
+        mesh.read_ranks(TORCHRUN | {"GROUP_RANK": "x"})
+
+
+@pytest.mark.parametrize("text", ["8x2", "8(2)", "8,", "(x2)", "eight"])
+def test_tasks_per_node_that_cannot_be_read_are_named(text):
+    with pytest.raises(RuntimeError, match=f"tasks per node are {re.escape(repr(text))}"):
+        mesh.read_ranks(SRUN | {"SLURM_TASKS_PER_NODE": text})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SLURM_NTASKS": "21"},
+        {"SLURM_TASKS_PER_NODE": "8(x3)"},
+        {"SLURM_TASKS_PER_NODE": "20"},  # and node 2
+        {"SLURM_NODEID": "3"},
+    ],
+)
+def test_slurm_variables_that_disagree(changes):
+    with pytest.raises(RuntimeError, match="Slurm's variables disagree: tasks per node"):
+        mesh.read_ranks(SRUN | changes)
+
+
+def test_ranks_dealt_out_to_the_nodes_in_turn_are_refused():
+    """`srun --distribution=cyclic`: the mesh would take ranks of two nodes for neighbours."""
+    cyclic = {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "1",
+              "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}  # fmt: skip
+    with pytest.raises(RuntimeError):
+        mesh.read_ranks(SRUN | cyclic)
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (TORCHRUN | {"RANK": "8"}, "rank 8 of 8, local rank 2 of 4: .*torchrun"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "rank 6 of 8, local rank 4 of 4: .*torchrun"),
+        (ONE_NODE | {"SLURM_PROCID": "4"}, "rank 4 of 4, local rank 2 of 4: .*srun"),
+        (ONE_NODE | {"SLURM_LOCALID": "4"}, "rank 2 of 4, local rank 4 of 4: .*srun"),
+    ],
+)
+def test_a_rank_must_be_smaller_than_its_count(environ, text):
+    with pytest.raises(RuntimeError, match=text):
+        mesh.read_ranks(environ)
+
+
+def test_a_node_of_no_ranks_is_refused():
+    with pytest.raises(RuntimeError):
+        mesh.read_ranks(without(TORCHRUN, "GROUP_RANK") | {"LOCAL_WORLD_SIZE": "0"})
+
+
+def test_the_batch_shell_of_a_slurm_job_is_no_single_process():
+    """Slurm sets PROCID and the like there too, but no step."""
+    shell = without(ONE_NODE, "SLURM_STEP_ID") | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    with pytest.raises(RuntimeError, match=r"1 nodes and 4 tasks.* not started by srun: type"):
+        mesh.read_ranks(shell)
+
+
+def test_the_batch_shell_of_two_nodes_is_no_single_process():
+    """`#SBATCH --nodes=2` alone: Slurm sets no SLURM_NTASKS."""
+    shell = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    with pytest.raises(RuntimeError, match="srun"):
+        mesh.read_ranks(shell)
+
+
+def test_cpu_cores(monkeypatch):
+    """Slurm binds a rank to cores of its own; other launchers leave it all of the node's."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)), raising=False)
+    assert mesh.cpu_cores(mesh.read_ranks(SRUN)) == 24
+    assert mesh.cpu_cores(mesh.read_ranks(TORCHRUN)) == 6  # 4 ranks on the node
+    assert mesh.cpu_cores(mesh.read_ranks({})) == 24
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    assert mesh.cpu_cores(mesh.read_ranks(TORCHRUN)) == 1
+
+
+# --- devices
+
+
+def local(rank, count):
+    """A rank of the second of two nodes of `count` ranks."""
+    counts = {"WORLD_SIZE": str(2 * count), "LOCAL_WORLD_SIZE": str(count)}
+    return mesh.read_ranks(TORCHRUN | counts | {"RANK": str(count + rank), "LOCAL_RANK": str(rank)})
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    return lambda count: monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_no_gpu(gpus):
+    gpus(0)
+    assert mesh.pick_device("auto", local(1, 2)) == CPU
+    assert mesh.pick_device("cpu", local(1, 2)) == CPU
+    with pytest.raises(ValueError, match=r"^--device cuda: no GPU is visible .*--device cpu$"):
+        mesh.pick_device("cuda", local(1, 2))
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_rank_that_sees_one_gpu_takes_it(gpus, name):
+    gpus(1)
+    picked = [mesh.pick_device(name, local(rank, 8)) for rank in range(8)]
+    assert picked == [torch.device("cuda", 0)] * 8
+    assert mesh.pick_device("cpu", local(3, 8)) == CPU
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_rank_that_sees_all_gpus_takes_its_own(gpus, name):
+    gpus(8)
+    for count in (8, 4):
+        picked = [mesh.pick_device(name, local(rank, count)).index for rank in range(count)]
+        assert picked == list(range(count))
+
+
+def test_more_ranks_than_gpus(gpus):
+    gpus(4)
+    sentence = "^8 ranks on this node share 4 GPUs: start 4 ranks a node, or use --device cpu$"
+    for name in ("auto", "cuda"):
+        with pytest.raises(ValueError, match=sentence):
+            mesh.pick_device(name, local(0, 8))
+    assert mesh.pick_device("cpu", local(0, 8)) == CPU
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("AMD Instinct MI250X", 191.5e12), ("AMD Instinct MI300X", 1307.4e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835.5e12), ("NVIDIA H200", 989e12),
+        ("AMD Instinct MI250", None), ("Tesla V100-SXM2-16GB", None),
+    ],
+)  # fmt: skip
+def test_peak_flops(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    number, source = mesh.peak_flops(torch.device("cuda", 0))
+    assert number == peak
+    assert (source == f"not known for {name}") == (peak is None)
+
+
+def test_peak_flops_of_a_cpu_are_not_known():
+    assert mesh.peak_flops(CPU)[0] is None
+
+
+# --- the mesh
+
+
+def test_check_group_names_the_sizes_that_fit():
+    for group in (1, 2, 3, 4, 6, 12):
+        mesh.check_group(12, group)
+    twelve, eight = "1, 2, 3, 4, 6, 12", "1, 2, 4, 8"
+    wrong = [(5, 12, twelve), (24, 12, twelve), (0, 8, eight), (3, 7, "1, 7"), (-1, 1, "1")]
+    for group, world, sizes in wrong:
+        sentence = f"^shard groups of {group} do not divide {world} ranks: use {sizes}$"
+        with pytest.raises(ValueError, match=sentence):
+            mesh.check_group(world, group)
+
+
+# shard group: (nodes of 1, 2, 3, 4, 6 and 8 ranks) whose edge some group reaches over
+STRADDLES = {
+    1: (False, False, False, False, False, False),
+    2: (True, False, True, False, False, False),
+    3: (True, True, False, True, False, True),
+    4: (True, True, True, False, True, False),
+    6: (True, True, True, True, False, True),
+    8: (True, True, True, True, True, False),
+}
+
+
+def test_straddles():
+    for group, expected in STRADDLES.items():
+        assert tuple(mesh.straddles(group, node) for node in (1, 2, 3, 4, 6, 8)) == expected
+
+
+# --- several ranks
+
+
+def test_a_single_process_needs_no_address(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    mesh.init_ranks(mesh.read_ranks({}), CPU)
+    try:
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+        assert mesh.build_mesh((1, 1), CPU).shape == (1, 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def as_rank(work, world, port, rank):
+    torch.set_num_threads(1)
+    mesh.init_ranks(mesh.read_ranks(environment(rank, world, port)), CPU, timeout_minutes=1)
+    try:
+        return work(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(world, work):
+    """work(rank) on `world` gloo ranks -> results by rank."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    with ProcessPoolExecutor(world, mp_context=context) as pool:
+        return list(pool.map(partial(as_rank, work, world, free_port()), range(world), timeout=120))
+
+
+def result_or_error(call):
+    try:
+        return call()
+    except ValueError as error:
+        return f"ValueError: {error}"
+
+
+def eight_ranks(rank):
+    told = {"rank": dist.get_rank(), "world": dist.get_world_size()}
+    for shape in ((4, 2), (2, 4), (1, 8), (8, 1)):
+        grid = mesh.build_mesh(shape, CPU)
+        groups = [grid.get_group(dimension) for dimension in ("replicate", "shard")]
+        told[shape] = [dist.get_process_group_ranks(group) for group in groups]
+    told["errors"] = [result_or_error(partial(mesh.build_mesh, s, CPU)) for s in ((2, 3), (2, 2))]
+
+    calls = []
+
+    def fail():
+        calls.append("fail")
+        raise FileNotFoundError(2, "No such file or directory", "/no/such/folder")
+
+    def work():
+        calls.append("work")
+        return {"files": ["a", "b"], "rank": rank}
+
+    def refuse():
+        raise ValueError("no image lies below x")
+
+    told["together"] = [result_or_error(partial(mesh.together, do)) for do in (fail, work, refuse)]
+    told["nothing"] = mesh.together(lambda: None)
+    told["calls"] = calls
+    told["mean"] = mesh.mean_over_ranks(torch.tensor(float(rank)))
+    return told
+
+
+@pytest.fixture(scope="module")
+def eight():
+    return on_ranks(8, eight_ranks)
+
+
+def test_init_ranks_joins_all_ranks(eight):
+    assert [t["rank"] for t in eight] == list(range(8))
+    assert {t["world"] for t in eight} == {8}
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),  # of the picture in mesh.py: the shard groups
+    [
+        ((2, 4), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ((4, 2), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ((1, 8), [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ((8, 1), [[0], [1], [2], [3], [4], [5], [6], [7]]),
+    ],
+)
+def test_the_mesh_is_the_picture_in_the_docstring(eight, shape, rows):
+    for rank, told in enumerate(eight):
+        row = next(row for row in rows if rank in row)
+        column = [row_[row.index(rank)] for row_ in rows]
+        assert told[shape] == [column, row]
+
+
+def test_a_mesh_of_another_size_is_refused(eight):
+    for told in eight:
+        assert told["errors"] == [
+            "ValueError: shard groups of 3 do not divide 8 ranks: use 1, 2, 4, 8",
+            "ValueError: a mesh of 2 x 2 is not 8 ranks",
+        ]
+
+
+def test_together_gives_all_ranks_the_result_or_the_error_of_rank_0(eight):
+    for rank, told in enumerate(eight):
+        assert told["together"] == [
+            "ValueError: [Errno 2] No such file or directory: '/no/such/folder'",
+            {"files": ["a", "b"], "rank": 0},
+            "ValueError: no image lies below x",
+        ]
+        assert told["nothing"] is None
+        assert told["calls"] == (["fail", "work"] if rank == 0 else [])
+
+
+def test_mean_over_ranks(eight):
+    assert [t["mean"] for t in eight] == [3.5] * 8  # of 0 to 7
+
+
+NAN, INF = float("nan"), float("inf")
+# name: (scaled, {(rank, step): loss}, {step: norm on all ranks}, skip of steps 0 to 6,
+#        what is read from the last step on that ...)
+LOSS = "the loss is not finite at step {} on rank {}"
+NORM = "the gradient norm is not finite at step {}, though the losses are"
+FINITE = {
+    "all finite": (False, {}, {}, "0000000", None, None),
+    "loss of rank 2 at step 4": (False, {(2, 4): NAN}, {}, "0000111", 4, LOSS.format(5, 2)),
+    "loss, and the norm with it": (
+        False, {(2, 4): NAN}, {4: NAN, 5: NAN}, "0000111", 4, LOSS.format(5, 2)),
+    "infinite loss at once": (False, {(1, 0): INF}, {}, "1111111", 0, LOSS.format(1, 1)),
+    "two ranks, the earlier step": (
+        False, {(0, 5): NAN, (1, 3): -INF}, {}, "0001111", 3, LOSS.format(4, 1)),
+    "two ranks, one step": (False, {(2, 6): NAN, (1, 6): NAN}, {}, "0000001", 6, LOSS.format(7, 1)),
+    "norm alone": (False, {}, {2: INF}, "0011111", 2, NORM.format(3)),
+    "norm, then a loss": (False, {(0, 5): NAN}, {2: NAN}, "0011111", 2, NORM.format(3)),
+    "scaled, infinite norms": (True, {}, {0: INF, 3: NAN}, "1001000", None, None),
+    "scaled, a loss": (True, {(2, 4): NAN}, {1: INF}, "0100111", 4, LOSS.format(5, 2)),
+}  # fmt: skip
+
+
+def three_ranks(rank):
+    """By name: skip of each step, and what is read of the step before and of this one."""
+    told = {}
+    for name, (scaled, losses, norms, *_) in FINITE.items():
+        check = mesh.FiniteCheck(CPU, rank, 3)
+        told[name] = []
+        for step in range(7):
+            loss = torch.tensor(losses.get((rank, step), 1.0))
+            skip = check.update(step, loss, torch.tensor(norms.get(step, 1.0)), scaled)
+            assert (skip.shape, skip.dtype) == ((), torch.float32)
+            told[name].append((skip.item(), check.read(step - 1), check.read(step)))
+    return told
+
+
+@pytest.fixture(scope="module")
+def three():
+    return on_ranks(3, three_ranks)
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_finite_check(three, name):
+    *_, skips, first, sentence = FINITE[name]
+    for told in three:  # the same on all ranks
+        for step, (skip, before, now) in enumerate(told[name]):
+            bad, was_bad = (first is not None and s >= first for s in (step, step - 1))
+            assert skip == float(skips[step])
+            assert now == (sentence if bad else None)
+            assert before == (sentence if was_bad else None)
