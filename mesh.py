@@ -52,26 +52,39 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
     RuntimeError, one sentence that names the missing variable and who sets it, when a launcher's
     variables are there in part; a job is never silently taken for a single process.
     """
-    torchrun = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
-    given = [name for name in torchrun[:3] if name in environ]
-    if given:
-        by = f"torchrun, which is assumed because {given[0]} is set"
-        rank, world, local_rank, local_world, _ = _integers(environ, torchrun, by)
-        _text(environ, "MASTER_ADDR", by)
-        node = rank // max(local_world, 1)
-        if "GROUP_RANK" in environ:
-            (node,) = _integers(environ, ["GROUP_RANK"], by)
-        return _checked(Ranks(rank, world, local_rank, local_world, node, "torchrun", environ))
-
-    if "SLURM_STEP_ID" not in environ and "SLURM_STEPID" not in environ:
+    if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        ranks = _torchrun_ranks(environ)
+    elif "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ:
+        ranks = _slurm_ranks(environ)
+    else:
         tasks, nodes = environ.get("SLURM_NTASKS", "1"), environ.get("SLURM_JOB_NUM_NODES", "1")
         if "SLURM_JOB_ID" in environ and (tasks, nodes) != ("1", "1"):
             raise RuntimeError(
                 f"this Slurm job has {nodes} nodes and {tasks} tasks, but this process was not "
                 "started by srun: type `srun python train_fsdp.py ...`"
             )
-        return Ranks(0, 1, 0, 1, 0, "single", environ)
+        ranks = Ranks(0, 1, 0, 1, 0, "single", environ)
+    if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
+        raise RuntimeError(
+            f"rank {ranks.rank} of {ranks.world_size}, local rank {ranks.local_rank} of "
+            f"{ranks.local_world_size}: a rank must be smaller than its count ({ranks.launcher})"
+        )
+    return ranks
 
+
+def _torchrun_ranks(environ: Mapping[str, str]) -> Ranks:
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+    set_one = next(name for name in names if name in environ)
+    by = f"torchrun, which is assumed because {set_one} is set"
+    rank, world, local_rank, local_world, _ = _integers(environ, names, by)
+    _text(environ, "MASTER_ADDR", by)
+    node = rank // max(local_world, 1)
+    if "GROUP_RANK" in environ:
+        (node,) = _integers(environ, ["GROUP_RANK"], by)
+    return Ranks(rank, world, local_rank, local_world, node, "torchrun", environ)
+
+
+def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
     names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"]
     rank, world, local_rank, node = _integers(environ, names, "srun")
     counts = _tasks_per_node(
@@ -82,6 +95,11 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
             f"Slurm's variables disagree: tasks per node {counts}, SLURM_NTASKS {world}, "
             f"SLURM_NODEID {node}"
         )
+    if local_rank < counts[node] and rank < world and rank != sum(counts[:node]) + local_rank:
+        raise RuntimeError(
+            f"rank {rank} is local rank {local_rank} of node {node}, but ranks must fill the nodes "
+            f"{counts} in blocks: add `--distribution=block` to srun"
+        )
     init = dict(environ)
     if len(counts) == 1:  # all ranks on this node: an address and a port that are this step's own
         step = environ.get("SLURM_STEP_ID") or environ["SLURM_STEPID"]
@@ -90,13 +108,7 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
         init["MASTER_PORT"] = environ.get("MASTER_PORT") or str(20000 + own % 10000)
     for name, value in (("MASTER_ADDR", "$(hostname -i)"), ("MASTER_PORT", "3442")):
         _text(init, name, f"you, for a job of several nodes: `export {name}={value}` before srun")
-    ranks = _checked(Ranks(rank, world, local_rank, counts[node], node, "srun", init))
-    if rank != sum(counts[:node]) + local_rank:
-        raise RuntimeError(
-            f"rank {rank} is local rank {local_rank} of node {node}, but ranks must fill the nodes "
-            f"{counts} in blocks: add `--distribution=block` to srun"
-        )
-    return ranks
+    return Ranks(rank, world, local_rank, counts[node], node, "srun", init)
 
 
 def _text(environ: Mapping[str, str], name: str, setter: str) -> str:
@@ -121,15 +133,6 @@ def _tasks_per_node(text: str) -> list[int]:
             raise RuntimeError(f"Slurm's tasks per node are {text!r}, but should look like 8(x2)")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-def _checked(ranks: Ranks) -> Ranks:
-    if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
-        raise RuntimeError(
-            f"rank {ranks.rank} of {ranks.world_size}, local rank {ranks.local_rank} of "
-            f"{ranks.local_world_size}: a rank must be smaller than its count ({ranks.launcher})"
-        )
-    return ranks
 
 
 def cpu_cores(ranks: Ranks) -> int:
