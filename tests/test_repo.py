@@ -220,6 +220,7 @@ ranks = mesh.read_ranks(os.environ)
 mesh.init_ranks(ranks, mesh.pick_device("cpu", ranks))
 grid = mesh.build_mesh((1, 1), torch.device("cpu"))
 assert grid.mesh_dim_names == ("replicate", "shard") and mesh.together(lambda: 7) == 7
+del grid  # or its groups would be taken apart as the interpreter is
 torch.distributed.destroy_process_group()
 """,
     "shard": """
