@@ -14,7 +14,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
@@ -260,6 +261,22 @@ class Images(Dataset[Sample]):
 # Batches
 
 
+def end_with_parent(worker: int) -> None:
+    """Let a loader worker end when the process that reads from it is killed.
+
+    PyTorch's own watch is over the process that forked the worker, which is the fork server; and
+    the fork server lives as long as its workers do.
+    """
+
+    def watch() -> None:
+        parent = parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
+
+
 def build_loader(
     files: ImageFiles | None,
     *,
@@ -290,6 +307,7 @@ def build_loader(
         Images(files, img_size, patches, seed, global_batch),
         batch_sampler=Positions(global_batch, local_batch, rank, world_size, steps),
         num_workers=workers,
+        worker_init_fn=end_with_parent,
         multiprocessing_context=context,
         generator=torch.Generator(),  # or each iterator would draw from the global one
         pin_memory=pin_memory,

@@ -56,6 +56,18 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def processes_of(group: int) -> list[str]:
+    """The processes of a process group that still run, as "PID NAME" (Linux)."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            name, _, rest = entry.read_text().partition("(")[2].rpartition(")")
+            state, _, pgrp = rest.split()[:3]
+            if int(pgrp) == group and state != "Z":
+                found.append(f"{entry.parent.name} {name}")
+    return found
+
+
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
     """What torchrun would set; none of a surrounding Slurm or torchrun."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC"))}

@@ -5,7 +5,10 @@ import errno
 import math
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
 import zlib
 from collections import Counter
 from functools import lru_cache
@@ -16,7 +19,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT
 from PIL import Image
+from ranks import processes_of
 
 import data
 
@@ -653,3 +658,34 @@ def test_workers_inherit_neither_network_nor_device(monkeypatch):
         assert t.pop("parent") != os.getpid()
         assert t == {"worker": True, "network": False, "device": False, "inherited": False}
     assert loader.multiprocessing_context.get_start_method() != "fork"
+
+
+def test_workers_end_when_their_rank_is_killed(tmp_path):
+    """No goodbye is possible: the worker must notice, and with it the fork server goes."""
+    code = """
+import sys, time, data
+if __name__ == "__main__":
+    loader = data.build_loader(data.scan(sys.argv[1]), img_size=32, patches=16, seed=0,
+                               global_batch=4, local_batch=4, steps=range(1000), workers=2)
+    for batch in loader:
+        print("reading", flush=True)
+        time.sleep(0.1)
+"""
+    (tmp_path / "job.py").write_text(code)
+    job = subprocess.Popen(
+        [sys.executable, "job.py", str(ROOT / "examples" / "tiles" / "train")],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True,
+    )  # fmt: skip
+
+    assert job.stdout.readline() == "reading\n"
+    assert len(processes_of(job.pid)) >= 4  # the job, its fork server, two workers
+    job.kill()
+    job.wait()
+    deadline = time.monotonic() + 20
+    while processes_of(job.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = processes_of(job.pid)
+    if left:
+        os.killpg(job.pid, signal.SIGKILL)
+    assert not left
