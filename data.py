@@ -30,11 +30,8 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp")
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as in the MAE recipe
 SYNTHETIC_IMAGES = 1_000_848  # as many as Million-AID has: train 10,000 + test 990,848
 SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
-GONE = (
-    None,
-    errno.ENOENT,
-    errno.EACCES,
-)  # of an OSError that is the file's own: not decodable, ...
+# Errors that are the file's own: Pillow cannot decode it (no errno), it has gone, it is not ours.
+FILE_ERRNOS = (None, errno.ENOENT, errno.EACCES)
 
 # ---------------------------------------------------------------------------------------------
 # Which files there are
@@ -233,7 +230,8 @@ class Images(Dataset[Sample]):
             try:
                 return index, read_rgb(path)
             except Exception as error:  # Pillow raises many kinds for a broken file
-                if isinstance(error, MemoryError) or getattr(error, "errno", None) not in GONE:
+                number = getattr(error, "errno", None)
+                if isinstance(error, MemoryError) or number not in FILE_ERRNOS:
                     raise  # trouble of this node, not of the file: other ranks may not have it
                 reason = f"{type(error).__name__}: {error}"
                 warnings.warn(

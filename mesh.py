@@ -15,10 +15,12 @@ of its own, whatever the mesh. Copy this one file: it needs torch alone.
 
 import os
 import re
+import sys
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Timer
 from typing import TypeVar
 
 import torch
@@ -196,7 +198,10 @@ def peak_flops(device: torch.device) -> tuple[float | None, str]:
 
 
 def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) -> None:
-    """Start the default process group: nccl (RCCL on ROCm) for GPU tensors, gloo for CPU ones."""
+    """Start the default process group: nccl (RCCL on ROCm) for GPU tensors, gloo for CPU ones.
+
+    Waits for all ranks, at most `timeout_minutes`, then RuntimeError; says so where it takes long.
+    """
     backend, wait = "gloo", timedelta(minutes=timeout_minutes)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -204,11 +209,19 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
     if ranks.launcher == "single":
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
         return
-    os.environ.update(MASTER_ADDR=ranks.init["MASTER_ADDR"], MASTER_PORT=ranks.init["MASTER_PORT"])
-    dist.init_process_group(
-        backend, rank=ranks.rank, world_size=ranks.world_size, timeout=wait,
-        device_id=device if device.type == "cuda" else None,
-    )  # fmt: skip
+    address, port = ranks.init["MASTER_ADDR"], ranks.init["MASTER_PORT"]
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)
+    text = f"rank {ranks.rank} waits at {address}:{port} for all of {ranks.world_size} ranks"
+    notice = Timer(30, print, [text], {"file": sys.stderr, "flush": True})
+    notice.daemon = True
+    notice.start()
+    try:
+        dist.init_process_group(
+            backend, rank=ranks.rank, world_size=ranks.world_size, timeout=wait,
+            device_id=device if device.type == "cuda" else None,
+        )  # fmt: skip
+    finally:
+        notice.cancel()
 
 
 def check_group(world_size: int, group: int) -> None:
@@ -300,8 +313,8 @@ class FiniteCheck:
             self.copied[step % 2].record()
         return ((self.first < self.NEVER).any() | infinite).float()
 
-    def read(self, step: int) -> str | None:
-        """What was wrong first, as known after the `update` of `step`; None: nothing yet.
+    def read(self, step: int) -> tuple[int, str] | None:
+        """The first bad step and what was wrong, as known after the `update` of `step`; or None.
 
         The same on every rank. To be asked of the last `update` or of the one before, the latter
         without waiting for the device.
@@ -313,6 +326,6 @@ class FiniteCheck:
             return None
         step, rank = divmod(of_loss, self.world_size)
         if step <= of_norm // self.world_size:
-            return f"the loss is not finite at step {step + 1} on rank {rank}"
+            return step, f"the loss is not finite at step {step + 1} on rank {rank}"
         step = of_norm // self.world_size
-        return f"the gradient norm is not finite at step {step + 1}, though the losses are"
+        return step, f"the gradient norm is not finite at step {step + 1}, though the losses are"

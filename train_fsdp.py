@@ -1,7 +1,7 @@
 """Pretrain a ViT-MAE with PyTorch FSDP, in any sharding mode, on any number of ranks.
 
     python train_fsdp.py --model tiny --img-size 96 --data examples/tiles/train     # one process
-    torchrun --nproc-per-node 8 train_fsdp.py --model base --mode full_shard --data DIR
+    torchrun --nproc-per-node 8 -- train_fsdp.py --model base --mode full_shard --data DIR
     srun python train_fsdp.py --model 3b --mode hybrid --group 2 --data DIR         # Slurm
 
 Flags -> ranks -> mesh -> model -> shard -> data -> loop. Read vit.py, data.py, mesh.py and shard.py
@@ -39,6 +39,7 @@ import vit
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # MAE's own recipe ends at 1.5e-4 x 4096 / 256 = 2.4e-3; above twice that AdamW tends to diverge.
 LARGE_LR = 4.8e-3
+LAST_WORD_SECONDS = 5.0  # that a rank leaves to rank 0 for its error
 
 # ---------------------------------------------------------------------------------------------
 # Flags
@@ -48,14 +49,29 @@ class Parser(argparse.ArgumentParser):
     """Errors are one sentence, printed by rank 0 alone; exit status 2."""
 
     def error(self, message: str) -> NoReturn:
-        complain(message)
-        raise SystemExit(2)
+        raise SystemExit(refuse(message))
 
 
 def complain(message: str) -> None:
-    """Print an error as rank 0; before the ranks are known, the environment says who that is."""
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        print(f"train_fsdp.py: error: {message}", file=sys.stderr, flush=True)
+    """Print an error of the whole run."""
+    print(f"train_fsdp.py: error: {message}", file=sys.stderr, flush=True)
+
+
+def refuse(message: str, local: bool = False) -> int:
+    """Say why a command is refused before any rank waits for another; returns exit status 2.
+
+    Rank 0 speaks, as the environment names it, nothing else being known yet. The others wait a
+    little: a rank that leaves first makes its launcher end rank 0 before it has spoken. Who is
+    still there then speaks too where the trouble may be its own (`local`): variables, GPU, disk.
+    """
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    if rank == "0":
+        complain(message)
+    else:
+        time.sleep(LAST_WORD_SECONDS)
+        if local:
+            complain(f"{message} (rank {rank})")
+    return 2
 
 
 def positive(text: str) -> int:
@@ -83,7 +99,8 @@ def build_parser() -> Parser:
     add("--model", choices=vit.MODELS, default="base", help="* size (default base)")
     add("--img-size", type=positive, default=224, metavar="PIXELS", help="* side (default 224)")
     add("--mask-ratio", type=not_negative, default=0.75, help="* share removed (default 0.75)")
-    add("--norm-pix-loss", action=switch, default=True, help="* target normalised by patch")
+    add("--norm-pix-loss", action=switch, default=True,
+        help="* predict patches normalised by their own mean and deviation (default)")  # fmt: skip
 
     add = parser.add_argument_group("sharding").add_argument
     add("--mode", choices=shard.STRATEGIES, default="hybrid", help="strategy (default hybrid)")
@@ -336,7 +353,7 @@ def loop(
     started = mark = time.perf_counter()
     waited = all_waited = 0.0
     loss = norm = problem = None
-    step = 0
+    applied = 0  # optimizer steps
     for step in range(job.steps):
         log_now = (step + 1) % job.log_every == 0 or step + 1 == job.steps
         lr = lr_of(step)
@@ -352,9 +369,11 @@ def loop(
             last_losses.append(loss)
 
         # stop: every rank reads the same, of the step before unless the device is waited for anyway
-        problem = finite.read(step if log_now else step - 1)
-        if problem:
+        found = finite.read(step if log_now else step - 1)
+        if found:
+            applied, problem = found
             break
+        applied = step + 1
 
         # log
         if log_now:
@@ -369,7 +388,7 @@ def loop(
 
     seconds = time.perf_counter() - started
     record: dict[str, Any] = {"reason": "nan" if problem else "done", "problem": problem}
-    record["steps"] = step if problem else job.steps  # those that were applied
+    record["steps"] = applied
     record["images_per_second"] = statistics.median(rates[1:] or rates) if rates else None
     record |= device_memory(job.device)
     record |= {"seconds": seconds, "data_share": (all_waited + waited) / seconds}
@@ -396,7 +415,7 @@ def write_step(
     )  # fmt: skip
     shown = f"loss {loss:7.4f}  norm {grad_norm:8.3f}  lr {lr:.2e}  " if loss is not None else ""
     peak = memory["peak_allocated_gib"]
-    left = timedelta(seconds=round(seconds * (job.steps - step - 1)))
+    left = timedelta(seconds=min(round(seconds * (job.steps - step - 1)), 10**9))
     log.say(
         f"step {step + 1:{len(str(job.steps))}}/{job.steps}  {shown}{rate:8.1f} img/s  "
         f"{'' if peak is None else f'{peak:6.2f} GiB  '}data wait {1e3 * waited:7.1f} ms  "
@@ -417,7 +436,13 @@ def open_log(out: str, rank: int) -> Log:
         open(path, "a", encoding="utf-8").close()
 
     mesh.together(try_it)
-    return Log(open(path, "a", encoding="utf-8") if rank == 0 else None)
+    if rank:
+        return Log(None)
+    with open(path, "rb") as old:
+        cut = bool(old.read()[-1:].strip())  # the run before was killed while it wrote
+    file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+    file.write("\n" if cut else "")
+    return Log(file)
 
 
 def zero_loss(batch: Batch, patch: int, norm_pix: bool) -> Tensor:
@@ -467,6 +492,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         ranks = mesh.read_ranks(os.environ)
         device, world = mesh.pick_device(args.device, ranks), ranks.world_size
+        if args.data != "synthetic" and not os.path.isdir(args.data):
+            raise ValueError(f"there is no folder {args.data}: give --data the folder of images")
+    except (ValueError, RuntimeError) as error:
+        return refuse(str(error), local=True)
+    try:
         group = (args.group or ranks.local_world_size) if strategy.group == "group" else None
         mesh.check_group(world, group or 1)
         shape = shard.mesh_shape(args.mode, world, group)
@@ -474,12 +504,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         patches = vit.patch_count(config, args.img_size)
         if vit.kept_patches(patches, args.mask_ratio) == patches:
             raise ValueError(f"--mask-ratio {args.mask_ratio} removes no patch: nothing to learn")
-        if args.data != "synthetic" and not os.path.isdir(args.data):
-            raise ValueError(f"there is no folder {args.data}: give --data the folder of images")
-    except (ValueError, RuntimeError) as error:
-        complain(str(error))
-        return 2
-    mesh.init_ranks(ranks, device)
+    except ValueError as error:
+        return refuse(str(error))
+    try:
+        mesh.init_ranks(ranks, device)
+    except (RuntimeError, OSError) as error:
+        complain(f"rank {ranks.rank} of {world} found no others: {str(error).splitlines()[0]}")
+        return 1
 
     # what rank 0 does for all: list the images, open the log
     try:
@@ -489,7 +520,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         epoch_steps = data.steps_per_epoch(images, global_batch)
         log = open_log(args.out, ranks.rank)
     except ValueError as error:
-        complain(str(error))
+        if ranks.rank == 0:
+            complain(str(error))
         dist.destroy_process_group()
         return 2
 
@@ -562,10 +594,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{end['images_per_second'] or 0:.1f} img/s, {end['data_share']:.1%} of the time "
             f"waiting for data; log in {os.path.join(args.out, 'log.jsonl')}")  # fmt: skip
     dist.destroy_process_group()
-    if end["problem"]:
+    if end["problem"] and ranks.rank == 0:
         complain(end["problem"] + ": lower --blr, add --clip 1, or look at the images of that step")
-        return 1
-    return 0
+    return 1 if end["problem"] else 0
 
 
 if __name__ == "__main__":

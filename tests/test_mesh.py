@@ -451,7 +451,8 @@ def three_ranks(rank):
             loss = torch.tensor(losses.get((rank, step), 1.0))
             skip = check.update(step, loss, torch.tensor(norms.get(step, 1.0)), scaled)
             assert (skip.shape, skip.dtype) == ((), torch.float32)
-            told[name].append((skip.item(), check.read(step - 1), check.read(step)))
+            texts = [found and found[1] for found in (check.read(step - 1), check.read(step))]
+            told[name].append((skip.item(), *texts))
     return told
 
 

@@ -107,13 +107,18 @@ def test_half_set_environment_is_refused(capsys, monkeypatch):
 
 
 def test_errors_are_printed_by_rank_0_alone(tmp_path):
-    for flags in (["--group", "2"], ["--group", "2", "--mode", "ddp"]):
-        for rank in (0, 2):
+    for flags, ranks in (
+        (["--group", "2"], {0: 1, 2: 0}),  # the same on every rank: one line
+        (["--group", "2", "--mode", "ddp"], {0: 1, 2: 0}),
+        (["--data", "nowhere"], {0: 1, 2: 1}),  # perhaps this node's trouble alone
+    ):
+        for rank, lines in ranks.items():
             env = environment(rank, 3, free_port())
             done = subprocess.run([sys.executable, "train_fsdp.py", *SMALL, *flags], cwd=ROOT,
                                   env=env, capture_output=True, text=True, timeout=120)  # fmt: skip
             assert done.returncode == 2
-            assert len(done.stderr.splitlines()) == (1 if rank == 0 else 0), done.stderr
+            assert len(done.stderr.splitlines()) == lines, done.stderr
+            assert rank == 0 or not lines or done.stderr.endswith("(rank 2)\n")
 
 
 def test_too_few_images_end_all_ranks_with_one_sentence(tmp_path):
@@ -228,6 +233,23 @@ def test_a_second_run_appends_to_the_log(tmp_path):
     assert events == ["start", "step", "end"] * 2
 
 
+def test_a_line_cut_by_a_kill_does_not_spoil_the_next(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"event": "step", "lo')
+    argv = [*SMALL, "--run", "io", "--batch", "4", "--steps", "1", "--out", str(tmp_path)]
+    assert train_fsdp.main(argv) == 0
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines[1:]] == ["start", "step", "end"]
+
+
+def test_an_unreachable_master_is_one_sentence(capsys, monkeypatch):
+    for name, value in environment(1, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("mesh.init_ranks.__defaults__", (0.05,))  # minutes
+    assert train_fsdp.main(SMALL) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("train_fsdp.py: error: rank 1 of 2 found no others:")
+
+
 def test_run_syn_keeps_one_batch_and_run_io_builds_no_model(tmp_path, monkeypatch):
     seen = []
     step = train_fsdp.train_step
@@ -299,7 +321,7 @@ def test_a_bad_step_on_one_rank_ends_all_and_is_never_applied(tmp_path):
     assert "the loss is not finite at step 4 on rank 1" in at_once.errors
     assert "the gradient norm is not finite at step 5" in gradient.errors
     assert "the loss is not finite at step 8 on rank 0" in last.errors
-    assert late.moved[3:] == [0, 0] and late.end["steps"] == 4  # one step more, not applied either
+    assert late.moved[3:] == [0, 0] and late.end["steps"] == 3  # one step more, not applied either
     assert at_once.moved[3:] == [0] and gradient.moved[4:] == [0, 0] and last.moved[7:] == [0]
     # with a gradient scaler an infinite norm is a skipped step, no more
     assert scaled.status == [0, 0, 0] and scaled.end["reason"] == "done"
