@@ -282,22 +282,25 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 class FiniteCheck:
-    """Non-finite losses and gradient norms: all ranks learn of one, and none waits to hear.
+    """Non-finite losses and norms, and requests to stop: all learn of one, none waits to hear.
 
     Each rank keeps, on the device, its first bad step, coded step x ranks + rank; one small
     all-reduce per step takes the minimum over ranks. The optimizer obeys it on the device at once;
-    the host reads it a step later, when it has long arrived.
+    the host reads it a step later, when it has long arrived. That a rank was told to stop travels
+    along.
     """
 
     NEVER = 2**62
 
     def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
         self.rank, self.world_size, gpu = rank, world_size, device.type == "cuda"
-        self.first = torch.full((2,), self.NEVER, device=device)  # int64: of the loss, of the norm
-        self.host = torch.full((2, 2), self.NEVER, pin_memory=gpu)  # two steps in turn
+        self.first = torch.full((3,), self.NEVER, device=device)  # int64: bad loss, bad norm, stop
+        self.host = torch.full((2, 3), self.NEVER, pin_memory=gpu)  # two steps in turn
         self.copied = [torch.cuda.Event(), torch.cuda.Event()] if gpu else None
 
-    def update(self, step: int, loss: Tensor, norm: Tensor, scaled: bool) -> Tensor:
+    def update(
+        self, step: int, loss: Tensor, norm: Tensor, scaled: bool = False, stop: bool = False
+    ) -> Tensor:
         """After backward: (), fp32, 1 where this step must not be applied. Collective.
 
         With a gradient scaler (`scaled`) an infinite norm is how it finds its scale: that step
@@ -306,12 +309,20 @@ class FiniteCheck:
         infinite = ~norm.isfinite().to(self.first.device)
         bad = torch.stack([~loss.isfinite(), infinite & (not scaled)])  # (2,)
         now = torch.where(bad, step * self.world_size + self.rank, self.NEVER)  # (2,)
-        self.first = torch.minimum(self.first, now)
+        self.first[:2] = torch.minimum(self.first[:2], now)
+        if stop:
+            self.first[2] = 0
         dist.all_reduce(self.first, op=dist.ReduceOp.MIN)
         self.host[step % 2].copy_(self.first, non_blocking=True)
         if self.copied:
             self.copied[step % 2].record()
-        return ((self.first < self.NEVER).any() | infinite).float()
+        return ((self.first[:2] < self.NEVER).any() | infinite).float()
+
+    def asked_to_stop(self, step: int) -> bool:
+        """Whether some rank was, as known after the `update` of `step`; see `read`."""
+        if self.copied:
+            self.copied[step % 2].synchronize()
+        return bool(self.host[step % 2].numpy()[2] < self.NEVER)
 
     def read(self, step: int) -> tuple[int, str] | None:
         """The first bad step and what was wrong, as known after the `update` of `step`; or None.
@@ -321,7 +332,7 @@ class FiniteCheck:
         """
         if self.copied:
             self.copied[step % 2].synchronize()
-        of_loss, of_norm = self.host[step % 2].numpy().tolist()
+        of_loss, of_norm, _ = self.host[step % 2].numpy().tolist()
         if min(of_loss, of_norm) == self.NEVER:
             return None
         step, rank = divmod(of_loss, self.world_size)

@@ -8,11 +8,21 @@ Flags -> ranks -> mesh -> model -> shard -> data -> loop. Read vit.py, data.py, 
 beside it.
 """
 
+if __name__ == "__main__":
+    # Above the imports, which take seconds: a signal meanwhile must not kill the process. Slurm
+    # announces the end of the allocation by one; the loop saves and leaves.
+    import signal
+
+    RECEIVED: list[int] = []
+    for _number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(_number, lambda number, frame: RECEIVED.append(number))
+
 import argparse
 import json
 import math
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -23,6 +33,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import chain, islice, repeat
+from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import numpy as np
@@ -31,11 +43,17 @@ import torch.distributed as dist
 import torchvision
 from torch import Tensor, nn
 
+import checkpoint
 import data
 import mesh
 import shard
 import vit
 
+# Flags (and what follows from them) that decide the result: a resumed run must not change them.
+RESULT = (
+    "model", "img_size", "mask_ratio", "norm_pix_loss", "precision", "reduce_dtype", "images",
+    "global_batch", "blr", "weight_decay", "warmup_steps", "steps", "clip", "seed",
+)  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # MAE's own recipe ends at 1.5e-4 x 4096 / 256 = 2.4e-3; above twice that AdamW tends to diverge.
 LARGE_LR = 4.8e-3
@@ -148,6 +166,12 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("output").add_argument
     add("--out", metavar="DIR", default="out", help="log.jsonl goes here (default out)")
     add("--log-every", type=positive, default=10, metavar="STEPS", help="(default 10)")
+    add("--save-every", type=positive, metavar="STEPS",
+        help="a checkpoint (default: only when a signal ends the run)")  # fmt: skip
+    add("--keep", type=positive, default=2, metavar="N", help="newest checkpoints kept (default 2)")
+    add("--resume", default="auto", metavar="WHAT",
+        help="auto: newest good checkpoint in --out, if any (default); none; or PATH")  # fmt: skip
+    add("--allow-changes", action="store_true", help="* resume with flags that change the result")
     return parser
 
 
@@ -246,6 +270,7 @@ def train_step(
     mask_ratio: float,
     clip: float | None,
     dtype: torch.dtype,
+    stop: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step over the accumulation steps `batches`, each (images, noise) on the device.
 
@@ -263,7 +288,7 @@ def train_step(
     if scaler:
         scaler.unscale_(optimizer)
     norm = shard.clip_grad_norm(model, clip or math.inf)
-    skip = finite.update(step, total, norm, scaled=scaler is not None)
+    skip = finite.update(step, total, norm, scaler is not None, stop)
     for group in optimizer.param_groups:
         group["lr"] = lr
     shard.optimizer_step(optimizer, skip)
@@ -319,8 +344,9 @@ class Job:
 
     device: torch.device
     world_size: int
-    steps: int
+    steps: range  # of this process: from where a checkpoint left off to the end
     log_every: int
+    save_every: int | None
     global_batch: int
     epoch_samples: int  # images of an epoch, whole global batches
     flops_per_image: int
@@ -331,7 +357,13 @@ def device_batches(
     loader: Iterable[data.Sample], accum: int, device: torch.device
 ) -> Iterator[Batch]:
     """The loader's local batches, copied to the device: a list of `accum` for each step."""
+    # Workers inherit the mask: a signal to the whole process group must reach this process alone.
+    # Set twice, because starting multiprocessing's resource tracker unblocks SIGTERM.
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
     batches = iter(loader)
+    signal.pthread_sigmask(signal.SIG_SETMASK, masked)
     while step := list(islice(batches, accum)):
         yield [
             (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
@@ -346,16 +378,24 @@ def loop(
     train: Callable[..., tuple[Tensor, Tensor]] | None,
     finite: mesh.FiniteCheck,
     lr_of: Callable[[int], float],
+    save: Callable[[int], str | None] | None,
+    told_to_stop: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Run the steps; `train` None reads only. Returns the record of the end."""
+    """Run the steps; `train` None reads only, `save` None keeps nothing. Returns the end's record.
+
+    `save` writes a checkpoint after so many steps in all, or returns why it could not.
+    """
     rates: list[float] = []
     last_losses: deque[Tensor] = deque(maxlen=10)
     started = mark = time.perf_counter()
     waited = all_waited = 0.0
     loss = norm = problem = None
-    applied = 0  # optimizer steps
-    for step in range(job.steps):
-        log_now = (step + 1) % job.log_every == 0 or step + 1 == job.steps
+    done = since = job.steps.start
+    reason, failures = "done", 0
+    for step in job.steps:
+        last = step + 1 == job.steps.stop
+        log_now = (step + 1) % job.log_every == 0 or last
+        save_now = job.save_every is not None and ((step + 1) % job.save_every == 0 or last)
         lr = lr_of(step)
 
         # fetch
@@ -365,34 +405,53 @@ def loop(
 
         # step
         if train:
-            loss, norm = train(batch, step=step, lr=lr)
+            loss, norm = train(batch, step=step, lr=lr, stop=told_to_stop())
             last_losses.append(loss)
+        else:
+            nothing = torch.zeros((), device=job.device)
+            finite.update(step, nothing, nothing, stop=told_to_stop())
 
         # stop: every rank reads the same, of the step before unless the device is waited for anyway
-        found = finite.read(step if log_now else step - 1)
+        known = step if log_now or save_now else step - 1
+        stop = finite.asked_to_stop(known)
+        found = finite.read(step if stop else known)
         if found:
-            applied, problem = found
+            (done, problem), reason = found, "nan"
             break
-        applied = step + 1
+        done = step + 1
 
         # log
         if log_now:
             mean_loss = mesh.mean_over_ranks(loss) if loss is not None else None
             if job.device.type == "cuda":
                 torch.cuda.synchronize(job.device)  # --run io has read nothing yet
-            count = step % job.log_every + 1
-            seconds = (time.perf_counter() - mark) / count
+            seconds = (time.perf_counter() - mark) / (done - since)
             rates.append(job.global_batch / seconds)
-            write_step(job, log, step, mean_loss, norm, lr, seconds, waited / count)
-            all_waited, waited, mark = all_waited + waited, 0.0, time.perf_counter()
+            write_step(job, log, step, mean_loss, norm, lr, seconds, waited / (done - since))
+            all_waited, waited, since, mark = all_waited + waited, 0.0, done, time.perf_counter()
+
+        # save
+        if save and (save_now or stop):
+            asked = time.perf_counter()
+            problem = save(done)
+            failures = failures + 1 if problem else 0
+            mark += time.perf_counter() - asked  # not the step's time
+            if problem and (stop or last or failures == 2):
+                reason = "save"
+                break
+            if problem:
+                log.say(f"warning: {problem}; the run goes on, the older checkpoints are kept")
+                problem = None
+        if stop and not last:
+            reason = "signal"
+            break
 
     seconds = time.perf_counter() - started
-    record: dict[str, Any] = {"reason": "nan" if problem else "done", "problem": problem}
-    record["steps"] = applied
+    record: dict[str, Any] = {"reason": reason, "problem": problem, "steps": done}
     record["images_per_second"] = statistics.median(rates[1:] or rates) if rates else None
     record |= device_memory(job.device)
     record |= {"seconds": seconds, "data_share": (all_waited + waited) / seconds}
-    if train and not problem:
+    if reason == "done" and last_losses:
         record["loss"] = mesh.mean_over_ranks(torch.stack(list(last_losses)).mean())
     return record
 
@@ -415,9 +474,9 @@ def write_step(
     )  # fmt: skip
     shown = f"loss {loss:7.4f}  norm {grad_norm:8.3f}  lr {lr:.2e}  " if loss is not None else ""
     peak = memory["peak_allocated_gib"]
-    left = timedelta(seconds=min(round(seconds * (job.steps - step - 1)), 10**9))
+    left = timedelta(seconds=min(round(seconds * (job.steps.stop - step - 1)), 10**9))
     log.say(
-        f"step {step + 1:{len(str(job.steps))}}/{job.steps}  {shown}{rate:8.1f} img/s  "
+        f"step {step + 1:{len(str(job.steps.stop))}}/{job.steps.stop}  {shown}{rate:8.1f} img/s  "
         f"{'' if peak is None else f'{peak:6.2f} GiB  '}data wait {1e3 * waited:7.1f} ms  "
         f"ETA {left}"
     )
@@ -460,6 +519,53 @@ def versions() -> dict[str, str | None]:
     }  # fmt: skip
 
 
+def resume(
+    what: str, out: str, model: nn.Module, optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None, flags: dict[str, Any], allow_changes: bool,
+    group: dist.ProcessGroup, say: Callable[[str], None],
+) -> int:  # fmt: skip
+    """Load a checkpoint, if any is asked for and there, and return the steps it has done.
+
+    `what` as --resume. `flags` are this run's; those that decide the result must be the
+    checkpoint's unless `allow_changes`. ValueError, on all ranks, where that is not so or a named
+    checkpoint cannot be loaded. Collective.
+    """
+    auto, found = what == "auto", mesh.together(partial(checkpoint.candidates, out))
+    if what == "none":
+        if found:
+            raise ValueError(f"{out} holds checkpoints of another run: use another --out")
+        return 0
+    for path in found if auto else [Path(what)]:
+        try:
+            facts = mesh.together(partial(checkpoint.read_facts, path))
+            then, now = facts.get("flags", {}), json.loads(json.dumps(flags))
+            changed = {
+                key: f"{key} {then.get(key)} -> {now.get(key)}"
+                for key in sorted({*then, *now})
+                if then.get(key) != now.get(key)
+            }
+            decisive = [] if allow_changes else [changed[key] for key in RESULT if key in changed]
+            if not decisive:
+                checkpoint.load(path, model, optimizer, group=group)
+        except ValueError as error:
+            if not auto:
+                raise
+            say(f"warning: a checkpoint is left out: {error}")
+            continue
+        if decisive:
+            raise ValueError(
+                f"{path} was trained with other flags ({', '.join(decisive)}): add --allow-changes "
+                "to go on with these, or take another --out"
+            )
+        if scaler and facts.get("scaler"):
+            scaler.load_state_dict(facts["scaler"])
+        say(
+            f"resumed {path} at step {facts['step']}; changed: {', '.join(changed.values()) or '-'}"
+        )
+        return facts["step"]
+    return 0
+
+
 def describe(start: dict[str, Any]) -> Iterator[str]:
     """The start record in lines for the terminal: what runs, its arithmetic, what to watch."""
     s, row, world = start, shard.STRATEGIES[start["mode"]], start["world_size"]
@@ -483,8 +589,11 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
         yield f"note: {left} images, others each time, are left out of an epoch"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """One run; returns the exit status: 0 done, 1 failed, 2 refused."""
+def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int:
+    """One run; returns the exit status: 0 done or stopped by a signal, 1 failed, 2 refused.
+
+    `received` grows by the numbers of the signals that ask for a stop.
+    """
     args = parse_args(argv)
     config, strategy = vit.MODELS[args.model], shard.STRATEGIES[args.mode]
 
@@ -511,6 +620,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, OSError) as error:
         complain(f"rank {ranks.rank} of {world} found no others: {str(error).splitlines()[0]}")
         return 1
+    gloo: Any = dist.new_group(backend="gloo")  # for checkpoints: nothing is gathered on a GPU
+    dist.barrier(gloo)  # connects the ranks now: later, one that dies meanwhile is waited for
 
     # what rank 0 does for all: list the images, open the log
     try:
@@ -531,7 +642,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     params, decay = sum(p.numel() for p in model.parameters()), shard.weight_decay_names(model)
     lr, dtype = args.blr * global_batch / 256, DTYPES[args.precision]
     finite = mesh.FiniteCheck(device, ranks.rank, world)
-    train = None
+    steps = args.steps or (args.epochs or 0) * epoch_steps or 100
+    warmup = steps // 20 if args.warmup_steps is None else args.warmup_steps
+    flags = vars(args) | {
+        "group": group, "warmup_steps": warmup, "steps": steps, "batch": local_batch,
+        "global_batch": global_batch, "images": images, "world_size": world,
+    }  # fmt: skip
+    train, save, begin = None, None, 0
     if args.run != "io":
         model = shard.apply(
             model, args.mode, mesh.build_mesh(shape, device), block_classes={vit.Block},
@@ -547,27 +664,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         scaler = shard.build_scaler(model, device, dtype)
         train = partial(train_step, model, optimizer, finite, scaler,
                         mask_ratio=args.mask_ratio, clip=args.clip, dtype=dtype)  # fmt: skip
+    if args.run == "real":
+        try:
+            begin = resume(args.resume, args.out, model, optimizer, scaler, flags,
+                           args.allow_changes, gloo, log.say)  # fmt: skip
+        except (ValueError, RuntimeError) as error:
+            if ranks.rank == 0:
+                complain(str(error))
+            dist.destroy_process_group()
+            return 2 if isinstance(error, ValueError) else 1
+        if begin < steps and ranks.rank == 0:
+            Path(args.out, "done").unlink(missing_ok=True)  # of a run that was shorter
+
+        def save(step: int) -> str | None:
+            facts = {"flags": flags, "scaler": scaler.state_dict() if scaler else None}
+            return checkpoint.save(args.out, step, model, optimizer, facts=facts, keep=args.keep,
+                                   group=gloo)  # fmt: skip
 
     # data: the first batch is fetched before the clock starts
-    steps = args.steps or (args.epochs or 0) * epoch_steps or 100
-    warmup = steps // 20 if args.warmup_steps is None else args.warmup_steps
     workers = min(6, mesh.cpu_cores(ranks) - 1) if args.workers is None else args.workers
     loader = data.build_loader(
         files, img_size=args.img_size, patches=patches, seed=args.seed, global_batch=global_batch,
-        local_batch=local_batch, steps=range(1 if args.run == "syn" else steps), rank=ranks.rank,
-        world_size=world, workers=workers, pin_memory=device.type == "cuda",
+        local_batch=local_batch, steps=range(begin, begin + 1 if args.run == "syn" else steps),
+        rank=ranks.rank, world_size=world, workers=workers, pin_memory=device.type == "cuda",
     )  # fmt: skip
     batches = device_batches(loader, args.accum, device)
-    first = next(batches)
+    first = next(batches, [])
     batches = repeat(first) if args.run == "syn" else chain([first], batches)
 
     # what this run is
     flops = vit.flops_per_image(config, args.img_size, args.mask_ratio)
     peak, peak_source = mesh.peak_flops(device)
-    start = vars(args) | {
-        "group": group, "workers": workers, "warmup_steps": warmup, "steps": steps,
-        "batch": local_batch, "global_batch": global_batch, "lr": lr, "images": images,
-        "epoch_steps": epoch_steps, "launcher": ranks.launcher, "world_size": world,
+    start = flags | {
+        "workers": workers, "lr": lr, "begin": begin,
+        "epoch_steps": epoch_steps, "launcher": ranks.launcher,
         "local_world_size": ranks.local_world_size, "device": device.type,
         "mesh": {"replicate": shape[0], "shard": shape[1], "tp": 1}, "params": params,
         "flops_per_image": flops, "peak_flops_per_rank": peak, "peak_flops_source": peak_source,
@@ -578,10 +708,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.say(line)
 
     # loop
-    job = Job(device, world, steps, args.log_every, global_batch, epoch_steps * global_batch,
-              flops, peak)  # fmt: skip
+    job = Job(device, world, range(begin, steps), args.log_every, args.save_every, global_batch,
+              epoch_steps * global_batch, flops, peak)  # fmt: skip
     lr_of = partial(learning_rate, steps=steps, warmup=warmup, peak=lr)
-    end = loop(job, batches, log, train, finite, lr_of)
+    end = loop(job, batches, log, train, finite, lr_of, save, lambda: bool(received))
 
     # summary
     if "loss" in end:
@@ -590,14 +720,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.say(f"mean loss of the last {min(10, steps)} steps {end['loss']:.4f}; predicting zero "
                 f"gives {end['loss_of_zero']:.4f}")  # fmt: skip
     log.write("end", **end)
+    if end["reason"] == "done" and args.run == "real" and ranks.rank == 0:
+        Path(args.out, "done").touch()
     log.say(f"{end['reason']}: {end['steps']} steps in {end['seconds']:.1f} s, median "
             f"{end['images_per_second'] or 0:.1f} img/s, {end['data_share']:.1%} of the time "
             f"waiting for data; log in {os.path.join(args.out, 'log.jsonl')}")  # fmt: skip
     dist.destroy_process_group()
     if end["problem"] and ranks.rank == 0:
-        complain(end["problem"] + ": lower --blr, add --clip 1, or look at the images of that step")
+        advice = ": lower --blr, add --clip 1, or look at the images of that step"
+        complain(end["problem"] + (advice if end["reason"] == "nan" else ""))
     return 1 if end["problem"] else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(received=RECEIVED))

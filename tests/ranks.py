@@ -7,6 +7,7 @@ of its own. `python tests/ranks.py ...` is what the processes themselves execute
 """
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -33,6 +34,11 @@ class Run:
     poison_rank: int = 0  # ... on this rank
     poison_step: int = 0  # ... in this step, from 0
     params: bool = True  # gather the parameters at every step, compare replicas, keep the last
+    to: str = ""  # --out, where it is not a folder of this run's own
+    signal_rank: int = -1  # this rank receives a signal ...
+    signal_step: int = 0  # ... during this step, from 0
+    full_rank: int = -1  # the disk of this rank is full ...
+    full_saves: tuple[int, ...] = ()  # ... when the run saves for the first time (0), second, ...
 
 
 @dataclass
@@ -85,7 +91,7 @@ def run_ranks(world: int, runs: list[Run], folder: Path, timeout: float = 600) -
     jobs = [asdict(run) | {"out": str(folder / str(i))} for i, run in enumerate(runs)]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     start_ranks([[sys.executable, __file__, str(folder)]] * world, folder, 0, timeout)
-    return [read_result(Path(str(job["out"])), world) for job in jobs]
+    return [read_result(Path(job["out"]), world, Path(job["to"] or job["out"])) for job in jobs]
 
 
 def on_ranks(world: int, function: Callable[[], Any], folder: Path, timeout: float = 300) -> list:
@@ -150,12 +156,12 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str
     return (by["start"] or [{}])[-1], by["step"], (by["end"] or [{}])[-1]
 
 
-def read_result(out: Path, world: int) -> Result:
+def read_result(out: Path, world: int, to: Path) -> Result:
     status = [int((out / f"status{rank}").read_text()) for rank in range(world)]
     texts = (out / "output").read_text(), (out / "errors").read_text()
     result = Result(status, output=texts[0], errors=texts[1])
-    if (out / "log.jsonl").exists():
-        result.start, result.steps, result.end = read_log(out / "log.jsonl")
+    if (to / "log.jsonl").exists():
+        result.start, result.steps, result.end = read_log(to / "log.jsonl")
     if (out / "params.pickle").exists():
         result.params = pickle.loads((out / "params.pickle").read_bytes())
         result.replicas_differ = result.params.pop("replicas_differ")
@@ -202,6 +208,7 @@ def one_run(job: dict[str, Any], rank: int) -> None:
     import torch
     import torch.distributed as dist
 
+    import checkpoint
     import data
     import train_fsdp
     import vit
@@ -211,10 +218,19 @@ def one_run(job: dict[str, Any], rank: int) -> None:
     os.environ["MASTER_PORT"] = agreed_port(out, rank)
     step_now, differ, params, moved, before = -1, 0.0, {}, [], None
     original = (train_fsdp.train_step, data.normalize, vit.ViTMAE.forward)
+    received: list[int] = []
+    saves, write_data = iter(range(1000)), checkpoint._Writer.write_data
+
+    def write_or_fail(self, plan, planner):
+        if next(saves) in job["full_saves"] and rank == job["full_rank"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_data(self, plan, planner)
 
     def train_step(model, *args, step, **kwargs):
         nonlocal step_now, differ, params, before
         step_now = step
+        if (rank, step) == (job["signal_rank"], job["signal_step"]):
+            received.append(signal.SIGTERM)
         result = original[0](model, *args, step=step, **kwargs)
         if job["params"]:
             params = full_parameters(model)
@@ -237,7 +253,7 @@ def one_run(job: dict[str, Any], rank: int) -> None:
             loss.register_hook(lambda g: g * float("inf"))
         return loss, pred, mask
 
-    train_fsdp.train_step = train_step
+    train_fsdp.train_step, checkpoint._Writer.write_data = train_step, write_or_fail
     if job["poison"] and job["poison_rank"] == rank:
         if job["poison"] == "loss":
             data.normalize = normalize
@@ -246,11 +262,13 @@ def one_run(job: dict[str, Any], rank: int) -> None:
     output, errors = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            status = train_fsdp.main([*job["argv"], "--out", str(out)])
+            argv = [*job["argv"], "--out", job["to"] or str(out)]
+            status = train_fsdp.main(argv, received=received)
     except SystemExit as leave:
         status = int(leave.code or 0)
     finally:
         train_fsdp.train_step, data.normalize, vit.ViTMAE.forward = original
+        checkpoint._Writer.write_data = write_data
         sys.stderr.write(output.getvalue() + errors.getvalue())
     (out / f"status{rank}").write_text(str(status))
     if rank == 0:

@@ -18,7 +18,7 @@ import train_fsdp
 import vit
 
 README = (ROOT / "README.md").read_text()
-ALONE = ["vit", "data", "mesh", "shard"]
+ALONE = ["vit", "data", "mesh", "shard", "checkpoint"]
 SCRIPTS = [*ALONE, "train_fsdp"]
 TREES = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in SCRIPTS}
 
@@ -67,7 +67,7 @@ def test_size_table_is_that_of_the_code():
 
 def test_file_table_names_every_script_and_only_what_is_there():
     names = [row[0].strip("`") for row in table("The files, in reading order")]
-    assert names == ["vit.py", "data.py", "mesh.py", "shard.py", "train_fsdp.py",
+    assert names == ["vit.py", "data.py", "mesh.py", "shard.py", "checkpoint.py", "train_fsdp.py",
                      "examples/tiles/", "tests/"]  # fmt: skip
     assert all((ROOT / name).exists() for name in names)
     assert {f"{path.stem}.py" for path in ROOT.glob("*.py")} <= set(names)
@@ -111,7 +111,7 @@ def test_messages_of_readme_are_those_of_the_code():
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     rows = [row[0].strip("`") for row in table("When it stops")]
-    assert len(rows) == 11
+    assert len(rows) == 13
     for message in rows:
         if message.startswith(("torchrun:", "DataLoader")):
             continue  # the test above; PyTorch's own words
@@ -168,7 +168,7 @@ def state():
             torch.distributed.is_initialized(), torch.cuda.is_initialized())
 import torch.distributed.fsdp, torch.distributed.optim, torchvision.transforms
 before = state()
-import vit, data, mesh, shard, train_fsdp
+import vit, data, mesh, shard, checkpoint, train_fsdp
 after = state()
 assert before == after, (before, after)
 """
@@ -242,6 +242,25 @@ for mode in shard.STRATEGIES:
     assert shard.clip_grad_norm(model, 1.0) > 1
     shard.optimizer_step(optimizer, torch.tensor(0.0))
     assert model(torch.ones(1, 4)).sum() < 42
+dist.destroy_process_group()
+""",
+    "checkpoint": """
+import torch, torch.distributed as dist, checkpoint
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def trained(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+(model, optimizer), (other, its) = trained(1), trained(2)
+assert checkpoint.save(".", 7, model, optimizer, facts={}) is None
+assert not torch.equal(model.weight, other.weight)
+assert checkpoint.load(checkpoint.candidates(".")[0], other, its)["step"] == 7
+assert torch.equal(model.weight, other.weight)
+assert torch.equal(optimizer.state[model.bias]["exp_avg"], its.state[other.bias]["exp_avg"])
+assert checkpoint.main(["verify", "step_00000007"]) == 0
 dist.destroy_process_group()
 """,
 }

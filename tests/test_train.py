@@ -74,6 +74,7 @@ NONSENSE = [
     ("--mode hybrid --group 2", "shard groups of 2 do not divide 1 ranks: use 1"),
     ("--global-batch 9 --accum 2", "does not divide over 1 ranks x 2 accumulation steps: use 8 or"),
     ("--data nowhere", "there is no folder nowhere"),
+    ("--keep 0", "'0' is not a whole number above zero"),
     ("--tp 2", "unrecognized arguments: --tp 2"),
 ]
 
@@ -155,11 +156,11 @@ def test_help_has_the_groups_of_the_data_flow():
         "data": "--data --run --workers",
         "optimisation": "--batch --global-batch --accum --blr --weight-decay --warmup-steps "
                         "--steps --epochs --clip --seed",
-        "output": "--out --log-every",
+        "output": "--out --log-every --save-every --keep --resume --allow-changes",
     }.items():  # fmt: skip
         found = re.findall(r"^  (--[a-z-]+)", in_group[heading], re.MULTILINE)
         assert found == flags.split(), heading
-    for absent in ("--tp", "--dry-run", "--stage-dir", "--profile", "--resume", "--save-every"):
+    for absent in ("--tp", "--dry-run", "--stage-dir", "--profile", "--tensorboard"):
         assert absent not in text
 
 

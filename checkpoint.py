@@ -1,0 +1,477 @@
+"""Sharded checkpoints that load anywhere: written by any mode, engine and world size, read by any.
+
+On `torch.distributed.checkpoint` (DCP): every rank writes its shards, each replica once, and reads
+what it needs of anybody's. Parameters and optimizer states go by their names in the model, so that
+neither the wrapping nor the number of ranks shows. One checkpoint is one folder:
+
+    step_00000100/checkpoint.json    step, flags, format, size and sum of every other file
+                  .metadata          which tensor lies where (DCP's own, a pickle: read with care)
+                  __0_0.distcp       the shards that rank 0 wrote
+
+It is written under another name, made durable, and renamed: a folder of that name is complete.
+
+    python checkpoint.py ls DIR                 what is there
+    python checkpoint.py verify DIR             every file there, its sum right, every tensor whole
+    python checkpoint.py consolidate DIR OUT    one plain file with the official MAE's names
+
+Copy this one file: it needs torch alone.
+"""
+
+import argparse
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import sys
+import warnings
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+FORMAT = 1  # of the folder; raised when older code could not read it
+FACTS = "checkpoint.json"
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Damaged(ValueError):
+    """A checkpoint that cannot be loaded, and why, in one sentence."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Model and optimizer as named tensors
+
+
+def _plain_name(name: str) -> str:
+    """The name that a parameter or buffer had before it was wrapped."""
+    wrappers = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module")
+    return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
+def _zero1_states(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, Tensor]:
+    """The states of the parameters that this rank updates, made if the optimizer has none yet."""
+    names = {p: _plain_name(n) for n, p in model.named_parameters()}
+    inner: Any = optimizer.optim
+    states: dict[str, Tensor] = {}
+    for group in inner.param_groups:
+        for p in group["params"]:
+            state = inner.state[p]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            states |= {f"state.{names[p]}.{leaf}": value for leaf, value in state.items()}
+    return states
+
+
+def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All tensors of a training state, "model.NAME" and "optim.state.NAME.LEAF", as held here.
+
+    Sharded ones are DTensors. Numbers that the flags decide (learning rate, betas) are not in it.
+    Collective.
+    """
+    tensors: dict[str, Any] = {f"model.{n}": t for n, t in get_model_state_dict(model).items()}
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        states: dict[str, Any] = dict(_zero1_states(model, optimizer))
+    else:
+        states = dict(get_optimizer_state_dict(model, optimizer, options=FLAT))
+    return tensors | {f"optim.{n}": t for n, t in states.items() if n.startswith("state.")}
+
+
+def _put_back(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+) -> None:
+    """Give model and optimizer what was loaded into their `named_tensors`. Collective."""
+    of_model: dict[str, Any] = {
+        n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")
+    }
+    set_model_state_dict(model, of_model)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return  # they were loaded in place
+    states: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=FLAT))
+    states |= {n.removeprefix("optim."): t for n, t in tensors.items() if n.startswith("optim.")}
+    set_optimizer_state_dict(model, optimizer, states, options=FLAT)
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+
+
+def _sum(path: Path) -> tuple[int, int]:
+    """Size and CRC-32 of a file."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return size, crc
+
+
+def _write_durably(path: Path, text: str) -> None:
+    """Replace a small file so that a crash leaves the old text or the new."""
+    new = path.with_name(path.name + ".new")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer into a temporary folder, which the coordinator completes and renames.
+
+    DCP calls `finish` on one rank when all have written, and tells all ranks of any error, so that
+    a full disk on one of them fails the save on all.
+    """
+
+    def __init__(self, folder: Path, step: int, facts: dict[str, Any], keep: int) -> None:
+        self.out, self.final = folder, folder / f"step_{step:08d}"
+        self.temporary = folder / f".step_{step:08d}.writing"
+        self.facts, self.keep = facts, keep
+        super().__init__(self.temporary, sync_files=True)
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        future = super().write_data(plan, planner)
+        for name in {result.storage_data.relative_path for result in future.value()}:
+            sums = json.dumps(_sum(self.temporary / name))
+            (self.temporary / f"{name}.sum").write_text(sums)
+        return future
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        super().finish(metadata, results)
+        files = {}
+        for path in sorted(self.temporary.glob("*.sum")):
+            files[path.stem] = json.loads(path.read_text())
+            path.unlink()
+        files[".metadata"] = _sum(self.temporary / ".metadata")
+        _write_durably(self.temporary / FACTS, json.dumps(self.facts | {"files": files}, indent=1))
+        _sync_folder(self.temporary)
+        if self.final.exists():  # saved again after a resume from an older step
+            shutil.rmtree(self.final)
+        self.temporary.rename(self.final)
+        _write_durably(self.out / "latest", self.final.name + "\n")
+        older = [p for p in complete(self.out) if p.name <= self.final.name]
+        for old in older[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def save(
+    folder: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *,
+    facts: dict[str, Any], keep: int = 2, group: dist.ProcessGroup | None = None,
+) -> str | None:  # fmt: skip
+    """Write `folder`/step_XXXXXXXX from all ranks and name it in `latest`; keep the newest `keep`.
+
+    `facts` (JSON) is kept beside the tensors. `group` coordinates: one of gloo, so that nothing is
+    gathered in a GPU's memory. Returns None, or on every rank the same sentence why it could not be
+    written; then the older checkpoints are as they were. Collective.
+    """
+    tensors = named_tensors(model, optimizer)
+    out = Path(folder)
+    facts = facts | {"format": FORMAT, "step": step}
+    first = dist.get_rank() == 0
+    if first:
+        _clear(out)  # what a killed process left
+    dist.barrier(group)  # nobody writes before that
+    try:
+        dcp.save(tensors, storage_writer=_Writer(out, step, facts, keep), process_group=group)
+    except (Exception, CheckpointException) as error:  # the latter, no Exception, has all ranks'
+        failures = getattr(error, "failures", {0: (error,)})
+        reasons = {f"{type(f[0]).__name__}: {f[0]} (rank {r})" for r, f in failures.items()}
+        if first:
+            _clear(out)
+        return f"step {step} was not saved: {'; '.join(sorted(reasons))}"
+    return None
+
+
+def _clear(folder: Path) -> None:
+    for unfinished in folder.glob(".step_*.writing"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+
+
+# What DCP's own .metadata is made of. Everything else in a pickle is refused, unexecuted.
+_PLAIN = {
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
+        "BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+}  # fmt: skip
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _PLAIN.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise Damaged(f".metadata names {module}.{name}, which no checkpoint of ours does")
+
+
+class _Reader(FileSystemReader):
+    """DCP's reader, without its trust in what it reads."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self.known = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.known
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """DCP's index of a checkpoint, read without executing anything.
+
+    Damaged unless it names whole tensors, and for each part a place in a file that the facts list.
+    """
+    files = read_facts(folder)["files"]
+    try:
+        metadata = _PlainUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
+        tensors, places = metadata.state_dict_metadata, metadata.storage_data
+        if not (isinstance(tensors, dict) and isinstance(places, dict)):
+            raise Damaged(".metadata holds no tables")
+        for name, entry in tensors.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise Damaged(f"{name} is no tensor but a pickled object")
+            values = sum(chunk.sizes.numel() for chunk in entry.chunks)
+            if values != entry.size.numel():
+                raise Damaged(f"{name} has {values} of {entry.size.numel()} values")
+            for chunk in entry.chunks:
+                index = MetadataIndex(name, chunk.offsets)
+                place = places[index].relative_path if index in places else "no file"
+                if not re.fullmatch(r"__\d+_\d+\.distcp", place) or place not in files:
+                    raise Damaged(f"{name} lies in {place}, which is no file of this checkpoint")
+    except Damaged as error:
+        raise Damaged(f"{folder}: {error}") from None
+    except Exception as error:
+        raise Damaged(f"{folder}: .metadata is not readable ({type(error).__name__})") from None
+    metadata.storage_meta = None
+    return metadata
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """The facts of a complete checkpoint; Damaged where they are missing or of another format."""
+    try:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        version = facts["format"]
+        whole = [facts["step"], *(number for pair in facts["files"].values() for number in pair)]
+        if not all(type(n) is int for n in whole) or any(
+            len(pair) != 2 for pair in facts["files"].values()
+        ):
+            raise ValueError("not numbers")
+    except FileNotFoundError:
+        raise Damaged(f"{folder} is no checkpoint: it has no {FACTS}") from None
+    except Exception as error:
+        raise Damaged(f"{folder}: {FACTS} is not readable ({type(error).__name__})") from None
+    if version != FORMAT:
+        raise Damaged(f"{folder} has format {version}, this code reads {FORMAT}")
+    return facts
+
+
+def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
+    """Compare every file's size, and each `parts`-th file's sum, with the facts; else Damaged."""
+    files = read_facts(folder)["files"]
+    for i, (name, (size, crc)) in enumerate(sorted(files.items())):
+        path = folder / name
+        if os.path.basename(name) != name or path.is_symlink():
+            raise Damaged(f"{folder}: {name} leaves the folder")
+        if not path.is_file() or path.stat().st_size != size:
+            found = path.stat().st_size if path.is_file() else "no"
+            raise Damaged(f"{folder}: {name} has {found} bytes, not {size}")
+        if i % parts == part and _sum(path) != (size, crc):
+            raise Damaged(f"{folder}: the sum of {name} is wrong")
+
+
+def complete(folder: str | Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first: those that were renamed, damaged or not."""
+    found = Path(folder).glob("step_*")
+    return sorted(p for p in found if re.fullmatch(r"step_\d{8,}", p.name) and p.is_dir())
+
+
+def candidates(folder: str | Path) -> list[Path]:
+    """Which checkpoints to try, best first: the one that `latest` names, then by falling step."""
+    found = complete(folder)[::-1]
+    try:
+        latest = (Path(folder) / "latest").read_text().strip()
+    except OSError:
+        latest = ""
+    return sorted(found, key=lambda p: p.name != latest)  # a stable sort
+
+
+def load(
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Load a checkpoint into a sharded model and its optimizer; returns its facts. Collective.
+
+    Everything is checked first, the sums by all ranks in turns: Damaged, raised on all ranks alike,
+    leaves model and optimizer as they were. RuntimeError where reading fails after that.
+    """
+    folder = Path(folder)
+    wanted = _shapes(model)
+    problem: str | None = None
+    try:
+        facts = read_facts(folder)
+        check_files(folder, dist.get_rank(), dist.get_world_size())
+        metadata = read_metadata(folder)
+        _compare(folder, wanted, metadata)
+    except (Damaged, OSError) as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem, group=group)
+    for problem in problems:
+        if problem:
+            raise Damaged(problem)
+    tensors = named_tensors(model, optimizer)
+    try:
+        dcp.load(tensors, storage_reader=_Reader(folder, metadata), process_group=group)
+    except CheckpointException as error:
+        raise RuntimeError(f"{folder} could not be read to its end: {error.failures}") from None
+    _put_back(model, optimizer, tensors)
+    return facts
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The names and whole shapes of all that `named_tensors` gives for AdamW. Collective."""
+    whole: dict[str, Any] = dict(get_model_state_dict(model))
+    shapes = {f"model.{name}": tuple(tensor.shape) for name, tensor in whole.items()}
+    for name in whole.keys() - {_plain_name(n) for n, _ in model.named_buffers()}:
+        shapes[f"optim.state.{name}.step"] = ()
+        for leaf in ("exp_avg", "exp_avg_sq"):
+            shapes[f"optim.state.{name}.{leaf}"] = shapes[f"model.{name}"]
+    return shapes
+
+
+def _compare(folder: Path, wanted: dict[str, tuple[int, ...]], metadata: Metadata) -> None:
+    """Names and whole shapes must be the model's: nothing missing, nothing more; else Damaged."""
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    found = {name: tuple(entry.size) for name, entry in entries.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if name not in found:
+            raise Damaged(f"{folder} has no {name}")
+        if name not in wanted:
+            raise Damaged(f"{folder} has {name}, which this model has not")
+        if found[name] != wanted[name]:
+            raise Damaged(f"{folder}: {name} has shape {found[name]}, not {wanted[name]}")
+
+
+# ---------------------------------------------------------------------------------------------
+# On a login node: no GPU, no ranks
+
+
+def listing(folder: str) -> list[str]:
+    """A line for each checkpoint of a folder: step, bytes, files, how it was trained."""
+    lines = []
+    for path in complete(folder):
+        try:
+            facts = read_facts(path)
+        except Damaged as error:
+            lines.append(f"{path.name}  damaged: {error}")
+            continue
+        size = sum(size for size, _ in facts["files"].values())
+        flags = facts.get("flags", {})
+        how = " ".join(str(flags[k]) for k in ("model", "mode", "world_size") if k in flags)
+        lines.append(f"{path.name}  {size / 2**30:8.3f} GiB  {len(facts['files']):5} files  {how}")
+    return lines
+
+
+def verify(folder: str | Path) -> int:
+    """Read a whole checkpoint: sums, index, every tensor; the number of tensors, or Damaged."""
+    folder = Path(folder)
+    check_files(folder)
+    metadata = read_metadata(folder)
+    names = list(metadata.state_dict_metadata)
+    for start in range(0, len(names), 100):  # not all of it in memory at once
+        _read_whole(folder, metadata, names[start : start + 100])
+    return len(names)
+
+
+def _read_whole(folder: Path, metadata: Metadata, names: list[str]) -> dict[str, Tensor]:
+    """Whole tensors by name, without ranks; Damaged where they cannot be read."""
+    entries: dict[str, Any] = {name: metadata.state_dict_metadata[name] for name in names}
+    whole = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there are no ranks is as it should be
+            dcp.load(whole, storage_reader=_Reader(folder, metadata), no_dist=True)
+    except (Exception, CheckpointException) as error:
+        raise Damaged(f"{folder} is not readable: {error}") from None
+    return whole
+
+
+def consolidate(folder: str | Path, out: str | Path) -> int:
+    """Write the model alone to one file with the keys of the official MAE release; parameters.
+
+    `torch.load(out, weights_only=True)["model"]` is what `load_state_dict` takes. Damaged where the
+    checkpoint cannot be read.
+    """
+    folder, out = Path(folder), Path(out)
+    check_files(folder)
+    metadata = read_metadata(folder)
+    names = [n for n in metadata.state_dict_metadata if n.startswith("model.")]
+    whole = _read_whole(folder, metadata, names)
+    model = {n.removeprefix("model."): t for n, t in whole.items()}
+    new = out.with_name(out.name + ".new")
+    torch.save({"model": model, "step": read_facts(folder)["step"]}, new)
+    new.replace(out)
+    return sum(t.numel() for n, t in model.items() if not n.endswith("pos_embed"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The three commands; exit status 1 for a damaged checkpoint, 2 for bad usage."""
+    parser = argparse.ArgumentParser(description="List, verify, consolidate checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, helped in (("ls", "what is in a run's folder"), ("verify", "read all of one"),
+                         ("consolidate", "one plain file with the model")):  # fmt: skip
+        command = commands.add_parser(name, help=helped)
+        command.add_argument("dir", help="a run's folder" if name == "ls" else "step_XXXXXXXX")
+        if name == "consolidate":
+            command.add_argument("out", help="the file to write")
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "ls":
+            print("\n".join(listing(args.dir)) or f"no checkpoint in {args.dir}")
+        elif args.command == "verify":
+            print(f"{args.dir} is complete: {verify(args.dir)} tensors")
+        else:
+            print(f"{args.out}: {consolidate(args.dir, args.out):,} parameters")
+    except (Damaged, OSError) as error:
+        print(f"checkpoint.py: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,920 @@
+"""checkpoint.py and its use in train_fsdp.py: any to any, stop and resume, damage, command line."""
+
+import errno
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from parity import ARGV
+from ranks import Run, environment, free_port, full_parameters, on_ranks, read_log, run_ranks
+from test_train import changed
+
+import checkpoint
+import mesh
+import shard
+import train_fsdp
+import vit
+
+CONFIG = vit.ViTConfig(32, 3, 64, 2, 8, decoder_width=32, decoder_depth=2, decoder_heads=2)
+CPU = torch.device("cpu")
+FSDP_MODES = ["no_shard", "shard_grad_op", "full_shard", "hybrid", "hybrid_grad_op"]
+ROWS = [("ddp", 2), ("zero1", 2)] + [(mode, fsdp) for fsdp in (1, 2) for mode in FSDP_MODES]
+FULL_SHARD = ROWS.index(("full_shard", 2))
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """No launcher's variables from the shell that runs the tests."""
+    for name in list(os.environ):
+        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+
+
+def build(mode, fsdp=2, group=None, *, seed=0, ac="none", config=CONFIG):
+    """A sharded model and its optimizer on the ranks that there are."""
+    with torch.device("meta"):
+        model = vit.ViTMAE(config, 32)
+    decay = shard.weight_decay_names(model)
+    grid = mesh.build_mesh(shard.mesh_shape(mode, dist.get_world_size(), group), CPU)
+    model = shard.apply(
+        model, mode, grid, block_classes={vit.Block}, device=CPU, fsdp=fsdp, ac=ac,
+        initial_value=partial(vit.initial_value, config, seed=seed), param_dtype=torch.float32,
+    )  # fmt: skip
+    return model, shard.build_optimizer(model, mode, decay, lr=1e-3, weight_decay=0.05)
+
+
+def train(model, optimizer, steps) -> list[float]:
+    """The losses of these steps; a step's images are the same on every rank of every world."""
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        images = torch.randn(4, 3, 32, 32, generator=generator)
+        loss, _, _ = model(images, 0.75, torch.rand(4, 16, generator=generator))
+        loss.backward()
+        shard.clip_grad_norm(model, 1.0)
+        shard.optimizer_step(optimizer, torch.tensor(0.0))
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# --- any to any
+
+
+def start_a_rank() -> Path:
+    torch.set_num_threads(1)
+    mesh.init_ranks(mesh.read_ranks(os.environ), CPU)
+    return Path(os.environ["CHECKPOINTS"])
+
+
+def write_every_row() -> dict:
+    return write_rows(list(range(len(ROWS))))
+
+
+def write_full_shard() -> dict:
+    return write_rows([FULL_SHARD])
+
+
+def write_rows(numbers: list[int]) -> dict:
+    """On every rank: two steps in each row, a checkpoint, the next two losses; and the values."""
+    out, found = start_a_rank(), {}
+    for i in numbers:
+        mode, fsdp = ROWS[i]
+        group = 2 if "hybrid" in mode else None
+        model, optimizer = build(mode, fsdp, group, ac=("none", "full")[i % 2])
+        train(model, optimizer, range(2))
+        problem = checkpoint.save(str(out / str(i)), 2, model, optimizer, facts={"row": i})
+        values = full_parameters(model)
+        found[i] = (problem, train(model, optimizer, range(2, 4)), values)
+    dist.destroy_process_group()
+    return found
+
+
+def read_in_every_row() -> dict:
+    """On every rank: each row loads its own checkpoint and three others, then two losses."""
+    out, found = start_a_rank(), {}
+    world = dist.get_world_size()
+    for i, (mode, fsdp) in enumerate(ROWS):
+        for turn, source in enumerate(dict.fromkeys((i + d) % len(ROWS) for d in (0, 1, 5, 7))):
+            group = None if "hybrid" not in mode else 2 if world == 4 else (1, world)[turn % 2]
+            # the row's own checkpoint: activation checkpointing the other way round
+            model, optimizer = build(mode, fsdp, group, seed=9, ac=("full", "none")[i % 2])
+            facts = checkpoint.load(out / str(source) / "step_00000002", model, optimizer)
+            losses = train(model, optimizer, range(2, 4))
+            found[i, source] = (facts["row"], facts["step"], losses)
+    dist.destroy_process_group()
+    return found
+
+
+def written_by_four(function, folder: Path) -> tuple[Path, dict]:
+    """(folder of a checkpoint for each row, what `write_rows` found on rank 0)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CHECKPOINTS", str(folder))
+        found = on_ranks(4, function, folder / "ranks")
+    assert all(r[i][:2] == found[0][i][:2] for r in found for i in r)
+    return folder, found[0]
+
+
+@pytest.fixture(scope="module")
+def of_four_ranks(tmp_path_factory):
+    return written_by_four(write_every_row, tmp_path_factory.mktemp("rows"))
+
+
+@pytest.fixture(scope="module")
+def full_shard_of_four(tmp_path_factory):
+    return written_by_four(write_full_shard, tmp_path_factory.mktemp("full"))
+
+
+@pytest.mark.slow
+def test_every_row_writes_a_whole_checkpoint(of_four_ranks):
+    folder, found = of_four_ranks
+    with torch.device("meta"):
+        model = vit.ViTMAE(CONFIG, 32)
+    parameters, buffers = len(list(model.parameters())), len(list(model.buffers()))
+    for i, row in enumerate(ROWS):
+        assert found[i][0] is None, row
+        # a value, two moments, a step count
+        metadata = checkpoint.read_metadata(folder / str(i) / "step_00000002")
+        assert len(metadata.state_dict_metadata) == 4 * parameters + buffers, row
+        if row in (("zero1", 2), ("hybrid", 1), ("full_shard", 2)):
+            assert checkpoint.verify(folder / str(i) / "step_00000002") == 4 * parameters + buffers
+        files = {p.name for p in (folder / str(i) / "step_00000002").iterdir()}
+        assert files >= {"checkpoint.json", ".metadata"} and not any("sum" in f for f in files)
+        assert sorted(p.name for p in (folder / str(i)).iterdir()) == ["latest", "step_00000002"]
+
+
+@pytest.mark.slow
+def test_each_replica_is_written_once(of_four_ranks):
+    folder, _ = of_four_ranks
+    sizes = []
+    for i in range(len(ROWS)):
+        files = (folder / str(i) / "step_00000002").glob("*.distcp")
+        sizes.append(sum(f.stat().st_size for f in files))
+    with torch.device("meta"):
+        values = sum(p.numel() for p in vit.ViTMAE(CONFIG, 32).parameters())
+    # 12 bytes a parameter; the rest are the envelopes of some hundred small tensors
+    payload = []
+    for i in range(len(ROWS)):
+        metadata = checkpoint.read_metadata(folder / str(i) / "step_00000002")
+        chunks = [c for e in metadata.state_dict_metadata.values() for c in e.chunks]
+        payload.append(sum(c.sizes.numel() for c in chunks))
+    assert len(set(payload)) == 1 and 3 * values < payload[0] < 3 * values + 2000
+    assert all(size > 12 * values for size in sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_any_row_loads_what_any_row_wrote(of_four_ranks, world, tmp_path, monkeypatch):
+    folder, written = of_four_ranks
+    monkeypatch.setenv("CHECKPOINTS", str(folder))
+    found = on_ranks(world, read_in_every_row, tmp_path)
+    assert len(found[0]) == 4 * len(ROWS)
+    for (target, source), (row, step, losses) in found[0].items():
+        names = ROWS[target], ROWS[source]
+        assert (row, step) == (source, 2), names
+        assert losses == pytest.approx(written[source][1], rel=1e-6), names
+        if world == 4 and target == source and target > 1:
+            assert losses == written[source][1], names
+
+
+def test_the_losses_would_show_another_state(full_shard_of_four, single):
+    """The comparison above can fail: with fresh moments, the loss after a step is another."""
+    folder, written = full_shard_of_four
+    model, optimizer = build("full_shard", seed=9)
+    checkpoint.load(folder / str(FULL_SHARD) / "step_00000002", model, optimizer)
+    optimizer.state.clear()
+    first, second = train(model, optimizer, range(2, 4))
+    assert first == pytest.approx(written[FULL_SHARD][1][0], rel=1e-6)
+    assert second != pytest.approx(written[FULL_SHARD][1][1], rel=1e-4)
+
+
+# --- command line
+
+
+def test_consolidated_file_is_the_official_model(full_shard_of_four, tmp_path, capsys):
+    folder, written = full_shard_of_four
+    out = tmp_path / "model.pth"
+    source = folder / str(FULL_SHARD) / "step_00000002"
+    assert checkpoint.main(["consolidate", str(source), str(out)]) == 0
+    state = torch.load(out, weights_only=True)
+    assert state["step"] == 2
+    model = vit.ViTMAE(CONFIG, 32)
+    model.load_state_dict(state["model"], strict=True)
+    values = written[FULL_SHARD][2]
+    assert {n for n, _ in model.named_parameters()} == set(values)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, values[name]), name
+    assert torch.equal(model.pos_embed, vit.sincos_positions(32, 4))
+    count = sum(p.numel() for p in model.parameters())
+    assert f"{out}: {count:,} parameters" in capsys.readouterr().out
+    assert [p.name for p in tmp_path.iterdir()] == ["model.pth"]
+
+
+def test_ls_and_verify(full_shard_of_four, tmp_path, capsys):
+    folder, _ = full_shard_of_four
+    for step in (2, 4, 6):
+        source = folder / str(FULL_SHARD) / "step_00000002"
+        shutil.copytree(source, tmp_path / f"step_{step:08d}")
+    (tmp_path / ".step_00000008.writing").mkdir()
+    (tmp_path / "step_00000004" / "checkpoint.json").unlink()
+    flip(tmp_path / "step_00000006" / "__1_0.distcp")
+    assert checkpoint.main(["ls", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [f"step_{s:08d}" for s in (2, 4, 6)]
+    assert "5 files" in lines[0] and "damaged" in lines[1] and "checkpoint.json" in lines[1]
+
+    assert checkpoint.main(["verify", str(tmp_path / "step_00000002")]) == 0
+    assert "is complete" in capsys.readouterr().out
+    for step, sentence in ((4, "has no checkpoint.json"), (6, "sum of __1_0.distcp is wrong")):
+        damaged = tmp_path / f"step_{step:08d}"
+        assert checkpoint.main(["verify", str(damaged)]) == 1
+        printed = capsys.readouterr()
+        assert sentence in printed.err and printed.err.count("\n") == 1 and not printed.out
+        assert checkpoint.main(["consolidate", str(damaged), str(tmp_path / "model.pth")]) == 1
+        assert sentence in capsys.readouterr().err
+    assert not list(tmp_path.glob("model*"))
+    assert checkpoint.main(["ls", str(tmp_path / "step_00000002")]) == 0
+    assert "no checkpoint in" in capsys.readouterr().out
+
+
+def test_the_command_line_needs_no_ranks(full_shard_of_four):
+    """As a process of its own, copied alone; status 2 for bad usage."""
+    folder, _ = full_shard_of_four
+    command = [sys.executable, str(ROOT / "checkpoint.py")]
+    source = str(folder / str(FULL_SHARD) / "step_00000002")
+    good = subprocess.run([*command, "verify", source], capture_output=True, text=True, cwd=folder)
+    assert good.returncode == 0 and "is complete" in good.stdout and good.stderr == ""
+    bad = subprocess.run([*command, "prove", source], capture_output=True, text=True, cwd=folder)
+    assert bad.returncode == 2 and "invalid choice: 'prove'" in bad.stderr
+
+
+# --- damaged and hostile
+
+
+@pytest.fixture
+def single():
+    mesh.init_ranks(mesh.read_ranks({}), CPU)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A checkpoint of one rank after two steps."""
+    folder = tmp_path_factory.mktemp("good")
+    mesh.init_ranks(mesh.read_ranks({}), CPU)
+    model, optimizer = build("full_shard")
+    train(model, optimizer, range(2))
+    assert checkpoint.save(str(folder), 2, model, optimizer, facts={}) is None
+    dist.destroy_process_group()
+    return folder / "step_00000002"
+
+
+@pytest.fixture
+def copy(good, tmp_path):
+    return shutil.copytree(good, tmp_path / "step_00000002")
+
+
+SHARD = "__0_0.distcp"
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def edit_facts(folder: Path, edit) -> None:
+    facts = json.loads((folder / "checkpoint.json").read_text())
+    edit(facts)
+    (folder / "checkpoint.json").write_text(json.dumps(facts))
+
+
+def fix_sums(folder: Path, *names: str) -> None:
+    """Let checkpoint.json say of these files what they are, so that only a later check can help."""
+
+    def fix(facts):
+        for name in names:
+            content = (folder / name).read_bytes()
+            facts["files"][name] = [len(content), zlib.crc32(content)]
+
+    edit_facts(folder, fix)
+
+
+def edit_metadata(folder: Path, edit) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata = edit(metadata) or metadata
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    fix_sums(folder, ".metadata")
+
+
+def save_other(folder: Path, config=CONFIG, more=None) -> None:
+    """Replace a checkpoint by a sound one of something else."""
+    model, optimizer = build("full_shard", config=config)
+    train(model, optimizer, range(1))
+    with pytest.MonkeyPatch.context() as patch:
+        tensors = checkpoint.named_tensors
+        patch.setattr(checkpoint, "named_tensors", lambda m, o: tensors(m, o) | (more or {}))
+        assert checkpoint.save(str(folder.parent), 2, model, optimizer, facts={}) is None
+
+
+class Malicious:
+    """What happens when it is unpickled is not our decision."""
+
+    def __init__(self, function, *args) -> None:
+        self.what = function, args
+
+    def __reduce__(self):
+        return self.what
+
+
+def truncate(folder: Path, name: str = SHARD) -> None:
+    os.truncate(folder / name, (folder / name).stat().st_size - 10)
+
+
+def truncated_metadata(folder: Path) -> None:
+    truncate(folder, ".metadata")
+    fix_sums(folder, ".metadata")
+
+
+def hostile_pickle(folder: Path, function, *args) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Malicious(function, *args)))
+    fix_sums(folder, ".metadata")
+
+
+def hostile_within(folder: Path) -> None:
+    """Sound metadata, but for one thing deep in it."""
+
+    def edit(metadata):
+        marker = folder.parent / "marker"
+        metadata.planner_data = {"x": [Malicious(os.system, f"touch {marker}")]}
+
+    edit_metadata(folder, edit)
+
+
+def dotted_pickle(folder: Path) -> None:
+    """A name of torch that reaches further: torch.os.system, as protocol 4 allows."""
+    command = f"touch {folder.parent / 'marker'}".encode()
+    word = b"\x8c" + bytes([len(command)]) + command
+    code = b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93" + word + b"\x85R."
+    (folder / ".metadata").write_bytes(code)
+    fix_sums(folder, ".metadata")
+
+
+def out_of_the_folder(folder: Path, name: str) -> None:
+    def edit(metadata):
+        key = next(iter(metadata.storage_data))
+        old = metadata.storage_data[key]
+        metadata.storage_data[key] = replace(old, relative_path=name)
+
+    (folder.parent / "x").write_bytes((folder / SHARD).read_bytes())
+    edit_metadata(folder, edit)
+
+
+def named_file(folder: Path, name: str) -> None:
+    content = Path(folder, name).read_bytes()
+    entry = [len(content), zlib.crc32(content)]
+    edit_facts(folder, lambda facts: facts["files"].update({name: entry}))
+
+
+def linked(folder: Path) -> None:
+    (folder / SHARD).rename(folder.parent / "elsewhere")
+    (folder / SHARD).symlink_to(folder.parent / "elsewhere")
+
+
+def missing_chunk(folder: Path) -> None:
+    edit_metadata(folder, lambda m: m.state_dict_metadata["model.norm.weight"].chunks.clear())
+
+
+def unlisted(folder: Path) -> None:
+    """A shard that .metadata needs is neither there nor in checkpoint.json."""
+    (folder / SHARD).unlink()
+    edit_facts(folder, lambda facts: facts["files"].pop(SHARD))
+
+
+def unlisted_link(folder: Path) -> None:
+    linked(folder)
+    edit_facts(folder, lambda facts: facts["files"].pop(SHARD))
+
+
+def no_place(folder: Path) -> None:
+    """The index knows a tensor, but not where it lies."""
+
+    def edit(metadata):
+        keys = [k for k in metadata.storage_data if k.fqn == "model.norm.weight"]
+        assert keys
+        for key in keys:
+            del metadata.storage_data[key]
+
+    edit_metadata(folder, edit)
+
+
+def garbage_in_the_shard(folder: Path) -> None:
+    """Right sums of a wrong content: what lies in the shard is no tensor."""
+    size = (folder / SHARD).stat().st_size
+    (folder / SHARD).write_bytes(b"x" * size)
+    fix_sums(folder, SHARD)
+
+
+def pickle_in_the_shard(folder: Path) -> None:
+    """Right sums of a shard with a pickle in it that would touch a file."""
+    buffer = io.BytesIO()
+    torch.save(Malicious(os.system, f"touch {folder.parent / 'marker'}"), buffer)
+    content = bytearray((folder / SHARD).read_bytes())
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    place = next(p for k, p in metadata.storage_data.items() if k.fqn == "model.norm.weight")
+    evil = buffer.getvalue()
+    (folder / SHARD).write_bytes(bytes(content) + evil)
+    fix_sums(folder, SHARD)
+
+    def edit(metadata):
+        for key, p in metadata.storage_data.items():
+            if p == place:
+                at = replace(p, offset=len(content), length=len(evil))
+                metadata.storage_data[key] = at
+
+    edit_metadata(folder, edit)
+
+
+DEEPER, SHALLOWER = replace(CONFIG, depth=4), replace(CONFIG, depth=2)
+ILL = {
+    "shard truncated": (truncate, r"__0_0\.distcp has \d+ bytes, not \d+"),
+    "shard flipped": (lambda f: flip(f / SHARD), r"the sum of __0_0\.distcp is wrong"),
+    "shard missing": (lambda f: (f / SHARD).unlink(), r"__0_0\.distcp has no bytes, not \d+"),
+    "shard linked": (linked, r"__0_0\.distcp leaves the folder"),
+    "no facts": (lambda f: (f / "checkpoint.json").unlink(), r"it has no checkpoint\.json"),
+    "facts not JSON": (lambda f: (f / "checkpoint.json").write_text("{"),
+                       r"checkpoint\.json is not readable"),
+    "facts a list": (lambda f: (f / "checkpoint.json").write_text("[1]"),
+                     r"checkpoint\.json is not readable"),
+    "facts not UTF-8": (lambda f: (f / "checkpoint.json").write_bytes(b"\xff\xfe\x00"),
+                        r"checkpoint\.json is not readable"),
+    "format 99": (lambda f: edit_facts(f, lambda x: x.update(format=99)),
+                  r"has format 99, this code reads 1"),
+    "files without sums": (lambda f: edit_facts(f, lambda x: x["files"].update({SHARD: 7})),
+                           r"checkpoint\.json"),
+    "file of /etc": (lambda f: named_file(f, "../../../../../../../../../../etc/passwd"),
+                     r"etc/passwd leaves the folder"),
+    "file with a path": (lambda f: named_file(f, "/etc/passwd"), r"/etc/passwd leaves the folder"),
+    "shard unlisted": (unlisted, r"__0_0\.distcp"),
+    "shard unlisted and linked": (unlisted_link, r"__0_0\.distcp"),
+    "metadata missing": (lambda f: (f / ".metadata").unlink(), r"\.metadata has no bytes"),
+    "metadata changed": (lambda f: flip(f / ".metadata"), r"the sum of \.metadata is wrong"),
+    "metadata truncated": (truncated_metadata, r"\.metadata is not readable"),
+    "metadata os.system": (lambda f: hostile_pickle(f, os.system, f"touch {f.parent}/marker"),
+                           r"\.metadata names posix\.system, which no checkpoint of ours does"),
+    "metadata eval": (lambda f: hostile_pickle(f, eval, f"open('{f.parent}/marker', 'w')"),
+                      r"\.metadata names builtins\.eval"),
+    "metadata touch": (lambda f: hostile_pickle(f, Path.touch, f.parent / "marker"),
+                       r"\.metadata names builtins\.getattr|names pathlib"),
+    "metadata within": (hostile_within, r"\.metadata names posix\.system"),
+    "metadata dotted": (dotted_pickle, r"\.metadata names torch\.os\.system"),
+    "metadata a list": (lambda f: edit_metadata(f, lambda m: [1]), r"\.metadata is not readable"),
+    "metadata of lists": (lambda f: edit_metadata(f, lambda m: replace(m, state_dict_metadata=[])),
+                          r"\.metadata holds no tables"),
+    "metadata of numbers": (lambda f: edit_metadata(
+        f, lambda m: m.state_dict_metadata.update({"model.norm.weight": 3})), r"model\.norm"),
+    "place above": (lambda f: out_of_the_folder(f, "../x"), r"lies in \.\./x, which"),
+    "place at a root": (lambda f: out_of_the_folder(f, f"{f.parent}/x"), r"which is no file"),
+    "no place": (no_place, r"model\.norm\.weight"),
+    "chunk missing": (missing_chunk, r"model\.norm\.weight"),
+    "extra key": (lambda f: save_other(f, DEEPER),
+                  r"has \S*blocks\.3\.\S+, which this model has not"),
+    "extra state": (lambda f: save_other(f, more={"optim.state.cls_token.sum": torch.ones(1)}),
+                    r"has optim\.state\.cls_token\.sum, which this model has not"),
+    "extra kind": (lambda f: save_other(f, more={"ema.cls_token": torch.ones(1)}),
+                   r"has ema\.cls_token, which this model has not"),
+    "missing key": (lambda f: save_other(f, SHALLOWER), r"has no model\.blocks\.2\."),
+    "wrong shape": (lambda f: save_other(f, replace(CONFIG, mlp_width=96)),
+                    r"model\.blocks\.0\.mlp\.fc1\.\w+ has shape \(96.*\), not \(64"),
+    "an object": (lambda f: save_other(f, more={"model.note": "text"}),
+                  r"model\.note is no tensor but a pickled object"),
+}  # fmt: skip
+
+
+def test_the_good_one_loads(good, single):
+    """The fixture of the tests below is sound, and its tools do not break it."""
+    model, optimizer = build("full_shard", seed=9)
+    before = full_parameters(model)
+    edit_metadata(good, lambda m: None)
+    facts = checkpoint.load(good, model, optimizer)
+    assert facts["step"] == 2
+    assert any(not torch.equal(v, before[n]) for n, v in full_parameters(model).items())
+
+
+@pytest.mark.parametrize("ill", ILL)
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(ill, copy, single):
+    damage, sentence = ILL[ill]
+    damage(copy)
+    model, optimizer = build("full_shard", seed=9)
+    before = full_parameters(model)
+    with pytest.raises(checkpoint.Damaged, match=sentence) as caught:
+        checkpoint.load(copy, model, optimizer)
+    assert str(copy) in str(caught.value) and "\n" not in str(caught.value)
+    assert not (copy.parent / "marker").exists()
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("damage", [garbage_in_the_shard, pickle_in_the_shard])
+def test_a_shard_that_lies_is_an_error_and_runs_nothing(damage, copy, single):
+    """Its sums are right, so that reading has begun: an error that names it, nothing executed."""
+    damage(copy)
+    model, optimizer = build("full_shard", seed=9)
+    with pytest.raises(Exception, match="step_00000002"):
+        checkpoint.load(copy, model, optimizer)
+    assert not (copy.parent / "marker").exists()
+    with pytest.raises(checkpoint.Damaged, match="is not readable"):
+        checkpoint.verify(copy)
+    assert not (copy.parent / "marker").exists()
+
+
+@pytest.mark.parametrize(("mode", "fsdp"), ROWS)
+def test_after_a_refused_checkpoint_training_starts_as_if_it_were_not_there(
+    mode, fsdp, copy, single
+):
+    """Model and optimizer are as they were: the next losses are those of a fresh start."""
+    flip(copy / SHARD)
+    group = 1 if "hybrid" in mode else None
+    fresh = train(*build(mode, fsdp, group), range(3))
+    model, optimizer = build(mode, fsdp, group)
+    with pytest.raises(checkpoint.Damaged):
+        checkpoint.load(copy, model, optimizer)
+    assert train(model, optimizer, range(3)) == fresh
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, single, monkeypatch):
+    model, optimizer = build("full_shard")
+    train(model, optimizer, range(1))
+    assert checkpoint.save(str(tmp_path), 1, model, optimizer, facts={}) is None
+    values = full_parameters(model)
+    train(model, optimizer, range(1, 2))
+
+    def full(self, plan, planner):
+        (self.temporary / SHARD).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint._Writer, "write_data", full)
+    problem = checkpoint.save(str(tmp_path), 2, model, optimizer, facts={})
+    assert problem is not None and "No space left on device" in problem
+    assert problem.startswith("step 2 was not saved: ") and "rank 0" in problem
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001"]
+    model, optimizer = build("ddp", seed=9)
+    checkpoint.load(tmp_path / "step_00000001", model, optimizer)
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, values[name.removeprefix("module.")]), name
+
+
+# --- --resume, --keep, in one process
+
+TINY = "--model tiny --img-size 32 --device cpu --workers 0 --batch 4 --precision fp32 --seed 5"
+SMALL = f"{TINY} --blr 1e-2 --steps 6 --log-every 1 --save-every 2".split()
+
+
+def run(folder: Path, *more: str, received=()) -> int:
+    return train_fsdp.main([*SMALL, "--out", str(folder), *more], received)
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """(step, loss) of the last run in a folder."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    last = max(i for i, line in enumerate(lines) if line["event"] == "start")
+    return [(r["step"], r["loss"]) for r in lines[last:] if r["event"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of six steps with checkpoints at 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert run(folder, "--keep", "3") == 0
+    return folder
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if "step_" in p.name)
+
+
+def test_keep_counts_steps_and_latest_names_the_newest(finished, tmp_path):
+    assert names(finished) == [f"step_{s:08d}" for s in (2, 4, 6)]
+    assert (finished / "latest").read_text().strip() == "step_00000006"
+    assert (finished / "done").exists()
+    out = tmp_path / "run"
+    shutil.copytree(finished / "step_00000002", out / "step_00000002")
+    assert run(out, "--keep", "2") == 0
+    assert names(out) == ["step_00000004", "step_00000006"]
+    os.utime(out / "step_00000004")  # by number, not by time
+    assert run(out, "--keep", "2", "--steps", "8", "--allow-changes") == 0
+    assert names(out) == ["step_00000006", "step_00000008"]
+    assert (out / "latest").read_text().strip() == "step_00000008"
+
+
+def test_what_is_no_checkpoint_is_neither_counted_nor_removed(folder):
+    for name in ("step_1", "step_00000001.bak", "step_00000000x", "steps"):
+        (folder / name).mkdir()
+    (folder / "step_00000003").write_text("a file")
+    assert [p.name for p in checkpoint.complete(folder)] == [f"step_{s:08d}" for s in (2, 4, 6)]
+    assert run(folder, "--keep", "1", "--steps", "8", "--allow-changes") == 0
+    assert names(folder) == ["step_00000000x", "step_00000001.bak", "step_00000003",
+                             "step_00000008", "step_1"]  # fmt: skip
+
+
+def test_auto_takes_the_older_one_aloud_where_the_newest_is_damaged(folder, finished, capsys):
+    truncate(folder / "step_00000006")
+    assert run(folder) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"warning: a checkpoint is left out: \S*step_00000006: __0_0\S+ has", out)
+    assert "step_00000004 at step 4" in out
+    assert losses(folder) == losses(finished)[4:]
+    checkpoint.verify(folder / "step_00000006")  # written anew
+
+
+def test_auto_starts_fresh_where_none_is_good(folder, finished, capsys):
+    for step in (2, 4, 6):
+        flip(folder / f"step_{step:08d}" / SHARD)
+    assert run(folder) == 0
+    out = capsys.readouterr().out
+    assert out.count("warning: a checkpoint is left out") == 3 and "resumed" not in out
+    assert read_log(folder / "log.jsonl")[0]["begin"] == 0
+    assert losses(folder) == losses(finished)
+
+
+def test_auto_starts_fresh_in_an_empty_folder_and_follows_latest(folder, tmp_path, capsys):
+    assert run(tmp_path / "new", "--steps", "1") == 0
+    assert "resumed" not in capsys.readouterr().out
+    (folder / "latest").write_text("step_00000002\n")
+    assert run(folder) == 0
+    assert "step_00000002 at step 2" in capsys.readouterr().out
+    (folder / "latest").write_text("../elsewhere\n")  # names nothing of ours
+    assert run(folder) == 0
+    assert "step_00000006 at step 6" in capsys.readouterr().out
+
+
+def test_a_finished_run_has_nothing_to_do(folder, capsys):
+    before = (folder / "step_00000006" / SHARD).stat().st_mtime_ns
+    assert run(folder, "--resume", "auto") == 0
+    start, steps, end = read_log(folder / "log.jsonl")
+    assert start["begin"] == 6 and len(steps) == 6
+    assert end["reason"] == "done" and end["steps"] == 6
+    assert (folder / "step_00000006" / SHARD).stat().st_mtime_ns == before
+    assert "loss" not in end or end["loss"] is not None
+
+
+def test_done_is_of_the_run_that_is_done(folder):
+    """A finished run that is prolonged and stopped by a signal is not done."""
+    argv = ("--steps", "20", "--allow-changes")
+    assert run(folder, *argv, received=[signal.SIGTERM]) == 0
+    assert read_log(folder / "log.jsonl")[2]["reason"] == "signal"
+    assert not (folder / "done").exists()
+
+
+def test_a_named_checkpoint_is_insisted_on(folder, finished, tmp_path, capsys):
+    assert run(tmp_path / "new", "--resume", str(folder / "step_00000002")) == 0
+    assert losses(tmp_path / "new") == losses(finished)[2:]
+    flip(folder / "step_00000006" / SHARD)
+    capsys.readouterr()
+    for path, sentence in (
+        (folder / "step_00000006", "the sum of __0_0.distcp is wrong"),
+        (folder / "step_00000099", "step_00000099 is no checkpoint: it has no checkpoint.json"),
+        (folder, "is no checkpoint: it has no checkpoint.json"),
+    ):
+        assert run(folder, "--resume", str(path)) == 2
+        printed = capsys.readouterr()
+        assert sentence in printed.err and printed.err.count("\n") == 1
+        assert printed.err.startswith("train_fsdp.py: error: ")
+    assert not dist.is_initialized()
+
+
+CHANGES = [
+    ("--seed 6", "seed 5 -> 6"),
+    ("--batch 8", "global_batch 4 -> 8"),
+    ("--model other", "model tiny -> other"),
+    ("--img-size 48", "img_size 32 -> 48"),
+    ("--steps 7", "steps 6 -> 7"),
+    ("--blr 1e-3", "blr 0.01 -> 0.001"),
+    ("--precision bf16", "precision fp32 -> bf16"),
+    ("--no-norm-pix-loss", "norm_pix_loss True -> False"),
+    ("--mask-ratio 0.5", "mask_ratio 0.75 -> 0.5"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), CHANGES)
+def test_flags_that_change_the_result_are_refused(flags, sentence, folder, capsys, monkeypatch):
+    monkeypatch.setitem(vit.MODELS, "other", replace(vit.MODELS["tiny"], depth=2))
+    for how in ("auto", str(folder / "step_00000002")):
+        capsys.readouterr()
+        assert run(folder, *flags.split(), "--resume", how) == 2
+        printed = capsys.readouterr()
+        assert f"was trained with other flags ({sentence}" in printed.err
+        assert "--allow-changes" in printed.err and printed.err.count("\n") == 1
+    assert names(folder) == [f"step_{s:08d}" for s in (2, 4, 6)]
+
+
+def test_allowed_changes_are_told(folder, finished, capsys):
+    at = str(folder / "step_00000002")
+    assert run(folder, "--seed", "6", "--allow-changes", "--resume", at, "--keep", "9") == 0
+    assert "at step 2; changed: allow_changes" in (out := capsys.readouterr().out)
+    assert "seed 5 -> 6" in out
+    new, old = losses(folder), losses(finished)
+    assert [s for s, _ in new] == [3, 4, 5, 6] and new[0][1] != old[2][1]
+    assert run(folder, "--allow-changes", "--img-size", "48", "--resume", at) == 2  # cannot be
+    assert "pos_embed has shape (1, 17, " in capsys.readouterr().err
+
+
+def test_none_is_refused_beside_checkpoints_of_another_run(folder, tmp_path, capsys):
+    assert run(folder, "--resume", "none") == 2
+    assert "holds checkpoints of another run: use another --out" in capsys.readouterr().err
+    assert run(tmp_path / "new", "--resume", "none", "--steps", "1") == 0
+
+
+# --- stopped and resumed, on several ranks
+
+TWELVE = changed(ARGV, steps="12", save_every="100")
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
+    """A signal on one rank stops all; then the same ranks, and others, finish the same training."""
+    sharded = changed(TWELVE, mode="full_shard")
+    stopped, others = tmp_path / "stopped", {n: tmp_path / n for n in ("three", "hybrid")}
+    whole, first = run_ranks(2, [
+        Run(sharded),
+        Run(sharded, params=False, to=str(stopped), signal_rank=1, signal_step=4),
+    ], tmp_path / "first")  # fmt: skip
+    assert whole.status == first.status == [0, 0]
+    assert whole.end["reason"] == "done" and first.end["reason"] == "signal"
+    at = first.end["steps"]
+    assert at in (5, 6) and len(first.steps) == at and first.end["problem"] is None
+    assert not (stopped / "done").exists()
+    assert names(stopped) == [f"step_{at:08d}"]
+    assert (stopped / "latest").read_text().strip() == f"step_{at:08d}"
+    for folder in others.values():
+        shutil.copytree(stopped, folder)
+
+    again = Run(sharded, to=str(stopped))
+    second, third = run_ranks(2, [again, replace(again, params=False)], tmp_path / "second")
+    zero1 = Run(changed(TWELVE, mode="zero1"), to=str(others["three"]))
+    hybrid = changed(TWELVE, mode="hybrid", fsdp="1", group="3", ac="full", accum="2")
+    of_three = run_ranks(3, [zero1, Run(hybrid, to=str(others["hybrid"]))], tmp_path / "three3")
+
+    expected = [s["loss"] for s in whole.steps]
+    assert len(set(expected)) == 12
+    assert second.status == [0, 0] and second.end["reason"] == "done"
+    assert [s["step"] for s in second.steps] == list(range(1, 13))
+    assert [s["loss"] for s in second.steps] == expected
+    assert [s["lr"] for s in second.steps] == [s["lr"] for s in whole.steps]
+    for name, value in whole.params.items():
+        assert torch.equal(second.params[name], value), name
+    lines = [json.loads(line) for line in (stopped / "log.jsonl").read_text().splitlines()]
+    starts = [r for r in lines if r["event"] == "start"]
+    assert [r["begin"] for r in starts] == [0, at, 12]  # the last had nothing to do
+    assert third.status == [0, 0] and third.end["reason"] == "done" and len(third.steps) == 12
+    assert (stopped / "done").exists()
+
+    for result, folder in zip(of_three, others.values(), strict=True):
+        assert result.status == [0, 0, 0] and result.start["begin"] == at, result.errors
+        assert [s["loss"] for s in result.steps] == pytest.approx(expected, rel=1e-6)
+        assert result.replicas_differ == 0 and (folder / "done").exists()
+
+
+@pytest.mark.slow
+def test_a_full_disk_on_one_rank(tmp_path):
+    """Once: a warning, and the run goes on. Twice in a row: the end of all ranks."""
+    argv = changed(ARGV, mode="full_shard", steps="8", save_every="2", keep="9")
+    once, twice, apart, last = run_ranks(2, [
+        Run(argv, params=False, full_rank=1, full_saves=(1,)),
+        Run(argv, params=False, full_rank=1, full_saves=(1, 2)),
+        Run(argv, params=False, full_rank=1, full_saves=(0, 2)),
+        Run(argv, params=False, full_rank=1, full_saves=(3,)),
+    ], tmp_path)  # fmt: skip
+    assert once.status == [0, 0] and once.end["reason"] == "done"
+    warnings = [line for line in once.output.splitlines() if line.startswith("warning: step")]
+    assert len(warnings) == 1 and "step 4 was not saved" in warnings[0]
+    assert "No space left on device" in warnings[0] and "(rank 1)" in warnings[0]
+    assert names(tmp_path / "0") == [f"step_{s:08d}" for s in (2, 6, 8)]
+    assert [s["loss"] for s in once.steps] == [s["loss"] for s in apart.steps]
+
+    assert twice.status == [1, 1] and twice.end["reason"] == "save"
+    assert twice.end["steps"] == 6 and "step 6 was not saved" in twice.end["problem"]
+    assert twice.errors.count("\n") == 1 and "No space left on device" in twice.errors
+    assert names(tmp_path / "1") == ["step_00000002"]  # and nothing half written
+    assert not (tmp_path / "1" / "done").exists()
+    assert checkpoint.verify(tmp_path / "1" / "step_00000002") > 0
+    assert (tmp_path / "1" / "latest").read_text().strip() == "step_00000002"
+
+    assert apart.status == [0, 0] and names(tmp_path / "2") == ["step_00000004", "step_00000008"]
+    assert last.status == [1, 1] and last.end["reason"] == "save"
+    assert names(tmp_path / "3") == [f"step_{s:08d}" for s in (2, 4, 6)]
+
+
+# --- real signals
+
+
+def wait_for(what, seconds: float, doing: str):
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, f"time was up: {doing}"
+        time.sleep(0.05)
+    return found
+
+
+def members(group: int) -> list[int]:
+    """The living processes of a process group (Linux)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal (Linux)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = re.search(r"SigCgt:\s*(\w+)", status)
+    return mask is not None and bool(int(mask[1], 16) >> (number - 1) & 1)
+
+
+@pytest.fixture
+def two_processes(tmp_path):
+    """Two ranks of train_fsdp.py with a worker each, that would train for hours."""
+    argv = changed(TWELVE, steps="100000", save_every="50000", workers="1", mode="full_shard")
+    port, processes = free_port(), []
+    for rank in range(2):
+        with open(tmp_path / f"rank{rank}.txt", "w") as output:
+            processes.append(subprocess.Popen(
+                [sys.executable, "train_fsdp.py", *argv, "--out", str(tmp_path / "run")],
+                env=environment(rank, 2, port), stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True, cwd=ROOT,
+            ))  # fmt: skip
+    yield processes
+    for p in processes:
+        if members(p.pid):
+            os.killpg(p.pid, signal.SIGKILL)
+        p.wait()
+
+
+def ended_by_signal(processes, folder: Path) -> int:
+    """All left with status 0 and a checkpoint of the step they stopped at; that step."""
+    try:
+        for p in processes:
+            assert p.wait(60) == 0, (folder / "rank0.txt").read_text()[-3000:]
+        wait_for(lambda: not any(members(p.pid) for p in processes), 15, "processes are left")
+        _, _, end = read_log(folder / "run" / "log.jsonl")
+        assert end["reason"] == "signal" and end["problem"] is None
+        assert names(folder / "run") == [f"step_{end['steps']:08d}"]
+        assert checkpoint.verify(folder / "run" / f"step_{end['steps']:08d}") > 0
+        assert not (folder / "run" / "done").exists()
+    finally:
+        texts = [(folder / f"rank{r}.txt").read_text() for r in range(2)]
+    assert not any("Traceback" in t or "DataLoader worker" in t for t in texts), "".join(
+        re.sub(r"(?m)^(?:step|\[W).*\n", "", t)[-3000:] for t in texts
+    )
+    return end["steps"]
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_the_process_group_of_one_rank(number, two_processes, tmp_path):
+    """The workers get it too, and are not killed by it while the rank still needs them."""
+    log = tmp_path / "run" / "log.jsonl"
+    wait_for(lambda: log.exists() and '"step"' in log.read_text(), 120, "the first step")
+    assert len(members(two_processes[1].pid)) >= 2  # the rank, its worker
+    os.killpg(two_processes[1].pid, number)
+    assert ended_by_signal(two_processes, tmp_path) >= 1
+
+
+@linux
+@pytest.mark.slow
+def test_a_signal_during_the_imports(two_processes, tmp_path):
+    rank0 = two_processes[0].pid
+    wait_for(lambda: catches(rank0, signal.SIGTERM), 10, "the handler")
+    os.kill(rank0, signal.SIGTERM)
+    assert not (tmp_path / "run").exists()  # so early it is
+    assert ended_by_signal(two_processes, tmp_path) <= 3
