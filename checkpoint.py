@@ -27,7 +27,8 @@ import shutil
 import sys
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,22 +191,87 @@ def save(
     gathered in a GPU's memory. Returns None, or on every rank the same sentence why it could not be
     written; then the older checkpoints are as they were. Collective.
     """
-    tensors = named_tensors(model, optimizer)
-    out = Path(folder)
-    facts = facts | {"format": FORMAT, "step": step}
+    writer = _Writer(Path(folder), step, facts | {"format": FORMAT, "step": step}, keep)
+    return _write(named_tensors(model, optimizer), writer, group)
+
+
+def _write(
+    tensors: dict[str, Tensor], writer: _Writer, group: dist.ProcessGroup | None
+) -> str | None:
     first = dist.get_rank() == 0
     if first:
-        _clear(out)  # what a killed process left
+        _clear(writer.out)  # what a killed process left
     dist.barrier(group)  # nobody writes before that
     try:
-        dcp.save(tensors, storage_writer=_Writer(out, step, facts, keep), process_group=group)
+        dcp.save(tensors, storage_writer=writer, process_group=group)
     except (Exception, CheckpointException) as error:  # the latter, no Exception, has all ranks'
-        failures = getattr(error, "failures", {0: (error,)})
-        reasons = {f"{type(f[0]).__name__}: {f[0]} (rank {r})" for r, f in failures.items()}
         if first:
-            _clear(out)
-        return f"step {step} was not saved: {'; '.join(sorted(reasons))}"
+            _clear(writer.out)
+        failures = getattr(error, "failures", {0: (error,)})
+        return _sentence(writer.facts["step"], {r: f[0] for r, f in failures.items()})
     return None
+
+
+def _sentence(step: int, errors: dict[int, BaseException]) -> str:
+    reasons = sorted(f"{type(e).__name__}: {e} (rank {r})" for r, e in errors.items())
+    return f"step {step} was not saved: {'; '.join(reasons)}"
+
+
+class Saver:
+    """The checkpoints of one run, one at a time; in the `background`, if wanted, while it trains.
+
+    In the background the tensors are copied in host memory first, which is all that training waits
+    for, and written by a thread. `group` must then be nobody else's: two threads that wait in one
+    group wait for ever. Whether a save went well is learned at the next one, by all ranks alike;
+    `warn` is told of each that did not.
+    """
+
+    def __init__(
+        self, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: int = 2,
+        group: dist.ProcessGroup | None = None, background: bool = False,
+        warn: Callable[[str], None] = print,
+    ) -> None:  # fmt: skip
+        self.folder, self.model, self.optimizer = Path(folder), model, optimizer
+        self.keep, self.group, self.warn = keep, group, warn
+        self.thread = ThreadPoolExecutor(1) if background else None
+        self.pending: Future[str | None] | None = None
+        self.problem: str | None = None  # of the last save that ended
+        self.failures = 0  # in a row
+
+    def save(self, step: int, facts: dict[str, Any], wait: bool = True) -> None:
+        """As the function `save`; `wait` for its end, in the background too. Collective."""
+        self.finish()
+        if self.failures == 2 and not wait:
+            return  # enough
+        writer = _Writer(self.folder, step, facts | {"format": FORMAT, "step": step}, self.keep)
+        tensors = named_tensors(self.model, self.optimizer)
+        if self.thread is None:
+            self._ended(_write(tensors, writer, self.group))
+            return
+        errors: list[Exception | None] = [None] * dist.get_world_size()
+        mine = None
+        try:
+            tensors = writer.stage(tensors)  # copies: training goes on to change the originals
+        except Exception as error:  # no memory for them
+            mine = error
+        dist.all_gather_object(errors, mine, group=self.group)
+        if any(errors):
+            self._ended(_sentence(step, {r: e for r, e in enumerate(errors) if e}))
+            return
+        self.pending = self.thread.submit(_write, tensors, writer, self.group)
+        if wait:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, if one is. Collective."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            self._ended(pending.result())
+
+    def _ended(self, problem: str | None) -> None:
+        self.problem, self.failures = problem, self.failures + 1 if problem else 0
+        if problem:
+            self.warn(f"{problem}; the older checkpoints are kept")
 
 
 def _clear(folder: Path) -> None:

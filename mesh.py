@@ -1,5 +1,4 @@
-"""Ranks and their device mesh: who am I, which device is mine, whom do I share parameters with,
-and what do all ranks decide together.
+"""Ranks and their device mesh: who am I, which device is mine, whom do I share parameters with.
 
 Ranks come from Slurm (srun), from torchrun, or there is one process. They form a grid, the mesh:
 a row is a shard group (ranks that together hold one copy of the parameters), a column a replicate
@@ -17,18 +16,14 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Timer
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-T = TypeVar("T")
 
 # ---------------------------------------------------------------------------------------------
 # Ranks
@@ -249,94 +244,3 @@ def build_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
     if replicate * shard != dist.get_world_size():
         raise ValueError(f"a mesh of {replicate} x {shard} is not {dist.get_world_size()} ranks")
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-# ---------------------------------------------------------------------------------------------
-# What all ranks decide together
-
-
-def together(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and give every rank its result, or raise its error on every rank.
-
-    For what one rank must do for all (list a million files, open the log): no rank is left waiting
-    for one that has failed. Any error travels as a ValueError with its text.
-    """
-    result: list[object] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            result[0] = work()
-        except Exception as error:
-            own = isinstance(error, (OSError, ValueError))  # sentences for the user
-            result[1] = str(error) if own else f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(result, src=0)
-    if result[1] is not None:
-        raise ValueError(result[1])
-    return result[0]  # type: ignore[return-value]
-
-
-def mean_over_ranks(value: Tensor) -> float:
-    """The mean of a () tensor over all ranks, read by the host. Collective."""
-    value = value.detach().double() / dist.get_world_size()
-    dist.all_reduce(value)
-    return value.item()
-
-
-class FiniteCheck:
-    """Non-finite losses and norms, and requests to stop: all learn of one, none waits to hear.
-
-    Each rank keeps, on the device, its first bad step, coded step x ranks + rank; one small
-    all-reduce per step takes the minimum over ranks. The optimizer obeys it on the device at once;
-    the host reads it a step later, when it has long arrived. That a rank was told to stop travels
-    along.
-    """
-
-    NEVER = 2**62
-
-    def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
-        self.rank, self.world_size, gpu = rank, world_size, device.type == "cuda"
-        self.first = torch.full((3,), self.NEVER, device=device)  # int64: bad loss, bad norm, stop
-        self.host = torch.full((2, 3), self.NEVER, pin_memory=gpu)  # two steps in turn
-        self.copied = [torch.cuda.Event(), torch.cuda.Event()] if gpu else None
-
-    def update(
-        self, step: int, loss: Tensor, norm: Tensor, scaled: bool = False, stop: bool = False
-    ) -> Tensor:
-        """After backward: (), fp32, 1 where this step must not be applied. Collective.
-
-        With a gradient scaler (`scaled`) an infinite norm is how it finds its scale: that step
-        alone is left out. Otherwise none is applied from the first bad one on.
-        """
-        infinite = ~norm.isfinite().to(self.first.device)
-        bad = torch.stack([~loss.isfinite(), infinite & (not scaled)])  # (2,)
-        now = torch.where(bad, step * self.world_size + self.rank, self.NEVER)  # (2,)
-        self.first[:2] = torch.minimum(self.first[:2], now)
-        if stop:
-            self.first[2] = 0
-        dist.all_reduce(self.first, op=dist.ReduceOp.MIN)
-        self.host[step % 2].copy_(self.first, non_blocking=True)
-        if self.copied:
-            self.copied[step % 2].record()
-        return ((self.first[:2] < self.NEVER).any() | infinite).float()
-
-    def asked_to_stop(self, step: int) -> bool:
-        """Whether some rank was, as known after the `update` of `step`; see `read`."""
-        if self.copied:
-            self.copied[step % 2].synchronize()
-        return bool(self.host[step % 2].numpy()[2] < self.NEVER)
-
-    def read(self, step: int) -> tuple[int, str] | None:
-        """The first bad step and what was wrong, as known after the `update` of `step`; or None.
-
-        The same on every rank. To be asked of the last `update` or of the one before, the latter
-        without waiting for the device.
-        """
-        if self.copied:
-            self.copied[step % 2].synchronize()
-        of_loss, of_norm, _ = self.host[step % 2].numpy().tolist()
-        if min(of_loss, of_norm) == self.NEVER:
-            return None
-        step, rank = divmod(of_loss, self.world_size)
-        if step <= of_norm // self.world_size:
-            return step, f"the loss is not finite at step {step + 1} on rank {rank}"
-        step = of_norm // self.world_size
-        return step, f"the gradient norm is not finite at step {step + 1}, though the losses are"

@@ -2,10 +2,10 @@
 
     python tests/kill.py --rounds 100
 
-Each round trains until one or all ranks get SIGKILL, SIGTERM or SIGUSR1 at a random moment. It must
-end, leave a whole checkpoint, no process and no pile of folders; and in the end each step must have
-one answer, however often it was trained. Ranks that wait for a killed one are ended after a while,
-as torchrun and srun -K1 do at once, and counted.
+Each round trains until one or all ranks get SIGKILL, SIGTERM, SIGUSR1 or SIGSTOP at a random moment
+of start-up, training or saving. It must end by itself, as if no launcher watched, and leave whole
+checkpoints, no process and no pile of folders; a job that is stopped as a whole must go on. In the
+end each step must have one answer, however often it was trained.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,8 +30,9 @@ import checkpoint  # noqa: E402
 ARGV = (
     f"--model tiny --img-size 32 --data {ROOT}/examples/tiles/train --global-batch 12 "
     "--steps 100000 --log-every 1 --save-every 3 --precision fp32 --device cpu --workers 1 "
-    "--clip 1 --blr 1e-2"
+    "--clip 1 --blr 1e-2 --timeout 8"
 ).split()
+STOPPED = 12  # seconds, past that timeout
 MODES = ["ddp", "zero1"] + [
     f"{mode} --fsdp {fsdp}"
     for fsdp in (1, 2)
@@ -45,52 +47,80 @@ class Report:
     rounds: int = 0
     last_step: int = 0
     repeated: int = 0  # step lines written more than once
-    waited: int = 0  # rounds in which ranks waited for a killed one
+    kinds: Counter[str] = field(default_factory=Counter)  # what the rounds got
     worst: float = 0.0  # relative difference between answers to one step
     problems: list[str] = field(default_factory=list)
 
 
-def one_round(out: Path, choose: random.Random, report: Report) -> None:
-    world, mode = choose.choice([1, 2, 3, 4]), choose.choice(MODES)
-    port = free_port()
-    command = [sys.executable, "train_fsdp.py", *ARGV, "--mode", *mode.split(), "--out", str(out)]
-    with open(out / "output.txt", "a") as output:
-        ranks = [
-            subprocess.Popen(command, cwd=ROOT, env=environment(rank, world, port), stdout=output,
-                             stderr=subprocess.STDOUT, start_new_session=True)
-            for rank in range(world)
-        ]  # fmt: skip
-    begin = read_log(out / "log.jsonl")[1] if (out / "log.jsonl").exists() else []
-    started = time.monotonic()
-    while time.monotonic() - started < 90:  # until it trains, then a random moment more
-        if (out / "log.jsonl").exists() and len(read_log(out / "log.jsonl")[1]) > len(begin):
-            break
-        if any(p.poll() is not None for p in ranks):
-            break
-        time.sleep(0.1)
-    time.sleep(choose.uniform(0, 3))
-    name = choose.choice(["SIGKILL", "SIGKILL", "SIGTERM", "SIGUSR1"])
-    hit = choose.choice([ranks, [choose.choice(ranks)]])
-    what = f"round {report.rounds}: {world} ranks, {mode}, {name} to {len(hit)}"
-    early = [p.returncode for p in ranks if p.poll() is not None]
-    if early:
-        report.problems.append(f"{what}: ended by itself, status {early}")
-    for p in hit:
-        if p.poll() is None:
-            p.send_signal(getattr(signal, name))
-    deadline = time.monotonic() + (10 if name == "SIGKILL" else 60)
+def ended(ranks: list[subprocess.Popen], seconds: float) -> list[int | None]:
+    """The statuses once all have left or time is up."""
+    deadline = time.monotonic() + seconds
     while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
-    status = [p.poll() for p in ranks]
+    return [p.poll() for p in ranks]
+
+
+def strike(ranks: list[subprocess.Popen], name: str, hit: list[subprocess.Popen]) -> str:
+    """Send the signal, wait for the end; what was wrong about it, or nothing."""
+    early = [p.returncode for p in ranks if p.poll() is not None]
+    if early:
+        return f"ended by itself, status {early}"
+    for p in hit:
+        p.send_signal(getattr(signal, name))
+    if name == "SIGSTOP":
+        if len(hit) < len(ranks):
+            status = ended([p for p in ranks if p not in hit], 60)
+            for p in hit:
+                p.send_signal(signal.SIGCONT)
+            if any(s != 1 for s in status + ended(hit, 60)):
+                return f"status {status}, then {[p.poll() for p in hit]}"
+            return ""
+        time.sleep(STOPPED)
+        for p in hit:
+            p.send_signal(signal.SIGCONT)
+        time.sleep(2)
+        status = [p.poll() for p in ranks]
+        if any(s is not None for s in status):
+            return f"did not outlive a stop of all, status {status}"
+        ranks[0].send_signal(signal.SIGTERM)
+    status = ended(ranks, 90)
     if None in status:
-        report.waited += 1
-        if name != "SIGKILL":
-            report.problems.append(f"{what}: ranks left hanging, status {status}")
-        for p in ranks:
-            p.kill()
-            p.wait()
-    if name != "SIGKILL" and not early and any(s != 0 for s in status):
-        report.problems.append(f"{what}: status {status}")
+        return f"ranks left hanging, status {status}"
+    if name != "SIGKILL" and any(s != 0 for s in status):
+        return f"status {status}"
+    return ""
+
+
+def one_round(out: Path, choose: random.Random, report: Report) -> None:
+    world, mode = choose.choice([1, 2, 3, 4]), choose.choice(MODES)
+    behind = choose.choice([[], ["--async-save"]])
+    command = [sys.executable, "train_fsdp.py", *ARGV, "--mode", *mode.split(), *behind]
+    begin = len(read_log(out / "log.jsonl")[1]) if (out / "log.jsonl").exists() else 0
+    known, port = bool(checkpoint.complete(out)), free_port()
+    with open(out / "output.txt", "a") as output:
+        ranks = [
+            subprocess.Popen([*command, "--out", str(out)], cwd=ROOT, stdout=output,
+                             env=environment(rank, world, port), stderr=subprocess.STDOUT,
+                             start_new_session=True)
+            for rank in range(world)
+        ]  # fmt: skip
+    if choose.random() < 0.2:
+        moment = "start-up"
+        time.sleep(choose.uniform(0.5, 8))
+    else:
+        moment, deadline = "training", time.monotonic() + 90
+        while time.monotonic() < deadline and all(p.poll() is None for p in ranks):
+            if (out / "log.jsonl").exists() and len(read_log(out / "log.jsonl")[1]) > begin:
+                break
+            time.sleep(0.1)
+        time.sleep(choose.uniform(0, 3))
+    name = choose.choice(["SIGKILL", "SIGKILL", "SIGTERM", "SIGUSR1", "SIGSTOP"])
+    hit = choose.choice([ranks, [choose.choice(ranks)]])
+    kind = f"{name} to {'all' if len(hit) == world else 'one'} in {moment}"
+    report.kinds[kind] += 1
+    what = f"round {report.rounds}: {world} ranks, {mode} {' '.join(behind)}, {kind}"
+    if problem := strike(ranks, name, hit):
+        report.problems.append(f"{what}: {problem}")
     grace = time.monotonic() + 10  # loader workers end a moment after their rank
     while any(processes_of(p.pid) for p in ranks) and time.monotonic() < grace:
         time.sleep(0.1)
@@ -98,8 +128,9 @@ def one_round(out: Path, choose: random.Random, report: Report) -> None:
         if left := processes_of(p.pid):
             report.problems.append(f"{what}: processes left: {left}")
             os.killpg(p.pid, signal.SIGKILL)
+        p.wait()
     found = checkpoint.complete(out)
-    if not 1 <= len(found) <= 3:
+    if not known <= len(found) <= 3:
         report.problems.append(f"{what}: {len(found)} checkpoints")
     for path in found:
         try:

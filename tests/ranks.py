@@ -32,7 +32,7 @@ class Run:
     argv: list[str]
     poison: str = ""  # "loss" or "gradient": make it non-finite ...
     poison_rank: int = 0  # ... on this rank
-    poison_step: int = 0  # ... in this step, from 0
+    poison_steps: tuple[int, ...] = ()  # ... in these steps, from 0
     params: bool = True  # gather the parameters at every step, compare replicas, keep the last
     to: str = ""  # --out, where it is not a folder of this run's own
     signal_rank: int = -1  # this rank receives a signal ...
@@ -245,11 +245,11 @@ def one_run(job: dict[str, Any], rank: int) -> None:
 
     def normalize(images):
         x = original[1](images)
-        return x * float("nan") if step_now == job["poison_step"] else x
+        return x * float("nan") if step_now in job["poison_steps"] else x
 
     def forward(self, *args, **kwargs):
         loss, pred, mask = original[2](self, *args, **kwargs)
-        if step_now == job["poison_step"]:
+        if step_now in job["poison_steps"]:
             loss.register_hook(lambda g: g * float("inf"))
         return loss, pred, mask
 

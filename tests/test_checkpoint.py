@@ -15,6 +15,7 @@ import zlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -824,6 +825,111 @@ def test_a_full_disk_on_one_rank(tmp_path):
     assert apart.status == [0, 0] and names(tmp_path / "2") == ["step_00000004", "step_00000008"]
     assert last.status == [1, 1] and last.end["reason"] == "save"
     assert names(tmp_path / "3") == [f"step_{s:08d}" for s in (2, 4, 6)]
+
+
+@pytest.mark.slow
+def test_bad_steps_in_a_row_are_counted_across_a_resume(tmp_path):
+    """Stopped after two bad steps of which two may follow each other; the third ends it."""
+    argv = changed(ARGV, mode="full_shard", steps="9", max_skips="2", save_every="4")
+    bad = {"poison": "loss", "poison_rank": 1, "poison_steps": (5,), "params": False}
+    first = Run(argv, signal_rank=0, signal_step=3, to=str(tmp_path / "run"),
+                **bad | {"poison_steps": (3, 4)})  # fmt: skip
+    (stopped,) = run_ranks(2, [first], tmp_path / "first")
+    assert stopped.status == [0, 0] and stopped.end["reason"] == "signal"
+    assert stopped.end["steps"] == 5  # told during the fourth, known in the next
+    (ended,) = run_ranks(2, [Run(argv, to=str(tmp_path / "run"), **bad)], tmp_path / "second")
+    assert ended.status == [1, 1] and ended.end["reason"] == "nan", ended.output
+    assert "at step 6 on rank 1, 3 bad steps in a row" in ended.errors
+
+
+# --- in the background
+
+
+@pytest.mark.slow
+def test_saving_in_the_background_changes_nothing(tmp_path):
+    """Losses and checkpoints as without it, in every engine; each checkpoint is of its own step."""
+    argv = changed(ARGV, steps="7", save_every="2", keep="9")
+    for mode, more in ("ddp", {}), ("zero1", {}), ("full_shard", {}), ("hybrid", {"fsdp": "1"}):
+        plain = changed(argv, mode=mode, **more | ({"group": "2"} if mode == "hybrid" else {}))
+        runs = [Run(plain, params=False), Run([*plain, "--async-save"], params=False)]
+        at_once, behind = run_ranks(2, runs, tmp_path / mode, 240)
+        assert at_once.status == behind.status == [0, 0], behind.errors
+        assert [s["loss"] for s in behind.steps] == [s["loss"] for s in at_once.steps]
+        assert names(tmp_path / mode / "1") == [f"step_{s:08d}" for s in (2, 4, 6, 7)]
+        for name in names(tmp_path / mode / "1"):
+            tensors = []
+            for i in "01":
+                metadata = checkpoint.read_metadata(tmp_path / mode / i / name)
+                every = list(metadata.state_dict_metadata)
+                tensors.append(checkpoint._read_whole(tmp_path / mode / i / name, metadata, every))
+            assert tensors[0].keys() == tensors[1].keys() and len(every) > 100
+            for key, value in tensors[0].items():
+                assert torch.equal(value, tensors[1][key]), (mode, name, key)
+
+
+@pytest.mark.slow
+def test_a_full_disk_in_the_background(tmp_path):
+    """As in the foreground, but a save that failed is learned of at the next one."""
+    argv = [*changed(ARGV, mode="full_shard", steps="10", save_every="2", keep="9"), "--async-save"]
+    once, twice, last = run_ranks(2, [
+        Run(argv, params=False, full_rank=1, full_saves=(1,)),
+        Run(argv, params=False, full_rank=1, full_saves=(1, 2)),
+        Run(argv, params=False, full_rank=0, full_saves=(4,)),
+    ], tmp_path)  # fmt: skip
+    assert once.status == [0, 0] and once.end["reason"] == "done"
+    assert once.output.count("warning: step 4 was not saved") == 1
+    assert names(tmp_path / "0") == [f"step_{s:08d}" for s in (2, 6, 8, 10)]
+    assert twice.status == [1, 1] and twice.end["reason"] == "save"
+    assert "step 6 was not saved" in twice.end["problem"]
+    assert checkpoint.verify(tmp_path / "1" / "step_00000002") > 0
+    assert last.status == [1, 1] and names(tmp_path / "2") == [
+        f"step_{s:08d}" for s in (2, 4, 6, 8)
+    ]
+
+
+def test_no_memory_for_the_copy_is_a_failed_save(single, tmp_path, monkeypatch):
+    model, optimizer = build("full_shard")
+    train(model, optimizer, range(1))
+    warnings: list[str] = []
+    saver = checkpoint.Saver(str(tmp_path), model, optimizer, background=True, warn=warnings.append)
+
+    def no_memory(self, state_dict):
+        raise RuntimeError("not enough memory: you tried to allocate 11 GB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint._Writer, "stage", no_memory)
+        saver.save(1, {})
+    assert saver.failures == 1 and not names(tmp_path)
+    assert warnings == ["step 1 was not saved: RuntimeError: not enough memory: you tried to "
+                        "allocate 11 GB (rank 0); the older checkpoints are kept"]  # fmt: skip
+    saver.save(2, {}, wait=False)
+    saver.finish()
+    assert saver.failures == 0 and names(tmp_path) == ["step_00000002"]
+
+
+def test_training_goes_on_while_a_save_is_written(single, tmp_path, monkeypatch):
+    """The writer waits until four more steps are done; what it writes is the state before them."""
+    model, optimizer = build("full_shard")
+    train(model, optimizer, range(1))
+    before = {n: p.clone() for n, p in full_parameters(model).items()}
+    trained, write_data = Event(), checkpoint._Writer.write_data
+
+    def write_late(self, plan, planner):
+        assert trained.wait(60)
+        return write_data(self, plan, planner)
+
+    monkeypatch.setattr(checkpoint._Writer, "write_data", write_late)
+    saver = checkpoint.Saver(str(tmp_path), model, optimizer, background=True)
+    saver.save(1, {}, wait=False)
+    train(model, optimizer, range(1, 5))
+    assert names(tmp_path) == [".step_00000001.writing"]
+    trained.set()
+    saver.finish()
+    other, its = build("full_shard", seed=9)
+    checkpoint.load(tmp_path / "step_00000001", other, its)
+    for name, value in full_parameters(other).items():
+        assert torch.equal(value, before[name]), name
+        assert not torch.equal(value, full_parameters(model)[name]) or "k_bias" in name, name
 
 
 # --- real signals

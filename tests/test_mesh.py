@@ -1,4 +1,4 @@
-"""mesh.py: launchers' variables, devices, the mesh's groups, and what all ranks decide together."""
+"""mesh.py: launchers' variables, devices, the mesh's groups."""
 
 import os
 import re
@@ -350,24 +350,6 @@ def eight_ranks(rank):
         groups = [grid.get_group(dimension) for dimension in ("replicate", "shard")]
         told[shape] = [dist.get_process_group_ranks(group) for group in groups]
     told["errors"] = [result_or_error(partial(mesh.build_mesh, s, CPU)) for s in ((2, 3), (2, 2))]
-
-    calls = []
-
-    def fail():
-        calls.append("fail")
-        raise FileNotFoundError(2, "No such file or directory", "/no/such/folder")
-
-    def work():
-        calls.append("work")
-        return {"files": ["a", "b"], "rank": rank}
-
-    def refuse():
-        raise ValueError("no image lies below x")
-
-    told["together"] = [result_or_error(partial(mesh.together, do)) for do in (fail, work, refuse)]
-    told["nothing"] = mesh.together(lambda: None)
-    told["calls"] = calls
-    told["mean"] = mesh.mean_over_ranks(torch.tensor(float(rank)))
     return told
 
 
@@ -403,70 +385,3 @@ def test_a_mesh_of_another_size_is_refused(eight):
             "ValueError: shard groups of 3 do not divide 8 ranks: use 1, 2, 4, 8",
             "ValueError: a mesh of 2 x 2 is not 8 ranks",
         ]
-
-
-def test_together_gives_all_ranks_the_result_or_the_error_of_rank_0(eight):
-    for rank, told in enumerate(eight):
-        assert told["together"] == [
-            "ValueError: [Errno 2] No such file or directory: '/no/such/folder'",
-            {"files": ["a", "b"], "rank": 0},
-            "ValueError: no image lies below x",
-        ]
-        assert told["nothing"] is None
-        assert told["calls"] == (["fail", "work"] if rank == 0 else [])
-
-
-def test_mean_over_ranks(eight):
-    assert [t["mean"] for t in eight] == [3.5] * 8  # of 0 to 7
-
-
-NAN, INF = float("nan"), float("inf")
-# name: (scaled, {(rank, step): loss}, {step: norm on all ranks}, skip of steps 0 to 6,
-#        what is read from the last step on that ...)
-LOSS = "the loss is not finite at step {} on rank {}"
-NORM = "the gradient norm is not finite at step {}, though the losses are"
-FINITE = {
-    "all finite": (False, {}, {}, "0000000", None, None),
-    "loss of rank 2 at step 4": (False, {(2, 4): NAN}, {}, "0000111", 4, LOSS.format(5, 2)),
-    "loss, and the norm with it": (
-        False, {(2, 4): NAN}, {4: NAN, 5: NAN}, "0000111", 4, LOSS.format(5, 2)),
-    "infinite loss at once": (False, {(1, 0): INF}, {}, "1111111", 0, LOSS.format(1, 1)),
-    "two ranks, the earlier step": (
-        False, {(0, 5): NAN, (1, 3): -INF}, {}, "0001111", 3, LOSS.format(4, 1)),
-    "two ranks, one step": (False, {(2, 6): NAN, (1, 6): NAN}, {}, "0000001", 6, LOSS.format(7, 1)),
-    "norm alone": (False, {}, {2: INF}, "0011111", 2, NORM.format(3)),
-    "norm, then a loss": (False, {(0, 5): NAN}, {2: NAN}, "0011111", 2, NORM.format(3)),
-    "scaled, infinite norms": (True, {}, {0: INF, 3: NAN}, "1001000", None, None),
-    "scaled, a loss": (True, {(2, 4): NAN}, {1: INF}, "0100111", 4, LOSS.format(5, 2)),
-}  # fmt: skip
-
-
-def three_ranks(rank):
-    """By name: skip of each step, and what is read of the step before and of this one."""
-    told = {}
-    for name, (scaled, losses, norms, *_) in FINITE.items():
-        check = mesh.FiniteCheck(CPU, rank, 3)
-        told[name] = []
-        for step in range(7):
-            loss = torch.tensor(losses.get((rank, step), 1.0))
-            skip = check.update(step, loss, torch.tensor(norms.get(step, 1.0)), scaled)
-            assert (skip.shape, skip.dtype) == ((), torch.float32)
-            texts = [found and found[1] for found in (check.read(step - 1), check.read(step))]
-            told[name].append((skip.item(), *texts))
-    return told
-
-
-@pytest.fixture(scope="module")
-def three():
-    return on_ranks(3, three_ranks)
-
-
-@pytest.mark.parametrize("name", FINITE)
-def test_finite_check(three, name):
-    *_, skips, first, sentence = FINITE[name]
-    for told in three:  # the same on all ranks
-        for step, (skip, before, now) in enumerate(told[name]):
-            bad, was_bad = (first is not None and s >= first for s in (step, step - 1))
-            assert skip == float(skips[step])
-            assert now == (sentence if bad else None)
-            assert before == (sentence if was_bad else None)

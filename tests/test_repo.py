@@ -18,8 +18,8 @@ import train_fsdp
 import vit
 
 README = (ROOT / "README.md").read_text()
-ALONE = ["vit", "data", "mesh", "shard", "checkpoint"]
-SCRIPTS = [*ALONE, "train_fsdp"]
+ALONE = ["vit", "data", "mesh", "shard", "agree", "checkpoint"]
+SCRIPTS = [*ALONE, "flags", "log", "train_fsdp"]
 TREES = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in SCRIPTS}
 
 
@@ -67,8 +67,9 @@ def test_size_table_is_that_of_the_code():
 
 def test_file_table_names_every_script_and_only_what_is_there():
     names = [row[0].strip("`") for row in table("The files, in reading order")]
-    assert names == ["vit.py", "data.py", "mesh.py", "shard.py", "checkpoint.py", "train_fsdp.py",
-                     "examples/tiles/", "tests/"]  # fmt: skip
+    assert names == ["vit.py", "data.py", "mesh.py", "shard.py", "train_fsdp.py", "flags.py",
+                     "log.py", "agree.py", "checkpoint.py", "examples/tiles/",
+                     "tests/"]  # fmt: skip
     assert all((ROOT / name).exists() for name in names)
     assert {f"{path.stem}.py" for path in ROOT.glob("*.py")} <= set(names)
 
@@ -111,7 +112,7 @@ def test_messages_of_readme_are_those_of_the_code():
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     rows = [row[0].strip("`") for row in table("When it stops")]
-    assert len(rows) == 13
+    assert len(rows) == 16
     for message in rows:
         if message.startswith(("torchrun:", "DataLoader")):
             continue  # the test above; PyTorch's own words
@@ -168,7 +169,7 @@ def state():
             torch.distributed.is_initialized(), torch.cuda.is_initialized())
 import torch.distributed.fsdp, torch.distributed.optim, torchvision.transforms
 before = state()
-import vit, data, mesh, shard, checkpoint, train_fsdp
+import vit, data, mesh, shard, agree, checkpoint, flags, log, train_fsdp
 after = state()
 assert before == after, (before, after)
 """
@@ -183,7 +184,7 @@ def test_args_is_seen_by_main_and_the_parser_only():
             if isinstance(function, ast.FunctionDef):
                 given = [a.arg for a in (*function.args.args, *function.args.kwonlyargs)]
                 if "args" in given:
-                    assert (name, function.name) == ("train_fsdp", "flag_errors")
+                    assert (name, function.name) == ("flags", "flag_errors")
 
 
 def test_public_functions_have_docstrings_and_types():
@@ -219,9 +220,23 @@ import os, torch, mesh
 ranks = mesh.read_ranks(os.environ)
 mesh.init_ranks(ranks, mesh.pick_device("cpu", ranks))
 grid = mesh.build_mesh((1, 1), torch.device("cpu"))
-assert grid.mesh_dim_names == ("replicate", "shard") and mesh.together(lambda: 7) == 7
+assert grid.mesh_dim_names == ("replicate", "shard")
 del grid  # or its groups would be taken apart as the interpreter is
 torch.distributed.destroy_process_group()
+""",
+    "agree": """
+import torch, torch.distributed as dist, agree
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert agree.together(lambda: 7) == 7 and agree.gathered(8) == [8]
+check = agree.FiniteCheck(torch.device("cpu"))
+assert check.update(0, torch.tensor(1.0), torch.tensor(1.0)) == 0
+assert check.update(1, torch.tensor(float("nan")), torch.tensor(1.0)) == 1
+assert check.read(0).in_a_row == 0 and check.read(1).in_a_row == 1
+watch = agree.Watchdog(0, 1, {}, seconds=60, patience=4, folder="x", give_up=print)
+watch.moved("training", 3)
+assert watch.where().startswith("training in step 4, on ")
+watch.stop()
+dist.destroy_process_group()
 """,
     "shard": """
 import torch, torch.distributed as dist, shard

@@ -7,13 +7,16 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from conftest import ROOT
 from parity import ARGV, TILES
 from ranks import Run, environment, free_port, read_log, run_ranks
 
+import data
 import train_fsdp
+from flags import build_parser
 
 SMALL = ["--model", "tiny", "--img-size", "32", "--device", "cpu", "--workers", "0"]
 
@@ -142,7 +145,7 @@ def test_log_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
 
 
 def test_help_has_the_groups_of_the_data_flow():
-    text = train_fsdp.build_parser().format_help()
+    text = build_parser().format_help()
     headings = re.findall(r"^([a-z, ]+):$", text, re.MULTILINE)
     wanted = ["model", "sharding", "memory, speed", "data", "optimisation", "output"]
     assert [h for h in headings if h != "options"] == wanted
@@ -155,8 +158,9 @@ def test_help_has_the_groups_of_the_data_flow():
         "memory, speed": "--device --precision --reduce-dtype --ac --compile",
         "data": "--data --run --workers",
         "optimisation": "--batch --global-batch --accum --blr --weight-decay --warmup-steps "
-                        "--steps --epochs --clip --seed",
-        "output": "--out --log-every --save-every --keep --resume --allow-changes",
+                        "--steps --epochs --clip --max-skips --seed",
+        "output": "--out --log-every --save-every --async-save --keep --resume --allow-changes "
+                  "--timeout",
     }.items():  # fmt: skip
         found = re.findall(r"^  (--[a-z-]+)", in_group[heading], re.MULTILINE)
         assert found == flags.split(), heading
@@ -245,8 +249,7 @@ def test_a_line_cut_by_a_kill_does_not_spoil_the_next(tmp_path):
 def test_an_unreachable_master_is_one_sentence(capsys, monkeypatch):
     for name, value in environment(1, 2, free_port()).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("mesh.init_ranks.__defaults__", (0.05,))  # minutes
-    assert train_fsdp.main(SMALL) == 1
+    assert train_fsdp.main([*SMALL, "--timeout", "1"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("train_fsdp.py: error: rank 1 of 2 found no others:")
 
@@ -307,11 +310,11 @@ def test_a_bad_step_on_one_rank_ends_all_and_is_never_applied(tmp_path):
     """Noticed a step late between log lines, at once at one, under every engine."""
     base = changed(ARGV, steps="8")
     runs = [
-        Run(changed(base, mode="full_shard", log_every="8"), "loss", 2, 3),
-        Run(changed(base, mode="hybrid", group="1", fsdp="1"), "loss", 1, 3),
-        Run(changed(base, mode="ddp", log_every="8"), "gradient", 1, 4),
-        Run(changed(base, mode="zero1", log_every="8"), "loss", 0, 7),
-        Run(changed(base, mode="full_shard", precision="fp16", log_every="8"), "gradient", 1, 4),
+        Run(changed(base, mode="full_shard", log_every="8"), "loss", 2, (3,)),
+        Run(changed(base, mode="hybrid", group="1", fsdp="1"), "loss", 1, (3,)),
+        Run(changed(base, mode="ddp", log_every="8"), "gradient", 1, (4,)),
+        Run(changed(base, mode="zero1", log_every="8"), "loss", 0, (7,)),
+        Run(changed(base, mode="full_shard", precision="fp16", log_every="8"), "gradient", 1, (4,)),
     ]
     late, at_once, gradient, last, scaled = run_ranks(3, runs, tmp_path, 240)
     for result in (late, at_once, gradient, last):
@@ -327,6 +330,52 @@ def test_a_bad_step_on_one_rank_ends_all_and_is_never_applied(tmp_path):
     # with a gradient scaler an infinite norm is a skipped step, no more
     assert scaled.status == [0, 0, 0] and scaled.end["reason"] == "done"
     assert scaled.moved[4] == 0 and all(m > 0 for m in scaled.moved[1:4] + scaled.moved[5:])
+
+
+def test_bad_steps_are_left_out_up_to_max_skips(tmp_path):
+    """Left out alone, named with rank and images; one too many in a row ends the run."""
+    base = changed(ARGV, steps="9", mode="full_shard", max_skips="2")
+    runs = [
+        Run(changed(base, log_every="4"), "loss", 1, (2, 3, 6)),
+        Run(changed(base, mode="ddp", log_every="9"), "gradient", 0, (4,)),
+        Run(changed(base, mode="hybrid", group="1", fsdp="1"), "loss", 1, (2, 3, 4)),
+        Run(changed(base, max_skips="0"), params=False),
+    ]
+    some, norm, many, clean = run_ranks(2, runs, tmp_path, 240)
+    files = data.scan(TILES)
+    orders = [np.random.default_rng((3, epoch)).permutation(192) for epoch in range(2)]  # seed 3
+    batch = clean.start["global_batch"]
+
+    assert some.status == norm.status == [0, 0] and some.end["reason"] == "done"
+    assert some.replicas_differ == norm.replicas_differ == many.replicas_differ == 0
+    assert [m == 0 for m in some.moved] == [s in (0, 2, 3, 6) for s in range(9)]  # 0: no earlier
+    skips = events(tmp_path / "0", "skip")
+    assert [(s["step"], s["what"], s["ranks"], s["in_a_row"]) for s in skips] == [
+        (3, "loss", [1], 1), (4, "loss", [1], 2), (7, "loss", [1], 1)]  # fmt: skip
+    local, accum = clean.start["batch"], clean.start["accum"]
+    for skip in skips:  # of each accumulation step the second half is rank 1's
+        starts = [(skip["step"] - 1) * batch + (2 * a + 1) * local for a in range(accum)]
+        where = [start + i for start in starts for i in range(local)]
+        assert skip["images"] == [files.path(orders[i // 192][i % 192]) for i in where]
+    assert some.end["skipped"] == 3 and clean.end["skipped"] == 0
+    assert "warning: the loss is not finite at step 4 on rank 1, 2 bad steps in a row: not applied"\
+        in some.output  # fmt: skip
+    assert [s["step"] for s in some.steps if s["loss"] is None] == [4]  # JSON has no NaN
+    assert math.isfinite(some.end["loss"])
+
+    (skip,) = events(tmp_path / "1", "skip")  # a norm is everybody's
+    assert (skip["step"], skip["what"], skip["ranks"]) == (5, "gradient norm", [])
+    assert len(skip["images"]) == batch and norm.moved[4] == 0
+
+    assert many.status == [1, 1] and many.end["reason"] == "nan" and many.end["steps"] == 4
+    assert [s["in_a_row"] for s in events(tmp_path / "2", "skip")] == [1, 2, 3]
+    assert "not finite at step 5 on rank 1, 3 bad steps in a row" in many.errors
+    assert all(torch_is_finite(p) for p in many.params.values()) and many.moved[2:] == [0, 0, 0]
+
+
+def events(folder, name) -> list[dict]:
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == name]
 
 
 def torch_is_finite(tensor) -> bool:

@@ -1,0 +1,219 @@
+"""The command line of train_fsdp.py: every flag, and the sentences for those that clash.
+
+Names, groups and defaults stand here; what a flag means is the business of the file it goes to.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+import torch
+
+import shard
+import vit
+
+# Flags (and what follows from them) that decide the result: a resumed run must not change them.
+RESULT = (
+    "model", "img_size", "mask_ratio", "norm_pix_loss", "precision", "reduce_dtype", "images",
+    "global_batch", "blr", "weight_decay", "warmup_steps", "steps", "clip", "seed",
+)  # fmt: skip
+PATIENCE = 4  # what is done for the first time may take so many times --timeout
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LAST_WORD_SECONDS = 5.0  # that a rank leaves to rank 0 for its error
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one sentence, printed by rank 0 alone; exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(refuse(message))
+
+
+def complain(message: str) -> None:
+    """Print an error of the whole run."""
+    print(f"train_fsdp.py: error: {message}", file=sys.stderr, flush=True)
+
+
+def refuse(message: str, local: bool = False) -> int:
+    """Say why a command is refused before any rank waits for another; returns exit status 2.
+
+    Rank 0 speaks, as the environment names it, nothing else being known yet. The others wait a
+    little: a rank that leaves first makes its launcher end rank 0 before it has spoken. Who is
+    still there then speaks too where the trouble may be its own (`local`): variables, GPU, disk.
+    """
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    if rank == "0":
+        complain(message)
+    else:
+        time.sleep(LAST_WORD_SECONDS)
+        if local:
+            complain(f"{message} (rank {rank})")
+    return 2
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number above zero."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return int(text)
+
+
+def not_negative(text: str) -> float:
+    """An argparse type: a finite number, zero or more."""
+    with suppress(ValueError):
+        if math.isfinite(float(text)) and float(text) >= 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of zero or more")
+
+
+def build_parser() -> Parser:
+    """The flags, in the order of the data flow. * changes the result, others speed and memory."""
+    parser = Parser(description="Pretrain a ViT-MAE. * marks flags that change the result of the "
+                    "training; the others change its speed and memory only.")  # fmt: skip
+    switch = argparse.BooleanOptionalAction
+
+    add = parser.add_argument_group("model").add_argument
+    add("--model", choices=vit.MODELS, default="base", help="* size (default base)")
+    add("--img-size", type=positive, default=224, metavar="PIXELS", help="* side (default 224)")
+    add("--mask-ratio", type=not_negative, default=0.75, help="* share removed (default 0.75)")
+    add("--norm-pix-loss", action=switch, default=True,
+        help="* predict patches normalised by their own mean and deviation (default)")  # fmt: skip
+
+    add = parser.add_argument_group("sharding").add_argument
+    add("--mode", choices=shard.STRATEGIES, default="hybrid", help="strategy (default hybrid)")
+    add("--group", type=positive, metavar="RANKS",
+        help="hybrid modes: ranks that share one copy (default: the ranks of a node)")  # fmt: skip
+    add("--fsdp", type=int, choices=(1, 2), help="engine: fully_shard 2, or the old 1 (default 2)")
+    add("--prefetch", choices=("none", "backward_pre", "backward_post"),
+        help="all-gather of the next unit in backward (default backward_pre; post: --fsdp 1 only, "
+        "and it prefetches the wrong unit where MAE's decoder meets its encoder)")  # fmt: skip
+    add("--forward-prefetch", action="store_true", help="all-gather the next unit in forward")
+    add("--limit-all-gathers", action=switch, help="--fsdp 1: bound gathers in flight (default on)")
+    add("--cpu-offload", action="store_true", help="parameters, gradients, states in host memory")
+    add("--bucket-cap-mb", type=positive, metavar="MIB", help="ddp, zero1: bucket (default 25)")
+
+    add = parser.add_argument_group("memory, speed").add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda is ROCm too")
+    add("--precision", choices=DTYPES, default="bf16", help="* of the computation (default bf16)")
+    add("--reduce-dtype", choices=DTYPES, default="fp32", help="* of gradient sums (default fp32)")
+    add("--ac", choices=("none", "selective", "full"), default="none",
+        help="activation checkpointing: recompute norms and GELU, or whole blocks")  # fmt: skip
+    add("--compile", action="store_true", help="torch.compile every block")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--data", metavar="DIR", default="synthetic", help="* images, or `synthetic` (default)")
+    add("--run", choices=("real", "syn", "io"), default="real",
+        help="real: train (default); syn: the same with one batch kept on the device, compute and "
+        "communication only; io: loader and copy only, no model. The rest of the command "
+        "may stay as it is")  # fmt: skip
+    add("--workers", type=int, metavar="N",
+        help="loader processes a rank (default: its CPU cores less one, at most 6)")  # fmt: skip
+
+    add = parser.add_argument_group("optimisation").add_argument
+    add("--batch", type=positive, metavar="IMAGES", help="* a rank and step (default 32)")
+    add("--global-batch", type=positive, metavar="IMAGES",
+        help="* of all ranks and accumulation steps, instead of --batch")  # fmt: skip
+    add("--accum", type=positive, default=1, metavar="STEPS", help="* accumulation steps")
+    add("--blr", type=not_negative, default=1.5e-4, help="* lr = blr x global batch / 256 (1.5e-4)")
+    add("--weight-decay", type=not_negative, default=0.05, help="* of matrices (default 0.05)")
+    add("--warmup-steps", type=int, metavar="STEPS", help="* linear (default: 5 %% of the steps)")
+    add("--steps", type=positive, help="* optimizer steps (default 100)")
+    add("--epochs", type=positive, help="* passes over the data, instead of --steps")
+    add("--clip", type=not_negative, metavar="NORM", help="* largest gradient norm (default: none)")
+    add("--max-skips", type=int, default=0, metavar="STEPS",
+        help="bad steps (loss or norm not finite) in a row that are left out before the run ends "
+        "(default 0)")  # fmt: skip
+    add("--seed", type=int, default=0, help="* of weights, order, crops, masks (default 0)")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--out", metavar="DIR", default="out", help="log.jsonl goes here (default out)")
+    add("--log-every", type=positive, default=10, metavar="STEPS", help="(default 10)")
+    add("--save-every", type=positive, metavar="STEPS",
+        help="a checkpoint (default: only when a signal ends the run)")  # fmt: skip
+    add(
+        "--async-save",
+        action="store_true",
+        help="write checkpoints while training goes on; takes host memory for a copy of the state",
+    )
+    add("--keep", type=positive, default=2, metavar="N", help="newest checkpoints kept (default 2)")
+    add("--resume", default="auto", metavar="WHAT",
+        help="auto: newest good checkpoint in --out, if any (default); none; or PATH")  # fmt: skip
+    add("--allow-changes", action="store_true", help="* resume with flags that change the result")
+    add("--timeout", type=positive, default=300, metavar="SECONDS",
+        help="without progress of a rank, before all end (default 300; four times as long for what "
+        "is done for the first time: start-up, compiling, the first save)")  # fmt: skip
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags with their defaults; a sentence and exit status 2 where they contradict each other."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+    for sentence in flag_errors(args, "cuda" if gpu else "cpu"):
+        parser.error(sentence)
+    # What has no meaning in this mode stays None, so that the log does not claim it.
+    row = shard.STRATEGIES[args.mode]
+    if row.fsdp1 is not None:
+        args.fsdp = args.fsdp or 2
+    if row.reshard:
+        args.prefetch = args.prefetch or "backward_pre"
+    if args.fsdp == 1 and args.mode != "no_shard":
+        args.limit_all_gathers = args.limit_all_gathers is not False
+    return args
+
+
+def flag_errors(args: argparse.Namespace, device_type: str) -> Iterator[str]:
+    """A sentence for each flag, given explicitly, that has no meaning beside the others."""
+    mode, ddp = args.mode, args.mode in ("ddp", "zero1")
+    row, fsdp1 = shard.STRATEGIES[mode], args.fsdp == 1
+    use = "leave it out"
+    for wrong, sentence in (
+        (args.group and row.group != "group",
+         f"--group is for --mode hybrid and hybrid_grad_op, not {mode}: {use}"),
+        (args.fsdp and ddp, f"--fsdp chooses between FSDP engines, --mode {mode} is none: {use}"),
+        (args.prefetch and not row.reshard,
+         f"--prefetch: --mode {mode} gathers nothing in backward: {use}, or use full_shard"),
+        (args.prefetch == "backward_post" and not fsdp1,
+         "--prefetch backward_post exists in FSDP1 only: add --fsdp 1, or use backward_pre"),
+        (args.forward_prefetch and (ddp or mode == "no_shard"),
+         f"--forward-prefetch: --mode {mode} gathers no parameters: {use}"),
+        (args.limit_all_gathers is not None and (not fsdp1 or mode == "no_shard"),
+         f"--limit-all-gathers is for sharded modes of --fsdp 1: {use}, or add --fsdp 1"),
+        (args.cpu_offload and ddp, f"--cpu-offload is FSDP's, --mode {mode} has none: {use}"),
+        (args.cpu_offload and device_type == "cpu",
+         f"--cpu-offload moves parameters off a GPU, but this run is on the CPU: {use}"),
+        (args.bucket_cap_mb and not ddp,
+         f"--bucket-cap-mb is for --mode ddp and zero1, not {mode}: {use}"),
+        (args.batch and args.global_batch, "--batch and --global-batch: give one of them"),
+        (args.steps and args.epochs, "--steps and --epochs: give one of them"),
+        (args.workers is not None and args.workers < 0, "--workers must be zero or more"),
+        (args.seed < 0, "--seed must be zero or more"),
+        (args.max_skips < 0, "--max-skips must be zero or more"),
+        (args.warmup_steps is not None and args.warmup_steps < 0,
+         "--warmup-steps must be zero or more"),
+        (args.clip == 0, "--clip 0 would stop all learning: leave it out for no clipping"),
+    ):  # fmt: skip
+        if wrong:
+            yield sentence
+
+
+def batch_sizes(
+    world_size: int, accum: int, batch: int | None, global_batch: int | None
+) -> tuple[int, int]:
+    """(local batch, global batch), in images; ValueError where the latter does not divide."""
+    if global_batch is None:
+        return batch or 32, (batch or 32) * accum * world_size
+    share = world_size * accum
+    if global_batch % share:
+        below = max(global_batch // share, 1) * share
+        raise ValueError(
+            f"--global-batch {global_batch} does not divide over {world_size} ranks x {accum} "
+            f"accumulation steps: use {below} or {below + share}"
+        )
+    return global_batch // share, global_batch
