@@ -1,0 +1,113 @@
+"""How much a save in the background slows the steps that it overlaps, in one run.
+
+    torchrun --nproc-per-node 2 -- benchmarks/overlap.py --model base --batch 8
+
+Each turn trains some steps with nothing else, then begins a save and counts the steps until it has
+ended; the turns alternate, so that both kinds see the same machine. The copy in host memory, which
+training waits for, is timed on its own. Give each rank a core more than it has threads, as a node
+does: on a machine without one, writing and computing share it.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+# Behind this folder, or `import checkpoint` would find its namesake beside this file.
+sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
+
+import agree  # noqa: E402
+import checkpoint  # noqa: E402
+import data  # noqa: E402
+import mesh  # noqa: E402
+import shard  # noqa: E402
+import vit  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Steps beside a save, against steps alone.")
+    parser.add_argument("--model", choices=vit.MODELS, default="base")
+    parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--batch", type=int, default=8, help="images a rank and step")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--alone", type=int, default=6, help="steps alone in a turn")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--dir", help="where to save (default: a temporary folder)")
+    args = parser.parse_args()
+
+    ranks = mesh.read_ranks(os.environ)
+    device = mesh.pick_device(args.device, ranks)
+    mesh.init_ranks(ranks, device)
+    gloo = dist.new_group(backend="gloo")
+    config = vit.MODELS[args.model]
+    with torch.device("meta"):
+        whole = vit.ViTMAE(config, args.img_size)
+    decay = shard.weight_decay_names(whole)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = shard.apply(
+        whole, "full_shard", mesh.build_mesh((1, ranks.world_size), device), device=device,
+        block_classes={vit.Block}, param_dtype=dtype,
+        initial_value=partial(vit.initial_value, config, seed=0),
+    )  # fmt: skip
+    optimizer = shard.build_optimizer(model, "full_shard", decay, lr=1e-4, weight_decay=0.05)
+    images = torch.randint(0, 256, (args.batch, 3, args.img_size, args.img_size), device=device)
+    noise = torch.rand(args.batch, vit.patch_count(config, args.img_size), device=device)
+    nothing = torch.zeros((), device=device)
+
+    def step() -> float:
+        """Seconds of one step, which ends on all ranks together."""
+        started = time.perf_counter()
+        loss, _, _ = model(data.normalize(images), 0.75, noise)
+        loss.backward()
+        shard.optimizer_step(optimizer, nothing)
+        optimizer.zero_grad()
+        agree.mean_over_ranks(loss)
+        return time.perf_counter() - started
+
+    folder = args.dir or agree.together(tempfile.mkdtemp)
+    saver = checkpoint.Saver(folder, model, optimizer, keep=1, group=gloo, background=True)
+    alone, beside, copies, saves = [], [], [], []
+    for _ in range(3):
+        step()
+    saver.save(0, {})  # the first one also makes folders, threads, connections
+    for turn in range(args.turns):
+        alone += [step() for _ in range(args.alone)]
+        started = time.perf_counter()
+        saver.save(turn + 1, {}, wait=False)
+        copies.append(time.perf_counter() - started)
+        writing = True
+        while writing:
+            seconds = step()
+            # the same on all ranks: as long as one of them writes
+            busy = torch.tensor(float(saver.pending is not None and not saver.pending.done()))
+            writing = agree.mean_over_ranks(busy.to(device)) > 0
+            if writing:  # all of this step lay within the save
+                beside.append(seconds)
+        saver.finish()
+        saves.append(time.perf_counter() - started)
+    if ranks.rank == 0:
+        medians = [statistics.median(kind) for kind in (alone, beside or [float("nan")])]
+        size = sum(f.stat().st_size for f in Path(folder).glob("step_*/*")) / 1e9
+        print(f"{args.model} on {ranks.world_size} ranks, {size:.2f} GB, torch {torch.__version__}")
+        print(f"copy {statistics.median(copies):.2f} s, save {statistics.median(saves):.2f} s")
+        print(f"step alone {medians[0]:.3f} s ({len(alone)}), beside a save {medians[1]:.3f} s "
+              f"({len(beside)}), ratio {medians[1] / medians[0]:.3f}")  # fmt: skip
+    dist.barrier()
+    if ranks.rank == 0 and not args.dir:
+        for path in sorted(Path(folder).rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        Path(folder).rmdir()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
