@@ -27,8 +27,9 @@ import shutil
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -67,19 +68,37 @@ def _plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
-def _zero1_states(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, Tensor]:
-    """The states of the parameters that this rank updates, made if the optimizer has none yet."""
-    names = {p: _plain_name(n) for n, p in model.named_parameters()}
-    inner: Any = optimizer.optim
-    states: dict[str, Tensor] = {}
-    for group in inner.param_groups:
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself; within ZeRO-1's the one that updates this rank's parameters."""
+    return getattr(optimizer, "optim", optimizer)
+
+
+def _make_states(
+    optimizer: torch.optim.Optimizer, moment: Callable[[Tensor], Tensor] = torch.zeros_like
+) -> None:
+    """Give AdamW the states it lacks before its first step.
+
+    DCP would make them by a step with gradients of zeros: a third more memory than the state has.
+    """
+    for group in optimizer.param_groups:
         for p in group["params"]:
-            state = inner.state[p]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-            states |= {f"state.{names[p]}.{leaf}": value for leaf, value in state.items()}
-    return states
+            if not optimizer.state[p]:
+                where = p.device if group["fused"] or group["capturable"] else torch.device("cpu")
+                optimizer.state[p] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=where),
+                    "exp_avg": moment(p.detach()), "exp_avg_sq": moment(p.detach()),
+                }  # fmt: skip
+
+
+def _zero1_states(model: nn.Module, inner: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The states of the parameters that this rank updates."""
+    names = {p: _plain_name(n) for n, p in model.named_parameters()}
+    return {
+        f"state.{names[p]}.{leaf}": value
+        for group in inner.param_groups
+        for p in group["params"]
+        for leaf, value in inner.state[p].items()
+    }
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -89,8 +108,11 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     Collective.
     """
     tensors: dict[str, Any] = {f"model.{n}": t for n, t in get_model_state_dict(model).items()}
+    inner = _inner(optimizer)
+    if isinstance(inner, torch.optim.AdamW):
+        _make_states(inner)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        states: dict[str, Any] = dict(_zero1_states(model, optimizer))
+        states: dict[str, Any] = dict(_zero1_states(model, inner))
     else:
         states = dict(get_optimizer_state_dict(model, optimizer, options=FLAT))
     return tensors | {f"optim.{n}": t for n, t in states.items() if n.startswith("state.")}
@@ -118,9 +140,10 @@ def _put_back(
 def _sum(path: Path) -> tuple[int, int]:
     """Size and CRC-32 of a file."""
     size = crc = 0
-    with path.open("rb") as file:
-        while block := file.read(2**22):
-            size, crc = size + len(block), zlib.crc32(block, crc)
+    block = memoryview(bytearray(2**20))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            size, crc = size + count, zlib.crc32(block[:count], crc)
     return size, crc
 
 
@@ -143,6 +166,38 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+class _Summed(io.BufferedWriter):
+    """A file that knows the CRC-32 of what was written to it, so that it need not be read again.
+
+    It has the kernel write to the disk meanwhile, not only at the end, in fsync.
+    """
+
+    size = crc = begun = 0
+
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        self.size, self.crc = self.size + count, zlib.crc32(data, self.crc)
+        if hasattr(os, "posix_fadvise") and self.size - self.begun >= 2**26:
+            self.begun = self.size
+            os.posix_fadvise(self.fileno(), 0, self.begun, os.POSIX_FADV_DONTNEED)
+        return count
+
+
+class _Files(FileSystem):
+    """DCP's access to files; keeps the size and sum of each that was written."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[int, int]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        if mode != "wb":
+            raise ValueError(f"{path}: written once, not opened by {mode}")
+        with _Summed(open(path, mode, buffering=0)) as file:
+            yield file
+            self.sums[os.path.basename(path)] = (file.size, file.crc)
+
+
 class _Writer(FileSystemWriter):
     """DCP's writer into a temporary folder, which the coordinator completes and renames.
 
@@ -155,12 +210,12 @@ class _Writer(FileSystemWriter):
         self.temporary = folder / f".step_{step:08d}.writing"
         self.facts, self.keep = facts, keep
         super().__init__(self.temporary, sync_files=True)
+        self.fs: Any = _Files()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         future = super().write_data(plan, planner)
-        for name in {result.storage_data.relative_path for result in future.value()}:
-            sums = json.dumps(_sum(self.temporary / name))
-            (self.temporary / f"{name}.sum").write_text(sums)
+        for name, sums in self.fs.sums.items():
+            (self.temporary / f"{name}.sum").write_text(json.dumps(sums))
         return future
 
     def finish(self, metadata: Metadata, results: Any) -> None:
@@ -169,7 +224,7 @@ class _Writer(FileSystemWriter):
         for path in sorted(self.temporary.glob("*.sum")):
             files[path.stem] = json.loads(path.read_text())
             path.unlink()
-        files[".metadata"] = _sum(self.temporary / ".metadata")
+        files[".metadata"] = self.fs.sums[".metadata.tmp"]
         _write_durably(self.temporary / FACTS, json.dumps(self.facts | {"files": files}, indent=1))
         _sync_folder(self.temporary)
         if self.final.exists():  # saved again after a resume from an older step
@@ -403,7 +458,8 @@ def load(
     """Load a checkpoint into a sharded model and its optimizer; returns its facts. Collective.
 
     Everything is checked first, the sums by all ranks in turns: Damaged, raised on all ranks alike,
-    leaves model and optimizer as they were. RuntimeError where reading fails after that.
+    leaves model and optimizer as they were. RuntimeError where reading fails after that: then they
+    hold a part of it, to be thrown away.
     """
     folder = Path(folder)
     wanted = _shapes(model)
@@ -420,6 +476,7 @@ def load(
     for problem in problems:
         if problem:
             raise Damaged(problem)
+    _make_states(_inner(optimizer), torch.empty_like)  # all of it is about to be overwritten
     tensors = named_tensors(model, optimizer)
     try:
         dcp.load(tensors, storage_reader=_Reader(folder, metadata), process_group=group)

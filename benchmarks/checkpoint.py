@@ -1,0 +1,309 @@
+"""Saving and loading a training state, against writing and reading the same bytes as plain files.
+
+    python benchmarks/checkpoint.py                        # 1b on 2 ranks: 11.2 GB, some minutes
+    python benchmarks/checkpoint.py --model base --repeat 5
+
+No training: parameters and AdamW moments get cheap values, which are compared after each load. The
+plain side is the least that moves the same bytes: each rank one file, large blocks, one fsync.
+Both sides write to the same folder, in turns, and each read is from the disk: before it the pages
+of all files are dropped (fsync, then POSIX_FADV_DONTNEED). A load is made by fresh processes, which
+have the sharded model and an optimizer without states, as at a resume; its memory is the kernel's
+high-water mark, in which files' cached pages do not count.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+# Behind this folder, or `import checkpoint` would find this file.
+sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
+
+import checkpoint  # noqa: E402
+import mesh  # noqa: E402
+import shard  # noqa: E402
+import vit  # noqa: E402
+
+MODE = "full_shard"
+BLOCK = 2**20  # bytes; larger ones were not faster
+CPU = torch.device("cpu")
+
+
+# ---------------------------------------------------------------------------------------------
+# The state
+
+
+def build(model: str, fsdp: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model of zeros and its optimizer, which has no states yet. Collective."""
+    with torch.device("meta"):
+        whole = vit.ViTMAE(vit.MODELS[model])
+    grid = mesh.build_mesh((1, dist.get_world_size()), CPU)
+    decay = shard.weight_decay_names(whole)
+    sharded = shard.apply(
+        whole, MODE, grid, block_classes={vit.Block}, device=CPU, fsdp=2 if fsdp == 2 else 1,
+        initial_value=lambda name, shape: torch.zeros(shape), param_dtype=torch.float32,
+    )  # fmt: skip
+    return sharded, shard.build_optimizer(sharded, MODE, decay, lr=1e-3, weight_decay=0.05)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a parameter or state, flat and without gradient."""
+    held: Any = tensor.detach()
+    return (held.to_local() if hasattr(held, "to_local") else held).view(-1)
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """The states that AdamW would have after a step."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            moments = {leaf: torch.zeros_like(p) for leaf in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = {"step": torch.zeros(()), **moments}
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each flat local tensor of the state, and the values that it should have."""
+    for i, p in enumerate(model.parameters()):
+        state = optimizer.state[p]
+        for j, tensor in enumerate((p, state["exp_avg"], state["exp_avg_sq"])):
+            values, start = local(tensor), 1000 * (3 * i + j) + dist.get_rank()
+            yield values, torch.arange(start, start + len(values), dtype=torch.float32)
+        yield local(state["step"]), torch.tensor([float(i)])
+
+
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Give the state the values that `wrong` expects; its bytes on this rank."""
+    size = 0
+    for values, right in held(model, optimizer):
+        values.copy_(right)
+        size += values.nbytes
+    return size
+
+
+def wrong(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors on this rank have not the values of `fill`."""
+    return sum(not torch.equal(values, right) for values, right in held(model, optimizer))
+
+
+# ---------------------------------------------------------------------------------------------
+# Plain files, cached pages, memory
+
+
+def plain_write(path: Path, tensors: list[Tensor]) -> None:
+    """The bytes of the tensors to one file, durably."""
+    with path.open("wb", buffering=0) as file:
+        for tensor in tensors:
+            view = memoryview(tensor.numpy()).cast("B")
+            for start in range(0, len(view), BLOCK):
+                block = view[start : start + BLOCK]
+                while block:  # a write may take a part only
+                    block = block[file.write(block) :]
+        os.fsync(file.fileno())
+
+
+def plain_read(path: Path) -> int:
+    """Read a file through one block of memory; its bytes."""
+    size, block = 0, bytearray(BLOCK)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            size += count
+    return size
+
+
+def drop_pages(folder: Path) -> None:
+    """Let the kernel forget the cached pages of all files under a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # dirty pages cannot be dropped
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def memory(what: str) -> int:
+    """VmRSS or VmHWM (the highest VmRSS so far) of this process, bytes."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split(f"{what}:")[1].split()[0])
+
+
+def forget_peak() -> None:
+    """Let VmHWM begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def give_back() -> None:
+    """Return freed memory to the system, or a load would use what building the model left."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # a C library other than glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds from the first rank's start to the last rank's end, and this rank's result."""
+    dist.barrier()
+    start = time.perf_counter()
+    result = work()
+    dist.barrier()
+    return time.perf_counter() - start, result
+
+
+# ---------------------------------------------------------------------------------------------
+# Inside a rank
+
+
+def write(args: argparse.Namespace, folder: Path, turn: int) -> dict[str, Any]:
+    """Save, and write the same bytes plainly, `--repeat` times; leaves one of each."""
+    model, optimizer = build(args.model, args.fsdp)
+    make_states(optimizer)
+    size = fill(model, optimizer)
+    tensors = [values for values, _ in held(model, optimizer)]
+    plain = folder / f"plain{dist.get_rank()}"
+    saved, written = [], []
+
+    def save() -> None:
+        problem = checkpoint.save(str(folder), 1, model, optimizer, facts={})
+        if problem:
+            raise RuntimeError(problem)
+
+    def clean(path: Path) -> None:
+        """Room for what comes next, and an idle disk."""
+        dist.barrier()
+        if path.is_dir() and dist.get_rank() == 0:
+            shutil.rmtree(path)
+        elif path.is_file():
+            path.unlink()
+        dist.barrier()
+        drop_pages(folder)
+
+    for i in range(args.repeat):
+        for kind in ("save", "plain")[:: 1 if i % 2 == 0 else -1]:
+            clean(folder / "step_00000001" if kind == "save" else plain)
+            work = save if kind == "save" else partial(plain_write, plain, tensors)
+            (saved if kind == "save" else written).append(timed(work)[0])
+    return {"bytes": size, "save": saved, "plain_write": written}
+
+
+def read(args: argparse.Namespace, folder: Path, turn: int) -> dict[str, Any]:
+    """Load once in this fresh process, and read the plain files before or after."""
+    model, optimizer = build(args.model, args.fsdp)
+    parameters = sum(local(t).nbytes for t in [*model.parameters(), *model.buffers()])
+    found: dict[str, Any] = {}
+    for kind in ("load", "plain")[:: 1 if turn % 2 == 0 else -1]:
+        drop_pages(folder)
+        if kind == "plain":
+            path = folder / f"plain{dist.get_rank()}"
+            found["plain_read"], found["plain_bytes"] = timed(partial(plain_read, path))
+            continue
+        give_back()
+        forget_peak()
+        before = memory("VmRSS")
+        work = partial(checkpoint.load, folder / "step_00000001", model, optimizer)
+        found["load"], _ = timed(work)
+        found["held"] = memory("VmHWM") - before + parameters
+    return found | {"wrong": wrong(model, optimizer)}
+
+
+def rank_main(
+    rank: int,
+    work: Callable[..., dict[str, Any]],
+    args: argparse.Namespace,
+    folder: Path,
+    turn: int,
+) -> None:
+    """One rank of a group of processes; leaves its findings in a file."""
+    torch.set_num_threads(1)
+    meeting = folder / f"meeting-{work.__name__}{turn}"
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=args.ranks)
+    found = work(args, folder, turn)
+    (folder / f"found{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------
+# The whole
+
+
+def on_ranks(work: Callable[..., dict[str, Any]], args: argparse.Namespace, folder: Path,
+             turn: int = 0) -> list[dict[str, Any]]:  # fmt: skip
+    """What `work` finds on each rank of a new group of processes."""
+    mp.spawn(rank_main, (work, args, folder, turn), nprocs=args.ranks)
+    return [json.loads((folder / f"found{rank}.json").read_text()) for rank in range(args.ranks)]
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All numbers of one run; RuntimeError where what was loaded is not what was saved."""
+    writes = on_ranks(write, args, folder)
+    reads = [on_ranks(read, args, folder, turn) for turn in range(args.repeat)]
+    if bad := sum(rank["wrong"] for ranks in reads for rank in ranks):
+        raise RuntimeError(f"{bad} tensors were loaded with wrong values")
+    size = sum(rank["bytes"] for rank in writes)
+    assert all(sum(rank["plain_bytes"] for rank in ranks) == size for ranks in reads)
+    seconds = {kind: writes[0][kind] for kind in ("save", "plain_write")}
+    seconds |= {kind: [ranks[0][kind] for ranks in reads] for kind in ("load", "plain_read")}
+    median = {kind: statistics.median(s) for kind, s in seconds.items()}
+    return {
+        "model": args.model, "mode": MODE, "fsdp": args.fsdp, "ranks": args.ranks,
+        "torch": torch.__version__, "python": platform.python_version(), "cores": len(
+            os.sched_getaffinity(0)), "bytes": size, "seconds": seconds,
+        "save_ratio": median["save"] / median["plain_write"],
+        "load_ratio": median["load"] / median["plain_read"],
+        "memory_ratio": max(r["held"] / w["bytes"] for ranks in reads
+                            for r, w in zip(ranks, writes, strict=True)),
+    }  # fmt: skip
+
+
+def show(found: dict[str, Any]) -> None:
+    """The table, and everything on one line of JSON."""
+    size = found["bytes"]
+    print(f"{found['model']}, {found['mode']} (FSDP{found['fsdp']}) on {found['ranks']} ranks, "
+          f"{found['cores']} cores, torch {found['torch']}: {size / 1e9:.2f} GB")  # fmt: skip
+    for kind, seconds in found["seconds"].items():
+        median = statistics.median(seconds)
+        turns = " ".join(f"{s:.2f}" for s in seconds)
+        print(f"{kind:12} {median:8.2f} s  {size / median / 1e9:6.2f} GB/s  ({turns})")
+    for kind, limit in (("save", 1.5), ("load", 1.5), ("memory", 1.3)):
+        against = "peak of a load / shard" if kind == "memory" else f"{kind} / plain files"
+        print(f"{against:24} {found[f'{kind}_ratio']:5.2f}  (wanted: at most {limit})")
+    print(json.dumps(found), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One run; exit status 2 where it cannot begin."""
+    parser = argparse.ArgumentParser(description="Time checkpoints against plain files.")
+    add = parser.add_argument
+    add("--model", choices=vit.MODELS, default="1b", help="whose state (default 1b)")
+    add("--fsdp", type=int, choices=(1, 2), default=2, help="engine (default 2)")
+    add("--ranks", type=int, default=2, help="gloo ranks on this machine (default 2)")
+    add("--repeat", type=int, default=3, help="turns of each; medians are compared (default 3)")
+    add("--dir", default=".", help="a temporary folder is made here (default: where you are)")
+    args = parser.parse_args(argv)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in vit.ViTMAE(vit.MODELS[args.model]).parameters())
+    free = shutil.disk_usage(args.dir).free
+    if free < 2.2 * 12 * count:  # a checkpoint and the plain files
+        parser.error(
+            f"{args.dir} has {free / 1e9:.1f} GB free, {26.4 * count / 1e9:.1f} are needed"
+        )
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.dir) as folder:
+        show(measure(args, Path(folder).resolve()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
