@@ -29,7 +29,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,14 @@ class _Writer(FileSystemWriter):
         self.fs: Any = _Files()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        future = super().write_data(plan, planner)
+        try:
+            future = super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save, ending its file after the disk was full, fails again, in its own words.
+            first: BaseException = error
+            while first.__context__:
+                first = first.__context__
+            raise (first if isinstance(first, OSError) else error) from None
         for name, sums in self.fs.sums.items():
             (self.temporary / f"{name}.sum").write_text(json.dumps(sums))
         return future
@@ -330,8 +337,10 @@ class Saver:
 
 
 def _clear(folder: Path) -> None:
-    for unfinished in folder.glob(".step_*.writing"):
-        shutil.rmtree(unfinished, ignore_errors=True)
+    """Remove what was not finished, as far as that can be done: no reason to fail, or to hang."""
+    with suppress(OSError):
+        for unfinished in folder.glob(".step_*.writing"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -7,11 +7,14 @@ of its own. `python tests/ranks.py ...` is what the processes themselves execute
 """
 
 import contextlib
+import ctypes
 import errno
 import io
 import json
+import operator
 import os
 import pickle
+import resource
 import signal
 import socket
 import subprocess
@@ -39,6 +42,9 @@ class Run:
     signal_step: int = 0  # ... during this step, from 0
     full_rank: int = -1  # the disk of this rank is full ...
     full_saves: tuple[int, ...] = ()  # ... when the run saves for the first time (0), second, ...
+    fault: str = ""  # a name in `FAULTS`: what goes wrong ...
+    fault_rank: int = -1  # ... on this rank, or on all ...
+    fault_saves: tuple[int, ...] = ()  # ... at these saves
 
 
 @dataclass
@@ -203,6 +209,108 @@ def agreed_port(out: Path, rank: int) -> str:
     return (out / "port").read_text()
 
 
+# What can go wrong while a checkpoint is written: context managers around the save of `step` to
+# `folder`. Where it can be had, the kernel itself refuses.
+
+
+@contextlib.contextmanager
+def files_limited(folder: Path, step: int):
+    """No file of this process may grow beyond 100 kB (EFBIG; Python ignores SIGXFSZ)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def permission_lost(folder: Path, step: int):
+    """The folder may not be written to any more, not even by root."""
+    folder.chmod(0o555)
+    with bound_by_permissions():
+        yield
+    folder.chmod(0o755)
+
+
+@contextlib.contextmanager
+def bound_by_permissions():
+    """Root does without its privilege to ignore permissions (Linux; of this thread)."""
+
+    class Header(ctypes.Structure):
+        _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
+
+    libc, header = ctypes.CDLL(None, use_errno=True), Header(0x20080522, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; the same of those above 31
+    assert libc.capget(ctypes.byref(header), sets) == 0
+    effective = sets[0]
+    sets[0] &= ~0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    assert libc.capset(ctypes.byref(header), sets) == 0
+    yield
+    sets[0] = effective
+    assert libc.capset(ctypes.byref(header), sets) == 0
+
+
+@contextlib.contextmanager
+def read_only(folder: Path, step: int):
+    """The folder becomes a read-only file system (root, Linux)."""
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@contextlib.contextmanager
+def no_temporary(folder: Path, step: int):
+    """A file lies where the temporary folder would be made."""
+    other = folder / f".step_{step:08d}.writing"
+    other.write_text("in the way")
+    yield
+    other.unlink(missing_ok=True)
+
+
+def failing(where: str, name: str, when: Callable[..., bool] = lambda *args: True, after=False):
+    """An I/O error in an attribute `name` of checkpoint.py's `where`, if `when` of its arguments.
+
+    `after`: when it has done its work.
+    """
+
+    @contextlib.contextmanager
+    def fault(folder: Path, step: int):
+        import checkpoint
+
+        owner = operator.attrgetter(where)(checkpoint) if where else checkpoint
+        original = getattr(owner, name)
+
+        def fail(*args, **kwargs):
+            result = original(*args, **kwargs) if after or not when(*args) else None
+            if when(*args):
+                raise OSError(errno.EIO, "Input/output error")
+            return result
+
+        setattr(owner, name, fail)
+        yield
+        setattr(owner, name, original)
+
+    return fault
+
+
+FAULTS: dict[str, Callable] = {
+    "limit": files_limited,
+    "permission": permission_lost,
+    "read-only": read_only,
+    "in the way": no_temporary,
+    "write": failing("_Writer", "write_data"),
+    "written": failing("_Writer", "write_data", after=True),
+    "fsync": failing("os", "fsync"),
+    "metadata": failing("pickle", "dump"),
+    "facts": failing("", "_write_durably", lambda path, *_: path.name == "checkpoint.json"),
+    "rename": failing("Path", "rename", lambda path, *_: path.name.endswith(".writing")),
+    "latest": failing("", "_write_durably", lambda path, *_: path.name == "latest"),
+    "list": failing("Path", "glob", lambda path, pattern: pattern == ".step_*.writing"),
+}
+
+
 def one_run(job: dict[str, Any], rank: int) -> None:
     """Call train_fsdp.main with the hooks that the job asks for, and leave what they saw."""
     import torch
@@ -220,11 +328,22 @@ def one_run(job: dict[str, Any], rank: int) -> None:
     original = (train_fsdp.train_step, data.normalize, vit.ViTMAE.forward)
     received: list[int] = []
     saves, write_data = iter(range(1000)), checkpoint._Writer.write_data
+    attempts, save = iter(range(1000)), checkpoint.save
 
     def write_or_fail(self, plan, planner):
         if next(saves) in job["full_saves"] and rank == job["full_rank"]:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_data(self, plan, planner)
+
+    def save_with_fault(folder, step, *args, **kwargs):
+        wrong = next(attempts) in job["fault_saves"] and job["fault_rank"] in (-1, rank)
+        fault = FAULTS[job["fault"]](Path(folder), step) if wrong else contextlib.nullcontext()
+        dist.barrier()  # what is wrong with the folder is so for all
+        with fault:
+            dist.barrier()
+            problem = save(folder, step, *args, **kwargs)
+            dist.barrier()
+            return problem
 
     def train_step(model, *args, step, **kwargs):
         nonlocal step_now, differ, params, before
@@ -254,6 +373,8 @@ def one_run(job: dict[str, Any], rank: int) -> None:
         return loss, pred, mask
 
     train_fsdp.train_step, checkpoint._Writer.write_data = train_step, write_or_fail
+    if job["fault"]:
+        checkpoint.save = save_with_fault
     if job["poison"] and job["poison_rank"] == rank:
         if job["poison"] == "loss":
             data.normalize = normalize
@@ -268,7 +389,7 @@ def one_run(job: dict[str, Any], rank: int) -> None:
         status = int(leave.code or 0)
     finally:
         train_fsdp.train_step, data.normalize, vit.ViTMAE.forward = original
-        checkpoint._Writer.write_data = write_data
+        checkpoint._Writer.write_data, checkpoint.save = write_data, save
         sys.stderr.write(output.getvalue() + errors.getvalue())
     (out / f"status{rank}").write_text(str(status))
     if rank == 0:

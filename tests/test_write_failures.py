@@ -1,0 +1,189 @@
+"""Checkpoints that cannot be written: a warning or an orderly end, no hang, the older one loads."""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ranks import Result, Run, bound_by_permissions, run_ranks
+from test_checkpoint import SMALL, names, one_process  # noqa: F401 - a fixture
+from test_train import changed
+
+import checkpoint
+import train_fsdp
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
+ARGV = changed(SMALL, steps="8", keep="9", mode="full_shard")
+EIO = r"OSError: \[Errno 5\] Input/output error"
+
+# fault in tests/ranks.py: the rank that it strikes (-1: all), the sentence
+FAULTS = {
+    "limit": (1, r"OSError: \[Errno 27\] File too large.* \(rank 1\)"),
+    "in the way": (0, r"FileExistsError: .*\(rank 0\)"),
+    "permission": (-1, r"PermissionError: \[Errno 13\] .*\(rank 0\)"),
+    "read-only": (0, r"OSError: \[Errno 30\] Read-only .*\(rank 0\)"),
+    "written": (0, rf"{EIO} \(rank 0\)"),
+    "fsync": (1, rf"{EIO} \(rank 1\)"),
+    "metadata": (0, rf"{EIO} \(rank 0\)"),
+    "rename": (0, rf"{EIO} \(rank 0\)"),
+    "latest": (0, rf"{EIO} \(rank 0\)"),
+}
+LAST = {"limit": 0, "facts": 0, "permission": -1}
+
+
+def can_mount() -> bool:
+    """Whether this process may mount a file system."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder]
+        mounted = subprocess.run(command, capture_output=True).returncode == 0
+        if mounted:
+            subprocess.run(["umount", folder], check=True)
+        return mounted
+
+
+@pytest.fixture
+def tmpfs(tmp_path):
+    """A file system of 45 MB: room for one checkpoint of 27 MB."""
+    if not can_mount():
+        pytest.skip("only root can mount a small file system")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=45m", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def warnings(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("warning: step")]
+
+
+def steps(*numbers: int) -> list[str]:
+    return [f"step_{n:08d}" for n in numbers]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> tuple[Path, dict[str, Result]]:
+    """(folder with one --out a name, what came of each run): all runs, in one set of processes."""
+    out = tmp_path_factory.mktemp("failures")
+    every = changed(ARGV, steps="6", save_every="1")
+    runs = {"whole": Run(every, params=False)}
+    for fault, (rank, _) in FAULTS.items():
+        if fault == "read-only" and not can_mount():
+            continue
+        again = Run(every, params=False, to=str(out / fault))
+        runs[fault] = replace(again, fault=fault, fault_rank=rank, fault_saves=(1, 3, 4))
+        runs[f"{fault} resumed"] = again
+    for fault, rank in LAST.items():
+        runs[f"{fault} last"] = Run(
+            ARGV, params=False, fault=fault, fault_rank=rank, fault_saves=(3,)
+        )
+    # the save that a signal asks for is the last one too
+    runs["signal"] = replace(runs["limit last"], signal_rank=1, signal_step=4, fault_saves=(2,))
+    runs["list"] = Run(ARGV, params=False, fault="list", fault_rank=0, fault_saves=(1,))
+    runs = {name: replace(run, to=run.to or str(out / name)) for name, run in runs.items()}
+    try:
+        found = run_ranks(2, list(runs.values()), out / "ranks", timeout=400)
+    finally:  # of a rank that was killed
+        subprocess.run(["umount", "--lazy", out / "read-only"], capture_output=True)
+    return out, dict(zip(runs, found, strict=True))
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failure_leaves_the_older_checkpoints_and_a_run_that_ends_in_order(fault, results):
+    """Once: a warning. Twice in a row: all ranks end with 1. The same command then goes on."""
+    out, found = results
+    if fault not in found:
+        pytest.skip("only root can make a folder a read-only file system")
+    folder, (_, sentence) = out / fault, FAULTS[fault]
+    expected = [(s["step"], s["loss"]) for s in found["whole"].steps]
+    assert found["whole"].status == [0, 0] and len(set(expected)) == 6
+
+    # saves 2, 4 and 5 fail: the first two are told, the third ends the run
+    struck, resumed = found[fault], found[f"{fault} resumed"]
+    told = warnings(struck.output)
+    assert len(told) == 2, told
+    for line, step in zip(told, (2, 4), strict=True):
+        assert re.search(sentence, line), line
+        assert line.startswith(f"warning: step {step} was not saved: "), line
+        assert line.endswith("; the run goes on, the older checkpoints are kept"), line
+    assert struck.status == [1, 1] and struck.errors.count("\n") == 1, struck.errors
+    assert re.match("train_fsdp.py: error: step 5 was not saved: ", struck.errors)
+    assert re.search(sentence, struck.errors), struck.errors
+
+    # what was saved before is good, and the losses know of no failure
+    assert resumed.status == [0, 0], resumed.errors
+    assert "warning" not in resumed.output and f"{fault}/step_00000003 at step 3" in resumed.output
+    assert [(s["step"], s["loss"]) for s in resumed.steps] == expected[:5] + expected[3:]
+    reasons = re.findall(r'"reason": "(\w+)"', (folder / "log.jsonl").read_text())
+    assert reasons == ["save", "done"] and (folder / "done").exists()
+    # that `latest` cannot be written is the last thing that can fail: the new one is there
+    assert names(folder) == (steps(*range(1, 7)) if fault == "latest" else steps(1, 3, 4, 5, 6))
+    for name in names(folder):
+        assert checkpoint.verify(folder / name) > 0, name
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*(f"{fault} last" for fault in LAST), "signal"])
+def test_the_last_save_must_not_fail(name, results):
+    out, found = results
+    folder, result = out / name, found[name]
+    assert result.status == [1, 1] and result.end["reason"] == "save"
+    assert result.errors.count("\n") == 1 and "was not saved" in result.errors
+    assert names(folder) == (steps(2, 4) if name == "signal" else steps(2, 4, 6))
+    assert not (folder / "done").exists()
+    newest = names(folder)[-1]
+    assert checkpoint.verify(folder / newest) > 0
+    assert (folder / "latest").read_text().strip() == newest
+
+
+@linux
+@pytest.mark.slow
+def test_what_a_killed_process_left_is_no_reason_not_to_save(results):
+    """Rank 0, which clears it away while the others wait, cannot list the folder."""
+    out, found = results
+    assert found["list"].status == [0, 0] and not warnings(found["list"].output)
+    assert names(out / "list") == steps(2, 4, 6, 8)
+
+
+@linux
+@pytest.mark.slow
+def test_a_disk_that_is_full(tmpfs, tmp_path):
+    """The kernel says so. What was written of the new checkpoint does not stay in the way."""
+    argv = changed(ARGV, keep="1")
+    failed, resumed = run_ranks(2, [
+        Run(argv, params=False, to=str(tmpfs)),
+        Run(changed(argv, save_every="100"), params=False, to=str(tmpfs)),
+    ], tmp_path / "ranks")  # fmt: skip
+    assert failed.status == [1, 1]
+    (told,) = warnings(failed.output)
+    assert "step 4 was not saved" in told and "[Errno 28] No space left on device" in told
+    assert "step 6 was not saved" in failed.errors and failed.errors.count("\n") == 1
+    assert "step_00000002 at step 2" in resumed.output and resumed.status == [1, 1]
+    assert names(tmpfs) == ["step_00000002"]
+    assert checkpoint.verify(tmpfs / "step_00000002") > 0
+
+
+@linux
+def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path, tmpfs, capsys):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
+    for folder, reason in ((closed, "Permission denied"), (closed / "new", "Permission denied"),
+                           (tmpfs, "Read-only"), (tmpfs / "new", "Read-only")):  # fmt: skip
+        with bound_by_permissions() if folder != tmpfs else contextlib.nullcontext():
+            assert train_fsdp.main([*ARGV, "--out", str(folder)]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.startswith("train_fsdp.py: error: ") and printed.err.count("\n") == 1
+        assert reason in printed.err and str(folder) in printed.err
+    assert not list(Path(closed).iterdir())
