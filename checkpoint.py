@@ -284,32 +284,32 @@ class Saver:
 
     In the background the tensors are copied in host memory first, which is all that training waits
     for, and written by a thread. `group` must then be nobody else's: two threads that wait in one
-    group wait for ever. Whether a save went well is learned at the next one, by all ranks alike;
-    `warn` is told of each that did not.
+    group wait for ever. Whether a save went well is learned at the next one, by all ranks alike.
     """
 
     def __init__(
         self, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: int = 2,
         group: dist.ProcessGroup | None = None, background: bool = False,
-        warn: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
         self.folder, self.model, self.optimizer = Path(folder), model, optimizer
-        self.keep, self.group, self.warn = keep, group, warn
+        self.keep, self.group = keep, group
         self.thread = ThreadPoolExecutor(1) if background else None
         self.pending: Future[str | None] | None = None
-        self.problem: str | None = None  # of the last save that ended
         self.failures = 0  # in a row
 
-    def save(self, step: int, facts: dict[str, Any], wait: bool = True) -> None:
-        """As the function `save`; `wait` for its end, in the background too. Collective."""
-        self.finish()
+    def save(self, step: int, facts: dict[str, Any], wait: bool = True) -> list[str]:
+        """As the function `save`; `wait` for its end, in the background too. Collective.
+
+        Returns a sentence for each save that turned out to have failed: this one and, in the
+        background, the one before.
+        """
+        problems = self.finish()
         if self.failures == 2 and not wait:
-            return  # enough
+            return problems  # enough
         writer = _Writer(self.folder, step, facts | {"format": FORMAT, "step": step}, self.keep)
         tensors = named_tensors(self.model, self.optimizer)
         if self.thread is None:
-            self._ended(_write(tensors, writer, self.group))
-            return
+            return problems + self._ended(_write(tensors, writer, self.group))
         errors: list[Exception | None] = [None] * dist.get_world_size()
         mine = None
         try:
@@ -318,22 +318,19 @@ class Saver:
             mine = error
         dist.all_gather_object(errors, mine, group=self.group)
         if any(errors):
-            self._ended(_sentence(step, {r: e for r, e in enumerate(errors) if e}))
-            return
+            problem = _sentence(step, {r: e for r, e in enumerate(errors) if e})
+            return problems + self._ended(problem)
         self.pending = self.thread.submit(_write, tensors, writer, self.group)
-        if wait:
-            self.finish()
+        return problems + (self.finish() if wait else [])
 
-    def finish(self) -> None:
-        """Wait for the save that is under way, if one is. Collective."""
-        if self.pending is not None:
-            pending, self.pending = self.pending, None
-            self._ended(pending.result())
+    def finish(self) -> list[str]:
+        """Wait for the save that is under way, if one is; as `save`. Collective."""
+        pending, self.pending = self.pending, None
+        return self._ended(pending.result()) if pending else []
 
-    def _ended(self, problem: str | None) -> None:
-        self.problem, self.failures = problem, self.failures + 1 if problem else 0
-        if problem:
-            self.warn(f"{problem}; the older checkpoints are kept")
+    def _ended(self, problem: str | None) -> list[str]:
+        self.failures = self.failures + 1 if problem else 0
+        return [problem] if problem else []
 
 
 def _clear(folder: Path) -> None:

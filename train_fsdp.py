@@ -318,14 +318,17 @@ def resume(
 
 
 def save_step(
-    saver: checkpoint.Saver, flags: dict[str, Any], scaler: torch.amp.GradScaler | None,
-    step: int, in_a_row: int, wait: bool,
+    saver: checkpoint.Saver, log: Log, flags: dict[str, Any],
+    scaler: torch.amp.GradScaler | None, step: int, in_a_row: int, wait: bool,
 ) -> str | None:  # fmt: skip
     """A checkpoint after so many steps; returns why the run cannot go on, if it cannot."""
     facts = {"flags": flags, "in_a_row": in_a_row}
     facts["scaler"] = scaler.state_dict() if scaler else None
-    saver.save(step, facts, wait)
-    return saver.problem if saver.failures == 2 or (saver.failures and wait) else None
+    problems = saver.save(step, facts, wait)
+    fatal = problems.pop() if saver.failures == 2 or (saver.failures and wait) else None
+    for problem in problems:
+        log.warn(f"{problem}; the run goes on, the older checkpoints are kept")
+    return fatal
 
 
 def lost_a_rank(error: RuntimeError) -> bool:
@@ -437,8 +440,8 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         if begin < steps and ranks.rank == 0:
             Path(args.out, "done").unlink(missing_ok=True)  # of a run that was shorter
         saver = checkpoint.Saver(args.out, model, optimizer, keep=args.keep, group=gloo,
-                                 background=args.async_save, warn=log.warn)  # fmt: skip
-        save = partial(save_step, saver, chosen, scaler)
+                                 background=args.async_save)  # fmt: skip
+        save = partial(save_step, saver, log, chosen, scaler)
 
     # data: the first batch is fetched before the clock starts
     workers = min(6, mesh.cpu_cores(ranks) - 1) if args.workers is None else args.workers
@@ -480,8 +483,8 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         text = f"rank {ranks.rank} lost contact with another ({watch.where()}): {error}"
         watch.abandon(text.splitlines()[0], LAST_WORD_SECONDS)
     watch.moved("ending")
-    if saver:
-        saver.finish()
+    for problem in saver.finish() if saver else []:
+        log.warn(f"{problem}; the older checkpoints are kept")
 
     # summary
     if "loss" in end and first:

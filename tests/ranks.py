@@ -328,20 +328,21 @@ def one_run(job: dict[str, Any], rank: int) -> None:
     original = (train_fsdp.train_step, data.normalize, vit.ViTMAE.forward)
     received: list[int] = []
     saves, write_data = iter(range(1000)), checkpoint._Writer.write_data
-    attempts, save = iter(range(1000)), checkpoint.save
+    attempts, write = iter(range(1000)), checkpoint._write
 
     def write_or_fail(self, plan, planner):
         if next(saves) in job["full_saves"] and rank == job["full_rank"]:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_data(self, plan, planner)
 
-    def save_with_fault(folder, step, *args, **kwargs):
+    def write_with_fault(tensors, writer, group):
+        folder, step = writer.out, writer.facts["step"]
         wrong = next(attempts) in job["fault_saves"] and job["fault_rank"] in (-1, rank)
-        fault = FAULTS[job["fault"]](Path(folder), step) if wrong else contextlib.nullcontext()
+        fault = FAULTS[job["fault"]](folder, step) if wrong else contextlib.nullcontext()
         dist.barrier()  # what is wrong with the folder is so for all
         with fault:
             dist.barrier()
-            problem = save(folder, step, *args, **kwargs)
+            problem = write(tensors, writer, group)
             dist.barrier()
             return problem
 
@@ -374,7 +375,7 @@ def one_run(job: dict[str, Any], rank: int) -> None:
 
     train_fsdp.train_step, checkpoint._Writer.write_data = train_step, write_or_fail
     if job["fault"]:
-        checkpoint.save = save_with_fault
+        checkpoint._write = write_with_fault
     if job["poison"] and job["poison_rank"] == rank:
         if job["poison"] == "loss":
             data.normalize = normalize
@@ -389,7 +390,7 @@ def one_run(job: dict[str, Any], rank: int) -> None:
         status = int(leave.code or 0)
     finally:
         train_fsdp.train_step, data.normalize, vit.ViTMAE.forward = original
-        checkpoint._Writer.write_data, checkpoint.save = write_data, save
+        checkpoint._Writer.write_data, checkpoint._write = write_data, write
         sys.stderr.write(output.getvalue() + errors.getvalue())
     (out / f"status{rank}").write_text(str(status))
     if rank == 0:
