@@ -394,6 +394,8 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         images = len(files) if files else data.SYNTHETIC_IMAGES
         epoch_steps = data.steps_per_epoch(images, global_batch)
         log = open_log(args.out, ranks.rank)
+        for line in mesh.topology(ranks, device, shape, os.environ):
+            log.say(line)
     except ValueError as error:
         if ranks.rank == 0:
             complain(str(error))

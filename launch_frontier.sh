@@ -1,0 +1,178 @@
+#!/bin/bash
+# From sbatch to a finished run; every argument goes to train_fsdp.py.
+#
+#   sbatch -A PROJECT launch_frontier.sh --model 3b --mode hybrid --group 2 --data DIR --out OUT
+#   MACHINE=slurm sbatch -N 2 --exclusive --gpus-per-node=8 launch_frontier.sh ...   NVIDIA GPUs
+#
+# Submit from the folder of the scripts. FRONTIER.md explains each flag and each variable: whatever
+# stands below as NAME:-default is taken from the environment of sbatch where it is set there.
+#SBATCH -J vit-mae
+#SBATCH -N 2
+#SBATCH -t 2:00:00
+#SBATCH -o %x-%j.out
+# The next round writes on below the last, and Slurm itself may start one after a node has failed.
+#SBATCH --open-mode=append
+#SBATCH --requeue
+# To the ranks, not to this shell: 5 minutes before the end they save and leave with status 0.
+#SBATCH --signal=USR1@300
+# Slingshot: half of a setting of which the module rccl-net-plugin is the other half.
+#SBATCH --network=disable_rdzv_get
+set -euo pipefail
+
+say() { echo "launch_frontier.sh: $*"; }
+fail() { say "error: $*" >&2; exit 1; }
+
+[[ -n ${SLURM_JOB_ID:-} ]] || fail "not in a Slurm job: sbatch -A PROJECT launch_frontier.sh ..."
+cd "${SCRIPTS:-$SLURM_SUBMIT_DIR}" # Slurm runs a copy of this file, which lies elsewhere
+[[ -f train_fsdp.py ]] || fail "no train_fsdp.py in $PWD: submit from its folder, or set SCRIPTS"
+
+out=out run=real last=
+for word in "$@"; do # two flags that this script has to know as well
+    case $last in --o | --ou | --out) out=$word ;; --ru | --run) run=$word ;; esac
+    case $word in --o=* | --ou=* | --out=*) out=${word#*=} ;; --ru=* | --run=*) run=${word#*=} ;;
+    esac
+    last=$word
+done
+
+# ---- the machine
+
+nodes=$SLURM_JOB_NUM_NODES
+case ${MACHINE:=frontier} in
+    frontier)
+        # One rank for each GCD, near the 7 cores that are left of its L3 region's 8.
+        tasks=${TASKS_PER_NODE:-8} cores=${CPUS_PER_TASK:-7} port=${MASTER_PORT:-3442}
+        gpu=(--gpus-per-task=1 --gpu-bind="${GPU_BIND:-closest}")
+        nvme=${NVME_DIR:-/mnt/bb/$(id -un)}
+        # OLCF's list, in its order: the plugin and the target follow the ROCm that is loaded.
+        modules="PrgEnv-gnu/8.7.0 cpe/26.03 miniforge3/23.11.0-0 rocm/7.1.1 rccl-net-plugin"
+        modules=${MODULES-$modules craype-accel-amd-gfx90a}
+        # Without the plugin RCCL would crawl over TCP: OFI makes that an error. On one node there
+        # is no network to start the plugin on.
+        if ((nodes > 1)); then net=OFI; else net=Socket; fi
+        ;;
+    slurm)
+        tasks=${TASKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+        cores=${CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / tasks))}
+        # Every rank sees all GPUs of its node: NCCL copies between them directly only then.
+        gpu=(${SLURM_GPUS_ON_NODE:+--gpus-per-task=1 --gpu-bind="${GPU_BIND:-none}"})
+        port=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # jobs may share a node
+        nvme=${NVME_DIR:-${TMPDIR:-/tmp}} modules=${MODULES-} net=
+        ;;
+    *) fail "MACHINE is $MACHINE, but must be frontier or slurm" ;;
+esac
+
+set +u # Lmod and conda are not written for it
+for name in $modules; do
+    module load "$name" || fail "module load $name failed; not on Frontier: MACHINE=slurm"
+done
+[[ -z $CONDA_ENV ]] || conda activate "$CONDA_ENV" || fail "conda activate $CONDA_ENV failed"
+set -u
+
+# The libraries of the cpe that was loaded, which is not the default one.
+[[ -z ${CRAY_LD_LIBRARY_PATH:-} ]] ||
+    export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+# RCCL's network; nothing else of RCCL is set: OLCF finds its own choices the best.
+[[ -z ${NCCL_NET:=$net} ]] || export NCCL_NET
+# Rank 0 runs on the first node, as this shell does. Node names need not resolve, addresses do.
+address=$(hostname -i 2>/dev/null || hostname -I || true)
+export MASTER_ADDR=${MASTER_ADDR:-${address%% *}}
+# Where rank 0 listens for the others.
+export MASTER_PORT=$port
+# For saving and --cpu-offload; loader processes (at most cores - 1) keep to one thread each.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
+# No MIOpen cache folders: patches are embedded by a linear layer, nothing here is a convolution.
+
+# Every flag on the srun line, which inherits hardly any of sbatch's. Never torchrun: it would put
+# all ranks of a node on one core. -K1: a dead rank ends the step, or the others would wait for it.
+python=${PYTHON:-python3}
+each_rank() {
+    srun -N"$nodes" -n"$((nodes * tasks))" -c"$cores" "${gpu[@]}" -K1 "$python" -u "$@"
+}
+each_node() { srun -N"$nodes" -n"$nodes" --ntasks-per-node=1 -c"$((tasks * cores))" -K1 "$@"; }
+
+# ---- a packed environment (conda-pack) on the nodes' own disks: imports take seconds, not minutes
+
+env=$nvme/env-$SLURM_JOB_ID
+stage() {
+    sbcast -pf "$ENV_TARBALL" "$env.tar.gz" || return
+    # The lock is for nodes that share the folder, or a second job on this one.
+    # shellcheck disable=SC2016 # $1 is for the shell on the node
+    each_node bash -euc 'exec 9>"$1.lock"; flock 9; [[ ! -e $1/unpacked ]] || exit 0; mkdir -p "$1"
+        tar -I "$(command -v pigz || echo gzip)" -xf "$1.tar.gz" -C "$1"
+        "$1/bin/python" "$1/bin/conda-unpack"; touch "$1/unpacked"' _ "$env"
+}
+unstage() { each_node rm -rf "$env" "$env.tar.gz" "$env.lock" || true; }
+if [[ -n ${ENV_TARBALL:-} ]]; then
+    if stage; then
+        python=$env/bin/python
+        say "environment: $ENV_TARBALL, unpacked in $env on each node"
+    else
+        say "warning: $ENV_TARBALL was not staged to $nvme (full? sbatch -C nvme?): using $python"
+        unstage
+    fi
+fi
+
+# ---- a minute that may save node-hours
+
+if [[ ${PREFLIGHT:-yes} == yes ]]; then
+    if [[ $MACHINE == frontier && ${NCCL_NET} == OFI && -z ${NCCL_NET_PLUGIN:-} ]]; then
+        libraries=$(IFS=: && for dir in ${LD_LIBRARY_PATH:-}; do ls "$dir"; done 2>/dev/null) || true
+        [[ $libraries == *ccl-net*.so* ]] || fail "no plugin librccl-net.so for RCCL: load rccl-net-plugin, or set" \
+            "NCCL_NET=Socket (slow)"
+    fi
+    # One process reads the flags; then all ranks look at their places and time a small all-gather.
+    srun -N1 -n1 -c"$cores" "${gpu[@]}" "$python" -c \
+        'import sys, train_fsdp; train_fsdp.parse_args(sys.argv[1:])' "$@" || exit
+    each_rank mesh.py "$@" || fail "the ranks do not work together (PREFLIGHT=no skips this)"
+fi
+
+# ---- rounds: one run over as many jobs as it takes
+
+# OUT/.rounds: the first job, the newest checkpoint as this round began, rounds without a new one.
+# This round counts as one until it has saved, so that a node that keeps failing counts as well.
+newest() { cat "$out/latest" 2>/dev/null || echo none; }
+mkdir -p "$out" || fail "cannot write to $out: give --out another folder"
+first=${FIRST_JOB:-$SLURM_JOB_ID} job='' before='' idle=0
+[[ ! -f $out/.rounds ]] || read -r job before idle <"$out/.rounds" || true
+[[ $job == "$first" && $before == "$(newest)" ]] || idle=0
+before=$(newest)
+stuck="two rounds without a new checkpoint: not started again; longer rounds, or --save-every?"
+((idle < 2)) || fail "$stuck"
+echo "$first $before $((++idle))" >"$out/.rounds"
+
+say "job $SLURM_JOB_ID: $nodes x $tasks ranks, newest checkpoint $before"
+status=0
+each_rank train_fsdp.py "$@" || status=$?
+[[ $python != "$env"/* ]] || unstage
+if ((status)); then
+    say "error: the run ended with status $status: not started again" >&2
+    exit "$status"
+fi
+[[ $run == real && ! -e $out/done ]] || { say "finished"; exit 0; }
+
+# Cut by the signal: ranks that were told to stop leave with 0, only OUT tells what is left to do.
+[[ $(newest) == "$before" ]] || idle=0
+echo "$first $(newest) $idle" >"$out/.rounds"
+((idle < 2)) || fail "$stuck"
+again=${AGAIN:-requeue}
+[[ ${SLURM_JOB_QOS:-} != debug ]] || again=no # chains are not allowed there
+case $again in
+    requeue)
+        say "saved $(newest): requeued"
+        scontrol requeue "$SLURM_JOB_ID" || fail "requeue was refused: AGAIN=chain, or submit again"
+        ;;
+    chain)
+        options=(-J "$SLURM_JOB_NAME" -N "$nodes")
+        [[ $MACHINE == frontier || -z ${SLURM_GPUS_ON_NODE:-} ]] ||
+            options+=(--exclusive --gpus-per-node="$SLURM_GPUS_ON_NODE")
+        read -r -a asked < <(squeue -hj "$SLURM_JOB_ID" -o '-A %a -p %P -q %q -t %l -C %f')
+        for ((i = 0; i < ${#asked[@]}; i += 2)); do
+            [[ ${asked[i + 1]} == *null* ]] || options+=("${asked[@]:i:2}")
+        done
+        say "saved $(newest): the next job is"
+        # The next job has another first node.
+        FIRST_JOB=$first env -u MASTER_ADDR \
+            sbatch -d "afterany:$SLURM_JOB_ID" "${options[@]}" "$0" "$@"
+        ;;
+    *) say "saved $(newest), not done: the same sbatch command goes on from there" ;;
+esac
