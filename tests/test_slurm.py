@@ -6,21 +6,24 @@ compared with the same command under torchrun and in a single process.
 """
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
-from ranks import environment, read_log
+from ranks import environment, free_port, read_log
 
 sys.path.insert(0, str(ROOT / "tests" / "slurm"))
-from rig import PROGRAMS, Rig, missing, node_name, processes
+from rig import Rig, clean_environment, missing, node_name, processes
 
 pytestmark = pytest.mark.skipif(
     bool(missing()),
@@ -29,13 +32,15 @@ pytestmark = pytest.mark.skipif(
 
 LAUNCH = str(ROOT / "launch_frontier.sh")
 TRAIN = (
-    f"--model tiny --img-size 32 --data {ROOT}/examples/tiles/train --global-batch 16 --log-every 1 "
-    "--precision fp32 --device cpu --workers 0 --blr 1e-2 --clip 1"
+    f"--model tiny --img-size 32 --data {ROOT}/examples/tiles/train --global-batch 16 "
+    "--log-every 1 --precision fp32 --device cpu --workers 0 --blr 1e-2 --clip 1"
 ).split()
 HYBRID = ["--mode", "hybrid", "--group", "2"]
 STUBS = {
-    "BASH_FUNC_module%%": '() { echo "module $*" >> "$ASKED"; [ "$2" != "${REFUSED:-}" ] || return 1;'
-    ' [ "$2" != rccl-net-plugin ] || export NCCL_NET_PLUGIN=here; }',
+    "BASH_FUNC_module%%": """() { echo "module $*" >> "$ASKED"
+        [ "$2" != "${REFUSED:-}" ] || return 1
+        [ "$2" != rccl-net-plugin ] || export NCCL_NET_PLUGIN=here
+    }""",
     "BASH_FUNC_conda%%": '() { echo "conda $*" >> "$ASKED"; }',
 }  # fmt: skip
 MODULES = [
@@ -59,8 +64,8 @@ echo "by $0"
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory):
-    with Rig(tmp_path_factory.mktemp("slurm") / "rig") as rig:
+def rig():
+    with Rig() as rig:
         yield rig
 
 
@@ -69,10 +74,12 @@ class Case:
 
     def __init__(self, rig: Rig, folder: Path) -> None:
         self.rig, self.folder, self.out = rig, folder, folder / "out"
+        folder.mkdir(exist_ok=True)
         self.python = folder / "python"
         self.environ = {
-            **STUBS, "ASKED": str(folder / "asked"), "SEEN": str(folder), "PYTHON": str(self.python),
-            "REAL_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PREFLIGHT": "no",
+            **STUBS, "ASKED": str(folder / "asked"), "SEEN": str(folder),
+            "PYTHON": str(self.python), "REAL_PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
+            "PREFLIGHT": "no",
         }  # fmt: skip
         self.runs(SEEN)
 
@@ -101,7 +108,9 @@ class Case:
     def until_step(self, number: int, seconds: float = 90) -> None:
         deadline = time.monotonic() + seconds
         while not any(s["step"] >= number for s in self.steps()):
-            assert time.monotonic() < deadline, "no step"
+            if time.monotonic() > deadline:
+                outputs = [path.read_text() for path in self.folder.glob("output-*")]
+                raise RuntimeError(f"step {number} did not come: {outputs}")
             time.sleep(0.05)
 
     def asked(self) -> list[str]:
@@ -137,8 +146,8 @@ def alone(folder: Path, *flags: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Losses of 6 steps in a single process."""
-    return alone(tmp_path_factory.mktemp("alone"), "--steps", "6")
+    """Losses of 3 steps in a single process."""
+    return alone(tmp_path_factory.mktemp("alone"), "--steps", "3")
 
 
 # --- 1: from sbatch to a finished run
@@ -146,32 +155,32 @@ def reference(tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_nodes_of_four_ranks(case, reference, tmp_path):
-    job = case.submit(*TRAIN, *HYBRID, "--steps", "6", TASKS_PER_NODE="4", CONDA_ENV="mae",
+    job = case.submit(*TRAIN, *HYBRID, "--steps", "3", TASKS_PER_NODE="4", CONDA_ENV="mae",
                       PREFLIGHT="yes")  # fmt: skip
     case.rig.wait(job, "COMPLETED", 180)
     output = case.rig.output(job)
     assert case.asked() == [*(f"module load {name}" for name in MODULES), "conda activate mae"]
     for rank in range(8):  # of all that the job has, one device, and the one OLCF publishes
         assert (tmp_path / f"devices.{rank}").read_text().strip() == "4523"[rank % 4]
-    shown = re.findall(r"^(\d+) +(frontier\d+) +(\d) +cpu +(\d) +(\d): (.*?) {2,}(\d): (.*)$", output,
-                       re.MULTILINE)  # fmt: skip
+    row = r"^(\d+) +(frontier\d+) +(\d) +cpu +(\d) +(\d): (.*?) {2,}(\d): (.*)$"
+    shown = re.findall(row, output, re.MULTILINE)
     assert len(shown) == 16  # eight in the first look, eight by the run
-    for rank, row in enumerate(shown[:8]):
+    for rank, cells in enumerate(shown[:8]):
         first = rank - rank % 2
-        assert row == (
+        assert cells == (
             str(rank), node_name(1 + rank // 4), str(rank % 4), "4523"[rank % 4], str(rank // 2),
             f"{first} {first + 1}", str(rank % 2), " ".join(map(str, range(rank % 2, 8, 2))),
         )  # fmt: skip
     assert "shard groups: 4 of 2 ranks, each in one package" in output
     assert "all-gather of 16 MiB among 2 ranks, all groups at once: " in output
-    assert f"torch {__import__('torch').__version__}" in output
+    assert f"torch {torch.__version__}" in output
     assert (case.out / "done").exists()
     assert losses(case.out) == pytest.approx(reference, rel=1e-5)
 
     out = tmp_path / "torchrun"
     subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "--",
-         "train_fsdp.py", *TRAIN, *HYBRID, "--steps", "6", "--out", str(out)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8",
+         "--", "train_fsdp.py", *TRAIN, *HYBRID, "--steps", "3", "--out", str(out)],
         cwd=ROOT, env=environment(0, 1, 0), check=True, capture_output=True, timeout=180,
     )  # fmt: skip
     assert losses(case.out) == pytest.approx(losses(out), rel=1e-5)
@@ -179,7 +188,7 @@ def test_two_nodes_of_four_ranks(case, reference, tmp_path):
 
 @pytest.mark.slow
 def test_two_nodes_of_eight_ranks(case, reference, tmp_path):
-    job = case.submit(*TRAIN, *HYBRID, "--steps", "6")
+    job = case.submit(*TRAIN, *HYBRID, "--steps", "3")
     case.rig.wait(job, "COMPLETED", 240)
     seen = [(tmp_path / f"devices.{rank}").read_text().strip() for rank in range(16)]
     assert "".join(seen) == "45236701" * 2
@@ -213,3 +222,365 @@ def test_two_cuts_are_one_run(case, tmp_path):
     assert (case.out / "done").exists() and case.rig.job(job)["Restarts"] == "2"
     assert output.count(": requeued") == 2 and "launch_frontier.sh: finished" in output
     assert losses(case.out) == pytest.approx(alone(tmp_path / "uncut", "--steps", "60"), rel=1e-5)
+
+
+# --- 3: what goes wrong
+
+FOREVER = ["--mode", "full_shard", "--steps", "100000"]
+
+
+def no_step_hangs(rig: Rig, job: int) -> None:
+    assert rig.run("squeue", "-h", "--steps") == ""
+    assert rig.job(job)["Restarts"] == "0"
+    assert rig.run("squeue", "-h") == ""  # nor a successor
+
+
+def test_a_killed_rank_ends_the_job(case, tmp_path):
+    job = case.submit(*TRAIN, *FOREVER, TASKS_PER_NODE="1")
+    case.until_step(2)
+    os.kill(int((tmp_path / "pid.1").read_text()), signal.SIGKILL)
+    assert case.rig.ended(job, 60)["JobState"] == "FAILED"
+    output = case.rig.output(job)
+    assert "frontier00002: task 1: Killed" in output
+    assert re.search(r"error: the run ended with status \d+: not started again", output)
+    no_step_hangs(case.rig, job)
+
+
+@pytest.mark.slow
+def test_a_lost_node_ends_the_round_and_the_next_one_goes_on(tmp_path):
+    """The daemon of the second node is killed. Slurm itself queues the job again."""
+    with Rig() as rig:
+        case = Case(rig, tmp_path)
+        job = case.submit(*TRAIN, *FOREVER, "--save-every", "5", TASKS_PER_NODE="1")
+        case.until_step(6)
+        os.kill(rig.daemon(2), signal.SIGKILL)
+        rig.wait(job, "PENDING", 60)
+        assert rig.run("squeue", "-h", "--steps") == ""
+        first = rig.output(job)
+        assert "srun: error: Node failure on frontier00002" in first and "resumed" not in first
+        rig.start_slurmd(2)
+        rig.wait(job, "RUNNING", 60)
+        saved = int((case.out / "latest").read_text().strip().removeprefix("step_"))
+        assert saved >= 5
+        case.until_step(saved + 20)
+        assert f"at step {saved};" in rig.output(job).removeprefix(first)
+        assert rig.job(job)["Restarts"] == "1"
+
+
+def test_a_bad_flag_is_found_by_one_process(case, tmp_path):
+    job = case.submit(*TRAIN, "--mode", "sharded", PREFLIGHT="yes")
+    now = case.rig.ended(job, 60)
+    assert (now["JobState"], now["ExitCode"]) == ("FAILED", "2:0")
+    assert "train_fsdp.py: error: argument --mode: invalid choice: 'sharded'" in case.rig.output(
+        job
+    )
+    assert not list(tmp_path.glob("pid.*"))
+    no_step_hangs(case.rig, job)
+
+
+def test_a_missing_data_folder_ends_the_job(case):
+    job = case.submit(*TRAIN, "--data", "/nowhere/tiles", TASKS_PER_NODE="1")
+    now = case.rig.ended(job, 60)
+    assert (now["JobState"], now["ExitCode"]) == ("FAILED", "2:0")
+    sentence = "train_fsdp.py: error: there is no folder /nowhere/tiles: give --data the folder of"
+    assert sentence in case.rig.output(job)
+    no_step_hangs(case.rig, job)
+
+
+@pytest.mark.parametrize("look", ["yes", "no"])
+def test_a_port_in_use_ends_the_job(case, look):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        job = case.submit(*TRAIN, *FOREVER, TASKS_PER_NODE="1", MASTER_PORT=str(port),
+                          PREFLIGHT=look)  # fmt: skip
+        assert case.rig.ended(job, 60)["JobState"] == "FAILED"
+    output = case.rig.output(job)
+    who = {
+        "yes": "mesh.py: error: rank 0",
+        "no": "train_fsdp.py: error: rank 0 of 2 found no others",
+    }
+    assert re.search(rf"{who[look]}: [0-9.]+:{port}: .*address already in use", output)
+    assert ("the ranks do not work together" in output) == (look == "yes")
+    no_step_hangs(case.rig, job)
+
+
+def pack(folder: Path, python: Path) -> Path:
+    """An environment as conda-pack makes it, with a megabyte that does not compress."""
+    root = folder / "packed"
+    (root / "bin").mkdir(parents=True)
+    shutil.copy(python, root / "bin" / "python")
+    (root / "bin" / "conda-unpack").touch()
+    (root / "weight").write_bytes(os.urandom(2**20))
+    subprocess.run(["tar", "-czf", "env.tar.gz", "-C", root, "."], cwd=folder, check=True)
+    return folder / "env.tar.gz"
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path):
+    """A folder with room for half a megabyte."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
+    if os.getuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a full disk needs root and mount")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_an_environment_is_staged_to_the_nodes(case, tmp_path):
+    case.stands_in(f'mkdir -p {tmp_path}/out && touch {tmp_path}/out/done; ls "${{0%/*}}/.."')
+    disk = tmp_path / "nvme"
+    disk.mkdir()
+    job = case.submit(ENV_TARBALL=str(pack(tmp_path, case.python)), NVME_DIR=str(disk))
+    case.rig.wait(job, "COMPLETED", 60)
+    output = case.rig.output(job)
+    assert f"unpacked in {disk}/env-{job} on each node" in output
+    assert f"by {disk}/env-{job}/bin/python" in output and "weight" in output
+    assert not list(disk.iterdir())  # nothing is left there
+
+
+@pytest.mark.parametrize("trouble", ["full", "missing", "no tarball"])
+def test_an_environment_that_cannot_be_staged_is_said(case, tmp_path, trouble):
+    case.stands_in(f"mkdir -p {tmp_path}/out && touch {tmp_path}/out/done")
+    tarball = pack(tmp_path, case.python)
+    with contextlib.ExitStack() as stack:
+        disk = tmp_path / "nvme"
+        if trouble == "full":
+            stack.enter_context(small_disk(disk))
+        elif trouble == "no tarball":
+            disk.mkdir()
+            tarball.unlink()
+        job = case.submit(ENV_TARBALL=str(tarball), NVME_DIR=str(disk))
+        case.rig.wait(job, "COMPLETED", 60)
+        assert f"warning: {tarball} was not staged to {disk}" in case.rig.output(job)
+        assert f"by {case.python}\n" in case.rig.output(job)
+        assert not disk.exists() or not list(disk.iterdir())
+    no_step_hangs(case.rig, job)
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        (
+            {"REFUSED": "rocm/7.1.1"},
+            "module load rocm/7.1.1 failed; not on Frontier: MACHINE=slurm",
+        ),
+        ({"MODULES": "rocm/7.1.1"}, "no plugin librccl-net.so for RCCL: load rccl-net-plugin"),
+        ({"MACHINE": "summit"}, "MACHINE is summit, but must be frontier or slurm"),
+        ({"SCRIPTS": "/"}, "no train_fsdp.py in /: submit from its folder, or set SCRIPTS"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(case, environ, sentence):
+    case.stands_in("")
+    job = case.submit(**{"PREFLIGHT": "yes"} | environ)
+    assert case.rig.ended(job, 60)["JobState"] == "FAILED"
+    assert f"launch_frontier.sh: error: {sentence}" in case.rig.output(job)
+    assert "asked: " not in case.rig.output(job) and "a round: " not in case.rig.output(job)
+    no_step_hangs(case.rig, job)
+
+
+def test_outside_of_a_job_the_script_says_how_to_submit_it():
+    done = subprocess.run(["bash", LAUNCH], capture_output=True, text=True, env=clean_environment())
+    assert done.returncode == 1
+    assert "not in a Slurm job: sbatch -A PROJECT launch_frontier.sh" in done.stderr
+
+
+# --- rounds, by a stand-in: what becomes of a job whose run left with 0
+
+CUT = "mkdir -p {0}; echo step_$RANDOM$$ > {0}/latest"
+
+
+def test_two_rounds_without_progress_are_the_last(case):
+    case.stands_in("exit 0")
+    job = case.submit()
+    now = case.rig.ended(job, 90)
+    assert (now["JobState"], now["Restarts"]) == ("FAILED", "1")
+    output = case.rig.output(job)
+    assert output.count("a round: ") == 2 and output.count(": requeued") == 1
+    assert "error: two rounds without a new checkpoint: not started again" in output
+
+
+def test_rounds_that_a_node_ends_are_counted_as_well(case):
+    """The state that two rounds leave of which none came to its end, as when nodes fail."""
+    case.stands_in("sleep 60")
+    case.out.mkdir()
+    job = case.submit(sbatch=("-N2", "--begin=now+3"))
+    (case.out / ".rounds").write_text(f"{job} none 2\n")
+    assert case.rig.ended(job, 60)["JobState"] == "FAILED"
+    assert "two rounds without a new checkpoint" in case.rig.output(job)
+    assert "a round: " not in case.rig.output(job)
+    (case.out / ".rounds").write_text(f"{job} none 2\n")
+    again = case.submit()  # by hand: a fresh start
+    case.rig.wait(again, "RUNNING", 30)
+    time.sleep(2)
+    assert "a round: " in case.rig.output(again)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "word"),
+    [
+        ((), {"SLURM_JOB_QOS": "debug"}, "not done: the same sbatch command goes on from there"),
+        ((), {"AGAIN": "no"}, "not done: the same sbatch command goes on from there"),
+        (("--run", "syn"), {}, "finished"),
+        (("--run=io",), {}, "finished"),
+    ],
+)
+def test_what_is_not_started_again(case, flags, environ, word):
+    case.stands_in(CUT.format(case.out))
+    job = case.submit(*flags, **environ)
+    case.rig.wait(job, "COMPLETED", 60)
+    assert word in case.rig.output(job)
+    no_step_hangs(case.rig, job)
+
+
+def test_a_chain_of_jobs(case):
+    """AGAIN=chain: the next job has the same flags, limits and place, and waits for this one."""
+    case.stands_in(f"[ -e {case.out}/latest ] && touch {case.out}/done; {CUT.format(case.out)}")
+    job = case.submit("--model", "tiny", sbatch=("-N2", "-t", "7", "-C", "nvme", "-J", "chained"),
+                      AGAIN="chain", TASKS_PER_NODE="4")  # fmt: skip
+    case.rig.wait(job, "COMPLETED", 60)
+    case.rig.wait(job + 1, "COMPLETED", 60)
+    with pytest.raises(RuntimeError, match="Invalid job id"):
+        case.rig.job(job + 2)
+    jobs = [case.rig.job(job), case.rig.job(job + 1)]
+    for name in ("NumNodes", "TimeLimit", "Features", "JobName", "Partition", "WorkDir", "Network"):
+        assert jobs[0][name] == jobs[1][name], name
+    rounds = [re.findall(r"a round: (.*)", Path(str(case.folder / f"output-{job}")).read_text()),
+              re.findall(r"a round: (.*)", Path(jobs[1]["StdOut"]).read_text())]  # fmt: skip
+    assert rounds[0] == rounds[1] != []
+    Path(jobs[1]["StdOut"]).unlink()
+
+
+# --- 4: the groups of two Frontier nodes
+
+PACKAGES = [{4, 5}, {2, 3}, {6, 7}, {0, 1}]
+NODE = {
+    1: ([{4}, {5}, {2}, {3}, {6}, {7}, {0}, {1}], "one device"),
+    2: (PACKAGES, "one package"),
+    4: ([{4, 5, 2, 3}, {6, 7, 0, 1}], "two packages with a double link"),
+    8: ([set(range(8))], "one node"),
+    16: (None, "2 nodes"),
+}
+
+
+@pytest.mark.slow
+def test_groups_are_packages_pairs_of_them_and_nodes(rig, tmp_path):
+    rig.run(
+        "srun", "-N2", "-n16", "-c7", "--gpus-per-task=1", "--gpu-bind=closest", "-K1",
+        sys.executable, str(ROOT / "tests" / "slurm" / "groups.py"), str(tmp_path),
+        env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
+             "PYTHONPATH": str(ROOT)}, seconds=180,
+    )  # fmt: skip
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(16)]
+    for group, (gcds, words) in NODE.items():
+        for rank, mine in enumerate(told):
+            replicate, shard = mine["groups"][str(group)]
+            first = rank - rank % group
+            assert shard == list(range(first, first + group))
+            assert replicate == list(range(rank % group, 16, group))
+            if gcds:  # Slurm's own variables of the ranks in the group
+                assert {told[r]["node"] for r in shard} == {told[rank]["node"]}
+                assert {told[r]["gcd"] for r in shard} == gcds[rank % 8 // group]
+        lines = told[0]["lines"][str(group)]
+        assert lines[0].startswith(f"mesh {16 // group} x {group} ")
+        assert lines[-1] == f"shard groups: {16 // group} of {group} ranks, each in {words}"
+        assert [int(line.split()[3 + 1]) for line in lines[2:18]] == [t["gcd"] for t in told]
+
+
+# --- 5: devices, names, neighbours
+
+
+@pytest.mark.slow
+def test_two_jobs_on_one_host_one_that_sees_all_devices(rig, reference, tmp_path):
+    """Both nodes are this host. One job sees a device a rank, the other all of them."""
+    flags = [*TRAIN, *HYBRID, "--steps", "3"]
+    cases = [Case(rig, tmp_path / name) for name in ("one", "all")]
+    jobs = []
+    for case, machine in zip(cases, ("frontier", "slurm"), strict=True):
+        jobs.append(case.submit(*flags, sbatch=("-N1",), MACHINE=machine, TASKS_PER_NODE="2"))
+    for job in jobs:
+        rig.wait(job, "RUNNING", 30)
+    for job in jobs:
+        rig.wait(job, "COMPLETED", 120)
+    seen = [[(c.folder / f"devices.{rank}").read_text() for rank in range(2)] for c in cases]
+    assert seen == [["4\n", "5\n"], ["none\n", "none\n"]]  # none hidden: all are seen
+    for case in cases:
+        assert losses(case.out) == pytest.approx(reference, rel=1e-5)
+
+
+def test_names_that_do_not_resolve(case):
+    """Node names never do here; if not even the host knows its own, its first address is taken."""
+    with pytest.raises(OSError):
+        socket.getaddrinfo(node_name(1), 1)
+    lost = '() { if [ "$1" = -i ]; then return 1; fi; echo "10.1.2.3 10.9.9.9 "; }'
+    case.stands_in(CUT.format(case.out))
+    job = case.submit(AGAIN="no", **{"BASH_FUNC_hostname%%": lost})
+    case.rig.wait(job, "COMPLETED", 60)
+    assert "10.1.2.3:3442, NCCL_NET OFI, OMP 1" in case.rig.output(job)
+
+
+def test_what_a_plain_cluster_gets(case):
+    case.stands_in(CUT.format(case.out))
+    job = case.submit(MACHINE="slurm", AGAIN="no", sbatch=("-N1",), OMP_NUM_THREADS="")
+    case.rig.wait(job, "COMPLETED", 60)
+    output = case.rig.output(job)
+    assert f":{20000 + job}, NCCL_NET unset, OMP 7" in output and "1 x 8 ranks" in output
+    assert case.asked() == []  # no modules
+
+
+def test_a_single_node_of_frontier_uses_no_plugin(case):
+    case.stands_in(CUT.format(case.out))
+    job = case.submit(sbatch=("-N1",), AGAIN="no")
+    case.rig.wait(job, "COMPLETED", 60)
+    assert "NCCL_NET Socket" in case.rig.output(job)
+
+
+# --- the rig itself
+
+
+def test_two_rigs_at_once_and_nothing_left_when_a_test_fails():
+    with pytest.raises(ZeroDivisionError), Rig() as one, Rig() as two:
+        assert one.run("sinfo") and two.run("sinfo")
+        one.sbatch("-N2", "--wrap", "srun sleep 100")
+        two.sbatch("-N2", "--wrap", "srun sleep 100")
+        while not (len(processes(one.root)) > 8 and len(processes(two.root)) > 8):
+            time.sleep(0.1)
+        assert 1 // 0
+    assert not processes(one.root) and not processes(two.root)
+
+
+def test_a_rig_ends_when_its_test_is_killed():
+    code = (
+        "import time; from rig import Rig\nwith Rig() as r: print(r.root, flush=1); time.sleep(99)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+        env=clean_environment() | {"PYTHONPATH": str(ROOT / "tests" / "slurm")},
+    ) as test:  # fmt: skip
+        assert test.stdout
+        root = Path(test.stdout.readline().strip())
+        assert len(processes(root)) > 4
+        test.kill()
+    deadline = time.monotonic() + 20
+    while processes(root):
+        assert time.monotonic() < deadline, processes(root)
+        time.sleep(0.1)
+    shutil.rmtree(root)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the other tests run as an ordinary user already")
+def test_an_ordinary_user_can_have_a_rig():
+    with Rig(as_user="nobody") as rig:
+        (rig.root / "train_fsdp.py").touch()
+        python = rig.root / "python"
+        python.write_text(STAND_IN % f"id -un; touch {rig.root}/done")
+        python.chmod(0o755)
+        job = rig.sbatch(
+            "-N2", "-o", f"{rig.root}/out", LAUNCH, "--out", str(rig.root), cwd=rig.root,
+            env={**STUBS, "ASKED": "/dev/null", "PYTHON": str(python)},
+        )  # fmt: skip
+        rig.wait(job, "COMPLETED", 60)
+        assert "\nnobody\n" in rig.output(job) and "finished" in rig.output(job)

@@ -4,9 +4,9 @@
 
 Needs Debian's packages slurmctld, slurmd, slurm-client and munge, no system service and no root. It
 ends when its standard input does, so also when the test that started it is killed. FOLDER is new or
-empty; ports are found free, so any number of rigs run beside each other.
+empty, its path short; ports are found free, so any number of rigs run beside each other.
 
-    with Rig(folder) as rig:
+    with Rig() as rig:
         job = rig.sbatch("-N2", "job.sh")
         rig.wait(job, "COMPLETED", 60)
 """
@@ -20,10 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+LONGEST = 50  # characters of the folder: steps make sockets below it, whose paths Linux limits
 HERE = Path(__file__).resolve().parent
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # where daemons are, for ordinary users too
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "sbcast", "scontrol", "squeue")
@@ -48,33 +50,43 @@ def clean_environment() -> dict[str, str]:
 
 
 class Rig:
-    """A running rig; a context manager. Raises RuntimeError with the daemons' logs if it fails."""
+    """A running rig; a context manager. Raises RuntimeError with the daemons' logs if it fails.
 
-    def __init__(self, root: Path, nodes: int = 2) -> None:
-        self.root, self.nodes = root.resolve(), nodes
-        self.environ = clean_environment() | {"SLURM_CONF": str(self.root / "slurm.conf")}
+    `nodes` counts the nodes; `as_user` (root only) is the name of whom the daemons run as.
+    """
+
+    def __init__(self, nodes: int = 2, as_user: str = "") -> None:
+        self.nodes, self.as_user = nodes, as_user
 
     def __enter__(self) -> "Rig":
+        self.root = Path(tempfile.mkdtemp(prefix="rig")).resolve()  # short, see LONGEST
+        self.environ = clean_environment() | {"SLURM_CONF": str(self.root / "slurm.conf")}
+        command = [sys.executable, str(HERE / "rig.py"), str(self.root), str(self.nodes)]
+        if self.as_user:  # with its own Python: ours may lie where that user may not look
+            shutil.chown(self.root, self.as_user)
+            command = ["runuser", "-u", self.as_user, "--", "/usr/bin/python3", *command[1:]]
         self.server = subprocess.Popen(
-            [sys.executable, str(HERE / "rig.py"), str(self.root), str(self.nodes)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=clean_environment(), start_new_session=True,  # Ctrl-C is for the test alone
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, env=clean_environment(), start_new_session=True,  # Ctrl-C is for the test
         )  # fmt: skip
         assert self.server.stdout
         if not self.server.stdout.readline().startswith("Slurm is up"):
-            text = self.server.stdout.read()
-            self.server.wait()
+            text = self.server.communicate("")[0]
+            shutil.rmtree(self.root, ignore_errors=True)
             raise RuntimeError(f"the rig did not start:\n{text}")
         return self
 
     def __exit__(self, *_: object) -> None:
         self.server.communicate("")  # its input ends, and so does the rig
         left = processes(self.root)
+        shutil.rmtree(self.root, ignore_errors=True)
         assert not left, f"left running: {left}"
 
     def run(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None,
             seconds: float = 30) -> str:  # fmt: skip
         """What a command that talks to this Slurm prints; RuntimeError if it fails."""
+        if self.as_user:
+            command = ("runuser", "-u", self.as_user, "--", *command)
         done = subprocess.run(
             command, env=self.environ | dict(env or {}), cwd=cwd, capture_output=True, text=True,
             timeout=seconds, stdin=subprocess.DEVNULL,
@@ -243,10 +255,15 @@ def main() -> int:
         return 2
     root, nodes = Path(sys.argv[1]).resolve(), int(sys.argv[2]) if len(sys.argv) == 3 else 2
     root.mkdir(parents=True, exist_ok=True)
-    if missing() or any(root.iterdir()) or re.search(r"[\s#]", str(root)):
-        why = f"{missing()} not installed" if missing() else f"{root} is not empty, or has spaces"
-        print(f"rig.py: error: {why}", flush=True)
-        return 1
+    for wrong, why in (
+        (missing(), f"not installed: {missing()}"),
+        (any(root.iterdir()), f"{root} is not empty"),
+        (re.search(r"[\s#]", str(root)), f"{root} has a space or # in it"),
+        (len(str(root)) > LONGEST, f"{root} is longer than {LONGEST} characters"),
+    ):
+        if wrong:
+            print(f"rig.py: error: {why}", flush=True)
+            return 1
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # through the `finally` above
     try:
