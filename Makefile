@@ -1,6 +1,7 @@
 # make demo    train on the embedded images with 4 CPU ranks, set-up included
 # make test    lint, types and tests, set-up included
 # make quick   the tests that take seconds
+# make test-slurm    install a Slurm by apt (needs root or sudo), then run the tests that use it
 # PYTHON=python3.12 make demo    choose the Python (3.10 or newer) of a new environment
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_OUT := out/demo
 
-.PHONY: demo test quick lint clean
+.PHONY: demo test quick test-slurm lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/run.ok
@@ -24,6 +25,14 @@ test: $(VENV)/dev.ok lint
 
 quick: $(VENV)/dev.ok
 	$(BIN)/python -m pytest -m "not slow"
+
+# Debian's Slurm is built for several pretended nodes on one host; make test uses it where it is.
+SLURM_PACKAGES := slurmctld slurmd slurm-client munge iproute2 shellcheck
+SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
+test-slurm: $(VENV)/dev.ok
+	@command -v apt-get >/dev/null || { echo "apt-get is missing: install slurmctld, slurmd, slurm-client and munge yourself, then make test" >&2; exit 1; }
+	dpkg -s $(SLURM_PACKAGES) >/dev/null 2>&1 || { $(SUDO) apt-get update && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $(SLURM_PACKAGES); }
+	$(BIN)/python -m pytest tests/test_slurm.py tests/test_network.py
 
 lint: $(VENV)/dev.ok
 	$(BIN)/ruff check .

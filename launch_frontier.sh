@@ -61,11 +61,16 @@ case ${MACHINE:=frontier} in
     *) fail "MACHINE is $MACHINE, but must be frontier or slurm" ;;
 esac
 
+case ${AGAIN:=requeue} in
+    requeue | chain | no) ;;
+    *) fail "AGAIN is $AGAIN, but must be requeue, chain or no" ;;
+esac
+
 set +u # Lmod and conda are not written for it
 for name in $modules; do
     module load "$name" || fail "module load $name failed; not on Frontier: MACHINE=slurm"
 done
-[[ -z $CONDA_ENV ]] || conda activate "$CONDA_ENV" || fail "conda activate $CONDA_ENV failed"
+[[ -z ${CONDA_ENV:-} ]] || conda activate "$CONDA_ENV" || fail "conda activate $CONDA_ENV failed"
 set -u
 
 # The libraries of the cpe that was loaded, which is not the default one.
@@ -73,8 +78,8 @@ set -u
     export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 # RCCL's network; nothing else of RCCL is set: OLCF finds its own choices the best.
 [[ -z ${NCCL_NET:=$net} ]] || export NCCL_NET
-# Rank 0 runs on the first node, as this shell does. Node names need not resolve, addresses do.
 address=$(hostname -i 2>/dev/null || hostname -I || true)
+# Rank 0 runs on the first node, as this shell does. Node names need not resolve, addresses do.
 export MASTER_ADDR=${MASTER_ADDR:-${address%% *}}
 # Where rank 0 listens for the others.
 export MASTER_PORT=$port
@@ -116,9 +121,9 @@ fi
 
 if [[ ${PREFLIGHT:-yes} == yes ]]; then
     if [[ $MACHINE == frontier && ${NCCL_NET} == OFI && -z ${NCCL_NET_PLUGIN:-} ]]; then
-        libraries=$(IFS=: && for dir in ${LD_LIBRARY_PATH:-}; do ls "$dir"; done 2>/dev/null) || true
-        [[ $libraries == *ccl-net*.so* ]] || fail "no plugin librccl-net.so for RCCL: load rccl-net-plugin, or set" \
-            "NCCL_NET=Socket (slow)"
+        libraries=$(IFS=: && for dir in ${LD_LIBRARY_PATH:-}; do ls "$dir"; done 2>/dev/null) || :
+        [[ $libraries == *ccl-net*.so* ]] ||
+            fail "no plugin librccl-net.so for RCCL: load rccl-net-plugin, or set NCCL_NET=Socket"
     fi
     # One process reads the flags; then all ranks look at their places and time a small all-gather.
     srun -N1 -n1 -c"$cores" "${gpu[@]}" "$python" -c \
@@ -154,11 +159,10 @@ fi
 [[ $(newest) == "$before" ]] || idle=0
 echo "$first $(newest) $idle" >"$out/.rounds"
 ((idle < 2)) || fail "$stuck"
-again=${AGAIN:-requeue}
-[[ ${SLURM_JOB_QOS:-} != debug ]] || again=no # chains are not allowed there
-case $again in
+[[ ${SLURM_JOB_QOS:-} != debug ]] || AGAIN=no # chains are not allowed there
+case $AGAIN in
     requeue)
-        say "saved $(newest): requeued"
+        say "newest checkpoint $(newest): requeued"
         scontrol requeue "$SLURM_JOB_ID" || fail "requeue was refused: AGAIN=chain, or submit again"
         ;;
     chain)
@@ -169,10 +173,10 @@ case $again in
         for ((i = 0; i < ${#asked[@]}; i += 2)); do
             [[ ${asked[i + 1]} == *null* ]] || options+=("${asked[@]:i:2}")
         done
-        say "saved $(newest): the next job is"
+        say "newest checkpoint $(newest): the next job is"
         # The next job has another first node.
         FIRST_JOB=$first env -u MASTER_ADDR \
             sbatch -d "afterany:$SLURM_JOB_ID" "${options[@]}" "$0" "$@"
         ;;
-    *) say "saved $(newest), not done: the same sbatch command goes on from there" ;;
+    no) say "newest checkpoint $(newest), not done: the same sbatch command goes on from there" ;;
 esac

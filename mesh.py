@@ -17,6 +17,7 @@ Copy this one file: it needs torch alone.
 """
 
 import argparse
+import math
 import os
 import platform
 import re
@@ -441,10 +442,10 @@ def topology(
 
 
 def time_all_gather(shape: tuple[int, int], device: torch.device, mib: int = 16) -> list[float]:
-    """Seconds that each shard group needs to gather `mib` MiB, all at once; on rank 0. Collective.
+    """Seconds that each shard group needs to gather `mib` MiB, all at once. Collective.
 
     The slowest rank of a group counts, in the middle one of five rounds. What arrives is checked:
-    RuntimeError where it is not what the ranks of the group sent.
+    RuntimeError, on all ranks, where it is not what the ranks of the group sent.
     """
     group = build_mesh(shape, device).get_group("shard")
     members = dist.get_process_group_ranks(group)
@@ -457,14 +458,12 @@ def time_all_gather(shape: tuple[int, int], device: torch.device, mib: int = 16)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         rounds.append(time.perf_counter() - start)
-    arrived = whole.view(shape[1], -1)
-    if not torch.equal(
-        arrived, torch.tensor(members).float().to(device)[:, None].expand_as(arrived)
-    ):
-        raise RuntimeError(f"the all-gather among ranks {some(members)} brought wrong numbers")
-    mine = statistics.median(rounds[2:])
-    every: list[float] = [mine] * dist.get_world_size()
-    dist.gather_object(mine, every if dist.get_rank() == 0 else None)
+    sent = torch.tensor(members, dtype=torch.float32, device=device)[:, None]  # (ranks, 1)
+    right = bool((whole.view(shape[1], -1) == sent).all())
+    every: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(every, statistics.median(rounds[2:]) if right else math.inf)
+    if math.inf in every:
+        raise RuntimeError(f"an all-gather brought wrong numbers to rank {every.index(math.inf)}")
     return [max(every[i : i + shape[1]]) for i in range(0, len(every), shape[1])]
 
 

@@ -163,8 +163,8 @@ def test_two_hosts_by_torchrun(hosts, reference, tmp_path):
         hosts.start(
             host, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HERE}:{PORT}", "--rdzv-id", "mae",
-            "--local-addr", address, "--rdzv-conf", f"is_host={host == 0}", "--", "train_fsdp.py", *TRAIN, "--mode", "hybrid",
-            "--group", "4", "--out", str(tmp_path),
+            "--local-addr", address, "--rdzv-conf", f"is_host={host == 0}", "--",
+            "train_fsdp.py", *TRAIN, "--mode", "hybrid", "--group", "4", "--out", str(tmp_path),
         )  # fmt: skip
     outputs, talked = hosts.finish()
     assert any("mesh 1 x 4 (replicate x shard): 4 ranks on 2 nodes" in text for text in outputs)

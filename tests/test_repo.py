@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -18,23 +19,30 @@ import train_fsdp
 import vit
 
 README = (ROOT / "README.md").read_text()
+FRONTIER = (ROOT / "FRONTIER.md").read_text()
+LAUNCH = (ROOT / "launch_frontier.sh").read_text()
 ALONE = ["vit", "data", "mesh", "shard", "agree", "checkpoint"]
 SCRIPTS = [*ALONE, "flags", "log", "train_fsdp"]
 TREES = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in SCRIPTS}
 
 
-def table(heading: str) -> list[list[str]]:
-    """The cells of the first table under a heading of README, without its head."""
-    section = README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+def table(heading: str, text: str = README) -> list[list[str]]:
+    """The cells of the first table under a heading, without its head."""
+    section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def commands() -> list[str]:
-    """Each command of README's bash blocks on one line, comments removed."""
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    text = "\n".join(blocks).replace("\\\n", " ")
-    return [line.split(" #")[0].strip() for line in text.splitlines() if line.strip()]
+def commands(text: str = README) -> list[str]:
+    """Each command of the bash blocks on one line, comments removed."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.split(" #")[0].strip() for line in lines if line.strip()]
+
+
+def flags_of(command: str) -> list[str]:
+    """What train_fsdp.py gets of a command that starts it or launch_frontier.sh."""
+    return re.split(r"(?:train_fsdp\.py|launch_frontier\.sh)", command, maxsplit=1)[1].split()
 
 
 # --- README
@@ -68,20 +76,21 @@ def test_size_table_is_that_of_the_code():
 def test_file_table_names_every_script_and_only_what_is_there():
     names = [row[0].strip("`") for row in table("The files, in reading order")]
     assert names == ["vit.py", "data.py", "mesh.py", "shard.py", "train_fsdp.py", "flags.py",
-                     "log.py", "agree.py", "checkpoint.py", "examples/tiles/",
+                     "log.py", "agree.py", "checkpoint.py", "launch_frontier.sh", "examples/tiles/",
                      "benchmarks/", "tests/"]  # fmt: skip
     assert all((ROOT / name).exists() for name in names)
-    assert {f"{path.stem}.py" for path in ROOT.glob("*.py")} <= set(names)
+    assert {path.name for path in (*ROOT.glob("*.py"), *ROOT.glob("*.sh"))} <= set(names)
 
 
 def test_commands_of_readme_are_valid():
-    training = [c for c in commands() if "train_fsdp.py" in c]
-    assert len(training) == 3
+    training = [c for c in commands() if "train_fsdp.py" in c or "launch_frontier.sh" in c]
+    assert len(training) == 4
     for command in training:
-        train_fsdp.parse_args(command.split("train_fsdp.py ")[1].split())  # SystemExit if not
+        train_fsdp.parse_args(flags_of(command))  # SystemExit if not
     targets = {c.split()[1] for c in commands() if c.startswith("make ")}
     makefile = (ROOT / "Makefile").read_text()
-    assert targets == {"demo", "test"} and all(f"\n{t}:" in makefile for t in targets)
+    assert targets == {"demo", "test"}
+    assert all(f"\n{t}:" in makefile for t in {*targets, "quick", "test-slurm"})
 
 
 def test_the_single_process_command_of_readme_runs(tmp_path):
@@ -103,14 +112,18 @@ def test_torchrun_needs_the_two_dashes_of_readme(tmp_path):
     assert "error: ambiguous option: --run" in done.stderr
 
 
-def test_messages_of_readme_are_those_of_the_code():
-    """Each piece of a message, split at the dots, stands in some string of the scripts."""
-    strings = [
+def strings_of_scripts() -> list[str]:
+    return [
         node.value
         for tree in TREES.values()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
+
+
+def test_messages_of_readme_are_those_of_the_code():
+    """Each piece of a message, split at the dots, stands in some string of the scripts."""
+    strings = strings_of_scripts()
     rows = [row[0].strip("`") for row in table("When it stops")]
     assert len(rows) == 16
     for message in rows:
@@ -127,6 +140,84 @@ def test_messages_of_readme_are_those_of_the_code():
 def test_readme_stays_short():
     prose = [line for line in README.splitlines() if not line.startswith("|")]
     assert len(" ".join(prose).split()) < 1500
+
+
+# --- launch_frontier.sh and FRONTIER.md
+
+CALLERS = {
+    "LD_LIBRARY_PATH",
+    "CRAY_LD_LIBRARY_PATH",
+    "NCCL_NET_PLUGIN",
+    "TMPDIR",
+}  # not by the user
+OWN = {"FIRST_JOB"}  # passed on from job to job of a chain
+
+
+def test_launch_script_is_clean():
+    subprocess.run(["bash", "-n", "launch_frontier.sh"], cwd=ROOT, check=True)
+    assert os.access(ROOT / "launch_frontier.sh", os.X_OK)
+    assert "\nset -euo pipefail\n" in LAUNCH
+    assert max(map(len, LAUNCH.splitlines())) <= 100
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed: `make test-slurm` installs it")
+    found = subprocess.run(["shellcheck", "launch_frontier.sh", ".ci/run"], cwd=ROOT, text=True,
+                           capture_output=True)  # fmt: skip
+    assert found.returncode == 0, found.stdout
+
+
+def test_each_export_of_the_launch_script_has_its_reason():
+    lines = LAUNCH.splitlines()
+    exports = [i for i, line in enumerate(lines) if "export " in line]
+    assert len(exports) == 5
+    for i in exports:
+        before = lines[i - 2] if lines[i - 1].endswith("||") else lines[i - 1]
+        assert before.startswith("# "), lines[i]
+
+
+def test_variables_of_frontier_md_are_those_of_the_script():
+    read = set(re.findall(r"\$\{([A-Z_]+):?[-=]", LAUNCH))
+    read = {name for name in read if not name.startswith("SLURM_")} - CALLERS - OWN
+    rows = {row[0].strip("`"): row[1].strip("`") for row in table("The variables", FRONTIER)}
+    assert set(rows) == read
+    for name, default in rows.items():
+        constant = re.search(rf"\$\{{{name}:?[-=]([a-z0-9]+)\}}", LAUNCH)
+        if constant:
+            assert default == constant[1], name
+
+
+def test_flags_of_frontier_md_are_those_of_the_script():
+    text = " ".join(row[0] for row in table("The flags", FRONTIER))
+    ours = re.findall(r"^#SBATCH (.*)", LAUNCH, re.MULTILINE)
+    assert len(ours) == 8
+    for flag in [*ours, "-A PROJECT", "-C nvme", "-K1", "--gpus-per-task=1"]:
+        assert f"`{flag}`" in text, flag
+    for flag in ("--gpus-per-task=1", "-K1", "${GPU_BIND:-closest}", "${GPU_BIND:-none}"):
+        assert flag in LAUNCH
+
+
+def test_commands_of_frontier_md():
+    text = re.sub(r"```bash\n.*?```", "", FRONTIER, flags=re.DOTALL)
+    prose = [" ".join(c.split()) for c in re.findall(r"`([^`]*launch_frontier\.sh -[^`]*)`", text)]
+    starts = [c for c in (*commands(FRONTIER), *prose) if "train_fsdp.py -" in c or "sh -" in c]
+    assert len(starts) == 3
+    for command in starts:
+        train_fsdp.parse_args(flags_of(command))  # SystemExit if not
+    first = re.search(r"```bash\n(.*?)```", FRONTIER, re.DOTALL)
+    assert first and len(first[1].strip().splitlines()) <= 6 and "sbatch -A PROJECT" in first[1]
+    for block in re.findall(r"```bash\n(.*?)```", FRONTIER, re.DOTALL):
+        subprocess.run(["bash", "-n"], input=block, text=True, check=True)
+
+
+def test_messages_of_frontier_md_are_those_of_the_code():
+    rows = [row[0].strip("`") for row in table("When it stops", FRONTIER)]
+    assert len(rows) >= 10
+    for message in rows:
+        assert any(message in text for text in (LAUNCH, *strings_of_scripts())), message
+
+
+def test_frontier_md_stays_short():
+    prose = [line for line in FRONTIER.splitlines() if not line.startswith("|")]
+    assert len(" ".join(prose).split()) < 600
 
 
 # --- layout and style

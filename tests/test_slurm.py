@@ -370,6 +370,7 @@ def test_an_environment_that_cannot_be_staged_is_said(case, tmp_path, trouble):
         ),
         ({"MODULES": "rocm/7.1.1"}, "no plugin librccl-net.so for RCCL: load rccl-net-plugin"),
         ({"MACHINE": "summit"}, "MACHINE is summit, but must be frontier or slurm"),
+        ({"AGAIN": "maybe"}, "AGAIN is maybe, but must be requeue, chain or no"),
         ({"SCRIPTS": "/"}, "no train_fsdp.py in /: submit from its folder, or set SCRIPTS"),
     ],
 )
