@@ -280,8 +280,7 @@ def test_a_bad_flag_is_found_by_one_process(case, tmp_path):
 
 def test_a_missing_data_folder_ends_the_job(case):
     job = case.submit(*TRAIN, "--data", "/nowhere/tiles", TASKS_PER_NODE="1")
-    now = case.rig.ended(job, 60)
-    assert (now["JobState"], now["ExitCode"]) == ("FAILED", "2:0")
+    assert case.rig.ended(job, 60)["JobState"] == "FAILED"  # by -K1 not always with rank 0's own 2
     sentence = "train_fsdp.py: error: there is no folder /nowhere/tiles: give --data the folder of"
     assert sentence in case.rig.output(job)
     no_step_hangs(case.rig, job)
