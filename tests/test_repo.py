@@ -138,7 +138,8 @@ def test_messages_of_readme_are_those_of_the_code():
 
 
 def test_readme_stays_short():
-    prose = [line for line in README.splitlines() if not line.startswith("|")]
+    text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    prose = [line for line in text.splitlines() if not line.startswith("|")]
     assert len(" ".join(prose).split()) < 1500
 
 
