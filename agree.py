@@ -213,10 +213,11 @@ class Watchdog:
         while not self.ended.wait(self.interval):
             if self.rank != 0 and self._late() > 10 * self.interval:
                 text = f"rank 0 does not answer rank {self.rank} ({self.where()})"
-                self._leave([self.rank], text)
+                self._leave([], text)
 
     def _mine(self, beat: int) -> list:
-        return [beat, self.place.order, self.place.doing, self.place.step, platform.node()]
+        place, host = self.place, platform.node()
+        return [beat, place.order, place.doing, place.step, host, time.monotonic() - place.since]
 
     def _talk(self) -> None:
         beat = 0
@@ -236,7 +237,7 @@ class Watchdog:
         keys = [f"watchdog/{rank}" for rank in range(self.world_size)]
         there = keys if self.store.check(keys) else [k for k in keys if self.store.check([k])]
         found = dict(zip(there, self.store.multi_get(there), strict=True))
-        never = [0, -1, "starting", None, "a host not known"]
+        never = [0, -1, "starting", None, "a host not known", 0.0]
         return [json.loads(found[k]) if k in found else never for k in keys]
 
     def _judge(self, beat: int) -> None:
@@ -252,7 +253,8 @@ class Watchdog:
             return
         slowest = min(after[r][1] for r in alive)
         behind = silent or [r for r in alive if after[r][1] == slowest]
-        text = f"nothing has moved for {time.monotonic() - self.place.since:.0f} s: "
+        seconds = max(after[r][5] for r in (alive if silent else behind))
+        text = f"nothing has moved for {seconds:.0f} s: "
         if len(behind) == self.world_size:
             text += f"all ranks wait for each other ({_where(after[0])})"
         else:
@@ -284,5 +286,5 @@ class Watchdog:
 
 
 def _where(place: list) -> str:
-    _, _, doing, step, host = place
+    _, _, doing, step, host, _ = place
     return f"{doing}{'' if step is None else f' in step {step + 1}'}, on {host}"

@@ -368,8 +368,6 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     except (RuntimeError, OSError) as error:
         complain(f"rank {ranks.rank} of {world} found no others: {str(error).splitlines()[0]}")
         return 1
-    gloo: Any = dist.new_group(backend="gloo")  # for checkpoints: nothing is gathered on a GPU
-    dist.barrier(gloo)  # connects the ranks now: later, one that dies meanwhile is waited for
     log = Log(None)
 
     def give_up(text: str) -> None:
@@ -380,6 +378,8 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         ranks.rank, world, ranks.init, seconds=args.timeout, patience=PATIENCE,
         folder=os.path.join(args.out, "stalled"), give_up=give_up,
     )  # fmt: skip
+    gloo: Any = dist.new_group(backend="gloo")  # for checkpoints: nothing is gathered on a GPU
+    dist.barrier(gloo)  # connects the ranks now: later, one that dies meanwhile is waited for
 
     def leave(status: int) -> int:
         watch.stop()

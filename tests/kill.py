@@ -30,9 +30,9 @@ import checkpoint  # noqa: E402
 ARGV = (
     f"--model tiny --img-size 32 --data {ROOT}/examples/tiles/train --global-batch 12 "
     "--steps 100000 --log-every 1 --save-every 3 --precision fp32 --device cpu --workers 1 "
-    "--clip 1 --blr 1e-2 --timeout 8"
+    "--clip 1 --blr 1e-2 --timeout 12"
 ).split()
-STOPPED = 12  # seconds, past that timeout
+STOPPED = 16  # seconds, past that timeout
 MODES = ["ddp", "zero1"] + [
     f"{mode} --fsdp {fsdp}"
     for fsdp in (1, 2)
