@@ -14,6 +14,7 @@ import json
 import operator
 import os
 import pickle
+import random
 import resource
 import signal
 import socket
@@ -63,9 +64,11 @@ class Result:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below what the system hands out: nobody is given it while the ranks still import torch."""
+    while True:
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", random.SystemRandom().randrange(20000, 32000)))
+            return s.getsockname()[1]
 
 
 def processes_of(group: int) -> list[str]:

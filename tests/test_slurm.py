@@ -79,7 +79,7 @@ class Case:
         self.environ = {
             **STUBS, "ASKED": str(folder / "asked"), "SEEN": str(folder),
             "PYTHON": str(self.python), "REAL_PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
-            "PREFLIGHT": "no",
+            "PREFLIGHT": "no", "MASTER_PORT": str(free_port()),  # "": the script's own
         }  # fmt: skip
         self.runs(SEEN)
 
@@ -440,7 +440,8 @@ def test_a_chain_of_jobs(case):
     """AGAIN=chain: the next job has the same flags, limits and place, and waits for this one."""
     case.stands_in(f"[ -e {case.out}/latest ] && touch {case.out}/done; {CUT.format(case.out)}")
     job = case.submit("--model", "tiny", sbatch=("-N2", "-t", "7", "-C", "nvme", "-J", "chained"),
-                      AGAIN="chain", TASKS_PER_NODE="4")  # fmt: skip
+                      AGAIN="chain", TASKS_PER_NODE="4", MASTER_PORT="",
+                      **{"BASH_FUNC_hostname%%": "() { echo 10.0.0.$SLURM_JOB_ID; }"})  # fmt: skip
     case.rig.wait(job, "COMPLETED", 60)
     case.rig.wait(job + 1, "COMPLETED", 60)
     with pytest.raises(RuntimeError, match="Invalid job id"):
@@ -450,7 +451,9 @@ def test_a_chain_of_jobs(case):
         assert jobs[0][name] == jobs[1][name], name
     rounds = [re.findall(r"a round: (.*)", Path(str(case.folder / f"output-{job}")).read_text()),
               re.findall(r"a round: (.*)", Path(jobs[1]["StdOut"]).read_text())]  # fmt: skip
-    assert rounds[0] == rounds[1] != []
+    for number, one in zip((job, job + 1), rounds, strict=True):  # each has a first node of its own
+        assert len(one) == 1 and f", 10.0.0.{number}:3442, NCCL_NET OFI, OMP 1" in one[0]
+        assert "--model tiny --out" in one[0]
     Path(jobs[1]["StdOut"]).unlink()
 
 
@@ -500,7 +503,8 @@ def test_two_jobs_on_one_host_one_that_sees_all_devices(rig, reference, tmp_path
     cases = [Case(rig, tmp_path / name) for name in ("one", "all")]
     jobs = []
     for case, machine in zip(cases, ("frontier", "slurm"), strict=True):
-        jobs.append(case.submit(*flags, sbatch=("-N1",), MACHINE=machine, TASKS_PER_NODE="2"))
+        jobs.append(case.submit(*flags, sbatch=("-N1",), MACHINE=machine, TASKS_PER_NODE="2",
+                                MASTER_PORT=""))  # fmt: skip
     for job in jobs:
         rig.wait(job, "RUNNING", 30)
     for job in jobs:
@@ -517,14 +521,15 @@ def test_names_that_do_not_resolve(case):
         socket.getaddrinfo(node_name(1), 1)
     lost = '() { if [ "$1" = -i ]; then return 1; fi; echo "10.1.2.3 10.9.9.9 "; }'
     case.stands_in(CUT.format(case.out))
-    job = case.submit(AGAIN="no", **{"BASH_FUNC_hostname%%": lost})
+    job = case.submit(AGAIN="no", MASTER_PORT="", **{"BASH_FUNC_hostname%%": lost})
     case.rig.wait(job, "COMPLETED", 60)
     assert "10.1.2.3:3442, NCCL_NET OFI, OMP 1" in case.rig.output(job)
 
 
 def test_what_a_plain_cluster_gets(case):
     case.stands_in(CUT.format(case.out))
-    job = case.submit(MACHINE="slurm", AGAIN="no", sbatch=("-N1",), OMP_NUM_THREADS="")
+    job = case.submit(MACHINE="slurm", AGAIN="no", sbatch=("-N1",), OMP_NUM_THREADS="",
+                      MASTER_PORT="")  # fmt: skip
     case.rig.wait(job, "COMPLETED", 60)
     output = case.rig.output(job)
     assert f":{20000 + job}, NCCL_NET unset, OMP 7" in output and "1 x 8 ranks" in output
