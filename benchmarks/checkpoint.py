@@ -4,11 +4,12 @@
     python benchmarks/checkpoint.py --model base --repeat 5
 
 No training: parameters and AdamW moments get cheap values, which are compared after each load. The
-plain side is the least that moves the same bytes: each rank one file, large blocks, one fsync.
-Both sides write to the same folder, in turns, and each read is from the disk: before it the pages
-of all files are dropped (fsync, then POSIX_FADV_DONTNEED). A load is made by fresh processes, which
-have the sharded model and an optimizer without states, as at a resume; its memory is the kernel's
-high-water mark, in which files' cached pages do not count.
+plain side is the least that moves the same bytes: each rank one file, one fsync, and memory to read
+it into. Both sides use the same folder, in turns, and every reading is from the disk: before it the
+pages of all files are dropped (fsync, then POSIX_FADV_DONTNEED). Each reading, of both sides, is
+made by new processes: memory that was used before is faster than memory that was not. Before a load
+they have the sharded model and an optimizer without states, as at a resume; its memory is the
+kernel's high-water mark of the process, in which cached pages of files do not count.
 """
 
 import argparse
@@ -118,13 +119,14 @@ def plain_write(path: Path, tensors: list[Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-def plain_read(path: Path) -> int:
-    """Read a file through one block of memory; its bytes."""
-    size, block = 0, bytearray(BLOCK)
+def plain_read(path: Path, memory: memoryview) -> None:
+    """Read a file into memory that is as long."""
+    done = 0
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            size += count
-    return size
+        while count := file.readinto(memory[done : done + BLOCK]):
+            done += count
+    if done != len(memory):
+        raise RuntimeError(f"{path} has {done} bytes, not {len(memory)}")
 
 
 def drop_pages(folder: Path) -> None:
@@ -154,13 +156,13 @@ def give_back() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds from the first rank's start to the last rank's end, and this rank's result."""
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds from the first rank's start to the last rank's end."""
     dist.barrier()
     start = time.perf_counter()
-    result = work()
+    work()
     dist.barrier()
-    return time.perf_counter() - start, result
+    return time.perf_counter() - start
 
 
 # ---------------------------------------------------------------------------------------------
@@ -195,28 +197,31 @@ def write(args: argparse.Namespace, folder: Path, turn: int) -> dict[str, Any]:
         for kind in ("save", "plain")[:: 1 if i % 2 == 0 else -1]:
             clean(folder / "step_00000001" if kind == "save" else plain)
             work = save if kind == "save" else partial(plain_write, plain, tensors)
-            (saved if kind == "save" else written).append(timed(work)[0])
+            (saved if kind == "save" else written).append(timed(work))
     return {"bytes": size, "save": saved, "plain_write": written}
 
 
-def read(args: argparse.Namespace, folder: Path, turn: int) -> dict[str, Any]:
-    """Load once in this fresh process, and read the plain files before or after."""
+def load(args: argparse.Namespace, folder: Path, turn: int) -> dict[str, Any]:
+    """Load, compare the values, tell what memory it took."""
     model, optimizer = build(args.model, args.fsdp)
     parameters = sum(local(t).nbytes for t in [*model.parameters(), *model.buffers()])
-    found: dict[str, Any] = {}
-    for kind in ("load", "plain")[:: 1 if turn % 2 == 0 else -1]:
-        drop_pages(folder)
-        if kind == "plain":
-            path = folder / f"plain{dist.get_rank()}"
-            found["plain_read"], found["plain_bytes"] = timed(partial(plain_read, path))
-            continue
-        give_back()
-        forget_peak()
-        before = memory("VmRSS")
-        work = partial(checkpoint.load, folder / "step_00000001", model, optimizer)
-        found["load"], _ = timed(work)
-        found["held"] = memory("VmHWM") - before + parameters
+    give_back()
+    drop_pages(folder)
+    forget_peak()
+    before = memory("VmRSS")
+    work = partial(checkpoint.load, folder / "step_00000001", model, optimizer)
+    seconds = timed(work)
+    found = {"load": seconds, "held": memory("VmHWM") - before + parameters}
     return found | {"wrong": wrong(model, optimizer)}
+
+
+def read(args: argparse.Namespace, folder: Path, turn: int) -> dict[str, Any]:
+    """Read the plain files into memory, a third of which is in use as parameters are at a load."""
+    path = folder / f"plain{dist.get_rank()}"
+    space = torch.empty(path.stat().st_size, dtype=torch.uint8)
+    space[: len(space) // 3].fill_(0)
+    drop_pages(folder)
+    return {"plain_read": timed(partial(plain_read, path, memoryview(space.numpy())))}
 
 
 def rank_main(
@@ -249,13 +254,19 @@ def on_ranks(work: Callable[..., dict[str, Any]], args: argparse.Namespace, fold
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All numbers of one run; RuntimeError where what was loaded is not what was saved."""
     writes = on_ranks(write, args, folder)
-    reads = [on_ranks(read, args, folder, turn) for turn in range(args.repeat)]
-    if bad := sum(rank["wrong"] for ranks in reads for rank in ranks):
-        raise RuntimeError(f"{bad} tensors were loaded with wrong values")
-    size = sum(rank["bytes"] for rank in writes)
-    assert all(sum(rank["plain_bytes"] for rank in ranks) == size for ranks in reads)
     seconds = {kind: writes[0][kind] for kind in ("save", "plain_write")}
-    seconds |= {kind: [ranks[0][kind] for ranks in reads] for kind in ("load", "plain_read")}
+    seconds |= {"load": [], "plain_read": []}
+    most = 0.0  # of a load's memory, by what the rank holds
+    for turn in range(args.repeat):
+        for work in (load, read)[:: 1 if turn % 2 == 0 else -1]:
+            found = on_ranks(work, args, folder, turn)
+            kind = "load" if work is load else "plain_read"
+            seconds[kind].append(found[0][kind])
+            if bad := sum(rank.get("wrong", 0) for rank in found):
+                raise RuntimeError(f"{bad} tensors were loaded with wrong values")
+            for rank, written in zip(found, writes, strict=True):
+                most = max(most, rank.get("held", 0) / written["bytes"])
+    size = sum(rank["bytes"] for rank in writes)
     median = {kind: statistics.median(s) for kind, s in seconds.items()}
     return {
         "model": args.model, "mode": MODE, "fsdp": args.fsdp, "ranks": args.ranks,
@@ -263,8 +274,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             os.sched_getaffinity(0)), "bytes": size, "seconds": seconds,
         "save_ratio": median["save"] / median["plain_write"],
         "load_ratio": median["load"] / median["plain_read"],
-        "memory_ratio": max(r["held"] / w["bytes"] for ranks in reads
-                            for r, w in zip(ranks, writes, strict=True)),
+        "memory_ratio": most,
     }  # fmt: skip
 
 
