@@ -20,6 +20,7 @@ Copy this one file: it needs torch alone.
 import argparse
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -389,17 +390,31 @@ def read_metadata(folder: Path) -> Metadata:
         tensors, places = metadata.state_dict_metadata, metadata.storage_data
         if not (isinstance(tensors, dict) and isinstance(places, dict)):
             raise Damaged(".metadata holds no tables")
+        room = sum(size for size, _ in files.values())
         for name, entry in tensors.items():
             if not isinstance(entry, TensorStorageMetadata):
                 raise Damaged(f"{name} is no tensor but a pickled object")
-            values = sum(chunk.sizes.numel() for chunk in entry.chunks)
-            if values != entry.size.numel():
-                raise Damaged(f"{name} has {values} of {entry.size.numel()} values")
+            # Python's own arithmetic, which does not overflow: what is read here is believed later.
+            values = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if values != math.prod(entry.size):
+                raise Damaged(f"{name} has {values} of {math.prod(entry.size)} values")
             for chunk in entry.chunks:
+                ends = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+                if any(not 0 <= start <= start + n <= size for start, n, size in ends):
+                    raise Damaged(f"{name} has a part that lies outside of it")
                 index = MetadataIndex(name, chunk.offsets)
                 place = places[index].relative_path if index in places else "no file"
                 if not re.fullmatch(r"__\d+_\d+\.distcp", place) or place not in files:
                     raise Damaged(f"{name} lies in {place}, which is no file of this checkpoint")
+                start, length = places[index].offset, places[index].length
+                needed = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+                if not 0 <= start <= start + length <= files[place][0] or needed > length:
+                    raise Damaged(f"{name} does not fit where it should lie in {place}")
+                if getattr(places[index], "transform_descriptors", None):
+                    raise Damaged(f"{name} is compressed or the like, which ours never are")
+                room -= needed
+        if room < 0:
+            raise Damaged(f"{-room} more bytes of tensors than its files have")
     except Damaged as error:
         raise Damaged(f"{folder}: {error}") from None
     except Exception as error:
@@ -411,13 +426,16 @@ def read_metadata(folder: Path) -> Metadata:
 def read_facts(folder: Path) -> dict[str, Any]:
     """The facts of a complete checkpoint; Damaged where they are missing or of another format."""
     try:
+        if (folder / FACTS).exists() and not (folder / FACTS).is_file():
+            raise ValueError("a pipe would be waited for")
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         version = facts["format"]
         whole = [facts["step"], *(number for pair in facts["files"].values() for number in pair)]
-        if not all(type(n) is int for n in whole) or any(
-            len(pair) != 2 for pair in facts["files"].values()
-        ):
+        pairs = facts["files"].values()
+        if not all(type(n) is int and n >= 0 for n in whole) or any(len(p) != 2 for p in pairs):
             raise ValueError("not numbers")
+        if ".metadata" not in facts["files"]:
+            raise ValueError("no index")  # it would be read unchecked
     except FileNotFoundError:
         raise Damaged(f"{folder} is no checkpoint: it has no {FACTS}") from None
     except Exception as error:
@@ -451,8 +469,9 @@ def candidates(folder: str | Path) -> list[Path]:
     """Which checkpoints to try, best first: the one that `latest` names, then by falling step."""
     found = complete(folder)[::-1]
     try:
-        latest = (Path(folder) / "latest").read_text().strip()
-    except OSError:
+        name = Path(folder) / "latest"
+        latest = name.read_text().strip() if name.is_file() else ""  # a pipe would be waited for
+    except (OSError, ValueError):  # the latter: not even text
         latest = ""
     return sorted(found, key=lambda p: p.name != latest)  # a stable sort
 
@@ -550,8 +569,8 @@ def verify(folder: str | Path) -> int:
 def _read_whole(folder: Path, metadata: Metadata, names: list[str]) -> dict[str, Tensor]:
     """Whole tensors by name, without ranks; Damaged where they cannot be read."""
     entries: dict[str, Any] = {name: metadata.state_dict_metadata[name] for name in names}
-    whole = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
     try:
+        whole = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there are no ranks is as it should be
             dcp.load(whole, storage_reader=_Reader(folder, metadata), no_dist=True)

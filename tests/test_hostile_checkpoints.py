@@ -1,0 +1,150 @@
+"""Checkpoints made to make their reader wait, allocate or believe: refused by a sentence."""
+
+import json
+import os
+import resource
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_checkpoint import (  # noqa: F401 - fixtures
+    SHARD,
+    build,
+    copy,
+    edit_facts,
+    edit_metadata,
+    full_parameters,
+    good,
+    one_process,
+    single,
+)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+import checkpoint
+
+NAME = "model.norm.weight"
+
+
+def edit_entry(folder: Path, size, *chunks) -> None:
+    """Let the index claim of one tensor this size, in these (offsets, sizes)."""
+
+    def edit(metadata):
+        parts = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks]
+        entry = metadata.state_dict_metadata[NAME]
+        metadata.state_dict_metadata[NAME] = replace(entry, size=torch.Size(size), chunks=parts)
+
+    edit_metadata(folder, edit)
+
+
+def edit_place(folder: Path, **changes) -> None:
+    """Let the index claim of all that it lies elsewhere."""
+
+    def edit(metadata):
+        for key, place in metadata.storage_data.items():
+            metadata.storage_data[key] = replace(place, **changes)
+
+    edit_metadata(folder, edit)
+
+
+def shared_place(folder: Path) -> None:
+    """A million tensors in the bytes of one: each fits, all of them do not."""
+
+    def edit(metadata):
+        entry, names = metadata.state_dict_metadata, list(metadata.state_dict_metadata)
+        key = next(k for k in metadata.storage_data if k.fqn == "model.blocks.0.mlp.fc1.weight")
+        for i in range(100):
+            entry[f"model.x{i}"] = entry[names[names.index(key.fqn)]]
+            metadata.storage_data[replace(key, fqn=f"model.x{i}")] = metadata.storage_data[key]
+
+    edit_metadata(folder, edit)
+
+
+def pipe(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+
+
+def folder_instead(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    (folder / name).mkdir()
+
+
+def text_of_facts(folder: Path, key: str, text: str) -> None:
+    facts = json.loads((folder / "checkpoint.json").read_text())
+    facts[key] = "HERE"
+    (folder / "checkpoint.json").write_text(json.dumps(facts).replace('"HERE"', text))
+
+
+FACTS = r"checkpoint\.json is not readable"
+ILL = {
+    "a tensor of a petabyte": (lambda f: edit_entry(f, [2**48], ([0], [2**48])), r"does not fit"),
+    "a size that overflows": (lambda f: edit_entry(f, [2**32] * 2, ([0, 0], [2**32] * 2)),
+                              rf"{NAME}"),
+    "negative offset": (lambda f: edit_entry(f, [32], ([-32], [32])), r"a part that lies outside"),
+    "offset beyond": (lambda f: edit_entry(f, [32], ([32], [32])), r"a part that lies outside"),
+    "negative sizes": (lambda f: edit_entry(f, [32], ([0], [-32]), ([0], [64])),
+                       r"outside of it|not readable"),
+    "of other dimensions": (lambda f: edit_entry(f, [32], ([0, 0], [32, 1])), r"not readable"),
+    "place before the file": (lambda f: edit_place(f, offset=-1), r"does not fit"),
+    "place behind the file": (lambda f: edit_place(f, offset=2**62), r"does not fit"),
+    "place of nothing": (lambda f: edit_place(f, length=0), r"does not fit"),
+    "place of negative length": (lambda f: edit_place(f, length=-5), r"does not fit"),
+    "place of no number": (lambda f: edit_place(f, length=float("nan")), r"does not fit"),
+    "compressed": (lambda f: edit_place(f, transform_descriptors=["zstd"]), r"is compressed"),
+    "many in one place": (shared_place, r"more bytes of tensors than its files have"),
+    "pipe as shard": (lambda f: pipe(f, SHARD), r"__0_0\.distcp has no bytes"),
+    "pipe as index": (lambda f: pipe(f, ".metadata"), r"\.metadata has no bytes"),
+    "pipe as facts": (lambda f: pipe(f, "checkpoint.json"), FACTS),
+    "folder as shard": (lambda f: folder_instead(f, SHARD), r"__0_0\.distcp has no bytes"),
+    "folder as facts": (lambda f: folder_instead(f, "checkpoint.json"), FACTS),
+    "index unlisted": (lambda f: edit_facts(f, lambda x: x["files"].pop(".metadata")), FACTS),
+    "negative step": (lambda f: edit_facts(f, lambda x: x.update(step=-1)), FACTS),
+    "step NaN": (lambda f: text_of_facts(f, "step", "NaN"), FACTS),
+    "step 1e400": (lambda f: text_of_facts(f, "step", "1e400"), FACTS),
+    "step true": (lambda f: text_of_facts(f, "step", "true"), FACTS),
+    "files NaN": (lambda f: text_of_facts(f, "files", '{".metadata": [NaN, 0]}'), FACTS),
+    "deep": (lambda f: text_of_facts(f, "x", "[" * 200_000 + "]" * 200_000), FACTS),
+    "step of many digits": (lambda f: text_of_facts(f, "step", "9" * 10_000), FACTS),
+}  # fmt: skip
+
+
+@pytest.fixture
+def small_memory():
+    """No more than 4 GiB of addresses beyond what is in use: a huge allocation fails at once."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    used = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**32, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.parametrize("ill", ILL)
+def test_a_hostile_checkpoint_is_refused_everywhere(ill, copy, single, small_memory, capsys):  # noqa: F811
+    damage, sentence = ILL[ill]
+    damage(copy)
+    model, optimizer = build("full_shard", seed=9)
+    before = full_parameters(model)
+    with pytest.raises(checkpoint.Damaged, match=sentence) as caught:
+        checkpoint.load(copy, model, optimizer)
+    assert str(copy) in str(caught.value) and "\n" not in str(caught.value)
+    assert not optimizer.state
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, before[name]), name
+    for command in (["verify", copy], ["consolidate", copy, copy.parent / "model.pth"]):
+        assert checkpoint.main([str(word) for word in command]) == 1
+        printed = capsys.readouterr()
+        assert printed.err.startswith("checkpoint.py: error: ") and printed.err.count("\n") == 1
+    assert not (copy.parent / "model.pth").exists()
+    assert checkpoint.main(["ls", str(copy.parent)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda p: p.write_bytes(b"\xff\x00")])
+def test_what_is_no_latest_is_not_waited_for(make, copy):  # noqa: F811
+    make(copy.parent / "latest")
+    assert checkpoint.candidates(copy.parent) == [copy]
