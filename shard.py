@@ -110,7 +110,7 @@ def apply(
     mesh: DeviceMesh,
     *,
     block_classes: set[type[nn.Module]],
-    initial_value: InitialValue,
+    initial_value: InitialValue | None,
     device: torch.device,
     fsdp: Literal[1, 2] = 2,
     param_dtype: torch.dtype = torch.bfloat16,
@@ -124,6 +124,8 @@ def apply(
     compile_blocks: bool = False,
 ) -> nn.Module:
     """A model on the meta device -> the same, spread over the mesh, every value initialised.
+
+    With `initial_value` None there is memory but no value in it: fake tensors have none.
 
     The mesh has the dimensions ("replicate", "shard") of `mesh_shape`; each instance of
     `block_classes` becomes a unit of its own, what is left the root unit. Parameters are fp32,
@@ -168,7 +170,8 @@ def apply(
         for buffer in model.buffers():  # parameters are offloaded, tables are not
             buffer.data = buffer.to(device)
         sharded = model
-    check_initialised(sharded)
+    if initial_value is not None:
+        check_initialised(sharded)
     return sharded
 
 
@@ -296,8 +299,9 @@ def original_name(name: str) -> str:
 
 
 def materialize(
-    model: nn.Module, names: dict[nn.Module, str], initial_value: InitialValue, device: torch.device
-) -> None:
+    model: nn.Module, names: dict[nn.Module, str], initial_value: InitialValue | None,
+    device: torch.device,
+) -> None:  # fmt: skip
     """Give a model on the meta device memory on `device` and the values of `initial_value`."""
     for module in model.modules():
         _fill(module, names, initial_value, device)
@@ -305,7 +309,7 @@ def materialize(
 
 @torch.no_grad()
 def _fill(
-    module: nn.Module, names: dict[nn.Module, str], initial_value: InitialValue,
+    module: nn.Module, names: dict[nn.Module, str], initial_value: InitialValue | None,
     device: torch.device,
 ) -> None:  # fmt: skip
     """The same for one module's own parameters and buffers; a DTensor gets its local shard.
@@ -314,6 +318,8 @@ def _fill(
     and the numbers are those of a single process.
     """
     module.to_empty(device=device, recurse=False)
+    if initial_value is None:
+        return
     for leaf, tensor in _tensors(module, recurse=False):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         try:
