@@ -31,11 +31,12 @@ from functools import partial
 from itertools import chain, islice, repeat
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import agree
 import checkpoint
@@ -85,6 +86,16 @@ def train_step(
     Returns this rank's mean loss () and the gradient norm over all parameters (), on the device:
     nothing here waits for it.
     """
+    total = gradients(model, scaler, batches, mask_ratio=mask_ratio, dtype=dtype)
+    norm = update(model, optimizer, finite, scaler, total, step=step, lr=lr, clip=clip, stop=stop)
+    return total, norm
+
+
+def gradients(
+    model: nn.Module, scaler: torch.amp.GradScaler | None,
+    batches: Sequence[tuple[Tensor, Tensor]], *, mask_ratio: float, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Forward and backward of every accumulation step; returns this rank's mean loss ()."""
     total = torch.zeros((), device=batches[0][0].device)
     for i, (images, noise) in enumerate(batches):
         with shard.accumulation(model, last=i == len(batches) - 1):
@@ -93,6 +104,15 @@ def train_step(
             loss = loss / len(batches)
             (scaler.scale(loss) if scaler else loss).backward()
         total += loss.detach()
+    return total
+
+
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, finite: agree.FiniteCheck,
+    scaler: torch.amp.GradScaler | None, total: Tensor, *, step: int, lr: float,
+    clip: float | None, stop: bool = False,
+) -> Tensor:  # fmt: skip
+    """Apply the gradients, unless the ranks find them bad; returns their norm ()."""
     if scaler:
         scaler.unscale_(optimizer)
     norm = shard.clip_grad_norm(model, clip or math.inf)
@@ -103,7 +123,7 @@ def train_step(
     if scaler:
         scaler.update()
     optimizer.zero_grad()
-    return total, norm
+    return norm
 
 
 # ---------------------------------------------------------------------------------------------
@@ -261,7 +281,66 @@ def loop(
 
 
 # ---------------------------------------------------------------------------------------------
-# main
+# What leads to the loop
+
+
+def find_images(folder: str, global_batch: int) -> tuple[data.ImageFiles | None, int, int]:
+    """(files or None for synthetic images, how many, steps an epoch); ValueError where too few."""
+    files = data.scan(folder) if folder != "synthetic" else None
+    images = len(files) if files else data.SYNTHETIC_IMAGES
+    return files, images, data.steps_per_epoch(images, global_batch)
+
+
+def completed(flags: dict[str, Any], images: int, epoch_steps: int) -> dict[str, Any]:
+    """The flags of a run with the numbers that follow from its data."""
+    steps = flags["steps"] or (flags["epochs"] or 0) * epoch_steps or 100
+    warmup = steps // 20 if flags["warmup_steps"] is None else flags["warmup_steps"]
+    return flags | {"steps": steps, "warmup_steps": warmup, "images": images}
+
+
+def blank_model(config: vit.ViTConfig, img_size: int, norm_pix_loss: bool) -> nn.Module:
+    """The model on no device: shapes alone."""
+    with torch.device("meta"):
+        return vit.ViTMAE(config, img_size, norm_pix_loss)
+
+
+def spread(
+    model: nn.Module, grid: DeviceMesh, *, seed: int | None, device: torch.device, mode: str,
+    precision: str, reduce_dtype: str, lr: float, weight_decay: float, **options: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler | None]:  # fmt: skip
+    """A blank model -> sharded and initialised (unless `seed` is None); its optimizer and scaler.
+
+    `options` are shard.apply's.
+    """
+    decay, config = shard.weight_decay_names(model), cast(vit.ViTMAE, model).config
+    values = None if seed is None else partial(vit.initial_value, config, seed=seed)
+    model = shard.apply(
+        model, mode, grid, block_classes={vit.Block}, initial_value=values, device=device,
+        param_dtype=DTYPES[precision], reduce_dtype=DTYPES[reduce_dtype], **options,
+    )  # fmt: skip
+    optimizer = shard.build_optimizer(model, mode, decay, lr=lr, weight_decay=weight_decay)
+    return model, optimizer, shard.build_scaler(model, device, DTYPES[precision])
+
+
+def start_record(
+    chosen: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, device: torch.device,
+    shape: tuple[int, int], *, params: int, lr: float, epoch_steps: int, begin: int, workers: int,
+) -> dict[str, Any]:  # fmt: skip
+    """What this run is: its flags (`chosen`, completed) and what follows from them."""
+    peak, peak_source = mesh.peak_flops(device)
+    return chosen | {
+        "workers": workers, "lr": lr, "begin": begin,
+        "epoch_steps": epoch_steps, "launcher": ranks.launcher,
+        "local_world_size": ranks.local_world_size, "device": device.type,
+        "mesh": {"replicate": shape[0], "shard": shape[1], "tp": 1}, "params": params,
+        "flops_per_image": vit.flops_per_image(config, chosen["img_size"], chosen["mask_ratio"]),
+        "peak_flops_per_rank": peak, "peak_flops_source": peak_source,
+        "host": platform.node(), "versions": versions(),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------
+# Beside the loop
 
 
 def zero_loss(batch: Batch, patch: int, norm_pix: bool) -> Tensor:
@@ -271,11 +350,10 @@ def zero_loss(batch: Batch, patch: int, norm_pix: bool) -> Tensor:
 
 
 def resume(
-    what: str, out: str, model: nn.Module, optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None, flags: dict[str, Any], allow_changes: bool,
-    group: dist.ProcessGroup, say: Callable[[str], None],
+    what: str, out: str, load: Callable[[Path], Any], scaler: torch.amp.GradScaler | None,
+    flags: dict[str, Any], allow_changes: bool, say: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Load a checkpoint, if any is asked for and there, and return its facts, of step 0 if none.
+    """`load` a checkpoint, if any is asked for and there; return its facts, of step 0 if none.
 
     `what` as --resume. `flags` are this run's; those that decide the result must be the
     checkpoint's unless `allow_changes`. ValueError, on all ranks, where that is not so or a named
@@ -297,7 +375,7 @@ def resume(
             }
             decisive = [] if allow_changes else [changed[key] for key in RESULT if key in changed]
             if not decisive:
-                checkpoint.load(path, model, optimizer, group=group)
+                load(path)
         except ValueError as error:
             if not auto:
                 raise
@@ -336,6 +414,10 @@ def lost_a_rank(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
+# ---------------------------------------------------------------------------------------------
+# main
+
+
 def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int:
     """One run; returns the exit status: 0 done or stopped by a signal, 1 failed, 2 refused.
 
@@ -362,6 +444,21 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
             raise ValueError(f"--mask-ratio {args.mask_ratio} removes no patch: nothing to learn")
     except ValueError as error:
         return refuse(str(error))
+
+    # what is known now; the model, whenever it is asked for
+    lr, dtype = args.blr * global_batch / 256, DTYPES[args.precision]
+    flags = vars(args) | {
+        "group": group, "batch": local_batch, "global_batch": global_batch, "world_size": world,
+    }  # fmt: skip
+    build = partial(
+        spread, seed=args.seed, device=device, mode=args.mode, precision=args.precision,
+        reduce_dtype=args.reduce_dtype, lr=lr, weight_decay=args.weight_decay, fsdp=args.fsdp or 2,
+        prefetch=args.prefetch or "backward_pre", forward_prefetch=args.forward_prefetch,
+        limit_all_gathers=bool(args.limit_all_gathers), cpu_offload=args.cpu_offload,
+        bucket_cap_mb=args.bucket_cap_mb, ac=args.ac, compile_blocks=args.compile,
+    )  # fmt: skip
+
+    # the ranks find each other
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that the watchdog may dump
     try:
         mesh.init_ranks(ranks, device, timeout_minutes=PATIENCE * args.timeout / 60)
@@ -389,10 +486,8 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
 
     # what rank 0 does for all: list the images, open the log
     try:
-        real = args.data != "synthetic"
-        files = agree.together(partial(data.scan, args.data)) if real else None
-        images = len(files) if files else data.SYNTHETIC_IMAGES
-        epoch_steps = data.steps_per_epoch(images, global_batch)
+        scan = partial(find_images, args.data, global_batch)
+        files, images, epoch_steps = agree.together(scan)
         log = open_log(args.out, ranks.rank)
         for line in mesh.topology(ranks, device, shape, os.environ):
             log.say(line)
@@ -402,37 +497,20 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         return leave(2)
 
     # model on no device, then sharded and initialised; optimizer
-    with torch.device("meta"):
-        model: nn.Module = vit.ViTMAE(config, args.img_size, args.norm_pix_loss)
-    params, decay = sum(p.numel() for p in model.parameters()), shard.weight_decay_names(model)
-    lr, dtype = args.blr * global_batch / 256, DTYPES[args.precision]
+    chosen = completed(flags, images, epoch_steps)
+    steps = chosen["steps"]
+    model = blank_model(config, args.img_size, args.norm_pix_loss)
+    params = sum(p.numel() for p in model.parameters())
     finite = agree.FiniteCheck(device, args.max_skips)
-    steps = args.steps or (args.epochs or 0) * epoch_steps or 100
-    warmup = steps // 20 if args.warmup_steps is None else args.warmup_steps
-    chosen = vars(args) | {
-        "group": group, "warmup_steps": warmup, "steps": steps, "batch": local_batch,
-        "global_batch": global_batch, "images": images, "world_size": world,
-    }  # fmt: skip
     train, save, begin, saver = None, None, 0, None
     if args.run != "io":
-        model = shard.apply(
-            model, args.mode, mesh.build_mesh(shape, device), block_classes={vit.Block},
-            initial_value=partial(vit.initial_value, config, seed=args.seed), device=device,
-            fsdp=args.fsdp or 2, param_dtype=dtype, reduce_dtype=DTYPES[args.reduce_dtype],
-            prefetch=args.prefetch or "backward_pre", forward_prefetch=args.forward_prefetch,
-            limit_all_gathers=bool(args.limit_all_gathers), cpu_offload=args.cpu_offload,
-            bucket_cap_mb=args.bucket_cap_mb, ac=args.ac, compile_blocks=args.compile,
-        )  # fmt: skip
-        optimizer = shard.build_optimizer(
-            model, args.mode, decay, lr=lr, weight_decay=args.weight_decay
-        )
-        scaler = shard.build_scaler(model, device, dtype)
+        model, optimizer, scaler = build(model, mesh.build_mesh(shape, device))
         train = partial(train_step, model, optimizer, finite, scaler,
                         mask_ratio=args.mask_ratio, clip=args.clip, dtype=dtype)  # fmt: skip
     if args.run == "real":
         try:
-            facts = resume(args.resume, args.out, model, optimizer, scaler, chosen,
-                           args.allow_changes, gloo, log.say)  # fmt: skip
+            load = partial(checkpoint.load, model=model, optimizer=optimizer, group=gloo)
+            facts = resume(args.resume, args.out, load, scaler, chosen, args.allow_changes, log.say)
         except (ValueError, RuntimeError) as error:
             if ranks.rank == 0:
                 complain(str(error))
@@ -457,24 +535,17 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     batches = repeat(first[0]) if args.run == "syn" else chain(first, batches)
 
     # what this run is
-    flops = vit.flops_per_image(config, args.img_size, args.mask_ratio)
-    peak, peak_source = mesh.peak_flops(device)
-    start = chosen | {
-        "workers": workers, "lr": lr, "begin": begin,
-        "epoch_steps": epoch_steps, "launcher": ranks.launcher,
-        "local_world_size": ranks.local_world_size, "device": device.type,
-        "mesh": {"replicate": shape[0], "shard": shape[1], "tp": 1}, "params": params,
-        "flops_per_image": flops, "peak_flops_per_rank": peak, "peak_flops_source": peak_source,
-        "host": platform.node(), "versions": versions(),
-    }  # fmt: skip
+    start = start_record(chosen, config, ranks, device, shape, params=params, lr=lr,
+                         epoch_steps=epoch_steps, begin=begin, workers=workers)  # fmt: skip
     log.write("start", **start)
     for line in describe(start):
         log.say(line)
 
     # loop
     job = Job(device, world, range(begin, steps), args.log_every, args.save_every, global_batch,
-              epoch_steps * global_batch, flops, peak)  # fmt: skip
-    lr_of = partial(learning_rate, steps=steps, warmup=warmup, peak=lr)
+              epoch_steps * global_batch, start["flops_per_image"],
+              start["peak_flops_per_rank"])  # fmt: skip
+    lr_of = partial(learning_rate, steps=steps, warmup=chosen["warmup_steps"], peak=lr)
     name_of = files.path if files else "synthetic image {}".format
     try:
         end = loop(job, batches, log, train, finite, lr_of, save, lambda: bool(received),
