@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -147,14 +147,31 @@ def build_parser() -> Parser:
     add("--timeout", type=positive, default=300, metavar="SECONDS",
         help="without progress of a rank, before all end (default 300; four times as long for what "
         "is done for the first time: start-up, compiling, the first save)")  # fmt: skip
+
+    add = parser.add_argument_group("plan").add_argument
+    add("--dry-run", action="store_true",
+        help="play rank 0 of --world-size in one CPU process, without a launcher: check the "
+        "command, step once on tensors without memory, print memory and traffic, train "
+        "nothing")  # fmt: skip
+    add("--world-size", type=positive, metavar="RANKS",
+        help="ranks to pretend, on nodes of 8; `auto` is a GPU then")  # fmt: skip
     return parser
+
+
+def launched(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun, or srun with more than one task, started this process."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
+    in_step = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
+    return "RANK" in environ or (in_step and tasks != "1")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Flags with their defaults; a sentence and exit status 2 where they contradict each other."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+    # a dry run stands on a login node, its job will not
+    will_be = args.dry_run or torch.cuda.is_available()
+    gpu = args.device == "cuda" or (args.device == "auto" and will_be)
     for sentence in flag_errors(args, "cuda" if gpu else "cpu"):
         parser.error(sentence)
     # What has no meaning in this mode stays None, so that the log does not claim it.
@@ -197,6 +214,11 @@ def flag_errors(args: argparse.Namespace, device_type: str) -> Iterator[str]:
         (args.max_skips < 0, "--max-skips must be zero or more"),
         (args.warmup_steps is not None and args.warmup_steps < 0,
          "--warmup-steps must be zero or more"),
+        (args.dry_run and not args.world_size, "--dry-run: of how many ranks? add --world-size"),
+        (args.world_size and not args.dry_run,
+         "--world-size is for --dry-run: a real run has the ranks that its launcher starts"),
+        (args.dry_run and launched(os.environ),
+         "--dry-run pretends its ranks in one process: start it without torchrun or srun"),
         (args.clip == 0, "--clip 0 would stop all learning: leave it out for no clipping"),
     ):  # fmt: skip
         if wrong:

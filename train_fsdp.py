@@ -41,6 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import agree
 import checkpoint
 import data
+import dryrun
 import mesh
 import shard
 import vit
@@ -281,7 +282,7 @@ def loop(
 
 
 # ---------------------------------------------------------------------------------------------
-# What leads to the loop
+# What a real run and a dry run have in common
 
 
 def find_images(folder: str, global_batch: int) -> tuple[data.ImageFiles | None, int, int]:
@@ -415,6 +416,82 @@ def lost_a_rank(error: RuntimeError) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------
+# A dry run
+
+
+def dry_run(
+    flags: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, shape: tuple[int, int],
+    lr: float, build: Callable[..., Any],
+) -> int:  # fmt: skip
+    """The same command up to one step without numbers; prints a plan, trains and writes nothing."""
+    try:
+        with dryrun.pretended_world(ranks.world_size):
+            for line in rehearse(flags, config, ranks, shape, lr, build):
+                print(line, flush=True)
+    except (ValueError, OSError, dryrun.Unsupported) as error:
+        complain(str(error))
+        return 1 if isinstance(error, dryrun.Unsupported) else 2
+    return 0
+
+
+def rehearse(
+    flags: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, shape: tuple[int, int],
+    lr: float, build: Callable[..., Any],
+) -> Iterator[str]:  # fmt: skip
+    """Lines that tell what a real run would be: in the order of `main`, and with its errors."""
+    yield f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks"
+    scan = partial(find_images, flags["data"], flags["global_batch"])
+    files, images, epoch_steps = agree.together(scan)
+    agree.together(partial(dryrun.check_folder, flags["out"]))
+    chosen = completed(flags | {"dry_run": False}, images, epoch_steps)
+    begin, said = 0, list[str]()
+    if flags["run"] == "real":
+        begin = resume(flags["resume"], flags["out"], lambda path: None, None, chosen,
+                       flags["allow_changes"], said.append)["step"]  # fmt: skip
+    yield from said
+
+    blank = partial(blank_model, config, flags["img_size"], flags["norm_pix_loss"])
+    params = sum(p.numel() for p in blank().parameters())
+    start = start_record(chosen, config, ranks, dryrun.CPU, shape, params=params, lr=lr,
+                         epoch_steps=epoch_steps, begin=begin, workers=0)  # fmt: skip
+    yield from describe(start | ({} if flags["device"] == "cpu" else {"device": "a GPU each"}))
+    patches = vit.patch_count(config, flags["img_size"])
+    loader = data.build_loader(
+        files, img_size=flags["img_size"], patches=patches, seed=flags["seed"],
+        global_batch=flags["global_batch"], local_batch=flags["batch"],
+        steps=range(begin, chosen["steps"]), world_size=ranks.world_size,
+        workers=flags["workers"] or 0,
+    )  # fmt: skip
+    yield from dryrun.first_samples(loader, flags["workers"])
+
+    why_not, simulation = dryrun.unsimulated(flags["mode"], flags["fsdp"], flags["run"]), None
+    if why_not is None:
+        simulation = fake_step(flags, blank, build, mesh.build_mesh(shape, dryrun.CPU), patches, lr)
+    yield why_not or "one step of rank 0, simulated" + ", without --compile" * flags["compile"]
+    plan = dryrun.planned(config, chosen)
+    yield from dryrun.report(simulation, plan, shape, flags["cpu_offload"])
+
+
+def fake_step(
+    flags: dict[str, Any], blank: Callable[[], nn.Module], build: Callable[..., Any],
+    grid: DeviceMesh, patches: int, lr: float,
+) -> dryrun.Simulation:  # fmt: skip
+    """`train_step` in its two parts, on tensors without memory."""
+    batch, side = flags["batch"], flags["img_size"]
+
+    def finish(model: nn.Module, optimizer: Any, scaler: Any, total: Tensor) -> Tensor:
+        finite = agree.FiniteCheck(dryrun.CPU)
+        return update(model, optimizer, finite, scaler, total, step=0, lr=lr, clip=flags["clip"])
+
+    return dryrun.simulate(
+        grid, lambda: build(blank(), grid, seed=None, compile_blocks=False),
+        partial(gradients, mask_ratio=flags["mask_ratio"], dtype=DTYPES[flags["precision"]]),
+        finish, [((batch, 3, side, side), torch.uint8), ((batch, patches), torch.float32)],
+        flags["accum"],
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------
 # main
 
 
@@ -428,8 +505,10 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
 
     # ranks and device, and all that can be refused before any rank waits for another
     try:
-        ranks = mesh.read_ranks(os.environ)
-        device, world = mesh.pick_device(args.device, ranks), ranks.world_size
+        pretend = partial(dryrun.pretended_ranks, args.world_size)
+        ranks = pretend() if args.dry_run else mesh.read_ranks(os.environ)
+        device = dryrun.CPU if args.dry_run else mesh.pick_device(args.device, ranks)
+        world = ranks.world_size
         if args.data != "synthetic" and not os.path.isdir(args.data):
             raise ValueError(f"there is no folder {args.data}: give --data the folder of images")
     except (ValueError, RuntimeError) as error:
@@ -457,6 +536,8 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         limit_all_gathers=bool(args.limit_all_gathers), cpu_offload=args.cpu_offload,
         bucket_cap_mb=args.bucket_cap_mb, ac=args.ac, compile_blocks=args.compile,
     )  # fmt: skip
+    if args.dry_run:
+        return dry_run(flags, config, ranks, shape, lr, build)
 
     # the ranks find each other
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that the watchdog may dump

@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text()
 FRONTIER = (ROOT / "FRONTIER.md").read_text()
 LAUNCH = (ROOT / "launch_frontier.sh").read_text()
 ALONE = ["vit", "data", "mesh", "shard", "agree", "checkpoint"]
-SCRIPTS = [*ALONE, "flags", "log", "train_fsdp"]
+SCRIPTS = [*ALONE, "flags", "log", "dryrun", "train_fsdp"]
 TREES = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in SCRIPTS}
 
 
@@ -76,8 +76,8 @@ def test_size_table_is_that_of_the_code():
 def test_file_table_names_every_script_and_only_what_is_there():
     names = [row[0].strip("`") for row in table("The files, in reading order")]
     assert names == ["vit.py", "data.py", "mesh.py", "shard.py", "train_fsdp.py", "flags.py",
-                     "log.py", "agree.py", "checkpoint.py", "launch_frontier.sh", "examples/tiles/",
-                     "benchmarks/", "tests/"]  # fmt: skip
+                     "log.py", "agree.py", "checkpoint.py", "dryrun.py", "launch_frontier.sh",
+                     "examples/tiles/", "benchmarks/", "tests/"]  # fmt: skip
     assert all((ROOT / name).exists() for name in names)
     assert {path.name for path in (*ROOT.glob("*.py"), *ROOT.glob("*.sh"))} <= set(names)
 
@@ -261,7 +261,7 @@ def state():
             torch.distributed.is_initialized(), torch.cuda.is_initialized())
 import torch.distributed.fsdp, torch.distributed.optim, torchvision.transforms
 before = state()
-import vit, data, mesh, shard, agree, checkpoint, flags, log, train_fsdp
+import vit, data, mesh, shard, agree, checkpoint, flags, log, dryrun, train_fsdp
 after = state()
 assert before == after, (before, after)
 """

@@ -78,6 +78,9 @@ NONSENSE = [
     ("--global-batch 9 --accum 2", "does not divide over 1 ranks x 2 accumulation steps: use 8 or"),
     ("--data nowhere", "there is no folder nowhere"),
     ("--keep 0", "'0' is not a whole number above zero"),
+    ("--dry-run", "--dry-run: of how many ranks? add --world-size"),
+    ("--world-size 8", "--world-size is for --dry-run: a real run has the ranks"),
+    ("--dry-run --world-size 0", "'0' is not a whole number above zero"),
     ("--tp 2", "unrecognized arguments: --tp 2"),
 ]
 
@@ -147,7 +150,7 @@ def test_log_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
 def test_help_has_the_groups_of_the_data_flow():
     text = build_parser().format_help()
     headings = re.findall(r"^([a-z, ]+):$", text, re.MULTILINE)
-    wanted = ["model", "sharding", "memory, speed", "data", "optimisation", "output"]
+    wanted = ["model", "sharding", "memory, speed", "data", "optimisation", "output", "plan"]
     assert [h for h in headings if h != "options"] == wanted
     parts = re.split(r"^[a-z, ]+:$", text, flags=re.MULTILINE)[1:]
     in_group = dict(zip(headings, parts, strict=True))
@@ -161,10 +164,11 @@ def test_help_has_the_groups_of_the_data_flow():
                         "--steps --epochs --clip --max-skips --seed",
         "output": "--out --log-every --save-every --async-save --keep --resume --allow-changes "
                   "--timeout",
+        "plan": "--dry-run --world-size",
     }.items():  # fmt: skip
         found = re.findall(r"^  (--[a-z-]+)", in_group[heading], re.MULTILINE)
         assert found == flags.split(), heading
-    for absent in ("--tp", "--dry-run", "--stage-dir", "--profile", "--tensorboard"):
+    for absent in ("--tp", "--stage-dir", "--profile", "--tensorboard"):
         assert absent not in text
 
 

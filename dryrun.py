@@ -1,0 +1,340 @@
+"""The command of a job, stepped once by one CPU process that plays its rank 0, before it is queued.
+
+    python train_fsdp.py --model 15b --mode hybrid --group 4 --dry-run --world-size 512
+
+The ranks are a process group that sends nothing, the tensors have shapes but no memory; flags,
+mesh, wrapping and step are those of the real run. What that shows is what a rank holds at its peak
+and every collective it takes part in. Only FSDP2 runs so: the step of other engines is left out.
+
+All that is private in PyTorch stands in `private_parts`, so that the next version breaks one place.
+"""
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+import mesh
+import shard
+import vit
+
+RANKS_PER_NODE = 8  # of Frontier (GCDs) and of DGX machines
+CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same
+
+# What plan.py calls the parts of memory: the tracker's categories that belong to each.
+PARTS = {
+    "parameters": ("Sharded Param",),
+    "gradients": ("Sharded Grad",),
+    "optimizer": ("OptState",),
+    "unsharded": ("Unsharded Param", "All Gather", "Unsharded Grad", "Reduce Scatter"),
+    "activations": ("Activation", "Temp", "Buffer", "Inputs"),
+}
+ON_HOST = ("parameters", "gradients", "optimizer")  # with --cpu-offload
+# What plan.estimate wants to know, under the names of the flags.
+PLANNED_FLAGS = (
+    "img_size", "mask_ratio", "mode", "group", "fsdp", "world_size", "accum", "precision",
+    "reduce_dtype", "ac", "prefetch", "forward_prefetch", "limit_all_gathers", "cpu_offload",
+    "bucket_cap_mb",
+)  # fmt: skip
+
+
+class Unsupported(RuntimeError):
+    """This version of PyTorch has not what a dry run is made of."""
+
+
+def private_parts() -> SimpleNamespace:
+    """The classes of PyTorch used here that have no public name; Unsupported where one is gone."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from torch.utils._python_dispatch import TorchDispatchMode
+    except ImportError as error:
+        raise Unsupported(
+            f"--dry-run uses parts of PyTorch that are not public, and torch {torch.__version__} "
+            f"has not all of them ({error}): it was written for torch 2.10 to 2.15"
+        ) from None
+    return SimpleNamespace(
+        FakeTensorMode=FakeTensorMode, FSDPMemTracker=FSDPMemTracker, FakeStore=FakeStore,
+        TorchDispatchMode=TorchDispatchMode,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------
+# Pretended ranks
+
+
+def pretended_ranks(world_size: int) -> mesh.Ranks:
+    """Rank 0 of so many, which fill nodes of 8."""
+    return mesh.Ranks(0, world_size, 0, min(RANKS_PER_NODE, world_size), 0, "dry run", {})
+
+
+@contextmanager
+def pretended_world(world_size: int) -> Iterator[None]:
+    """A default process group of so many ranks, of which this is the first; it sends nothing."""
+    parts = private_parts()
+    dist.init_process_group("fake", store=parts.FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def check_folder(path: str) -> None:
+    """The OSError that a run would meet which wants to write below `path`, without writing."""
+    there = Path(path).absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        code = errno.ENOTDIR if there != Path(path).absolute() else errno.EEXIST
+        raise OSError(code, os.strerror(code), path)
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+
+def first_samples(loader: DataLoader[Any], workers: int | None) -> Iterator[str]:
+    """Lines on what rank 0 reads first, of a loader of train_fsdp.py, and with how many workers."""
+    sampler, images = loader.batch_sampler, cast(Any, loader.dataset)
+    first = next(iter(sampler), None) if sampler else None
+    if first is None:
+        yield "no step is left to do"
+        return
+    path = f", {images.files.path(images.index(first[0]))}" if images.files else ""
+    count = "its CPU cores less one, at most 6," if workers is None else workers
+    yield f"rank 0 reads the samples {first[0]} to {first[-1]} first{path}; {count} loader workers"
+
+
+def unsimulated(mode: str, fsdp: int | None, run: str) -> str | None:
+    """Why the step of this mode, engine and --run is not simulated; None where it can be."""
+    if run == "io":
+        return "--run io: no model, no step"
+    if shard.STRATEGIES[mode].fsdp1 is None or fsdp == 1:
+        engine = f"--mode {mode}" if fsdp is None else "--fsdp 1"
+        return f"{engine}: flags, mesh and batch are checked, but only an FSDP2 step is simulated"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# One step
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call: its kind, over which groups, the bytes of the tensor that is whole after it.
+
+    Before it, for a reduce-scatter. `group` is "shard", "replicate" or "world".
+    """
+
+    kind: str
+    group: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What one step of rank 0 showed."""
+
+    peak: dict[str, int]  # bytes by the tracker's categories, at the peak
+    after: dict[str, int]  # the same when backward has ended
+    collectives: list[Collective]  # in their order
+
+
+def simulate(
+    grid: DeviceMesh,
+    build: Callable[[], tuple[nn.Module, torch.optim.Optimizer, Any]],
+    gradients: Callable[..., Tensor],
+    update: Callable[..., Tensor],
+    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    accum: int,
+) -> Simulation:
+    """One step on fake tensors, in a pretended world.
+
+    `build()` -> (model wrapped over `grid`, optimizer, scaler); `gradients(model, scaler, batches)`
+    -> loss is forward and backward, `update(model, optimizer, scaler, loss)` all that follows.
+    `shapes`: (shape, dtype) of each tensor of one accumulation step.
+    """
+    parts, found = private_parts(), list[Collective]()
+    with parts.FakeTensorMode():
+        model, optimizer, scaler = build()
+        batches = [tuple(torch.empty(s, dtype=t) for s, t in shapes) for _ in range(accum)]
+        with counting(grid, found):
+            tracker = _tracker(model)
+            tracker.track_inputs(tuple(batches))
+            with tracker:
+                # it takes a second forward pass for a mistake, unless it forgets the first
+                forget = model.register_forward_pre_hook(
+                    lambda *_: tracker.reset_mod_stats(), prepend=True
+                )
+                loss = gradients(model, scaler, batches)
+                forget.remove()
+                after = _snapshot(tracker, "current")
+            # Not tracked, because under DTensor the tracker counts whole tensors that only their
+            # shapes are taken of; and not stepped, because AdamW's fused step takes no memory but
+            # its states, which are there from the second step on.
+            optimizer.step = lambda *_: None  # type: ignore[assignment, method-assign]
+            update(model, optimizer, scaler, loss)
+        states = {"OptState": optimizer_bytes(model)}
+    return Simulation(_snapshot(tracker, "peak") | states, after | states, found)
+
+
+def _tracker(model: nn.Module) -> Any:
+    """PyTorch's tracker of memory by category, without its peaks of every module: twice as fast."""
+
+    class Tracker(private_parts().FSDPMemTracker):  # type: ignore[misc]
+        memory_tracking: Any
+
+        def _update_peak_stats(self, peak_state: Any) -> None:
+            modules, self.memory_tracking = self.memory_tracking, {}
+            super()._update_peak_stats(peak_state)
+            self.memory_tracking = modules
+
+    return Tracker(model)
+
+
+def _snapshot(tracker: Any, which: str) -> dict[str, int]:
+    """Bytes by category, "current" or "peak"; of the one device there is."""
+    (found,) = tracker.get_tracker_snapshot(which).values()
+    return {category.value: size for category, size in found.items() if category != "Total"}
+
+
+def optimizer_bytes(model: nn.Module) -> int:
+    """Of AdamW on this rank: two moments for each value of its shards, a step for each tensor."""
+    tensors = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return sum(2 * t.numel() * t.element_size() + 4 for t in tensors)
+
+
+def counting(grid: DeviceMesh, found: list[Collective]) -> Any:
+    """A context that adds every collective of this process to `found`."""
+    groups = {str(grid.get_group(name).group_name): name for name in ("shard", "replicate")}
+
+    class Counting(private_parts().TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, given: Any = (), named: Any = None
+        ) -> Any:
+            if DTensor in types:
+                return NotImplemented  # comes back in pieces, as plain tensors
+            result = func(*given, **(named or {}))
+            kind = kind_of(func)
+            if kind:
+                sizes = [_bytes(argument) for argument in [*given, result]]
+                group = groups.get(_group_name(given), "world")
+                found.append(Collective(kind, group, max(sizes)))  # the whole tensor is the larger
+            return result
+
+    return Counting()
+
+
+def kind_of(func: Any) -> str | None:
+    """all_gather, reduce_scatter, all_reduce or broadcast; None for other operations."""
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    name = func.name().partition("::")[2].replace("_", "")
+    for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
+        if name.startswith(kind.replace("_", "")):
+            return kind
+    return None
+
+
+def _bytes(argument: Any) -> int:
+    tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _group_name(given: Sequence[Any]) -> str:
+    """Of the process group among a collective's arguments: an object, or its name as the last."""
+    for argument in given:
+        if isinstance(argument, torch.ScriptObject):
+            return str(dist.ProcessGroup.unbox(argument).group_name)
+    return [argument for argument in given if isinstance(argument, str)][-1]
+
+
+# ---------------------------------------------------------------------------------------------
+# What is told
+
+
+def planned(config: vit.ViTConfig, flags: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The numbers of plan.py for the same command; None where plan.py is not there.
+
+    `flags` are those of train_fsdp.py, completed.
+    """
+    try:
+        import plan
+    except ImportError:
+        return None
+    settings = {name: flags[name] for name in PLANNED_FLAGS}
+    return plan.estimate(config, **settings, local_batch=flags["batch"]).json()
+
+
+def report(
+    simulation: Simulation | None, plan: Mapping[str, Any] | None, shape: tuple[int, int],
+    cpu_offload: bool,
+) -> Iterator[str]:  # fmt: skip
+    """Lines for the terminal: memory by part, collectives; `plan` as plan.py's --json."""
+    yield from _memory_lines(simulation, (plan or {}).get("memory_gib"))
+    if simulation and cpu_offload:
+        host = sum(part_of(simulation.peak, part) for part in ON_HOST)
+        yield f"at the peak {host / 2**30:.3f} GiB of that, {', '.join(ON_HOST)}, are host memory"
+    if simulation:
+        yield from _collective_lines(simulation.collectives, shape)
+    if plan:
+        yield from _planned_lines(plan, simulation)
+
+
+def part_of(memory: Mapping[str, int], name: str) -> int:
+    """Bytes of one of PARTS, or of all: "peak"."""
+    if name == "peak":
+        return sum(memory.values())
+    return sum(memory.get(category, 0) for category in PARTS[name])
+
+
+def _memory_lines(simulation: Simulation | None, plan: Mapping[str, float] | None) -> Iterator[str]:
+    """A row for each part, with its categories below; a column for each source there is."""
+    moments = [simulation.peak, simulation.after] if simulation else []
+    heads = ["at peak", "after backward"] * bool(simulation) + ["planned peak"] * bool(plan)
+    if heads:
+        yield f"{'memory of a rank, GiB':26}" + "".join(f"{head:>16}" for head in heads)
+    for part in [*PARTS, "peak"] if heads else []:
+        sizes = [part_of(moment, part) / 2**30 for moment in moments]
+        sizes += [plan[part]] if plan else []
+        label = "all" if part == "peak" else part
+        yield f"  {label:24}" + "".join(f"{size:16.3f}" for size in sizes)
+        categories = PARTS.get(part, ())
+        for category in categories if moments and len(categories) > 1 else ():
+            cells = [f"{moment.get(category, 0) / 2**30:16.3f}" for moment in moments]
+            yield f"    {category.lower():22}" + "".join(cells)
+
+
+def _collective_lines(collectives: Sequence[Collective], shape: tuple[int, int]) -> Iterator[str]:
+    sizes = {"replicate": shape[0], "shard": shape[1], "world": shape[0] * shape[1]}
+    counts = Counter((c.kind, c.group) for c in collectives)
+    heads = f"{'in groups of':>18}{'count':>8}{'GiB of whole tensors':>24}"
+    yield f"{'collectives of a step':26}{heads}"
+    for (kind, group), count in sorted(counts.items()):
+        size = sum(c.size for c in collectives if (c.kind, c.group) == (kind, group))
+        yield f"  {kind:18}{f'{group}, {sizes[group]}':>24}{count:8}{size / 2**30:24.6f}"
+
+
+def _planned_lines(plan: Mapping[str, Any], simulation: Simulation | None) -> Iterator[str]:
+    found = simulation.collectives if simulation else []
+    kinds = chain(plan["payload_bytes"], (c.kind for c in found))
+    for kind in dict.fromkeys(kinds):  # each once, in this order
+        size, count = plan["payload_bytes"].get(kind, 0), plan["collectives"].get(kind, 0)
+        text = f"  {kind}: planned {count} of {size:,} bytes"
+        if simulation:
+            mine = [c.size for c in found if c.kind == kind]
+            text += f", simulated {len(mine)} of {sum(mine):,}"
+        yield text
