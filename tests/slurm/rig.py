@@ -4,7 +4,7 @@
 
 Needs Debian's packages slurmctld, slurmd, slurm-client and munge, no system service and no root. It
 ends when its standard input does, so also when the test that started it is killed. FOLDER is new or
-empty, its path short; ports are found free, so any number of rigs run beside each other.
+empty, its path short, and goes with the rig; ports are found free: rigs run beside each other.
 
     with Rig() as rig:
         job = rig.sbatch("-N2", "job.sh")
@@ -72,15 +72,13 @@ class Rig:
         assert self.server.stdout
         if not self.server.stdout.readline().startswith("Slurm is up"):
             text = self.server.communicate("")[0]
-            shutil.rmtree(self.root, ignore_errors=True)
             raise RuntimeError(f"the rig did not start:\n{text}")
         return self
 
     def __exit__(self, *_: object) -> None:
         self.server.communicate("")  # its input ends, and so does the rig
-        left = processes(self.root)
-        shutil.rmtree(self.root, ignore_errors=True)
-        assert not left, f"left running: {left}"
+        left = processes(self.root) or (self.root.exists() and self.root)
+        assert not left, f"left over: {left}"
 
     def run(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None,
             seconds: float = 30) -> str:  # fmt: skip
@@ -274,6 +272,8 @@ def main() -> int:
         logs = [f"== {path}\n{path.read_text()[-1500:]}" for path in sorted(root.glob("*.log"))]
         print(f"rig.py: error: {error}", *logs, sep="\n", flush=True)
         return 1
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
     return 0
 
 
