@@ -65,6 +65,13 @@ def warnings(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("warning: step")]
 
 
+def the_error(text: str) -> str:
+    """The one error that a run ended with (DCP of some versions warns of PyTorch's own calls)."""
+    (error,) = [line for line in text.splitlines() if line.startswith("train_fsdp.py: error: ")]
+    assert "Traceback" not in text
+    return error
+
+
 def steps(*numbers: int) -> list[str]:
     return [f"step_{n:08d}" for n in numbers]
 
@@ -116,9 +123,8 @@ def test_a_failure_leaves_the_older_checkpoints_and_a_run_that_ends_in_order(fau
         assert re.search(sentence, line), line
         assert line.startswith(f"warning: step {step} was not saved: "), line
         assert line.endswith("; the run goes on, the older checkpoints are kept"), line
-    assert struck.status == [1, 1] and struck.errors.count("\n") == 1, struck.errors
-    assert re.match("train_fsdp.py: error: step 5 was not saved: ", struck.errors)
-    assert re.search(sentence, struck.errors), struck.errors
+    assert struck.status == [1, 1]
+    assert re.search(f"error: step 5 was not saved: .*{sentence}", the_error(struck.errors))
 
     # what was saved before is good, and the losses know of no failure
     assert resumed.status == [0, 0], resumed.errors
@@ -139,7 +145,7 @@ def test_the_last_save_must_not_fail(name, results):
     out, found = results
     folder, result = out / name, found[name]
     assert result.status == [1, 1] and result.end["reason"] == "save"
-    assert result.errors.count("\n") == 1 and "was not saved" in result.errors
+    assert "was not saved" in the_error(result.errors)
     assert names(folder) == (steps(2, 4) if name == "signal" else steps(2, 4, 6))
     assert not (folder / "done").exists()
     newest = names(folder)[-1]
@@ -168,7 +174,7 @@ def test_a_disk_that_is_full(tmpfs, tmp_path):
     assert failed.status == [1, 1]
     (told,) = warnings(failed.output)
     assert "step 4 was not saved" in told and "[Errno 28] No space left on device" in told
-    assert "step 6 was not saved" in failed.errors and failed.errors.count("\n") == 1
+    assert "step 6 was not saved" in the_error(failed.errors)
     assert "step_00000002 at step 2" in resumed.output and resumed.status == [1, 1]
     assert names(tmpfs) == ["step_00000002"]
     assert checkpoint.verify(tmpfs / "step_00000002") > 0
