@@ -562,8 +562,8 @@ def test_a_single_node_of_frontier_uses_no_plugin(case):
 def test_two_rigs_at_once_and_nothing_left_when_a_test_fails():
     with pytest.raises(ZeroDivisionError), Rig() as one, Rig() as two:
         assert one.run("sinfo") and two.run("sinfo")
-        one.sbatch("-N2", "--wrap", "srun sleep 100")
-        two.sbatch("-N2", "--wrap", "srun sleep 100")
+        one.sbatch("-N2", "-o", "/dev/null", "--wrap", "srun sleep 100")
+        two.sbatch("-N2", "-o", "/dev/null", "--wrap", "srun sleep 100")
         while not (len(processes(one.root)) > 8 and len(processes(two.root)) > 8):
             time.sleep(0.1)
         assert 1 // 0
