@@ -235,13 +235,16 @@ class _Writer(FileSystemWriter):
         files[".metadata"] = self.fs.sums[".metadata.tmp"]
         _write_durably(self.temporary / FACTS, json.dumps(self.facts | {"files": files}, indent=1))
         _sync_folder(self.temporary)
+        gone = []
         if self.final.exists():  # saved again after a resume from an older step
-            shutil.rmtree(self.final)
+            gone.append(_set_aside(self.final))
         self.temporary.rename(self.final)
         _write_durably(self.out / "latest", self.final.name + "\n")
         older = [p for p in complete(self.out) if p.name <= self.final.name]
-        for old in older[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        with suppress(OSError):
+            gone += [_set_aside(old) for old in older[: -self.keep]]
+        for path in gone:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def save(
@@ -334,11 +337,19 @@ class Saver:
         return [problem] if problem else []
 
 
+def _set_aside(checkpoint: Path) -> Path:
+    """Rename what is to be removed: a kill meanwhile must not leave half of it under its name."""
+    aside = checkpoint.with_name(f".{checkpoint.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    return checkpoint.rename(aside)
+
+
 def _clear(folder: Path) -> None:
-    """Remove what was not finished, as far as that can be done: no reason to fail, or to hang."""
+    """Remove what a kill left, as far as that can be done: no reason to fail, or to hang."""
     with suppress(OSError):
-        for unfinished in folder.glob(".step_*.writing"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        for left in folder.glob(".step_*"):
+            if left.suffix in (".writing", ".removed"):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -310,7 +310,7 @@ FAULTS: dict[str, Callable] = {
     "facts": failing("", "_write_durably", lambda path, *_: path.name == "checkpoint.json"),
     "rename": failing("Path", "rename", lambda path, *_: path.name.endswith(".writing")),
     "latest": failing("", "_write_durably", lambda path, *_: path.name == "latest"),
-    "list": failing("Path", "glob", lambda path, pattern: pattern == ".step_*.writing"),
+    "list": failing("Path", "glob", lambda path, pattern: pattern == ".step_*"),
 }
 
 

@@ -640,6 +640,27 @@ def test_keep_counts_steps_and_latest_names_the_newest(finished, tmp_path):
     assert (out / "latest").read_text().strip() == "step_00000008"
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_kill_during_a_removal_leaves_no_half_checkpoint(again, single, tmp_path, monkeypatch):
+    """The oldest of too many, or one of the same step, of which a file is gone already."""
+    model, optimizer = build("full_shard")
+    for step in (1, 2):
+        assert checkpoint.save(str(tmp_path), step, model, optimizer, facts={}) is None
+
+    def killed(path, ignore_errors=False):
+        if Path(path).exists():
+            (Path(path) / "__0_0.distcp").unlink(missing_ok=True)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint.shutil, "rmtree", killed)
+        checkpoint.save(str(tmp_path), 2 if again else 3, model, optimizer, facts={})
+    left = [checkpoint.verify(path) for path in checkpoint.complete(tmp_path)]
+    assert len(left) == 2
+    assert checkpoint.save(str(tmp_path), 4, model, optimizer, facts={}) is None
+    assert names(tmp_path) == [f"step_{s:08d}" for s in ((2, 4) if again else (3, 4))]
+
+
 def test_what_is_no_checkpoint_is_neither_counted_nor_removed(folder):
     for name in ("step_1", "step_00000001.bak", "step_00000000x", "steps"):
         (folder / name).mkdir()
