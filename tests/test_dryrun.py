@@ -55,7 +55,8 @@ CASES = [
     for mode in ("full_shard", "shard_grad_op", "hybrid --group 2", "hybrid_grad_op --group 2",
                  "no_shard")
     for accum in (1, 2)
-] + ["--mode hybrid --group 4 --ac full --reduce-dtype bf16 --prefetch none --clip 1"]  # fmt: skip
+]  # fmt: skip
+CASES += ["--mode full_shard --accum 2 --ac full --reduce-dtype bf16 --prefetch none --clip 1"]
 
 # Each operation: its kind, which argument is the whole tensor, which the group. One that is not
 # here fails the test by its name.
@@ -115,7 +116,7 @@ def test_collectives_are_those_of_a_real_run(tmp_path, monkeypatch):
     every = on_ranks(4, real_collectives, tmp_path)
     assert all(rank == every[0] for rank in every)
     for case, real in zip(CASES, every[0], strict=True):
-        group = 4 if "--mode full" in case or "_op --accum" in case else 1
+        group = 4 if "--mode full" in case or "--mode shard" in case else 1
         group = int(case.split("--group ")[1][0]) if "--group" in case else group
         sizes = {"shard": group, "replicate": 4 // group, "world": 4}
         fake = simulated(4, case, monkeypatch).collectives
