@@ -49,6 +49,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.serialization import get_crc32_options, set_crc32_options
 
 FORMAT = 1  # of the folder; raised when older code could not read it
 FACTS = "checkpoint.json"
@@ -214,6 +215,8 @@ class _Writer(FileSystemWriter):
         self.fs: Any = _Files()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
+        twice = get_crc32_options()
+        set_crc32_options(False)  # of each tensor by torch.save: _Files takes the sum of all
         try:
             future = super().write_data(plan, planner)
         except RuntimeError as error:
@@ -222,6 +225,8 @@ class _Writer(FileSystemWriter):
             while first.__context__:
                 first = first.__context__
             raise (first if isinstance(first, OSError) else error) from None
+        finally:
+            set_crc32_options(twice)
         for name, sums in self.fs.sums.items():
             (self.temporary / f"{name}.sum").write_text(json.dumps(sums))
         return future

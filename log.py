@@ -36,11 +36,15 @@ class Log:
         self.say(f"warning: {text}")
 
     def write(self, event: str, **record: Any) -> None:
+        """A line for log.jsonl; one that the disk refuses waits in memory, training goes on."""
         if self.file:
             clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                      for k, v in record.items()}  # JSON has no NaN  # fmt: skip
-            self.file.write(json.dumps({"event": event, **clean}) + "\n")
-            self.file.flush()
+            try:
+                self.file.write(json.dumps({"event": event, **clean}) + "\n")
+                self.file.flush()
+            except OSError as error:
+                self.warn(f"log.jsonl cannot be written now: {error}")
 
     def step(
         self, step: int, steps: int, *, loss: float | None, norm: Tensor | None, lr: float,

@@ -1,8 +1,10 @@
 """Checkpoints that cannot be written: a warning or an orderly end, no hang, the older one loads."""
 
 import contextlib
+import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from test_train import changed
 
 import checkpoint
 import train_fsdp
+from log import Log
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
 ARGV = changed(SMALL, steps="8", keep="9", mode="full_shard")
@@ -178,6 +181,29 @@ def test_a_disk_that_is_full(tmpfs, tmp_path):
     assert "step_00000002 at step 2" in resumed.output and resumed.status == [1, 1]
     assert names(tmpfs) == ["step_00000002"]
     assert checkpoint.verify(tmpfs / "step_00000002") > 0
+
+
+@linux
+def test_a_log_that_cannot_be_written_waits(tmp_path, capsys):
+    """A file size limit for some lines: the run goes on, and later they are there, each once."""
+    log = open_log_alone(tmp_path)
+    log.write("step", step=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        log.write("step", step=2)
+        log.write("step", step=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.write("step", step=4)
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 2 and "warning: log.jsonl cannot be written now: [Errno 27]" in told[0]
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def open_log_alone(folder: Path) -> Log:
+    return Log(open(folder / "log.jsonl", "a", encoding="utf-8"))
 
 
 @linux
