@@ -14,6 +14,7 @@ from conftest import ROOT
 from PIL import Image
 from ranks import environment, free_port
 
+import plan
 import shard
 import train_fsdp
 import vit
@@ -21,8 +22,8 @@ import vit
 README = (ROOT / "README.md").read_text()
 FRONTIER = (ROOT / "FRONTIER.md").read_text()
 LAUNCH = (ROOT / "launch_frontier.sh").read_text()
-ALONE = ["vit", "data", "mesh", "shard", "agree", "checkpoint"]
-SCRIPTS = [*ALONE, "flags", "log", "dryrun", "train_fsdp"]
+ALONE = ["vit", "data", "mesh", "shard", "agree", "checkpoint", "machines"]
+SCRIPTS = [*ALONE, "flags", "log", "plan", "demand", "dryrun", "train_fsdp"]
 TREES = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in SCRIPTS}
 
 
@@ -76,8 +77,9 @@ def test_size_table_is_that_of_the_code():
 def test_file_table_names_every_script_and_only_what_is_there():
     names = [row[0].strip("`") for row in table("The files, in reading order")]
     assert names == ["vit.py", "data.py", "mesh.py", "shard.py", "train_fsdp.py", "flags.py",
-                     "log.py", "agree.py", "checkpoint.py", "dryrun.py", "launch_frontier.sh",
-                     "examples/tiles/", "benchmarks/", "tests/"]  # fmt: skip
+                     "log.py", "agree.py", "checkpoint.py", "plan.py", "demand.py", "machines.py",
+                     "dryrun.py", "launch_frontier.sh", "examples/published/", "examples/tiles/",
+                     "benchmarks/", "tests/"]  # fmt: skip
     assert all((ROOT / name).exists() for name in names)
     assert {path.name for path in (*ROOT.glob("*.py"), *ROOT.glob("*.sh"))} <= set(names)
 
@@ -138,9 +140,16 @@ def test_messages_of_readme_are_those_of_the_code():
 
 
 def test_readme_stays_short():
-    text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)  # commands and output are no prose
     prose = [line for line in text.splitlines() if not line.startswith("|")]
     assert len(" ".join(prose).split()) < 1500
+
+
+def test_the_plan_of_readme_is_what_is_printed(capsys):
+    section = README.split("\n## Will it fit?")[1].split("\n## ")[0]
+    command, shown = re.findall(r"```(?:bash)?\n(.*?)```", section, re.DOTALL)
+    assert plan.main(command.split()[2:]) == 0
+    assert capsys.readouterr().out == shown
 
 
 # --- launch_frontier.sh and FRONTIER.md
@@ -262,6 +271,7 @@ def state():
 import torch.distributed.fsdp, torch.distributed.optim, torchvision.transforms
 before = state()
 import vit, data, mesh, shard, agree, checkpoint, flags, log, dryrun, train_fsdp
+import machines, demand, plan
 after = state()
 assert before == after, (before, after)
 """
@@ -290,6 +300,14 @@ def test_public_functions_have_docstrings_and_types():
 
 
 JOBS = {
+    "machines": """
+import machines
+frontier = machines.read_machine("frontier")
+where = machines.ring(frontier, 16, 8, 1)
+assert where.share == (0.5, 0.5, 0.0)
+assert machines.wire_bytes("all_reduce", 8.0, 8) == 14.0
+assert machines.collective_seconds(frontier, "all_gather", 1e9, where) > 0.875e9 / 50e9
+""",
     "vit": """
 import torch, vit
 model = vit.ViTMAE(vit.MODELS["tiny"], 32)

@@ -1,0 +1,566 @@
+"""What one step asks of a rank: which collectives, and what is live at each of its moments.
+
+The formulas follow shard.py and vit.py, unit by unit. With n parameters, G ranks in a shard group,
+AdamW and mixed precision, a rank holds (Rajbhandari et al., ZeRO, arXiv 1910.02054, figure 1): 4 n
+bytes of fp32 parameters, 4 n of gradients, 8 n of optimizer states, each whole or divided by G as
+the strategy says; beside them whole parameters of the units in use and the activations, which
+depend on the batch. The peak is the largest sum of what is live at one moment, not the sum of all.
+
+Traffic counts the collectives of parameters and gradients. The gradient norm, the check for bad
+steps and the log send a few numbers each: not counted. Nor are the collectives of one rank.
+
+Memory is that of a CUDA (ROCm) device with flash attention, whose kernels pad the features of a
+head to a multiple of 8. Live tensors are CUDA's max_memory_allocated; `pending_bytes` is freed
+memory that waits for another stream, as FSDP1 leaves it.
+"""
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+import shard
+import vit
+from machines import LINKS, Machine, ring, wire_bytes
+
+GIB = 2**30
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+FP32 = 4  # bytes: parameters, gradients and each of AdamW's two states are kept in it
+
+# ---------------------------------------------------------------------------------------------
+# What is planned
+
+
+@dataclass(frozen=True)
+class Run:
+    """The flags of a run that its memory, traffic and time depend on."""
+
+    config: vit.ViTConfig
+    img_size: int
+    mask_ratio: float
+    mode: str
+    fsdp: int  # engine, 1 or 2; without meaning for ddp and zero1
+    replicate: int
+    shard: int
+    local_batch: int
+    accum: int
+    precision: str
+    reduce_dtype: str
+    ac: str
+    prefetch: str
+    forward_prefetch: bool
+    cpu_offload: bool
+    bucket_cap_mb: float | None
+    encoder_only: bool
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.replicate * self.shard
+
+    @property
+    def engine(self) -> Literal["ddp", "fsdp1", "fsdp2"]:
+        """Who wraps the model."""
+        if shard.STRATEGIES[self.mode].fsdp1 is None:
+            return "ddp"
+        return "fsdp1" if self.fsdp == 1 else "fsdp2"
+
+    @property
+    def reshard(self) -> bool:
+        """Whether whole parameters are freed after forward and gathered again in backward."""
+        return shard.STRATEGIES[self.mode].reshard and (self.engine == "fsdp2" or self.shard > 1)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether FSDP2 gets a mesh of two dimensions and all-reduces over the first."""
+        return self.engine == "fsdp2" and shard.STRATEGIES[self.mode].group != "world"
+
+    @property
+    def autocast(self) -> bool:
+        """Whether low precision comes from autocast over fp32 parameters, as under DDP."""
+        return self.engine == "ddp" and self.precision != "fp32"
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of one number in forward and backward."""
+        return BYTES[self.precision]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered and reduced together: a block, or the root with the rest."""
+
+    name: str
+    part: Literal["root", "encoder", "decoder"]
+    shapes: tuple[tuple[int, ...], ...]  # in the order of the module
+    names: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        """Parameters, without padding."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def padded(self, run: Run) -> int:
+        """Numbers in the full tensor of its collectives.
+
+        FSDP2 pads dim 0 of every parameter to a multiple of the shard group. FSDP1 aligns every
+        parameter of the flat one to 16 bytes of the computing dtype and pads the end to a multiple
+        of the ranks (torch/distributed/fsdp: _fsdp_param.py, _flat_param.py).
+        """
+        if run.engine == "fsdp2":
+            group = run.shard
+            return sum(-(-s[0] // group) * group * math.prod(s[1:]) for s in self.shapes)
+        if run.engine == "ddp":
+            return self.numel
+        total, aligned = 0, 16 // run.compute_bytes
+        for shape in self.shapes:
+            total += -total % aligned + math.prod(shape)
+        ranks = run.shard if run.shard > 1 else run.world_size  # no_shard is padded all the same
+        return total + -total % ranks
+
+
+@lru_cache(maxsize=64)
+def model_units(config: vit.ViTConfig, encoder_only: bool) -> tuple[Unit, ...]:
+    """Root first, then the blocks in the order of forward. On the meta device: no memory."""
+    with torch.device("meta"):
+        model = vit.ViTMAE(config, config.patch)
+    named = [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    if encoder_only:
+        named = [(n, s) for n, s in named if not n.startswith(("decoder", "mask_token"))]
+    by: dict[str, list[tuple[str, tuple[int, ...]]]] = {"root": []}
+    for name, shape in named:
+        top, _, rest = name.partition(".")
+        key = f"{top}.{rest.split('.')[0]}" if top.endswith("blocks") else "root"
+        by.setdefault(key, []).append((name, shape))
+    return tuple(
+        Unit(key, part_of(key), tuple(shape for _, shape in held), tuple(name for name, _ in held))
+        for key, held in by.items()
+    )
+
+
+def part_of(unit: str) -> Literal["root", "encoder", "decoder"]:
+    """Which part of the model a unit belongs to."""
+    return "root" if unit == "root" else "decoder" if unit.startswith("decoder") else "encoder"
+
+
+# ---------------------------------------------------------------------------------------------
+# Traffic
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`count` collectives of one step on full tensors of `payload` bytes."""
+
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+    unit: str
+    payload: int
+    count: int
+    ranks: int  # of its group
+    stride: int  # from one rank of the group to the next
+
+
+def collectives(run: Run) -> list[Collective]:
+    """What a step sends, in the order of units; those of one rank left out."""
+    found = _ddp_collectives(run) if run.engine == "ddp" else _fsdp_collectives(run)
+    return [c for c in found if c.ranks > 1]
+
+
+def _fsdp_collectives(run: Run) -> list[Collective]:
+    """Gather before forward, again before backward where it was freed; reduce after backward.
+
+    The root is not freed in between. With accumulation all of that at every micro-step, but the
+    all-reduce over replicas: FSDP2 sends it once, FSDP1's hybrid every time (shard.accumulation).
+    """
+    found = []
+    reduce_bytes = BYTES[run.reduce_dtype]
+    every_time = run.engine == "fsdp1" and run.shard > 1
+    for unit in model_units(run.config, run.encoder_only):
+        numel = unit.padded(run)
+        gathers = 2 if run.reshard and unit.part != "root" else 1
+        payload = numel * run.compute_bytes
+        found += [
+            Collective("all_gather", unit.name, payload, gathers * run.accum, run.shard, 1),
+            Collective("reduce_scatter", unit.name, numel * reduce_bytes, run.accum, run.shard, 1),
+            Collective(
+                "all_reduce", unit.name, numel // run.shard * reduce_bytes,
+                run.accum if every_time else 1, run.replicate, run.shard,
+            ),
+        ]  # fmt: skip
+    return found
+
+
+def _ddp_collectives(run: Run) -> list[Collective]:
+    """One all-reduce a bucket, at the last micro-step; ZeRO-1 then sends every new parameter.
+
+    The compression hook of a 16-bit reduce dtype sends buckets in that dtype; else they are fp32.
+    """
+    world = run.world_size
+    found = [
+        Collective("all_reduce", f"bucket {i}", numel * BYTES[run.reduce_dtype], 1, world, 1)
+        for i, numel in enumerate(ddp_buckets(run))
+    ]
+    if run.mode == "zero1":
+        for unit in model_units(run.config, run.encoder_only):
+            for shape, count in Counter(unit.shapes).items():
+                payload = math.prod(shape) * FP32
+                found.append(Collective("broadcast", unit.name, payload, count, world, 1))
+    return found
+
+
+def ddp_buckets(run: Run) -> list[int]:
+    """Numbers in each bucket, from its second step on: filled in the order gradients get ready.
+
+    A bucket is full when it has reached its limit: 25 MiB but 1 MiB for the first, so that sending
+    starts early, or `bucket_cap_mb` for all (torch/nn/parallel/distributed.py).
+    """
+    cap = (run.bucket_cap_mb or 25) * 2**20
+    first = cap if run.bucket_cap_mb else 2**20
+    buckets, filled = list[int](), 0
+    for numel in _ready_order(run):
+        filled += numel
+        if filled * FP32 >= (cap if buckets else first):
+            buckets.append(filled)
+            filled = 0
+    return [*buckets, filled] if filled else buckets
+
+
+def _ready_order(run: Run) -> Iterator[int]:
+    """Sizes of the parameters in the order in which backward is done with them.
+
+    The last used come first; of a layer the bias, under autocast the weight, by when its cast is
+    undone. `mask_token` and the decoder's ends stand where they are used, not where defined.
+    """
+    root, *blocks = model_units(run.config, run.encoder_only)
+    named = list(zip(root.names, root.shapes, strict=True))
+    for part, ends in (
+        ("decoder", ("decoder_pred", "decoder_norm")),
+        ("encoder", ("mask_token", "decoder_embed", "norm")),
+        ("", ("cls_token", "patch_embed")),
+    ):
+        for end in ends:
+            layer = [shape for name, shape in named if name.split(".")[0] == end]
+            weight_first = run.autocast and end != "patch_embed"
+            yield from map(math.prod, layer if weight_first else reversed(layer))
+        for unit in reversed([unit for unit in blocks if unit.part == part]):
+            for i in range(len(unit.shapes) - 2, -1, -2):
+                pair = unit.shapes[i : i + 2]
+                yield from map(math.prod, pair if run.autocast else reversed(pair))
+
+
+def link_bytes(run: Run, machine: Machine) -> dict[str, dict[str, float]]:
+    """Bytes that a rank sends in a step, by kind and link: the mean over ranks."""
+    total: dict[str, dict[str, float]] = {}
+    for c in collectives(run):
+        where = ring(machine, run.world_size, c.ranks, c.stride)
+        by = total.setdefault(c.kind, dict.fromkeys(LINKS, 0.0))
+        sent = c.count * wire_bytes(c.kind, c.payload, c.ranks)
+        for link, share in zip(LINKS, where.share, strict=True):
+            by[link] += sent * share
+    return total
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Bytes of activations of one block: B images, T tokens each, width D, MLP width M.
+
+    Counted in vit.Block: autograd keeps the input of every layer that has weights, of GELU and of
+    the norms (with mean and deviation of each token), and q, k, v, output and log-sum-exp of the
+    attention. With e = one tensor of width D and f = one of width M that is 8 e + 2 f, or 8 e + 4 f
+    for a gated MLP; under autocast the norms keep fp32 copies of their inputs.
+    """
+
+    e: int
+    f: int
+    gates: int  # 2 where the MLP is gated, else 1
+    whole: int  # kept without checkpointing; what recomputation brings back
+    kept: int  # kept between forward and backward under `--ac`
+    forward: int  # live inside forward, beyond what is kept, at most
+
+
+def block_memory(run: Run, part: str, machine: Machine) -> BlockMemory:
+    """Of an encoder or decoder block, with the local batch of this run."""
+    c = run.config
+    width, heads, hidden, gated = c.decoder_width, c.decoder_heads, 4 * c.decoder_width, False
+    if part == "encoder":
+        width, heads, hidden, gated = c.width, c.heads, c.mlp_width, c.gated_mlp
+    tokens, size = run.local_batch * token_count(run, part), run.compute_bytes
+    multiple = machine.head_multiple
+    head = -(-width // heads // multiple) * multiple
+    e, f, gates = tokens * width * size, tokens * hidden * size, 2 if gated else 1
+    padded = tokens * heads * head * size
+    out = padded + (e if padded != e else 0)  # a padded output is copied for the next layer
+    sums = FP32 * tokens * heads  # log-sum-exp
+    norms = 2 * (2 * FP32 * tokens) + (2 * (2 * e - e) if run.autocast else 0)
+    whole = 4 * e + 3 * padded + out + 2 * gates * f + sums + norms
+    kept = {
+        "none": whole,
+        "full": e,
+        # shard._keep_matmuls: results of attention and of products that do not narrow
+        "selective": 5 * e + padded + sums + gates * f,
+    }[run.ac]
+    return BlockMemory(e, f, gates, whole, kept, max(2 * e + (1 + gates) * f, whole - kept))
+
+
+def token_count(run: Run, part: str) -> int:
+    """Tokens of an image in this part, class token included."""
+    patches = vit.patch_count(run.config, run.img_size)
+    return 1 + (vit.kept_patches(patches, run.mask_ratio) if part == "encoder" else patches)
+
+
+def block_backward(run: Run, memory: BlockMemory, unit: Unit) -> list[tuple[int, int]]:
+    """(activations, gradients of parameters) in bytes at the moments of a block's backward.
+
+    Recomputed or kept activations go one after the other as gradients of activations come, and the
+    gradients of the block's parameters come one after the other and stay until they are reduced.
+    """
+    e, f, gates, whole = memory.e, memory.f, memory.gates, memory.whole
+    matrices = [math.prod(s) * run.compute_bytes for s in unit.shapes if len(s) > 1]
+    attention, mlp, total = sum(matrices[:2]), sum(matrices[2:]), sum(matrices)
+    last = matrices[-1]
+    return [
+        (whole + e + gates * f, last),  # GELU: its input, the gradients before and after it
+        (whole + 2 * e - gates * f, mlp),  # first layer of the MLP
+        (whole + 3 * e - 2 * gates * f, mlp + attention // 4),  # attention: 3 e for q, k, v
+        (whole - e - 2 * gates * f, total),  # qkv
+    ]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is live at one moment of a step, in bytes by part."""
+
+    name: str
+    bytes: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """All parts together."""
+        return sum(self.bytes.values())
+
+
+PARTS = (
+    "parameters", "gradients", "optimizer", "unsharded", "activations", "reduction", "inputs",
+    "workspace",
+)  # fmt: skip
+
+
+class StepMemory:
+    """Walks through a step, unit by unit, and says what is live.
+
+    unsharded: parameters gathered or cast for use, and gradients that are not reduced yet;
+    reduction: buffers of gradient collectives.
+    """
+
+    def __init__(self, run: Run, machine: Machine) -> None:
+        self.run, self.machine = run, machine
+        units = model_units(run.config, run.encoder_only)
+        self.root, self.blocks = units[0], units[1:]
+        self.memory = {p: block_memory(run, p, machine) for p in ("encoder", "decoder")}
+        self.numel = {u.name: u.padded(run) for u in units}
+        self.all = sum(self.numel.values())
+        self.pixels = FP32 * 3 * run.local_batch * run.img_size**2  # the images as fp32
+        self.offload = 0 if run.cpu_offload else 1
+
+    # -- parts
+
+    def states(self) -> dict[str, float]:
+        """What is there all the time."""
+        run, c = self.run, self.run.config
+        per_rank = self.all / run.shard
+        optimizer = 2 * FP32 * per_rank
+        if run.mode == "zero1":
+            optimizer = 2 * FP32 * largest_partition(run)
+        patches = vit.patch_count(c, run.img_size)
+        tables = FP32 * (1 + patches) * (c.width + (0 if run.encoder_only else c.decoder_width))
+        images = run.accum * run.local_batch * (3 * run.img_size**2 + FP32 * patches)
+        return {
+            "parameters": FP32 * per_rank * self.offload,
+            "optimizer": optimizer * self.offload,
+            "inputs": tables + images,
+            "workspace": self.machine.workspace_gib * GIB,
+        }
+
+    def gathered(self, *units: Unit) -> float:
+        """Bytes of whole parameters of these units in the computing dtype."""
+        if self.run.engine == "ddp" and not self.run.autocast:
+            return 0
+        if self.run.engine == "fsdp1" and self.run.shard == 1 and self.run.precision == "fp32":
+            return 0  # used in place
+        return sum(self.numel[u.name] for u in units) * self.run.compute_bytes
+
+    def resident(self, position: int) -> float:
+        """Whole parameters beside the running unit's when block `position` runs backward."""
+        run, before = self.run, self.blocks[:position]
+        if run.engine == "fsdp1" and run.shard == 1:
+            return self.gathered(self.root)
+        if not run.reshard:
+            return self.gathered(self.root, *before)
+        ahead = before[-1:] if run.prefetch != "none" else ()
+        return self.gathered(self.root, *ahead)
+
+    def gradients(self, done: Sequence[Unit]) -> float:
+        """Bytes of reduced gradients when these units have been through the last backward.
+
+        With accumulation those of the micro-steps before are there too; FSDP2 keeps them in the
+        reduce dtype where they still wait for their all-reduce.
+        """
+        run = self.run
+        if run.engine == "ddp":
+            return FP32 * self.all  # the buckets are the gradients
+        ready = sum(self.numel[u.name] for u in done)
+        before = 0 if run.accum == 1 else self.all - ready
+        size = BYTES[run.reduce_dtype] if run.replicated else FP32
+        return (FP32 * ready + size * before) / run.shard * self.offload
+
+    def waiting(self, done: Sequence[Unit]) -> float:
+        """Bytes of reduction buffers beside them.
+
+        FSDP2 holds the input of the last reduce-scatter until the next, and with a 16-bit reduce
+        dtype each all-reduced shard until the end of backward (_fsdp_param_group.py).
+        """
+        run, size = self.run, BYTES[self.run.reduce_dtype]
+        if run.engine == "ddp":  # the compression hook's copy of a bucket
+            return max(ddp_buckets(run)) * size if size < FP32 else 0
+        if run.engine != "fsdp2" or not done:
+            return 0
+        held: float = self.numel[done[0].name] * size
+        if size < FP32 and run.replicated:
+            held += sum(self.numel[u.name] for u in done) / run.shard * size
+        return held
+
+    def kept(self, position: int) -> float:
+        """Activations that blocks before `position` keep, and the ends of the model."""
+        return sum(self.memory[u.part].kept for u in self.blocks[:position]) + self.ends(position)
+
+    def ends(self, position: int) -> float:
+        """Activations that embedding, norms, head and loss keep when block `position` runs."""
+        run, size = self.run, self.run.compute_bytes
+        c, batch = run.config, run.local_batch
+        visible, pixels = token_count(run, "encoder") - 1, 3 * c.patch**2
+        total = batch * visible * (pixels * size + 8)  # patches embedded, their places
+        e = self.memory["encoder"].e
+        if run.encoder_only:
+            return total + (e if position == len(self.blocks) else 0)
+        if position > c.depth:
+            total += 2 * e  # in and out of the last norm
+        if position == len(self.blocks):  # decoder's norm, difference to the target
+            total += 2 * self.memory["decoder"].e + self.pixels
+        return total
+
+    # -- moments
+
+    def moment(self, name: str, **parts: float) -> Moment:
+        """States and these parts."""
+        found = dict.fromkeys(PARTS, 0.0) | self.states()
+        for key, value in parts.items():
+            found[key] += value
+        return Moment(name, found)
+
+    def moments(self) -> Iterator[Moment]:
+        """Of the last accumulation step: forward, loss, backward, optimizer."""
+        everything = (self.root, *self.blocks)
+        before = self.gradients(()) if self.run.accum > 1 or self.run.engine == "ddp" else 0
+        for position, unit in enumerate(self.blocks):
+            yield self.moment(
+                f"forward of {unit.name}",
+                gradients=before, unsharded=self.forward_units(position),
+                activations=self.kept(position) + self.memory[unit.part].kept
+                + self.memory[unit.part].forward, inputs=2 * self.pixels,
+            )  # fmt: skip
+        count = len(self.blocks)
+        yield self.moment(
+            "loss",
+            gradients=before, unsharded=self.forward_units(count),
+            activations=self.kept(count)
+            + (0 if self.run.encoder_only else 2.5 * self.pixels), inputs=2 * self.pixels,
+        )  # fmt: skip
+        for position in range(count - 1, -1, -1):
+            yield from self.backward(position)
+        yield self.moment("optimizer step", gradients=self.gradients(everything))
+
+    def forward_units(self, position: int) -> float:
+        """Whole parameters while block `position` runs forward (past the last: the loss)."""
+        run, used = self.run, self.blocks[: position + 1]
+        if run.engine == "ddp" or not run.reshard:
+            whole = self.gathered(self.root, *used)
+            if run.engine == "fsdp1" and run.shard == 1:
+                whole = self.gathered(self.root, *used[-1:])
+        else:
+            whole = self.gathered(self.root, *(used[-1:] if position < len(self.blocks) else ()))
+        if (
+            run.engine == "fsdp2" and run.shard > 1 and used
+        ):  # its gather's output stays till the next
+            whole += self.gathered(used[-1])
+        if run.forward_prefetch and position + 1 < len(self.blocks):
+            whole += self.gathered(self.blocks[position + 1])
+        return whole
+
+    def backward(self, position: int) -> Iterator[Moment]:
+        """Moments of one block's backward, and of the reduction of its gradients after it."""
+        run, unit = self.run, self.blocks[position]
+        done = self.blocks[position + 1 :]
+        kept, memory = self.kept(position), self.memory[unit.part]
+        root_gradients = self.gathered(self.root)
+        for activations, gradients in block_backward(run, memory, unit):
+            if run.engine == "ddp":  # straight into the buckets
+                largest = max(math.prod(s) for s in unit.shapes)
+                gradients = largest * (FP32 + run.compute_bytes)
+            yield self.moment(
+                f"backward of {unit.name}",
+                gradients=self.gradients(done),
+                unsharded=self.resident(position) + self.gathered(unit) + gradients
+                + root_gradients,
+                activations=kept + activations, reduction=self.waiting(done),
+            )  # fmt: skip
+        if run.engine != "ddp":
+            size = BYTES[run.reduce_dtype]
+            copy = size if run.engine == "fsdp2" or size != run.compute_bytes else 0
+            yield self.moment(
+                f"reduction of {unit.name}",
+                gradients=self.gradients((*done, unit)),
+                unsharded=self.resident(position) + self.gathered(unit) + root_gradients,
+                activations=kept + 2 * memory.e,
+                reduction=self.waiting(()) + self.numel[unit.name] * copy,
+            )  # fmt: skip
+
+
+def largest_partition(run: Run) -> int:
+    """Parameters of the rank that has most under ZeRO-1: whole ones, the largest dealt first.
+
+    As ZeroRedundancyOptimizer does, within decaying and other parameters by turns.
+    """
+    shapes = [s for unit in model_units(run.config, run.encoder_only) for s in unit.shapes]
+    load = [0] * run.world_size
+    for decays in (True, False):
+        for numel in sorted((math.prod(s) for s in shapes if (len(s) > 1) == decays), reverse=True):
+            heapq.heapreplace(load, load[0] + numel)
+    return max(load)
+
+
+# Memory that FSDP1 has freed but another stream still uses (record_stream) counts in peak_active.
+# Fitted on the published figures of `base` and `3b` (examples/published), in bf16 units of a block:
+PENDING_EARLY_UNITS = 2.0  # when backward begins: gathers
+PENDING_LATE_UNITS = 8.5  # when it ends: gradients of the blocks before, until a limit
+PENDING_NO_SHARD_BYTES = 5.3  # of each parameter: no gather limits how far the host runs ahead
+
+
+def pending_bytes(run: Run, moment: Moment) -> float:
+    """Freed memory that still waits, at a moment of backward; FSDP2 and DDP leave none."""
+    if run.engine != "fsdp1" or not moment.name.startswith(("backward", "reduction")):
+        return 0.0
+    blocks = model_units(run.config, run.encoder_only)[1:]
+    names = [unit.name for unit in blocks]
+    done = 1 - names.index(moment.name.rpartition(" ")[2]) / max(1, len(names) - 1)
+    if run.shard == 1:
+        return done * PENDING_NO_SHARD_BYTES * sum(unit.numel for unit in blocks)
+    unit = max(unit.padded(run) for unit in blocks) * run.compute_bytes
+    return unit * (PENDING_EARLY_UNITS + done * (PENDING_LATE_UNITS - PENDING_EARLY_UNITS))

@@ -1,0 +1,179 @@
+"""Machines: memory and speed of one device, what a collective costs on its links.
+
+A rank is one device: on Frontier one GCD, half of an MI250X. Links have three levels: inside a
+package (the two GCDs of an MI250X), inside a node, over the network. A collective is planned as a
+ring over the ranks of its group in their order, each of which sends to its right neighbour; NCCL
+and RCCL build such rings, and with other algorithms the bytes of a rank are the same.
+
+Describe a machine of your own as a JSON file with the fields of `Machine` (those with a default may
+be left out) and give it to `plan.py --machine FILE`. Copy this one file: it needs nothing.
+"""
+
+import json
+import math
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+
+LINKS = ("package", "node", "network")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Published figures first, then constants that were fitted; bandwidths are one direction's."""
+
+    name: str
+    ranks_per_package: int  # ranks joined by the fastest link; 1 where there is no such pair
+    ranks_per_node: int
+    memory_gib: float  # of one rank
+    peak_flops: float  # dense bf16, of one rank
+    package_bytes_per_second: float  # from one rank to the next inside a package
+    node_bytes_per_second: float  # from one rank to the next inside a node
+    network_bytes_per_second: float  # of a whole node, shared by its ranks
+    host_bytes_per_second: float  # between a rank and the memory of its host
+    # Fitted, or a guess from experience where a machine was not measured (see MACHINES):
+    efficiency: float = 0.5  # share of the peak that matrix products reach
+    token_layer_seconds: float = 1.0e-6  # all else in a block, for each token that goes through it
+    optimizer_bytes_per_second: float = 0.8e12  # AdamW reads and writes 28 bytes a parameter
+    launch_seconds: float = 50e-6  # of a collective, before its first byte
+    hop_seconds: float = 10e-6  # from rank to rank in a ring that leaves the node
+    node_hop_seconds: float = 5e-6  # the same inside a node
+    bandwidth_share: float = 0.7  # of the bandwidths above that a collective reaches
+    hidden_share: float = 0.9  # of the communication that could run behind compute and does
+    doubling_loss: float = 0.01  # of the step's speed with each doubling of nodes
+    workspace_gib: float = 0.1  # that libraries and the input hold in the allocator
+    head_multiple: int = 8  # attention kernels pad the features of a head to a multiple of this
+
+
+# Frontier: OLCF's user guide. Inside a node a ring over all 8 GCDs is as slow as its slowest edge,
+# one link of 50 GB/s; the four NICs of a node carry 25 GB/s each. Its fitted constants: least
+# squares of the relative error of the published step times (examples/published) of `base` and `3b`
+# on 1 to 8 nodes, all modes but ddp and hybrid of group 1; workspace_gib on their memory. 1b and
+# more nodes took no part. bandwidth_share and optimizer_bytes_per_second are known badly: the
+# data tell their sum only. DGX: NVIDIA's data sheets of the H100/H200 (989 TFLOP/s) and of the node
+# (NVLink 450 GB/s each way, 8 NICs of 400 Gbit/s); nothing was fitted, the defaults stand.
+MACHINES: dict[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        Machine(
+            "frontier", 2, 8, 64.0, 191.5e12, 200e9, 50e9, 100e9, 36e9,
+            efficiency=0.53, token_layer_seconds=1.15e-6, optimizer_bytes_per_second=0.35e12,
+            hop_seconds=60e-6, bandwidth_share=1.0, hidden_share=0.93, doubling_loss=0.015,
+            workspace_gib=0.38,
+        ),
+        Machine("dgx-h100", 1, 8, 80.0, 989e12, 450e9, 450e9, 400e9, 55e9),
+        Machine("dgx-h200", 1, 8, 141.0, 989e12, 450e9, 450e9, 400e9, 55e9),
+    )
+}  # fmt: skip
+
+
+def read_machine(name: str) -> Machine:
+    """A machine by its name, or from a JSON file; ValueError with what is wrong in it."""
+    if name in MACHINES:
+        return MACHINES[name]
+    if not Path(name).is_file():
+        raise ValueError(
+            f"there is no machine {name}: use one of {', '.join(MACHINES)}, or the path of a "
+            "JSON file that describes yours"
+        )
+    try:
+        values = json.loads(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the machine file {name} is not JSON: {error}") from None
+    known = {field.name: field for field in fields(Machine)}
+    needed = [n for n, field in known.items() if field.default is MISSING]
+    if not isinstance(values, dict):
+        raise ValueError(f"the machine file {name} must hold one object with {', '.join(needed)}")
+    missing = [n for n in needed if n not in values]
+    unknown = [n for n in values if n not in known]
+    if missing:
+        raise ValueError(f"the machine file {name} lacks {', '.join(missing)}")
+    if unknown:
+        raise ValueError(
+            f"the machine file {name} has the unknown field {unknown[0]}: use {', '.join(known)}"
+        )
+    for key, value in values.items():
+        if key == "name":
+            continue
+        whole = known[key].type is int or known[key].type == "int"
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or value < 0 or (whole and value != int(value)):
+            raise ValueError(f"the machine file {name}: {key} is {value!r}, but must be a number")
+        if value == 0 and not key.endswith(("_seconds", "_share", "_loss", "workspace_gib")):
+            raise ValueError(f"the machine file {name}: {key} must be above zero")
+    return Machine(**values)
+
+
+def example_file() -> str:
+    """Frontier as a machine file, to start from."""
+    return json.dumps(asdict(MACHINES["frontier"]), indent=2)
+
+
+# ---------------------------------------------------------------------------------------------
+# Rings
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ranks of one collective, `stride` apart, and where their links run."""
+
+    ranks: int
+    share: tuple[float, float, float]  # of the links, by LINKS: mean over all groups of the job
+    local: float  # ranks of one group on a node
+
+
+@lru_cache(maxsize=1024)
+def ring(machine: Machine, world_size: int, ranks: int, stride: int) -> Ring:
+    """The rings of all groups of `ranks` ranks, `stride` apart, that fill the world.
+
+    Shard groups have stride 1, replicate groups the shard group's size (mesh.py's picture).
+    """
+    if ranks == 1:
+        return Ring(1, (0.0, 0.0, 0.0), 1.0)
+    counts = [0, 0, 0]
+    for rank in range(world_size):
+        block = ranks * stride
+        start = rank // block * block
+        following = start + (rank - start + stride) % block
+        same_node = rank // machine.ranks_per_node == following // machine.ranks_per_node
+        package = machine.ranks_per_package
+        same_package = rank // package == following // package
+        counts[0 if same_package else 1 if same_node else 2] += 1
+    share = (counts[0] / world_size, counts[1] / world_size, counts[2] / world_size)
+    local = min(float(ranks), max(1.0, machine.ranks_per_node / stride))
+    return Ring(ranks, share, local)
+
+
+def wire_bytes(kind: str, payload: float, ranks: int) -> float:
+    """Bytes that a rank sends for a collective on a full tensor of `payload` bytes.
+
+    In a ring a rank sends n - 1 of n parts: (n - 1) / n of the tensor. An all-reduce is a
+    reduce-scatter and an all-gather, twice that (Patarasuk & Yuan 2009). In a pipelined broadcast
+    all but the last rank send the tensor once, in the mean (n - 1) / n of it.
+    """
+    return (2 if kind == "all_reduce" else 1) * payload * (ranks - 1) / ranks
+
+
+def collective_seconds(machine: Machine, kind: str, payload: float, where: Ring) -> float:
+    """Time of one collective alone: launch, one latency a hop, bytes over the slowest link."""
+    if where.ranks == 1:
+        return 0.0
+    package, node, network = where.share
+    rates = [machine.package_bytes_per_second] if package else []
+    hop = machine.node_hop_seconds
+    if node:
+        rates.append(machine.node_bytes_per_second)
+    if network:  # groups that have few ranks on a node share its network with the others
+        rates.append(
+            machine.network_bytes_per_second * min(1.0, where.local / machine.ranks_per_node)
+        )
+        hop = machine.hop_seconds
+    hops = where.ranks - 1
+    if kind == "all_reduce":  # up and down a tree, which NCCL and RCCL build for it alone
+        hops = 2 * math.ceil(math.log2(where.ranks))
+    sent = wire_bytes(kind, payload, where.ranks)
+    return machine.launch_seconds + hops * hop + sent / (min(rates) * machine.bandwidth_share)
+
+
+if __name__ == "__main__":
+    print(example_file())

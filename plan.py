@@ -1,0 +1,487 @@
+"""What a run will need, before it is queued: memory, traffic and time, by arithmetic alone.
+
+    python plan.py --model 15b --mode hybrid --group 4 --world-size 512 --batch 32 --memory-gib 64
+    python plan.py --model 15b --world-size 1024 --compare      # every mode and group, best first
+    python plan.py --model 15b --group 4 --explain              # where the numbers come from
+
+Does it fit, with which local batch at most, how many bytes go over which link, and how fast can it
+be at best. No GPU and no process group is needed, for any number of ranks. demand.py says what a
+step asks of a rank, machines.py what a machine gives; here both meet.
+
+`peak` is live tensors (CUDA's max_memory_allocated), `peak_active` counts freed memory too that
+waits for another stream, as FSDP1 leaves it. The allocator's fragmentation, the context and RCCL's
+or NCCL's buffers are in neither: `margin_gib` stands for them. The step is a lower bound: nothing
+waits for data, a slow rank or a disk.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NoReturn
+
+import mesh
+import shard
+import vit
+from demand import (
+    BYTES,
+    GIB,
+    PARTS,
+    Moment,
+    Run,
+    StepMemory,
+    collectives,
+    largest_partition,
+    link_bytes,
+    model_units,
+    part_of,
+    pending_bytes,
+    token_count,
+)
+from machines import LINKS, MACHINES, Machine, collective_seconds, read_machine, ring
+
+# ---------------------------------------------------------------------------------------------
+# Does it fit
+
+# What no tensor shows: the device's context and RCCL's or NCCL's buffers, then the allocator's
+# fragmentation as a share of the peak. Experience, not fitted.
+CONTEXT_GIB, FRAGMENTATION = 1.5, 0.04
+
+
+def verdict(peak_gib: float, memory_gib: float) -> str:
+    """FITS with the whole margin; TIGHT with the context alone; else NO."""
+    if peak_gib * (1 + FRAGMENTATION) + CONTEXT_GIB <= memory_gib:
+        return "FITS"
+    return "TIGHT" if peak_gib + CONTEXT_GIB <= memory_gib else "NO"
+
+
+def peak_moment(run: Run, machine: Machine) -> Moment:
+    """The moment with most live memory."""
+    return max(StepMemory(run, machine).moments(), key=lambda moment: moment.total)
+
+
+def max_local_batch(run: Run, machine: Machine, memory_gib: float) -> int:
+    """The largest local batch with the verdict FITS, 0 if there is none; by halving."""
+
+    def fits(batch: int) -> bool:
+        peak = peak_moment(replace(run, local_batch=batch), machine).total / GIB
+        return verdict(peak, memory_gib) == "FITS"
+
+    low, high = 0, 1
+    while high < 2**20 and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+# ---------------------------------------------------------------------------------------------
+# Speed
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a step: a lower bound, as nothing here waits for data, a slow rank or a disk."""
+
+    compute: float
+    communication: float  # of all collectives, one after the other
+    exposed: float  # what of it does not run behind compute
+    optimizer: float
+    step: float
+
+
+def compute_seconds(run: Run, machine: Machine) -> float:
+    """Forward and backward of all accumulation steps.
+
+    Matrix products at a share of the peak, and for all else (norms, GELU, softmax, sums) a time
+    for each token and block. Full checkpointing runs the blocks' forward again: 4 passes for 3.
+    """
+    config = run.config
+    if run.encoder_only:
+        config = replace(config, decoder_width=0, decoder_depth=0)
+    flops = vit.flops_per_image(config, run.img_size, run.mask_ratio)
+    tokens = token_count(run, "encoder") * config.depth
+    if config.decoder_depth:
+        tokens += token_count(run, "decoder") * config.decoder_depth
+    again = 4 / 3 if run.ac == "full" else 1
+    peak = machine.peak_flops * (1 if run.precision != "fp32" else 0.25)
+    each = flops / (peak * machine.efficiency) + tokens * machine.token_layer_seconds
+    return run.accum * run.local_batch * again * each
+
+
+def speed(run: Run, machine: Machine, measured_ips: float | None = None) -> Speed:
+    """Of a step; with `measured_ips`, images/s of one node under the same flags, from there on.
+
+    What could run behind compute does so but for a share; what is longer than compute never can.
+    From node to node a job loses a little more, whatever it sends.
+    """
+    compute = compute_seconds(run, machine)
+    communication = sum(
+        c.count * collective_seconds(
+            machine, c.kind, c.payload, ring(machine, run.world_size, c.ranks, c.stride)
+        )
+        for c in collectives(run)
+    )  # fmt: skip
+    held = largest_partition(run) if run.mode == "zero1" else (
+        sum(u.numel for u in model_units(run.config, run.encoder_only)) / run.shard
+    )  # fmt: skip
+    rate = machine.optimizer_bytes_per_second if not run.cpu_offload else (
+        machine.host_bytes_per_second
+    )  # fmt: skip
+    optimizer = 28 * held / rate  # reads 4 + 4 + 8, writes 4 + 8 bytes a parameter
+    if measured_ips:
+        node = one_node(run, machine)
+        compute += node.world_size * run.local_batch * run.accum / measured_ips
+        compute = max(0.0, compute - speed(node, machine).step)
+    hidden = min(communication, compute) * machine.hidden_share
+    exposed = communication - hidden
+    nodes = max(1.0, run.world_size / machine.ranks_per_node)
+    step = (compute + exposed + optimizer) * (1 + machine.doubling_loss * math.log2(nodes))
+    return Speed(compute, communication, exposed, optimizer, step)
+
+
+def one_node(run: Run, machine: Machine) -> Run:
+    """The same run on one node; a shard group wider than it becomes the node."""
+    ranks = min(machine.ranks_per_node, run.world_size)
+    size = min(run.shard, ranks) if run.shard < run.world_size else ranks
+    size = size if run.shard > 1 else 1
+    return replace(run, replicate=ranks // size, shard=size)
+
+
+# ---------------------------------------------------------------------------------------------
+# The plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found for one run."""
+
+    run: Run
+    machine: Machine
+    memory_gib: float
+    moments: list[Moment] = field(repr=False)
+    speed: Speed
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with most live memory."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+    @property
+    def peak_gib(self) -> float:
+        """Live tensors, CUDA's max_memory_allocated."""
+        return self.peak.total / GIB
+
+    @property
+    def peak_active_gib(self) -> float:
+        """Live tensors and freed ones that wait for another stream."""
+        return max(m.total + pending_bytes(self.run, m) for m in self.moments) / GIB
+
+    @property
+    def verdict(self) -> str:
+        """FITS, TIGHT or NO."""
+        return verdict(self.peak_gib, self.memory_gib)
+
+    @property
+    def images_per_second(self) -> float:
+        """Of the whole job, at most."""
+        run = self.run
+        return run.world_size * run.local_batch * run.accum / self.speed.step
+
+    @property
+    def efficiency(self) -> float:
+        """Images/s of a rank against one that does the same work alone and sends nothing."""
+        return (self.speed.compute + self.speed.optimizer) / self.speed.step
+
+    def json(self) -> dict[str, Any]:
+        """The keys that other programs rely on; see `python plan.py --json`."""
+        run, sent = self.run, collectives(self.run)
+        kinds = sorted({c.kind for c in sent})
+        parts = {key: value / GIB for key, value in self.peak.bytes.items()}
+        shown = [phase_peak(self.moments, phase) for phase in PHASES]
+        return {
+            "params": sum(u.numel for u in model_units(run.config, run.encoder_only)),
+            "mesh": {"replicate": run.replicate, "shard": run.shard},
+            "memory_gib": parts | {"peak": self.peak_gib, "peak_active": self.peak_active_gib},
+            "peak_moment": self.peak.name,
+            "margin_gib": CONTEXT_GIB + FRAGMENTATION * self.peak_gib,
+            "verdict": self.verdict,
+            "max_local_batch": max_local_batch(run, self.machine, self.memory_gib),
+            "traffic_bytes_per_rank": link_bytes(run, self.machine),
+            "payload_bytes": {
+                k: sum(c.payload * c.count for c in sent if c.kind == k) for k in kinds
+            },
+            "collectives": {k: sum(c.count for c in sent if c.kind == k) for k in kinds},
+            "seconds": asdict(self.speed),
+            "step_seconds_lower_bound": self.speed.step,
+            "images_per_second_upper_bound": self.images_per_second,
+            "efficiency": self.efficiency,
+            "moments": [
+                {"name": m.name, "gib": {k: v / GIB for k, v in m.bytes.items()}} for m in shown
+            ],
+        }
+
+
+PHASES = ("forward", "loss", "backward", "reduction", "optimizer")
+
+
+def phase_peak(moments: Sequence[Moment], phase: str) -> Moment:
+    """The largest moment of a phase, the largest of all where the phase has none."""
+    found = [m for m in moments if m.name.startswith(phase)] or list(moments)
+    return max(found, key=lambda moment: moment.total)
+
+
+def estimate(
+    config: vit.ViTConfig, *, img_size: int, mask_ratio: float, mode: str, group: int | None,
+    fsdp: int | None, world_size: int, local_batch: int, accum: int = 1, precision: str = "bf16",
+    reduce_dtype: str = "fp32", ac: str = "none", prefetch: str | None = "backward_pre",
+    forward_prefetch: bool = False, limit_all_gathers: bool = True, cpu_offload: bool = False,
+    bucket_cap_mb: float | None = None, encoder_only: bool = False,
+    memory_gib: float | None = None, machine: Machine = MACHINES["frontier"],
+    measured_ips: float | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of a run, from the flags of train_fsdp.py; ValueError, a sentence, for nonsense.
+
+    `group` is for the hybrid modes, None there: the ranks of a node. `memory_gib` is of one rank,
+    None: the machine's. `limit_all_gathers` changes neither bytes nor live memory.
+    """
+    for name, value in (("world size", world_size), ("batch", local_batch), ("accum", accum)):
+        if value < 1:
+            raise ValueError(f"the {name} is {value}, but must be a whole number above zero")
+    memory_gib = machine.memory_gib if memory_gib is None else memory_gib
+    for name, given in (("memory", memory_gib), ("measured images/s", measured_ips)):
+        if given is not None and not 0 < given < math.inf:
+            raise ValueError(f"the {name} is {given:g}, but must be a number above zero")
+    if mode in shard.STRATEGIES and shard.STRATEGIES[mode].group == "group" and group is None:
+        group = min(machine.ranks_per_node, world_size)
+    replicate, size = shard.mesh_shape(mode, world_size, group)
+    mesh.check_group(world_size, size)
+    vit.kept_patches(vit.patch_count(config, img_size), mask_ratio)
+    run = Run(
+        config, img_size, mask_ratio, mode, fsdp or 2, replicate, size, local_batch, accum,
+        precision, reduce_dtype, ac, prefetch or "backward_pre", forward_prefetch,
+        cpu_offload, bucket_cap_mb, encoder_only,
+    )  # fmt: skip
+    return plan_of(run, machine, memory_gib, measured_ips)
+
+
+def plan_of(
+    run: Run, machine: Machine, memory_gib: float, measured_ips: float | None = None
+) -> Plan:
+    """The plan of a run that makes sense."""
+    moments = list(StepMemory(run, machine).moments())
+    return Plan(run, machine, memory_gib, moments, speed(run, machine, measured_ips))
+
+
+# ---------------------------------------------------------------------------------------------
+# Comparing
+
+
+def group_sizes(world_size: int, machine: Machine) -> list[int]:
+    """Shard groups worth a look: they divide the world, and a node or are made of whole nodes."""
+    node = machine.ranks_per_node
+    sizes = (g for g in range(2, world_size) if world_size % g == 0)
+    return [g for g in sizes if node % g == 0 or g % node == 0]
+
+
+def compare(base: Plan, measured_ips: float | None = None) -> list[Plan]:
+    """Every mode and group for the run of a plan, best first; what does not fit last."""
+    run, plans = base.run, []
+    for mode, row in shard.STRATEGIES.items():
+        groups = group_sizes(run.world_size, base.machine) if row.group == "group" else [None]
+        for group in groups:
+            replicate, size = shard.mesh_shape(mode, run.world_size, group)
+            # what the mode has not is left at its default
+            offload = run.cpu_offload and row.fsdp1 is not None
+            cap = run.bucket_cap_mb if row.fsdp1 is None else None
+            other = replace(
+                run, mode=mode, replicate=replicate, shard=size, cpu_offload=offload,
+                bucket_cap_mb=cap,
+            )  # fmt: skip
+            plans.append(plan_of(other, base.machine, base.memory_gib, measured_ips))
+    order = ["FITS", "TIGHT", "NO"]
+    return sorted(plans, key=lambda p: (order.index(p.verdict), -p.images_per_second))
+
+
+TIE = 0.05  # runs of one setting scatter by more than this from day to day
+
+
+def reason(plan: Plan, best: Plan) -> str:
+    """Why a row of the comparison is not the one to take, or that it is as good."""
+    if plan.verdict == "NO":
+        over = plan.peak_gib + CONTEXT_GIB - plan.memory_gib
+        return f"out: {over:.1f} GiB too much in {plan.peak.name}"
+    if plan.verdict == "TIGHT":
+        return "fits, but without the margin for fragmentation"
+    behind = 1 - plan.images_per_second / best.images_per_second
+    if behind <= TIE:
+        return "best" if plan is best else f"tie: {behind:.0%} behind"
+    why = "exposed communication" if plan.speed.exposed > best.speed.exposed else "optimizer"
+    return f"{behind:.0%} slower: {why}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Command line
+
+
+def mode_name(run: Run) -> str:
+    """`hybrid 4`, or the mode alone."""
+    grouped = shard.STRATEGIES[run.mode].group == "group"
+    return f"{run.mode} {run.shard}" if grouped else run.mode
+
+
+def comparison_text(plans: Sequence[Plan]) -> str:
+    """The table of `--compare`."""
+    best = plans[0]
+    lines = [
+        f"{'mode':19}{'verdict':7}{'peak GiB':>9}{'img/s':>10}{'step s':>9}{'effic.':>8}"
+        f"{'network GB':>12}  why"
+    ]
+    for plan in plans:
+        sent = sum(by["network"] for by in link_bytes(plan.run, plan.machine).values())
+        lines.append(
+            f"{mode_name(plan.run):19}{plan.verdict:7}{plan.peak_gib:9.1f}"
+            f"{plan.images_per_second:10.0f}{plan.speed.step:9.3f}{plan.efficiency:8.0%}"
+            f"{sent / 1e9:12.2f}  {reason(plan, best)}"
+        )
+    return "\n".join(lines)
+
+
+def summary_text(plan: Plan) -> str:
+    """Some lines for a person."""
+    run, found = plan.run, plan.json()
+    parts = ", ".join(f"{k} {v:.1f}" for k, v in found["memory_gib"].items()
+                      if k in PARTS and v >= 0.05)  # fmt: skip
+    sent = {
+        link: sum(by[link] for by in found["traffic_bytes_per_rank"].values()) for link in LINKS
+    }
+    links = ", ".join(f"{link} {value / 1e9:.1f}" for link, value in sent.items())
+    s = plan.speed
+    return "\n".join((
+        f"{found['params']:,} parameters, {mode_name(run)}, {run.replicate} x {run.shard} ranks of "
+        f"{plan.machine.name}, local batch {run.local_batch}",
+        f"{plan.verdict}: {plan.peak_gib:.1f} GiB at the peak ({plan.peak.name}) + "
+        f"{found['margin_gib']:.1f} margin, of {plan.memory_gib:g}; largest local batch "
+        f"{found['max_local_batch']}",
+        f"memory   GiB: {parts}",
+        f"traffic  GB a rank and step: {links}; {sum(found['collectives'].values())} collectives",
+        f"step     {s.step:.2f} s: compute {s.compute:.2f}, optimizer {s.optimizer:.2f}, exposed "
+        f"communication {s.exposed:.2f} of {s.communication:.2f}",
+        f"speed    at most {plan.images_per_second:.0f} img/s, efficiency {plan.efficiency:.0%}",
+    ))  # fmt: skip
+
+
+def explanation_text(plan: Plan) -> str:
+    """Bytes per parameter by mode, memory of each phase by part, time of each collective."""
+    run = plan.run
+    numel = sum(u.numel for u in model_units(run.config, run.encoder_only))
+    lines = [f"bytes per parameter on each of {run.world_size} ranks (AdamW, fp32 states)",
+             f"{'mode':18}{'parameters':>11}{'gradients':>11}{'states':>11}{'sum':>8}"]  # fmt: skip
+    for mode, row in shard.STRATEGIES.items():
+        group = run.shard if row.group == "group" else None
+        other = replace(run, mode=mode, shard=shard.mesh_shape(mode, run.world_size, group)[1])
+        other = replace(other, replicate=run.world_size // other.shard, accum=1)
+        memory = StepMemory(other, plan.machine)
+        states = memory.states()
+        units = model_units(run.config, run.encoder_only)
+        held = [states["parameters"], memory.gradients(units), states["optimizer"]]
+        cells = "".join(f"{value / numel:11.3f}" for value in held)
+        lines.append(f"{mode_name(other):18}{cells}{sum(held) / numel:8.3f}")
+    lines += ["", "GiB at the largest moment of each phase of a step"]
+    lines.append(f"{'moment':28}" + "".join(f"{part[:11]:>12}" for part in PARTS) + f"{'sum':>9}")
+    for moment in dict.fromkeys(phase_peak(plan.moments, phase).name for phase in PHASES):
+        m = max((m for m in plan.moments if m.name == moment), key=lambda m: m.total)
+        cells = "".join(f"{m.bytes[part] / GIB:12.3f}" for part in PARTS)
+        lines.append(f"{m.name:28}{cells}{m.total / GIB:9.3f}")
+    lines += ["", f"{'collective':16}{'unit':20}{'ranks':>6}{'a step':>8}{'MB':>10}{'ms each':>9}"]
+    grouped: Counter[tuple] = Counter()
+    for c in collectives(run):
+        part = "bucket" if c.unit.startswith("bucket") else part_of(c.unit)
+        grouped[c.kind, part, c.ranks, c.stride, c.payload] += c.count
+    for (kind, part, ranks, stride, payload), count in grouped.items():
+        where = ring(plan.machine, run.world_size, ranks, stride)
+        each = collective_seconds(plan.machine, kind, payload, where)
+        lines.append(f"{kind:16}{part:20}{ranks:6}{count:8}{payload / 1e6:10.1f}{each * 1e3:9.2f}")
+    return "\n".join(lines)
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one sentence; exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print it."""
+        print(f"plan.py: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def build_parser() -> Parser:
+    """The flags of train_fsdp.py that matter here, and those of the plan."""
+    parser = Parser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument_group("the run, as in train_fsdp.py").add_argument
+    add("--model", choices=vit.MODELS, default="base")
+    add("--img-size", type=int, default=224, metavar="PIXELS")
+    add("--mask-ratio", type=float, default=0.75)
+    add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")
+    add("--mode", choices=shard.STRATEGIES, default="hybrid")
+    add("--group", type=int, metavar="RANKS")
+    add("--fsdp", type=int, choices=(1, 2), default=2)
+    add("--world-size", type=int, default=8, metavar="RANKS", help="(default 8)")
+    add("--batch", type=int, default=32, metavar="IMAGES", help="a rank and step (default 32)")
+    add("--accum", type=int, default=1, metavar="STEPS")
+    add("--precision", choices=BYTES, default="bf16")
+    add("--reduce-dtype", choices=BYTES, default="fp32")
+    add("--ac", choices=("none", "selective", "full"), default="none")
+    add("--prefetch", choices=("none", "backward_pre", "backward_post"), default="backward_pre")
+    add("--forward-prefetch", action="store_true")
+    add("--cpu-offload", action="store_true")
+    add("--bucket-cap-mb", type=int, metavar="MIB")
+    add = parser.add_argument_group("the plan").add_argument
+    add("--machine", default="frontier", metavar="NAME",
+        help=f"{', '.join(MACHINES)}, or a JSON file (default frontier)")  # fmt: skip
+    add("--memory-gib", type=float, metavar="GIB", help="of a rank (default: the machine's)")
+    add("--measured-ips", type=float, metavar="IMAGES",
+        help="images/s of one whole node, measured under the same flags")  # fmt: skip
+    add("--compare", action="store_true", help="every mode and group, best first")
+    add("--explain", action="store_true", help="where the numbers come from")
+    add("--json", action="store_true", help="one JSON object")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a plan; exit status 2 and a sentence where the flags make none."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.group and shard.STRATEGIES[args.mode].group != "group" and not args.compare:
+        parser.error(f"--group is for --mode hybrid and hybrid_grad_op, not {args.mode}")
+    try:
+        machine = read_machine(args.machine)
+        grouped = shard.STRATEGIES[args.mode].group == "group"
+        plan = estimate(
+            vit.MODELS[args.model], img_size=args.img_size, mask_ratio=args.mask_ratio,
+            mode=args.mode, group=args.group if grouped else None, fsdp=args.fsdp,
+            world_size=args.world_size, local_batch=args.batch, accum=args.accum,
+            precision=args.precision, reduce_dtype=args.reduce_dtype, ac=args.ac,
+            prefetch=args.prefetch, forward_prefetch=args.forward_prefetch,
+            cpu_offload=args.cpu_offload, bucket_cap_mb=args.bucket_cap_mb,
+            encoder_only=args.encoder_only, memory_gib=args.memory_gib, machine=machine,
+            measured_ips=args.measured_ips,
+        )  # fmt: skip
+    except ValueError as error:
+        parser.error(str(error))
+    plans = compare(plan, args.measured_ips) if args.compare else []
+    if args.json:
+        rows = [p.json() | {"mode": mode_name(p.run), "why": reason(p, plans[0])} for p in plans]
+        print(json.dumps(rows if args.compare else plan.json()))
+        return 0
+    if args.explain:
+        print(explanation_text(plan) + "\n")
+    print(comparison_text(plans) if args.compare else summary_text(plan))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
