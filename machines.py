@@ -31,6 +31,7 @@ class Machine:
     node_bytes_per_second: float  # from one rank to the next inside a node
     network_bytes_per_second: float  # of a whole node, shared by its ranks
     host_bytes_per_second: float  # between a rank and the memory of its host
+    fp32_share: float = 0.25  # of the peak, without tensor cores for fp32 (47.9 of 191.5 on a GCD)
     # Fitted, or a guess from experience where a machine was not measured (see MACHINES):
     efficiency: float = 0.5  # share of the peak that matrix products reach
     token_layer_seconds: float = 1.0e-6  # all else in a block, for each token that goes through it
@@ -61,8 +62,8 @@ MACHINES: dict[str, Machine] = {
             hop_seconds=60e-6, bandwidth_share=1.0, hidden_share=0.93, doubling_loss=0.015,
             workspace_gib=0.38,
         ),
-        Machine("dgx-h100", 1, 8, 80.0, 989e12, 450e9, 450e9, 400e9, 55e9),
-        Machine("dgx-h200", 1, 8, 141.0, 989e12, 450e9, 450e9, 400e9, 55e9),
+        Machine("dgx-h100", 1, 8, 80.0, 989e12, 450e9, 450e9, 400e9, 55e9, 0.068),
+        Machine("dgx-h200", 1, 8, 141.0, 989e12, 450e9, 450e9, 400e9, 55e9, 0.068),
     )
 }  # fmt: skip
 

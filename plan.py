@@ -108,7 +108,7 @@ def compute_seconds(run: Run, machine: Machine) -> float:
     if config.decoder_depth:
         tokens += token_count(run, "decoder") * config.decoder_depth
     again = 4 / 3 if run.ac == "full" else 1
-    peak = machine.peak_flops * (1 if run.precision != "fp32" else 0.25)
+    peak = machine.peak_flops * (1 if run.precision != "fp32" else machine.fp32_share)
     each = flops / (peak * machine.efficiency) + tokens * machine.token_layer_seconds
     return run.accum * run.local_batch * again * each
 
@@ -260,7 +260,13 @@ def estimate(
         group = min(machine.ranks_per_node, world_size)
     replicate, size = shard.mesh_shape(mode, world_size, group)
     mesh.check_group(world_size, size)
-    vit.kept_patches(vit.patch_count(config, img_size), mask_ratio)
+    patches = vit.patch_count(config, img_size)
+    if vit.kept_patches(patches, mask_ratio) == patches and not encoder_only:
+        raise ValueError(
+            f"mask ratio {mask_ratio} removes no patch: nothing to learn, unless --encoder-only"
+        )
+    if prefetch == "backward_post" and fsdp != 1:
+        raise ValueError("prefetch backward_post exists in FSDP1 only: add --fsdp 1")
     run = Run(
         config, img_size, mask_ratio, mode, fsdp or 2, replicate, size, local_batch, accum,
         precision, reduce_dtype, ac, prefetch or "backward_pre", forward_prefetch,

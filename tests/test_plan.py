@@ -427,6 +427,8 @@ def test_it_answers_at_once_for_any_number_of_ranks():
         ("--measured-ips 0", "the measured images/s is 0"),
         ("--img-size 225", "image size 225 is not a multiple of the patch size 16"),
         ("--mask-ratio 1", "mask ratio 1.0 leaves 0 of 196 patches visible"),
+        ("--mask-ratio 0", "mask ratio 0.0 removes no patch: nothing to learn, unless"),
+        ("--prefetch backward_post", "prefetch backward_post exists in FSDP1 only: add --fsdp 1"),
         ("--mode zero3", "invalid choice: 'zero3'"),
     ],
 )
