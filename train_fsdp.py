@@ -272,8 +272,9 @@ def loop(
 
     seconds = time.perf_counter() - started
     record: dict[str, Any] = {"reason": reason, "problem": problem, "steps": done}
-    record |= {"skipped": skipped}
-    record["images_per_second"] = statistics.median(rates[1:] or rates) if rates else None
+    rate = statistics.median(rates[1:] or rates) if rates else None
+    record |= {"skipped": skipped, "images_per_second": rate}
+    record["step_seconds"] = job.global_batch / rate if rate else None
     record |= device_memory(job.device)
     record |= {"seconds": seconds, "data_share": (all_waited + waited) / seconds}
     if reason == "done" and last_losses:
@@ -329,7 +330,10 @@ def start_record(
 ) -> dict[str, Any]:  # fmt: skip
     """What this run is: its flags (`chosen`, completed) and what follows from them."""
     peak, peak_source = mesh.peak_flops(device)
+    plan = dryrun.planned(config, chosen) or {}
+    keys = ("memory_gib", "payload_bytes", "traffic_bytes_per_rank", "step_seconds_lower_bound")
     return chosen | {
+        "planned": {key: plan[key] for key in keys} if plan else None,  # for Frontier's nodes
         "workers": workers, "lr": lr, "begin": begin,
         "epoch_steps": epoch_steps, "launcher": ranks.launcher,
         "local_world_size": ranks.local_world_size, "device": device.type,

@@ -217,6 +217,9 @@ def test_log_has_every_key_and_numbers_that_agree(tmp_path, capsys):
     assert start["mesh"] == {"replicate": 1, "shard": 1, "tp": 1}
     assert start["lr"] == pytest.approx(1.5e-4 * 64 / 256)
     assert start["peak_flops_per_rank"] is None
+    planned = start["planned"]  # of one rank, which holds everything and sends nothing
+    assert planned["memory_gib"]["optimizer"] == pytest.approx(8 * 2_263_488 / 2**30, rel=1e-3)
+    assert sum(planned["payload_bytes"].values()) == 0
     assert [s["step"] for s in steps] == [2, 4, 5] and [s["epoch"] for s in steps] == [0, 1, 1]
     for s in steps:
         assert set(s) == STEP_KEYS
@@ -228,6 +231,7 @@ def test_log_has_every_key_and_numbers_that_agree(tmp_path, capsys):
         assert s["mfu"] is None and s["peak_allocated_gib"] is None
         assert s["loss"] > 0 and s["grad_norm"] > 0
     assert set(end) >= END_KEYS and end["reason"] == "done" and end["steps"] == 5
+    assert end["step_seconds"] == pytest.approx(64 / end["images_per_second"])
     assert end["loss_of_zero"] == pytest.approx(1, abs=0.02)  # norm_pix: variance 1 by definition
     lines = capsys.readouterr().out.splitlines()
     table = [line for line in lines if line.startswith("step ")]
