@@ -27,12 +27,12 @@ from ranks import environment, free_port, processes_of, read_log  # noqa: E402
 
 import checkpoint  # noqa: E402
 
+TIMEOUT = 12  # seconds; four times as long in start-up
 ARGV = (
     f"--model tiny --img-size 32 --data {ROOT}/examples/tiles/train --global-batch 12 "
     "--steps 100000 --log-every 1 --save-every 3 --precision fp32 --device cpu --workers 1 "
-    "--clip 1 --blr 1e-2 --timeout 12"
+    f"--clip 1 --blr 1e-2 --timeout {TIMEOUT}"
 ).split()
-STOPPED = 16  # seconds, past that timeout
 MODES = ["ddp", "zero1"] + [
     f"{mode} --fsdp {fsdp}"
     for fsdp in (1, 2)
@@ -69,13 +69,13 @@ def strike(ranks: list[subprocess.Popen], name: str, hit: list[subprocess.Popen]
         p.send_signal(getattr(signal, name))
     if name == "SIGSTOP":
         if len(hit) < len(ranks):
-            status = ended([p for p in ranks if p not in hit], 60)
+            status = ended([p for p in ranks if p not in hit], 4 * TIMEOUT + 60)
             for p in hit:
                 p.send_signal(signal.SIGCONT)
             if any(s != 1 for s in status + ended(hit, 60)):
                 return f"status {status}, then {[p.poll() for p in hit]}"
             return ""
-        time.sleep(STOPPED)
+        time.sleep(TIMEOUT + 4)
         for p in hit:
             p.send_signal(signal.SIGCONT)
         time.sleep(2)
