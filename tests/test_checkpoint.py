@@ -35,9 +35,9 @@ CONFIG = vit.ViTConfig(32, 3, 64, 2, 8, decoder_width=32, decoder_depth=2, decod
 CPU = torch.device("cpu")
 FSDP_MODES = ["no_shard", "shard_grad_op", "full_shard", "hybrid", "hybrid_grad_op"]
 ROWS = [("ddp", 2), ("zero1", 2)] + [(mode, fsdp) for fsdp in (1, 2) for mode in FSDP_MODES]
-# EVERY_PAIR=1 pytest -s -k any_row tests/test_checkpoint.py: the whole matrix instead of a third
+# EVERY_PAIR=1 pytest -s -k any_row tests/test_checkpoint.py: the whole matrix instead of a sixth
 EVERY_PAIR = "EVERY_PAIR" in os.environ
-DISTANCES = tuple(range(len(ROWS))) if EVERY_PAIR else (0, 1, 5, 7)  # between rows
+DISTANCES = tuple(range(len(ROWS))) if EVERY_PAIR else (0, 5)  # between rows
 FULL_SHARD = ROWS.index(("full_shard", 2))
 
 
@@ -110,7 +110,7 @@ def write_rows(numbers: list[int]) -> dict:
 
 
 def read_in_every_row() -> dict:
-    """On every rank: each row loads its own checkpoint and some others, then two losses."""
+    """On every rank: each row loads its own checkpoint and another or more, then two losses."""
     out, found = start_a_rank(), {}
     world = dist.get_world_size()
     for i, (mode, fsdp) in enumerate(ROWS):
@@ -879,9 +879,9 @@ def test_bad_steps_in_a_row_are_counted_across_a_resume(tmp_path):
 
 @pytest.mark.slow
 def test_saving_in_the_background_changes_nothing(tmp_path):
-    """Losses and checkpoints as without it, in every engine; each checkpoint is of its own step."""
+    """Losses and checkpoints as without it; each checkpoint is of its own step."""
     argv = changed(ARGV, steps="7", save_every="2", keep="9")
-    for mode, more in ("ddp", {}), ("zero1", {}), ("full_shard", {}), ("hybrid", {"fsdp": "1"}):
+    for mode, more in ("zero1", {}), ("full_shard", {}), ("hybrid", {"fsdp": "1"}):
         plain = changed(argv, mode=mode, **more | ({"group": "2"} if mode == "hybrid" else {}))
         runs = [Run(plain, params=False), Run([*plain, "--async-save"], params=False)]
         at_once, behind = run_ranks(2, runs, tmp_path / mode, 240)
