@@ -78,9 +78,10 @@ def private_parts() -> SimpleNamespace:
 # Pretended ranks
 
 
-def pretended_ranks(world_size: int) -> mesh.Ranks:
-    """Rank 0 of so many, which fill nodes of 8."""
-    return mesh.Ranks(0, world_size, 0, min(RANKS_PER_NODE, world_size), 0, "dry run", {})
+def pretended_ranks(world_size: int, local_world_size: int | None = None) -> mesh.Ranks:
+    """Rank 0 of so many, which fill nodes of so many (8)."""
+    on_node = min(local_world_size or RANKS_PER_NODE, world_size)
+    return mesh.Ranks(0, world_size, 0, on_node, 0, "dry run", {})
 
 
 @contextmanager

@@ -125,9 +125,13 @@ if [[ ${PREFLIGHT:-yes} == yes ]]; then
         [[ $libraries == *ccl-net*.so* ]] ||
             fail "no plugin librccl-net.so for RCCL: load rccl-net-plugin, or set NCCL_NET=Socket"
     fi
-    # One process reads the flags; then all ranks look at their places and time a small all-gather.
-    srun -N1 -n1 -c"$cores" "${gpu[@]}" "$python" -c \
-        'import sys, train_fsdp; train_fsdp.parse_args(sys.argv[1:])' "$@" || exit
+    # One process plays rank 0 of all: flags, images, memory. Only a refusal (2) ends the job here.
+    status=0
+    LOCAL_WORLD_SIZE=$tasks srun -N1 -n1 -c"$cores" "${gpu[@]}" "$python" -u \
+        train_fsdp.py "$@" --dry-run --world-size "$((nodes * tasks))" || status=$?
+    ((status != 2)) || exit 2
+    ((status == 0)) || say "warning: the dry run ended with status $status; trying the ranks"
+    # Then all ranks look at their places and time a small all-gather.
     each_rank mesh.py "$@" || fail "the ranks do not work together (PREFLIGHT=no skips this)"
 fi
 

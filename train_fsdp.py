@@ -509,7 +509,8 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
 
     # ranks and device, and all that can be refused before any rank waits for another
     try:
-        pretend = partial(dryrun.pretended_ranks, args.world_size)
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", 0))  # so launch_frontier.sh tells
+        pretend = partial(dryrun.pretended_ranks, args.world_size, node)
         ranks = pretend() if args.dry_run else mesh.read_ranks(os.environ)
         device = dryrun.CPU if args.dry_run else mesh.pick_device(args.device, ranks)
         world = ranks.world_size

@@ -49,14 +49,15 @@ MODULES = [
 ]  # fmt: skip
 # What each rank is and sees, written down before it becomes Python.
 SEEN = """#!/bin/bash
-case "$*" in *train_fsdp.py*) echo $$ > "$SEEN/pid.$SLURM_PROCID"
+case "$*" in *--dry-run*) ;; *train_fsdp.py*) echo $$ > "$SEEN/pid.$SLURM_PROCID"
     echo "${ROCR_VISIBLE_DEVICES-none}" > "$SEEN/devices.$SLURM_PROCID" ;; esac
 exec "$REAL_PYTHON" "$@"
 """
 # A run that obeys orders instead of training.
 STAND_IN = """#!/bin/bash
 [ "$SLURM_PROCID" = 0 ] || exit 0
-case "$*" in *train_fsdp.py*) ;; *) echo "asked: $*"; exit 0 ;; esac
+case "$*" in *--dry-run*) asked=yes ;; *train_fsdp.py*) asked= ;; *) asked=yes ;; esac
+[ ! "$asked" ] || { echo "asked: $*"; exit 0; }
 echo "a round: $*, $MASTER_ADDR:$MASTER_PORT, NCCL_NET ${NCCL_NET-unset}, OMP $OMP_NUM_THREADS"
 echo "by $0"
 %s
