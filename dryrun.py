@@ -302,6 +302,16 @@ def part_of(memory: Mapping[str, int], name: str) -> int:
     return sum(memory.get(category, 0) for category in PARTS[name])
 
 
+def payload(collectives: Sequence[Collective], shape: tuple[int, int]) -> dict[str, int] | None:
+    """Bytes of whole tensors by kind, in groups of several ranks; None if nothing was counted."""
+    sizes = {"replicate": shape[0], "shard": shape[1], "world": shape[0] * shape[1]}
+    kinds = Counter[str]()
+    for collective in collectives:
+        if sizes[collective.group] > 1:
+            kinds[collective.kind] += collective.size
+    return dict(kinds) or None
+
+
 def _memory_lines(simulation: Simulation | None, plan: Mapping[str, float] | None) -> Iterator[str]:
     """A row for each part, with its categories below; a column for each source there is."""
     moments = [simulation.peak, simulation.after] if simulation else []

@@ -26,6 +26,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
@@ -414,6 +415,24 @@ def save_step(
     return fatal
 
 
+def counted_once(
+    train: Callable[..., tuple[Tensor, Tensor]], grid: Any, found: list[dryrun.Collective], at: int
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`train`, whose collectives are counted in step `at`, to stand beside the plan's."""
+
+    def step_and_count(batches: Any, *, step: int, **rest: Any) -> tuple[Tensor, Tensor]:
+        if step != at:
+            return train(batches, step=step, **rest)
+        try:
+            context = dryrun.counting(grid, found)
+        except dryrun.Unsupported:  # by this version of PyTorch
+            context = nullcontext()
+        with context:
+            return train(batches, step=step, **rest)
+
+    return step_and_count
+
+
 def lost_a_rank(error: RuntimeError) -> bool:
     """Whether a collective failed, which is what the others see of a rank that died."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
@@ -588,9 +607,11 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     model = blank_model(config, args.img_size, args.norm_pix_loss)
     params = sum(p.numel() for p in model.parameters())
     finite = agree.FiniteCheck(device, args.max_skips)
-    train, save, begin, saver = None, None, 0, None
+    train: Callable[..., tuple[Tensor, Tensor]] | None = None
+    save, begin, saver = None, 0, None
     if args.run != "io":
-        model, optimizer, scaler = build(model, mesh.build_mesh(shape, device))
+        grid = mesh.build_mesh(shape, device)
+        model, optimizer, scaler = build(model, grid)
         train = partial(train_step, model, optimizer, finite, scaler,
                         mask_ratio=args.mask_ratio, clip=args.clip, dtype=dtype)  # fmt: skip
     if args.run == "real":
@@ -608,6 +629,10 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         saver = checkpoint.Saver(args.out, model, optimizer, keep=args.keep, group=gloo,
                                  background=args.async_save)  # fmt: skip
         save = partial(save_step, saver, log, chosen, scaler)
+
+    sent: list[dryrun.Collective] = []
+    if train and ranks.rank == 0:  # the third step of this process: by then DDP's buckets are final
+        train = counted_once(train, grid, sent, begin + 2)
 
     # data: the first batch is fetched before the clock starts
     workers = min(6, mesh.cpu_cores(ranks) - 1) if args.workers is None else args.workers
@@ -646,6 +671,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         log.warn(f"{problem}; the older checkpoints are kept")
 
     # summary
+    end["payload_bytes"] = dryrun.payload(sent, shape)
     if "loss" in end and first:
         zero = zero_loss(first[0], config.patch, args.norm_pix_loss)
         end["loss_of_zero"] = agree.mean_over_ranks(zero)

@@ -381,6 +381,21 @@ def test_bad_steps_are_left_out_up_to_max_skips(tmp_path):
     assert all(torch_is_finite(p) for p in many.params.values()) and many.moved[2:] == [0, 0, 0]
 
 
+def test_the_bytes_of_a_step_are_those_planned(tmp_path):
+    """Measured in the end record, planned in the start record; a few more for norm and stop."""
+    base = changed(ARGV, steps="4")
+    runs = [
+        Run(changed(base, **flags), params=False)
+        for flags in ({"mode": "full_shard"}, {"mode": "ddp"}, {"mode": "no_shard", "fsdp": "1"},
+                      {"mode": "hybrid", "group": "2", "fsdp": "1"}, {"mode": "hybrid_grad_op"})
+    ]  # fmt: skip
+    for result in run_ranks(4, runs, tmp_path, 240):
+        planned, measured = result.start["planned"]["payload_bytes"], result.end["payload_bytes"]
+        assert result.status == [0] * 4 and sum(planned.values()) > 1e6
+        for kind in {*planned, *measured}:
+            assert 0 <= measured.get(kind, 0) - planned.get(kind, 0) < 3000, (kind, result.start)
+
+
 def events(folder, name) -> list[dict]:
     lines = (folder / "log.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["event"] == name]
