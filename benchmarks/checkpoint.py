@@ -307,6 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with torch.device("meta"):
         count = sum(p.numel() for p in vit.ViTMAE(vit.MODELS[args.model]).parameters())
+    Path(args.dir).mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(args.dir).free
     if free < 2.2 * 12 * count:  # a checkpoint and the plain files
         parser.error(

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 -- benchmarks/overlap.py --model base --batch 8
 
-Each turn trains some steps with nothing else, then begins a save and counts the steps until it has
-ended; the turns alternate, so that both kinds see the same machine. The copy in host memory, which
-training waits for, is timed on its own. Give each rank a core more than it has threads, as a node
-does: on a machine without one, writing and computing share it.
+Each turn trains some steps with nothing else, then begins a save and times the steps until it has
+ended (the last overlaps in part); the turns alternate, so that both kinds see the same machine. The
+copy in host memory, which training waits for, is timed on its own. Give each rank a core more than
+it has threads, as a node does: on a machine without one, writing and computing share it.
 """
 
 import argparse
@@ -85,12 +85,10 @@ def main() -> int:
         copies.append(time.perf_counter() - started)
         writing = True
         while writing:
-            seconds = step()
+            beside.append(step())  # began while it was written
             # the same on all ranks: as long as one of them writes
             busy = torch.tensor(float(saver.pending is not None and not saver.pending.done()))
             writing = agree.mean_over_ranks(busy.to(device)) > 0
-            if writing:  # all of this step lay within the save
-                beside.append(seconds)
         saver.finish()
         saves.append(time.perf_counter() - started)
     if ranks.rank == 0:
