@@ -82,9 +82,9 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Each flat local tensor of the state, and the values that it should have."""
     for i, p in enumerate(model.parameters()):
-        if not local(p).numel():  # FSDP1 has no states for what lies on other ranks alone
-            continue
         state = optimizer.state[p]
+        if not state:  # FSDP1 has none for what lies on other ranks alone
+            continue
         for j, tensor in enumerate((p, state["exp_avg"], state["exp_avg_sq"])):
             values, start = local(tensor), 1000 * (3 * i + j) + dist.get_rank()
             yield values, torch.arange(start, start + len(values), dtype=torch.float32)
