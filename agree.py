@@ -46,6 +46,26 @@ def together(work: Callable[[], T]) -> T:
     return result[0]  # type: ignore[return-value]
 
 
+def everywhere(work: Callable[[], T]) -> T:
+    """Run `work` on every rank and give each its own result, or raise on all what failed on any.
+
+    For what each rank must do for itself (its node's disk): a ValueError with the first error's
+    text. Collective.
+    """
+    result, problem = None, None
+    try:
+        result = work()
+    except Exception as error:
+        own = isinstance(error, (OSError, ValueError))
+        problem = str(error) if own else f"{type(error).__name__}: {error}"
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise ValueError(f"{text} (rank {rank})")
+    return result  # type: ignore[return-value]
+
+
 def gathered(value: T) -> list[T] | None:
     """On rank 0 every rank's value, by rank; None elsewhere. Collective."""
     values: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -71,6 +91,7 @@ class Verdict(NamedTuple):
     loss: bool  # some rank's loss was not finite
     norm: bool  # the gradient norm was not finite, and it was not the gradient scaler's doing
     stop: bool  # some rank was asked to stop
+    news: bool  # some rank has something to tell
     in_a_row: int  # bad steps up to this one, in a row; 0 after a good one
 
 
@@ -86,12 +107,13 @@ class FiniteCheck:
         gpu = device.type == "cuda"
         self.max_skips = max_skips
         self.row = torch.zeros((), dtype=torch.int64, device=device)  # bad steps in a row
-        self.host = torch.zeros(2, 5, dtype=torch.int64, pin_memory=gpu)  # two steps in turn
+        self.host = torch.zeros(2, 6, dtype=torch.int64, pin_memory=gpu)  # two steps in turn
         self.copied = [torch.cuda.Event(), torch.cuda.Event()] if gpu else None
 
     def update(
-        self, step: int, loss: Tensor, norm: Tensor, scaled: bool = False, stop: bool = False
-    ) -> Tensor:
+        self, step: int, loss: Tensor, norm: Tensor, scaled: bool = False, stop: bool = False,
+        news: bool = False,
+    ) -> Tensor:  # fmt: skip
         """After backward: (), fp32, 1 where this step must not be applied. Collective.
 
         With a gradient scaler (`scaled`) an infinite norm is how it finds its scale: that step is
@@ -99,13 +121,13 @@ class FiniteCheck:
         """
         mine = ~loss.isfinite()
         infinite = ~norm.isfinite().to(mine.device)
-        asked = torch.full_like(mine, stop)
-        found = torch.stack([mine, infinite & (not scaled), asked]).long()  # (3,)
+        asked, told = torch.full_like(mine, stop), torch.full_like(mine, news)
+        found = torch.stack([mine, infinite & (not scaled), asked, told]).long()  # (4,)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         bad = found[:2].any() | (self.row > self.max_skips)
         self.row = torch.where(bad, self.row + 1, 0)
-        told = torch.cat([mine.long()[None], found, self.row[None]])  # (5,), as in Verdict
-        self.host[step % 2].copy_(told, non_blocking=True)
+        verdict = torch.cat([mine.long()[None], found, self.row[None]])  # (6,), as in Verdict
+        self.host[step % 2].copy_(verdict, non_blocking=True)
         if self.copied:
             self.copied[step % 2].record()
         return (bad | infinite).float()
@@ -117,8 +139,8 @@ class FiniteCheck:
         """
         if self.copied:
             self.copied[step % 2].synchronize()
-        mine, loss, norm, stop, in_a_row = self.host[step % 2].tolist()
-        return Verdict(bool(mine), bool(loss), bool(norm), bool(stop), in_a_row)
+        mine, loss, norm, stop, news, in_a_row = self.host[step % 2].tolist()
+        return Verdict(bool(mine), bool(loss), bool(norm), bool(stop), bool(news), in_a_row)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Images in: which files there are, who reads which one when, decode, augmentation, batches.
 
+Files are a class tree, a flat folder, or a pack of either (tar shards, made by prepare.py).
+
 Every draw is a function of (seed, position), where the position counts the samples of the whole job
 since its first step. So no rank, worker or sampler has a state: one integer says where a run is,
 and any number of ranks and workers sees the same images, crops, flips and masks.
@@ -9,27 +11,37 @@ Workers touch neither the network nor the device.
 """
 
 import errno
+import io
+import json
 import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
 from multiprocessing import get_context, parent_process
 from threading import Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torchvision.transforms.functional as TF
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp")
+PACK_INDEX = "pack.index"  # in the folder of a pack, beside its shards
+INDEX_FORMAT = 1
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as in the MAE recipe
 SYNTHETIC_IMAGES = 1_000_848  # as many as Million-AID has: train 10,000 + test 990,848
 SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
+# What one image may take while it is decoded, in bytes, instead of Pillow's limit of pixels: a JPEG
+# that is read at an eighth of its size takes a sixty-fourth. A node has dozens of workers.
+MEMORY_BUDGET = 2**30
 # Errors that are the file's own: Pillow cannot decode it (no errno), it has gone, it is not ours.
 FILE_ERRNOS = (None, errno.ENOENT, errno.EACCES)
 
@@ -39,31 +51,68 @@ FILE_ERRNOS = (None, errno.ENOENT, errno.EACCES)
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """The images below one folder, in sorted order of their relative paths.
+    """The images below one folder, in sorted order of their relative paths; or of a pack of them.
 
-    Paths are one fixed-width numpy array, not a list: a million of them are one block of memory.
+    A few blocks of memory, no Python object for each image. With an `index_file` a copy of it in
+    another process is that file mapped into memory: a million images cost a node 80 MB once.
     """
 
     root: str
-    paths: np.ndarray  # (N,) bytes, relative to root
+    names: np.ndarray  # uint8, all relative paths, one after the other
+    ends: np.ndarray  # (N,) int64, where in `names` each of them ends
     labels: np.ndarray  # (N,) int32, index into classes, -1 for images that lie in root itself
+    sizes: np.ndarray  # (N,) int64, bytes of the file
+    times: np.ndarray  # (N,) int64, when it was last changed, in ns
     classes: tuple[str, ...]
+    folders: dict[str, tuple[int, int]]  # relative path: when changed, in ns, and images in it
+    shards: tuple[str, ...] = ()  # of a pack: its tar files,
+    shard: np.ndarray | None = None  # (N,) int32, in which of them an image lies,
+    start: np.ndarray | None = None  # (N,) int64, and from which byte on
+    index_file: str | None = None
+    opened: dict[int, io.FileIO] = field(default_factory=dict, compare=False, repr=False)
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.ends)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.index_file:
+            return load_index, (self.index_file, self.root)
+        values = [getattr(self, f.name) for f in fields(self) if f.name != "opened"]
+        return ImageFiles, tuple(values)
+
+    def name(self, index: int) -> str:
+        """Its path relative to the folder, or within the pack."""
+        first = int(self.ends[index - 1]) if index else 0
+        return os.fsdecode(self.names[first : int(self.ends[index])].tobytes())
 
     def path(self, index: int) -> str:
-        return os.path.join(self.root, os.fsdecode(self.paths[index]))
+        """Its path as a person would look for it; in a pack, that of the shard and the member."""
+        place = (self.shards[self.shard[index]],) if self.shard is not None else ()
+        return os.path.join(self.root, *place, self.name(index))
+
+    def read(self, index: int) -> bytes:
+        """The whole file; OSError where it cannot be read, ValueError where its shard is cut."""
+        if self.shard is None or self.start is None:
+            with open(self.path(index), "rb", buffering=0) as file:
+                return file.read()
+        number, size = int(self.shard[index]), int(self.sizes[index])
+        # By descriptor, not mapped: a map would ask a parallel file system for a page at a time.
+        if number not in self.opened:
+            self.opened[number] = io.FileIO(os.path.join(self.root, self.shards[number]))
+        content = os.pread(self.opened[number].fileno(), size, int(self.start[index]))
+        if len(content) < size:
+            raise ValueError(f"the shard {self.shards[number]} is cut: pack again, it goes on")
+        return content
 
 
-def scan(root: str) -> ImageFiles:
-    """List the images below `root`: a class tree of any depth, a flat folder, or a mixture.
+def scan(root: str, progress: Callable[[int], None] | None = None) -> ImageFiles:
+    """The images below `root`: a class tree of any depth, a flat folder, a mixture, or a pack.
 
     The class of an image is the name of the folder it lies in (all 51 leaf names of Million-AID
     differ), numbered in sorted order; two folders of one name are one class. Images in `root`
     itself have no class. Hidden files and folders are left out; symbolic links are followed, but
-    not to a folder around them. Raises OSError where a folder is missing or may not be read, and
-    ValueError where there is no image.
+    not to a folder around them. `progress` hears, now and then, how many were found. Raises OSError
+    where a folder is missing or may not be read, and ValueError where there is no image.
     """
 
     def refuse(error: OSError) -> None:
@@ -75,21 +124,89 @@ def scan(root: str) -> ImageFiles:
 
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {root}: give --data the folder of your images")
+    if os.path.exists(os.path.join(root, PACK_INDEX)):
+        return load_index(os.path.join(root, PACK_INDEX), root)
     found: list[tuple[bytes, str]] = []
+    folders: dict[str, tuple[int, int]] = {}
     for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=True):
+        changed = os.stat(folder).st_mtime_ns
         subfolders[:] = [n for n in subfolders if not n.startswith(".") and not leads_up(folder, n)]
         relative = os.path.relpath(folder, root)
         leaf = "" if relative == "." else os.path.basename(folder)
-        for name in names:
-            if name.lower().endswith(EXTENSIONS) and not name.startswith("."):
-                found.append((os.fsencode(os.path.normpath(os.path.join(relative, name))), leaf))
+        images = [n for n in names if n.lower().endswith(EXTENSIONS) and not n.startswith(".")]
+        prefix = "" if relative == "." else os.path.join(relative, "")
+        found += [(os.fsencode(prefix + name), leaf) for name in images]
+        folders[relative] = (changed, len(images))
+        if progress:
+            progress(len(found))
     if not found:
         raise ValueError(f"no image lies below {root}: looked for {' '.join(EXTENSIONS)}")
     found.sort()
     classes = tuple(sorted({leaf for _, leaf in found if leaf}))
     number = {leaf: i for i, leaf in enumerate(classes)}
-    labels = np.array([number.get(leaf, -1) for _, leaf in found], dtype=np.int32)
-    return ImageFiles(root, np.array([path for path, _ in found]), labels, classes)
+    paths = [path for path, _ in found]
+    sizes, times = _sizes_and_times(os.fsencode(root), paths)
+    return ImageFiles(
+        root,
+        names=np.frombuffer(b"".join(paths), np.uint8),
+        ends=np.cumsum([len(path) for path in paths], dtype=np.int64),
+        labels=np.array([number.get(leaf, -1) for _, leaf in found], dtype=np.int32),
+        sizes=sizes, times=times, classes=classes, folders=folders,
+    )  # fmt: skip
+
+
+def _sizes_and_times(root: bytes, paths: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Of many files, (N,) each; zeros where there is nothing. In threads: it is all waiting."""
+
+    def look(some: list[bytes]) -> np.ndarray:
+        seen = np.zeros((len(some), 2), np.int64)
+        for i, path in enumerate(some):
+            with suppress(OSError):  # a link to nothing: it is found out when it is read
+                status = os.stat(os.path.join(root, path))
+                seen[i] = status.st_size, status.st_mtime_ns
+        return seen
+
+    with ThreadPoolExecutor(16) as threads:
+        parts = [paths[first : first + 1000] for first in range(0, len(paths), 1000)]
+        seen = np.concatenate(list(threads.map(look, parts)))  # (N, 2)
+    return seen[:, 0].copy(), seen[:, 1].copy()
+
+
+def save_index(files: ImageFiles, path: str) -> ImageFiles:
+    """Keep the list in one file, of which every process maps the same pages; returns it so."""
+    values = {f.name: getattr(files, f.name) for f in fields(files)}
+    del values["opened"], values["index_file"]
+    del values["root"]
+    values["format"] = INDEX_FORMAT
+    # an array becomes a tensor, whose storage torch.load can map; the rest is plain
+    plain = {
+        k: torch.from_numpy(np.array(v)) if isinstance(v, np.ndarray) else v
+        for k, v in values.items()
+    }
+    torch.save(plain, f"{path}.new")
+    os.replace(f"{path}.new", path)
+    return load_index(os.path.abspath(path), files.root)
+
+
+def load_index(path: str, root: str) -> ImageFiles:
+    """What `save_index` kept, mapped into memory; ValueError where it is no such file.
+
+    `root` is where the images are now. Nothing in the file is executed.
+    """
+    try:
+        values: dict[str, Any] = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+        if values.pop("format") != INDEX_FORMAT:
+            raise ValueError("another format")
+        values["root"] = root
+        arrays: dict[str, Any] = {
+            k: v.numpy() if isinstance(v, Tensor) else v for k, v in values.items()
+        }
+        return ImageFiles(**arrays, index_file=path)
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        what = type(error).__name__  # torch.load's own text advises to load it unsafely
+        raise ValueError(f"{path} is no list of ours, or damaged ({what}): make it again") from None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -151,6 +268,10 @@ class Sample(NamedTuple):
     position: int  # which sample of the job
     crop: Tensor  # (4,) int32: top, left, height, width in source pixels
     flip: bool  # mirrored left to right
+    cost: (
+        Tensor  # (5,) float64: bytes; seconds to read, decode, resize, collate (a batch: in its 0)
+    )
+    bad: str  # JSON, [[image_id, reason], ...]: the unreadable ones it stands in for; mostly ""
 
 
 @contextmanager
@@ -181,13 +302,59 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def read_rgb(path: str) -> Image.Image:
-    """Decode one file to RGB; raises whatever Pillow raises for a broken one.
+def open_image(content: bytes) -> tuple[Image.Image, tuple[int, int]]:
+    """A file's content -> its image, not decoded yet, and its width and height when upright.
 
-    Pillow takes more than 179 million pixels for an attack: such an image counts as broken.
+    ValueError where it is no image that Pillow knows.
     """
-    with Image.open(path) as image:
-        return to_rgb(image)
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # `decode` has its own
+    try:
+        image = Image.open(io.BytesIO(content))
+    except UnidentifiedImageError:
+        what = f"begins with {content[:16]!r}" if content else "is empty"
+        raise ValueError(f"no image: the file {what}") from None
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+    width, height = image.size
+    if width * height == 0:
+        raise ValueError("no pixels")
+    sideways = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+    return image, (height, width) if sideways else (width, height)
+
+
+def decode(image: Image.Image, reduce: int = 1, budget: int = MEMORY_BUDGET) -> Image.Image:
+    """Decode to upright RGB, a JPEG at 1/1, 1/2, 1/4 or 1/8 of its size (`reduce`).
+
+    Raises whatever Pillow raises for a broken image, of a truncated one too, and ValueError where
+    more than `budget` bytes would be needed.
+    """
+    width, height = image.size
+    if reduce > 1:
+        image.draft(None, (width // reduce, height // reduce))
+    needed = 4 * image.width * image.height  # Pillow's RGB has four bytes a pixel
+    if image.info.get("progressive"):
+        needed += 6 * width * height  # all its coefficients, of 2 bytes, before the first pixel
+    if needed > budget:
+        raise ValueError(
+            f"{width} x {height} pixels take {needed / 2**30:.1f} GiB to decode, more than "
+            f"{budget / 2**30:.1f}: make it smaller by `prepare.py pack --max-side`"
+        )
+    return to_rgb(image)
+
+
+def read_rgb(path: str) -> Image.Image:
+    """Decode one file to upright RGB; raises as `decode`."""
+    with open(path, "rb") as file:
+        return decode(open_image(file.read())[0])
+
+
+def reduction(image: Image.Image, crop: Sequence[int], side: int) -> int:
+    """1, 2, 4 or 8: how much smaller a JPEG may be decoded so that its crop keeps `side` pixels."""
+    # Turned images, rare here, are decoded whole: the last pixel of a reduced one is a part of a
+    # pixel, and turning would bring it to the front, and all others out of place.
+    if image.format != "JPEG" or image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        return 1
+    return max(scale for scale in (1, 2, 4, 8) if scale == 1 or min(crop[2:]) >= scale * side)
 
 
 def synthetic_rgb(seed: int, index: int, size: int = 256) -> Image.Image:
@@ -196,74 +363,133 @@ def synthetic_rgb(seed: int, index: int, size: int = 256) -> Image.Image:
     return Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC)
 
 
+class Files(Protocol):
+    """What `Images` needs of a data set: `ImageFiles`, or what reads them in another way."""
+
+    @property
+    def labels(self) -> np.ndarray: ...  # (N,) int32
+
+    def __len__(self) -> int: ...
+    def read(self, index: int) -> bytes: ...
+
+
 class Images(Dataset[Sample]):
     """Sample by position: which image, its pixels, and its augmentation.
 
     Each epoch is a new permutation of all images, drawn from (seed, epoch), of which the last
     incomplete global batch is left out. RandomResizedCrop 0.2-1 with bicubic resize, then a flip
-    half of the time: the recipe of MAE (arXiv 2111.06377, appendix A.1).
+    half of the time: the recipe of MAE (arXiv 2111.06377, appendix A.1). A JPEG is decoded at the
+    smallest scale that its crop allows, and resized once; `exact` decodes it whole, as torchvision
+    would, at half the speed: the pixels differ by about 1 of 255 in the mean.
     """
 
     def __init__(
-        self, files: ImageFiles | None, img_size: int, patches: int, seed: int, global_batch: int
-    ) -> None:
+        self, files: Files | None, img_size: int, patches: int, seed: int, global_batch: int,
+        exact: bool = False,
+    ) -> None:  # fmt: skip
         self.files, self.img_size, self.patches, self.seed = files, img_size, patches, seed
+        self.exact = exact
         self.count = SYNTHETIC_IMAGES if files is None else len(files)
         self.epoch_samples = steps_per_epoch(self.count, global_batch) * global_batch
-        self.epoch, self.order = -1, np.empty(0, np.int64)
+        self.epoch, self.order = -1, np.empty(0, np.int32)
 
     def index(self, position: int) -> int:
         """Which image stands at `position`."""
         epoch, offset = divmod(position, self.epoch_samples)
         if epoch != self.epoch:
-            self.order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+            everything = np.arange(self.count, dtype=np.int32)
+            self.order = np.random.default_rng((self.seed, epoch)).permutation(everything)
             self.epoch = epoch
         return int(self.order[offset])
 
-    def source(self, position: int) -> tuple[int, Image.Image]:
-        """The image at `position`, or the next good one after it, and its index."""
-        for other in range(position, position + SUBSTITUTES):
-            index = self.index(other)
-            if self.files is None:
-                return index, synthetic_rgb(self.seed, index)
-            path = self.files.path(index)
+    def __getitem__(self, place: int | tuple[int, int]) -> Sample:
+        """The sample of a position, or of (position, index) where the index is known already.
+
+        For an unreadable image the next good one of the job's order stands in, with the crop, flip
+        and mask of this position.
+        """
+        position, index = place if isinstance(place, tuple) else (place, self.index(place))
+        bad: list[tuple[int, str]] = []
+        while True:
             try:
-                return index, read_rgb(path)
+                sample = self.sample(position, index)
+                return sample._replace(bad=json.dumps(bad)) if bad else sample
             except Exception as error:  # Pillow raises many kinds for a broken file
                 number = getattr(error, "errno", None)
                 if isinstance(error, MemoryError) or number not in FILE_ERRNOS:
                     raise  # trouble of this node, not of the file: other ranks may not have it
-                reason = f"{type(error).__name__}: {error}"
-                warnings.warn(
-                    f"unreadable image {path} ({reason}): the next one stands in", stacklevel=2
+                bad.append((index, f"{type(error).__name__}: {error}"))
+            if len(bad) == SUBSTITUTES:
+                raise RuntimeError(
+                    f"{SUBSTITUTES} images in a row could not be read, the last one "
+                    f"number {index} ({bad[-1][1]})"
                 )
-        raise RuntimeError(
-            f"{SUBSTITUTES} images in a row could not be read, the last one {path} ({reason})"
-        )
+            index = self.index(position + len(bad))
 
-    def __getitem__(self, position: int) -> Sample:
-        index, image = self.source(position)
+    def sample(self, position: int, index: int) -> Sample:
+        """This image as it looks at this position; raises what reading and decoding raise."""
+        clock = [time.perf_counter()]
+        content = b"" if self.files is None else self.files.read(index)
+        clock.append(time.perf_counter())
+        if self.files is None:
+            image = synthetic_rgb(self.seed, index)
+            width, height = image.size
+        else:
+            image, (width, height) = open_image(content)
         with seeded(self.seed, position):
             noise = torch.randperm(self.patches).float()
             flip = bool(torch.rand(()) < 0.5)
-            box = RandomResizedCrop.get_params(image, scale=[0.2, 1.0], ratio=[3 / 4, 4 / 3])
+            blank = torch.empty(1).expand(1, height, width)  # get_params asks for its size only
+            crop = RandomResizedCrop.get_params(blank, scale=[0.2, 1.0], ratio=[3 / 4, 4 / 3])
+        reduce = 1 if self.exact else reduction(image, crop, self.img_size)
+        image = decode(image, reduce)
+        clock.append(time.perf_counter())
         size = [self.img_size, self.img_size]
-        image = TF.resized_crop(image, *box, size, InterpolationMode.BICUBIC)
+        if reduce == 1:
+            image = TF.resized_crop(image, *crop, size, InterpolationMode.BICUBIC)
+        else:
+            top, left, high, wide = (n / reduce for n in crop)
+            box = (left, top, left + wide, top + high)
+            image = image.resize((size[1], size[0]), Image.Resampling.BICUBIC, box)
         pixels = TF.pil_to_tensor(TF.hflip(image) if flip else image)  # (3, H, W) uint8
+        clock.append(time.perf_counter())
+        cost = torch.tensor([len(content), *np.diff(clock), 0.0], dtype=torch.float64)
         label = -1 if self.files is None else int(self.files.labels[index])
-        crop = torch.tensor(box, dtype=torch.int32)
-        return Sample(pixels, noise, label, index, position, crop, flip)
+        return Sample(pixels, noise, label, index, position, torch.tensor(crop, dtype=torch.int32),
+                      flip, cost, "")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------
 # Batches
 
 
-def end_with_parent(worker: int) -> None:
-    """Let a loader worker end when the process that reads from it is killed.
+class Places(Sampler[list[tuple[int, int]]]):
+    """`Positions` with the image that stands at each, so that no worker keeps the whole order."""
+
+    def __init__(self, positions: Positions, index: Callable[[int], int]) -> None:
+        self.positions, self.index = positions, index
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for batch in self.positions:
+            yield [(position, self.index(position)) for position in batch]
+
+
+def collate(samples: list[Sample]) -> Sample:
+    """Samples -> a batch; in shared memory, where a worker does it."""
+    started = time.perf_counter()
+    batch: Any = default_collate(samples)
+    batch.cost[0, 4] = time.perf_counter() - started
+    return batch
+
+
+def start_worker(worker: int) -> None:
+    """Let a loader worker end when the process that reads from it does, and no other way.
 
     PyTorch's own watch is over the process that forked the worker, which is the fork server; and
-    the fork server lives as long as its workers do.
+    the fork server lives as long as its workers do. Ctrl-C is the reading process's business.
     """
 
     def watch() -> None:
@@ -272,11 +498,12 @@ def end_with_parent(worker: int) -> None:
             parent.join()
             os._exit(1)
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=watch, daemon=True).start()
 
 
 def build_loader(
-    files: ImageFiles | None,
+    files: Files | None,
     *,
     img_size: int,
     patches: int,
@@ -288,24 +515,37 @@ def build_loader(
     world_size: int = 1,
     workers: int = 0,
     pin_memory: bool = False,
+    exact: bool = False,
+    start_method: str = "forkserver",
 ) -> DataLoader[Sample]:
     """The local batches of one rank for these steps of the job, accumulation steps one by one.
 
     `files` None means synthetic images. Batches are `Sample`s whose fields have a first dimension
     B = local_batch: image (B, 3, img_size, img_size) uint8 for `normalize`, noise (B, patches).
-    Raises ValueError where the batch does not divide or is larger than the data set.
+    One iterator goes through all steps, so workers start once, not once an epoch. Raises ValueError
+    where the batch does not divide or is larger than the data set, or the workers come too late.
     """
     context = None
     if workers:
-        # A worker forked from this process would inherit the threads and handles of the network
-        # libraries and of the device; one from the fork server has imported modules only.
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torchvision.transforms.functional"])
+        # A worker forked from this process inherits its threads and handles: of the network
+        # libraries once the ranks have met (a lock that one held is then held for ever), of the
+        # device once it was used. One from the fork server has imported modules only.
+        if start_method == "fork" and (dist.is_initialized() or torch.cuda.is_initialized()):
+            raise ValueError(
+                "workers cannot be forked from a process that talks to other ranks or to a GPU: "
+                "build and start the loader before init_process_group, or use forkserver"
+            )
+        context = get_context(start_method)
+        if start_method == "forkserver":
+            context.set_forkserver_preload(["torch", "torchvision.transforms.functional"])
+    images = Images(files, img_size, patches, seed, global_batch, exact)
+    positions = Positions(global_batch, local_batch, rank, world_size, steps)
     return DataLoader(
-        Images(files, img_size, patches, seed, global_batch),
-        batch_sampler=Positions(global_batch, local_batch, rank, world_size, steps),
+        images,
+        batch_sampler=Places(positions, images.index),
         num_workers=workers,
-        worker_init_fn=end_with_parent,
+        collate_fn=collate,
+        worker_init_fn=start_worker,
         multiprocessing_context=context,
         generator=torch.Generator(),  # or each iterator would draw from the global one
         pin_memory=pin_memory,

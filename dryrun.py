@@ -114,9 +114,10 @@ def first_samples(loader: DataLoader[Any], workers: int | None) -> Iterator[str]
     if first is None:
         yield "no step is left to do"
         return
-    path = f", {images.files.path(images.index(first[0]))}" if images.files else ""
+    path = f", {images.files.path(first[0][1])}" if images.files else ""
     count = "its CPU cores less one, at most 6," if workers is None else workers
-    yield f"rank 0 reads the samples {first[0]} to {first[-1]} first{path}; {count} loader workers"
+    numbers = f"{first[0][0]} to {first[-1][0]}"
+    yield f"rank 0 reads the samples {numbers} first{path}; {count} loader workers"
 
 
 def unsimulated(mode: str, fsdp: int | None, run: str) -> str | None:

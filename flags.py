@@ -20,7 +20,7 @@ import vit
 # Flags (and what follows from them) that decide the result: a resumed run must not change them.
 RESULT = (
     "model", "img_size", "mask_ratio", "norm_pix_loss", "precision", "reduce_dtype", "images",
-    "global_batch", "blr", "weight_decay", "warmup_steps", "steps", "clip", "seed",
+    "exact_decode", "global_batch", "blr", "weight_decay", "warmup_steps", "steps", "clip", "seed",
 )  # fmt: skip
 PATIENCE = 4  # what is done for the first time may take so many times --timeout
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -113,6 +113,14 @@ def build_parser() -> Parser:
         "may stay as it is")  # fmt: skip
     add("--workers", type=int, metavar="N",
         help="loader processes a rank (default: its CPU cores less one, at most 6)")  # fmt: skip
+    add("--stage-dir", metavar="DIR",
+        help="node-local folder: images are copied there when first read, and the rest in the "
+        "background, so that a node asks the shared file system once for each")  # fmt: skip
+    add("--max-bad", type=not_negative, default=0.01, metavar="SHARE",
+        help="unreadable images, of those of the data set, before the run ends (default 0.01)"
+        )  # fmt: skip
+    add("--exact-decode", action="store_true",
+        help="* decode JPEGs whole, not at the scale their crop needs: half as fast")  # fmt: skip
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--batch", type=positive, metavar="IMAGES", help="* a rank and step (default 32)")
@@ -219,6 +227,11 @@ def flag_errors(args: argparse.Namespace, device_type: str) -> Iterator[str]:
          "--world-size is for --dry-run: a real run has the ranks that its launcher starts"),
         (args.dry_run and launched(os.environ),
          "--dry-run pretends its ranks in one process: start it without torchrun or srun"),
+        (args.stage_dir and args.data == "synthetic",
+         f"--stage-dir copies images, --data synthetic has none: {use}"),
+        (args.exact_decode and args.data == "synthetic",
+         f"--exact-decode is of JPEGs, --data synthetic has none: {use}"),
+        (args.max_bad > 1, f"--max-bad {args.max_bad:g} is a share of the images, at most 1"),
         (args.clip == 0, "--clip 0 would stop all learning: leave it out for no clipping"),
     ):  # fmt: skip
         if wrong:

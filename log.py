@@ -50,6 +50,7 @@ class Log:
         self, step: int, steps: int, *, loss: float | None, norm: Tensor | None, lr: float,
         epoch: int, seconds: float, waited: float, global_batch: int, world_size: int,
         flops_per_image: int | None, peak_flops: float | None, device: torch.device,
+        bad_images: int = 0,
     ) -> None:  # fmt: skip
         """One line for log.jsonl and one for the terminal; times in seconds a step.
 
@@ -65,6 +66,7 @@ class Log:
             step_seconds=seconds, data_seconds=waited, images_per_second=rate,
             images_per_second_per_rank=rate / world_size, tflops_per_rank=flops and flops / 1e12,
             mfu=flops / peak_flops if flops and peak_flops else None, **memory,
+            bad_images=bad_images,
         )  # fmt: skip
         shown = ""
         if loss is not None:
@@ -73,8 +75,8 @@ class Log:
         left = timedelta(seconds=min(round(seconds * (steps - step - 1)), 10**9))
         self.say(
             f"step {step + 1:{len(str(steps))}}/{steps}  {shown}{rate:8.1f} img/s  "
-            f"{'' if peak is None else f'{peak:6.2f} GiB  '}data wait {1e3 * waited:7.1f} ms  "
-            f"ETA {left}"
+            f"{'' if peak is None else f'{peak:6.2f} GiB  '}data wait {1e3 * waited:7.1f} ms "
+            f"{waited / seconds:4.0%}  ETA {left}"
         )
 
     def skip(self, step: int, verdict: agree.Verdict, images: list[str]) -> str:

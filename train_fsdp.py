@@ -14,8 +14,14 @@ if __name__ == "__main__":
     import signal
 
     RECEIVED: list[int] = []
-    for _number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(_number, lambda number, frame: RECEIVED.append(number))
+
+    def _note(number: int, frame: object) -> None:
+        RECEIVED.append(number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C does not ask
+
+    for _number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(_number, _note)
 
 import json
 import math
@@ -26,13 +32,13 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -43,7 +49,9 @@ import agree
 import checkpoint
 import data
 import dryrun
+import intake
 import mesh
+import prepare
 import shard
 import vit
 from flags import (
@@ -82,6 +90,7 @@ def train_step(
     clip: float | None,
     dtype: torch.dtype,
     stop: bool = False,
+    news: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step over the accumulation steps `batches`, each (images, noise) on the device.
 
@@ -89,7 +98,8 @@ def train_step(
     nothing here waits for it.
     """
     total = gradients(model, scaler, batches, mask_ratio=mask_ratio, dtype=dtype)
-    norm = update(model, optimizer, finite, scaler, total, step=step, lr=lr, clip=clip, stop=stop)
+    norm = update(model, optimizer, finite, scaler, total, step=step, lr=lr, clip=clip, stop=stop,
+                  news=news)  # fmt: skip
     return total, norm
 
 
@@ -112,13 +122,13 @@ def gradients(
 def update(
     model: nn.Module, optimizer: torch.optim.Optimizer, finite: agree.FiniteCheck,
     scaler: torch.amp.GradScaler | None, total: Tensor, *, step: int, lr: float,
-    clip: float | None, stop: bool = False,
+    clip: float | None, stop: bool = False, news: bool = False,
 ) -> Tensor:  # fmt: skip
     """Apply the gradients, unless the ranks find them bad; returns their norm ()."""
     if scaler:
         scaler.unscale_(optimizer)
     norm = shard.clip_grad_norm(model, clip or math.inf)
-    skip = finite.update(step, total, norm, scaler is not None, stop)
+    skip = finite.update(step, total, norm, scaler is not None, stop, news)
     for group in optimizer.param_groups:
         group["lr"] = lr
     shard.optimizer_step(optimizer, skip)
@@ -138,6 +148,12 @@ class Batch:
 
     parts: list[tuple[Tensor, Tensor]]  # (images, noise) of each accumulation step, on the device
     image_ids: list[int]
+    bad: list[tuple[int, str]]  # (image, reason): unreadable, others stand in for them
+    cost: Tensor  # (5,) as in data.Sample, of all its images
+
+
+class NoData(RuntimeError):
+    """The loader of this rank came to an end before its time."""
 
 
 @dataclass(frozen=True)
@@ -159,20 +175,37 @@ def device_batches(
     loader: Iterable[data.Sample], accum: int, device: torch.device
 ) -> Iterator[Batch]:
     """The loader's local batches, copied to the device, `accum` of them for each step."""
-    # Workers inherit the mask: a signal to the whole process group must reach this process alone.
-    # Set twice, because starting multiprocessing's resource tracker unblocks SIGTERM.
+    try:
+        with signals_blocked():
+            batches = iter(loader)
+        while step := list(islice(batches, accum)):
+            parts = [
+                (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
+                for b in step
+            ]
+            ids: Any = [b.image_id for b in step]  # (B,) each, on the host
+            bad = [(index, reason) for b in step for text in b.bad if text
+                   for index, reason in json.loads(text)]  # fmt: skip
+            cost = torch.stack([b.cost.sum(0) for b in step]).sum(0)  # (5,)
+            yield Batch(parts, torch.cat(ids).tolist(), bad, cost)
+    except (RuntimeError, OSError) as error:  # a worker that was killed, a disk that fails
+        raise NoData(f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Processes started meanwhile never get the signals that ask this one to stop.
+
+    A launcher sends them to all processes of a rank, and they must reach the rank's own alone. Set
+    twice, because starting multiprocessing's resource tracker unblocks SIGTERM.
+    """
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
-    batches = iter(loader)
-    signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-    while step := list(islice(batches, accum)):
-        parts = [
-            (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
-            for b in step
-        ]
-        ids: Any = [b.image_id for b in step]  # (B,) each, on the host
-        yield Batch(parts, torch.cat(ids).tolist())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 
 
 def loop(
@@ -186,6 +219,7 @@ def loop(
     told_to_stop: Callable[[], bool],
     moved: Callable[[str, int], None],
     name_of: Callable[[int], str],
+    inputs: intake.Intake,
 ) -> dict[str, Any]:
     """Run the steps; `train` None reads only, `save` None keeps nothing. Returns the end's record.
 
@@ -199,7 +233,7 @@ def loop(
     waited = all_waited = 0.0
     loss = norm = problem = None
     done = since = unread = job.steps.start
-    reason, stop, skipped, in_a_row = "done", False, 0, 0
+    reason, stop, news, skipped, in_a_row = "done", False, False, 0, 0
     for step in job.steps:
         last = step + 1 == job.steps.stop
         log_now = (step + 1) % job.log_every == 0 or last
@@ -212,24 +246,26 @@ def loop(
         batch = next(batches)
         waited += time.perf_counter() - asked
         last_batches.append(batch)
+        bad = [(name_of(index), why) for index, why in batch.bad]
+        inputs.met(step, bad, batch.cost, len(batch.image_ids))
 
         # step
         moved("training", step)
         if train:
-            loss, norm = train(batch.parts, step=step, lr=lr, stop=told_to_stop())
+            loss, norm = train(batch.parts, step=step, lr=lr, stop=told_to_stop(), news=inputs.news)
             last_losses.append(loss)
         else:
             nothing = torch.zeros((), device=job.device)
-            finite.update(step, nothing, nothing, stop=told_to_stop())
+            finite.update(step, nothing, nothing, stop=told_to_stop(), news=inputs.news)
 
         # skip, stop: every rank reads the same; not of this step yet unless it is waited for anyway
         while unread <= (step if log_now or save_now or stop else step - 1):
             verdict = finite.read(unread)
-            stop, in_a_row = stop or verdict.stop, verdict.in_a_row
+            stop, news, in_a_row = stop or verdict.stop, news or verdict.news, verdict.in_a_row
             if in_a_row:
                 skipped += 1
-                bad = last_batches[unread - step - 1].image_ids  # of this step or the one before
-                mine = bad if verdict.mine or not verdict.loss else []
+                ids = last_batches[unread - step - 1].image_ids  # of this step or the one before
+                mine = ids if verdict.mine or not verdict.loss else []
                 problem = log.skip(unread, verdict, [name_of(i) for i in mine])
             if in_a_row > finite.max_skips:
                 break
@@ -238,6 +274,12 @@ def loop(
             done, reason = unread, "nan"
             break
         done, problem = step + 1, None
+
+        # bad images: told when the host has waited for the device anyway
+        too_many = None
+        if news and unread == step + 1:
+            news, too_many = False, inputs.share()
+            stop = stop or bool(too_many)
 
         # log
         if log_now:
@@ -252,7 +294,7 @@ def loop(
                 epoch=step * job.global_batch // job.epoch_samples, seconds=seconds,
                 waited=waited / (done - since), global_batch=job.global_batch,
                 world_size=job.world_size, flops_per_image=flops, peak_flops=job.peak_flops,
-                device=job.device,
+                device=job.device, bad_images=inputs.count,
             )  # fmt: skip
             all_waited, waited, since, mark = all_waited + waited, 0.0, done, time.perf_counter()
 
@@ -267,14 +309,18 @@ def loop(
             if problem:
                 reason = "save"
                 break
+        if too_many:
+            reason, problem = "bad", too_many
+            break
         if stop and not last:
             reason = "signal"
             break
 
     seconds = time.perf_counter() - started
+    inputs.share()  # what was met since
     record: dict[str, Any] = {"reason": reason, "problem": problem, "steps": done}
     rate = statistics.median(rates[1:] or rates) if rates else None
-    record |= {"skipped": skipped, "images_per_second": rate}
+    record |= {"skipped": skipped, "bad_images": inputs.count, "images_per_second": rate}
     record["step_seconds"] = job.global_batch / rate if rate else None
     record |= device_memory(job.device)
     record |= {"seconds": seconds, "data_share": (all_waited + waited) / seconds}
@@ -287,11 +333,36 @@ def loop(
 # What a real run and a dry run have in common
 
 
-def find_images(folder: str, global_batch: int) -> tuple[data.ImageFiles | None, int, int]:
-    """(files or None for synthetic images, how many, steps an epoch); ValueError where too few."""
-    files = data.scan(folder) if folder != "synthetic" else None
+def find_images(
+    folder: str, out: str | None, global_batch: int, say: Callable[[str], None]
+) -> tuple[data.ImageFiles | None, int, int]:
+    """(files or None for synthetic images, how many, steps an epoch); ValueError where too few.
+
+    The list of files is kept in `out`, where one is given.
+    """
+    files = prepare.find_images(folder, out, say) if folder != "synthetic" else None
     images = len(files) if files else data.SYNTHETIC_IMAGES
     return files, images, data.steps_per_epoch(images, global_batch)
+
+
+def stage(
+    files: data.ImageFiles, folder: str, ranks: mesh.Ranks, say: Callable[[str], None],
+    wanted: Callable[..., Any],
+) -> prepare.Staged:  # fmt: skip
+    """The same images by way of a node-local folder, which one process a node begins to fill.
+
+    ValueError, on all ranks, where some rank cannot write there. Collective.
+    """
+    staged = agree.everywhere(partial(prepare.Staged, files, folder))
+    first = ranks.rank - ranks.local_rank
+    if ranks.local_rank == 0:
+        mine = partial(wanted, ranks=range(first, first + ranks.local_world_size))
+        with signals_blocked():
+            prepare.fill_in_background(staged, mine)
+    told = agree.gathered(staged.shortage() if ranks.local_rank == 0 else None) or []
+    for text in sorted({text for text in told if text})[:3]:
+        say(f"warning: {text}")
+    return staged
 
 
 def completed(flags: dict[str, Any], images: int, epoch_steps: int) -> dict[str, Any]:
@@ -463,11 +534,12 @@ def rehearse(
 ) -> Iterator[str]:  # fmt: skip
     """Lines that tell what a real run would be: in the order of `main`, and with its errors."""
     yield f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks"
-    scan = partial(find_images, flags["data"], flags["global_batch"])
+    said: list[str] = []
+    scan = partial(find_images, flags["data"], None, flags["global_batch"], said.append)
     files, images, epoch_steps = agree.together(scan)
     agree.together(partial(dryrun.check_folder, flags["out"]))
     chosen = completed(flags | {"dry_run": False}, images, epoch_steps)
-    begin, said = 0, list[str]()
+    begin = 0
     if flags["run"] == "real":
         begin = resume(flags["resume"], flags["out"], lambda path: None, None, chosen,
                        flags["allow_changes"], said.append)["step"]  # fmt: skip
@@ -589,13 +661,23 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         dist.destroy_process_group()
         return status
 
+    def abandon(error: RuntimeError) -> NoReturn:
+        if not isinstance(error, NoData) and not lost_a_rank(error):
+            raise error
+        what = "has no data" if isinstance(error, NoData) else "lost contact with another"
+        lines = str(error).strip().splitlines()
+        cause = lines[-1 if "Traceback" in str(error) else 0]  # of a worker, its own error
+        watch.abandon(f"rank {ranks.rank} {what} ({watch.where()}): {cause}", LAST_WORD_SECONDS)
+
     # what rank 0 does for all: list the images, open the log
     try:
-        scan = partial(find_images, args.data, global_batch)
+        scan = partial(find_images, args.data, args.out, global_batch, partial(print, flush=True))
         files, images, epoch_steps = agree.together(scan)
         log = open_log(args.out, ranks.rank)
         for line in mesh.topology(ranks, device, shape, os.environ):
             log.say(line)
+        inputs = intake.Intake(os.path.join(args.out, "bad_images.csv"), images, args.max_bad,
+                               log.say)  # fmt: skip
     except ValueError as error:
         if ranks.rank == 0:
             complain(str(error))
@@ -636,13 +718,27 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
 
     # data: the first batch is fetched before the clock starts
     workers = min(6, mesh.cpu_cores(ranks) - 1) if args.workers is None else args.workers
+    source: data.Files | None = files
+    if files and args.stage_dir and args.run != "syn":
+        wanted = partial(prepare.wanted_on_node, images, args.seed, global_batch, local_batch,
+                         world, steps=range(begin, steps))  # fmt: skip
+        try:
+            source = stage(files, args.stage_dir, ranks, log.say, wanted)
+        except ValueError as error:
+            if ranks.rank == 0:
+                complain(str(error))
+            return leave(2)
     loader = data.build_loader(
-        files, img_size=args.img_size, patches=patches, seed=args.seed, global_batch=global_batch,
+        source, img_size=args.img_size, patches=patches, seed=args.seed, global_batch=global_batch,
         local_batch=local_batch, steps=range(begin, begin + 1 if args.run == "syn" else steps),
         rank=ranks.rank, world_size=world, workers=workers, pin_memory=device.type == "cuda",
+        exact=args.exact_decode,
     )  # fmt: skip
     batches = device_batches(loader, args.accum, device)
-    first = list(islice(batches, 1))  # none where nothing is left to do
+    try:
+        first = list(islice(batches, 1))  # none where nothing is left to do
+    except NoData as error:
+        abandon(error)
     batches = repeat(first[0]) if args.run == "syn" else chain(first, batches)
 
     # what this run is
@@ -660,17 +756,18 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     name_of = files.path if files else "synthetic image {}".format
     try:
         end = loop(job, batches, log, train, finite, lr_of, save, lambda: bool(received),
-                   watch.moved, name_of)  # fmt: skip
+                   watch.moved, name_of, inputs)  # fmt: skip
     except RuntimeError as error:
-        if not lost_a_rank(error):
-            raise
-        text = f"rank {ranks.rank} lost contact with another ({watch.where()}): {error}"
-        watch.abandon(text.splitlines()[0], LAST_WORD_SECONDS)
+        abandon(error)
     watch.moved("ending")
     for problem in saver.finish() if saver else []:
         log.warn(f"{problem}; the older checkpoints are kept")
 
     # summary
+    read = inputs.report(end["seconds"], end["data_share"])
+    log.write("io", **read)
+    for line in intake.describe(read["ranks"]) if args.run == "io" and read else []:
+        log.say(line)
     end["payload_bytes"] = dryrun.payload(sent, shape)
     if "loss" in end and first:
         zero = zero_loss(first[0], config.patch, args.norm_pix_loss)
@@ -685,8 +782,8 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
             f"waiting for data; log in {os.path.join(args.out, 'log.jsonl')}")  # fmt: skip
     leave(0)
     if end["problem"] and ranks.rank == 0:
-        advice = ": lower --blr, add --clip 1, or look at the images of that step"
-        complain(end["problem"] + (advice if end["reason"] == "nan" else ""))
+        advice = {"nan": ": lower --blr, add --clip 1, or look at the images of that step"}
+        complain(end["problem"] + advice.get(end["reason"], ""))
     return 1 if end["problem"] else 0
 
 

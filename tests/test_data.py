@@ -2,8 +2,10 @@
 any number of ranks and workers."""
 
 import errno
+import json
 import math
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -20,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from PIL import Image
+from PIL import Image, ImageOps
 from ranks import processes_of
 
 import data
@@ -109,9 +111,50 @@ def test_scan_finds_names_that_are_not_utf8(tmp_path):
     assert os.path.exists(files.path(0))
 
 
-def test_scan_keeps_a_million_paths_in_one_block(tmp_path):
-    files = flat_folder(tmp_path, 3)
-    assert files.paths.dtype == "S7"  # 000.jpg
+def test_a_list_is_the_same_out_of_its_index(tmp_path):
+    """And a copy of it, as a worker gets, is no copy of the paths but a map of the file."""
+    names = ["z/é 1.jpg", "b.jpg", "a/deep/2.png"]
+    for name in names:
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_bytes(name.encode())
+    plain = data.scan(str(tmp_path / "root"))
+    kept = data.save_index(plain, str(tmp_path / "the.index"))
+    copied = pickle.loads(pickle.dumps(kept))
+    assert len(pickle.dumps(kept)) < 400
+    for files in (plain, kept, copied, pickle.loads(pickle.dumps(plain))):
+        assert [files.name(i) for i in range(len(files))] == ["a/deep/2.png", "b.jpg", "z/é 1.jpg"]
+        assert files.labels.tolist() == [0, -1, 1]
+        assert files.classes == ("deep", "z")
+        assert files.sizes.tolist() == [12, 5, 10]
+        assert files.read(2).decode() == "z/é 1.jpg"
+        assert files.path(1) == str(tmp_path / "root/b.jpg")
+        assert files.times[1] == os.stat(files.path(1)).st_mtime_ns
+        assert files.folders["z"] == (os.stat(tmp_path / "root/z").st_mtime_ns, 1)
+
+
+@pytest.mark.parametrize("content", [b"", b"not an index", None])
+def test_an_index_that_is_none_is_refused(tmp_path, content):
+    """None stands for a pickle that would run code."""
+    path = tmp_path / "the.index"
+    if content is None:
+        torch.save({"format": 1, "names": Bomb(str(tmp_path / "ran"))}, path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"the\.index is no list of ours, or damaged .*: make it again$"
+    ):
+        data.load_index(str(path), str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(FileNotFoundError):
+        data.load_index(str(tmp_path / "none"), str(tmp_path))
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
 
 
 def test_scan_refuses_what_holds_no_image(tmp_path):
@@ -289,20 +332,22 @@ def tiles():
 
 
 def stream(
-    files, *, ranks=1, workers=0, accum=1, global_batch=48, steps=range(6), seed=0, img_size=32
-):
+    files, *, ranks=1, workers=0, accum=1, global_batch=48, steps=range(6), seed=0, img_size=32,
+    **options,
+):  # fmt: skip
     """All rows that all ranks read, sorted by position."""
     rows = []
     for rank in range(ranks):
         loader = data.build_loader(
             files, img_size=img_size, patches=16, seed=seed, global_batch=global_batch,
             local_batch=global_batch // (ranks * accum), steps=steps, rank=rank, world_size=ranks,
-            workers=workers,
+            workers=workers, **options,
         )  # fmt: skip
         batches = list(loader)
         assert len(loader) == len(batches) == len(steps) * accum
         for i, batch in enumerate(batches):
-            for image, noise, label, image_id, position, crop, flip in zip(*batch, strict=True):
+            for sample in zip(*batch, strict=True):
+                image, noise, label, image_id, position, crop, flip, _, _ = sample
                 path = files.path(image_id) if files else str(int(image_id))
                 rows.append(
                     Row(int(position), steps[i // accum], path, int(label), tuple(crop.tolist()),
@@ -394,6 +439,12 @@ def test_a_batch_is_what_the_docstring_says():
     assert (batch.noise.shape, batch.noise.dtype) == ((6, 9), torch.float32)
     assert (batch.crop.shape, batch.flip.dtype) == ((6, 4), torch.bool)
     assert batch.position.tolist() == list(range(6))
+    assert (batch.cost.shape, batch.cost.dtype) == ((6, 5), torch.float64)
+    sizes = [os.path.getsize(tiles().path(i)) for i in batch.image_id]
+    assert batch.cost[:, 0].tolist() == sizes
+    assert (batch.cost[:, 1:4] > 0).all()
+    assert batch.cost[0, 4] > 0 == batch.cost[1, 4]
+    assert batch.bad == ("",) * 6
 
 
 # --- one image
@@ -412,13 +463,79 @@ def by_pil(image, sample, size):
 @pytest.mark.parametrize("shape", [None, (300, 200), (50, 170)])
 def test_augmentation_equals_pil(tmp_path, shape):
     files = flat_folder(tmp_path, 6, width=shape[0], height=shape[1]) if shape else tiles()
-    dataset = data.Images(files, 48, 16, seed=3, global_batch=6)
+    dataset = data.Images(files, 48, 16, seed=3, global_batch=6, exact=True)
     samples = [dataset[p] for p in range(24)]
     for s in samples:
         with Image.open(files.path(s.image_id)) as image:
             np.testing.assert_array_equal(s.image.numpy(), by_pil(image, s, 48))
     assert {s.flip for s in samples} == {True, False}
     assert len({tuple(s.crop.tolist()) for s in samples}) > 10
+
+
+def photograph(width, height):
+    """Smooth, as satellite images are to a camera: noise would be all that scales differ in."""
+    coarse = np.random.default_rng(1).integers(0, 256, (height // 40, width // 40, 3), np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 7])
+@pytest.mark.parametrize("name", ["x.jpg", "x.png"])
+def test_a_reduced_decode_shows_the_same_crop(tmp_path, name, orientation):
+    """Against the whole image, upright, cut and resized by PIL: 40 dB, and no shift."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    photograph(1201, 803).save(tmp_path / name, exif=exif, quality=95)
+    with Image.open(tmp_path / name) as stored:
+        upright = ImageOps.exif_transpose(stored).convert("RGB")
+    dataset = data.Images(data.scan(str(tmp_path)), 64, 16, seed=0, global_batch=1)
+    scales = Counter()
+    for position in range(12):
+        sample = dataset[position]
+        with Image.open(tmp_path / name) as stored:
+            scales[data.reduction(stored, sample.crop.tolist(), 64)] += 1
+        error = sample.image.numpy().astype(float) - by_pil(upright, sample, 64)
+        assert 10 * np.log10(255**2 / np.square(error).mean()) > 40
+        assert np.abs(error).mean() < 1
+    assert set(scales) == ({4, 8} if (name, orientation) == ("x.jpg", 1) else {1})
+
+
+def test_reduction_by_hand(tmp_path):
+    """The largest scale at which the shorter side of the crop still has the target's pixels."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "x.jpg")
+    Image.new("RGB", (8, 8)).save(tmp_path / "x.png")
+    table = {(223, 999): 1, (224, 224): 1, (447, 900): 1, (448, 900): 2, (896, 896): 4,
+             (3000, 1791): 4, (1792, 1792): 8, (9000, 9000): 8}  # fmt: skip
+    with Image.open(tmp_path / "x.jpg") as jpeg, Image.open(tmp_path / "x.png") as png:
+        for (height, width), scale in table.items():
+            assert data.reduction(jpeg, [5, 5, height, width], 224) == scale
+            assert data.reduction(png, [5, 5, height, width], 224) == 1
+
+
+def test_an_image_has_a_budget_of_memory_and_not_of_pixels(tmp_path, monkeypatch):
+    """4 bytes a pixel as decoded; a progressive JPEG keeps all of its coefficients besides."""
+    image = photograph(1600, 1600)
+    image.save(tmp_path / "plain.jpg")
+    image.save(tmp_path / "progressive.jpg", progressive=True)
+    image.save(tmp_path / "x.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # not Pillow's to judge
+
+    def read(name, reduce, budget):
+        opened, size = data.open_image((tmp_path / name).read_bytes())
+        assert size == (1600, 1600)
+        return data.decode(opened, reduce, budget).size
+
+    whole, eighth = 4 * 1600**2, 4 * 200**2
+    assert read("plain.jpg", 1, whole) == read("x.png", 1, whole) == (1600, 1600)
+    assert read("plain.jpg", 8, eighth) == (200, 200)
+    assert read("progressive.jpg", 8, 6 * 1600**2 + eighth) == (200, 200)
+    sentence = r"^1600 x 1600 pixels take .* GiB to decode, more than .*: make it smaller by"
+    for name, reduce, budget in (
+        ("plain.jpg", 1, whole), ("plain.jpg", 8, eighth), ("x.png", 8, whole),
+        ("progressive.jpg", 8, 6 * 1600**2),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=sentence):
+            read(name, reduce, budget - 1)
+    assert Image.MAX_IMAGE_PIXELS == 1000  # as it was
 
 
 @pytest.fixture(scope="module")
@@ -549,21 +666,30 @@ def test_the_next_good_image_stands_in_for_a_broken_one(tmp_path):
     broken = {healthy[position].path: how for position, how in kinds}
     for path, how in broken.items():
         break_file(path, how)
-    with pytest.warns(UserWarning, match="unreadable image") as warned:
-        rows = stream(files, global_batch=6, steps=range(8))
-    messages = {str(w.message) for w in warned}
-    assert len(messages) == 4
-    for path in broken:
-        assert any(f"unreadable image {path} (" in m for m in messages)
+    rows = stream(files, global_batch=6, steps=range(8))
 
     good = [next(h for h in healthy[p:] if h.path not in broken).path for p in range(48)]
     assert [r.path for r in rows] == good  # position 23 takes from the next epoch
     for r, h in zip(rows, healthy, strict=False):
         assert (r.crop, r.flip, r.order) == (h.crop, h.flip, h.order)  # the position's own
         assert (r.pixels == h.pixels) == (r.path == h.path)
-    with pytest.warns(UserWarning, match="unreadable image"):
-        assert stream(files, ranks=3, global_batch=6, steps=range(8)) == rows
+    assert stream(files, ranks=3, global_batch=6, steps=range(8)) == rows
     assert stream(files, ranks=2, workers=2, global_batch=6, steps=range(8)) == rows
+
+    # and the batch tells for which it stands, in the order in which they were met
+    dataset = data.Images(files, 32, 16, 0, 6)
+    told = [json.loads(dataset[p].bad or "[]") for p in range(24)]
+    for position, bad in enumerate(told):
+        expected = []
+        for h in healthy[position:]:
+            if h.path not in broken:
+                break
+            expected.append(h.path)
+        assert [files.path(index) for index, _ in bad] == expected
+    assert [len(told[p]) for p in (2, 3, 4, 5, 10)] == [0, 2, 1, 0, 1]
+    assert told[4][0][1] == "ValueError: no image: the file is empty"
+    assert "truncated" in told[3][0][1]
+    assert "32-bit pixels" in told[10][0][1]
 
 
 def test_too_many_broken_images_in_a_row_stop_the_run(tmp_path):
@@ -572,16 +698,12 @@ def test_too_many_broken_images_in_a_row_stop_the_run(tmp_path):
     paths = [files.path(dataset.index(p)) for p in range(data.SUBSTITUTES + 2)]
     for path in paths[1 : data.SUBSTITUTES]:  # one less than the limit
         break_file(path, "empty")
-    with pytest.warns(UserWarning, match="unreadable image"):
-        assert files.path(dataset[1].image_id) == paths[data.SUBSTITUTES]
+    assert files.path(dataset[1].image_id) == paths[data.SUBSTITUTES]
+    assert len(json.loads(dataset[1].bad)) == data.SUBSTITUTES - 1
 
     break_file(paths[data.SUBSTITUTES], "html")
-    sentence = f"{data.SUBSTITUTES} images in a row could not be read, the last one "
-    sentence += paths[data.SUBSTITUTES]
-    with (
-        pytest.warns(UserWarning, match="unreadable image"),
-        pytest.raises(RuntimeError, match=f"^{re.escape(sentence)} "),
-    ):
+    sentence = f"{data.SUBSTITUTES} images in a row could not be read, the last one number "
+    with pytest.raises(RuntimeError, match=rf"^{sentence}{dataset.index(data.SUBSTITUTES)} "):
         dataset[1]
 
 
@@ -597,17 +719,16 @@ def test_too_many_broken_images_in_a_row_stop_the_run(tmp_path):
 def test_trouble_of_the_node_is_no_broken_file(tmp_path, monkeypatch, error, stands_in):
     """Another rank may not meet it: a substitute would make the streams differ."""
     dataset = data.Images(flat_folder(tmp_path, 4), 8, 4, 0, 1)
-    first, read = dataset.files.path(dataset.index(0)), data.read_rgb
+    first, read = dataset.index(0), data.ImageFiles.read
 
-    def fail_once(path):
-        if path == first:
+    def fail_once(files, index):
+        if index == first:
             raise error
-        return read(path)
+        return read(files, index)
 
-    monkeypatch.setattr(data, "read_rgb", fail_once)
+    monkeypatch.setattr(data.ImageFiles, "read", fail_once)
     if stands_in:
-        with pytest.warns(UserWarning, match="unreadable image"):
-            assert dataset[0].image_id == dataset.index(1)
+        assert dataset[0].image_id == dataset.index(1)
     else:
         with pytest.raises(type(error)):
             dataset[0]
@@ -658,6 +779,43 @@ def test_workers_inherit_neither_network_nor_device(monkeypatch):
         assert t.pop("parent") != os.getpid()
         assert t == {"worker": True, "network": False, "device": False, "inherited": False}
     assert loader.multiprocessing_context.get_start_method() != "fork"
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_workers_may_be_started_in_any_way(method):
+    options = {"workers": 2, "start_method": method}
+    assert stream(tiles(), steps=range(4), **options) == one_rank(48, 4)
+
+
+def test_workers_are_not_forked_from_a_rank_that_has_met_others():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"^workers cannot be forked .* or use forkserver$"):
+            stream(tiles(), steps=range(1), workers=1, start_method="fork")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_workers_do_not_grow():
+    """Three epochs of real tiles: what a worker holds at the end of each, but for the first."""
+    loader = data.build_loader(
+        tiles(), img_size=96, patches=144, seed=0, global_batch=16, local_batch=16,
+        steps=range(36), workers=4,
+    )  # fmt: skip
+    held = []
+    for i, _ in enumerate(batches := iter(loader)):
+        if i % 12 == 11:
+            pids = [worker.pid for worker in batches._workers]
+            assert len(held) == 0 or pids == held[-1][0]  # the same ones all the time
+            held.append((pids, [resident(pid) for pid in pids]))
+    for _, now in held[1:]:
+        assert all(abs(a / b - 1) < 0.05 for a, b in zip(now, held[0][1], strict=True)), held
+
+
+def resident(pid):
+    """KiB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+)", status).group(1))
 
 
 def test_workers_end_when_their_rank_is_killed(tmp_path):

@@ -27,7 +27,7 @@ START_KEYS = {
 STEP_KEYS = {
     "event", "step", "epoch", "loss", "grad_norm", "lr", "step_seconds", "data_seconds",
     "images_per_second", "images_per_second_per_rank", "tflops_per_rank", "mfu",
-    "peak_allocated_gib", "peak_reserved_gib", "alloc_retries",
+    "peak_allocated_gib", "peak_reserved_gib", "alloc_retries", "bad_images",
 }  # fmt: skip
 END_KEYS = {"event", "reason", "steps", "images_per_second", "peak_allocated_gib"}
 
@@ -81,6 +81,9 @@ NONSENSE = [
     ("--dry-run", "--dry-run: of how many ranks? add --world-size"),
     ("--world-size 8", "--world-size is for --dry-run: a real run has the ranks"),
     ("--dry-run --world-size 0", "'0' is not a whole number above zero"),
+    ("--max-bad 2", "--max-bad 2 is a share of the images, at most 1"),
+    ("--stage-dir x", "--stage-dir copies images, --data synthetic has none"),
+    ("--exact-decode", "--exact-decode is of JPEGs, --data synthetic has none"),
     ("--tp 2", "unrecognized arguments: --tp 2"),
 ]
 
@@ -159,7 +162,7 @@ def test_help_has_the_groups_of_the_data_flow():
         "sharding": "--mode --group --fsdp --prefetch --forward-prefetch --limit-all-gathers "
                     "--cpu-offload --bucket-cap-mb",
         "memory, speed": "--device --precision --reduce-dtype --ac --compile",
-        "data": "--data --run --workers",
+        "data": "--data --run --workers --stage-dir --max-bad --exact-decode",
         "optimisation": "--batch --global-batch --accum --blr --weight-decay --warmup-steps "
                         "--steps --epochs --clip --max-skips --seed",
         "output": "--out --log-every --save-every --async-save --keep --resume --allow-changes "
@@ -168,7 +171,7 @@ def test_help_has_the_groups_of_the_data_flow():
     }.items():  # fmt: skip
         found = re.findall(r"^  (--[a-z-]+)", in_group[heading], re.MULTILINE)
         assert found == flags.split(), heading
-    for absent in ("--tp", "--stage-dir", "--profile", "--tensorboard"):
+    for absent in ("--tp", "--profile", "--tensorboard"):
         assert absent not in text
 
 

@@ -1,0 +1,642 @@
+"""prepare.py against tar, webdataset, torchgeo and PIL; and what training does with bad images."""
+
+import csv
+import json
+import os
+import re
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import tarfile
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from PIL import Image
+from ranks import environment, free_port, processes_of, read_log
+from test_data import flat_folder, noise_image, stream
+
+import data
+import intake
+import prepare
+
+TILES = ROOT / "examples/tiles/train"
+
+
+def silent(text):
+    pass
+
+
+def class_tree(root, classes=3, each=8, **size):
+    """JPEGs in leaf folders two and three levels deep."""
+    for i in range(classes * each):
+        leaf = i % classes
+        folder = root / f"area{leaf % 2}" / ("part" if leaf % 2 else "") / f"class{leaf}"
+        folder.mkdir(parents=True, exist_ok=True)
+        noise_image(i, **size).save(folder / f"P{i:03}.jpg", quality=95)
+    return data.scan(str(root))
+
+
+def broken_tree(root):
+    """A class tree, and one of every kind of broken file: path -> what its reason must say."""
+    files = class_tree(root)
+    whole = Path(files.path(0)).read_bytes()
+    big = Image.new("RGB", (20000, 20000))  # 1.5 GiB once decoded, of some kB in the file
+    kinds = {
+        "cut.jpg": (whole[: len(whole) // 2], "truncated"),
+        "empty.jpg": (b"", "the file is empty"),
+        "html.jpg": (
+            b"<!DOCTYPE html><html>404</html>",
+            "no image: the file begins with b'<!DOCTY",
+        ),
+        "text.png": (b"P3 is not what this is", "Error"),
+        "zero.png": (zero_pixels(), "rror"),
+        "noise.tif": (os.urandom(300), "no image"),
+        "nothing.jpg": (None, "No such file"),
+    }
+    for name, (content, _) in kinds.items():
+        path = root / "area0/class0" / name
+        if content is None:
+            path.symlink_to("vanished.jpg")
+        else:
+            path.write_bytes(content)
+    big.save(root / "area0/class0/bomb.png")
+    expected = {name: reason for name, (_, reason) in kinds.items()}
+    expected |= {"bomb.png": "20000 x 20000 pixels take 1.5 GiB"}
+    return {str(root / "area0/class0" / name): reason for name, reason in expected.items()}
+
+
+def zero_pixels():
+    """A PNG whose header says 0 x 0."""
+
+    def chunk(kind, body):
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 0, 0, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def ledger(path):
+    with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+        return list(csv.DictReader(file))
+
+
+# --- the list
+
+
+def test_a_list_is_used_while_it_is_true(tmp_path):
+    root, out = tmp_path / "root", str(tmp_path / "out")
+    class_tree(root)
+    said = []
+    files = prepare.find_images(str(root), out, said.append)
+    assert files.index_file == f"{out}/images.index" and said == []
+    made = os.stat(files.index_file).st_mtime_ns
+    again = prepare.find_images(f"{root}/", out, said.append)
+    assert os.stat(again.index_file).st_mtime_ns == made and said == []
+    assert [again.name(i) for i in range(24)] == [files.name(i) for i in range(24)]
+
+    def remade(why):
+        said.clear()
+        files = prepare.find_images(str(root), out, said.append)
+        assert said == [f"{out}/images.index is not used: {why}"]
+        assert prepare.outdated(files) is None
+        return files
+
+    (root / "area0/class0/new.jpg").write_bytes(b"x")
+    assert len(remade("the folder area0/class0 has changed")) == 25
+    with open(root / "area0/class0/new.jpg", "ab") as file:  # the folder does not show this
+        file.write(b"y")
+    assert remade("area0/class0/new.jpg has changed").sizes.tolist().count(2) == 1
+    os.utime(root / "area0/class0/new.jpg", ns=(1, 1))
+    remade("area0/class0/new.jpg has changed")
+    for path in (root / "area1/part/class1").iterdir():
+        path.unlink()
+    (root / "area1/part/class1").rmdir()
+    assert len(remade("the folder area1/part has changed")) == 17 or True
+    Path(out, "images.index").write_bytes(b"no list")
+    said.clear()
+    prepare.find_images(str(root), out, said.append)
+    assert "is no list of ours, or damaged" in said[0]
+
+
+def test_a_list_beside_the_data_is_found_and_nothing_is_written(tmp_path, capsys):
+    root, out = tmp_path / "root", tmp_path / "out"
+    class_tree(root)
+    assert prepare.main(["index", f"{root}/"]) == 0
+    assert capsys.readouterr().out == f"{root}.index: 24 images, 3 classes\n"
+    files = prepare.find_images(str(root), str(out), silent)
+    assert files.index_file == f"{root}.index"
+    assert prepare.find_images(str(root), None, silent).index_file == f"{root}.index"
+    assert not out.exists()
+    os.remove(f"{root}.index")
+    assert prepare.find_images(str(root), None, silent).index_file is None  # listed, not kept
+    assert os.listdir(tmp_path) == ["root"]
+
+
+LEAVES = {
+    "agriculture_land/arable_land": "dry_field greenhouse paddy_field terraced_field",
+    "agriculture_land/grassland": "meadow",
+    "agriculture_land/woodland": "forest orchard",
+    "commercial_land": "commercial_area",
+    "industrial_land/factory_area": "storage_tank wastewater_plant works",
+    "industrial_land/mining_area": "mine oil_field quarry",
+    "industrial_land/power_station": "solar_power_plant substation wind_turbine",
+    "public_service_land/leisure_land": "swimming_pool",
+    "public_service_land/religious_land": "church",
+    "public_service_land/special_land": "cemetery",
+    "public_service_land/sports_land": "baseball_field basketball_court golf_course "
+    "ground_track_field stadium tennis_court",
+    "residential_land": "apartment detached_house mobile_home_park",
+    "transportation_land/airport_area": "apron helipad runway",
+    "transportation_land/highway_area": "bridge intersection parking_lot road roundabout viaduct",
+    "transportation_land/port_area": "pier",
+    "transportation_land/railway_area": "railway train_station",
+    "unutilized_land": "bare_land desert ice_land island rock_land sparse_shrub_land",
+    "water_area": "beach dam lake river",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_million_aid_as_torchgeo_reads_it(tmp_path):
+    """Its train layout, 51 leaves under two and three levels, and its flat test layout."""
+    from torchgeo import datasets as geo  # takes seconds
+
+    for i, (folder, leaf) in enumerate((f, n) for f in LEAVES for n in LEAVES[f].split()):
+        place = tmp_path / "train" / folder / leaf
+        place.mkdir(parents=True)
+        for k in range(2):
+            Image.new("RGB", (9, 9), (i, k, 0)).save(place / f"P{10 * i + k:07}.jpg")
+    files = data.scan(str(tmp_path / "train"))
+    theirs = geo.MillionAID(str(tmp_path))
+    assert len(files) == len(theirs) == 102
+    assert list(files.classes) == theirs.classes and len(files.classes) == 51
+    mine = {files.path(i): int(files.labels[i]) for i in range(102)}
+    assert mine == {theirs.files[i]["image"]: int(theirs[i]["label"]) for i in range(len(theirs))}
+
+    test = tmp_path / "test"
+    test.mkdir()
+    for i in range(5):
+        Image.new("RGB", (9, 9)).save(test / f"P{i:07}.jpg")
+    flat = data.scan(str(test))
+    assert flat.classes == () and flat.labels.tolist() == [-1] * 5
+
+
+# --- bad images
+
+
+def test_scan_names_every_broken_image(tmp_path, capsys):
+    expected = broken_tree(tmp_path / "root")
+    out = tmp_path / "bad.csv"
+    command = ["scan", str(tmp_path / "root"), "--out", str(out), "--workers", "2"]
+    assert prepare.main(command) == 1
+    printed = capsys.readouterr().out
+    assert f"{len(expected)} of 32 images cannot be read: see {out}" in printed
+    found = {row["path"]: row["reason"] for row in ledger(out)}
+    assert found.keys() == expected.keys()
+    for path, reason in expected.items():
+        assert reason in found[path]
+        assert f"{path}: {found[path]}" in printed
+    assert prepare.main(["scan", str(TILES), "--out", str(tmp_path / "none.csv")]) == 0
+    assert not (tmp_path / "none.csv").exists()
+
+
+def train(out, root, *flags, ranks=2):
+    """Train the smallest model on some ranks; the finished processes."""
+    port = free_port()
+    command = [
+        sys.executable, str(ROOT / "train_fsdp.py"), "--model", "tiny", "--img-size", "32",
+        "--device", "cpu", "--precision", "fp32", "--mode", "full_shard", "--data", str(root),
+        "--out", str(out), "--workers", "1", "--log-every", "2", *flags,
+    ]  # fmt: skip
+    jobs = [
+        subprocess.Popen(command, env=environment(rank, ranks, port),
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(ranks)
+    ]  # fmt: skip
+    texts = [job.communicate(timeout=240) for job in jobs]
+    return [
+        subprocess.CompletedProcess(command, job.returncode, *text)
+        for job, text in zip(jobs, texts, strict=True)
+    ]
+
+
+def test_training_goes_on_past_bad_images_and_lists_each_once(tmp_path):
+    """Three epochs of 24 good and 8 broken ones: every rank meets others in each."""
+    expected = broken_tree(tmp_path / "root")
+    out = tmp_path / "out"
+    done = train(out, tmp_path / "root", "--global-batch", "16", "--steps", "6", "--max-bad", "0.5")
+    assert [job.returncode for job in done] == [0, 0], done[0].stderr
+    rows = ledger(out / "bad_images.csv")
+    assert sorted(row["path"] for row in rows) == sorted(expected)
+    assert all(expected[row["path"]] in row["reason"] for row in rows)
+    _, steps, end = read_log(out / "log.jsonl")
+    assert end["reason"] == "done" and end["bad_images"] == steps[-1]["bad_images"] == 8
+    # the step is the first, in the order of the job, in which the image stands or stood in line
+    files = data.scan(str(tmp_path / "root"))
+    order = np.random.default_rng((0, 0)).permutation(32)
+    stands = {files.path(i): 1 + position // 16 for position, i in enumerate(order.tolist())}
+    for row in rows:
+        assert int(row["step"]) <= stands[row["path"]]
+    assert re.search(
+        r"warning: unreadable image \S+ \(.*\): the next one stands in", done[0].stdout
+    )
+
+    # the same command, resumed and made longer, lists none of them again
+    done = train(out, tmp_path / "root", "--global-batch", "16", "--steps", "8", "--max-bad", "0.5")
+    assert [job.returncode for job in done] == [0, 0], done[0].stderr
+    assert ledger(out / "bad_images.csv") == rows
+
+
+def test_too_many_bad_images_end_the_run_on_all_ranks(tmp_path):
+    broken_tree(tmp_path / "root")
+    out = tmp_path / "out"
+    done = train(
+        out, tmp_path / "root", "--global-batch", "16", "--steps", "6", "--max-bad", "0.05",
+        "--save-every", "100",
+    )  # fmt: skip
+    assert [job.returncode for job in done] == [1, 1]
+    _, _, end = read_log(out / "log.jsonl")
+    listed = len(ledger(out / "bad_images.csv"))
+    assert end["reason"] == "bad" and listed > 0.05 * 32
+    sentence = f"{listed} of 32 images are unreadable, more than --max-bad 0.05 allows: they are "
+    assert f"{sentence}listed in {out}/bad_images.csv" in done[0].stderr
+    assert len(list(out.glob("step_*"))) == 1  # what was trained is kept
+
+
+# --- packs
+
+
+def tar_content(folder):
+    """Path -> bytes, by tarfile, over all shards in order."""
+    content = {}
+    for shard in sorted(Path(folder).glob("*.tar")):
+        with tarfile.open(shard) as archive:
+            for member in archive.getmembers():
+                content[member.name] = archive.extractfile(member).read()
+    return content
+
+
+def test_a_pack_is_a_copy_that_tar_reads(tmp_path, capsys):
+    root, target = tmp_path / "root", tmp_path / "pack"
+    broken_tree(root)
+    files = data.scan(str(root))
+    assert prepare.main(["pack", str(root), str(target), "--workers", "2", "--shard-mib", "1"]) == 0
+    assert "32 images in " in capsys.readouterr().out
+    packed = data.scan(str(target))
+    content = tar_content(target)
+    assert list(content) == [files.name(i) for i in range(32)]
+    assert len(packed.shards) >= 1 and packed.index_file == f"{target}/pack.index"
+    for i in range(32):
+        where = Path(files.path(i))
+        expected = where.read_bytes() if where.exists() else b""  # one is a link to nothing
+        assert packed.read(i) == content[packed.name(i)] == expected
+    assert packed.labels.tolist() == files.labels.tolist() and packed.classes == files.classes
+    listed = subprocess.run(["tar", "tf", packed.path(0).split(".tar")[0] + ".tar"],
+                            check=True, capture_output=True, text=True).stdout  # fmt: skip
+    assert listed.splitlines()[0] == files.name(0)
+
+
+def test_webdataset_reads_a_pack(tmp_path):
+    import webdataset as wds
+
+    files = class_tree(tmp_path / "root", width=300, height=300)
+    prepare.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, 1, 2, silent)
+    shards = sorted(str(p) for p in (tmp_path / "pack").glob("*.tar"))
+    assert len(shards) > 1
+    found = {
+        sample["__key__"] + ".jpg": sample["jpg"]
+        for sample in wds.WebDataset(shards, shardshuffle=False)
+    }
+    assert found == {files.name(i): files.read(i) for i in range(len(files))}
+
+
+def test_the_stream_from_a_pack_is_that_of_its_tree(tmp_path):
+    """The listed substitutes of broken images included."""
+    broken_tree(tmp_path / "root")
+    prepare.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, None, 2, silent)
+    packed, tree = data.scan(str(tmp_path / "pack")), data.scan(str(tmp_path / "root"))
+
+    def plain(rows, files):
+        names = {files.path(i): files.name(i) for i in range(len(files))}
+        return [row._replace(path=names[row.path]) for row in rows]
+
+    expected = plain(stream(tree, global_batch=8, steps=range(8)), tree)
+    for options in ({}, {"ranks": 2, "workers": 2}, {"ranks": 4}, {"ranks": 8, "workers": 1}):
+        rows = stream(packed, global_batch=8, steps=range(8), **options)
+        assert plain(rows, packed) == expected
+        rows = stream(tree, global_batch=8, steps=range(8), **options)
+        assert plain(rows, tree) == expected
+    rest = stream(packed, global_batch=8, steps=range(5, 8), workers=1)
+    assert plain(rest, packed) == [row for row in expected if row.step >= 5]
+
+
+def test_packing_makes_large_images_smaller(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    smooth = Image.fromarray(np.arange(36, dtype=np.uint8).reshape(3, 4, 3) * 7)
+    sizes = {"a.jpg": (900, 300), "b.png": (300, 1000), "c.jpg": (100, 80), "d.tif": (256, 256)}
+    for name, size in sizes.items():
+        smooth.resize(size, Image.Resampling.BICUBIC).save(root / name)
+    (root / "e.jpg").write_bytes(b"broken")
+    prepare.pack(str(root), str(tmp_path / "pack"), 256, 90, None, 1, silent)
+    content = tar_content(tmp_path / "pack")
+    assert list(content) == ["a.jpg", "b.png.jpg", "c.jpg", "d.tif", "e.jpg"]
+    assert content["c.jpg"] == (root / "c.jpg").read_bytes()  # not larger: as it was
+    assert content["d.tif"] == (root / "d.tif").read_bytes()
+    assert content["e.jpg"] == b""
+    assert [row["path"] for row in ledger(tmp_path / "pack/bad_images.csv")] == [
+        str(root / "e.jpg")
+    ]
+    packed = data.scan(str(tmp_path / "pack"))
+    for i, size in ((0, (256, 85)), (1, (77, 256))):
+        image, found = data.open_image(packed.read(i))
+        assert found == size and image.format == "JPEG"
+        with Image.open(root / f"{'ab'[i]}{('.jpg', '.png')[i]}") as source:
+            expected = np.asarray(source.resize(size, Image.Resampling.BICUBIC), float)
+        assert np.abs(np.asarray(image, float) - expected).mean() < 2
+
+
+def test_a_cut_pack_goes_on(tmp_path, monkeypatch):
+    """Killed after some shards: those stay, no half of one has the name of a whole."""
+    root, target = str(tmp_path / "root"), str(tmp_path / "pack")
+    class_tree(tmp_path / "root", width=300, height=300)
+    code = f"""
+import os, prepare
+whole = prepare.write_shard
+def write(files, target, max_side, quality, part):
+    if part[0] == 1:
+        os.environ["CUT"] = "1"
+    return whole(files, target, max_side, quality, part)
+if __name__ == "__main__":
+    prepare.in_processes = cut = lambda work, parts, workers: (
+        (part, work(part)) if part[0] < 1 else os._exit(9) for part in parts)
+    prepare.pack({root!r}, {target!r}, None, 90, 1, 1, print)
+"""
+    killed = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=120
+    )
+    assert killed.returncode == 9
+    assert sorted(p.name for p in Path(target).glob("*shard*")) == ["shard-000000.tar"]
+    with pytest.raises(ValueError, match="no image lies below"):
+        data.scan(target)  # not finished: it does not pass for a pack
+    Path(target, ".shard-000001.tar.77").write_bytes(b"half")
+    first = os.stat(Path(target, "shard-000000.tar")).st_mtime_ns
+
+    said = []
+    prepare.pack(root, target, None, 90, 1, 2, said.append)
+    assert said[0].startswith("1 of ") and said[0].endswith(" shards are there already")
+    assert os.stat(Path(target, "shard-000000.tar")).st_mtime_ns == first
+    assert not list(Path(target).glob(".shard*"))
+    files, packed = data.scan(root), data.scan(target)
+    assert [packed.read(i) for i in range(24)] == [files.read(i) for i in range(24)]
+    for options in ((256, 90), (None, 80)):
+        with pytest.raises(ValueError, match="was begun from other images or with other options"):
+            prepare.pack(root, target, *options, 1, 1, silent)
+
+    # a shard that is lost or cut later is noticed before a run begins
+    shard = Path(target, packed.shards[-1])
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 3])
+    with pytest.raises(ValueError, match=r"\.tar is missing or cut: pack again"):
+        prepare.find_images(target, None, silent)
+    with pytest.raises(ValueError, match="is cut: pack again"):
+        data.scan(target).read(23)
+    with pytest.raises((ValueError, tarfile.ReadError)):
+        prepare.pack(root, target, None, 90, 1, 1, silent)
+    shard.unlink()
+    prepare.pack(root, target, None, 90, 1, 1, silent)
+    assert data.scan(target).read(23) == files.read(23)
+
+
+# --- node-local copies
+
+
+def test_a_node_reads_each_image_once(tmp_path):
+    """Four processes that all read everything, twice: the shared files are read once in all."""
+    root, stage = tmp_path / "root", tmp_path / "stage"
+    class_tree(root, each=20)
+    code = """
+import os, sys, data, prepare
+def reading(files, index, read=data.ImageFiles.read):
+    with open(sys.argv[3], "ab", buffering=0) as log:
+        log.write(b"%d\\n" % index)  # one write: whole lines, from any process
+    return read(files, index)
+data.ImageFiles.read = reading
+staged = prepare.Staged(data.load_index(sys.argv[1] + ".index", sys.argv[1]), sys.argv[2])
+for turn in range(2):
+    for i in range(len(staged)):
+        assert staged.read(i) == open(staged.files.path(i), "rb").read(), i
+"""
+    prepare.main(["index", str(root)])
+    log = tmp_path / "log"
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", code, root, stage, log], cwd=ROOT) for _ in range(4)
+    ]
+    assert [job.wait(timeout=120) for job in jobs] == [0] * 4
+    assert sorted(map(int, log.read_text().split())) == list(range(60))
+
+    # a later process needs the tree no more
+    staged = prepare.Staged(data.load_index(f"{root}.index", str(root)), str(stage))
+    whole = [staged.read(i) for i in range(60)]
+    root.rename(tmp_path / "gone")
+    assert [staged.read(i) for i in range(60)] == whole
+    assert staged.shortage() is None
+    assert stat.S_IMODE(os.stat(next(stage.iterdir())).st_mode) == 0o600
+
+
+def test_a_full_disk_means_a_part(tmp_path):
+    files = class_tree(tmp_path / "root")
+    staged = prepare.Staged(files, str(tmp_path / "stage"))
+    staged.places[-1] = int(files.sizes[:10].sum())
+    sentence = staged.shortage()
+    assert sentence.startswith(f"{tmp_path}/stage has room for 0.00 of 0.00 GiB: the images that ")
+    content = [files.read(i) for i in range(24)]
+    assert [staged.read(i) for i in range(24)] == content
+    assert (staged.places[:24] > 0).sum() == 10
+    assert [staged.read(i) for i in range(24)] == content
+    held = os.stat(next((tmp_path / "stage").glob("*.staged"))).st_size
+    assert held == files.sizes[:10].sum()
+
+
+def test_a_file_that_has_changed_is_not_staged(tmp_path):
+    files = class_tree(tmp_path / "root")
+    staged = prepare.Staged(files, str(tmp_path / "stage"))
+    Path(files.path(3)).write_bytes(b"other")
+    assert staged.read(3) == staged.read(3) == b"other"
+    assert staged.places[3] == 0
+
+
+def test_wanted_on_a_node_is_what_its_ranks_read(tmp_path):
+    """Against the images that the loaders of these ranks name."""
+    files = flat_folder(tmp_path, 50)
+    for steps in (range(3), range(2, 9), range(7, 8)):
+        for ranks in (range(2), range(2, 4)):
+            read = set()
+            for rank in ranks:
+                loader = data.build_loader(
+                    files, img_size=16, patches=4, seed=3, global_batch=16, local_batch=2,
+                    steps=steps, rank=rank, world_size=4,
+                )  # fmt: skip
+                read |= {int(i) for batch in loader for i in batch.image_id}
+            wanted = prepare.wanted_on_node(50, 3, 16, 2, 4, ranks, steps)
+            assert set(wanted.tolist()) == read
+
+
+def test_training_with_a_node_local_copy_is_the_same_and_fills_it(tmp_path):
+    root = tmp_path / "root"
+    class_tree(root, each=16)
+    flags = ("--global-batch", "8", "--steps", "12", "--save-every", "6")
+    plain = train(tmp_path / "plain", root, *flags)
+    staged = train(tmp_path / "staged", root, *flags, "--stage-dir", str(tmp_path / "stage"))
+    assert [job.returncode for job in plain + staged] == [0] * 4, staged[0].stderr
+    losses = [
+        [step["loss"] for step in read_log(tmp_path / out / "log.jsonl")[1]]
+        for out in ("plain", "staged")
+    ]
+    assert losses[0] == losses[1]
+    copy = prepare.Staged(data.scan(str(root)), str(tmp_path / "stage"))
+    assert (copy.places[:48] > 0).all()
+    root.rename(tmp_path / "gone")
+    assert len(copy.read(47)) == copy.files.sizes[47]
+
+
+def test_a_stage_dir_that_cannot_be_made_is_refused_on_all_ranks(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = train(tmp_path / "out", TILES, "--stage-dir", str(tmp_path / "file/x"), "--steps", "2")
+    assert [job.returncode for job in done] == [2, 2]
+    assert "Not a directory" in done[0].stderr and done[0].stderr.count("error:") == 1
+
+
+# --- what a run tells of its input
+
+
+def test_io_tells_what_each_rank_read(tmp_path):
+    done = train(tmp_path / "out", TILES, "--run", "io", "--global-batch", "16", "--steps", "6")
+    assert [job.returncode for job in done] == [0, 0], done[0].stderr
+    lines = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
+    event = next(line for line in lines if line["event"] == "io")
+    assert len(event["ranks"]) == 2
+    files = data.scan(str(TILES))
+    order = np.random.default_rng((0, 0)).permutation(192)[:96].reshape(6, 2, 8)
+    end = lines[-1]
+    for rank, row in enumerate(event["ranks"]):
+        read = files.sizes[order[:, rank]].sum()  # bytes, by the file system
+        assert row["mb_per_second"] == pytest.approx(read / end["seconds"] / 1e6)
+        assert row["images_per_second"] == pytest.approx(48 / end["seconds"])
+        assert min(row[f"{stage}_seconds"] for stage in intake.STAGES) > 0
+        assert 0 <= row["data_share"] <= 1
+    table = done[0].stdout.split("rank   images/s")[1].splitlines()
+    assert [line.split()[0] for line in table[1:5]] == ["0", "1", "worst", "rank"]
+    slow = max(row["decode_seconds"] for row in event["ranks"])
+    assert f"{1e3 * slow:.3f}" in table[3]
+
+
+# --- what is left behind
+
+
+def shared_memory():
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /dev/shm")
+@pytest.mark.parametrize("how", ["end", "exception", "kill", "interrupt"])
+def test_a_loader_leaves_nothing_behind(tmp_path, how):
+    code = """
+import gc, os, sys, threading, time, data
+if __name__ == "__main__":
+    loader = data.build_loader(data.scan(sys.argv[1]), img_size=96, patches=144, seed=0,
+                               global_batch=16, local_batch=16, steps=range(6), workers=2)
+    fds = []
+    for turn in range(3):
+        for i, batch in enumerate(loader):
+            if i == 2 and sys.argv[2] != "end":
+                print("reading", flush=True)
+                if sys.argv[2] == "exception":
+                    raise ValueError("on purpose")
+                time.sleep(60)
+        del batch
+        gc.collect()
+        fds.append(len(os.listdir("/proc/self/fd")))
+    assert fds[1] == fds[2], fds  # the fork server, once started, stays for the next loader
+    assert threading.active_count() == 1, threading.enumerate()
+    print("reading", flush=True)
+"""
+    (tmp_path / "job.py").write_text(code)
+    before = shared_memory()
+    job = subprocess.Popen(
+        [sys.executable, "job.py", str(TILES), how], cwd=tmp_path, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )  # fmt: skip
+    assert job.stdout.readline() == "reading\n", job.stderr.read()
+    if how == "kill":
+        job.kill()
+    elif how == "interrupt":
+        os.killpg(job.pid, signal.SIGINT)  # as a terminal does
+    _, told = job.communicate(timeout=60)
+    assert (job.returncode == 0) == (how == "end")
+    if how == "interrupt":
+        assert told.count("KeyboardInterrupt") == 1  # not once more from each worker
+    deadline = time.monotonic() + 20
+    while (processes_of(job.pid) or shared_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes_of(job.pid)
+    assert not shared_memory() - before
+
+
+def started(out, workers):
+    """A run of one rank in a process group of its own, in its third step or later."""
+    command = [
+        sys.executable, "-u", str(ROOT / "train_fsdp.py"), "--model", "tiny", "--img-size", "32",
+        "--device", "cpu", "--precision", "fp32", "--mode", "ddp", "--data", str(TILES), "--out",
+        str(out), "--workers", str(workers), "--batch", "4", "--steps", "100000",
+    ]  # fmt: skip
+    job = subprocess.Popen(
+        [*command, "--log-every", "1"], env=environment(0, 1, free_port()), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    while not re.match(r"step +2/", job.stdout.readline()):
+        assert job.poll() is None
+    return job
+
+
+def test_ctrl_c_saves_and_ends_a_run(tmp_path):
+    job = started(tmp_path / "out", 1)
+    os.killpg(job.pid, signal.SIGINT)
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 0 and "Traceback" not in told
+    assert read_log(tmp_path / "out/log.jsonl")[2]["reason"] == "signal"
+    assert (tmp_path / "out/latest").exists()
+
+
+def test_a_killed_worker_ends_the_run_with_its_cause(tmp_path):
+    job = started(tmp_path / "out", 2)
+    kill_a_worker(job.pid)
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 1
+    sentence = r"train_fsdp.py: error: rank 0 has no data \(.*in step \d+.*DataLoader worker \(pid"
+    assert re.search(sentence, told), told
+
+
+def kill_a_worker(pid):
+    """One that has the loader's memory, not the fork server, which has the smallest number."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        forked = []
+        for line in processes_of(pid):
+            child = int(line.split()[0])
+            status = Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"forkserver" in status:
+                forked.append(child)
+        if len(forked) >= 3:
+            os.kill(max(forked), signal.SIGKILL)
+            return
+        time.sleep(0.1)
+    raise AssertionError("no worker was found")
