@@ -276,7 +276,8 @@ def memory_of_workers(path: str | None, root: str, count: int) -> float:
 
 def index_of(count: int) -> Iterator[str]:
     """Build, load, memory and shuffle of a list of so many (empty) files in 51 folders."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as above:
+        folder = f"{above}/tree"
         for leaf in range(51):
             (Path(folder) / f"area_{leaf % 8}" / f"class_{leaf}").mkdir(parents=True)
         for i in range(count):
@@ -286,7 +287,7 @@ def index_of(count: int) -> Iterator[str]:
         started = time.perf_counter()
         files = data.scan(folder)
         built = time.perf_counter() - started
-        path = f"{folder}/the.index"
+        path = f"{above}/the.index"
         started = time.perf_counter()
         data.save_index(files, path)
         saved = time.perf_counter() - started
