@@ -188,8 +188,9 @@ def device_batches(
                    for index, reason in json.loads(text)]  # fmt: skip
             cost = torch.stack([b.cost.sum(0) for b in step]).sum(0)  # (5,)
             yield Batch(parts, torch.cat(ids).tolist(), bad, cost)
-    except (RuntimeError, OSError) as error:  # a worker that was killed, a disk that fails
-        raise NoData(f"{type(error).__name__}: {error}") from error
+    except (RuntimeError, OSError, EOFError) as error:  # a worker was killed, a disk fails
+        died = "a DataLoader worker has died: " * isinstance(error, (ConnectionError, EOFError))
+        raise NoData(f"{died}{type(error).__name__}: {error}") from error
 
 
 @contextmanager
