@@ -209,6 +209,7 @@ class Plan:
             "memory_gib": parts | {"peak": self.peak_gib, "peak_active": self.peak_active_gib},
             "peak_moment": self.peak.name,
             "margin_gib": CONTEXT_GIB + FRAGMENTATION * self.peak_gib,
+            "available_gib": self.memory_gib,
             "verdict": self.verdict,
             "max_local_batch": max_local_batch(run, self.machine, self.memory_gib),
             "traffic_bytes_per_rank": link_bytes(run, self.machine),
