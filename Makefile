@@ -2,6 +2,7 @@
 # make test    lint, types and tests, set-up included
 # make quick   the tests that take seconds
 # make test-slurm    install a Slurm by apt (needs root or sudo), then run the tests that use it
+# make sweep-gpu    studies on one GPU, a page each under examples/gpu/, to be committed
 # PYTHON=python3.12 make demo    choose the Python (3.10 or newer) of a new environment
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_OUT := out/demo
 
-.PHONY: demo test quick test-slurm lint clean
+.PHONY: demo test quick test-slurm sweep-gpu lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/run.ok
@@ -33,6 +34,14 @@ test-slurm: $(VENV)/dev.ok
 	@command -v apt-get >/dev/null || { echo "apt-get is missing: install slurmctld, slurmd, slurm-client and munge yourself, then make test" >&2; exit 1; }
 	dpkg -s $(SLURM_PACKAGES) >/dev/null 2>&1 || { $(SUDO) apt-get update && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $(SLURM_PACKAGES); }
 	$(BIN)/python -m pytest tests/test_slurm.py tests/test_network.py
+
+# One process, base and 1b: the parts of the studies that need no second device.
+GPU_OUT := examples/gpu
+sweep-gpu: $(VENV)/dev.ok
+	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "sweep-gpu needs a GPU that PyTorch sees")'
+	$(BIN)/python sweep.py quick --ranks 1 --out $(GPU_OUT)/quick
+	$(BIN)/python sweep.py options --models base,1b --ranks 1 --out $(GPU_OUT)/options
+	$(BIN)/python sweep.py io --models base,1b --ranks 1 --out $(GPU_OUT)/io
 
 lint: $(VENV)/dev.ok
 	$(BIN)/ruff check .

@@ -23,7 +23,9 @@ README = (ROOT / "README.md").read_text()
 FRONTIER = (ROOT / "FRONTIER.md").read_text()
 LAUNCH = (ROOT / "launch_frontier.sh").read_text()
 ALONE = ["vit", "data", "mesh", "shard", "agree", "checkpoint", "machines"]
-SCRIPTS = [*ALONE, "flags", "log", "intake", "prepare", "plan", "demand", "dryrun", "train_fsdp"]
+SWEEP = ["sweep", "studies", "attempt", "results", "verdict", "figures", "drawing", "report"]
+MAIN = ["flags", "log", "intake", "prepare", "plan", "demand", "dryrun", "train_fsdp"]
+SCRIPTS = [*ALONE, *MAIN, *SWEEP]
 TREES = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in SCRIPTS}
 
 
@@ -78,7 +80,9 @@ def test_file_table_names_every_script_and_only_what_is_there():
     names = [row[0].strip("`") for row in table("The files, in reading order")]
     expected = """
         vit.py data.py mesh.py shard.py train_fsdp.py flags.py log.py intake.py agree.py
-        checkpoint.py prepare.py plan.py demand.py machines.py dryrun.py launch_frontier.sh
+        checkpoint.py prepare.py plan.py demand.py machines.py dryrun.py
+        sweep.py studies.py attempt.py results.py verdict.py figures.py drawing.py report.py
+        launch_frontier.sh
         examples/published/ examples/tiles/ benchmarks/ tests/
     """
     assert names == expected.split()
@@ -94,7 +98,7 @@ def test_commands_of_readme_are_valid():
     targets = {c.split()[1] for c in commands() if c.startswith("make ")}
     makefile = (ROOT / "Makefile").read_text()
     assert targets == {"demo", "test"}
-    assert all(f"\n{t}:" in makefile for t in {*targets, "quick", "test-slurm"})
+    assert all(f"\n{t}:" in makefile for t in {*targets, "quick", "test-slurm", "sweep-gpu"})
 
 
 def test_the_single_process_command_of_readme_runs(tmp_path):
@@ -271,9 +275,11 @@ def state():
             [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)],
             torch.distributed.is_initialized(), torch.cuda.is_initialized())
 import torch.distributed.fsdp, torch.distributed.optim, torchvision.transforms
+import matplotlib.figure
 before = state()
 import vit, data, mesh, shard, agree, checkpoint, flags, log, dryrun, train_fsdp
 import machines, demand, plan, prepare, intake
+import sweep, studies, attempt, results, verdict, figures, drawing, report
 after = state()
 assert before == after, (before, after)
 """

@@ -1,0 +1,194 @@
+"""What the runs of a sweep have found: one row a point.
+
+    results.csv     tidy: a row a point; rows of other machines may be appended
+
+Numbers come from log.jsonl alone. The published measurements (examples/published) are read as rows
+of the same kind. Needs nothing but Python.
+"""
+
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import attempt as attempts
+
+Row = dict[str, Any]
+
+# What makes two runs comparable, by the names of train_fsdp.py's flags.
+SETTINGS = (
+    "model", "img_size", "mask_ratio", "mode", "group", "fsdp", "prefetch", "forward_prefetch",
+    "limit_all_gathers", "cpu_offload", "bucket_cap_mb", "device", "precision", "reduce_dtype",
+    "ac", "compile", "batch", "accum",
+)  # fmt: skip
+SHARDING = (
+    "mode", "group", "fsdp", "prefetch", "forward_prefetch", "limit_all_gathers", "bucket_cap_mb",
+)  # fmt: skip
+MEASURED = (
+    "step_seconds", "data_seconds", "tflops_per_rank", "mfu", "peak_allocated_gib",
+    "peak_reserved_gib", "alloc_retries",
+)  # fmt: skip
+VERSIONS = ("python", "torch", "torchvision", "cuda", "hip")
+PROFILE = ("compute", "communication", "optimizer", "data", "idle")
+COLUMNS = (
+    "id", "study", "state", "reason", "run", "nodes", "ranks", "world_size", *SETTINGS, "workers",
+    "images_per_second", "images_per_second_q1", "images_per_second_q3", "measured_lines",
+    *MEASURED, *(f"profile_{name}" for name in PROFILE), "planned_images_per_second",
+    "planned_gib", "planned_compute_seconds", "payload_mb", "planned_payload_mb", "memory_gib",
+    "max_local_batch", "source", "host", "cores", *VERSIONS, "started", "log",
+)  # fmt: skip
+WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, counted collectives
+
+
+# ---------------------------------------------------------------------------------------------
+# One run
+
+
+def measured(log: attempts.Log) -> Row:
+    """Medians over the lines of a log after its warm-up, and the quartiles of the speed."""
+    total = log.start.get("steps") or (log.steps[-1]["step"] if log.steps else 0)
+    kept = [s for s in log.steps[1:] if s["step"] > WARM_UP * total]
+    rates = sorted(s["images_per_second"] for s in kept)
+    row: Row = {"measured_lines": len(kept)}
+    if rates:
+        quartiles = statistics.quantiles(rates, n=4, method="inclusive") if rates[1:] else rates * 3
+        row["images_per_second_q1"], row["images_per_second"], row["images_per_second_q3"] = (
+            quartiles
+        )
+    for name in MEASURED:
+        values = [s[name] for s in kept if s.get(name) is not None]
+        if values:  # a peak since the start, and what has been counted since, not a mean
+            middle = max if name.startswith(("peak", "alloc")) else statistics.median
+            row[name] = middle(values)
+    return row
+
+
+def row_of(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[str, Any]) -> Row:
+    """The row of a point: what was asked, what its newest attempt says, what was planned."""
+    row: Row = {name: point.get(name) for name in COLUMNS if point.get(name)}
+    nodes, ranks = int(point["nodes"]), int(point["ranks"])
+    row |= {"state": state, "run": point.get("run") or "real", "world_size": nodes * ranks}
+    row |= {key: value for key, value in plan.items() if key in COLUMNS}
+    made = attempts.attempts(folder)
+    if not made or state in ("waiting", "skipped"):
+        return row | {"reason": plan.get("why_not", "") if state == "skipped" else ""}
+    facts, log = attempts.read_state(made[-1]), attempts.read_log(made[-1] / "log.jsonl")
+    started = datetime.fromtimestamp(facts["started"], timezone.utc)
+    row |= {"reason": facts["reason"], "host": facts["host"], "cores": facts["cores"]}
+    row |= {
+        "started": started.isoformat(timespec="seconds"),
+        "log": f"runs/{folder.name}/{made[-1].name}/log.jsonl",
+    }
+    row |= {key: value for key, value in log.start.items() if key in (*SETTINGS, "workers", "host")}
+    row |= {k: v for k, v in (log.start.get("versions") or {}).items() if k in VERSIONS}
+    if state == "done":  # what did not come to its end has measured nothing to be compared
+        row |= measured(log)
+        planned = (log.start.get("planned") or {}).get("payload_bytes")
+        sent = log.end.get("payload_bytes")
+        if planned and sent:  # of a step; a few scalars that no plan counts are left out
+            row["planned_payload_mb"] = sum(planned.values()) / 1e6
+            row["payload_mb"] = sum(sent.get(kind, 0) for kind in planned) / 1e6
+        seconds = [log.profile.get(name) for name in PROFILE]
+        if all(isinstance(value, int | float) for value in seconds):
+            row |= {f"profile_{k}": v for k, v in zip(PROFILE, seconds, strict=True)}
+    return row
+
+
+# ---------------------------------------------------------------------------------------------
+# Tables
+
+
+def text_of(value: Any) -> str:
+    """A cell: numbers as short as they are exact enough."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def write_table(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """A CSV file, at once or not at all."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(new, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows([text_of(row.get(name)) for name in columns] for row in rows)
+    new.replace(path)
+
+
+def number(text: str) -> Any:
+    """A cell as what it was written from."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text or None
+
+
+def read_table(path: Path) -> list[Row]:
+    """The rows of a results.csv. A head line in between, of an appended file, is left out."""
+    words = ("id", "reason", "host", "source", "started", "log", "model", *VERSIONS)
+    with open(path, newline="") as file:
+        found = [row for row in csv.DictReader(file) if row.get("id") != "id"]
+    return [{k: (v or None) if k in words else number(v or "") for k, v in row.items() if k}
+            for row in found]  # fmt: skip
+
+
+def published(folder: Path) -> list[Row]:
+    """The rows of examples/published: where each stands is its log."""
+    rows: list[Row] = []
+    planned = predicted(folder) if (folder / "check.py").exists() else {}
+    for name, study in (("throughput", "scaling"), ("prefetch", "options"), ("memory", "scaling")):
+        table = folder / f"{name}.csv"
+        with open(table, newline="") as file:
+            for line, cells in enumerate(csv.DictReader(file), 2):
+                if cells.get("kind", "max_allocated") == "max_reserved":
+                    continue
+                row = {k: number(v) for k, v in cells.items()} | {"model": cells["model"]}
+                row |= {"id": f"{name}.csv:{line}", "study": study, "state": "done", "run": "syn"}
+                row |= {"source": folder.name, "log": f"{table}:{line}", "batch": 32}
+                row |= {"world_size": row["nodes"] and 8 * row["nodes"], "memory_gib": 64.0}
+                if name == "memory":
+                    row["peak_allocated_gib"] = row.pop("gib")
+                cell = (row["model"], row["mode"], row.get("group"), row["nodes"])
+                plan = planned.get(
+                    (*cell, row.get("kind", "img/s" if name == "throughput" else ""))
+                )
+                row["planned_gib" if name == "memory" else "planned_images_per_second"] = plan
+                rows.append(row)
+    return rows
+
+
+def predicted(folder: Path) -> dict[tuple, float]:
+    """What the folder's check.py plans for its cells: by model, mode, group, nodes and kind."""
+    done = subprocess.run([sys.executable, str(folder / "check.py"), "--json"], text=True,
+                          capture_output=True)  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{folder / 'check.py'} failed: {attempts.last_error(done.stderr)}")
+    names = ("model", "mode", "group", "nodes", "kind")
+    return {tuple(cell[n] for n in names): cell["planned"] for cell in json.loads(done.stdout)}
+
+
+def read_folder(folder: Path) -> list[Row]:
+    """All rows of a sweep's folder, or of the published data; ValueError where there are none."""
+    if (folder / "results.csv").exists():
+        rows = read_table(folder / "results.csv")
+        for row in rows:
+            row["source"] = row.get("source") or folder.resolve().name
+            row["log"] = row["log"] and str(folder / row["log"])
+        return rows
+    if (folder / "throughput.csv").exists():
+        return published(folder)
+    raise ValueError(
+        f"{folder} has no results.csv: give the --out of a sweep, or examples/published"
+    )

@@ -1,0 +1,383 @@
+"""A grid of runs -> results.csv -> figures, report, and what limits each run in one word.
+
+    python sweep.py quick                                   # minutes on a laptop, report included
+    python sweep.py io --models base --data DIR             # real, syn, io: what limits a run?
+    python sweep.py options --models 5b --nodes 8 --sbatch "-A PROJECT"   # through Slurm
+    python sweep.py scaling --models base,3b,15b --nodes 1,2,4,8 --sbatch "-A PROJECT"
+    python sweep.py table.csv -- --img-size 96              # your own; flags for every point
+    python sweep.py status DIR                              # DIR is --out, sweep_PLAN if not given
+    python sweep.py figures DIR examples/published          # yours over the published ones
+    python sweep.py report DIR                              # a page with figures and verdicts
+
+A point is a run of train_fsdp.py under torchrun, or under launch_frontier.sh in a job array for
+each number of nodes. The same command starts what is missing, however the last one ended; what has
+a result (done, out of memory, failed, timed out) is not run again. plan.py is asked first: what
+cannot fit is skipped. A table has the columns `nodes` and `ranks` (of a node); every other column
+is a flag, `true` and `false` are switches, an empty cell is left out.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import attempt
+import results
+import studies
+from studies import Point
+
+HERE = Path(__file__).resolve().parent
+
+# ---------------------------------------------------------------------------------------------
+# Running
+
+
+class Sweep:
+    """A folder of points: `points.csv`, `runs/ID` of each, `results.csv`."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+
+    def folder(self, name: str) -> Path:
+        """Of a point: its attempts, and plan.json."""
+        return self.out / "runs" / name
+
+    def points(self) -> list[Point]:
+        """All that were ever asked for here."""
+        path = self.out / "points.csv"
+        return studies.table(path) if path.exists() else []
+
+    def add(self, points: Sequence[Point], found: Sequence[dict[str, Any]]) -> None:
+        """Keep points and their plans; known ones may belong to a further study."""
+        known = {point["id"]: point for point in self.points()}
+        for point, plan in zip(points, found, strict=True):
+            old = known.get(point["id"], point)
+            both = sorted({*old["study"].split(), *point["study"].split()})
+            known[point["id"]] = point | {"study": " ".join(both)}
+            self.folder(point["id"]).mkdir(parents=True, exist_ok=True)
+            attempt.write_json(self.folder(point["id"]) / "plan.json", plan)
+        flags = {name for point in known.values() for name in point} - {*studies.OWN}
+        results.write_table(self.out / "points.csv", known.values(), (*studies.OWN, *sorted(flags)))
+
+    def plan(self, name: str) -> dict[str, Any]:
+        """What plan.py said of a point."""
+        return json.loads((self.folder(name) / "plan.json").read_text())
+
+    def planned(
+        self, planner: studies.Planner, point: Point, machine: str | None, memory_gib: float | None
+    ) -> dict[str, Any]:
+        """The plan of a point: as before, or asked for; without either, for this host's memory."""
+        asked = [machine, memory_gib]
+        if (self.folder(point["id"]) / "plan.json").exists():
+            before = self.plan(point["id"])
+            if before["asked"] == asked:
+                return before
+        if not machine and not memory_gib:
+            gpus, memory_gib = planner.ask("device")
+            if not gpus or point.get("device") == "cpu":
+                memory_gib = studies.host_gib() / int(point["ranks"])
+        return planner.plan(point, machine, memory_gib) | {"asked": asked}
+
+    def look(self, name: str) -> tuple[str, int]:
+        """(state, attempts so far) of a point; `skipped` and `queued` are ours."""
+        folder = self.folder(name)
+        state, made = attempt.look(folder, listed)
+        if state == "waiting":
+            job = folder / "job"
+            if job.exists() and listed(job.read_text()):
+                return "queued", made
+            if self.plan(name)["verdict"] == "NO" and not (folder / "try").exists():
+                return "skipped", made
+        return state, made
+
+    def collect(self) -> list[results.Row]:
+        """results.csv anew: a row a point, and what others have appended to it."""
+        points, path = self.points(), self.out / "results.csv"
+        ids = {point["id"] for point in points}
+        others = [row for row in results.read_table(path) if row["id"] not in ids] if (
+            path.exists()) else []  # fmt: skip
+        rows = [
+            results.row_of(p, self.folder(p["id"]), self.look(p["id"])[0], self.plan(p["id"]))
+            for p in points
+        ]
+        results.write_table(path, [*rows, *others], results.COLUMNS)
+        return [*rows, *others]
+
+
+def run_point(sweep: Sweep, point: Point, script: Path, limit: float, again: bool) -> str:
+    """Run a point here unless it has a result or runs already; returns its state.
+
+    Inside a Slurm job launch_frontier.sh starts the ranks, elsewhere torchrun.
+    """
+    folder, job = sweep.folder(point["id"]), slurm_job(os.environ)
+    state, made = sweep.look(point["id"])
+    if state == "running":
+        newest = attempt.attempts(folder)[-1]
+        facts = attempt.read_state(newest)
+        if job or facts["job"] or facts["host"] != platform.node():
+            return state
+        return attempt.adopt(newest)["state"]
+    if state not in ("waiting", "queued") and not (again and state in ("failed", "timed out")):
+        return state
+    mine = attempt.claim(folder, made + 1, job=job)
+    if mine is None:
+        return "running"
+    flags = [*studies.argv_of(point), "--resume", "none", "--out", str(mine)]
+    environ = dict(os.environ)
+    if job:
+        number = int(os.environ["SLURM_JOB_ID"])
+        for name, value in (  # nodes may be shared; a point is short, and its own only round
+            ("TASKS_PER_NODE", point["ranks"]), ("MASTER_PORT", str(20000 + number % 10000)),
+            ("SCRIPTS", str(script.parent)), ("AGAIN", "no"), ("PREFLIGHT", "no"),
+        ):  # fmt: skip
+            environ.setdefault(name, value)
+        environ["TASKS_PER_NODE"] = point["ranks"]
+        if not {"CONDA_ENV", "ENV_TARBALL"} & {*environ}:
+            environ.setdefault("PYTHON", sys.executable)
+        command = ["bash", str(HERE / "launch_frontier.sh"), *flags]
+    else:
+        environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, for one rank too
+        command = [sys.executable, str(script), *flags]
+        if point["ranks"] != "1":
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+            command[1:1] = [*torchrun, point["ranks"], "--"]
+    return attempt.run(mine, command, environ, limit, HERE)["state"]
+
+
+def run_here(
+    sweep: Sweep, points: Sequence[Point], script: Path, limit: float, again: bool
+) -> None:
+    """One point after the other, the smallest first."""
+    for point in points:
+        if point["nodes"] != "1":
+            raise ValueError(f"{point['id']} needs {point['nodes']} nodes: add --sbatch FLAGS")
+    order = sorted(points, key=lambda point: int(point["ranks"]))
+    for i, point in enumerate(order, 1):
+        print(f"[{i}/{len(order)}] {point['id']:50}", end=" ", flush=True)
+        state = run_point(sweep, point, script, limit, again)
+        rows = {row["id"]: row for row in sweep.collect()}
+        row = rows[point["id"]]
+        rate = row.get("images_per_second")
+        print(f"{state}{f'  {rate:.1f} img/s' if rate else ''}  {row.get('reason') or ''}",
+              flush=True)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------
+# Slurm
+
+
+def slurm_job(environ: Mapping[str, str]) -> str | None:
+    """The array task that we are in, as squeue names it: JOB_TASK."""
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return None
+
+
+def listed(job: str) -> bool:
+    """Whether an array task waits or runs; a list from before it was asked for does not count."""
+    if job not in slurm_jobs():
+        slurm_jobs.cache_clear()
+    return job in slurm_jobs()
+
+
+@lru_cache(maxsize=1)
+def slurm_jobs() -> set[str]:
+    """The array tasks of this user that wait or run; RuntimeError where Slurm does not answer."""
+    try:
+        done = subprocess.run(["squeue", "--me", "-h", "-r", "-o", "%i"], capture_output=True,
+                              text=True)  # fmt: skip
+    except FileNotFoundError:
+        raise RuntimeError("squeue is missing: the sweep has jobs, look where Slurm is") from None
+    if done.returncode:
+        raise RuntimeError(f"squeue does not answer: {done.stderr.strip()}")
+    return set(done.stdout.split())
+
+
+def submit(
+    sweep: Sweep, points: Sequence[Point], sbatch: str, script: Path, limit: float, again: bool
+) -> None:
+    """A job array for each number of nodes, of the points that nobody has run or queued."""
+    wanted = ("waiting", "failed", "timed out") if again else ("waiting",)
+    left = [point for point in points if sweep.look(point["id"])[0] in wanted]
+    network = re.findall(r"^#SBATCH --network.*", (HERE / "launch_frontier.sh").read_text(), re.M)
+    jobs = sweep.out / "jobs"
+    jobs.mkdir(exist_ok=True)
+    for nodes in sorted({int(point["nodes"]) for point in left}):
+        mine = [point["id"] for point in left if int(point["nodes"]) == nodes]
+        own = ["--script", str(script), "--limit", f"{limit:g}", *["--retry"] * again]
+        command = shlex.join([sys.executable, str(HERE / "sweep.py"), "point", str(sweep.out)])
+        file = jobs / f"{nodes}-nodes-{os.getpid()}.sh"
+        file.write_text("\n".join((
+            "#!/bin/bash", *network, f"points=({' '.join(mine)})",
+            f'exec {command} "${{points[SLURM_ARRAY_TASK_ID]}}" {shlex.join(own)}', "",
+        )))  # fmt: skip
+        minutes = math.ceil(limit / 60) + 5  # the limit is ours, Slurm's is behind it
+        flags = ["-J", "sweep", "-t", str(minutes), *shlex.split(sbatch), "-N", str(nodes)]
+        flags += [f"--array=0-{len(mine) - 1}", "-o", str(jobs / "%A_%a.txt")]
+        done = subprocess.run(["sbatch", "--parsable", *flags, str(file)], cwd=HERE,
+                              capture_output=True, text=True)  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"sbatch refused: {done.stderr.strip()}")
+        number = done.stdout.strip().split(";")[0]
+        for task, name in enumerate(mine):
+            (sweep.folder(name) / "job").write_text(f"{number}_{task}")
+        print(f"job {number}: {len(mine)} points on {nodes} nodes", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# main
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one sentence; exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print it."""
+        print(f"sweep.py: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def whole_numbers(text: str) -> list[int]:
+    """An argparse type: 1,2,4."""
+    found = [int(word) for word in text.split(",") if word.isdigit() and int(word)]
+    if len(found) != text.count(",") + 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers like 1,2,4")
+    return found
+
+
+def build_parser() -> Parser:
+    """The flags of a sweep."""
+    description, _, usage = (__doc__ or "").partition("\n\n")
+    parser = Parser(description=description, epilog=usage,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add = parser.add_argument
+    add("what", metavar="PLAN", help="quick, options, scaling, io or a CSV file; or status, "
+        "figures, report")  # fmt: skip
+    add("dirs", metavar="DIR", nargs="*", help="of status, figures, report")
+    add("--out", type=Path, metavar="DIR", help="(default sweep_PLAN; figures, report: first DIR)")
+    add("--models", default=None, metavar="A,B", help="(default: quick tiny or base, io base, "
+        "options 5b, scaling base,1b,3b,5b,15b)")  # fmt: skip
+    add("--nodes", type=whole_numbers, metavar="1,2,4", help="with --sbatch (default 1,2,4,8)")
+    add("--ranks", type=int, metavar="N", help="of a node (default: GPUs here; 8 with --sbatch; "
+        "quick on a CPU 4)")  # fmt: skip
+    add("--data", metavar="DIR", default=str(HERE / "examples" / "tiles" / "train"),
+        help="images of real and io (default: the tiles here)")  # fmt: skip
+    add("--sbatch", metavar="FLAGS", help="through Slurm, with these flags of sbatch; the "
+        "environment is that of launch_frontier.sh")  # fmt: skip
+    add("--machine", metavar="NAME", help="for plan.py (default: frontier with --sbatch; else "
+        "this one's memory, and no planned speed)")  # fmt: skip
+    add("--memory-gib", type=float, metavar="GIB", help="of a rank, for plan.py")
+    add("--limit", type=float, default=900, metavar="SECONDS", help="a point (default 900)")
+    add("--try", action="store_true", dest="attempt_all", help="run what plan.py says cannot fit")
+    add("--retry", action="store_true", help="run again what has failed or timed out")
+    add("--script", type=Path, default=HERE / "train_fsdp.py", metavar="FILE",
+        help="what each point runs (default train_fsdp.py)")  # fmt: skip
+    return parser
+
+
+def tell(sweep: Sweep) -> None:
+    """How many points are in which state, and those that are not done."""
+    rows = sweep.collect()
+    print(", ".join(f"{n} {state}" for state, n in Counter(r["state"] for r in rows).items()))
+    for row in rows:
+        if row["state"] not in ("done", "waiting", "queued"):
+            print(f"{row['state']:14}{row['id']:50} {row.get('reason') or ''}")
+
+
+def sweep_all(
+    what: str, out: Path, extra: Mapping[str, str], script: Path, *, limit: float, retry: bool,
+    attempt_all: bool, models: str | None, nodes: Sequence[int] | None, ranks: int | None,
+    data: str, sbatch: str | None, machine: str | None, memory_gib: float | None,
+) -> int:  # fmt: skip
+    """Plan the points, then run or submit those that have no result yet; returns the status."""
+    slurm, planner, sweep = sbatch is not None, studies.Planner(), Sweep(out)
+    if slurm and not machine and not memory_gib:
+        if os.environ.get("MACHINE", "frontier") != "frontier":
+            raise ValueError("which machine is it? --machine dgx-h100, or a JSON file, for plan.py")
+        machine = "frontier"
+    try:
+        points = studies.finished(
+            studies.choose(what, models, nodes, ranks, data, slurm,
+                           lambda: planner.ask("device")[0]), extra)  # fmt: skip
+        print(f"{len(points)} points in {out}", flush=True)
+        sweep.add(points, [sweep.planned(planner, p, machine, memory_gib) for p in points])
+    finally:
+        planner.close()
+    for point in points:
+        if attempt_all:
+            (sweep.folder(point["id"]) / "try").touch()
+        elif sweep.look(point["id"])[0] == "skipped":
+            print(f"skipped {point['id']}: {sweep.plan(point['id'])['why_not']}", flush=True)
+    left = [point for point in points if sweep.look(point["id"])[0] != "skipped"]
+    if slurm:
+        submit(sweep, left, sbatch or "", script, limit, retry)
+        tell(sweep)
+        print(f"python sweep.py report {out}: what there is by then; "
+              "the same command again: what is missing")  # fmt: skip
+        return 0
+    run_here(sweep, left, script, limit, retry)
+    tell(sweep)
+    try:
+        import report
+    except ModuleNotFoundError as error:
+        print(f"no figures: {error}")
+    else:
+        report.write([out], None, True)
+    states = [sweep.look(point["id"])[0] for point in points]
+    return int(any(state in ("failed", "timed out") for state in states))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Sweep, or look at one; exit status 1 if a point failed, 2 for bad input."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    cut = words.index("--") if "--" in words else len(words)
+    parser = build_parser()
+    args = parser.parse_args(words[:cut])
+    try:
+        extra = studies.flags_of(words[cut + 1 :])
+        if args.what in ("figures", "report"):
+            import report  # draws by matplotlib, which nothing else needs
+
+            folders = [Path(name) for name in args.dirs]
+            for folder in folders:
+                if (folder / "points.csv").exists():
+                    Sweep(folder).collect()
+            return report.write(folders, args.out, args.what == "report")
+        if args.what == "status":
+            for name in args.dirs:
+                tell(Sweep(Path(name)))
+            return 0
+        script = args.script.resolve()
+        if not script.is_file():
+            raise ValueError(f"there is no {script}: give --script what the points shall run")
+        if args.what == "point":  # what a job array runs
+            sweep, name = Sweep(Path(args.dirs[0])), args.dirs[1]
+            (point,) = (point for point in sweep.points() if point["id"] == name)
+            print(run_point(sweep, point, script, args.limit, args.retry))
+            return 0
+        out = args.out or Path(f"sweep_{Path(args.what).stem}")
+        return sweep_all(
+            args.what, out.resolve(), extra, script, limit=args.limit, retry=args.retry,
+            attempt_all=args.attempt_all, models=args.models, nodes=args.nodes, ranks=args.ranks,
+            data=args.data, sbatch=args.sbatch, machine=args.machine, memory_gib=args.memory_gib,
+        )  # fmt: skip
+    except ModuleNotFoundError as error:
+        parser.error(f"{error}: figures need it, python -m pip install {error.name}")
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what we have started, too
+    raise SystemExit(main())

@@ -1,0 +1,697 @@
+"""sweep.py and what belongs to it. Real runs of train_fsdp.py where it matters what a run does;
+a stand-in that writes a log where only the sweep's own doings are looked at."""
+
+import contextlib
+import csv
+import io
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from PIL import Image
+from ranks import environment
+
+import attempt
+import drawing
+import figures
+import flags
+import plan
+import results
+import studies
+import sweep
+import verdict
+
+PUBLISHED = ROOT / "examples" / "published"
+# A run without torch: counts itself in $RAN, then does what --seed orders.
+STAND_IN = """
+import json, os, sys, time
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+seed, out = int(flags.get("--seed", 0)), flags["--out"]
+with open(os.environ["RAN"], "a") as ran:
+    ran.write(f"{seed}\\n")
+log = open(os.path.join(out, "log.jsonl"), "a")
+def write(**record):
+    log.write(json.dumps(record) + "\\n")
+    log.flush()
+write(event="start", steps=20, model=flags["--model"], run=flags.get("--run", "real"), host="here",
+      versions={"torch": "9.9"}, batch=32, accum=1, mode=flags.get("--mode", "hybrid"),
+      world_size=1, device="cpu")
+for step in range(2, 21, 2):
+    time.sleep(float(os.environ.get("NAP", "0")))
+    write(event="step", step=step, images_per_second=100.0 + step + seed, step_seconds=0.1,
+          data_seconds=0.0, peak_allocated_gib=1.0 + seed)
+write(event="end", reason="done", problem=None, steps=20)
+"""
+
+
+def environ(**more: str) -> dict[str, str]:
+    """Of a process that is no rank."""
+    env = environment(0, 1, 0)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del env[name]
+    return env | more
+
+
+def start(*words: object, **more: str) -> subprocess.Popen:
+    """sweep.py as a process."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "sweep.py"), *map(str, words)], env=environ(**more),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen, status: int = 0, seconds: float = 300) -> str:
+    text = process.communicate(timeout=seconds)[0]
+    assert process.returncode == status, text
+    return text
+
+
+def here(*words: object, status: int = 0) -> str:
+    """sweep.py in this process; what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert sweep.main([str(word) for word in words]) == status, said.getvalue()
+    return said.getvalue()
+
+
+def table(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """(its flags for sweep.py, the file that counts its runs)."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAN", str(tmp_path / "ran"))
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    ran = tmp_path / "ran"
+    ran.touch()
+    return ["--script", tmp_path / "stand_in.py"], ran
+
+
+def rows_of(out: Path) -> list[results.Row]:
+    return results.read_folder(out)
+
+
+# --- points
+
+
+def test_the_studies_are_what_the_paper_varied():
+    """Counted by hand; every flag is one of train_fsdp.py, and the plans are those of plan.py."""
+    options = studies.finished(list(studies.options(["5b"], [(8, 8)])), {})
+    assert {(p["mode"], p.get("group")) for p in options} == {
+        ("full_shard", None), ("hybrid", "2"), ("hybrid", "16")}  # fmt: skip
+    assert len(options) == 3 * 3 * 2
+    scaling = studies.finished(list(studies.scaling(["base", "15b"], [(1, 1), (1, 8), (2, 8)])), {})
+    at_16 = {(p["mode"], p.get("group")) for p in scaling if p["nodes"] == "2"}
+    groups = {("hybrid", "2"), ("hybrid", "4"), ("hybrid", "8")}
+    assert at_16 == groups | {
+        (mode, None) for mode in ("ddp", "no_shard", "shard_grad_op", "full_shard")
+    }
+    inputs = studies.finished(list(studies.io(["base"], [(1, 1), (1, 2)], "DIR")), {})
+    assert [(p["ranks"], p["run"]) for p in inputs] == [
+        ("1", "syn"), ("1", "syn"), ("2", "real"), ("2", "syn"), ("2", "io")]  # fmt: skip
+    quick = studies.finished(list(studies.quick(0, 4, None, "DIR")), {})
+    shared = [p for p in quick if len(p["study"].split()) > 1]
+    assert {p["ranks"] for p in quick} == {"1", "2", "4"} and shared  # one run serves two studies
+
+    for points in (options, scaling, inputs, quick):
+        assert len({p["id"] for p in points}) == len(points)
+    points = [*options, *scaling, *inputs, *quick]
+    planner = studies.Planner()
+    by = {p["id"]: planner.plan(p, "frontier", None) for p in points}
+    planner.close()
+    too_large = [p for p in scaling if p["model"] == "15b" and p["mode"] in ("ddp", "no_shard")]
+    assert too_large and all(by[p["id"]]["verdict"] == "NO" for p in too_large)
+    point = next(p for p in scaling if p["model"] == "15b" and p.get("group") == "8")
+    same = plan.estimate(
+        plan.vit.MODELS["15b"], img_size=224, mask_ratio=0.75, mode="hybrid", group=8, fsdp=2,
+        world_size=16, local_batch=32,
+    )  # fmt: skip
+    assert by[point["id"]]["planned_gib"] == same.peak_gib
+    assert by[point["id"]]["planned_images_per_second"] == same.images_per_second
+
+
+def test_flags_become_cells_and_cells_flags():
+    words = ["--img-size", "32", "--compile", "--no-norm-pix-loss", "--blr=8e-3"]
+    cells = studies.flags_of(words)
+    assert cells == {"img_size": "32", "compile": "true", "norm_pix_loss": "false", "blr": "8e-3"}
+    assert studies.argv_of(cells | {"nodes": "1", "ranks": "2", "study": "x", "mode": ""}) == [
+        "--img-size", "32", "--compile", "--no-norm-pix-loss", "--blr", "8e-3"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "sentence"),
+    [
+        ("ranks,model\n,tiny\n", [], "line 2: ranks is '', but must be a whole number above zero"),
+        ("nodes,ranks\n0,1\n", [], "line 2: nodes is '0', but must be"),
+        ("ranks,model\n", [], "has no points: a head line"),
+        ("ranks,out\n1,here\n", [], "--out is set by the sweep"),
+        ("ranks,group,mode\n1,2,ddp\n", [], "--group is for --mode hybrid and hybrid_grad_op"),
+        ("ranks,group\n4,3\n", [], "shard groups of 3 do not divide 4 ranks: use 1, 2, 4"),
+        ("ranks,colour\n1,red\n", [], "unrecognized arguments: --colour"),
+        ("ranks\n1\n", ["--", "red"], "red after -- is no flag of train_fsdp.py"),
+        ("nodes,ranks\n2,1\n", [], "needs 2 nodes: add --sbatch"),
+    ],
+)
+def test_bad_tables_are_refused_in_a_sentence(tmp_path, capsys, text, words, sentence):
+    path = table(tmp_path / "mine.csv", text)
+    with pytest.raises(SystemExit) as left:
+        sweep.main([str(word) for word in (path, "--out", tmp_path / "out", *words)])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith("sweep.py: error: ") and sentence in said
+    assert len(said.splitlines()) == 1
+    assert not list(tmp_path.glob("out/runs/*/1"))  # nothing was run
+
+
+def test_other_bad_input(tmp_path, capsys):
+    for words, sentence in (
+        (["nothing"], "there is no study nothing: use quick, options, scaling, io, a CSV file"),
+        ([tmp_path / "no.csv"], "no.csv cannot be read: No such file"),
+        (["figures"], "which sweep? name its folder"),
+        (["figures", tmp_path], "has no results.csv: give the --out of a sweep"),
+        (["quick", "--script", tmp_path / "no.py"], "give --script what the points shall run"),
+        (["scaling", "--nodes", "2"], "--nodes needs Slurm, this is one node"),
+        ([ROOT / "x.csv", "--ranks", "2"], "--ranks is for the studies"),
+        (["scaling", "--nodes", "1,x"], "'1,x' is not a list of whole numbers"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            sweep.main([str(word) for word in words])
+        assert left.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_matplotlib_is_asked_for_only_where_it_draws(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
+    env = environ()
+    env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"
+    done = subprocess.run([sys.executable, "sweep.py", "figures", "examples/published"], cwd=ROOT,
+                          env=env, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 2 and "python -m pip install matplotlib" in done.stderr
+    done = subprocess.run([sys.executable, "sweep.py", "status"], cwd=ROOT, env=env)
+    assert done.returncode == 0
+
+
+# --- logs
+
+
+def test_medians_and_quartiles_are_those_of_numpy_after_the_warm_up():
+    rates = [7.0, 50, 10, 12, 11, 15, 13, 14, 19, 18]
+    steps = [{"step": 2 * i + 2, "images_per_second": r, "peak_allocated_gib": i / 2}
+             for i, r in enumerate(rates)]  # fmt: skip
+    row = results.measured(attempt.Log(start={"steps": 20}, steps=steps))
+    kept = rates[2:]  # of 20 steps, those above 5: the lines of step 6, 8, ...
+    assert row["measured_lines"] == 8
+    assert row["images_per_second"] == np.median(kept) == statistics.median(kept)
+    assert row["images_per_second_q1"] == np.percentile(kept, 25)
+    assert row["images_per_second_q3"] == np.percentile(kept, 75)
+    assert row["peak_allocated_gib"] == 4.5
+    alone = results.measured(attempt.Log(start={"steps": 4}, steps=steps[:2]))
+    assert alone["images_per_second"] == alone["images_per_second_q1"] == 50
+
+
+def test_a_log_cut_at_any_byte_can_be_read(tmp_path):
+    lines = ['{"event": "start", "steps": 4}'] + [
+        f'{{"event": "step", "step": {i}, "images_per_second": {i}.5}}' for i in range(4)
+    ]
+    whole = "\n".join(lines) + "\n"
+    path = tmp_path / "log.jsonl"
+    for length in range(len(whole)):
+        path.write_text(whole[:length])
+        log = attempt.read_log(path)
+        complete = sum(whole[:length].startswith("\n".join(lines[: n + 1])) for n in range(5))
+        assert len(log.steps) == max(0, complete - 1)
+        assert (log.cut is None) == (whole[:length].rstrip("\n") in
+                                     {"\n".join(lines[:n]) for n in range(6)})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "end", "output", "late", "killed", "state"),
+    [
+        (0, {"reason": "done"}, "", "", False, "done"),
+        (1, {"reason": "nan", "problem": "the loss is"}, "", "", False, "failed"),
+        (1, {"reason": "timeout", "problem": "nothing has moved"}, "", "", False, "timed out"),
+        (-9, {}, "", "ran longer than", False, "timed out"),
+        (1, {}, "torch.OutOfMemoryError: HIP out of memory.", "", False, "out of memory"),
+        (1, {}, "slurmstepd: error: Detected 1 oom_kill event", "", False, "out of memory"),
+        (1, {}, "Signal 9 (SIGKILL) received by PID 7", "", True, "out of memory"),
+        (-9, {}, "", "", False, "failed"),
+        (2, {}, "train_fsdp.py: error: no", "", False, "failed"),
+        (None, {}, "", "", False, "interrupted"),
+        (0, {"reason": "signal"}, "", "", False, "interrupted"),
+        (None, {"reason": "done"}, "", "", False, "done"),
+    ],
+)
+def test_each_end_is_told_apart(code, end, output, late, killed, state):
+    assert attempt.judge(code, attempt.Log(end=end), output, late, killed)[0] == state
+
+
+# --- running, without training
+
+
+def test_of_many_only_one_claims_an_attempt(tmp_path):
+    with ThreadPoolExecutor(16) as pool:
+        claims = list(pool.map(lambda _: attempt.claim(tmp_path, 1, job=None), range(64)))
+    assert len([c for c in claims if c]) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+    assert attempt.look(tmp_path, lambda job: False) == ("running", 1)
+
+
+def test_killed_and_restarted_no_point_is_lost_or_run_twice(tmp_path, stand_in):
+    script, ran = stand_in
+    points = table(tmp_path / "mine.csv", "ranks,model,seed\n" + "".join(
+        f"1,tiny,{seed}\n" for seed in range(4)))  # fmt: skip
+    command = [points, "--out", tmp_path / "out", *script]
+    first = start(*command, RAN=str(ran), NAP="0.3")
+    deadline = time.monotonic() + 60
+    while ran.read_text().count("\n") < 2:  # the second point runs
+        assert time.monotonic() < deadline and first.poll() is None
+        time.sleep(0.05)
+    first.kill()  # the run itself goes on, as one does whose sweep was killed
+    first.wait()
+    second = start(*command, RAN=str(ran), NAP="0.1")
+    while ran.read_text().count("\n") < 3:
+        assert time.monotonic() < deadline and second.poll() is None
+        time.sleep(0.05)
+    second.terminate()  # as a shell does at log-out: ends what it has started
+    finish(second, status=143)
+    time.sleep(0.2)
+    lines = [json.loads(line) for line in sorted((tmp_path / "out/runs").glob("*-*/*/state.json"))
+             for line in [line.read_text()]]  # fmt: skip
+    assert sorted(s["state"] for s in lines) == ["done", "done", "interrupted"]
+    assert not any(attempt.runs(s["child"]) for s in lines)
+
+    finish(start(*command, RAN=str(ran)))
+    assert sorted(ran.read_text().split()) == ["0", "1", "2", "2", "3"]  # 2 came to no result
+    rows = rows_of(tmp_path / "out")
+    assert [r["state"] for r in rows] == ["done"] * 4
+    # 100 + step + seed, over the steps 6, 8, ... 20: in the middle 113
+    assert sorted(r["images_per_second"] for r in rows) == [113, 114, 115, 116]
+    before = ran.read_text()
+    finish(start(*command, "--retry", RAN=str(ran)))
+    assert ran.read_text() == before
+    assert (tmp_path / "out" / "report.md").exists()
+
+
+def test_what_cannot_fit_is_skipped_unless_told_to_try(tmp_path, stand_in):
+    script, _ = stand_in
+    points = table(tmp_path / "mine.csv", "ranks,model,mode\n1,15b,no_shard\n1,tiny,no_shard\n")
+    command = [points, "--out", tmp_path / "out", "--memory-gib", "64", *script]
+    said = here(*command)
+    assert re.search(r"skipped 15b-no_shard\S+: plan.py: \d+\.\d GiB \+ .* of 64.0", said)
+    rows = {r["model"]: r for r in rows_of(tmp_path / "out")}
+    assert rows["15b"]["state"] == "skipped" and rows["15b"]["planned_gib"] > 64
+    assert rows["tiny"]["state"] == "done" and rows["tiny"]["memory_gib"] == 64
+    here(*command, "--try")
+    assert [r["state"] for r in rows_of(tmp_path / "out")] == ["done", "done"]
+
+
+def test_results_of_other_machines_are_appended_and_stay(tmp_path, stand_in):
+    script, _ = stand_in
+    for name, seed in (("here", 1), ("there", 2)):
+        points = table(tmp_path / "mine.csv", f"ranks,model,run,seed\n1,tiny,syn,{seed}\n")
+        here(points, "--out", tmp_path / name, *script)
+    there = (tmp_path / "there" / "results.csv").read_text()
+    with open(tmp_path / "here" / "results.csv", "a") as file:
+        file.write(there)  # its head line, too
+    here("report", tmp_path / "here")
+    rows = rows_of(tmp_path / "here")
+    assert [r["images_per_second"] for r in rows] == [114, 115]
+    here("figures", tmp_path / "here", tmp_path / "there", "--out", tmp_path / "both")
+    with open(tmp_path / "both" / "figures" / "throughput.csv") as file:
+        drawn = [row for row in csv.DictReader(file) if "planned" not in row["series"]]
+    assert {row["y"] for row in drawn} == {"114", "115"}
+    known = {r["id"]: r for r in rows}
+    for row in drawn:  # every drawn point leads to the run it comes from
+        assert row["id"] in known
+    logs = {(tmp_path / "both" / row["log"]).resolve() for row in drawn}
+    assert tmp_path / "there" / "runs" / rows[1]["id"] / "1" / "log.jsonl" in logs
+
+
+# --- running, with training
+
+POINTS = "ranks,steps,log_every,model,seed,batch\n" + "".join(
+    f"1,12,2,{model},{seed},{batch}\n"
+    for seed, (model, batch) in enumerate([("tiny", 4)] * 4 + [("base", 256)])
+)
+SMALL = ["--img-size", "32", "--device", "cpu", "--precision", "fp32", "--workers", "0"]
+# Really so: what --seed orders happens inside the run.
+TROUBLE = f"""
+import os, resource, signal, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import data, log, train_fsdp
+seed, calls = sys.argv[sys.argv.index("--seed") + 1], []
+normalize, write = data.normalize, log.Log.write
+def disturbed(images):
+    calls.append(1)
+    if seed == "1" and len(calls) == 8:
+        time.sleep(1000)  # hangs
+    return normalize(images) * (float("nan") if seed == "3" and len(calls) > 8 else 1)
+def cut(self, event, **record):
+    if seed == "2" and record.get("step") == 8:
+        self.file.write('{{"event": "step", "step": 8, "lo')
+        self.file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(self, event, **record)
+data.normalize, log.Log.write = disturbed, cut
+if seed == "4":  # 1 GiB more than there is by now, as on a device that is full
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
+sys.argv[0] = "train_fsdp.py"
+raise SystemExit(train_fsdp.main())
+"""
+
+
+@pytest.mark.slow
+def test_each_trouble_is_recorded_as_what_it_is(tmp_path):
+    script = table(tmp_path / "trouble.py", TROUBLE)
+    points = table(tmp_path / "mine.csv", POINTS)
+    out = tmp_path / "out"
+    said = finish(start(points, "--out", out, "--script", script, "--limit", 40, "--", "--run",
+                        "syn", *SMALL), status=1)  # fmt: skip
+    with open(out / "points.csv") as file:
+        seeds = {row["id"]: row["seed"] for row in csv.DictReader(file)}
+    rows = {seeds[row["id"]]: row for row in rows_of(out)}
+    assert {s: r["state"] for s, r in rows.items()} == {
+        "0": "done", "1": "timed out", "2": "failed", "3": "failed", "4": "out of memory",
+    }, said  # fmt: skip
+    assert "its limit of 40 s, after step 6" in rows["1"]["reason"]
+    assert "log.jsonl breaks off in line 5, after step 6; exit status -9" in rows["2"]["reason"]
+    assert "the loss is not finite at step 9" in rows["3"]["reason"]
+    assert "can't allocate memory" in rows["4"]["reason"]
+    assert rows["0"]["images_per_second"] > 0 and rows["0"]["world_size"] == 1
+    assert all(rows[s]["images_per_second"] is None for s in "1234")
+    report = (out / "report.md").read_text()
+    assert "1 done, 1 timed out, 2 failed, 1 out of memory." in report
+    assert all(row["id"] in report for row in rows.values())
+    assert {p.stem for p in (out / "figures").glob("*.png")} >= {"throughput", "efficiency"}
+
+
+# What makes a run slow, each by what it is really slow at.
+SLOW = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import data, dryrun, train_fsdp, vit
+from torch.utils._python_dispatch import TorchDispatchMode
+step, forward, index = train_fsdp.train_step, vit.Block.forward, data.Images.index
+what = WHAT
+class Links(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if dryrun.kind_of(func):
+            time.sleep(0.03)
+        return func(*args, **(kwargs or {{}}))
+def over_slow_links(*args, **kwargs):
+    with Links():
+        return step(*args, **kwargs)
+def slow_block(self, *args):
+    time.sleep(0.06)
+    return forward(self, *args)
+def slow_disk(self, position):
+    time.sleep(0.15)
+    return index(self, position)
+if what == "communication":
+    train_fsdp.train_step = over_slow_links
+elif what == "compute":
+    vit.Block.forward = slow_block
+elif what == "input":
+    data.Images.index = slow_disk
+sys.argv[0] = "train_fsdp.py"
+if __name__ == "__main__":
+    raise SystemExit(train_fsdp.main())
+"""
+
+
+@pytest.mark.slow
+def test_the_verdict_is_right_where_the_cause_is_known(tmp_path):
+    """A slow disk, slow links, a slow model: three sweeps at a time."""
+    started = {}
+    for what in ("input", "communication", "compute"):
+        script = table(tmp_path / f"{what}.py", SLOW.replace("WHAT", repr(what)))
+        started[what] = start(
+            "io", "--models", "tiny", "--ranks", 2, "--out", tmp_path / what, "--script", script,
+            "--limit", 120, "--", *SMALL[:-2], "--batch", 4, "--steps", 16, "--log-every", 2,
+            "--workers", 1,
+        )  # fmt: skip
+    for what, process in started.items():
+        finish(process)
+        rows = rows_of(tmp_path / what)
+        words = {row["run"]: found and (found.word, found.why)
+                 for row, found in zip(rows, verdict.verdicts(rows), strict=True)
+                 if row["world_size"] == 2}  # fmt: skip
+        assert words["real"][0] == what, words
+        assert f"**{what}**" in (tmp_path / what / "report.md").read_text()
+
+
+# --- verdicts
+
+
+def row(run: str, rate: float, world: int = 8, **more: object) -> results.Row:
+    """Of a local batch of 10: a step takes 10 world / rate seconds."""
+    known = {"id": run, "study": "io", "state": "done", "run": run, "world_size": world,
+             "nodes": 1, "mode": "full_shard", "batch": 10, "images_per_second": rate}  # fmt: skip
+    return known | more
+
+
+ALONE = row("syn", 10, 1, mode="no_shard")  # 1 s of compute
+
+
+@pytest.mark.parametrize(
+    ("rows", "word", "parts"),
+    [  # seconds of a step: compute, communication, input
+        ([row("real", 40), row("syn", 80), row("io", 41), ALONE], "input", (1, 0, 1)),
+        ([row("real", 50), row("syn", 80), row("io", 52), ALONE], "input", (1, 0, 0.6)),
+        ([row("real", 16), row("syn", 20), row("io", 90), ALONE], "communication", (1, 3, 1)),
+        ([row("real", 64), row("syn", 66), row("io", 90), ALONE], "compute", None),
+        ([row("syn", 20), ALONE], "communication", (1, 3, 0)),
+        ([row("syn", 20)], "unknown", None),
+        ([row("syn", 20, planned_compute_seconds=3.0)], "compute", (3, 1, 0)),
+        ([row("real", 10, data_seconds=7.0)], "input", None),
+        ([row("real", 10, data_seconds=7.0), ALONE], "input", (1, 0, 7)),
+        ([row("syn", 20), row("syn", 20, 2)], "communication", (1, 3, 0)),
+        ([row("syn", 80, alloc_retries=3), ALONE], "memory", None),
+        ([row("syn", 0, state="out of memory"), ALONE], "memory", None),
+        ([row("real", 40, profile_compute=1, profile_communication=5, profile_optimizer=1,
+              profile_data=1, profile_idle=1)], "communication", (3, 5, 1)),
+    ],
+)  # fmt: skip
+def test_verdicts_by_hand(rows, word, parts):
+    found = verdict.verdicts(rows)[0]
+    assert found and found.word == word and found.advice and found.why
+    if parts:
+        assert (found.compute, found.communication, found.input) == pytest.approx(parts)
+
+
+def test_ranks_that_share_cores_are_no_more_devices():
+    alone = row("syn", 10, 1, device="cpu", cores=2, mode="ddp")
+    four = row("syn", 20, 4, device="cpu", cores=2)  # 2 s on two cores at 10 images/s each
+    found = verdict.verdicts([four, alone])[0]
+    assert found and (found.compute, found.communication) == pytest.approx((2, 0))
+
+
+def test_advice_names_what_is_there():
+    rows = [row("syn", 20, max_local_batch=64), ALONE]
+    found = verdict.verdicts(rows)[0]
+    assert found and "largest `--group` that stays in a package" in found.advice
+    assert "by plan up to 64" in found.advice
+    text = " ".join((*verdict.ADVICE.values(), found.advice))
+    help_text = flags.build_parser().format_help()
+    assert all(flag in help_text for flag in re.findall(r"`(--[a-z-]+)", text))
+
+
+# --- figures
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """(what `sweep.py report examples/published` printed, its folder)."""
+    out = tmp_path_factory.mktemp("published")
+    return here("report", PUBLISHED, "--out", out), out
+
+
+def series(out: Path, name: str) -> dict[str, dict[str, float]]:
+    """What was drawn: series -> x -> y."""
+    found: dict[str, dict[str, float]] = {}
+    with open(out / "figures" / f"{name}.csv") as file:
+        for line in csv.DictReader(file):
+            found.setdefault(line["series"], {})[line["x"]] = float(line["y"])
+    return found
+
+
+def test_published_curves_have_their_shapes(drawn):
+    _, out = drawn
+    share = series(out, "efficiency")
+    assert min(share["3b: hybrid 1"].values()) > 0.94  # nearly ideal
+    for model in ("base", "1b", "3b"):
+        lines = share[f"{model}: full_shard"]
+        assert lines["16"] > 0.95 and lines["1024"] < 0.4  # and falls away
+        assert list(lines.values())[4:] == sorted(list(lines.values())[4:], reverse=True)
+    with open(PUBLISHED / "throughput.csv") as file:
+        told = {(r["model"], r["fsdp_mode_name"], r["gpus"]): float(r["images_per_second"])
+                for r in csv.DictReader(file)}  # fmt: skip
+    lines = series(out, "throughput")
+    assert lines["3b: hybrid 2"]["1024"] == told["3b", "HYBRID_2GPUs", "1024"]
+    assert sum(len(v) for k, v in lines.items() if "planned" not in k) == len(told)
+    best = max(v for (m, _, n), v in told.items() if (m, n) == ("1b", "8")) / 8
+    assert share["1b: ddp"]["512"] == pytest.approx(told["1b", "DDP", "512"] / 512 / best)
+    assert len(series(out, "options")) == 6
+    bars = series(out, "options")["5b: backward_pre, limit"]
+    assert bars == {"full_shard": 388, "hybrid 2": 360, "hybrid 16": 352}
+
+
+def test_the_plan_lies_over_them_with_its_error(drawn):
+    said, out = drawn
+    lines = series(out, "throughput")
+    told, planned = lines["3b: full_shard"], lines["3b: full_shard, planned"]
+    errors = [abs(planned[x] / told[x] - 1) for x in told]
+    expected = f"{statistics.median(errors):6.1%} in the median, {max(errors):6.1%} at worst"
+    assert f"speed    3b    full_shard     off by {expected}, 8 points" in said
+    one = plan.estimate(
+        plan.vit.MODELS["3b"], img_size=252, mask_ratio=0, encoder_only=True, mode="full_shard",
+        group=None, fsdp=1, world_size=64, local_batch=32, ac="full",
+    )  # fmt: skip
+    assert planned["64"] == pytest.approx(one.images_per_second, rel=1e-4)
+    assert "memory   1b    full_shard" in said
+    assert not [k for k in lines if k.startswith(("3b: ddp, p", "3b: hybrid 1, p"))]
+
+
+def test_pictures_are_whole(drawn):
+    _, out = drawn
+    report = (out / "report.md").read_text()
+    names = re.findall(r"!\[.*?\]\((figures/.*?\.png)\)", report)
+    assert [Path(n).stem for n in names] == [
+        "throughput", "efficiency", "memory", "options", "planned"]  # fmt: skip
+    for name in names:
+        with Image.open(out / name) as image:
+            assert min(image.size) > 400 and len(image.convert("L").getcolors() or []) > 10
+        svg = (out / name).with_suffix(".svg").read_text()
+        assert "<svg" in svg
+    for link in re.findall(r"\]\((?!http)(.*?)\)", report):
+        assert (out / link).exists(), link
+
+
+def test_texts_do_not_lie_on_each_other(drawn, tmp_path):
+    """Boxes of all texts of a picture, as drawn; every axis has a name, with its unit."""
+    rows = results.read_folder(PUBLISHED) + [
+        row("syn", rate * w, w, model="base", source="mine", device="cuda", mode=mode,
+            nodes=w // 8, study="scaling", group=None, state=state)
+        for w in (8, 16, 32)
+        for mode, state, rate in (("full_shard", "done", 70), ("ddp", "out of memory", 0))
+    ]  # fmt: skip
+    for picture in figures.draw(rows, tmp_path):
+        canvas = FigureCanvasAgg(picture.figure)
+        canvas.draw()
+        renderer = canvas.get_renderer()
+        texts = [t for panel in picture.panels for t in (
+            panel.title, panel.xaxis.label, panel.yaxis.label)]  # fmt: skip
+        for panel in picture.panels:
+            for axis in (panel.xaxis, panel.yaxis):
+                low, high = sorted(axis.get_view_interval())
+                texts += [tick.label1 for tick in axis.get_major_ticks()
+                          if low <= tick.get_loc() <= high]  # fmt: skip
+        texts += [t for legend in picture.figure.legends for t in legend.get_texts()]
+        boxes = [(t.get_text(), t.get_window_extent(renderer)) for t in texts if t.get_text()]
+        for i, (text, box) in enumerate(boxes):
+            for other, another in boxes[:i]:
+                assert not box.overlaps(another), (picture.name, text, other)
+            assert box.x0 >= 0 and box.x1 <= picture.figure.bbox.width, (picture.name, text)
+        for panel in picture.panels:
+            assert panel.get_ylabel()
+
+
+def test_every_series_is_told_apart_without_colour():
+    marks = [mark for _, mark in (*drawing.STYLES.values(), *drawing.OTHERS)]
+    assert len(set(marks)) == len(marks)
+    assert len(set(drawing.HATCHES.values())) == len(drawing.HATCHES)
+
+
+def test_commands_of_readme_and_makefile_are_valid():
+    text = (
+        (ROOT / "README.md").read_text() + (ROOT / "Makefile").read_text() + (sweep.__doc__ or "")
+    )
+    found = re.findall(r"sweep\.py (.*)", text)
+    commands = [c.split("  #")[0].replace("$(GPU_OUT)", "out") for c in found if c[0] != "`"]
+    assert len(commands) >= 12
+    for command in commands:
+        words = command.split(" -- ")[0].replace('"-A PROJECT"', "-APROJECT").split()
+        sweep.build_parser().parse_args(
+            [w for w in words if w != "--sbatch"] if "-APROJECT" not in words
+            else [*words[: words.index("--sbatch")], "--sbatch=-A"]
+        )  # fmt: skip
+
+
+# --- Slurm
+
+sys.path.insert(0, str(ROOT / "tests" / "slurm"))
+from rig import Rig, missing  # noqa: E402
+
+# PYTHON of launch_frontier.sh: rank 0 of train_fsdp.py is the stand-in, the others leave.
+RANK = """#!/bin/bash
+[ "$SLURM_PROCID" = 0 ] || exit 0
+shift 2
+exec %s %s "$@"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=f"Slurm is not installed ({missing()})")
+def test_scaling_through_slurm_killed_in_the_middle(tmp_path, stand_in):
+    """Arrays by sbatch; a job, then the sweep itself, is killed; every point ends up run once."""
+    _, ran = stand_in
+    python = table(tmp_path / "python", RANK % (sys.executable, tmp_path / "stand_in.py"))
+    python.chmod(0o755)
+    shell = {"module": "() { :; }", "conda": "() { :; }"}
+    with Rig() as rig:
+        env = rig.environ | {f"BASH_FUNC_{k}%%": v for k, v in shell.items()}
+        env |= {"RAN": str(ran), "NAP": "0.4", "PYTHON": str(python), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(ROOT / "sweep.py"), "scaling", "--models", "tiny",
+                   "--nodes", "1,2", "--ranks", "2", "--out", str(tmp_path / "out"), "--sbatch",
+                   "-p batch"]  # fmt: skip
+
+        def again(**more: str) -> str:
+            done = subprocess.run(command, env=env | more, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        def wait(until, seconds: float = 120) -> None:
+            deadline = time.monotonic() + seconds
+            while not until():
+                assert time.monotonic() < deadline, again()
+                time.sleep(0.2)
+
+        def listed() -> list[str]:
+            return rig.run("squeue", "-hr", "-o", "%i %t", env={}).splitlines()
+
+        said = again()
+        assert re.findall(r"job \d+: (\d+) points on (\d) nodes", said) == [("6", "1"), ("5", "2")]
+        assert "submitted" not in said and "11 queued" in said
+        assert not re.findall(r"^job", again(), re.MULTILINE)  # nothing is queued twice
+        wait(lambda: ran.read_text().count("\n") >= 2)
+        job = next(line.split()[0] for line in listed() if line.endswith(" R"))
+        rig.run("scancel", job)
+        wait(lambda: not any(line.startswith(f"{job} ") for line in listed()))
+        killed = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+        time.sleep(0.5)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        again()
+        wait(lambda: not listed())
+        for _ in range(2):  # a job that was submitted by the killed one is harmless
+            again()
+            wait(lambda: not listed())
+        rows = rows_of(tmp_path / "out")
+        assert len(rows) == 11 and {row["state"] for row in rows} == {"done"}
+        assert ran.read_text().count("\n") == 12  # the cancelled one again, no other
+        made = [sorted(p.name for p in (tmp_path / "out" / "runs" / row["id"]).glob("[0-9]*"))
+                for row in rows]  # fmt: skip
+        assert sorted(made) == [["1"]] * 10 + [["1", "2"]]
