@@ -62,7 +62,7 @@ class Picture:
             for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
                 entries.setdefault(label, handle)
         if entries:
-            inches = 0.7 + 0.065 * max(map(len, entries))  # of the longest label, and its mark
+            inches = 0.65 + 0.056 * max(map(len, entries))  # of the longest label, and its mark
             columns = max(1, int(self.figure.get_figwidth() / inches))
             lines = -(-len(entries) // columns)
             self.figure.set_figheight(self.figure.get_figheight() + 0.18 * lines)
@@ -100,13 +100,13 @@ def labels(rows: Sequence[Row], source: bool) -> list[str]:
     `source`: where it comes from in any case.
     """
     but = {"model", "mode", "group", "prefetch", "limit_all_gathers"}
-    names = [n for n in ("source", "host", *results.SETTINGS) if n not in but]
+    names = [n for n in ("source", "host", "run", *results.SETTINGS) if n not in but]
     differ = [n for n in names if len({r.get(n) for r in rows if r.get(n) is not None}) > 1]
     if source:
         differ = ["source", *(n for n in differ if n not in ("source", "host"))]
     found = []
     for row in rows:
-        more = [f"{row[n]}" if n in ("source", "host") else f"{n} {results.text_of(row[n])}"
+        more = [f"{row[n]}" if n in ("source", "host", "run") else f"{n} {results.text_of(row[n])}"
                 for n in differ if row.get(n) is not None]  # fmt: skip
         found.append(sharding(row) + (f" ({', '.join(more)})" if more else ""))
     return found
@@ -119,12 +119,13 @@ def style(name: str, known: dict[str, tuple[str, str]]) -> tuple[str, str]:
     return known[name]
 
 
-def synthetic(rows: Sequence[Row], study: str) -> list[Row]:
-    """The `syn` rows of a study; those of a table of one's own count as every study's."""
+def of_study(rows: Sequence[Row], study: str) -> list[Row]:
+    """The `syn` rows of a study, and all that train of tables of one's own."""
     named = {"options", "scaling", "io"}
     return [
-        row for row in rows if row["run"] == "syn"
-        and (study in row["study"].split() or not named & {*row["study"].split()})
+        row for row in rows
+        if (row["run"] == "syn" and study in row["study"].split())
+        or (row["run"] != "io" and not named & {*row["study"].split()})
     ]  # fmt: skip
 
 

@@ -29,10 +29,10 @@ from drawing import (
     groups,
     labels,
     lost,
+    of_study,
     plain_log,
     sharding,
     style,
-    synthetic,
 )  # fmt: skip
 from results import Row
 
@@ -47,7 +47,7 @@ def scaling_lines(
 
     `value` gives (lower, middle, upper) of a row.
     """
-    models = groups(synthetic(rows, "scaling"), lambda row: row["model"])
+    models = groups(of_study(rows, "scaling"), lambda row: row["model"])
     models = {m: rs for m, rs in models.items() if any(value(r) or planned(r) for r in rs)}
     if not models:
         return None
@@ -79,7 +79,7 @@ def scaling_lines(
             if forecast:
                 panel.plot([r["world_size"] for r, _ in forecast], [p for _, p in forecast],
                            color=colour, linestyle=":", marker=mark, markerfacecolor="none",
-                           linewidth=1.0)  # fmt: skip
+                           linewidth=1.0, label=None if drawn else label)  # fmt: skip
                 panel.plot([], [], color=BLACK, linestyle=":", marker="o", markerfacecolor="none",
                            label="hollow, dotted: planned")  # fmt: skip
         lost(panel, mine, known)
@@ -176,7 +176,7 @@ def memory(rows: Sequence[Row], known: dict) -> Picture | None:
 
 def options(rows: Sequence[Row], known: dict) -> Picture | None:
     """Backward prefetch and limit_all_gathers, for each sharding."""
-    some = [r for r in synthetic(rows, "options") if r.get("limit_all_gathers") is not None]
+    some = [r for r in of_study(rows, "options") if r.get("limit_all_gathers") is not None]
     parts = groups(some, lambda r: (r["model"], r.get("source"), r.get("world_size")))
     if not parts:
         return None
@@ -201,7 +201,7 @@ def options(rows: Sequence[Row], known: dict) -> Picture | None:
                  f"prefetch {prefetch}, {'limit' if limit else 'no limit'}", 0.12)  # fmt: skip
         panel.set_xticks(range(len(modes)), modes)
         panel.grid(axis="x", visible=False)
-        panel.set_title(f"{model}, {world} devices" + (f", {source}" if len(parts) > 1 else ""))
+        panel.set_title(f"{model}, {world} ranks" + (f", {source}" if len(parts) > 1 else ""))
         panel.set_ylabel("images/s")
     return picture
 

@@ -87,6 +87,9 @@ def row_of(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[str
     }
     row |= {key: value for key, value in log.start.items() if key in (*SETTINGS, "workers", "host")}
     row |= {k: v for k, v in (log.start.get("versions") or {}).items() if k in VERSIONS}
+    named = (plan.get("asked") or [None])[0] or ""
+    if row.get("device") == "cpu" and not named.endswith(".json"):  # the machines known are of GPUs
+        row |= {"planned_images_per_second": None, "planned_compute_seconds": None}
     if state == "done":  # what did not come to its end has measured nothing to be compared
         row |= measured(log)
         planned = (log.start.get("planned") or {}).get("payload_bytes")

@@ -292,7 +292,8 @@ def tell(sweep: Sweep) -> None:
     print(", ".join(f"{n} {state}" for state, n in Counter(r["state"] for r in rows).items()))
     for row in rows:
         if row["state"] not in ("done", "waiting", "queued"):
-            print(f"{row['state']:14}{row['id']:50} {row.get('reason') or ''}")
+            where = f"on {row['host']}" if row["state"] == "running" else row.get("reason") or ""
+            print(f"{row['state']:14}{row['id']:50} {where}")
 
 
 def sweep_all(
@@ -351,12 +352,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             folders = [Path(name) for name in args.dirs]
             for folder in folders:
-                if (folder / "points.csv").exists():
-                    Sweep(folder).collect()
+                try:
+                    if (folder / "points.csv").exists():
+                        Sweep(folder).collect()
+                except RuntimeError as error:  # far from the Slurm that runs the rest
+                    print(f"as results.csv was left: {error}")
             return report.write(folders, args.out, args.what == "report")
         if args.what == "status":
-            for name in args.dirs:
-                tell(Sweep(Path(name)))
+            for folder in map(Path, args.dirs):
+                if not (folder / "points.csv").exists():
+                    raise ValueError(f"{folder} is no sweep's folder: it has no points.csv")
+                tell(Sweep(folder))
             return 0
         script = args.script.resolve()
         if not script.is_file():
@@ -379,5 +385,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what we have started, too
+    for _number in (signal.SIGTERM, signal.SIGINT):  # ends what we have started, too
+        signal.signal(_number, lambda number, frame: sys.exit(128 + number))
     raise SystemExit(main())

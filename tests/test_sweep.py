@@ -181,6 +181,7 @@ def test_other_bad_input(tmp_path, capsys):
         (["nothing"], "there is no study nothing: use quick, options, scaling, io, a CSV file"),
         ([tmp_path / "no.csv"], "no.csv cannot be read: No such file"),
         (["figures"], "which sweep? name its folder"),
+        (["status", tmp_path], "is no sweep's folder: it has no points.csv"),
         (["figures", tmp_path], "has no results.csv: give the --out of a sweep"),
         (["quick", "--script", tmp_path / "no.py"], "give --script what the points shall run"),
         (["scaling", "--nodes", "2"], "--nodes needs Slurm, this is one node"),
@@ -234,6 +235,26 @@ def test_a_log_cut_at_any_byte_can_be_read(tmp_path):
         assert len(log.steps) == max(0, complete - 1)
         assert (log.cut is None) == (whole[:length].rstrip("\n") in
                                      {"\n".join(lines[:n]) for n in range(6)})  # fmt: skip
+
+
+def test_a_profile_in_the_log_decides(tmp_path):
+    """As train_fsdp.py --profile writes it, seconds of a step."""
+    made = attempt.claim(tmp_path / "id", 1, job=None)
+    assert made
+    shares = dict(zip(results.PROFILE, (1.0, 4.0, 0.5, 0.0, 0.5), strict=True))
+    records = [
+        {"event": "start", "steps": 8, "batch": 10, "accum": 1, "mode": "full_shard"},
+        {"event": "profile", "steps": 3, "ranks": [0], **shares, "shares": {"data": 0.0}},
+        *({"event": "step", "step": s, "images_per_second": 10} for s in (2, 4, 6, 8)),
+        {"event": "end", "reason": "done"},
+    ]  # fmt: skip
+    (made / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert attempt.settle(made, 0, "")["state"] == "done"
+    point = {"id": "id", "study": "mine", "nodes": "1", "ranks": "2", "run": "syn"}
+    found = results.row_of(point, tmp_path / "id", "done", {})
+    assert found["profile_communication"] == 4 and found["images_per_second"] == 10
+    limit = verdict.verdicts([found])[0]
+    assert limit and (limit.word, limit.compute, limit.why) == ("communication", 2, "its profile")
 
 
 @pytest.mark.parametrize(
