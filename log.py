@@ -136,6 +136,10 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     copies, group = s["mesh"]["replicate"], s["mesh"]["shard"]
     gflop = s["flops_per_image"] / 1e9
     yield f"{s['model']}: {s['params']:,} parameters, {gflop:.1f} GFLOP an image"
+    if s["sdpa"]:
+        yield "attention: " + ", ".join(f"{part} {name}" for part, name in s["sdpa"].items())
+        if "math" in s["sdpa"].values():
+            yield "warning: no fused attention for these heads in this precision: it will be slow"
     yield f"{world} ranks on {s['device']}, mesh {copies} x {group} (replicate x shard)"
     yield f"{s['mode']}: shards {row.shards}; a step: {row.traffic}"
     if mesh.straddles(group, s["local_world_size"]):

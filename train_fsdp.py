@@ -43,6 +43,7 @@ import agree
 import checkpoint
 import data
 import dryrun
+import kernels
 import mesh
 import shard
 import vit
@@ -301,10 +302,14 @@ def completed(flags: dict[str, Any], images: int, epoch_steps: int) -> dict[str,
     return flags | {"steps": steps, "warmup_steps": warmup, "images": images}
 
 
-def blank_model(config: vit.ViTConfig, img_size: int, norm_pix_loss: bool) -> nn.Module:
-    """The model on no device: shapes alone."""
+def blank_model(
+    config: vit.ViTConfig, img_size: int, norm_pix_loss: bool, device: torch.device
+) -> nn.Module:
+    """The model, for a device but not on it yet: shapes alone."""
+    cpu = device.type == "cpu"  # the fast products and attention of a GPU are PyTorch's own
+    own = vit.Kernels(kernels.Linear, kernels.attention) if cpu else vit.PYTORCH
     with torch.device("meta"):
-        return vit.ViTMAE(config, img_size, norm_pix_loss)
+        return vit.ViTMAE(config, img_size, norm_pix_loss, own)
 
 
 def spread(
@@ -325,6 +330,22 @@ def spread(
     return model, optimizer, shard.build_scaler(model, device, DTYPES[precision])
 
 
+def attention_kernels(
+    config: vit.ViTConfig, chosen: dict[str, Any], device: torch.device
+) -> dict[str, str]:
+    """What computes attention in the encoder and in the decoder, which sees all patches."""
+    c, dtype = config, DTYPES[chosen["precision"]]
+    patches = vit.patch_count(c, chosen["img_size"])
+    kept = vit.kept_patches(patches, chosen["mask_ratio"])
+    return {
+        part: kernels.attention_kernel(heads, width // heads, tokens + 1, dtype, device)
+        for part, heads, width, tokens in (
+            ("encoder", c.heads, c.width, kept),
+            ("decoder", c.decoder_heads, c.decoder_width, patches),
+        )
+    }
+
+
 def start_record(
     chosen: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, device: torch.device,
     shape: tuple[int, int], *, params: int, lr: float, epoch_steps: int, begin: int, workers: int,
@@ -341,6 +362,7 @@ def start_record(
         "mesh": {"replicate": shape[0], "shard": shape[1], "tp": 1}, "params": params,
         "flops_per_image": vit.flops_per_image(config, chosen["img_size"], chosen["mask_ratio"]),
         "peak_flops_per_rank": peak, "peak_flops_source": peak_source,
+        "sdpa": attention_kernels(config, chosen, device),
         "host": platform.node(), "versions": versions(),
     }  # fmt: skip
 
@@ -473,11 +495,13 @@ def rehearse(
                        flags["allow_changes"], said.append)["step"]  # fmt: skip
     yield from said
 
-    blank = partial(blank_model, config, flags["img_size"], flags["norm_pix_loss"])
+    gpu = torch.device("cuda" if flags["device"] != "cpu" else "cpu")  # of the job, not of here
+    blank = partial(blank_model, config, flags["img_size"], flags["norm_pix_loss"], gpu)
     params = sum(p.numel() for p in blank().parameters())
     start = start_record(chosen, config, ranks, dryrun.CPU, shape, params=params, lr=lr,
                          epoch_steps=epoch_steps, begin=begin, workers=0)  # fmt: skip
-    yield from describe(start | ({} if flags["device"] == "cpu" else {"device": "a GPU each"}))
+    elsewhere = {} if flags["device"] == "cpu" else {"device": "a GPU each", "sdpa": None}
+    yield from describe(start | elsewhere)
     patches = vit.patch_count(config, flags["img_size"])
     loader = data.build_loader(
         files, img_size=flags["img_size"], patches=patches, seed=flags["seed"],
@@ -604,7 +628,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     # model on no device, then sharded and initialised; optimizer
     chosen = completed(flags, images, epoch_steps)
     steps = chosen["steps"]
-    model = blank_model(config, args.img_size, args.norm_pix_loss)
+    model = blank_model(config, args.img_size, args.norm_pix_loss, device)
     params = sum(p.numel() for p in model.parameters())
     finite = agree.FiniteCheck(device, args.max_skips)
     train: Callable[..., tuple[Tensor, Tensor]] | None = None

@@ -22,7 +22,7 @@ import vit
 README = (ROOT / "README.md").read_text()
 FRONTIER = (ROOT / "FRONTIER.md").read_text()
 LAUNCH = (ROOT / "launch_frontier.sh").read_text()
-ALONE = ["vit", "data", "mesh", "shard", "agree", "checkpoint", "machines"]
+ALONE = ["vit", "data", "mesh", "shard", "agree", "checkpoint", "machines", "kernels"]
 SCRIPTS = [*ALONE, "flags", "log", "plan", "demand", "dryrun", "train_fsdp"]
 TREES = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in SCRIPTS}
 
@@ -77,9 +77,9 @@ def test_size_table_is_that_of_the_code():
 def test_file_table_names_every_script_and_only_what_is_there():
     names = [row[0].strip("`") for row in table("The files, in reading order")]
     assert names == ["vit.py", "data.py", "mesh.py", "shard.py", "train_fsdp.py", "flags.py",
-                     "log.py", "agree.py", "checkpoint.py", "plan.py", "demand.py", "machines.py",
-                     "dryrun.py", "launch_frontier.sh", "examples/published/", "examples/tiles/",
-                     "benchmarks/", "tests/"]  # fmt: skip
+                     "log.py", "agree.py", "kernels.py", "checkpoint.py", "plan.py", "demand.py",
+                     "machines.py", "dryrun.py", "launch_frontier.sh", "examples/published/",
+                     "examples/tiles/", "benchmarks/", "tests/"]  # fmt: skip
     assert all((ROOT / name).exists() for name in names)
     assert {path.name for path in (*ROOT.glob("*.py"), *ROOT.glob("*.sh"))} <= set(names)
 
@@ -271,7 +271,7 @@ def state():
 import torch.distributed.fsdp, torch.distributed.optim, torchvision.transforms
 before = state()
 import vit, data, mesh, shard, agree, checkpoint, flags, log, dryrun, train_fsdp
-import machines, demand, plan
+import machines, demand, plan, kernels
 after = state()
 assert before == after, (before, after)
 """
@@ -300,6 +300,15 @@ def test_public_functions_have_docstrings_and_types():
 
 
 JOBS = {
+    "kernels": """
+import torch, kernels
+layer = kernels.Linear(4, 3)
+layer(torch.ones(2, 4)).sum().backward()
+assert layer.weight.grad.tolist() == [[2.0] * 4] * 3
+q = torch.zeros(1, 2, 5, 4)
+assert torch.equal(kernels.attention(q, q, q + 7), q + 7)
+assert kernels.attention_kernel(2, 4, 5, q.dtype, q.device) == "plain"
+""",
     "machines": """
 import machines
 frontier = machines.read_machine("frontier")
