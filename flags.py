@@ -147,6 +147,10 @@ def build_parser() -> Parser:
     add("--timeout", type=positive, default=300, metavar="SECONDS",
         help="without progress of a rank, before all end (default 300; four times as long for what "
         "is done for the first time: start-up, compiling, the first save)")  # fmt: skip
+    add("--profile", type=positive, nargs="?", const=3, metavar="STEPS",
+        help="profile so many steps (3) from the sixth on: a trace in --out/profile, a table of "
+        "where the time goes, a GPU's memory")  # fmt: skip
+    add("--profile-ranks", type=int, nargs="+", metavar="RANK", help="which ranks (default 0)")
 
     add = parser.add_argument_group("plan").add_argument
     add("--dry-run", action="store_true",
@@ -219,6 +223,9 @@ def flag_errors(args: argparse.Namespace, device_type: str) -> Iterator[str]:
          "--world-size is for --dry-run: a real run has the ranks that its launcher starts"),
         (args.dry_run and launched(os.environ),
          "--dry-run pretends its ranks in one process: start it without torchrun or srun"),
+        (args.profile and args.run == "io",
+         "--profile is of training steps, --run io makes none: leave one of them out"),
+        (args.profile_ranks and not args.profile, "--profile-ranks: add --profile"),
         (args.clip == 0, "--clip 0 would stop all learning: leave it out for no clipping"),
     ):  # fmt: skip
         if wrong:

@@ -45,6 +45,7 @@ import data
 import dryrun
 import kernels
 import mesh
+import profiling
 import shard
 import vit
 from flags import (
@@ -455,6 +456,19 @@ def counted_once(
     return step_and_count
 
 
+def tell_profile(log: Log, first: int, steps: int, found: dict[str, float] | None) -> None:
+    """What the profiled ranks found, in the log and on the terminal. Collective."""
+    every = agree.gathered(found) or []
+    ranks = {rank: seconds for rank, seconds in enumerate(every) if seconds}
+    if ranks:
+        mean = {k: statistics.fmean(r[k] for r in ranks.values()) for k in profiling.KINDS}
+        whole = sum(mean.values())
+        log.write("profile", first_step=first + 1, steps=steps, ranks=list(ranks), **mean,
+                  shares={kind: seconds / whole for kind, seconds in mean.items()})  # fmt: skip
+        for line in profiling.table(ranks, first):
+            log.say(line)
+
+
 def lost_a_rank(error: RuntimeError) -> bool:
     """Whether a collective failed, which is what the others see of a rank that died."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
@@ -668,6 +682,17 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     batches = device_batches(loader, args.accum, device)
     first = list(islice(batches, 1))  # none where nothing is left to do
     batches = repeat(first[0]) if args.run == "syn" else chain(first, batches)
+
+    if args.profile and train:
+        if begin + profiling.WARM + args.profile > steps:
+            log.warn(f"no profile: it needs {profiling.WARM + args.profile} steps to go")
+        else:
+            window = profiling.Window(
+                first=begin + profiling.WARM, steps=args.profile, rank=ranks.rank, device=device,
+                ranks=args.profile_ranks or [0], folder=os.path.join(args.out, "profile"),
+                report=partial(tell_profile, log, begin + profiling.WARM, args.profile),
+            )  # fmt: skip
+            train, batches = window.train(train), window.batches(batches, begin)
 
     # what this run is
     start = start_record(chosen, config, ranks, device, shape, params=params, lr=lr,

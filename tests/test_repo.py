@@ -22,7 +22,7 @@ import vit
 README = (ROOT / "README.md").read_text()
 FRONTIER = (ROOT / "FRONTIER.md").read_text()
 LAUNCH = (ROOT / "launch_frontier.sh").read_text()
-ALONE = ["vit", "data", "mesh", "shard", "agree", "checkpoint", "machines", "kernels"]
+ALONE = ["vit", "data", "mesh", "shard", "agree", "checkpoint", "machines", "kernels", "profiling"]
 SCRIPTS = [*ALONE, "flags", "log", "plan", "demand", "dryrun", "train_fsdp"]
 TREES = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in SCRIPTS}
 
@@ -77,9 +77,9 @@ def test_size_table_is_that_of_the_code():
 def test_file_table_names_every_script_and_only_what_is_there():
     names = [row[0].strip("`") for row in table("The files, in reading order")]
     assert names == ["vit.py", "data.py", "mesh.py", "shard.py", "train_fsdp.py", "flags.py",
-                     "log.py", "agree.py", "kernels.py", "checkpoint.py", "plan.py", "demand.py",
-                     "machines.py", "dryrun.py", "launch_frontier.sh", "examples/published/",
-                     "examples/tiles/", "benchmarks/", "tests/"]  # fmt: skip
+                     "log.py", "agree.py", "kernels.py", "profiling.py", "checkpoint.py",
+                     "plan.py", "demand.py", "machines.py", "dryrun.py", "launch_frontier.sh",
+                     "examples/published/", "examples/tiles/", "benchmarks/", "tests/"]  # fmt: skip
     assert all((ROOT / name).exists() for name in names)
     assert {path.name for path in (*ROOT.glob("*.py"), *ROOT.glob("*.sh"))} <= set(names)
 
@@ -271,7 +271,7 @@ def state():
 import torch.distributed.fsdp, torch.distributed.optim, torchvision.transforms
 before = state()
 import vit, data, mesh, shard, agree, checkpoint, flags, log, dryrun, train_fsdp
-import machines, demand, plan, kernels
+import machines, demand, plan, kernels, profiling
 after = state()
 assert before == after, (before, after)
 """
@@ -300,6 +300,19 @@ def test_public_functions_have_docstrings_and_types():
 
 
 JOBS = {
+    "profiling": """
+import torch, profiling
+w = torch.ones(8, 8)
+def train(batch, step):
+    return w @ batch
+window = profiling.Window(first=1, steps=2, rank=0, ranks=[0], device=torch.device("cpu"),
+                          folder="traces", report=lambda found: print(found))
+train = window.train(train)
+for step, batch in enumerate(window.batches(iter([w] * 4), 0)):
+    train(batch, step=step)
+events = profiling.read_trace(window.folder / "rank_00000.json.gz")
+assert sum(e["name"] == "aten::mm" for e in events) == 2
+""",
     "kernels": """
 import torch, kernels
 layer = kernels.Linear(4, 3)
