@@ -23,6 +23,8 @@ from torch.nn.attention import SDPBackend
 
 # Up to so many tokens plain attention is faster on a CPU; above, the scores leave the caches.
 PLAIN_TOKENS = {torch.bfloat16: 320, torch.float32: 100}
+# PyTorch has MKL, and oneDNN to go past it; asked once, because torch.compile cannot ask.
+ONEDNN = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 PLAIN = (Tensor, nn.Parameter)  # not DTensor, not fake tensors: they have their own rules
 
 # ---------------------------------------------------------------------------------------------
@@ -41,13 +43,7 @@ class Linear(nn.Linear):
 
 def _by_onednn(x: Tensor, w: Tensor) -> bool:
     """Whether fp32 products go past MKL: it is there, and they are to stay fp32."""
-    return (
-        type(w) in PLAIN
-        and type(x) in PLAIN
-        and torch.backends.mkl.is_available()
-        and torch.backends.mkldnn.is_available()
-        and not torch.is_autocast_enabled("cpu")
-    )
+    return type(w) in PLAIN and type(x) in PLAIN and ONEDNN and not torch.is_autocast_enabled("cpu")
 
 
 def _product(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:

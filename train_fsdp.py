@@ -17,6 +17,7 @@ if __name__ == "__main__":
     for _number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(_number, lambda number, frame: RECEIVED.append(number))
 
+import gc
 import json
 import math
 import os
@@ -154,13 +155,18 @@ class Job:
     global_batch: int
     epoch_samples: int  # images of an epoch, whole global batches
     flops_per_image: int
+    hardware_flops_per_image: int | None  # with what is recomputed; None where nothing is
     peak_flops: float | None
 
 
 def device_batches(
     loader: Iterable[data.Sample], accum: int, device: torch.device
 ) -> Iterator[Batch]:
-    """The loader's local batches, copied to the device, `accum` of them for each step."""
+    """The loader's local batches, copied to the device, `accum` of them for each step.
+
+    To a GPU on a stream of its own: asked for while the step before still runs, a batch is there
+    when it has ended.
+    """
     # Workers inherit the mask: a signal to the whole process group must reach this process alone.
     # Set twice, because starting multiprocessing's resource tracker unblocks SIGTERM.
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
@@ -168,11 +174,18 @@ def device_batches(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+    beside = torch.cuda.Stream(device) if device.type == "cuda" else None
     while step := list(islice(batches, accum)):
-        parts = [
-            (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
-            for b in step
-        ]
+        with torch.cuda.stream(beside):  # type: ignore[arg-type] # None: nothing changes
+            parts = [
+                (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
+                for b in step
+            ]
+        if beside:
+            steps_stream = torch.cuda.current_stream(device)
+            steps_stream.wait_stream(beside)
+            for copy in chain.from_iterable(parts):
+                copy.record_stream(steps_stream)  # its memory is free when the step is done
         ids: Any = [b.image_id for b in step]  # (B,) each, on the host
         yield Batch(parts, torch.cat(ids).tolist())
 
@@ -254,9 +267,10 @@ def loop(
                 epoch=step * job.global_batch // job.epoch_samples, seconds=seconds,
                 waited=waited / (done - since), global_batch=job.global_batch,
                 world_size=job.world_size, flops_per_image=flops, peak_flops=job.peak_flops,
-                device=job.device,
+                hardware_flops_per_image=job.hardware_flops_per_image, device=job.device,
             )  # fmt: skip
             all_waited, waited, since, mark = all_waited + waited, 0.0, done, time.perf_counter()
+            gc.collect()  # not at a moment of Python's choosing, on one rank while others wait
 
         # save
         if save and (save_now or stop):
@@ -354,6 +368,7 @@ def start_record(
     """What this run is: its flags (`chosen`, completed) and what follows from them."""
     peak, peak_source = mesh.peak_flops(device)
     plan = dryrun.planned(config, chosen) or {}
+    counted = config, chosen["img_size"], chosen["mask_ratio"]
     keys = ("memory_gib", "payload_bytes", "traffic_bytes_per_rank", "step_seconds_lower_bound")
     return chosen | {
         "planned": {key: plan[key] for key in keys} if plan else None,  # for Frontier's nodes
@@ -361,7 +376,9 @@ def start_record(
         "epoch_steps": epoch_steps, "launcher": ranks.launcher,
         "local_world_size": ranks.local_world_size, "device": device.type,
         "mesh": {"replicate": shape[0], "shard": shape[1], "tp": 1}, "params": params,
-        "flops_per_image": vit.flops_per_image(config, chosen["img_size"], chosen["mask_ratio"]),
+        "flops_per_image": vit.flops_per_image(*counted),
+        "hardware_flops_per_image":
+            vit.flops_per_image(*counted, recompute=True) if chosen["ac"] == "full" else None,
         "peak_flops_per_rank": peak, "peak_flops_source": peak_source,
         "sdpa": attention_kernels(config, chosen, device),
         "host": platform.node(), "versions": versions(),
@@ -704,9 +721,12 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     # loop
     job = Job(device, world, range(begin, steps), args.log_every, args.save_every, global_batch,
               epoch_steps * global_batch, start["flops_per_image"],
-              start["peak_flops_per_rank"])  # fmt: skip
+              start["hardware_flops_per_image"], start["peak_flops_per_rank"])  # fmt: skip
     lr_of = partial(learning_rate, steps=steps, warmup=chosen["warmup_steps"], peak=lr)
     name_of = files.path if files else "synthetic image {}".format
+    gc.collect()
+    gc.freeze()  # what is there now stays: never to be looked at again
+    gc.disable()
     try:
         end = loop(job, batches, log, train, finite, lr_of, save, lambda: bool(received),
                    watch.moved, name_of)  # fmt: skip
@@ -715,11 +735,15 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
             raise
         text = f"rank {ranks.rank} lost contact with another ({watch.where()}): {error}"
         watch.abandon(text.splitlines()[0], LAST_WORD_SECONDS)
+    finally:
+        gc.enable()
+        gc.unfreeze()
     watch.moved("ending")
     for problem in saver.finish() if saver else []:
         log.warn(f"{problem}; the older checkpoints are kept")
 
     # summary
+    end["compile_seconds"] = shard.compile_seconds() if args.compile else None
     end["payload_bytes"] = dryrun.payload(sent, shape)
     if "loss" in end and first:
         zero = zero_loss(first[0], config.patch, args.norm_pix_loss)

@@ -77,11 +77,15 @@ def kept_patches(patches: int, mask_ratio: float) -> int:
     return kept
 
 
-def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 0.75) -> int:
+def flops_per_image(
+    config: ViTConfig, img_size: int = 224, mask_ratio: float = 0.75, recompute: bool = False
+) -> int:
     """Floating-point operations of one training image, forward and backward, by formula.
 
     Matrix products only, 2 operations a multiply-add, backward twice the forward; the images need
-    no gradient, so the patch embedding's backward is counted once. Recomputation is not counted.
+    no gradient, so the patch embedding's backward is counted once. What is computed a second time
+    is no part of the model's work; `recompute` counts it too: the blocks' forward, but for the
+    last product of each, which nobody needs again (torch stops before it).
     """
 
     def blocks(tokens: int, width: int, mlp_width: int, depth: int, mlp_matrices: int) -> int:
@@ -96,7 +100,12 @@ def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 
     encoder = blocks(kept + 1, c.width, c.mlp_width, c.depth, 3 if c.gated_mlp else 2)
     decoder = blocks(patches + 1, c.decoder_width, 4 * c.decoder_width, c.decoder_depth, 2)
     ends = 2 * (kept + 1) * c.width * c.decoder_width + 2 * patches * c.decoder_width * pixels
-    return 2 * embed + 3 * (encoder + decoder + ends)
+    again = 0
+    if recompute:
+        last = 2 * c.depth * (kept + 1) * c.width * c.mlp_width
+        last += 2 * c.decoder_depth * (patches + 1) * c.decoder_width * 4 * c.decoder_width
+        again = encoder + decoder - last
+    return 2 * embed + 3 * (encoder + decoder + ends) + again
 
 
 # ---------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import vit
 
 CPU = torch.device("cpu")
 OWN = vit.Kernels(kernels.Linear, kernels.attention)
-ONEDNN = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 
 
 class Ops(TorchDispatchMode):
@@ -28,7 +27,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(not ONEDNN, reason="this PyTorch has not both MKL and oneDNN")
+@pytest.mark.skipif(not kernels.ONEDNN, reason="this PyTorch has not both MKL and oneDNN")
 @pytest.mark.parametrize("first", [False, True])
 def test_fp32_products_go_to_onednn_and_give_the_same(first):
     """`first`: the input needs no gradient, as that of a first layer."""

@@ -22,11 +22,12 @@ SMALL = ["--model", "tiny", "--img-size", "32", "--device", "cpu", "--workers", 
 
 START_KEYS = {
     "versions", "world_size", "mesh", "params", "flops_per_image", "peak_flops_per_rank",
-    "peak_flops_source", "global_batch", "lr",
+    "hardware_flops_per_image", "sdpa", "peak_flops_source", "global_batch", "lr",
 }  # fmt: skip
 STEP_KEYS = {
     "event", "step", "epoch", "loss", "grad_norm", "lr", "step_seconds", "data_seconds",
-    "images_per_second", "images_per_second_per_rank", "tflops_per_rank", "mfu",
+    "images_per_second", "images_per_second_per_rank", "tflops_per_rank",
+    "hardware_tflops_per_rank", "mfu",
     "peak_allocated_gib", "peak_reserved_gib", "alloc_retries",
 }  # fmt: skip
 END_KEYS = {"event", "reason", "steps", "images_per_second", "peak_allocated_gib"}
@@ -163,12 +164,12 @@ def test_help_has_the_groups_of_the_data_flow():
         "optimisation": "--batch --global-batch --accum --blr --weight-decay --warmup-steps "
                         "--steps --epochs --clip --max-skips --seed",
         "output": "--out --log-every --save-every --async-save --keep --resume --allow-changes "
-                  "--timeout",
+                  "--timeout --profile --profile-ranks",
         "plan": "--dry-run --world-size",
     }.items():  # fmt: skip
         found = re.findall(r"^  (--[a-z-]+)", in_group[heading], re.MULTILINE)
         assert found == flags.split(), heading
-    for absent in ("--tp", "--stage-dir", "--profile", "--tensorboard"):
+    for absent in ("--tp", "--stage-dir", "--tensorboard"):
         assert absent not in text
 
 
