@@ -1,6 +1,7 @@
 # make demo    train on the embedded images with 4 CPU ranks, set-up included
 # make test    lint, types and tests, set-up included
 # make quick   the tests that take seconds
+# make bench-gpu     a GPU: sizes x compile x checkpointing, and the peers; 8 minutes, out/bench-gpu
 # make test-slurm    install a Slurm by apt (needs root or sudo), then run the tests that use it
 # make sweep-gpu    studies on one GPU, a page each under examples/gpu/, to be committed
 # PYTHON=python3.12 make demo    choose the Python (3.10 or newer) of a new environment
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_OUT := out/demo
 
-.PHONY: demo test quick test-slurm sweep-gpu lint clean
+.PHONY: demo test quick bench-gpu test-slurm sweep-gpu lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/run.ok
@@ -26,6 +27,12 @@ test: $(VENV)/dev.ok lint
 
 quick: $(VENV)/dev.ok
 	$(BIN)/python -m pytest -m "not slow"
+
+bench-gpu: $(VENV)/dev.ok
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "no GPU is visible: benchmarks/step.py runs on a CPU" >&2; exit 1; }
+	$(BIN)/python benchmarks/gpu.py --minutes 5 --out out/bench-gpu
+	timeout 170 $(BIN)/python benchmarks/step.py --device cuda --model huge --batch 128 --precision bf16 \
+	  --compile eager compiled | tee out/bench-gpu/peers.txt
 
 # Debian's Slurm is built for several pretended nodes on one host; make test uses it where it is.
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge iproute2 shellcheck

@@ -155,6 +155,10 @@ def build_parser() -> Parser:
     add("--timeout", type=positive, default=300, metavar="SECONDS",
         help="without progress of a rank, before all end (default 300; four times as long for what "
         "is done for the first time: start-up, compiling, the first save)")  # fmt: skip
+    add("--profile", type=positive, nargs="?", const=3, metavar="STEPS",
+        help="profile so many steps (3) from the sixth on: a trace in --out/profile, a table of "
+        "where the time goes, a GPU's memory")  # fmt: skip
+    add("--profile-ranks", type=int, nargs="+", metavar="RANK", help="which ranks (default 0)")
 
     add = parser.add_argument_group("plan").add_argument
     add("--dry-run", action="store_true",
@@ -232,6 +236,9 @@ def flag_errors(args: argparse.Namespace, device_type: str) -> Iterator[str]:
         (args.exact_decode and args.data == "synthetic",
          f"--exact-decode is of JPEGs, --data synthetic has none: {use}"),
         (args.max_bad > 1, f"--max-bad {args.max_bad:g} is a share of the images, at most 1"),
+        (args.profile and args.run == "io",
+         "--profile is of training steps, --run io makes none: leave one of them out"),
+        (args.profile_ranks and not args.profile, "--profile-ranks: add --profile"),
         (args.clip == 0, "--clip 0 would stop all learning: leave it out for no clipping"),
     ):  # fmt: skip
         if wrong:

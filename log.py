@@ -49,13 +49,14 @@ class Log:
     def step(
         self, step: int, steps: int, *, loss: float | None, norm: Tensor | None, lr: float,
         epoch: int, seconds: float, waited: float, global_batch: int, world_size: int,
-        flops_per_image: int | None, peak_flops: float | None, device: torch.device,
-        bad_images: int = 0,
+        flops_per_image: int | None, hardware_flops_per_image: int | None,
+        peak_flops: float | None, device: torch.device, bad_images: int = 0,
     ) -> None:  # fmt: skip
         """One line for log.jsonl and one for the terminal; times in seconds a step.
 
         `loss`, `norm` and `flops_per_image` (of one image, forward and backward) are None where
-        nothing is trained.
+        nothing is trained, `hardware_flops_per_image` (what is recomputed counts too) where nothing
+        is recomputed.
         """
         rate = global_batch / seconds
         flops = rate * flops_per_image / world_size if flops_per_image else None
@@ -65,6 +66,8 @@ class Log:
             "step", step=step + 1, epoch=epoch, loss=loss, grad_norm=grad_norm, lr=lr,
             step_seconds=seconds, data_seconds=waited, images_per_second=rate,
             images_per_second_per_rank=rate / world_size, tflops_per_rank=flops and flops / 1e12,
+            hardware_tflops_per_rank=rate * hardware_flops_per_image / world_size / 1e12
+            if flops and hardware_flops_per_image else None,
             mfu=flops / peak_flops if flops and peak_flops else None, **memory,
             bad_images=bad_images,
         )  # fmt: skip
@@ -137,7 +140,13 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     s, row, world = start, shard.STRATEGIES[start["mode"]], start["world_size"]
     copies, group = s["mesh"]["replicate"], s["mesh"]["shard"]
     gflop = s["flops_per_image"] / 1e9
-    yield f"{s['model']}: {s['params']:,} parameters, {gflop:.1f} GFLOP an image"
+    again = s["hardware_flops_per_image"]
+    more = f", {again / 1e9:.1f} with what is recomputed" if again else ""
+    yield f"{s['model']}: {s['params']:,} parameters, {gflop:.1f} GFLOP an image{more}"
+    if s["sdpa"]:
+        yield "attention: " + ", ".join(f"{part} {name}" for part, name in s["sdpa"].items())
+        if "math" in s["sdpa"].values():
+            yield "warning: no fused attention for these heads in this precision: it will be slow"
     yield f"{world} ranks on {s['device']}, mesh {copies} x {group} (replicate x shard)"
     yield f"{s['mode']}: shards {row.shards}; a step: {row.traffic}"
     if mesh.straddles(group, s["local_world_size"]):

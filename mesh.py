@@ -176,13 +176,18 @@ def pick_device(name: str, ranks: Ranks) -> torch.device:
 # MI250X is two devices (GCDs): 191.5e12 each (OLCF Frontier user guide), not 383e12.
 PEAK_FLOPS = {
     "MI250X": (191.5e12, "OLCF Frontier user guide, per GCD"),
+    "MI250": (181e12, "AMD MI250 data sheet, 362.1 a card, per GCD"),
+    "MI210": (181e12, "AMD MI210 data sheet"),
     "MI300A": (980.6e12, "AMD MI300A data sheet"),
     "MI300X": (1307.4e12, "AMD MI300X data sheet"),
+    "MI325X": (1307.4e12, "AMD MI325X data sheet"),
     "A100": (312e12, "NVIDIA A100 data sheet"),
     "H100 PCIe": (756e12, "NVIDIA H100 data sheet, PCIe"),
     "H100 NVL": (835.5e12, "NVIDIA H100 NVL data sheet"),
     "H100": (989e12, "NVIDIA H100 data sheet, SXM"),
-    "H200": (989e12, "NVIDIA H200 data sheet, SXM"),
+    "H200": (989e12, "NVIDIA H200 data sheet, SXM"),  # GH200 too
+    "GB200": (2500e12, "NVIDIA GB200 data sheet, half of two GPUs' 5000"),
+    "B200": (2250e12, "NVIDIA DGX B200 data sheet, an eighth of 18000"),
 }
 
 

@@ -143,8 +143,10 @@ def apply(
     if ac != "none":
         blocks = [_checkpoint(model, names[block], selective=ac == "selective") for block in blocks]
     if compile_blocks:
-        for block in blocks:  # all share one compilation, and FSDP's hooks stay out of it
-            block.compile()
+        # Blocks of one shape share a compilation, and FSDP's hooks stay out of it. Not dynamic: one
+        # graph for encoder and decoder blocks alike would be slower than one for each.
+        for block in blocks:
+            block.compile(dynamic=False)
 
     strategy = STRATEGIES[mode]
     if strategy.fsdp1 is None:
@@ -194,8 +196,10 @@ def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         left, right = args[-2:]
         keep = left.shape[-1] <= right.shape[-1]
-    else:
-        keep = "scaled_dot_product" in str(op)
+    elif "linear_pointwise" in str(op):  # oneDNN's product, of a weight (D', D)
+        keep = args[0].shape[-1] <= args[1].shape[0]
+    else:  # bmm: attention in plain products
+        keep = "scaled_dot_product" in str(op) or op is torch.ops.aten.bmm.default
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -421,6 +425,11 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     inner: Any = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     inner.found_inf = skip.to(optimizer.param_groups[0]["params"][0].device)
     optimizer.step()
+
+
+def compile_seconds() -> float:
+    """What torch.compile has taken in this process so far."""
+    return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
 
 
 def build_scaler(

@@ -23,6 +23,7 @@ if __name__ == "__main__":
     for _number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(_number, _note)
 
+import gc
 import json
 import math
 import os
@@ -50,8 +51,10 @@ import checkpoint
 import data
 import dryrun
 import intake
+import kernels
 import mesh
 import prepare
+import profiling
 import shard
 import vit
 from flags import (
@@ -168,21 +171,33 @@ class Job:
     global_batch: int
     epoch_samples: int  # images of an epoch, whole global batches
     flops_per_image: int
+    hardware_flops_per_image: int | None  # with what is recomputed; None where nothing is
     peak_flops: float | None
 
 
 def device_batches(
     loader: Iterable[data.Sample], accum: int, device: torch.device
 ) -> Iterator[Batch]:
-    """The loader's local batches, copied to the device, `accum` of them for each step."""
+    """The loader's local batches, copied to the device, `accum` of them for each step.
+
+    To a GPU on a stream of its own: asked for while the step before still runs, a batch is there
+    when it has ended. NoData where the loader fails.
+    """
+    beside = torch.cuda.Stream(device) if device.type == "cuda" else None
     try:
         with signals_blocked():
             batches = iter(loader)
         while step := list(islice(batches, accum)):
-            parts = [
-                (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
-                for b in step
-            ]
+            with torch.cuda.stream(beside):  # type: ignore[arg-type] # None: nothing changes
+                parts = [
+                    (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
+                    for b in step
+                ]
+            if beside:
+                steps_stream = torch.cuda.current_stream(device)
+                steps_stream.wait_stream(beside)
+                for copy in chain.from_iterable(parts):
+                    copy.record_stream(steps_stream)  # its memory is free when the step is done
             ids: Any = [b.image_id for b in step]  # (B,) each, on the host
             bad = [(index, reason) for b in step for text in b.bad if text
                    for index, reason in json.loads(text)]  # fmt: skip
@@ -295,9 +310,11 @@ def loop(
                 epoch=step * job.global_batch // job.epoch_samples, seconds=seconds,
                 waited=waited / (done - since), global_batch=job.global_batch,
                 world_size=job.world_size, flops_per_image=flops, peak_flops=job.peak_flops,
-                device=job.device, bad_images=inputs.count,
+                hardware_flops_per_image=job.hardware_flops_per_image, device=job.device,
+                bad_images=inputs.count,
             )  # fmt: skip
             all_waited, waited, since, mark = all_waited + waited, 0.0, done, time.perf_counter()
+            gc.collect()  # not at a moment of Python's choosing, on one rank while others wait
 
         # save
         if save and (save_now or stop):
@@ -373,10 +390,14 @@ def completed(flags: dict[str, Any], images: int, epoch_steps: int) -> dict[str,
     return flags | {"steps": steps, "warmup_steps": warmup, "images": images}
 
 
-def blank_model(config: vit.ViTConfig, img_size: int, norm_pix_loss: bool) -> nn.Module:
-    """The model on no device: shapes alone."""
+def blank_model(
+    config: vit.ViTConfig, img_size: int, norm_pix_loss: bool, device: torch.device
+) -> nn.Module:
+    """The model, for a device but not on it yet: shapes alone."""
+    cpu = device.type == "cpu"  # the fast products and attention of a GPU are PyTorch's own
+    own = vit.Kernels(kernels.Linear, kernels.attention) if cpu else vit.PYTORCH
     with torch.device("meta"):
-        return vit.ViTMAE(config, img_size, norm_pix_loss)
+        return vit.ViTMAE(config, img_size, norm_pix_loss, own)
 
 
 def spread(
@@ -397,6 +418,22 @@ def spread(
     return model, optimizer, shard.build_scaler(model, device, DTYPES[precision])
 
 
+def attention_kernels(
+    config: vit.ViTConfig, chosen: dict[str, Any], device: torch.device
+) -> dict[str, str]:
+    """What computes attention in the encoder and in the decoder, which sees all patches."""
+    c, dtype = config, DTYPES[chosen["precision"]]
+    patches = vit.patch_count(c, chosen["img_size"])
+    kept = vit.kept_patches(patches, chosen["mask_ratio"])
+    return {
+        part: kernels.attention_kernel(heads, width // heads, tokens + 1, dtype, device)
+        for part, heads, width, tokens in (
+            ("encoder", c.heads, c.width, kept),
+            ("decoder", c.decoder_heads, c.decoder_width, patches),
+        )
+    }
+
+
 def start_record(
     chosen: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, device: torch.device,
     shape: tuple[int, int], *, params: int, lr: float, epoch_steps: int, begin: int, workers: int,
@@ -404,6 +441,7 @@ def start_record(
     """What this run is: its flags (`chosen`, completed) and what follows from them."""
     peak, peak_source = mesh.peak_flops(device)
     plan = dryrun.planned(config, chosen) or {}
+    counted = config, chosen["img_size"], chosen["mask_ratio"]
     keys = ("memory_gib", "payload_bytes", "traffic_bytes_per_rank", "step_seconds_lower_bound")
     return chosen | {
         "planned": {key: plan[key] for key in keys} if plan else None,  # for Frontier's nodes
@@ -411,8 +449,11 @@ def start_record(
         "epoch_steps": epoch_steps, "launcher": ranks.launcher,
         "local_world_size": ranks.local_world_size, "device": device.type,
         "mesh": {"replicate": shape[0], "shard": shape[1], "tp": 1}, "params": params,
-        "flops_per_image": vit.flops_per_image(config, chosen["img_size"], chosen["mask_ratio"]),
+        "flops_per_image": vit.flops_per_image(*counted),
+        "hardware_flops_per_image":
+            vit.flops_per_image(*counted, recompute=True) if chosen["ac"] == "full" else None,
         "peak_flops_per_rank": peak, "peak_flops_source": peak_source,
+        "sdpa": attention_kernels(config, chosen, device),
         "host": platform.node(), "versions": versions(),
     }  # fmt: skip
 
@@ -505,6 +546,19 @@ def counted_once(
     return step_and_count
 
 
+def tell_profile(log: Log, first: int, steps: int, found: dict[str, float] | None) -> None:
+    """What the profiled ranks found, in the log and on the terminal. Collective."""
+    every = agree.gathered(found) or []
+    ranks = {rank: seconds for rank, seconds in enumerate(every) if seconds}
+    if ranks:
+        mean = {k: statistics.fmean(r[k] for r in ranks.values()) for k in profiling.KINDS}
+        whole = sum(mean.values())
+        log.write("profile", first_step=first + 1, steps=steps, ranks=list(ranks), **mean,
+                  shares={kind: seconds / whole for kind, seconds in mean.items()})  # fmt: skip
+        for line in profiling.table(ranks, first):
+            log.say(line)
+
+
 def lost_a_rank(error: RuntimeError) -> bool:
     """Whether a collective failed, which is what the others see of a rank that died."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
@@ -546,11 +600,13 @@ def rehearse(
                        flags["allow_changes"], said.append)["step"]  # fmt: skip
     yield from said
 
-    blank = partial(blank_model, config, flags["img_size"], flags["norm_pix_loss"])
+    gpu = torch.device("cuda" if flags["device"] != "cpu" else "cpu")  # of the job, not of here
+    blank = partial(blank_model, config, flags["img_size"], flags["norm_pix_loss"], gpu)
     params = sum(p.numel() for p in blank().parameters())
     start = start_record(chosen, config, ranks, dryrun.CPU, shape, params=params, lr=lr,
                          epoch_steps=epoch_steps, begin=begin, workers=0)  # fmt: skip
-    yield from describe(start | ({} if flags["device"] == "cpu" else {"device": "a GPU each"}))
+    elsewhere = {} if flags["device"] == "cpu" else {"device": "a GPU each", "sdpa": None}
+    yield from describe(start | elsewhere)
     patches = vit.patch_count(config, flags["img_size"])
     loader = data.build_loader(
         files, img_size=flags["img_size"], patches=patches, seed=flags["seed"],
@@ -687,7 +743,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     # model on no device, then sharded and initialised; optimizer
     chosen = completed(flags, images, epoch_steps)
     steps = chosen["steps"]
-    model = blank_model(config, args.img_size, args.norm_pix_loss)
+    model = blank_model(config, args.img_size, args.norm_pix_loss, device)
     params = sum(p.numel() for p in model.parameters())
     finite = agree.FiniteCheck(device, args.max_skips)
     train: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -742,6 +798,17 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         abandon(error)
     batches = repeat(first[0]) if args.run == "syn" else chain(first, batches)
 
+    if args.profile and train:
+        if begin + profiling.WARM + args.profile > steps:
+            log.warn(f"no profile: it needs {profiling.WARM + args.profile} steps to go")
+        else:
+            window = profiling.Window(
+                first=begin + profiling.WARM, steps=args.profile, rank=ranks.rank, device=device,
+                ranks=args.profile_ranks or [0], folder=os.path.join(args.out, "profile"),
+                report=partial(tell_profile, log, begin + profiling.WARM, args.profile),
+            )  # fmt: skip
+            train, batches = window.train(train), window.batches(batches, begin)
+
     # what this run is
     start = start_record(chosen, config, ranks, device, shape, params=params, lr=lr,
                          epoch_steps=epoch_steps, begin=begin, workers=workers)  # fmt: skip
@@ -752,14 +819,20 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     # loop
     job = Job(device, world, range(begin, steps), args.log_every, args.save_every, global_batch,
               epoch_steps * global_batch, start["flops_per_image"],
-              start["peak_flops_per_rank"])  # fmt: skip
+              start["hardware_flops_per_image"], start["peak_flops_per_rank"])  # fmt: skip
     lr_of = partial(learning_rate, steps=steps, warmup=chosen["warmup_steps"], peak=lr)
     name_of = files.path if files else "synthetic image {}".format
+    gc.collect()
+    gc.freeze()  # what is there now stays: never to be looked at again
+    gc.disable()
     try:
         end = loop(job, batches, log, train, finite, lr_of, save, lambda: bool(received),
                    watch.moved, name_of, inputs)  # fmt: skip
     except RuntimeError as error:
         abandon(error)
+    finally:
+        gc.enable()
+        gc.unfreeze()
     watch.moved("ending")
     for problem in saver.finish() if saver else []:
         log.warn(f"{problem}; the older checkpoints are kept")
@@ -769,6 +842,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     log.write("io", **read)
     for line in intake.describe(read["ranks"]) if args.run == "io" and read else []:
         log.say(line)
+    end["compile_seconds"] = shard.compile_seconds() if args.compile else None
     end["payload_bytes"] = dryrun.payload(sent, shape)
     if "loss" in end and first:
         zero = zero_loss(first[0], config.patch, args.norm_pix_loss)

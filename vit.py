@@ -11,6 +11,7 @@ One-letter names, in shapes and in code:
 
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -76,11 +77,15 @@ def kept_patches(patches: int, mask_ratio: float) -> int:
     return kept
 
 
-def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 0.75) -> int:
+def flops_per_image(
+    config: ViTConfig, img_size: int = 224, mask_ratio: float = 0.75, recompute: bool = False
+) -> int:
     """Floating-point operations of one training image, forward and backward, by formula.
 
     Matrix products only, 2 operations a multiply-add, backward twice the forward; the images need
-    no gradient, so the patch embedding's backward is counted once. Recomputation is not counted.
+    no gradient, so the patch embedding's backward is counted once. What is computed a second time
+    is no part of the model's work; `recompute` counts it too: the blocks' forward, but for the
+    last product of each, which nobody needs again (torch stops before it).
     """
 
     def blocks(tokens: int, width: int, mlp_width: int, depth: int, mlp_matrices: int) -> int:
@@ -95,7 +100,12 @@ def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 
     encoder = blocks(kept + 1, c.width, c.mlp_width, c.depth, 3 if c.gated_mlp else 2)
     decoder = blocks(patches + 1, c.decoder_width, 4 * c.decoder_width, c.decoder_depth, 2)
     ends = 2 * (kept + 1) * c.width * c.decoder_width + 2 * patches * c.decoder_width * pixels
-    return 2 * embed + 3 * (encoder + decoder + ends)
+    again = 0
+    if recompute:
+        last = 2 * c.depth * (kept + 1) * c.width * c.mlp_width
+        last += 2 * c.decoder_depth * (patches + 1) * c.decoder_width * 4 * c.decoder_width
+        again = encoder + decoder - last
+    return 2 * embed + 3 * (encoder + decoder + ends) + again
 
 
 # ---------------------------------------------------------------------------------------------
@@ -156,30 +166,41 @@ def rows(x: Tensor, index: Tensor) -> Tensor:
 # Layers. The names of modules and parameters are those of the official MAE release.
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """What computes the two costly things, should the caller know better than PyTorch."""
+
+    linear: type[nn.Linear] = nn.Linear
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention
+
+
+PYTORCH = Kernels()
+
+
 class Attention(nn.Module):
     """Multi-head self-attention with one fused qkv matrix: (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, kernels: Kernels) -> None:
         super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
+        self.heads, self.attend = heads, kernels.attend
+        self.qkv = kernels.linear(width, 3 * width)
+        self.proj = kernels.linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.shape
         qkv = self.qkv(x).reshape(b, t, 3, self.heads, d // self.heads)  # (B, T, 3, N, E)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # 3 x (B, N, T, E)
-        x = F.scaled_dot_product_attention(q, k, v)  # (B, N, T, E)
+        x = self.attend(q, k, v)  # (B, N, T, E)
         return self.proj(x.transpose(1, 2).reshape(b, t, d))  # (B, T, D)
 
 
 class Mlp(nn.Module):
     """Two matrices with a GELU between: (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, linear: type[nn.Linear]) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
+        self.fc1 = linear(width, hidden)
+        self.fc2 = linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x)))
@@ -188,11 +209,11 @@ class Mlp(nn.Module):
 class GatedMlp(nn.Module):
     """SwiGLU (Shazeer, arXiv 2002.05202), names as in timm: (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, linear: type[nn.Linear]) -> None:
         super().__init__()
-        self.fc1_g = nn.Linear(width, hidden)
-        self.fc1_x = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
+        self.fc1_g = linear(width, hidden)
+        self.fc1_x = linear(width, hidden)
+        self.fc2 = linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.silu(self.fc1_g(x)) * self.fc1_x(x))
@@ -201,12 +222,15 @@ class GatedMlp(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, width: int, heads: int, mlp_width: int, gated: bool = False) -> None:
+    def __init__(
+        self, width: int, heads: int, mlp_width: int, gated: bool = False,
+        kernels: Kernels = PYTORCH,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=1e-6)
-        self.attn = Attention(width, heads)
+        self.attn = Attention(width, heads, kernels)
         self.norm2 = nn.LayerNorm(width, eps=1e-6)
-        self.mlp = (GatedMlp if gated else Mlp)(width, mlp_width)
+        self.mlp = (GatedMlp if gated else Mlp)(width, mlp_width, kernels.linear)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
@@ -235,7 +259,10 @@ class ViTMAE(nn.Module):
     pos_embed: Tensor  # (1, 1+L, D)
     decoder_pos_embed: Tensor  # (1, 1+L, Dd)
 
-    def __init__(self, config: ViTConfig, img_size: int = 224, norm_pix_loss: bool = True) -> None:
+    def __init__(
+        self, config: ViTConfig, img_size: int = 224, norm_pix_loss: bool = True,
+        kernels: Kernels = PYTORCH,
+    ) -> None:  # fmt: skip
         """Build and, unless on the meta device, initialise (seed 0; see `initialize`).
 
         Raises ValueError when the patch size does not divide `img_size`.
@@ -248,18 +275,18 @@ class ViTMAE(nn.Module):
         self.patch_embed = PatchEmbed(c.patch, c.width)
         self.cls_token = nn.Parameter(torch.empty(1, 1, c.width))
         self.blocks = nn.ModuleList(
-            Block(c.width, c.heads, c.mlp_width, c.gated_mlp) for _ in range(c.depth)
+            Block(c.width, c.heads, c.mlp_width, c.gated_mlp, kernels) for _ in range(c.depth)
         )
         self.norm = nn.LayerNorm(c.width, eps=1e-6)
 
-        self.decoder_embed = nn.Linear(c.width, c.decoder_width)
+        self.decoder_embed = kernels.linear(c.width, c.decoder_width)
         self.mask_token = nn.Parameter(torch.empty(1, 1, c.decoder_width))
         self.decoder_blocks = nn.ModuleList(
-            Block(c.decoder_width, c.decoder_heads, 4 * c.decoder_width)
+            Block(c.decoder_width, c.decoder_heads, 4 * c.decoder_width, kernels=kernels)
             for _ in range(c.decoder_depth)
         )
         self.decoder_norm = nn.LayerNorm(c.decoder_width, eps=1e-6)
-        self.decoder_pred = nn.Linear(c.decoder_width, 3 * c.patch**2)
+        self.decoder_pred = kernels.linear(c.decoder_width, 3 * c.patch**2)
 
         # Fixed tables: buffers, not frozen parameters, because a sharded unit must not mix
         # parameters with and without gradient. Stored in fp32, cast where they are used.

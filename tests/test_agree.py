@@ -35,7 +35,13 @@ def four_ranks(rank):
     def refuse():
         raise ValueError("no image lies below x")
 
+    def only_two():
+        if rank == 2:
+            raise PermissionError(13, "Permission denied", "/mnt/x")
+        return rank
+
     return {
+        "everywhere": [result_or_error(partial(agree.everywhere, do)) for do in (work, only_two)],
         "together": [result_or_error(partial(agree.together, do)) for do in (fail, work, refuse)],
         "nothing": agree.together(lambda: None),
         "calls": calls,
@@ -57,7 +63,13 @@ def test_together_gives_all_ranks_the_result_or_the_error_of_rank_0(four):
             "ValueError: no image lies below x",
         ]
         assert told["nothing"] is None
-        assert told["calls"] == (["fail", "work"] if rank == 0 else [])
+        assert told["calls"] == (["work", "fail", "work"] if rank == 0 else ["work"])
+
+
+def test_everywhere_gives_each_rank_its_own_result_or_all_the_error_of_one(four):
+    problem = "ValueError: [Errno 13] Permission denied: '/mnt/x' (rank 2)"
+    for rank, told in enumerate(four):
+        assert told["everywhere"] == [{"files": ["a", "b"], "rank": rank}, problem]
 
 
 def test_mean_over_ranks_and_gathered(four):
@@ -85,7 +97,7 @@ FINITE = {
     "loss, then norm": (2, False, {(1, 1): NAN}, {2: NAN}, "0110000", "0120000"),
     "scaled, between": (2, True, {(1, 1): NAN, (1, 3): NAN}, {2: INF}, "0111000", "0101000"),
 }  # fmt: skip
-STOP = {(1, 3), (1, 4)}  # (rank, step)
+STOP, NEWS = {(1, 3), (1, 4)}, {(0, 2), (2, 4)}  # (rank, step)
 
 
 def three_ranks(rank):
@@ -97,7 +109,7 @@ def three_ranks(rank):
         for step in range(7):
             loss = torch.tensor(losses.get((rank, step), 1.0))
             norm, stop = torch.tensor(norms.get(step, 1.0)), (rank, step) in STOP
-            skip = check.update(step, loss, norm, scaled, stop)
+            skip = check.update(step, loss, norm, scaled, stop, news=(rank, step) in NEWS)
             assert (skip.shape, skip.dtype) == ((), torch.float32)
             told[name].append((skip.item(), check.read(step - 1), check.read(step)))
     return told
@@ -119,6 +131,7 @@ def test_finite_check(three, name):
                 loss=any((r, step) in losses for r in range(3)),
                 norm=step in norms and not scaled,
                 stop=any((r, step) in STOP for r in range(3)),
+                news=any((r, step) in NEWS for r in range(3)),
                 in_a_row=int(rows[step]),
             )
             assert step == 0 or before == told[name][step - 1][2]

@@ -261,7 +261,9 @@ def test_more_ranks_than_gpus(gpus):
         ("AMD Instinct MI250X", 191.5e12), ("AMD Instinct MI300X", 1307.4e12),
         ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835.5e12), ("NVIDIA H200", 989e12),
-        ("AMD Instinct MI250", None), ("Tesla V100-SXM2-16GB", None),
+        ("AMD Instinct MI250", 181e12), ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GB200", 2500e12), ("NVIDIA B200", 2250e12), ("AMD Instinct MI100", None),
+        ("Tesla V100-SXM2-16GB", None),
     ],
 )  # fmt: skip
 def test_peak_flops(monkeypatch, name, peak):

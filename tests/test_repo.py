@@ -22,7 +22,7 @@ import vit
 README = (ROOT / "README.md").read_text()
 FRONTIER = (ROOT / "FRONTIER.md").read_text()
 LAUNCH = (ROOT / "launch_frontier.sh").read_text()
-ALONE = ["vit", "data", "mesh", "shard", "agree", "checkpoint", "machines"]
+ALONE = ["vit", "data", "mesh", "shard", "agree", "checkpoint", "machines", "kernels", "profiling"]
 SWEEP = ["sweep", "studies", "attempt", "results", "verdict", "figures", "drawing", "report"]
 MAIN = ["flags", "log", "intake", "prepare", "plan", "demand", "dryrun", "train_fsdp"]
 SCRIPTS = [*ALONE, *MAIN, *SWEEP]
@@ -80,7 +80,7 @@ def test_file_table_names_every_script_and_only_what_is_there():
     names = [row[0].strip("`") for row in table("The files, in reading order")]
     expected = """
         vit.py data.py mesh.py shard.py train_fsdp.py flags.py log.py intake.py agree.py
-        checkpoint.py prepare.py plan.py demand.py machines.py dryrun.py
+        kernels.py profiling.py checkpoint.py prepare.py plan.py demand.py machines.py dryrun.py
         sweep.py studies.py attempt.py results.py verdict.py figures.py drawing.py report.py
         launch_frontier.sh
         examples/published/ examples/tiles/ benchmarks/ tests/
@@ -278,7 +278,7 @@ import torch.distributed.fsdp, torch.distributed.optim, torchvision.transforms
 import matplotlib.figure
 before = state()
 import vit, data, mesh, shard, agree, checkpoint, flags, log, dryrun, train_fsdp
-import machines, demand, plan, prepare, intake
+import machines, demand, plan, prepare, intake, kernels, profiling
 import sweep, studies, attempt, results, verdict, figures, drawing, report
 after = state()
 assert before == after, (before, after)
@@ -308,6 +308,28 @@ def test_public_functions_have_docstrings_and_types():
 
 
 JOBS = {
+    "profiling": """
+import torch, profiling
+w = torch.ones(8, 8)
+def train(batch, step):
+    return w @ batch
+window = profiling.Window(first=1, steps=2, rank=0, ranks=[0], device=torch.device("cpu"),
+                          folder="traces", report=lambda found: print(found))
+train = window.train(train)
+for step, batch in enumerate(window.batches(iter([w] * 4), 0)):
+    train(batch, step=step)
+events = profiling.read_trace(window.folder / "rank_00000.json.gz")
+assert sum(e["name"] == "aten::mm" for e in events) == 2
+""",
+    "kernels": """
+import torch, kernels
+layer = kernels.Linear(4, 3)
+layer(torch.ones(2, 4)).sum().backward()
+assert layer.weight.grad.tolist() == [[2.0] * 4] * 3
+q = torch.zeros(1, 2, 5, 4)
+assert torch.equal(kernels.attention(q, q, q + 7), q + 7)
+assert kernels.attention_kernel(2, 4, 5, q.dtype, q.device) == "plain"
+""",
     "machines": """
 import machines
 frontier = machines.read_machine("frontier")

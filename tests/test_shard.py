@@ -1,6 +1,7 @@
 """shard.py: every row of the table on real process groups, every option really on."""
 
 import collections
+import dataclasses
 import os
 import re
 from functools import partial
@@ -11,8 +12,10 @@ import torch.distributed as dist
 from parity import ARGV, Case, compare, modes
 from ranks import Run, on_ranks, run_ranks
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import mesh
 import shard
@@ -140,6 +143,24 @@ def test_checkpointing_recomputes_what_it_says(single):
     assert (plain, norms) == (4 * blocks + 3, 2 * blocks + 2)
     assert executed("full") == (plain + 3 * blocks, norms + 2 * blocks)
     assert executed("selective") == (plain, norms + 2 * blocks)
+
+
+@pytest.mark.parametrize("name", ["tiny", "5b"])
+def test_flops_with_recomputation_are_those_executed(single, name):
+    """By torch's own counter, which sees plain matrix products; 5b has the gated MLP."""
+    plain = vit.ViTConfig(32, 2, 64, 2, 8, decoder_width=32, decoder_depth=1, decoder_heads=2)
+    config = dataclasses.replace(plain, gated_mlp=vit.MODELS[name].gated_mlp)
+    for ac in ("none", "full"):
+        with torch.device("meta"):
+            model = vit.ViTMAE(config, 32)
+        model = shard.apply(
+            model, "full_shard", single, block_classes={vit.Block}, device=CPU, ac=ac,
+            param_dtype=torch.float32, initial_value=partial(vit.initial_value, config, seed=0),
+        )  # fmt: skip
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            model(*batch())[0].backward()
+        formula = vit.flops_per_image(config, 32, recompute=ac == "full")
+        assert 2 * formula == pytest.approx(counter.get_total_flops(), rel=0.001), ac
 
 
 def test_compiled_blocks_are_compiled_once_and_give_the_same(single):

@@ -22,11 +22,12 @@ SMALL = ["--model", "tiny", "--img-size", "32", "--device", "cpu", "--workers", 
 
 START_KEYS = {
     "versions", "world_size", "mesh", "params", "flops_per_image", "peak_flops_per_rank",
-    "peak_flops_source", "global_batch", "lr",
+    "hardware_flops_per_image", "sdpa", "peak_flops_source", "global_batch", "lr",
 }  # fmt: skip
 STEP_KEYS = {
     "event", "step", "epoch", "loss", "grad_norm", "lr", "step_seconds", "data_seconds",
-    "images_per_second", "images_per_second_per_rank", "tflops_per_rank", "mfu",
+    "images_per_second", "images_per_second_per_rank", "tflops_per_rank",
+    "hardware_tflops_per_rank", "mfu",
     "peak_allocated_gib", "peak_reserved_gib", "alloc_retries", "bad_images",
 }  # fmt: skip
 END_KEYS = {"event", "reason", "steps", "images_per_second", "peak_allocated_gib"}
@@ -166,12 +167,12 @@ def test_help_has_the_groups_of_the_data_flow():
         "optimisation": "--batch --global-batch --accum --blr --weight-decay --warmup-steps "
                         "--steps --epochs --clip --max-skips --seed",
         "output": "--out --log-every --save-every --async-save --keep --resume --allow-changes "
-                  "--timeout",
+                  "--timeout --profile --profile-ranks",
         "plan": "--dry-run --world-size",
     }.items():  # fmt: skip
         found = re.findall(r"^  (--[a-z-]+)", in_group[heading], re.MULTILINE)
         assert found == flags.split(), heading
-    for absent in ("--tp", "--profile", "--tensorboard"):
+    for absent in ("--tp", "--tensorboard"):
         assert absent not in text
 
 
@@ -246,7 +247,7 @@ def test_a_second_run_appends_to_the_log(tmp_path):
     argv = [*SMALL, "--run", "io", "--batch", "4", "--steps", "1", "--out", str(tmp_path)]
     assert train_fsdp.main(argv) == 0 and train_fsdp.main(argv) == 0
     events = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").open()]
-    assert events == ["start", "step", "end"] * 2
+    assert events == ["start", "step", "io", "end"] * 2
 
 
 def test_a_line_cut_by_a_kill_does_not_spoil_the_next(tmp_path):
@@ -254,7 +255,7 @@ def test_a_line_cut_by_a_kill_does_not_spoil_the_next(tmp_path):
     argv = [*SMALL, "--run", "io", "--batch", "4", "--steps", "1", "--out", str(tmp_path)]
     assert train_fsdp.main(argv) == 0
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["event"] for line in lines[1:]] == ["start", "step", "end"]
+    assert [json.loads(line)["event"] for line in lines[1:]] == ["start", "step", "io", "end"]
 
 
 def test_an_unreachable_master_is_one_sentence(capsys, monkeypatch):

@@ -217,45 +217,13 @@ def test_unknown_names_have_no_initial_value():
 # --- independent implementations
 
 
-def to_transformers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our (the official) names -> those of transformers' ViTMAEForPreTraining."""
-    fixed = {
-        "cls_token": "vit.embeddings.cls_token",
-        "pos_embed": "vit.embeddings.position_embeddings",
-        "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
-        "norm": "vit.layernorm",
-        "mask_token": "decoder.mask_token",
-        "decoder_pos_embed": "decoder.decoder_pos_embed",
-        "decoder_embed": "decoder.decoder_embed",
-        "decoder_norm": "decoder.decoder_norm",
-        "decoder_pred": "decoder.decoder_pred",
-    }
-    layer = {
-        "norm1": "layernorm_before", "norm2": "layernorm_after", "attn.proj": "attention.o_proj",
-        "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2",
-    }  # fmt: skip
-    result = {}
-    for name, value in state.items():
-        stem, _, leaf = name.rpartition(".")
-        if name in fixed:
-            result[fixed[name]] = value
-        elif stem in fixed:
-            result[f"{fixed[stem]}.{leaf}"] = value
-        else:
-            kind, number, part = stem.split(".", 2)
-            base = {"blocks": "vit.layers", "decoder_blocks": "decoder.decoder_layers"}[kind]
-            if part == "attn.qkv":
-                for which, third in zip("qkv", value.chunk(3), strict=True):
-                    result[f"{base}.{number}.attention.{which}_proj.{leaf}"] = third
-            else:
-                result[f"{base}.{number}.{layer[part]}.{leaf}"] = value
-    return result
-
-
 @pytest.mark.parametrize("norm_pix", [True, False])
 def test_equal_to_transformers(norm_pix):
     """Loss, predictions and gradients at base shapes, depth 2, with one masking order."""
+    pytest.importorskip("timm")
     transformers = pytest.importorskip("transformers", minversion="5.0")
+    from benchmarks.peers import to_transformers
+
     config = replace(vit.MODELS["base"], depth=2, decoder_depth=2)
     mine = vit.ViTMAE(config, 224, norm_pix)
     theirs = transformers.ViTMAEForPreTraining(

@@ -1,0 +1,146 @@
+"""What the training loop adds to the bare step, and reading images to the loop; in one run.
+
+    python benchmarks/loop.py --model tiny --img-size 96 --batch 16 --threads 1
+    python benchmarks/loop.py --data examples/tiles/train --workers 1 --threads 1 ...
+
+Three kinds of segments take turns on one rank: `bare` calls train_fsdp.train_step again and again
+and does nothing else; `syn` lets train_fsdp.loop make the same steps with one batch, as --run syn
+does, with its log; `real`, with --data, feeds it from a loader. A round's segments are neighbours
+in time: its ratios are taken first, then their median. Give a loader cores of its own: --threads 1
+and --workers 1 want two.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+# Behind this folder, or `import checkpoint` would find its namesake beside this file.
+sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
+
+import agree  # noqa: E402
+import data  # noqa: E402
+import flags  # noqa: E402
+import mesh  # noqa: E402
+import train_fsdp  # noqa: E402
+import vit  # noqa: E402
+from log import open_log  # noqa: E402
+
+BEFORE = 3  # steps that nobody counts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the seconds of a step of each kind and the ratios of their rates."""
+    parser = argparse.ArgumentParser(description="Time the loop against the bare step.")
+    add = parser.add_argument
+    add("--model", choices=vit.MODELS, default="tiny")
+    add("--img-size", type=int, default=96, metavar="PIXELS")
+    add("--batch", type=int, default=16, metavar="IMAGES")
+    add("--mode", choices=("hybrid", "full_shard", "ddp"), default="hybrid")
+    add("--precision", choices=("fp32", "bf16"), default="fp32")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--steps", type=int, default=20, help="of a segment (default 20)")
+    add("--rounds", type=int, default=10, help="(default 10)")
+    add("--threads", type=int, default=2, help="of a CPU (default 2)")
+    add("--data", metavar="DIR", help="images to read for `real`")
+    add("--workers", type=int, default=1, help="loader processes (default 1)")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+
+    ranks = mesh.read_ranks({})
+    device = mesh.pick_device(args.device, ranks)
+    mesh.init_ranks(ranks, device)
+    grid, config = mesh.build_mesh((1, 1), device), vit.MODELS[args.model]
+    model, optimizer, scaler = train_fsdp.spread(
+        train_fsdp.blank_model(config, args.img_size, True, device), grid, seed=0, device=device,
+        mode=args.mode, precision=args.precision, reduce_dtype="fp32", lr=1e-5, weight_decay=0.05,
+    )  # fmt: skip
+    finite = agree.FiniteCheck(device)
+    train = partial(train_fsdp.train_step, model, optimizer, finite, scaler, mask_ratio=0.75,
+                    clip=None, dtype=flags.DTYPES[args.precision])  # fmt: skip
+    files = data.scan(args.data) if args.data else None
+    patches = vit.patch_count(config, args.img_size)
+    every = range((args.rounds + 1) * (args.steps + BEFORE))
+    loader = data.build_loader(
+        files, img_size=args.img_size, patches=patches, seed=0, global_batch=args.batch,
+        local_batch=args.batch, steps=every if files else range(1),
+        workers=args.workers if files else 0, pin_memory=device.type == "cuda",
+    )  # fmt: skip
+    read = train_fsdp.device_batches(loader, 1, device)
+    batch = next(read)
+    folder = tempfile.TemporaryDirectory()
+    log = open_log(folder.name, 0)
+    log.say = lambda text: None  # type: ignore[method-assign] # the table alone is for people
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def bare() -> float:
+        wait()
+        started = time.perf_counter()
+        for step in range(args.steps):
+            train(batch.parts, step=step, lr=1e-5)
+        wait()
+        return time.perf_counter() - started
+
+    def looped(batches: Iterator[train_fsdp.Batch], train: Callable[..., Any] = train) -> float:
+        job = train_fsdp.Job(device, 1, range(args.steps), 10, None, args.batch, args.batch * 100,
+                             1, None, None)  # fmt: skip
+        wait()
+        started = time.perf_counter()
+        train_fsdp.loop(job, batches, log, train, finite, lambda step: 1e-5, None, lambda: False,
+                        lambda doing, step: None, str)  # fmt: skip
+        wait()
+        return time.perf_counter() - started
+
+    kinds: dict[str, Any] = {"bare": bare, "syn": lambda: looped(repeat(batch))}
+    if files:
+        kinds["real"] = lambda: looped(read)
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # as main does around the loop
+    for i in range(args.rounds + 1):
+        names = list(kinds)
+        for kind in names[i % len(names) :] + names[: i % len(names)]:
+            for step in range(BEFORE):  # the loader fills up meanwhile
+                train(batch.parts, step=step, lr=1e-5)
+            taken = kinds[kind]() / args.steps
+            if i:
+                seconds[kind].append(taken)
+    found = torch.ones((), device=device), torch.ones((), device=device)
+    alone = looped(repeat(batch), lambda *_, **__: found) / args.steps
+    gc.enable()
+    gc.unfreeze()
+
+    print(f"{args.model}, {args.mode}, {args.precision}, batch {args.batch}, {args.img_size} px on "
+          f"{device}, torch {torch.__version__}; {args.rounds} rounds of {args.steps}")  # fmt: skip
+    for kind, taken in seconds.items():
+        middle = statistics.median(taken)
+        print(f"{kind:5} {middle:8.4f} s a step ({min(taken):.4f}-{max(taken):.4f})  "
+              f"{args.batch / middle:8.1f} img/s")  # fmt: skip
+    for over, under in (("syn", "bare"), ("real", "syn")):
+        if over in seconds:
+            ratios = [a / b for a, b in zip(seconds[under], seconds[over], strict=True)]
+            print(f"{over} / {under}: {statistics.median(ratios):.3f} in the middle round "
+                  f"({min(ratios):.3f}-{max(ratios):.3f})")  # fmt: skip
+    print(f"the loop alone {1e6 * alone:.0f} us a step, with its log")
+    dist.destroy_process_group()
+    folder.cleanup()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

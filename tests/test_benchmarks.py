@@ -1,0 +1,81 @@
+"""The benchmarks of the step run at tiny shapes, and what they compare is the same computation."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from ranks import environment
+
+import vit
+
+
+def run(script: str, *argv: str) -> str:
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *argv, "--device", "cpu"]
+    env = environment(0, 1, 0)
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del env[variable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["transformers", "timm"])
+def test_peers_compute_what_we_do(name):
+    """Loss and the gradient of the images, with our weights."""
+    pytest.importorskip(name)
+    from benchmarks import peers
+
+    config = vit.ViTConfig(48, 2, 96, 4, 4, decoder_width=32, decoder_depth=2, decoder_heads=2)
+    mine = vit.ViTMAE(config, 24)
+    theirs = getattr(peers, f"{name}_mae")(mine, 0.75)
+    generator = torch.Generator().manual_seed(0)
+    images, noise = torch.randn(2, 3, 24, 24, generator=generator), torch.randperm(36).float()
+    noise = torch.stack([noise, noise.flip(0)])
+    results = []
+    for loss_of in (lambda x: mine(x, 0.75, noise)[0], lambda x: theirs(x, noise)):
+        x = images.clone().requires_grad_()
+        loss = loss_of(x)
+        loss.backward()
+        results.append((loss, x.grad))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_step_benchmark():
+    pytest.importorskip("transformers")
+    out = run("step.py", "--model", "tiny", "--img-size", "32", "--batch", "2", "--rounds", "2",
+              "--threads", "1")  # fmt: skip
+    cases = json.loads(out.splitlines()[-1])["cases"]
+    assert [case["precision"] for case in cases] == ["fp32", "bf16"]
+    for case in cases:
+        assert list(case["found"]) == ["vit", "hybrid", "transformers", "timm"]
+        for row in case["found"].values():
+            assert len(row["step"]) == len(row["forward"]) == 2 and row["peak_gib"] > 0
+            assert all(f < s for f, s in zip(row["forward"], row["step"], strict=True))
+    assert "x transformers" in out and "x timm" in out
+
+
+@pytest.mark.slow
+def test_gpu_benchmark_runs_its_whole_path_on_a_cpu(tmp_path):
+    argv = ["--models", "tiny", "--img-size", "32", "--most", "2", "--minutes", "0.9"]
+    run("gpu.py", *argv, "--out", str(tmp_path))
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {(r["compiled"], r["ac"]) for r in rows} == {
+        (compiled, ac) for compiled in (False, True) for ac in ("none", "selective", "full")
+    }
+    by = {(r["compiled"], r["ac"]): r for r in rows}
+    assert by[False, "none"]["batch"] == 2 and by[False, "none"]["images_per_second"] > 0
+    assert by[True, "full"]["note"] == "not run: the time was up"
+    text = (tmp_path / "table.txt").read_text()
+    assert "over the floor: products" in text and "not run: the time was up" in text
+
+
+@pytest.mark.slow
+def test_loop_benchmark():
+    data = str(ROOT / "examples" / "tiles" / "train")
+    out = run("loop.py", "--img-size", "32", "--batch", "2", "--rounds", "2", "--steps", "3",
+              "--threads", "1", "--workers", "0", "--data", data)  # fmt: skip
+    assert "syn / bare:" in out and "real / syn:" in out and "the loop alone" in out

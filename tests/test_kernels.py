@@ -1,0 +1,103 @@
+"""kernels.py: the same numbers as PyTorch's own choice, and the choice really made."""
+
+import collections
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels
+import vit
+
+CPU = torch.device("cpu")
+OWN = vit.Kernels(kernels.Linear, kernels.attention)
+
+
+class Ops(TorchDispatchMode):
+    """Counts what is executed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: collections.Counter = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[func.overloadpacket._qualified_op_name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not kernels.ONEDNN, reason="this PyTorch has not both MKL and oneDNN")
+@pytest.mark.parametrize("first", [False, True])
+def test_fp32_products_go_to_onednn_and_give_the_same(first):
+    """`first`: the input needs no gradient, as that of a first layer."""
+    torch.manual_seed(0)
+    mine, theirs = kernels.Linear(48, 20), nn.Linear(48, 20)
+    theirs.load_state_dict(mine.state_dict())
+    results = []
+    for layer in (mine, theirs):
+        x = torch.linspace(-1, 1, 2 * 5 * 48).reshape(2, 5, 48).requires_grad_(not first)
+        with Ops() as ops:
+            y = layer(x)
+            y.square().sum().backward()
+        results.append((y, layer.weight.grad, layer.bias.grad, x.grad))
+        products = ops.seen["mkldnn::_linear_pointwise"], ops.seen["aten::mm"]
+        assert products == ((2 if first else 3, 0) if layer is mine else (0, 1 if first else 2))
+    for a, b in zip(*results, strict=True):
+        if not first or b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_other_products_are_pytorchs_own():
+    layer = kernels.Linear(8, 4)
+    with Ops() as ops, torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.ones(3, 8)).dtype == torch.bfloat16
+    layer.to(torch.float64)(torch.ones(3, 8, dtype=torch.float64))
+    assert "mkldnn::_linear_pointwise" not in ops.seen
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("tokens", [50, 197, 400])
+def test_attention_is_attention(dtype, close, tokens):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, tokens, 16).to(dtype).requires_grad_() for _ in range(3))
+    with Ops() as ops:
+        mine = kernels.attention(q, k, v)
+    name = kernels.attention_kernel(3, 16, tokens, dtype, CPU)
+    assert ("aten::bmm" in ops.seen) == (name == "plain") == (tokens <= kernels.PLAIN_TOKENS[dtype])
+    exact = F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)))
+    torch.testing.assert_close(mine.double(), exact, rtol=close, atol=close)
+    g = torch.randn_like(exact)
+    ours, right = (torch.autograd.grad(o, (q, k, v), g.to(o.dtype)) for o in (mine, exact))
+    for a, b in zip(ours, right, strict=True):
+        assert (a - b).norm() <= close * b.norm()
+
+
+def test_a_model_with_them_is_the_same_model():
+    config = vit.ViTConfig(48, 2, 96, 4, 4, decoder_width=32, decoder_depth=2, decoder_heads=2)
+    images, noise = torch.randn(2, 3, 24, 24), torch.rand(2, 36)
+    plain, own = vit.ViTMAE(config, 24), vit.ViTMAE(config, 24, kernels=OWN)
+    assert list(plain.state_dict()) == list(own.state_dict())
+    for model in (plain, own):
+        model(images, 0.75, noise)[0].backward()
+    for a, b in zip(plain.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+
+
+HEAD_DIMS = sorted({(c.heads, c.width // c.heads) for c in vit.MODELS.values()} | {(16, 32)})
+
+
+@pytest.mark.parametrize(("heads", "dim"), HEAD_DIMS)
+def test_every_head_dimension_has_a_kernel(heads, dim):
+    """105, of 15b, too; on a CPU fused attention takes them all in fp32 and bf16."""
+    for dtype in (torch.float32, torch.bfloat16):
+        assert kernels.attention_kernel(heads, dim, 50, dtype, CPU) == "plain"
+        assert kernels.attention_kernel(heads, dim, 1025, dtype, CPU) == "flash"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("heads", "dim"), HEAD_DIMS)
+def test_every_head_dimension_has_a_fused_kernel_on_a_gpu(heads, dim):
+    for tokens in (50, 257):
+        found = kernels.attention_kernel(heads, dim, tokens, torch.bfloat16, torch.device("cuda"))
+        assert found in ("flash", "efficient", "cudnn")
