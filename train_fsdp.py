@@ -363,6 +363,20 @@ def find_images(
     return files, images, data.steps_per_epoch(images, global_batch)
 
 
+def share_images(
+    folder: str, out: str, global_batch: int
+) -> tuple[data.ImageFiles | None, int, int]:
+    """As `find_images`, which rank 0 does; every rank then maps the same list. Collective."""
+
+    def find() -> tuple[str | None, int, int]:
+        files, images, steps = find_images(folder, out, global_batch, partial(print, flush=True))
+        return files.index_file if files else None, images, steps
+
+    index, images, steps = agree.together(find)
+    load = partial(data.load_index, index or "", folder)
+    return agree.everywhere(load) if index else None, images, steps
+
+
 def stage(
     files: data.ImageFiles, folder: str, ranks: mesh.Ranks, say: Callable[[str], None],
     wanted: Callable[..., Any],
@@ -728,8 +742,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
 
     # what rank 0 does for all: list the images, open the log
     try:
-        scan = partial(find_images, args.data, args.out, global_batch, partial(print, flush=True))
-        files, images, epoch_steps = agree.together(scan)
+        files, images, epoch_steps = share_images(args.data, args.out, global_batch)
         log = open_log(args.out, ranks.rank)
         for line in mesh.topology(ranks, device, shape, os.environ):
             log.say(line)
