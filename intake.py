@@ -1,24 +1,153 @@
-"""What the input did in a run: which images were bad, and where the time of reading went.
+"""The input of a run: images found, staged, brought to the device; what was wrong with them.
 
 Every rank meets bad images of its own. They are told to all ranks now and then, listed once each in
 bad_images.csv by rank 0, and end the run, on all ranks alike, when they are too many.
 """
 
 import csv
+import json
 import os
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import agree
+import data
+import mesh
 import prepare
 
 STAGES = ("read", "decode", "resize", "collate")
 SHOWN = 5  # bad images that are also named on the terminal, of those told at once
 LISTED = 20  # ranks that have a line of their own in a report
+
+
+# ---------------------------------------------------------------------------------------------
+# Found and staged
+
+
+def find_images(
+    folder: str, out: str | None, global_batch: int, say: Callable[[str], None]
+) -> tuple[data.ImageFiles | None, int, int]:
+    """(files or None for synthetic images, how many, steps an epoch); ValueError where too few.
+
+    The list of files is kept in `out`, where one is given.
+    """
+    files = prepare.find_images(folder, out, say) if folder != "synthetic" else None
+    images = len(files) if files else data.SYNTHETIC_IMAGES
+    return files, images, data.steps_per_epoch(images, global_batch)
+
+
+def share_images(
+    folder: str, out: str, global_batch: int
+) -> tuple[data.ImageFiles | None, int, int]:
+    """As `find_images`, which rank 0 does; every rank then maps the same list. Collective."""
+
+    def find() -> tuple[str | None, int, int]:
+        files, images, steps = find_images(folder, out, global_batch, partial(print, flush=True))
+        return files.index_file if files else None, images, steps
+
+    index, images, steps = agree.together(find)
+    load = partial(data.load_index, index or "", folder)
+    return agree.everywhere(load) if index else None, images, steps
+
+
+def stage(
+    files: data.ImageFiles, folder: str, ranks: mesh.Ranks, say: Callable[[str], None],
+    wanted: Callable[..., Any],
+) -> prepare.Staged:  # fmt: skip
+    """The same images by way of a node-local folder, which one process a node begins to fill.
+
+    ValueError, on all ranks, where some rank cannot write there. Collective.
+    """
+    staged = agree.everywhere(partial(prepare.Staged, files, folder))
+    first = ranks.rank - ranks.local_rank
+    if ranks.local_rank == 0:
+        mine = partial(wanted, ranks=range(first, first + ranks.local_world_size))
+        with signals_blocked():
+            prepare.fill_in_background(staged, mine)
+    told = agree.gathered(staged.shortage() if ranks.local_rank == 0 else None) or []
+    for text in sorted({text for text in told if text})[:3]:
+        say(f"warning: {text}")
+    return staged
+
+
+# ---------------------------------------------------------------------------------------------
+# To the device
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a rank trains on in one step."""
+
+    parts: list[tuple[Tensor, Tensor]]  # (images, noise) of each accumulation step, on the device
+    image_ids: list[int]
+    bad: list[tuple[int, str]]  # (image, reason): unreadable, others stand in for them
+    cost: Tensor  # (5,) as in data.Sample, of all its images
+
+
+class NoData(RuntimeError):
+    """The loader of this rank came to an end before its time."""
+
+
+def device_batches(
+    loader: Iterable[data.Sample], accum: int, device: torch.device
+) -> Iterator[Batch]:
+    """The loader's local batches, copied to the device, `accum` of them for each step.
+
+    To a GPU on a stream of its own: asked for while the step before still runs, a batch is there
+    when it has ended. NoData where the loader fails.
+    """
+    beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+    try:
+        with signals_blocked():
+            batches = iter(loader)
+        while step := list(islice(batches, accum)):
+            with torch.cuda.stream(beside):  # type: ignore[arg-type] # None: nothing changes
+                parts = [
+                    (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
+                    for b in step
+                ]
+            if beside:
+                steps_stream = torch.cuda.current_stream(device)
+                steps_stream.wait_stream(beside)
+                for copy in chain.from_iterable(parts):
+                    copy.record_stream(steps_stream)  # its memory is free when the step is done
+            ids: Any = [b.image_id for b in step]  # (B,) each, on the host
+            bad = [(index, reason) for b in step for text in b.bad if text
+                   for index, reason in json.loads(text)]  # fmt: skip
+            cost = torch.stack([b.cost.sum(0) for b in step]).sum(0)  # (5,)
+            yield Batch(parts, torch.cat(ids).tolist(), bad, cost)
+    except (RuntimeError, OSError, EOFError) as error:  # a worker was killed, a disk fails
+        died = "a DataLoader worker has died: " * isinstance(error, (ConnectionError, EOFError))
+        raise NoData(f"{died}{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Processes started meanwhile never get the signals that ask this one to stop.
+
+    A launcher sends them to all processes of a rank, and they must reach the rank's own alone. Set
+    twice, because starting multiprocessing's resource tracker unblocks SIGTERM.
+    """
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+
+
+# ---------------------------------------------------------------------------------------------
+# Told
 
 
 class Intake:

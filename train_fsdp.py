@@ -28,16 +28,14 @@ import json
 import math
 import os
 import platform
-import signal
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -146,20 +144,6 @@ def update(
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a rank trains on in one step."""
-
-    parts: list[tuple[Tensor, Tensor]]  # (images, noise) of each accumulation step, on the device
-    image_ids: list[int]
-    bad: list[tuple[int, str]]  # (image, reason): unreadable, others stand in for them
-    cost: Tensor  # (5,) as in data.Sample, of all its images
-
-
-class NoData(RuntimeError):
-    """The loader of this rank came to an end before its time."""
-
-
-@dataclass(frozen=True)
 class Job:
     """What the loop needs to know of the run."""
 
@@ -175,58 +159,9 @@ class Job:
     peak_flops: float | None
 
 
-def device_batches(
-    loader: Iterable[data.Sample], accum: int, device: torch.device
-) -> Iterator[Batch]:
-    """The loader's local batches, copied to the device, `accum` of them for each step.
-
-    To a GPU on a stream of its own: asked for while the step before still runs, a batch is there
-    when it has ended. NoData where the loader fails.
-    """
-    beside = torch.cuda.Stream(device) if device.type == "cuda" else None
-    try:
-        with signals_blocked():
-            batches = iter(loader)
-        while step := list(islice(batches, accum)):
-            with torch.cuda.stream(beside):  # type: ignore[arg-type] # None: nothing changes
-                parts = [
-                    (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
-                    for b in step
-                ]
-            if beside:
-                steps_stream = torch.cuda.current_stream(device)
-                steps_stream.wait_stream(beside)
-                for copy in chain.from_iterable(parts):
-                    copy.record_stream(steps_stream)  # its memory is free when the step is done
-            ids: Any = [b.image_id for b in step]  # (B,) each, on the host
-            bad = [(index, reason) for b in step for text in b.bad if text
-                   for index, reason in json.loads(text)]  # fmt: skip
-            cost = torch.stack([b.cost.sum(0) for b in step]).sum(0)  # (5,)
-            yield Batch(parts, torch.cat(ids).tolist(), bad, cost)
-    except (RuntimeError, OSError, EOFError) as error:  # a worker was killed, a disk fails
-        died = "a DataLoader worker has died: " * isinstance(error, (ConnectionError, EOFError))
-        raise NoData(f"{died}{type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Processes started meanwhile never get the signals that ask this one to stop.
-
-    A launcher sends them to all processes of a rank, and they must reach the rank's own alone. Set
-    twice, because starting multiprocessing's resource tracker unblocks SIGTERM.
-    """
-    masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-
-
 def loop(
     job: Job,
-    batches: Iterator[Batch],
+    batches: Iterator[intake.Batch],
     log: Log,
     train: Callable[..., tuple[Tensor, Tensor]] | None,
     finite: agree.FiniteCheck,
@@ -244,7 +179,7 @@ def loop(
     """
     rates: list[float] = []
     last_losses: deque[Tensor] = deque(maxlen=10)
-    last_batches: deque[Batch] = deque(maxlen=2)
+    last_batches: deque[intake.Batch] = deque(maxlen=2)
     started = mark = time.perf_counter()
     waited = all_waited = 0.0
     loss = norm = problem = None
@@ -351,52 +286,6 @@ def loop(
 # What a real run and a dry run have in common
 
 
-def find_images(
-    folder: str, out: str | None, global_batch: int, say: Callable[[str], None]
-) -> tuple[data.ImageFiles | None, int, int]:
-    """(files or None for synthetic images, how many, steps an epoch); ValueError where too few.
-
-    The list of files is kept in `out`, where one is given.
-    """
-    files = prepare.find_images(folder, out, say) if folder != "synthetic" else None
-    images = len(files) if files else data.SYNTHETIC_IMAGES
-    return files, images, data.steps_per_epoch(images, global_batch)
-
-
-def share_images(
-    folder: str, out: str, global_batch: int
-) -> tuple[data.ImageFiles | None, int, int]:
-    """As `find_images`, which rank 0 does; every rank then maps the same list. Collective."""
-
-    def find() -> tuple[str | None, int, int]:
-        files, images, steps = find_images(folder, out, global_batch, partial(print, flush=True))
-        return files.index_file if files else None, images, steps
-
-    index, images, steps = agree.together(find)
-    load = partial(data.load_index, index or "", folder)
-    return agree.everywhere(load) if index else None, images, steps
-
-
-def stage(
-    files: data.ImageFiles, folder: str, ranks: mesh.Ranks, say: Callable[[str], None],
-    wanted: Callable[..., Any],
-) -> prepare.Staged:  # fmt: skip
-    """The same images by way of a node-local folder, which one process a node begins to fill.
-
-    ValueError, on all ranks, where some rank cannot write there. Collective.
-    """
-    staged = agree.everywhere(partial(prepare.Staged, files, folder))
-    first = ranks.rank - ranks.local_rank
-    if ranks.local_rank == 0:
-        mine = partial(wanted, ranks=range(first, first + ranks.local_world_size))
-        with signals_blocked():
-            prepare.fill_in_background(staged, mine)
-    told = agree.gathered(staged.shortage() if ranks.local_rank == 0 else None) or []
-    for text in sorted({text for text in told if text})[:3]:
-        say(f"warning: {text}")
-    return staged
-
-
 def completed(flags: dict[str, Any], images: int, epoch_steps: int) -> dict[str, Any]:
     """The flags of a run with the numbers that follow from its data."""
     steps = flags["steps"] or (flags["epochs"] or 0) * epoch_steps or 100
@@ -476,7 +365,7 @@ def start_record(
 # Beside the loop
 
 
-def zero_loss(batch: Batch, patch: int, norm_pix: bool) -> Tensor:
+def zero_loss(batch: intake.Batch, patch: int, norm_pix: bool) -> Tensor:
     """The loss () of predicting zero for every patch of a batch: what a model has to beat."""
     patches = vit.patchify(data.normalize(batch.parts[0][0]), patch)
     return vit.reconstruction_target(patches, norm_pix).square().mean()
@@ -604,7 +493,7 @@ def rehearse(
     """Lines that tell what a real run would be: in the order of `main`, and with its errors."""
     yield f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks"
     said: list[str] = []
-    scan = partial(find_images, flags["data"], None, flags["global_batch"], said.append)
+    scan = partial(intake.find_images, flags["data"], None, flags["global_batch"], said.append)
     files, images, epoch_steps = agree.together(scan)
     agree.together(partial(dryrun.check_folder, flags["out"]))
     chosen = completed(flags | {"dry_run": False}, images, epoch_steps)
@@ -733,16 +622,16 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         return status
 
     def abandon(error: RuntimeError) -> NoReturn:
-        if not isinstance(error, NoData) and not lost_a_rank(error):
+        if not isinstance(error, intake.NoData) and not lost_a_rank(error):
             raise error
-        what = "has no data" if isinstance(error, NoData) else "lost contact with another"
+        what = "has no data" if isinstance(error, intake.NoData) else "lost contact with another"
         lines = str(error).strip().splitlines()
         cause = lines[-1 if "Traceback" in str(error) else 0]  # of a worker, its own error
         watch.abandon(f"rank {ranks.rank} {what} ({watch.where()}): {cause}", LAST_WORD_SECONDS)
 
     # what rank 0 does for all: list the images, open the log
     try:
-        files, images, epoch_steps = share_images(args.data, args.out, global_batch)
+        files, images, epoch_steps = intake.share_images(args.data, args.out, global_batch)
         log = open_log(args.out, ranks.rank)
         for line in mesh.topology(ranks, device, shape, os.environ):
             log.say(line)
@@ -793,7 +682,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         wanted = partial(prepare.wanted_on_node, images, args.seed, global_batch, local_batch,
                          world, steps=range(begin, steps))  # fmt: skip
         try:
-            source = stage(files, args.stage_dir, ranks, log.say, wanted)
+            source = intake.stage(files, args.stage_dir, ranks, log.say, wanted)
         except ValueError as error:
             if ranks.rank == 0:
                 complain(str(error))
@@ -804,10 +693,10 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         rank=ranks.rank, world_size=world, workers=workers, pin_memory=device.type == "cuda",
         exact=args.exact_decode,
     )  # fmt: skip
-    batches = device_batches(loader, args.accum, device)
+    batches = intake.device_batches(loader, args.accum, device)
     try:
         first = list(islice(batches, 1))  # none where nothing is left to do
-    except NoData as error:
+    except intake.NoData as error:
         abandon(error)
     batches = repeat(first[0]) if args.run == "syn" else chain(first, batches)
 

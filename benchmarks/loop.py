@@ -32,6 +32,7 @@ sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != R
 import agree  # noqa: E402
 import data  # noqa: E402
 import flags  # noqa: E402
+import intake  # noqa: E402
 import mesh  # noqa: E402
 import train_fsdp  # noqa: E402
 import vit  # noqa: E402
@@ -77,11 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         local_batch=args.batch, steps=every if files else range(1),
         workers=args.workers if files else 0, pin_memory=device.type == "cuda",
     )  # fmt: skip
-    read = train_fsdp.device_batches(loader, 1, device)
+    read = intake.device_batches(loader, 1, device)
     batch = next(read)
     folder = tempfile.TemporaryDirectory()
     log = open_log(folder.name, 0)
     log.say = lambda text: None  # type: ignore[method-assign] # the table alone is for people
+
+    inputs = intake.Intake(f"{folder.name}/bad_images.csv", 1, 1.0, log.say)
 
     def wait() -> None:
         if device.type == "cuda":
@@ -95,13 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         wait()
         return time.perf_counter() - started
 
-    def looped(batches: Iterator[train_fsdp.Batch], train: Callable[..., Any] = train) -> float:
+    def looped(batches: Iterator[intake.Batch], train: Callable[..., Any] = train) -> float:
         job = train_fsdp.Job(device, 1, range(args.steps), 10, None, args.batch, args.batch * 100,
                              1, None, None)  # fmt: skip
         wait()
         started = time.perf_counter()
         train_fsdp.loop(job, batches, log, train, finite, lambda step: 1e-5, None, lambda: False,
-                        lambda doing, step: None, str)  # fmt: skip
+                        lambda doing, step: None, str, inputs)  # fmt: skip
         wait()
         return time.perf_counter() - started
 
