@@ -212,9 +212,9 @@ def claim(folder: Path, number: int, **facts: Any) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     mine = Path(tempfile.mkdtemp(prefix=".claim", dir=folder))
     mine.chmod(0o755)
-    facts |= {"state": "running", "reason": "", "host": platform.node(), "started": time.time()}
-    facts |= {"runner": identity(os.getpid()), "cores": core_count()}
-    write_json(mine / "state.json", facts)
+    known = {"state": "running", "reason": "", "host": platform.node(), "started": time.time()}
+    known |= {"runner": identity(os.getpid()), "cores": core_count()}
+    write_json(mine / "state.json", known | facts)
     try:
         return mine.rename(folder / str(number))
     except OSError:

@@ -133,7 +133,8 @@ def write(folders: Sequence[Path], out: Path | None, report: bool) -> int:
     """Figures of some folders, and the page; ValueError where there is nothing to draw."""
     if not folders:
         raise ValueError("which sweep? name its folder, or examples/published")
-    out = out or folders[0]
+    sweeps = [folder for folder in folders if (folder / "results.csv").exists()]
+    out = out or (sweeps[0] if sweeps else Path(f"sweep_{folders[0].resolve().name}"))
     rows = [row for folder in folders for row in results.read_folder(folder)]
     pictures = figures.draw(rows, out / "figures")
     if not pictures:

@@ -43,6 +43,7 @@ COLUMNS = (
     "planned_gib", "planned_compute_seconds", "payload_mb", "planned_payload_mb", "memory_gib",
     "max_local_batch", "source", "host", "cores", *VERSIONS, "started", "log",
 )  # fmt: skip
+WORDS = ("id", "study", "reason", "model", "host", "source", "started", "log", *VERSIONS)
 WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, counted collectives
 
 
@@ -71,7 +72,7 @@ def measured(log: attempts.Log) -> Row:
 
 def row_of(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[str, Any]) -> Row:
     """The row of a point: what was asked, what its newest attempt says, what was planned."""
-    row: Row = {name: point.get(name) for name in COLUMNS if point.get(name)}
+    row: Row = {k: cell(k, v) for k, v in point.items() if k in COLUMNS}
     nodes, ranks = int(point["nodes"]), int(point["ranks"])
     row |= {"state": state, "run": point.get("run") or "real", "world_size": nodes * ranks}
     row |= {key: value for key, value in plan.items() if key in COLUMNS}
@@ -126,11 +127,11 @@ def write_table(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence
     new.replace(path)
 
 
-def number(text: str) -> Any:
-    """A cell as what it was written from."""
+def cell(name: str, text: str) -> Any:
+    """What a cell of a column was written from."""
     if text in ("true", "false"):
         return text == "true"
-    for kind in (int, float):
+    for kind in (int, float) if name not in WORDS else ():
         try:
             return kind(text)
         except ValueError:
@@ -140,11 +141,9 @@ def number(text: str) -> Any:
 
 def read_table(path: Path) -> list[Row]:
     """The rows of a results.csv. A head line in between, of an appended file, is left out."""
-    words = ("id", "reason", "host", "source", "started", "log", "model", *VERSIONS)
     with open(path, newline="") as file:
         found = [row for row in csv.DictReader(file) if row.get("id") != "id"]
-    return [{k: (v or None) if k in words else number(v or "") for k, v in row.items() if k}
-            for row in found]  # fmt: skip
+    return [{k: cell(k, v or "") for k, v in row.items() if k} for row in found]
 
 
 def published(folder: Path) -> list[Row]:
@@ -157,17 +156,16 @@ def published(folder: Path) -> list[Row]:
             for line, cells in enumerate(csv.DictReader(file), 2):
                 if cells.get("kind", "max_allocated") == "max_reserved":
                     continue
-                row = {k: number(v) for k, v in cells.items()} | {"model": cells["model"]}
+                row = {k: cell(k, v) for k, v in cells.items()}
                 row |= {"id": f"{name}.csv:{line}", "study": study, "state": "done", "run": "syn"}
                 row |= {"source": folder.name, "log": f"{table}:{line}", "batch": 32}
                 row |= {"world_size": row["nodes"] and 8 * row["nodes"], "memory_gib": 64.0}
                 if name == "memory":
                     row["peak_allocated_gib"] = row.pop("gib")
-                cell = (row["model"], row["mode"], row.get("group"), row["nodes"])
-                plan = planned.get(
-                    (*cell, row.get("kind", "img/s" if name == "throughput" else ""))
-                )
-                row["planned_gib" if name == "memory" else "planned_images_per_second"] = plan
+                kind = row.get("kind") or {"throughput": "img/s"}.get(name)
+                place = (row["model"], row["mode"], row.get("group"), row["nodes"], kind)
+                plan = "planned_gib" if name == "memory" else "planned_images_per_second"
+                row[plan] = planned.get(place)
                 rows.append(row)
     return rows
 

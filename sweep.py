@@ -130,7 +130,8 @@ def run_point(sweep: Sweep, point: Point, script: Path, limit: float, again: boo
         return attempt.adopt(newest)["state"]
     if state not in ("waiting", "queued") and not (again and state in ("failed", "timed out")):
         return state
-    mine = attempt.claim(folder, made + 1, job=job)
+    more = {"cores": int(os.environ["SLURM_CPUS_ON_NODE"])} if job else {}
+    mine = attempt.claim(folder, made + 1, job=job, **more)
     if mine is None:
         return "running"
     flags = [*studies.argv_of(point), "--resume", "none", "--out", str(mine)]
@@ -265,7 +266,12 @@ def build_parser() -> Parser:
     add("what", metavar="PLAN", help="quick, options, scaling, io or a CSV file; or status, "
         "figures, report")  # fmt: skip
     add("dirs", metavar="DIR", nargs="*", help="of status, figures, report")
-    add("--out", type=Path, metavar="DIR", help="(default sweep_PLAN; figures, report: first DIR)")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="(default sweep_PLAN; figures, report: the first DIR that is a sweep's)",
+    )
     add("--models", default=None, metavar="A,B", help="(default: quick tiny or base, io base, "
         "options 5b, scaling base,1b,3b,5b,15b)")  # fmt: skip
     add("--nodes", type=whole_numbers, metavar="1,2,4", help="with --sbatch (default 1,2,4,8)")

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import slow
 from conftest import ROOT
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
-from ranks import environment
+from ranks import environment, on_ranks
 
 import attempt
 import drawing
@@ -399,7 +400,7 @@ def test_each_trouble_is_recorded_as_what_it_is(tmp_path):
     script = table(tmp_path / "trouble.py", TROUBLE)
     points = table(tmp_path / "mine.csv", POINTS)
     out = tmp_path / "out"
-    said = finish(start(points, "--out", out, "--script", script, "--limit", 40, "--", "--run",
+    said = finish(start(points, "--out", out, "--script", script, "--limit", 30, "--", "--run",
                         "syn", *SMALL), status=1)  # fmt: skip
     with open(out / "points.csv") as file:
         seeds = {row["id"]: row["seed"] for row in csv.DictReader(file)}
@@ -407,7 +408,7 @@ def test_each_trouble_is_recorded_as_what_it_is(tmp_path):
     assert {s: r["state"] for s, r in rows.items()} == {
         "0": "done", "1": "timed out", "2": "failed", "3": "failed", "4": "out of memory",
     }, said  # fmt: skip
-    assert "its limit of 40 s, after step 6" in rows["1"]["reason"]
+    assert "its limit of 30 s, after step 6" in rows["1"]["reason"]
     assert "log.jsonl breaks off in line 5, after step 6; exit status -9" in rows["2"]["reason"]
     assert "the loss is not finite at step 9" in rows["3"]["reason"]
     assert "can't allocate memory" in rows["4"]["reason"]
@@ -419,59 +420,26 @@ def test_each_trouble_is_recorded_as_what_it_is(tmp_path):
     assert {p.stem for p in (out / "figures").glob("*.png")} >= {"throughput", "efficiency"}
 
 
-# What makes a run slow, each by what it is really slow at.
-SLOW = f"""
-import sys, time
-sys.path.insert(0, {str(ROOT)!r})
-import data, dryrun, train_fsdp, vit
-from torch.utils._python_dispatch import TorchDispatchMode
-step, forward, index = train_fsdp.train_step, vit.Block.forward, data.Images.index
-what = WHAT
-class Links(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if dryrun.kind_of(func):
-            time.sleep(0.03)
-        return func(*args, **(kwargs or {{}}))
-def over_slow_links(*args, **kwargs):
-    with Links():
-        return step(*args, **kwargs)
-def slow_block(self, *args):
-    time.sleep(0.06)
-    return forward(self, *args)
-def slow_disk(self, position):
-    time.sleep(0.15)
-    return index(self, position)
-if what == "communication":
-    train_fsdp.train_step = over_slow_links
-elif what == "compute":
-    vit.Block.forward = slow_block
-elif what == "input":
-    data.Images.index = slow_disk
-sys.argv[0] = "train_fsdp.py"
-if __name__ == "__main__":
-    raise SystemExit(train_fsdp.main())
-"""
-
-
 @pytest.mark.slow
-def test_the_verdict_is_right_where_the_cause_is_known(tmp_path):
-    """A slow disk, slow links, a slow model: three sweeps at a time."""
-    started = {}
-    for what in ("input", "communication", "compute"):
-        script = table(tmp_path / f"{what}.py", SLOW.replace("WHAT", repr(what)))
-        started[what] = start(
-            "io", "--models", "tiny", "--ranks", 2, "--out", tmp_path / what, "--script", script,
-            "--limit", 120, "--", *SMALL[:-2], "--batch", 4, "--steps", 16, "--log-every", 2,
-            "--workers", 1,
-        )  # fmt: skip
-    for what, process in started.items():
-        finish(process)
-        rows = rows_of(tmp_path / what)
-        words = {row["run"]: found and (found.word, found.why)
-                 for row, found in zip(rows, verdict.verdicts(rows), strict=True)
-                 if row["world_size"] == 2}  # fmt: skip
-        assert words["real"][0] == what, words
-        assert f"**{what}**" in (tmp_path / what / "report.md").read_text()
+def test_the_verdict_is_right_where_the_cause_is_known(tmp_path, monkeypatch):
+    """A slow disk, slow links, a slow model, told apart by real, syn, io and one rank alone."""
+    monkeypatch.setenv("SLOW_RUNS", str(tmp_path))
+    points = [("1", "syn"), ("2", "real"), ("2", "syn"), ("2", "io")]
+    for cause in slow.CAUSES:
+        for ranks, run in points:
+            assert attempt.claim(tmp_path / cause / f"{ranks}-{run}", 1, job=None)
+    for world in (1, 2):
+        on_ranks(world, slow.runs, tmp_path / f"on {world}")
+    for cause in slow.CAUSES:
+        rows = []
+        for ranks, run in points:
+            folder = tmp_path / cause / f"{ranks}-{run}"
+            state = attempt.settle(folder / "1", 0, "")["state"]
+            point = {"id": folder.name, "study": "io", "nodes": "1", "ranks": ranks, "run": run}
+            rows.append(results.row_of(point, folder, state, {}))
+        found = {row["id"]: limit and (limit.word, limit.why)
+                 for row, limit in zip(rows, verdict.verdicts(rows), strict=True)}  # fmt: skip
+        assert found["2-real"][0] == cause, (cause, found)
 
 
 # --- verdicts
