@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from ranks import environment
+from ranks import environment, free_port, start_ranks
 
 import vit
 
@@ -71,6 +71,23 @@ def test_gpu_benchmark_runs_its_whole_path_on_a_cpu(tmp_path):
     assert by[True, "full"]["note"] == "not run: the time was up"
     text = (tmp_path / "table.txt").read_text()
     assert "over the floor: products" in text and "not run: the time was up" in text
+
+
+@pytest.mark.slow
+def test_bytes_of_sharded_steps_are_those_of_theory_and_of_ddp_of_transformers(tmp_path):
+    """Four ranks: our ddp moves what DDP of transformers' model moves, the others what plan says."""
+    pytest.importorskip("transformers")
+    argv = ["--img-size", "32", "--batch", "2", "--rounds", "1"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "sharded.py"), *argv]
+    start_ranks([command] * 4, tmp_path, free_port(), 300)
+    text = (tmp_path / "rank0.txt").read_text()
+    with torch.device("meta"):
+        trained = sum(p.numel() for p in vit.ViTMAE(vit.MODELS["tiny"]).parameters())
+    lines = {line.split()[0]: line for line in text.splitlines() if "bytes: " in line}
+    assert {*lines} == {"ddp", "full_shard", "hybrid", "transformers"}
+    for name in ("ddp", "transformers"):
+        assert f"bytes: all_reduce {4 * trained:,} (" in lines[name]
+    assert text.count("(as plan.py says)") == 3 and "NOT" not in text
 
 
 @pytest.mark.slow

@@ -1,0 +1,189 @@
+"""Sharded steps on several ranks against plain DDP of transformers' model: bytes and seconds.
+
+    torchrun --nproc-per-node 4 -- benchmarks/sharded.py --model tiny --img-size 96 --batch 32
+
+Every contestant makes the same fp32 step on the same images; ours are train_fsdp.train_step in the
+modes `ddp`, `full_shard` and `hybrid` of two ranks a group, by FSDP2. Counted: the bytes of whole
+tensors that one step's collectives move, beside plan.py's. Timed: steps in interleaved rounds, and
+the counted collectives alone, one after the other. A sharded step may take longer than DDP's by
+what its collectives take longer alone; `allowed` is that, `x ddp` what it really takes.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+ROOT = Path(__file__).resolve().parent.parent
+# Behind this folder, or `import checkpoint` would find its namesake beside this file.
+sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
+
+import agree  # noqa: E402
+import data  # noqa: E402
+import dryrun  # noqa: E402
+import mesh  # noqa: E402
+import plan  # noqa: E402
+import shard  # noqa: E402
+import train_fsdp  # noqa: E402
+import vit  # noqa: E402
+from benchmarks import peers  # noqa: E402
+
+OURS, PEER = ("ddp", "full_shard", "hybrid"), "transformers"
+SMALL = 1000  # bytes: norms and checks, not parameters
+
+
+def ours(
+    mode: str, grid: DeviceMesh, config: vit.ViTConfig, batch: tuple[Tensor, Tensor], img_size: int
+) -> Callable[[], object]:
+    """A step of train_fsdp in a mode."""
+    device = batch[0].device
+    model, optimizer, scaler = train_fsdp.spread(
+        train_fsdp.blank_model(config, img_size, True, device), grid, seed=0, device=device,
+        mode=mode, precision="fp32", reduce_dtype="fp32", lr=1e-5, weight_decay=0.05,
+    )  # fmt: skip
+    finite, steps = agree.FiniteCheck(device), iter(range(10**6))
+
+    def step() -> object:
+        return train_fsdp.train_step(
+            model, optimizer, finite, scaler, [batch], step=next(steps), lr=1e-5, mask_ratio=0.75,
+            clip=None, dtype=torch.float32,
+        )  # fmt: skip
+
+    return step
+
+
+def theirs(
+    config: vit.ViTConfig, batch: tuple[Tensor, Tensor], img_size: int
+) -> Callable[[], object]:
+    """A step of transformers' model under DDP, with fused AdamW and nothing else."""
+    mine = vit.ViTMAE(config, img_size)
+    model = DistributedDataParallel(
+        peers.transformers_mae(mine, 0.75), gradient_as_bucket_view=True
+    )
+    groups = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(groups, lr=1e-5, betas=(0.9, 0.95), fused=True)
+
+    def step() -> object:
+        loss = model(data.normalize(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def alone(grid: DeviceMesh, sent: Sequence[dryrun.Collective], rounds: int) -> float:
+    """Seconds of these collectives and nothing else, one after the other; median of the rounds."""
+    groups = {"shard": grid.get_group("shard"), "replicate": grid.get_group("replicate"),
+              "world": dist.group.WORLD}  # fmt: skip
+    work: list[Callable[[], object]] = []
+    for c in sent:
+        group = groups[c.group]
+        whole = torch.zeros(c.size // 4)
+        part = torch.zeros(len(whole) // dist.get_world_size(group))
+        whole = whole[: len(part) * dist.get_world_size(group)]
+        calls: dict[str, Callable[[], object]] = {
+            "all_gather": partial(dist.all_gather_into_tensor, whole, part, group),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole, group=group),
+            "all_reduce": partial(dist.all_reduce, whole, group=group),
+        }
+        work.append(calls[c.kind])
+    return statistics.median(timed(lambda: [call() for call in work]) for _ in range(rounds))
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds from the first rank's start to the last rank's end."""
+    dist.barrier()
+    started = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a line for each contestant."""
+    parser = argparse.ArgumentParser(description="Sharded steps against DDP of transformers.")
+    add = parser.add_argument
+    add("--model", choices=vit.MODELS, default="tiny")
+    add("--img-size", type=int, default=96, metavar="PIXELS")
+    add("--batch", type=int, default=32, metavar="IMAGES", help="a rank and step")
+    add("--rounds", type=int, default=10)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    ranks, device = mesh.read_ranks(os.environ), torch.device("cpu")
+    mesh.init_ranks(ranks, device)
+    world, config = ranks.world_size, vit.MODELS[args.model]
+    draw = torch.Generator().manual_seed(ranks.rank)
+    images = torch.randint(0, 256, (args.batch, 3, args.img_size, args.img_size), generator=draw)
+    noise = torch.rand(args.batch, vit.patch_count(config, args.img_size), generator=draw)
+    batch = images.to(torch.uint8), noise
+
+    built: dict[str, Callable[[], object]] = {}
+    grids = {PEER: mesh.build_mesh((world, 1), device)}
+    for mode in OURS:
+        grids[mode] = mesh.build_mesh(
+            shard.mesh_shape(mode, world, 2 if mode == "hybrid" else None), device
+        )
+        built[mode] = ours(mode, grids[mode], config, batch, args.img_size)
+    built[PEER] = theirs(config, batch, args.img_size)
+    sent: dict[str, list[dryrun.Collective]] = {}
+    for name, step in built.items():
+        for _ in range(3):  # DDP builds its buckets anew after the first
+            step()
+        found: list[dryrun.Collective] = []
+        with dryrun.counting(grids[name], found):
+            step()
+        sent[name] = [c for c in found if c.size > SMALL]
+    seconds: dict[str, list[float]] = {name: [] for name in built}
+    for i in range(args.rounds):
+        names = list(built)
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            seconds[name].append(timed(built[name]))
+    only = {name: alone(grids[name], sent[name], args.rounds) for name in built}
+
+    if ranks.rank == 0:
+        print(f"{args.model}, {args.img_size} px, batch {args.batch} on each of {world} ranks, "
+              f"fp32, torch {torch.__version__}, {args.rounds} rounds")  # fmt: skip
+        base = statistics.median(seconds[PEER])
+        for name, taken in seconds.items():
+            middle = statistics.median(taken)
+            counted = Counter[str]()
+            for c in sent[name]:
+                if len(dist.get_process_group_ranks(
+                    grids[name].get_group(c.group) if c.group != "world" else dist.group.WORLD
+                )) > 1:  # fmt: skip
+                    counted[c.kind] += c.size
+            theory = "as plan.py says"
+            if name != PEER:
+                told = plan.estimate(
+                    config, img_size=args.img_size, mask_ratio=0.75, mode=name,
+                    group=2 if name == "hybrid" else None, fsdp=2, world_size=world,
+                    local_batch=args.batch, precision="fp32",
+                ).json()["payload_bytes"]  # fmt: skip
+                theory += "" if told == dict(counted) else f" NOT: {told}"
+            else:
+                theory = "4 bytes a trained parameter"
+            allowed = 1 + max(0.0, only[name] - only[PEER]) / base
+            sizes = ", ".join(f"{kind} {size:,}" for kind, size in sorted(counted.items()))
+            print(f"{name:13} {middle:7.3f} s ({min(taken):.3f}-{max(taken):.3f})  x ddp "
+                  f"{middle / base:5.2f}, allowed {allowed:5.2f}; collectives alone "
+                  f"{only[name]:6.3f} s; bytes: {sizes} ({theory})")  # fmt: skip
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
