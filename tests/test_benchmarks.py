@@ -75,7 +75,7 @@ def test_gpu_benchmark_runs_its_whole_path_on_a_cpu(tmp_path):
 
 @pytest.mark.slow
 def test_bytes_of_sharded_steps_are_those_of_theory_and_of_ddp_of_transformers(tmp_path):
-    """Four ranks: our ddp moves what DDP of transformers' model moves, the others what plan says."""
+    """Four ranks: our ddp moves what that of transformers' model moves, others what plan says."""
     pytest.importorskip("transformers")
     argv = ["--img-size", "32", "--batch", "2", "--rounds", "1"]
     command = [sys.executable, str(ROOT / "benchmarks" / "sharded.py"), *argv]
