@@ -302,12 +302,12 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def open_image(content: bytes) -> tuple[Image.Image, tuple[int, int]]:
+def open_image(content: bytes, budget: int = MEMORY_BUDGET) -> tuple[Image.Image, tuple[int, int]]:
     """A file's content -> its image, not decoded yet, and its width and height when upright.
 
-    ValueError where it is no image that Pillow knows.
+    ValueError where it is no image that Pillow knows, or one that takes more than `budget` bytes.
     """
-    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # `decode` has its own
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # `budget` stands for it
     try:
         image = Image.open(io.BytesIO(content))
     except UnidentifiedImageError:
@@ -318,8 +318,24 @@ def open_image(content: bytes) -> tuple[Image.Image, tuple[int, int]]:
     width, height = image.size
     if width * height == 0:
         raise ValueError("no pixels")
+    if image.format != "JPEG":  # which may be read smaller; a PNG is read whole for its Exif
+        check_memory(image, image.size, budget)
     sideways = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
     return image, (height, width) if sideways else (width, height)
+
+
+def check_memory(image: Image.Image, whole: tuple[int, int], budget: int) -> None:
+    """ValueError where decoding at the size of `image`, of a file with `whole`, takes too much."""
+    needed = 4 * image.width * image.height  # Pillow's RGB has four bytes a pixel
+    if image.info.get("progressive"):
+        needed += (
+            6 * whole[0] * whole[1]
+        )  # all its coefficients, of 2 bytes, before the first pixel
+    if needed > budget:
+        raise ValueError(
+            f"{whole[0]} x {whole[1]} pixels take {needed / 2**30:.1f} GiB to decode, more than "
+            f"{budget / 2**30:.1f}: make it smaller by `prepare.py pack --max-side`"
+        )
 
 
 def decode(image: Image.Image, reduce: int = 1, budget: int = MEMORY_BUDGET) -> Image.Image:
@@ -328,17 +344,10 @@ def decode(image: Image.Image, reduce: int = 1, budget: int = MEMORY_BUDGET) -> 
     Raises whatever Pillow raises for a broken image, of a truncated one too, and ValueError where
     more than `budget` bytes would be needed.
     """
-    width, height = image.size
+    whole = image.size
     if reduce > 1:
-        image.draft(None, (width // reduce, height // reduce))
-    needed = 4 * image.width * image.height  # Pillow's RGB has four bytes a pixel
-    if image.info.get("progressive"):
-        needed += 6 * width * height  # all its coefficients, of 2 bytes, before the first pixel
-    if needed > budget:
-        raise ValueError(
-            f"{width} x {height} pixels take {needed / 2**30:.1f} GiB to decode, more than "
-            f"{budget / 2**30:.1f}: make it smaller by `prepare.py pack --max-side`"
-        )
+        image.draft(None, (whole[0] // reduce, whole[1] // reduce))
+    check_memory(image, whole, budget)
     return to_rgb(image)
 
 

@@ -192,7 +192,7 @@ def scan(folder: str, out: str, workers: int, say: Callable[[str], None]) -> int
 
 def smaller(content: bytes, max_side: int, quality: int) -> bytes | None:
     """The image as a JPEG whose longer side is `max_side`; None where it is not larger now."""
-    image, (width, height) = data.open_image(content)
+    image, (width, height) = data.open_image(content, PACK_BUDGET)
     if max(width, height) <= max_side:
         return None
     fits = [scale for scale in (1, 2, 4, 8) if max(width, height) >= 2 * scale * max_side]

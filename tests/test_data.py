@@ -520,7 +520,7 @@ def test_an_image_has_a_budget_of_memory_and_not_of_pixels(tmp_path, monkeypatch
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # not Pillow's to judge
 
     def read(name, reduce, budget):
-        opened, size = data.open_image((tmp_path / name).read_bytes())
+        opened, size = data.open_image((tmp_path / name).read_bytes(), budget)
         assert size == (1600, 1600)
         return data.decode(opened, reduce, budget).size
 
