@@ -91,7 +91,8 @@ def groups(rows: Iterable[Row], name: Callable[[Row], Any]) -> dict[Any, list[Ro
 
 def sharding(row: Row) -> str:
     """`hybrid 2`."""
-    return f"{row['mode']} {row['group']}" if row["mode"].startswith("hybrid") else row["mode"]
+    grouped = row["mode"].startswith("hybrid") and row.get("group")
+    return f"{row['mode']} {row['group']}" if grouped else row["mode"]
 
 
 def labels(rows: Sequence[Row], source: bool) -> list[str]:

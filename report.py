@@ -135,7 +135,11 @@ def write(folders: Sequence[Path], out: Path | None, report: bool) -> int:
         raise ValueError("which sweep? name its folder, or examples/published")
     sweeps = [folder for folder in folders if (folder / "results.csv").exists()]
     out = out or (sweeps[0] if sweeps else Path(f"sweep_{folders[0].resolve().name}"))
-    rows = [row for folder in folders for row in results.read_folder(folder)]
+    names, rows = Counter(folder.resolve().name for folder in folders), list[Row]()
+    for folder in folders:
+        for row in results.read_folder(folder):  # of folders with one name, by their paths
+            same = row["source"] == folder.resolve().name and names[row["source"]] > 1
+            rows.append(row | {"source": str(folder)} if same else row)
     pictures = figures.draw(rows, out / "figures")
     if not pictures:
         raise ValueError(f"{folders[0]} has no finished point to draw: run the sweep further")

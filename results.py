@@ -44,6 +44,7 @@ COLUMNS = (
     "max_local_batch", "source", "host", "cores", *VERSIONS, "started", "log",
 )  # fmt: skip
 WORDS = ("id", "study", "reason", "model", "host", "source", "started", "log", *VERSIONS)
+DEFAULTS = {"model": "base", "mode": "hybrid", "batch": 32, "accum": 1}  # of train_fsdp.py
 WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, counted collectives
 
 
@@ -70,9 +71,14 @@ def measured(log: attempts.Log) -> Row:
     return row
 
 
+def start_of(facts: Mapping[str, Any]) -> str:
+    """When an attempt was started, from its state: seconds, UTC."""
+    return datetime.fromtimestamp(facts["started"], timezone.utc).isoformat(timespec="seconds")
+
+
 def row_of(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[str, Any]) -> Row:
     """The row of a point: what was asked, what its newest attempt says, what was planned."""
-    row: Row = {k: cell(k, v) for k, v in point.items() if k in COLUMNS}
+    row: Row = dict(DEFAULTS) | {k: cell(k, v) for k, v in point.items() if k in COLUMNS}
     nodes, ranks = int(point["nodes"]), int(point["ranks"])
     row |= {"state": state, "run": point.get("run") or "real", "world_size": nodes * ranks}
     row |= {key: value for key, value in plan.items() if key in COLUMNS}
@@ -80,10 +86,9 @@ def row_of(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[str
     if not made or state in ("waiting", "skipped"):
         return row | {"reason": plan.get("why_not", "") if state == "skipped" else ""}
     facts, log = attempts.read_state(made[-1]), attempts.read_log(made[-1] / "log.jsonl")
-    started = datetime.fromtimestamp(facts["started"], timezone.utc)
     row |= {"reason": facts["reason"], "host": facts["host"], "cores": facts["cores"]}
     row |= {
-        "started": started.isoformat(timespec="seconds"),
+        "started": start_of(facts),
         "log": f"runs/{folder.name}/{made[-1].name}/log.jsonl",
     }
     row |= {key: value for key, value in log.start.items() if key in (*SETTINGS, "workers", "host")}

@@ -102,11 +102,19 @@ class Sweep:
         return state, made
 
     def collect(self) -> list[results.Row]:
-        """results.csv anew: a row a point, and what others have appended to it."""
-        points, path = self.points(), self.out / "results.csv"
-        ids = {point["id"] for point in points}
-        others = [row for row in results.read_table(path) if row["id"] not in ids] if (
-            path.exists()) else []  # fmt: skip
+        """results.csv anew: a row a point, and what others have appended to it.
+
+        Those are told by when they were started: on another machine a point has the same id.
+        """
+        points, path, own = self.points(), self.out / "results.csv", set[tuple[str, str]]()
+        for point in points:
+            for made in attempt.attempts(self.folder(point["id"])):
+                own.add((point["id"], results.start_of(attempt.read_state(made))))
+        ids, others = {point["id"] for point in points}, list[results.Row]()
+        for row in results.read_table(path) if path.exists() else []:
+            started = row["started"] or ""
+            if (row["id"], started) not in own and (started or row["id"] not in ids):
+                others.append(row | {"source": row["source"] or row["host"]})
         rows = [
             results.row_of(p, self.folder(p["id"]), self.look(p["id"])[0], self.plan(p["id"]))
             for p in points
@@ -167,8 +175,7 @@ def run_here(
     for i, point in enumerate(order, 1):
         print(f"[{i}/{len(order)}] {point['id']:50}", end=" ", flush=True)
         state = run_point(sweep, point, script, limit, again)
-        rows = {row["id"]: row for row in sweep.collect()}
-        row = rows[point["id"]]
+        row = next(row for row in sweep.collect() if row["id"] == point["id"])
         rate = row.get("images_per_second")
         print(f"{state}{f'  {rate:.1f} img/s' if rate else ''}  {row.get('reason') or ''}",
               flush=True)  # fmt: skip

@@ -45,13 +45,15 @@ log = open(os.path.join(out, "log.jsonl"), "a")
 def write(**record):
     log.write(json.dumps(record) + "\\n")
     log.flush()
-write(event="start", steps=20, model=flags["--model"], run=flags.get("--run", "real"), host="here",
+write(event="start", steps=20, model=flags["--model"], run=flags.get("--run", "real"),
+      host=os.environ.get("HOST_NAME", "here"),
       versions={"torch": "9.9"}, batch=32, accum=1, mode=flags.get("--mode", "hybrid"),
       world_size=1, device="cpu")
 for step in range(2, 21, 2):
     time.sleep(float(os.environ.get("NAP", "0")))
-    write(event="step", step=step, images_per_second=100.0 + step + seed, step_seconds=0.1,
-          data_seconds=0.0, peak_allocated_gib=1.0 + seed)
+    rate = float(os.environ.get("BASE", "100")) + step + seed
+    write(event="step", step=step, images_per_second=rate, step_seconds=0.1, data_seconds=0.0,
+          peak_allocated_gib=1.0 + seed)
 write(event="end", reason="done", problem=None, steps=20)
 """
 
@@ -279,6 +281,21 @@ def test_each_end_is_told_apart(code, end, output, late, killed, state):
     assert attempt.judge(code, attempt.Log(end=end), output, late, killed)[0] == state
 
 
+def test_a_point_of_which_little_is_known_has_a_row_and_is_drawn(tmp_path):
+    """A table may leave flags out, a run may end before its log begins."""
+    point = {"id": "one", "study": "mine", "nodes": "1", "ranks": "2"}
+    plans = {"planned_gib": 3.0, "memory_gib": 64.0, "why_not": "no"}
+    rows = [results.row_of(point, tmp_path, state, plans) | {"source": "mine"}
+            for state in ("waiting", "skipped", "failed")]  # fmt: skip
+    given = vars(flags.build_parser().parse_args([]))
+    assert all(rows[0][name] == given[name] for name in ("model", "mode", "accum", "run"))
+    assert rows[0]["batch"] == flags.batch_sizes(1, 1, None, None)[0]
+    results.write_table(tmp_path / "results.csv", rows, results.COLUMNS)
+    again = results.read_folder(tmp_path)
+    assert [p.name for p in figures.draw(again, tmp_path / "figures")] == ["memory"]
+    assert [v and v.word for v in verdict.verdicts(again)] == [None, "memory", None]
+
+
 # --- running, without training
 
 
@@ -339,26 +356,36 @@ def test_what_cannot_fit_is_skipped_unless_told_to_try(tmp_path, stand_in):
     assert [r["state"] for r in rows_of(tmp_path / "out")] == ["done", "done"]
 
 
-def test_results_of_other_machines_are_appended_and_stay(tmp_path, stand_in):
+def test_results_of_other_machines_are_appended_and_stay(tmp_path, stand_in, monkeypatch):
     script, _ = stand_in
-    for name, seed in (("here", 1), ("there", 2)):
-        points = table(tmp_path / "mine.csv", f"ranks,model,run,seed\n1,tiny,syn,{seed}\n")
-        here(points, "--out", tmp_path / name, *script)
-    there = (tmp_path / "there" / "results.csv").read_text()
-    with open(tmp_path / "here" / "results.csv", "a") as file:
-        file.write(there)  # its head line, too
-    here("report", tmp_path / "here")
-    rows = rows_of(tmp_path / "here")
-    assert [r["images_per_second"] for r in rows] == [114, 115]
-    here("figures", tmp_path / "here", tmp_path / "there", "--out", tmp_path / "both")
+    points = table(tmp_path / "mine.csv", "ranks,model,run\n1,tiny,syn\n")
+    for name, base in (("here", "100"), ("there", "200")):  # the same point, so the same id
+        monkeypatch.setenv("HOST_NAME", name)
+        monkeypatch.setenv("BASE", base)
+        here(points, "--out", tmp_path / name / "sweep", *script)
+        time.sleep(1)  # runs are told apart by their second
+    mine, other = tmp_path / "here" / "sweep", tmp_path / "there" / "sweep"
+    with open(mine / "results.csv", "a") as file:
+        file.write((other / "results.csv").read_text())  # its head line, too
+    for _ in range(2):
+        here("report", mine)
+        rows = rows_of(mine)
+        assert [r["images_per_second"] for r in rows] == [113, 213]
+        assert [r["source"] for r in rows] == ["sweep", "there"] and rows[0]["id"] == rows[1]["id"]
+        found = verdict.verdicts(rows)  # each has its own ideal
+        assert [f and (f.word, f.communication) for f in found] == [("compute", 0)] * 2
+    with open(mine / "results.csv") as file:
+        assert file.read().count("tiny-hybrid") == 4  # in id and log of two rows
+
+    (mine / "results.csv").unlink()
+    here("figures", mine, other, "--out", tmp_path / "both")
     with open(tmp_path / "both" / "figures" / "throughput.csv") as file:
         drawn = [row for row in csv.DictReader(file) if "planned" not in row["series"]]
-    assert {row["y"] for row in drawn} == {"114", "115"}
-    known = {r["id"]: r for r in rows}
-    for row in drawn:  # every drawn point leads to the run it comes from
-        assert row["id"] in known
-    logs = {(tmp_path / "both" / row["log"]).resolve() for row in drawn}
-    assert tmp_path / "there" / "runs" / rows[1]["id"] / "1" / "log.jsonl" in logs
+    assert {row["series"]: row["y"] for row in drawn} == {
+        f"tiny: hybrid ({mine})": "113", f"tiny: hybrid ({other})": "213"}  # fmt: skip
+    for line, folder in zip(drawn, (mine, other), strict=True):  # a point leads to its run
+        log = folder / "runs" / rows[0]["id"] / "1" / "log.jsonl"
+        assert line["id"] == rows[0]["id"] and (tmp_path / "both" / line["log"]).samefile(log)
 
 
 # --- running, with training
