@@ -158,7 +158,7 @@ def reference(tmp_path_factory):
 def test_two_nodes_of_four_ranks(case, reference, tmp_path):
     job = case.submit(*TRAIN, *HYBRID, "--steps", "3", TASKS_PER_NODE="4", CONDA_ENV="mae",
                       PREFLIGHT="yes")  # fmt: skip
-    case.rig.wait(job, "COMPLETED", 180)
+    case.rig.wait(job, "COMPLETED", 400)
     output = case.rig.output(job)
     assert case.asked() == [*(f"module load {name}" for name in MODULES), "conda activate mae"]
     for rank in range(8):  # of all that the job has, one device, and the one OLCF publishes
