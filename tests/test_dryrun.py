@@ -262,7 +262,7 @@ PLAN = {
                    "activations": 4.125, "peak": 12.0, "peak_active": 13.0},
     "payload_bytes": {"all_gather": 1000, "reduce_scatter": 2000, "all_reduce": 3000},
     "collectives": {"all_gather": 13, "reduce_scatter": 7, "all_reduce": 9},
-    "traffic_bytes_per_rank": {}, "step_seconds_lower_bound": 1.0,
+    "traffic_bytes_per_rank": {}, "step_seconds_lower_bound": 1.5,
 }  # fmt: skip
 
 
@@ -301,8 +301,8 @@ def test_the_plan_is_printed_beside_and_nothing_is_written(tmp_path, monkeypatch
         "memory_gib"
     ].items()
     assert rows["all"][2] == "12.000" and float(rows["all"][0]) > float(rows["all"][1]) > 0
+    assert len(asked) == 2 and asked[0] == asked[1]  # for what the log begins with, for the report
     config, settings = asked[0]
-    assert all(other == asked[0] for other in asked)
     assert config == vit.MODELS["tiny"] and settings == {
         "img_size": 32, "mask_ratio": 0.75, "mode": "hybrid", "group": 2, "fsdp": 2,
         "world_size": 4, "local_batch": 2, "accum": 2, "precision": "bf16",
