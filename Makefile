@@ -22,8 +22,9 @@ demo: $(VENV)/run.ok
 	  --global-batch 48 --steps 100 --blr 8e-3 --precision fp32 --device cpu --workers 1 \
 	  --log-every 5 --out $(DEMO_OUT)
 
+# Two tests at a time; most start ranks of their own, which get one thread each.
 test: $(VENV)/dev.ok lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 quick: $(VENV)/dev.ok
 	$(BIN)/python -m pytest -m "not slow"

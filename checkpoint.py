@@ -140,11 +140,14 @@ def _put_back(
 
 
 def _sum(path: Path) -> tuple[int, int]:
-    """Size and CRC-32 of a file."""
-    size = crc = 0
-    block = memoryview(bytearray(2**20))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
+    """Size and CRC-32 of a file; the next block is read while one is summed."""
+    size = crc = turn = 0
+    blocks = [memoryview(bytearray(2**23)) for _ in range(2)]
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(file.readinto, blocks[0])
+        while count := coming.result():
+            block, turn = blocks[turn], 1 - turn
+            coming = reader.submit(file.readinto, blocks[turn])
             size, crc = size + count, zlib.crc32(block[:count], crc)
     return size, crc
 
