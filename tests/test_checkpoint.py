@@ -529,6 +529,25 @@ def test_the_good_one_loads(good, single):
     assert any(not torch.equal(v, before[n]) for n, v in full_parameters(model).items())
 
 
+def test_all_is_read_straight_into_memory_as_dcp_reads_it(full_shard_of_four, single, monkeypatch):
+    folder = full_shard_of_four[0] / str(FULL_SHARD) / "step_00000002"
+    read_into, found, ways = checkpoint._Reader._read_into, [], []
+
+    def straight(*args):
+        ways.append(read_into(*args))
+        return ways[-1]
+
+    for way in (straight, lambda *args: False):
+        monkeypatch.setattr(checkpoint._Reader, "_read_into", way)
+        model, optimizer = build("full_shard", seed=9)
+        checkpoint.load(folder, model, optimizer)
+        tensors = checkpoint.named_tensors(model, optimizer)
+        found.append({n: getattr(t, "full_tensor", t.clone)() for n, t in tensors.items()})
+    assert len(ways) > len(found[0]) and all(ways)  # of most tensors four parts
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 @pytest.mark.parametrize("ill", ILL)
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(ill, copy, single):
     damage, sentence = ILL[ill]
