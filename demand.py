@@ -93,7 +93,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered and reduced together: a block, or the root with the rest."""
+    """Parameters that are gathered and reduced together: blocks, or the root with the rest."""
 
     name: str
     part: Literal["root", "encoder", "decoder"]
@@ -126,7 +126,7 @@ class Unit:
 
 @lru_cache(maxsize=64)
 def model_units(config: vit.ViTConfig, encoder_only: bool) -> tuple[Unit, ...]:
-    """Root first, then the blocks in the order of forward. On the meta device: no memory."""
+    """Root first, then each block in the order of forward. On the meta device: no memory."""
     with torch.device("meta"):
         model = vit.ViTMAE(config, config.patch)
     named = [(n, tuple(p.shape)) for n, p in model.named_parameters()]
@@ -141,6 +141,25 @@ def model_units(config: vit.ViTConfig, encoder_only: bool) -> tuple[Unit, ...]:
         Unit(key, part_of(key), tuple(shape for _, shape in held), tuple(name for name, _ in held))
         for key, held in by.items()
     )
+
+
+def run_units(run: Run) -> tuple[Unit, ...]:
+    """Root first, then the units of this run's engine: FSDP2 takes small blocks together."""
+    root, *blocks = model_units(run.config, run.encoder_only)
+    if run.engine != "fsdp2":
+        return (root, *blocks)
+    ranges = shard.unit_ranges([block.name for block in blocks], [block.numel for block in blocks])
+    return (root, *(joined(blocks[unit.start : unit.stop]) for unit in ranges))
+
+
+def joined(blocks: Sequence[Unit]) -> Unit:
+    """Neighbouring blocks as one unit, named after the first and the last."""
+    first, last = blocks[0], blocks[-1]
+    name = first.name if first is last else f"{first.name}-{last.name.rpartition('.')[2]}"
+    return Unit(
+        name, first.part, tuple(shape for block in blocks for shape in block.shapes),
+        tuple(name for block in blocks for name in block.names),
+    )  # fmt: skip
 
 
 def part_of(unit: str) -> Literal["root", "encoder", "decoder"]:
@@ -179,7 +198,7 @@ def _fsdp_collectives(run: Run) -> list[Collective]:
     found = []
     reduce_bytes = BYTES[run.reduce_dtype]
     every_time = run.engine == "fsdp1" and run.shard > 1
-    for unit in model_units(run.config, run.encoder_only):
+    for unit in run_units(run):
         numel = unit.padded(run)
         gathers = 2 if run.reshard and unit.part != "root" else 1
         payload = numel * run.compute_bytes
@@ -354,7 +373,7 @@ PARTS = (
 
 
 class StepMemory:
-    """Walks through a step, unit by unit, and says what is live.
+    """Walks through a step, block by block, and says what is live.
 
     unsharded: parameters gathered or cast for use, and gradients that are not reduced yet;
     reduction: buffers of gradient collectives.
@@ -362,10 +381,13 @@ class StepMemory:
 
     def __init__(self, run: Run, machine: Machine) -> None:
         self.run, self.machine = run, machine
-        units = model_units(run.config, run.encoder_only)
-        self.root, self.blocks = units[0], units[1:]
+        self.blocks = model_units(run.config, run.encoder_only)[1:]
+        self.units = run_units(run)  # the root first
+        self.root = self.units[0]
+        at = {name: i for i, unit in enumerate(self.units) for name in unit.names}
+        self.unit_at = [at[block.names[0]] for block in self.blocks]  # of each block: its unit
         self.memory = {p: block_memory(run, p, machine) for p in ("encoder", "decoder")}
-        self.numel = {u.name: u.padded(run) for u in units}
+        self.numel = {u.name: u.padded(run) for u in self.units}
         self.all = sum(self.numel.values())
         self.pixels = FP32 * 3 * run.local_batch * run.img_size**2  # the images as fp32
         self.offload = 0 if run.cpu_offload else 1
@@ -399,7 +421,7 @@ class StepMemory:
 
     def resident(self, position: int) -> float:
         """Whole parameters beside the running unit's when block `position` runs backward."""
-        run, before = self.run, self.blocks[:position]
+        run, before = self.run, self.units[1 : self.unit_at[position]]
         if run.engine == "fsdp1" and run.shard == 1:
             return self.gathered(self.root)
         if not run.reshard:
@@ -467,7 +489,6 @@ class StepMemory:
 
     def moments(self) -> Iterator[Moment]:
         """Of the last accumulation step: forward, loss, backward, optimizer."""
-        everything = (self.root, *self.blocks)
         before = self.gradients(()) if self.run.accum > 1 or self.run.engine == "ddp" else 0
         for position, unit in enumerate(self.blocks):
             yield self.moment(
@@ -485,43 +506,45 @@ class StepMemory:
         )  # fmt: skip
         for position in range(count - 1, -1, -1):
             yield from self.backward(position)
-        yield self.moment("optimizer step", gradients=self.gradients(everything))
+        yield self.moment("optimizer step", gradients=self.gradients(self.units))
 
     def forward_units(self, position: int) -> float:
         """Whole parameters while block `position` runs forward (past the last: the loss)."""
-        run, used = self.run, self.blocks[: position + 1]
+        run, loss = self.run, position == len(self.blocks)
+        used = self.units[1:] if loss else self.units[1 : self.unit_at[position] + 1]
         if run.engine == "ddp" or not run.reshard:
             whole = self.gathered(self.root, *used)
             if run.engine == "fsdp1" and run.shard == 1:
                 whole = self.gathered(self.root, *used[-1:])
         else:
-            whole = self.gathered(self.root, *(used[-1:] if position < len(self.blocks) else ()))
-        if (
-            run.engine == "fsdp2" and run.shard > 1 and used
-        ):  # its gather's output stays till the next
-            whole += self.gathered(used[-1])
-        if run.forward_prefetch and position + 1 < len(self.blocks):
-            whole += self.gathered(self.blocks[position + 1])
+            whole = self.gathered(self.root, *(() if loss else used[-1:]))
+        if run.engine == "fsdp2" and run.shard > 1 and used:
+            whole += self.gathered(used[-1])  # its gather's output stays till the next
+        if run.forward_prefetch:
+            whole += self.gathered(*self.units[len(used) + 1 : len(used) + 2])
         return whole
 
     def backward(self, position: int) -> Iterator[Moment]:
         """Moments of one block's backward, and of the reduction of its gradients after it."""
-        run, unit = self.run, self.blocks[position]
-        done = self.blocks[position + 1 :]
-        kept, memory = self.kept(position), self.memory[unit.part]
+        run, block, at = self.run, self.blocks[position], self.unit_at[position]
+        unit, done = self.units[at], self.units[at + 1 :]
+        kept, memory = self.kept(position), self.memory[block.part]
         root_gradients = self.gathered(self.root)
-        for activations, gradients in block_backward(run, memory, unit):
+        later = [b for b, i in zip(self.blocks, self.unit_at, strict=True) if i == at]
+        later = later[later.index(block) + 1 :]  # in the same unit, their gradients not yet reduced
+        unreduced = sum(b.numel for b in later) * run.compute_bytes
+        for activations, gradients in block_backward(run, memory, block):
             if run.engine == "ddp":  # straight into the buckets
-                largest = max(math.prod(s) for s in unit.shapes)
+                largest = max(math.prod(s) for s in block.shapes)
                 gradients = largest * (FP32 + run.compute_bytes)
             yield self.moment(
-                f"backward of {unit.name}",
+                f"backward of {block.name}",
                 gradients=self.gradients(done),
-                unsharded=self.resident(position) + self.gathered(unit) + gradients
+                unsharded=self.resident(position) + self.gathered(unit) + gradients + unreduced
                 + root_gradients,
                 activations=kept + activations, reduction=self.waiting(done),
             )  # fmt: skip
-        if run.engine != "ddp":
+        if run.engine != "ddp" and block.names[0] == unit.names[0]:  # the last to be done
             size = BYTES[run.reduce_dtype]
             copy = size if run.engine == "fsdp2" or size != run.compute_bytes else 0
             yield self.moment(

@@ -394,8 +394,7 @@ def explanation_text(plan: Plan) -> str:
         other = replace(other, replicate=run.world_size // other.shard, accum=1)
         memory = StepMemory(other, plan.machine)
         states = memory.states()
-        units = model_units(run.config, run.encoder_only)
-        held = [states["parameters"], memory.gradients(units), states["optimizer"]]
+        held = [states["parameters"], memory.gradients(memory.units), states["optimizer"]]
         cells = "".join(f"{value / numel:11.3f}" for value in held)
         lines.append(f"{mode_name(other):18}{cells}{sum(held) / numel:8.3f}")
     lines += ["", "GiB at the largest moment of each phase of a step"]

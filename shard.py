@@ -8,7 +8,7 @@ arguments. Copy this one file: it needs torch alone.
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -128,7 +128,8 @@ def apply(
     With `initial_value` None there is memory but no value in it: fake tensors have none.
 
     The mesh has the dimensions ("replicate", "shard") of `mesh_shape`; each instance of
-    `block_classes` becomes a unit of its own, what is left the root unit. Parameters are fp32,
+    `block_classes` becomes a unit of its own, or in FSDP2 one with its neighbours (`unit_ranges`);
+    what is left is the root unit. Parameters are fp32,
     computed with in `param_dtype`; gradients are summed over ranks in `reduce_dtype`. Collective.
     Follow each forward in training mode by its backward: without, a unit that is not resharded
     after forward (`Strategy.reshard`) would meet its next forward with parameters out of date.
@@ -137,6 +138,10 @@ def apply(
     """
     names = {module: name for name, module in model.named_modules()}
     blocks = [m for m in model.modules() if type(m) in block_classes]
+    together = unit_ranges(
+        [names[block] for block in blocks],
+        [sum(p.numel() for p in block.parameters()) for block in blocks],
+    )
 
     # The order matters. Checkpointing first, so that what is recomputed is inside the compiled
     # region and inside the unit: a block is gathered once for recomputation and gradient together.
@@ -164,7 +169,7 @@ def apply(
         )  # fmt: skip
     else:
         _fsdp2(
-            model, strategy, mesh, blocks,
+            model, strategy, mesh, [[blocks[i] for i in unit] for unit in together],
             MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
             prefetch, forward_prefetch, cpu_offload, device,
         )  # fmt: skip
@@ -175,6 +180,25 @@ def apply(
     if initial_value is not None:
         check_initialised(sharded)
     return sharded
+
+
+def unit_ranges(names: Sequence[str], numels: Sequence[int]) -> list[range]:
+    """Which blocks make one unit of FSDP2: neighbours in a stack, up to the size of the largest.
+
+    Blocks are given in the order of forward, by name (`stack.number`) and number of parameters. A
+    small unit has as many collectives as a large one, and between many ranks each of them costs
+    its latency: MAE's decoder blocks, small beside those of a large encoder, go together. No unit
+    is larger than the largest block, so what must be whole at once does not grow.
+    """
+    largest, ranges = max(numels, default=0), list[range]()
+    for i, name in enumerate(names):
+        start = ranges[-1].start if ranges else i
+        same = names[start].rpartition(".")[0] == name.rpartition(".")[0]
+        if ranges and same and sum(numels[start : i + 1]) <= largest:
+            ranges[-1] = range(start, i + 1)
+        else:
+            ranges.append(range(i, i + 1))
+    return ranges
 
 
 def _checkpoint(model: nn.Module, name: str, selective: bool) -> nn.Module:
@@ -261,7 +285,7 @@ def _fsdp1(
 
 
 def _fsdp2(
-    model: nn.Module, strategy: Strategy, mesh: DeviceMesh, blocks: list[nn.Module],
+    model: nn.Module, strategy: Strategy, mesh: DeviceMesh, units: list[list[nn.Module]],
     precision: MixedPrecisionPolicy, prefetch: Prefetch, forward_prefetch: bool,
     cpu_offload: bool, device: torch.device,
 ) -> None:  # fmt: skip
@@ -269,9 +293,9 @@ def _fsdp2(
     # Two dimensions: sharded over the second, replicated over the first. One: sharded over it.
     where = mesh["shard"] if strategy.group == "world" else mesh
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-    for block in blocks:
+    for blocks in units:
         fully_shard(
-            block, mesh=where, reshard_after_forward=strategy.reshard, mp_policy=precision,
+            blocks, mesh=where, reshard_after_forward=strategy.reshard, mp_policy=precision,
             offload_policy=offload,
         )  # fmt: skip
     # The root unit (tokens, embeddings, norms) is used last in forward and first in backward, so
@@ -285,10 +309,10 @@ def _fsdp2(
     if prefetch == "none":
         # FSDP2 always prefetches the next unit in backward, unless it is told what to prefetch;
         # an empty list tells it nothing, a unit's own name does: it is gathered already.
-        for unit in [*blocks, model]:
+        for unit in [*(blocks[0] for blocks in units), model]:
             unit.set_modules_to_backward_prefetch([unit])  # type: ignore[operator]
     if forward_prefetch:
-        for unit, following in pairwise(blocks):
+        for unit, following in pairwise(blocks[0] for blocks in units):
             unit.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
 
 

@@ -4,7 +4,9 @@ import collections
 import dataclasses
 import os
 import re
+from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ import vit
 
 CONFIG = vit.ViTConfig(32, 3, 64, 2, 8, decoder_width=32, decoder_depth=2, decoder_heads=2)
 UNITS = 3 + 2 + 1  # encoder blocks, decoder blocks, root
+SMALL_DECODER = dataclasses.replace(CONFIG, decoder_width=16)  # its blocks are one unit of FSDP2
 CPU = torch.device("cpu")
 FSDP_MODES = ["no_shard", "shard_grad_op", "full_shard", "hybrid", "hybrid_grad_op"]
 ROWS = [("ddp", 2), ("zero1", 2)] + [(mode, fsdp) for fsdp in (1, 2) for mode in FSDP_MODES]
@@ -48,6 +51,20 @@ def test_mesh_shape_refuses_what_has_no_meaning():
             shard.mesh_shape(mode, 8, group)
 
 
+def test_small_blocks_of_one_stack_make_a_unit():
+    def sizes(encoder: list[int], decoder: list[int]) -> list[list[int]]:
+        names = [f"blocks.{i}" for i in range(len(encoder))]
+        names += [f"decoder_blocks.{i}" for i in range(len(decoder))]
+        numels = encoder + decoder
+        return [[numels[i] for i in unit] for unit in shard.unit_ranges(names, numels)]
+
+    assert sizes([9, 9], [4, 4, 4, 4, 4]) == [[9], [9], [4, 4], [4, 4], [4]]
+    assert sizes([9, 9], [5, 5]) == [[9], [9], [5], [5]]  # two would be larger than a block
+    assert sizes([2, 2], [8, 8]) == [[2, 2], [8], [8]]  # whichever stack is small
+    assert sizes([4, 4, 4], [4, 8]) == [[4, 4], [4], [4], [8]]  # never across stacks
+    assert sizes([], []) == []
+
+
 def test_original_names():
     for name in (
         "module.blocks.0.mlp.fc1.weight",
@@ -68,12 +85,12 @@ def single():
     dist.destroy_process_group()
 
 
-def build(mode: str, grid, *, dtype=torch.float32, **options) -> nn.Module:
+def build(mode: str, grid, *, dtype=torch.float32, config=CONFIG, **options) -> nn.Module:
     with torch.device("meta"):
-        model = vit.ViTMAE(CONFIG, 32)
+        model = vit.ViTMAE(config, 32)
     return shard.apply(
         model, mode, grid, block_classes={vit.Block}, device=CPU, param_dtype=dtype,
-        initial_value=partial(vit.initial_value, CONFIG, seed=0), **options,
+        initial_value=partial(vit.initial_value, config, seed=0), **options,
     )  # fmt: skip
 
 
@@ -255,6 +272,10 @@ def facts_of_four_ranks() -> dict:
         found = sorted((e.time_range.start, e.name) for e in prof.events())
         return [name for _, name in found]
 
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
+
     def collectives(names: list[str]) -> dict[str, int]:
         kinds = {"all_gather": "allgather", "reduce_scatter": "reduce_scatter",
                  "all_reduce": "allreduce"}  # fmt: skip
@@ -280,6 +301,14 @@ def facts_of_four_ranks() -> dict:
         facts["bf16_sums"][mode, fsdp] = exact
 
     grid = mesh.build_mesh((1, 4), CPU)
+    singles = {"unit_ranges": lambda names, numels: [range(i, i + 1) for i in range(len(names))]}
+    for name, options in {"units": {}, "recomputed": {"ac": "full"}}.items():
+        for key, changed in {name: {}, f"{name}, single blocks": singles}.items():
+            with mock.patch.multiple(shard, **changed) if changed else nullcontext():
+                model = build("full_shard", grid, config=SMALL_DECODER, **options)
+            model(*batch())[0].backward()
+            model.zero_grad()
+            facts[key] = collectives(events(model)), gradients(model)
     for prefetch in ("backward_pre", "none"):
         model = build("full_shard", grid, prefetch=prefetch)
         for _ in range(2):
@@ -345,6 +374,16 @@ def test_each_rank_holds_its_part_of_the_parameters(facts, mode, fsdp):
 @pytest.mark.parametrize(("mode", "fsdp"), ROWS)
 def test_gradients_are_summed_in_the_reduce_dtype(facts, mode, fsdp):
     assert facts["bf16_sums"][mode, fsdp]
+
+
+def test_units_of_several_blocks_send_less_often_and_learn_the_same(facts):
+    """3 encoder blocks and a root with 2 decoder blocks: as one unit, or a unit each."""
+    for name in ("units", "recomputed"):
+        (few, mine), (many, single) = facts[name], facts[f"{name}, single blocks"]
+        assert few == {"all_gather": 2 * 4 + 1, "reduce_scatter": 5, "all_reduce": 0}
+        assert many == {"all_gather": 2 * 5 + 1, "reduce_scatter": 6, "all_reduce": 0}
+        assert len(mine) == len(single) > 60
+        assert all(torch.equal(a, b) for a, b in zip(mine, single, strict=True))
 
 
 def test_prefetch_is_what_it_says(facts):
