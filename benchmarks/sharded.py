@@ -123,6 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     ranks, device = mesh.read_ranks(os.environ), torch.device("cpu")
+    if ranks.world_size % 2:
+        parser.error(f"{ranks.world_size} ranks make no groups of two: start it by "
+                     "torchrun --nproc-per-node 4 -- benchmarks/sharded.py")  # fmt: skip
     mesh.init_ranks(ranks, device)
     world, config = ranks.world_size, vit.MODELS[args.model]
     draw = torch.Generator().manual_seed(ranks.rank)
