@@ -10,11 +10,11 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Lock, Thread, Timer
 from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -155,6 +155,27 @@ class Place:
     doing: str = "starting"
     step: int | None = None
     since: float = field(default_factory=time.monotonic)
+
+
+@contextmanager
+def at_most(seconds: float, give_up: Callable[[], None]) -> Iterator[None]:
+    """Ends this process, status 1, after `give_up()`, where what is inside takes longer.
+
+    For what comes before the watch: a store that takes a call and is then stopped, or is no store
+    at all, is waited for by torch without end.
+    """
+
+    def leave() -> None:
+        give_up()
+        os._exit(1)
+
+    timer = Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Watchdog:

@@ -597,23 +597,29 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
 
     # the ranks find each other
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that the watchdog may dump
-    try:
-        mesh.init_ranks(ranks, device, timeout_minutes=PATIENCE * args.timeout / 60)
-    except (RuntimeError, OSError) as error:
-        complain(f"rank {ranks.rank} of {world} found no others: {str(error).splitlines()[0]}")
-        return 1
     log = Log(None)
 
     def give_up(text: str) -> None:
         complain(text)
         log.write("end", reason="timeout", problem=text)
 
-    watch = agree.Watchdog(
-        ranks.rank, world, ranks.init, seconds=args.timeout, patience=PATIENCE,
-        folder=os.path.join(args.out, "stalled"), give_up=give_up,
-    )  # fmt: skip
-    gloo: Any = dist.new_group(backend="gloo")  # for checkpoints: nothing is gathered on a GPU
-    dist.barrier(gloo)  # connects the ranks now: later, one that dies meanwhile is waited for
+    def no_answer() -> None:
+        where = ":".join(ranks.init[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+        complain(f"rank {ranks.rank} of {world} has no answer from {where}: rank 0 stands still, "
+                 "or the port is another program's")  # fmt: skip
+
+    with agree.at_most(PATIENCE * args.timeout + 10, no_answer):
+        try:
+            mesh.init_ranks(ranks, device, timeout_minutes=PATIENCE * args.timeout / 60)
+        except (RuntimeError, OSError) as error:
+            complain(f"rank {ranks.rank} of {world} found no others: {str(error).splitlines()[0]}")
+            return 1
+        watch = agree.Watchdog(
+            ranks.rank, world, ranks.init, seconds=args.timeout, patience=PATIENCE,
+            folder=os.path.join(args.out, "stalled"), give_up=give_up,
+        )  # fmt: skip
+        gloo: Any = dist.new_group(backend="gloo")  # for checkpoints: nothing is gathered on a GPU
+        dist.barrier(gloo)  # connects the ranks now: later, one that dies meanwhile is waited for
 
     def leave(status: int) -> int:
         watch.stop()

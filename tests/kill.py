@@ -72,7 +72,8 @@ def strike(ranks: list[subprocess.Popen], name: str, hit: list[subprocess.Popen]
             status = ended([p for p in ranks if p not in hit], 4 * TIMEOUT + 60)
             for p in hit:
                 p.send_signal(signal.SIGCONT)
-            if any(s != 1 for s in status + ended(hit, 60)):
+            # stopped before it met the others, it now looks for them as long as they did
+            if any(s != 1 for s in status + ended(hit, 4 * TIMEOUT + 60)):
                 return f"status {status}, then {[p.poll() for p in hit]}"
             return ""
         time.sleep(TIMEOUT + 4)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -264,6 +265,19 @@ def test_an_unreachable_master_is_one_sentence(capsys, monkeypatch):
     assert train_fsdp.main([*SMALL, "--timeout", "1"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("train_fsdp.py: error: rank 1 of 2 found no others:")
+
+
+def test_a_master_that_never_answers_is_one_sentence(tmp_path):
+    """A stopped rank 0, or another program at its port: it takes the call and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        port = deaf.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "train_fsdp.py", *SMALL, "--timeout", "1", "--out", str(tmp_path)],
+            env=environment(1, 2, port), cwd=ROOT, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode == 1
+    expected = f"rank 1 of 2 has no answer from 127.0.0.1:{port}: rank 0 stands still, or the port"
+    assert done.stderr.splitlines()[-1].startswith(f"train_fsdp.py: error: {expected}")
 
 
 def test_run_syn_keeps_one_batch_and_run_io_builds_no_model(tmp_path, monkeypatch):
