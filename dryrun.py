@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,12 +27,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+import agree
+import data
+import intake
 import mesh
 import shard
 import vit
+from assemble import blank_model, completed, planned, start_record
+from collectives import Collective, Unsupported, counting
+from flags import complain
+from log import describe
+from restart import resume
 
 RANKS_PER_NODE = 8  # of Frontier (GCDs) and of DGX machines
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same
@@ -45,16 +53,6 @@ PARTS = {
     "activations": ("Activation", "Temp", "Buffer", "Inputs"),
 }
 ON_HOST = ("parameters", "gradients", "optimizer")  # with --cpu-offload
-# What plan.estimate wants to know, under the names of the flags.
-PLANNED_FLAGS = (
-    "img_size", "mask_ratio", "mode", "group", "fsdp", "world_size", "accum", "precision",
-    "reduce_dtype", "ac", "prefetch", "forward_prefetch", "limit_all_gathers", "cpu_offload",
-    "bucket_cap_mb",
-)  # fmt: skip
-
-
-class Unsupported(RuntimeError):
-    """This version of PyTorch has not what a dry run is made of."""
 
 
 def private_parts() -> SimpleNamespace:
@@ -63,7 +61,6 @@ def private_parts() -> SimpleNamespace:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
         from torch.testing._internal.distributed.fake_pg import FakeStore
-        from torch.utils._python_dispatch import TorchDispatchMode
     except ImportError as error:
         raise Unsupported(
             f"--dry-run uses parts of PyTorch that are not public, and torch {torch.__version__} "
@@ -71,8 +68,80 @@ def private_parts() -> SimpleNamespace:
         ) from None
     return SimpleNamespace(
         FakeTensorMode=FakeTensorMode, FSDPMemTracker=FSDPMemTracker, FSDPRefType=_FSDPRefType,
-        FakeStore=FakeStore, TorchDispatchMode=TorchDispatchMode,
+        FakeStore=FakeStore,
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------
+# The whole command
+
+
+def dry_run(
+    flags: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, shape: tuple[int, int],
+    lr: float, build: Callable[..., Any], gradients: Callable[..., Tensor],
+    update: Callable[..., Tensor],
+) -> int:  # fmt: skip
+    """The same command up to one step without numbers; prints a plan, trains and writes nothing.
+
+    `build(model, grid)` as assemble.spread; `gradients` and `update` are the two halves of
+    train_fsdp.py's step. Returns the exit status.
+    """
+    try:
+        with pretended_world(ranks.world_size):
+            for line in rehearse(flags, config, ranks, shape, lr, build, gradients, update):
+                print(line, flush=True)
+    except (ValueError, OSError, Unsupported) as error:
+        complain(str(error))
+        return 1 if isinstance(error, Unsupported) else 2
+    return 0
+
+
+def rehearse(
+    flags: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, shape: tuple[int, int],
+    lr: float, build: Callable[..., Any], gradients: Callable[..., Tensor],
+    update: Callable[..., Tensor],
+) -> Iterator[str]:  # fmt: skip
+    """Lines that tell what a real run would be: in the order of `main`, and with its errors."""
+    yield f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks"
+    said: list[str] = []
+    scan = partial(intake.find_images, flags["data"], None, flags["global_batch"], said.append)
+    files, images, epoch_steps = agree.together(scan)
+    agree.together(partial(check_folder, flags["out"]))
+    chosen = completed(flags | {"dry_run": False}, images, epoch_steps)
+    begin = 0
+    if flags["run"] == "real":
+        begin = resume(flags["resume"], flags["out"], lambda path: None, None, chosen,
+                       flags["allow_changes"], said.append)["step"]  # fmt: skip
+    yield from said
+
+    gpu = torch.device("cuda" if flags["device"] != "cpu" else "cpu")  # of the job, not of here
+    blank = partial(blank_model, config, flags["img_size"], flags["norm_pix_loss"], gpu)
+    params = sum(p.numel() for p in blank().parameters())
+    start = start_record(chosen, config, ranks, CPU, shape, params=params, lr=lr,
+                         epoch_steps=epoch_steps, begin=begin, workers=0)  # fmt: skip
+    elsewhere = {} if flags["device"] == "cpu" else {"device": "a GPU each", "sdpa": None}
+    yield from describe(start | elsewhere)
+    patches = vit.patch_count(config, flags["img_size"])
+    loader = data.build_loader(
+        files, img_size=flags["img_size"], patches=patches, seed=flags["seed"],
+        global_batch=flags["global_batch"], local_batch=flags["batch"],
+        steps=range(begin, chosen["steps"]), world_size=ranks.world_size,
+        workers=flags["workers"] or 0,
+    )  # fmt: skip
+    yield from first_samples(loader, flags["workers"])
+
+    why_not, simulation = unsimulated(flags["mode"], flags["fsdp"], flags["run"]), None
+    if why_not is None:
+        grid, side = mesh.build_mesh(shape, CPU), flags["img_size"]
+        pixels, noise = (flags["batch"], 3, side, side), (flags["batch"], patches)
+        simulation = simulate(
+            grid, lambda: build(blank(), grid, seed=None, compile_blocks=False), gradients,
+            lambda model, optimizer, *rest: update(model, optimizer, agree.FiniteCheck(CPU), *rest),
+            [(pixels, torch.uint8), (noise, torch.float32)], flags["accum"],
+        )  # fmt: skip
+    yield why_not or "one step of rank 0, simulated" + ", without --compile" * flags["compile"]
+    plan = planned(config, chosen)
+    yield from report(simulation, plan, shape, flags["cpu_offload"])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -133,18 +202,6 @@ def unsimulated(mode: str, fsdp: int | None, run: str) -> str | None:
 
 # ---------------------------------------------------------------------------------------------
 # One step
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One call: its kind, over which groups, the bytes of the tensor that is whole after it.
-
-    Before it, for a reduce-scatter. `group` is "shard", "replicate" or "world".
-    """
-
-    kind: str
-    group: str
-    size: int
 
 
 @dataclass(frozen=True)
@@ -250,66 +307,8 @@ def optimizer_bytes(model: nn.Module) -> int:
     return sum(2 * t.numel() * t.element_size() + 4 for t in tensors)
 
 
-def counting(grid: DeviceMesh, found: list[Collective]) -> Any:
-    """A context that adds every collective of this process to `found`."""
-    groups = {str(grid.get_group(name).group_name): name for name in ("shard", "replicate")}
-
-    class Counting(private_parts().TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(
-            self, func: Any, types: Any, given: Any = (), named: Any = None
-        ) -> Any:
-            if DTensor in types:
-                return NotImplemented  # comes back in pieces, as plain tensors
-            result = func(*given, **(named or {}))
-            kind = kind_of(func)
-            if kind:
-                sizes = [_bytes(argument) for argument in [*given, result]]
-                group = groups.get(_group_name(given), "world")
-                found.append(Collective(kind, group, max(sizes)))  # the whole tensor is the larger
-            return result
-
-    return Counting()
-
-
-def kind_of(func: Any) -> str | None:
-    """all_gather, reduce_scatter, all_reduce or broadcast; None for other operations."""
-    if func.namespace not in ("c10d", "_c10d_functional"):
-        return None
-    name = func.name().partition("::")[2].replace("_", "")
-    for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
-        if name.startswith(kind.replace("_", "")):
-            return kind
-    return None
-
-
-def _bytes(argument: Any) -> int:
-    tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)]
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _group_name(given: Sequence[Any]) -> str:
-    """Of the process group among a collective's arguments: an object, or its name as the last."""
-    for argument in given:
-        if isinstance(argument, torch.ScriptObject):
-            return str(dist.ProcessGroup.unbox(argument).group_name)
-    return [argument for argument in given if isinstance(argument, str)][-1]
-
-
 # ---------------------------------------------------------------------------------------------
 # What is told
-
-
-def planned(config: vit.ViTConfig, flags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The numbers of plan.py for the same command; None where plan.py is not there.
-
-    `flags` are those of train_fsdp.py, completed.
-    """
-    try:
-        import plan
-    except ImportError:
-        return None
-    settings = {name: flags[name] for name in PLANNED_FLAGS}
-    return plan.estimate(config, **settings, local_batch=flags["batch"]).json()
 
 
 def report(
@@ -332,16 +331,6 @@ def part_of(memory: Mapping[str, int], name: str) -> int:
     if name == "peak":
         return sum(memory.values())
     return sum(memory.get(category, 0) for category in PARTS[name])
-
-
-def payload(collectives: Sequence[Collective], shape: tuple[int, int]) -> dict[str, int] | None:
-    """Bytes of whole tensors by kind, in groups of several ranks; None if nothing was counted."""
-    sizes = {"replicate": shape[0], "shard": shape[1], "world": shape[0] * shape[1]}
-    kinds = Counter[str]()
-    for collective in collectives:
-        if sizes[collective.group] > 1:
-            kinds[collective.kind] += collective.size
-    return dict(kinds) or None
 
 
 def _memory_lines(simulation: Simulation | None, plan: Mapping[str, float] | None) -> Iterator[str]:

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 -- train_fsdp.py --model base --mode full_shard --data DIR
     srun python train_fsdp.py --model 3b --mode hybrid --group 2 --data DIR         # Slurm
 
-Flags -> ranks -> mesh -> model -> shard -> data -> loop. Read vit.py, data.py, mesh.py and shard.py
-beside it.
+Flags -> ranks -> mesh -> model -> shard -> resume -> data -> loop. Read vit.py, data.py, mesh.py
+and shard.py beside it.
 """
 
 if __name__ == "__main__":
@@ -24,15 +24,13 @@ if __name__ == "__main__":
         signal.signal(_number, _note)
 
 import gc
-import json
 import math
 import os
-import platform
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
@@ -42,30 +40,30 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import agree
 import checkpoint
 import data
 import dryrun
 import intake
-import kernels
 import mesh
 import prepare
 import profiling
 import shard
 import vit
+from assemble import blank_model, completed, spread, start_record
+from collectives import Collective, counted_once, payload
 from flags import (
     DTYPES,
     LAST_WORD_SECONDS,
     PATIENCE,
-    RESULT,
     batch_sizes,
     complain,
     parse_args,
     refuse,
 )
-from log import Log, describe, device_memory, open_log, versions
+from log import Log, describe, device_memory, open_log
+from restart import resume, save_step
 
 # ---------------------------------------------------------------------------------------------
 # The step
@@ -283,86 +281,78 @@ def loop(
 
 
 # ---------------------------------------------------------------------------------------------
-# What a real run and a dry run have in common
-
-
-def completed(flags: dict[str, Any], images: int, epoch_steps: int) -> dict[str, Any]:
-    """The flags of a run with the numbers that follow from its data."""
-    steps = flags["steps"] or (flags["epochs"] or 0) * epoch_steps or 100
-    warmup = steps // 20 if flags["warmup_steps"] is None else flags["warmup_steps"]
-    return flags | {"steps": steps, "warmup_steps": warmup, "images": images}
-
-
-def blank_model(
-    config: vit.ViTConfig, img_size: int, norm_pix_loss: bool, device: torch.device
-) -> nn.Module:
-    """The model, for a device but not on it yet: shapes alone."""
-    cpu = device.type == "cpu"  # the fast products and attention of a GPU are PyTorch's own
-    own = vit.Kernels(kernels.Linear, kernels.attention) if cpu else vit.PYTORCH
-    with torch.device("meta"):
-        return vit.ViTMAE(config, img_size, norm_pix_loss, own)
-
-
-def spread(
-    model: nn.Module, grid: DeviceMesh, *, seed: int | None, device: torch.device, mode: str,
-    precision: str, reduce_dtype: str, lr: float, weight_decay: float, **options: Any,
-) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler | None]:  # fmt: skip
-    """A blank model -> sharded and initialised (unless `seed` is None); its optimizer and scaler.
-
-    `options` are shard.apply's.
-    """
-    decay, config = shard.weight_decay_names(model), cast(vit.ViTMAE, model).config
-    values = None if seed is None else partial(vit.initial_value, config, seed=seed)
-    model = shard.apply(
-        model, mode, grid, block_classes={vit.Block}, initial_value=values, device=device,
-        param_dtype=DTYPES[precision], reduce_dtype=DTYPES[reduce_dtype], **options,
-    )  # fmt: skip
-    optimizer = shard.build_optimizer(model, mode, decay, lr=lr, weight_decay=weight_decay)
-    return model, optimizer, shard.build_scaler(model, device, DTYPES[precision])
-
-
-def attention_kernels(
-    config: vit.ViTConfig, chosen: dict[str, Any], device: torch.device
-) -> dict[str, str]:
-    """What computes attention in the encoder and in the decoder, which sees all patches."""
-    c, dtype = config, DTYPES[chosen["precision"]]
-    patches = vit.patch_count(c, chosen["img_size"])
-    kept = vit.kept_patches(patches, chosen["mask_ratio"])
-    return {
-        part: kernels.attention_kernel(heads, width // heads, tokens + 1, dtype, device)
-        for part, heads, width, tokens in (
-            ("encoder", c.heads, c.width, kept),
-            ("decoder", c.decoder_heads, c.decoder_width, patches),
-        )
-    }
-
-
-def start_record(
-    chosen: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, device: torch.device,
-    shape: tuple[int, int], *, params: int, lr: float, epoch_steps: int, begin: int, workers: int,
-) -> dict[str, Any]:  # fmt: skip
-    """What this run is: its flags (`chosen`, completed) and what follows from them."""
-    peak, peak_source = mesh.peak_flops(device)
-    plan = dryrun.planned(config, chosen) or {}
-    counted = config, chosen["img_size"], chosen["mask_ratio"]
-    keys = ("memory_gib", "payload_bytes", "traffic_bytes_per_rank", "step_seconds_lower_bound")
-    return chosen | {
-        "planned": {key: plan[key] for key in keys} if plan else None,  # for Frontier's nodes
-        "workers": workers, "lr": lr, "begin": begin,
-        "epoch_steps": epoch_steps, "launcher": ranks.launcher,
-        "local_world_size": ranks.local_world_size, "device": device.type,
-        "mesh": {"replicate": shape[0], "shard": shape[1], "tp": 1}, "params": params,
-        "flops_per_image": vit.flops_per_image(*counted),
-        "hardware_flops_per_image":
-            vit.flops_per_image(*counted, recompute=True) if chosen["ac"] == "full" else None,
-        "peak_flops_per_rank": peak, "peak_flops_source": peak_source,
-        "sdpa": attention_kernels(config, chosen, device),
-        "host": platform.node(), "versions": versions(),
-    }  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------
 # Beside the loop
+
+
+class Crew:
+    """The ranks of a run that have found each other: watched, and leaving together."""
+
+    def __init__(
+        self, ranks: mesh.Ranks, device: torch.device, *, timeout: int, folder: str,
+        give_up: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """ConnectionError where this rank finds no others. Collective.
+
+        `timeout` in seconds, as --timeout; `folder` and `give_up` as of agree.Watchdog.
+        """
+        self.rank, who = ranks.rank, f"rank {ranks.rank} of {ranks.world_size}"
+        # collectives that the watchdog may dump
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+
+        def no_answer() -> None:
+            where = ":".join(ranks.init[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+            complain(f"{who} has no answer from {where}: rank 0 stands still, or the port is "
+                     "another program's")  # fmt: skip
+
+        with agree.at_most(PATIENCE * timeout + 10, no_answer):
+            try:
+                mesh.init_ranks(ranks, device, timeout_minutes=PATIENCE * timeout / 60)
+            except (RuntimeError, OSError) as error:
+                cause = str(error).splitlines()[0]
+                raise ConnectionError(f"{who} found no others: {cause}") from error
+            self.watch = agree.Watchdog(
+                ranks.rank, ranks.world_size, ranks.init, seconds=timeout, patience=PATIENCE,
+                folder=folder, give_up=give_up,
+            )  # fmt: skip
+            self.gloo = cast(Any, dist.new_group(backend="gloo"))  # for files: no GPU takes part
+            dist.barrier(self.gloo)  # connects now: later, one that dies meanwhile is waited for
+
+    def leave(self, status: int) -> int:
+        """The ranks part; returns the exit status. Collective."""
+        self.watch.stop()
+        dist.barrier(self.gloo)  # rank 0 keeps the store: it goes when nobody needs it any more
+        dist.destroy_process_group()
+        return status
+
+    def refuse(self, error: Exception) -> int:
+        """Rank 0 says what all have found wrong, and all leave. Returns the exit status."""
+        if self.rank == 0:
+            complain(str(error))
+        return self.leave(2 if isinstance(error, ValueError) else 1)
+
+    def abandon(self, error: RuntimeError) -> NoReturn:
+        """Leave at once where the others are lost or this rank has no data; other errors go up."""
+        lost = isinstance(error, dist.DistError) or "gloo" in str(error)  # a collective failed
+        if not lost and not isinstance(error, intake.NoData):
+            raise error
+        what = "has no data" if isinstance(error, intake.NoData) else "lost contact with another"
+        lines = str(error).strip().splitlines()
+        cause = lines[-1 if "Traceback" in str(error) else 0]  # of a worker, its own error
+        where = self.watch.where()
+        self.watch.abandon(f"rank {self.rank} {what} ({where}): {cause}", LAST_WORD_SECONDS)
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Garbage is collected when the loop says so: all ranks wait for one that does it by itself."""
+    gc.collect()
+    gc.freeze()  # what is there now stays: never to be looked at again
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def zero_loss(batch: intake.Batch, patch: int, norm_pix: bool) -> Tensor:
@@ -371,82 +361,19 @@ def zero_loss(batch: intake.Batch, patch: int, norm_pix: bool) -> Tensor:
     return vit.reconstruction_target(patches, norm_pix).square().mean()
 
 
-def resume(
-    what: str, out: str, load: Callable[[Path], Any], scaler: torch.amp.GradScaler | None,
-    flags: dict[str, Any], allow_changes: bool, say: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
-    """`load` a checkpoint, if any is asked for and there; return its facts, of step 0 if none.
-
-    `what` as --resume. `flags` are this run's; those that decide the result must be the
-    checkpoint's unless `allow_changes`. ValueError, on all ranks, where that is not so or a named
-    checkpoint cannot be loaded. Collective.
-    """
-    auto, found = what == "auto", agree.together(partial(checkpoint.candidates, out))
-    if what == "none":
-        if found:
-            raise ValueError(f"{out} holds checkpoints of another run: use another --out")
-        return {"step": 0}
-    for path in found if auto else [Path(what)]:
-        try:
-            facts = agree.together(partial(checkpoint.read_facts, path))
-            then, now = facts.get("flags", {}), json.loads(json.dumps(flags))
-            changed = {
-                key: f"{key} {then.get(key)} -> {now.get(key)}"
-                for key in sorted({*then, *now})
-                if then.get(key) != now.get(key)
-            }
-            decisive = [] if allow_changes else [changed[key] for key in RESULT if key in changed]
-            if not decisive:
-                load(path)
-        except ValueError as error:
-            if not auto:
-                raise
-            say(f"warning: a checkpoint is left out: {error}")
-            continue
-        if decisive:
-            raise ValueError(
-                f"{path} was trained with other flags ({', '.join(decisive)}): add --allow-changes "
-                "to go on with these, or take another --out"
-            )
-        if scaler and facts.get("scaler"):
-            scaler.load_state_dict(facts["scaler"])
-        say(
-            f"resumed {path} at step {facts['step']}; changed: {', '.join(changed.values()) or '-'}"
-        )
-        return facts
-    return {"step": 0}
-
-
-def save_step(
-    saver: checkpoint.Saver, log: Log, flags: dict[str, Any],
-    scaler: torch.amp.GradScaler | None, step: int, in_a_row: int, wait: bool,
-) -> str | None:  # fmt: skip
-    """A checkpoint after so many steps; returns why the run cannot go on, if it cannot."""
-    facts = {"flags": flags, "in_a_row": in_a_row}
-    facts["scaler"] = scaler.state_dict() if scaler else None
-    problems = saver.save(step, facts, wait)
-    fatal = problems.pop() if saver.failures == 2 or (saver.failures and wait) else None
-    for problem in problems:
-        log.warn(f"{problem}; the run goes on, the older checkpoints are kept")
-    return fatal
-
-
-def counted_once(
-    train: Callable[..., tuple[Tensor, Tensor]], grid: Any, found: list[dryrun.Collective], at: int
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`train`, whose collectives are counted in step `at`, to stand beside the plan's."""
-
-    def step_and_count(batches: Any, *, step: int, **rest: Any) -> tuple[Tensor, Tensor]:
-        if step != at:
-            return train(batches, step=step, **rest)
-        try:
-            context = dryrun.counting(grid, found)
-        except dryrun.Unsupported:  # by this version of PyTorch
-            context = nullcontext()
-        with context:
-            return train(batches, step=step, **rest)
-
-    return step_and_count
+def profile_window(
+    log: Log, rank: int, device: torch.device, out: str, begin: int, left: int, steps: int,
+    ranks: Sequence[int],
+) -> profiling.Window | None:  # fmt: skip
+    """Of so many `steps` on some `ranks`; None, with a warning, where too few are `left`."""
+    needed, first = profiling.WARM + steps, begin + profiling.WARM
+    if needed > left:
+        log.warn(f"no profile: it needs {needed} steps to go")
+        return None
+    return profiling.Window(
+        first=first, steps=steps, rank=rank, device=device, ranks=ranks,
+        folder=os.path.join(out, "profile"), report=partial(tell_profile, log, first, steps),
+    )  # fmt: skip
 
 
 def tell_profile(log: Log, first: int, steps: int, found: dict[str, float] | None) -> None:
@@ -462,88 +389,21 @@ def tell_profile(log: Log, first: int, steps: int, found: dict[str, float] | Non
             log.say(line)
 
 
-def lost_a_rank(error: RuntimeError) -> bool:
-    """Whether a collective failed, which is what the others see of a rank that died."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
-# ---------------------------------------------------------------------------------------------
-# A dry run
-
-
-def dry_run(
-    flags: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, shape: tuple[int, int],
-    lr: float, build: Callable[..., Any],
-) -> int:  # fmt: skip
-    """The same command up to one step without numbers; prints a plan, trains and writes nothing."""
-    try:
-        with dryrun.pretended_world(ranks.world_size):
-            for line in rehearse(flags, config, ranks, shape, lr, build):
-                print(line, flush=True)
-    except (ValueError, OSError, dryrun.Unsupported) as error:
-        complain(str(error))
-        return 1 if isinstance(error, dryrun.Unsupported) else 2
-    return 0
-
-
-def rehearse(
-    flags: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, shape: tuple[int, int],
-    lr: float, build: Callable[..., Any],
-) -> Iterator[str]:  # fmt: skip
-    """Lines that tell what a real run would be: in the order of `main`, and with its errors."""
-    yield f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks"
-    said: list[str] = []
-    scan = partial(intake.find_images, flags["data"], None, flags["global_batch"], said.append)
-    files, images, epoch_steps = agree.together(scan)
-    agree.together(partial(dryrun.check_folder, flags["out"]))
-    chosen = completed(flags | {"dry_run": False}, images, epoch_steps)
-    begin = 0
-    if flags["run"] == "real":
-        begin = resume(flags["resume"], flags["out"], lambda path: None, None, chosen,
-                       flags["allow_changes"], said.append)["step"]  # fmt: skip
-    yield from said
-
-    gpu = torch.device("cuda" if flags["device"] != "cpu" else "cpu")  # of the job, not of here
-    blank = partial(blank_model, config, flags["img_size"], flags["norm_pix_loss"], gpu)
-    params = sum(p.numel() for p in blank().parameters())
-    start = start_record(chosen, config, ranks, dryrun.CPU, shape, params=params, lr=lr,
-                         epoch_steps=epoch_steps, begin=begin, workers=0)  # fmt: skip
-    elsewhere = {} if flags["device"] == "cpu" else {"device": "a GPU each", "sdpa": None}
-    yield from describe(start | elsewhere)
-    patches = vit.patch_count(config, flags["img_size"])
-    loader = data.build_loader(
-        files, img_size=flags["img_size"], patches=patches, seed=flags["seed"],
-        global_batch=flags["global_batch"], local_batch=flags["batch"],
-        steps=range(begin, chosen["steps"]), world_size=ranks.world_size,
-        workers=flags["workers"] or 0,
-    )  # fmt: skip
-    yield from dryrun.first_samples(loader, flags["workers"])
-
-    why_not, simulation = dryrun.unsimulated(flags["mode"], flags["fsdp"], flags["run"]), None
-    if why_not is None:
-        simulation = fake_step(flags, blank, build, mesh.build_mesh(shape, dryrun.CPU), patches, lr)
-    yield why_not or "one step of rank 0, simulated" + ", without --compile" * flags["compile"]
-    plan = dryrun.planned(config, chosen)
-    yield from dryrun.report(simulation, plan, shape, flags["cpu_offload"])
-
-
-def fake_step(
-    flags: dict[str, Any], blank: Callable[[], nn.Module], build: Callable[..., Any],
-    grid: DeviceMesh, patches: int, lr: float,
-) -> dryrun.Simulation:  # fmt: skip
-    """`train_step` in its two parts, on tensors without memory."""
-    batch, side = flags["batch"], flags["img_size"]
-
-    def finish(model: nn.Module, optimizer: Any, scaler: Any, total: Tensor) -> Tensor:
-        finite = agree.FiniteCheck(dryrun.CPU)
-        return update(model, optimizer, finite, scaler, total, step=0, lr=lr, clip=flags["clip"])
-
-    return dryrun.simulate(
-        grid, lambda: build(blank(), grid, seed=None, compile_blocks=False),
-        partial(gradients, mask_ratio=flags["mask_ratio"], dtype=DTYPES[flags["precision"]]),
-        finish, [((batch, 3, side, side), torch.uint8), ((batch, patches), torch.float32)],
-        flags["accum"],
-    )  # fmt: skip
+def tell_end(
+    log: Log, end: dict[str, Any], inputs: intake.Intake, io: bool, steps: int, out: str
+) -> None:
+    """The records `io` and `end`, and lines of what was read and how it went. Collective."""
+    read = inputs.report(end["seconds"], end["data_share"])
+    log.write("io", **read)
+    for line in intake.describe(read["ranks"]) if io and read else []:
+        log.say(line)
+    if "loss_of_zero" in end:
+        log.say(f"mean loss of the last {min(10, steps)} steps {end['loss']:.4f}; predicting zero "
+                f"gives {end['loss_of_zero']:.4f}")  # fmt: skip
+    log.write("end", **end)
+    log.say(f"{end['reason']}: {end['steps']} steps in {end['seconds']:.1f} s, median "
+            f"{end['images_per_second'] or 0:.1f} img/s, {end['data_share']:.1%} of the time "
+            f"waiting for data; log in {os.path.join(out, 'log.jsonl')}")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------
@@ -593,47 +453,23 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         bucket_cap_mb=args.bucket_cap_mb, ac=args.ac, compile_blocks=args.compile,
     )  # fmt: skip
     if args.dry_run:
-        return dry_run(flags, config, ranks, shape, lr, build)
+        halves = (partial(gradients, mask_ratio=args.mask_ratio, dtype=dtype),
+                  partial(update, step=0, lr=lr, clip=args.clip))  # fmt: skip
+        return dryrun.dry_run(flags, config, ranks, shape, lr, build, *halves)
 
     # the ranks find each other
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that the watchdog may dump
     log = Log(None)
 
     def give_up(text: str) -> None:
         complain(text)
         log.write("end", reason="timeout", problem=text)
 
-    def no_answer() -> None:
-        where = ":".join(ranks.init[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
-        complain(f"rank {ranks.rank} of {world} has no answer from {where}: rank 0 stands still, "
-                 "or the port is another program's")  # fmt: skip
-
-    with agree.at_most(PATIENCE * args.timeout + 10, no_answer):
-        try:
-            mesh.init_ranks(ranks, device, timeout_minutes=PATIENCE * args.timeout / 60)
-        except (RuntimeError, OSError) as error:
-            complain(f"rank {ranks.rank} of {world} found no others: {str(error).splitlines()[0]}")
-            return 1
-        watch = agree.Watchdog(
-            ranks.rank, world, ranks.init, seconds=args.timeout, patience=PATIENCE,
-            folder=os.path.join(args.out, "stalled"), give_up=give_up,
-        )  # fmt: skip
-        gloo: Any = dist.new_group(backend="gloo")  # for checkpoints: nothing is gathered on a GPU
-        dist.barrier(gloo)  # connects the ranks now: later, one that dies meanwhile is waited for
-
-    def leave(status: int) -> int:
-        watch.stop()
-        dist.barrier(gloo)  # rank 0 keeps the store: it goes when nobody needs it any more
-        dist.destroy_process_group()
-        return status
-
-    def abandon(error: RuntimeError) -> NoReturn:
-        if not isinstance(error, intake.NoData) and not lost_a_rank(error):
-            raise error
-        what = "has no data" if isinstance(error, intake.NoData) else "lost contact with another"
-        lines = str(error).strip().splitlines()
-        cause = lines[-1 if "Traceback" in str(error) else 0]  # of a worker, its own error
-        watch.abandon(f"rank {ranks.rank} {what} ({watch.where()}): {cause}", LAST_WORD_SECONDS)
+    try:
+        stalled = os.path.join(args.out, "stalled")
+        crew = Crew(ranks, device, timeout=args.timeout, folder=stalled, give_up=give_up)
+    except ConnectionError as error:
+        complain(str(error))
+        return 1
 
     # what rank 0 does for all: list the images, open the log
     try:
@@ -644,9 +480,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         inputs = intake.Intake(os.path.join(args.out, "bad_images.csv"), images, args.max_bad,
                                log.say)  # fmt: skip
     except ValueError as error:
-        if ranks.rank == 0:
-            complain(str(error))
-        return leave(2)
+        return crew.refuse(error)
 
     # model on no device, then sharded and initialised; optimizer
     chosen = completed(flags, images, epoch_steps)
@@ -661,25 +495,21 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         model, optimizer, scaler = build(model, grid)
         train = partial(train_step, model, optimizer, finite, scaler,
                         mask_ratio=args.mask_ratio, clip=args.clip, dtype=dtype)  # fmt: skip
+
+    # resume
     if args.run == "real":
         try:
-            load = partial(checkpoint.load, model=model, optimizer=optimizer, group=gloo)
+            load = partial(checkpoint.load, model=model, optimizer=optimizer, group=crew.gloo)
             facts = resume(args.resume, args.out, load, scaler, chosen, args.allow_changes, log.say)
         except (ValueError, RuntimeError) as error:
-            if ranks.rank == 0:
-                complain(str(error))
-            return leave(2 if isinstance(error, ValueError) else 1)
+            return crew.refuse(error)
         begin = facts["step"]
         finite.row.fill_(facts.get("in_a_row", 0))
         if begin < steps and ranks.rank == 0:
             Path(args.out, "done").unlink(missing_ok=True)  # of a run that was shorter
-        saver = checkpoint.Saver(args.out, model, optimizer, keep=args.keep, group=gloo,
+        saver = checkpoint.Saver(args.out, model, optimizer, keep=args.keep, group=crew.gloo,
                                  background=args.async_save)  # fmt: skip
         save = partial(save_step, saver, log, chosen, scaler)
-
-    sent: list[dryrun.Collective] = []
-    if train and ranks.rank == 0:  # the third step of this process: by then DDP's buckets are final
-        train = counted_once(train, grid, sent, begin + 2)
 
     # data: the first batch is fetched before the clock starts
     workers = min(6, mesh.cpu_cores(ranks) - 1) if args.workers is None else args.workers
@@ -690,9 +520,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         try:
             source = intake.stage(files, args.stage_dir, ranks, log.say, wanted)
         except ValueError as error:
-            if ranks.rank == 0:
-                complain(str(error))
-            return leave(2)
+            return crew.refuse(error)
     loader = data.build_loader(
         source, img_size=args.img_size, patches=patches, seed=args.seed, global_batch=global_batch,
         local_batch=local_batch, steps=range(begin, begin + 1 if args.run == "syn" else steps),
@@ -703,18 +531,17 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     try:
         first = list(islice(batches, 1))  # none where nothing is left to do
     except intake.NoData as error:
-        abandon(error)
+        crew.abandon(error)
     batches = repeat(first[0]) if args.run == "syn" else chain(first, batches)
 
-    if args.profile and train:
-        if begin + profiling.WARM + args.profile > steps:
-            log.warn(f"no profile: it needs {profiling.WARM + args.profile} steps to go")
-        else:
-            window = profiling.Window(
-                first=begin + profiling.WARM, steps=args.profile, rank=ranks.rank, device=device,
-                ranks=args.profile_ranks or [0], folder=os.path.join(args.out, "profile"),
-                report=partial(tell_profile, log, begin + profiling.WARM, args.profile),
-            )  # fmt: skip
+    # what the clock and the counter see of the steps
+    sent: list[Collective] = []
+    if train and ranks.rank == 0:  # the third step of this process: by then DDP's buckets are final
+        train = counted_once(train, grid, sent, begin + 2)
+    if train and args.profile:
+        window = profile_window(log, ranks.rank, device, args.out, begin, steps - begin,
+                                args.profile, args.profile_ranks or [0])  # fmt: skip
+        if window:
             train, batches = window.train(train), window.batches(batches, begin)
 
     # what this run is
@@ -731,40 +558,26 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     lr_of = partial(learning_rate, steps=steps, warmup=chosen["warmup_steps"], peak=lr)
     name_of = files.path if files else "synthetic image {}".format
     compiled = shard.compile_seconds() if args.compile else None  # by others in this process
-    gc.collect()
-    gc.freeze()  # what is there now stays: never to be looked at again
-    gc.disable()
-    try:
-        end = loop(job, batches, log, train, finite, lr_of, save, lambda: bool(received),
-                   watch.moved, name_of, inputs)  # fmt: skip
-    except RuntimeError as error:
-        abandon(error)
-    finally:
-        gc.enable()
-        gc.unfreeze()
-    watch.moved("ending")
+    with garbage_kept():
+        try:
+            end = loop(job, batches, log, train, finite, lr_of, save, lambda: bool(received),
+                       crew.watch.moved, name_of, inputs)  # fmt: skip
+        except RuntimeError as error:
+            crew.abandon(error)
+    crew.watch.moved("ending")
     for problem in saver.finish() if saver else []:
         log.warn(f"{problem}; the older checkpoints are kept")
 
     # summary
-    read = inputs.report(end["seconds"], end["data_share"])
-    log.write("io", **read)
-    for line in intake.describe(read["ranks"]) if args.run == "io" and read else []:
-        log.say(line)
     end["compile_seconds"] = None if compiled is None else shard.compile_seconds() - compiled
-    end["payload_bytes"] = dryrun.payload(sent, shape)
+    end["payload_bytes"] = payload(sent, shape)
     if "loss" in end and first:
         zero = zero_loss(first[0], config.patch, args.norm_pix_loss)
         end["loss_of_zero"] = agree.mean_over_ranks(zero)
-        log.say(f"mean loss of the last {min(10, steps)} steps {end['loss']:.4f}; predicting zero "
-                f"gives {end['loss_of_zero']:.4f}")  # fmt: skip
-    log.write("end", **end)
+    tell_end(log, end, inputs, args.run == "io", steps, args.out)
     if end["reason"] == "done" and args.run == "real" and ranks.rank == 0:
         Path(args.out, "done").touch()
-    log.say(f"{end['reason']}: {end['steps']} steps in {end['seconds']:.1f} s, median "
-            f"{end['images_per_second'] or 0:.1f} img/s, {end['data_share']:.1%} of the time "
-            f"waiting for data; log in {os.path.join(args.out, 'log.jsonl')}")  # fmt: skip
-    leave(0)
+    crew.leave(0)
     if end["problem"] and ranks.rank == 0:
         advice = {"nan": ": lower --blr, add --clip 1, or look at the images of that step"}
         complain(end["problem"] + advice.get(end["reason"], ""))

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
 
 import agree  # noqa: E402
+import assemble  # noqa: E402
 import mesh  # noqa: E402
 import plan  # noqa: E402
 import profiling  # noqa: E402
@@ -96,8 +97,8 @@ def largest_batch(model: str, ac: str, img_size: int, memory_gib: float, most: i
 def build(row: Row, img_size: int, device: torch.device) -> Callable[[], None]:
     """A function that makes one step of a case."""
     grid, config = mesh.build_mesh((1, 1), device), vit.MODELS[row.model]
-    model, optimizer, scaler = train_fsdp.spread(
-        train_fsdp.blank_model(config, img_size, True, device), grid, seed=0, device=device,
+    model, optimizer, scaler = assemble.spread(
+        assemble.blank_model(config, img_size, True, device), grid, seed=0, device=device,
         mode="hybrid", precision="bf16", reduce_dtype="fp32", lr=1e-5, weight_decay=0.05,
         ac=row.ac, compile_blocks=row.compiled,
     )  # fmt: skip

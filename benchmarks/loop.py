@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
 
 import agree  # noqa: E402
+import assemble  # noqa: E402
 import data  # noqa: E402
 import flags  # noqa: E402
 import intake  # noqa: E402
@@ -63,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = mesh.pick_device(args.device, ranks)
     mesh.init_ranks(ranks, device)
     grid, config = mesh.build_mesh((1, 1), device), vit.MODELS[args.model]
-    model, optimizer, scaler = train_fsdp.spread(
-        train_fsdp.blank_model(config, args.img_size, True, device), grid, seed=0, device=device,
+    model, optimizer, scaler = assemble.spread(
+        assemble.blank_model(config, args.img_size, True, device), grid, seed=0, device=device,
         mode=args.mode, precision=args.precision, reduce_dtype="fp32", lr=1e-5, weight_decay=0.05,
     )  # fmt: skip
     finite = agree.FiniteCheck(device)

@@ -30,8 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
 
 import agree  # noqa: E402
+import assemble  # noqa: E402
+import collectives  # noqa: E402
 import data  # noqa: E402
-import dryrun  # noqa: E402
 import mesh  # noqa: E402
 import plan  # noqa: E402
 import shard  # noqa: E402
@@ -48,8 +49,8 @@ def ours(
 ) -> Callable[[], object]:
     """A step of train_fsdp in a mode."""
     device = batch[0].device
-    model, optimizer, scaler = train_fsdp.spread(
-        train_fsdp.blank_model(config, img_size, True, device), grid, seed=0, device=device,
+    model, optimizer, scaler = assemble.spread(
+        assemble.blank_model(config, img_size, True, device), grid, seed=0, device=device,
         mode=mode, precision="fp32", reduce_dtype="fp32", lr=1e-5, weight_decay=0.05,
     )  # fmt: skip
     finite, steps = agree.FiniteCheck(device), iter(range(10**6))
@@ -84,7 +85,7 @@ def theirs(
     return step
 
 
-def alone(grid: DeviceMesh, sent: Sequence[dryrun.Collective], rounds: int) -> float:
+def alone(grid: DeviceMesh, sent: Sequence[collectives.Collective], rounds: int) -> float:
     """Seconds of these collectives and nothing else, one after the other; median of the rounds."""
     groups = {"shard": grid.get_group("shard"), "replicate": grid.get_group("replicate"),
               "world": dist.group.WORLD}  # fmt: skip
@@ -141,12 +142,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         built[mode] = ours(mode, grids[mode], config, batch, args.img_size)
     built[PEER] = theirs(config, batch, args.img_size)
-    sent: dict[str, list[dryrun.Collective]] = {}
+    sent: dict[str, list[collectives.Collective]] = {}
     for name, step in built.items():
         for _ in range(3):  # DDP builds its buckets anew after the first
             step()
-        found: list[dryrun.Collective] = []
-        with dryrun.counting(grids[name], found):
+        found: list[collectives.Collective] = []
+        with collectives.counting(grids[name], found):
             step()
         sent[name] = [c for c in found if c.size > SMALL]
     seconds: dict[str, list[float]] = {name: [] for name in built}

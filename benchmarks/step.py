@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
 
 import agree  # noqa: E402
+import assemble  # noqa: E402
 import data  # noqa: E402
 import flags  # noqa: E402
 import mesh  # noqa: E402
@@ -134,8 +135,8 @@ def script_step(mode: str, case: Case) -> Step:
         mesh.init_ranks(mesh.read_ranks({}), torch.device(case.device))
     device = torch.device(case.device)
     grid = mesh.build_mesh((1, 1), device)
-    model, optimizer, scaler = train_fsdp.spread(
-        train_fsdp.blank_model(case.config, case.img_size, True, device), grid, seed=0,
+    model, optimizer, scaler = assemble.spread(
+        assemble.blank_model(case.config, case.img_size, True, device), grid, seed=0,
         device=device, mode=mode, precision=case.precision, reduce_dtype="fp32", lr=1e-5,
         weight_decay=0.05, compile_blocks=case.compiled,
     )  # fmt: skip
@@ -168,7 +169,7 @@ def contestant(name: str, case: Case) -> Step:
     """Build one, with the weights of seed 0."""
     if name in ("hybrid", "ddp"):
         return script_step(name, case)
-    mine = train_fsdp.blank_model(case.config, case.img_size, True, torch.device(case.device))
+    mine = assemble.blank_model(case.config, case.img_size, True, torch.device(case.device))
     assert isinstance(mine, vit.ViTMAE)
     vit.initialize(mine.to_empty(device=case.device), seed=0)
     if name == "vit":

@@ -22,9 +22,11 @@ import vit
 README = (ROOT / "README.md").read_text()
 FRONTIER = (ROOT / "FRONTIER.md").read_text()
 LAUNCH = (ROOT / "launch_frontier.sh").read_text()
-ALONE = ["vit", "data", "mesh", "shard", "agree", "checkpoint", "machines", "kernels", "profiling"]
+ALONE = ["vit", "data", "mesh", "shard", "agree", "checkpoint", "machines", "kernels", "profiling",
+         "collectives"]  # fmt: skip
 SWEEP = ["sweep", "studies", "attempt", "results", "verdict", "figures", "drawing", "report"]
-MAIN = ["flags", "log", "intake", "prepare", "plan", "demand", "dryrun", "train_fsdp"]
+MAIN = ["flags", "log", "intake", "prepare", "assemble", "restart", "plan", "demand", "dryrun",
+        "train_fsdp"]  # fmt: skip
 SCRIPTS = [*ALONE, *MAIN, *SWEEP]
 TREES = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in SCRIPTS}
 
@@ -79,8 +81,9 @@ def test_size_table_is_that_of_the_code():
 def test_file_table_names_every_script_and_only_what_is_there():
     names = [row[0].strip("`") for row in table("The files, in reading order")]
     expected = """
-        vit.py data.py mesh.py shard.py train_fsdp.py flags.py log.py intake.py agree.py
-        kernels.py profiling.py checkpoint.py prepare.py plan.py demand.py machines.py dryrun.py
+        vit.py data.py mesh.py shard.py train_fsdp.py flags.py assemble.py intake.py restart.py
+        log.py agree.py kernels.py collectives.py profiling.py checkpoint.py prepare.py plan.py
+        demand.py machines.py dryrun.py
         sweep.py studies.py attempt.py results.py verdict.py figures.py drawing.py report.py
         launch_frontier.sh
         examples/published/ examples/tiles/ benchmarks/ tests/
@@ -278,7 +281,7 @@ import torch.distributed.fsdp, torch.distributed.optim, torchvision.transforms
 import matplotlib.figure
 before = state()
 import vit, data, mesh, shard, agree, checkpoint, flags, log, dryrun, train_fsdp
-import machines, demand, plan, prepare, intake, kernels, profiling
+import machines, demand, plan, prepare, intake, kernels, profiling, collectives, assemble, restart
 import sweep, studies, attempt, results, verdict, figures, drawing, report
 after = state()
 assert before == after, (before, after)
@@ -320,6 +323,23 @@ for step, batch in enumerate(window.batches(iter([w] * 4), 0)):
     train(batch, step=step)
 events = profiling.read_trace(window.folder / "rank_00000.json.gz")
 assert sum(e["name"] == "aten::mm" for e in events) == 2
+""",
+    "collectives": """
+import torch, torch.distributed as dist, collectives
+from torch.distributed.device_mesh import init_device_mesh
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+grid, found = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")), []
+def train(batches, step):
+    dist.all_reduce(batches)
+    dist.all_gather_into_tensor(torch.empty(6), batches, group=grid.get_group("shard"))
+counted = collectives.counted_once(train, grid, found, at=1)
+for step in range(3):
+    counted(torch.ones(6), step=step)
+assert [(c.kind, c.size) for c in found] == [("all_reduce", 24), ("all_gather", 24)]
+assert collectives.payload(found, (2, 2)) == {"all_reduce": 24, "all_gather": 24}
+assert collectives.payload(found, (1, 1)) is None
+del grid
+dist.destroy_process_group()
 """,
     "kernels": """
 import torch, kernels

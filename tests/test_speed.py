@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import agree
+import assemble
 import mesh
 import shard
 import train_fsdp
@@ -53,8 +54,8 @@ def stepper(mode: str, fsdp: int, precision: str, device=CPU, **options):
     rank, world = dist.get_rank(), dist.get_world_size()
     group = world if "hybrid" in mode else None
     grid = mesh.build_mesh(shard.mesh_shape(mode, world, group), device)
-    model, optimizer, scaler = train_fsdp.spread(
-        train_fsdp.blank_model(vit.MODELS["tiny"], 32, True, device), grid, seed=0, device=device,
+    model, optimizer, scaler = assemble.spread(
+        assemble.blank_model(vit.MODELS["tiny"], 32, True, device), grid, seed=0, device=device,
         mode=mode, precision=precision, reduce_dtype="fp32", lr=1e-4, weight_decay=0.05, fsdp=fsdp,
         **options,
     )  # fmt: skip

@@ -1,0 +1,112 @@
+"""From flags to a model that trains: what a real run and a dry run of it have in common."""
+
+import platform
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import kernels
+import mesh
+import shard
+import vit
+from flags import DTYPES
+from log import versions
+
+# What plan.estimate wants to know, under the names of the flags.
+PLANNED_FLAGS = (
+    "img_size", "mask_ratio", "mode", "group", "fsdp", "world_size", "accum", "precision",
+    "reduce_dtype", "ac", "prefetch", "forward_prefetch", "limit_all_gathers", "cpu_offload",
+    "bucket_cap_mb",
+)  # fmt: skip
+
+
+def completed(flags: dict[str, Any], images: int, epoch_steps: int) -> dict[str, Any]:
+    """The flags of a run with the numbers that follow from its data."""
+    steps = flags["steps"] or (flags["epochs"] or 0) * epoch_steps or 100
+    warmup = steps // 20 if flags["warmup_steps"] is None else flags["warmup_steps"]
+    return flags | {"steps": steps, "warmup_steps": warmup, "images": images}
+
+
+def blank_model(
+    config: vit.ViTConfig, img_size: int, norm_pix_loss: bool, device: torch.device
+) -> nn.Module:
+    """The model, for a device but not on it yet: shapes alone."""
+    cpu = device.type == "cpu"  # the fast products and attention of a GPU are PyTorch's own
+    own = vit.Kernels(kernels.Linear, kernels.attention) if cpu else vit.PYTORCH
+    with torch.device("meta"):
+        return vit.ViTMAE(config, img_size, norm_pix_loss, own)
+
+
+def spread(
+    model: nn.Module, grid: DeviceMesh, *, seed: int | None, device: torch.device, mode: str,
+    precision: str, reduce_dtype: str, lr: float, weight_decay: float, **options: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler | None]:  # fmt: skip
+    """A blank model -> sharded and initialised (unless `seed` is None); its optimizer and scaler.
+
+    `options` are shard.apply's.
+    """
+    decay, config = shard.weight_decay_names(model), cast(vit.ViTMAE, model).config
+    values = None if seed is None else partial(vit.initial_value, config, seed=seed)
+    model = shard.apply(
+        model, mode, grid, block_classes={vit.Block}, initial_value=values, device=device,
+        param_dtype=DTYPES[precision], reduce_dtype=DTYPES[reduce_dtype], **options,
+    )  # fmt: skip
+    optimizer = shard.build_optimizer(model, mode, decay, lr=lr, weight_decay=weight_decay)
+    return model, optimizer, shard.build_scaler(model, device, DTYPES[precision])
+
+
+def attention_kernels(
+    config: vit.ViTConfig, chosen: dict[str, Any], device: torch.device
+) -> dict[str, str]:
+    """What computes attention in the encoder and in the decoder, which sees all patches."""
+    c, dtype = config, DTYPES[chosen["precision"]]
+    patches = vit.patch_count(c, chosen["img_size"])
+    kept = vit.kept_patches(patches, chosen["mask_ratio"])
+    return {
+        part: kernels.attention_kernel(heads, width // heads, tokens + 1, dtype, device)
+        for part, heads, width, tokens in (
+            ("encoder", c.heads, c.width, kept),
+            ("decoder", c.decoder_heads, c.decoder_width, patches),
+        )
+    }
+
+
+def start_record(
+    chosen: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, device: torch.device,
+    shape: tuple[int, int], *, params: int, lr: float, epoch_steps: int, begin: int, workers: int,
+) -> dict[str, Any]:  # fmt: skip
+    """What this run is: its flags (`chosen`, completed) and what follows from them."""
+    peak, peak_source = mesh.peak_flops(device)
+    plan = planned(config, chosen) or {}
+    counted = config, chosen["img_size"], chosen["mask_ratio"]
+    keys = ("memory_gib", "payload_bytes", "traffic_bytes_per_rank", "step_seconds_lower_bound")
+    return chosen | {
+        "planned": {key: plan[key] for key in keys} if plan else None,  # for Frontier's nodes
+        "workers": workers, "lr": lr, "begin": begin,
+        "epoch_steps": epoch_steps, "launcher": ranks.launcher,
+        "local_world_size": ranks.local_world_size, "device": device.type,
+        "mesh": {"replicate": shape[0], "shard": shape[1], "tp": 1}, "params": params,
+        "flops_per_image": vit.flops_per_image(*counted),
+        "hardware_flops_per_image":
+            vit.flops_per_image(*counted, recompute=True) if chosen["ac"] == "full" else None,
+        "peak_flops_per_rank": peak, "peak_flops_source": peak_source,
+        "sdpa": attention_kernels(config, chosen, device),
+        "host": platform.node(), "versions": versions(),
+    }  # fmt: skip
+
+
+def planned(config: vit.ViTConfig, flags: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The numbers of plan.py for the same command; None where plan.py is not there.
+
+    `flags` are those of train_fsdp.py, completed.
+    """
+    try:
+        import plan
+    except ImportError:
+        return None
+    settings = {name: flags[name] for name in PLANNED_FLAGS}
+    return plan.estimate(config, **settings, local_batch=flags["batch"]).json()
