@@ -322,9 +322,8 @@ class Watchdog:
         if text is not None:
             self.give_up(text)
         if self.rank == 0:
-            time.sleep(
-                3 * self.interval
-            )  # the others read the verdict from the store that it keeps
+            # the others read the verdict from the store that it keeps
+            time.sleep(max(2.0, 3 * self.interval))
         os._exit(1)  # the main thread is in a call that does not return
 
 

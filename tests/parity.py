@@ -26,7 +26,7 @@ import data  # noqa: E402
 import vit  # noqa: E402
 
 TILES = str(ROOT / "examples" / "tiles" / "train")
-STEPS, BATCH, SIZE, CLIP, BLR = 6, 48, 48, 1.0, 5e-3
+STEPS, BATCH, SIZE, CLIP, BLR = 4, 48, 48, 1.0, 5e-3
 ARGV = (
     f"--model tiny --img-size {SIZE} --data {TILES} --global-batch {BATCH} --steps {STEPS} "
     f"--log-every 1 --clip {CLIP} --blr {BLR} --warmup-steps 2 --precision fp32 --workers 0 "

@@ -2,8 +2,8 @@
 
     results = run_ranks(4, [Run(["--mode", "full_shard", ...])], folder)
 
-The processes are started once (importing torch is what takes long); each run gets a process group
-of its own. `python tests/ranks.py ...` is what the processes themselves execute.
+Importing torch is what takes long: a fork server does it once for all ranks of all tests, and the
+processes of `run_ranks` make many runs, each with a process group of its own.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import os
 import pickle
 import random
 import resource
+import runpy
 import signal
 import socket
 import subprocess
@@ -23,8 +24,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -96,62 +101,84 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
 
 def run_ranks(world: int, runs: list[Run], folder: Path, timeout: float = 600) -> list[Result]:
     """Execute the runs one after another on `world` processes; RuntimeError if they do not end."""
-    folder.mkdir(parents=True, exist_ok=True)
     jobs = [asdict(run) | {"out": str(folder / str(i))} for i, run in enumerate(runs)]
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    start_ranks([[sys.executable, __file__, str(folder)]] * world, folder, 0, timeout)
+    start_ranks(world, partial(_all_runs, jobs), folder, 0, timeout)
     return [read_result(Path(job["out"]), world, Path(job["to"] or job["out"])) for job in jobs]
 
 
 def on_ranks(world: int, function: Callable[[], Any], folder: Path, timeout: float = 300) -> list:
-    """What `function`, of a module in this folder, returns on each of `world` gloo ranks."""
-    port, code = (
-        free_port(),
-        (
-            "import importlib, pickle, sys; module, name, out = sys.argv[1:]; "
-            "result = getattr(importlib.import_module(module), name)(); "
-            "pickle.dump(result, open(out, 'wb'))"
-        ),
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    start_ranks(
-        [
-            [sys.executable, "-c", code, function.__module__, function.__name__, f"{folder}/{rank}"]
-            for rank in range(world)
-        ],
-        folder, port, timeout,
-    )  # fmt: skip
+    """What `function`, of a module in this folder, returns on each of `world` gloo ranks.
+
+    They find `folder` as FOLDER in their environment.
+    """
+    start_ranks(world, partial(_call, function, folder), folder, free_port(), timeout)
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world)]
 
 
-def start_ranks(commands: list[list[str]], folder: Path, port: int, timeout: float) -> None:
-    """One process a command, as ranks 0, 1, ...; RuntimeError with their output if they fail."""
+def start_ranks(
+    world: int, work: Callable[[], None], folder: Path, port: int, timeout: float
+) -> None:
+    """`work()` as ranks 0, 1, ...; RuntimeError with what they printed if they fail."""
+    folder.mkdir(parents=True, exist_ok=True)
     processes = []
-    for rank, command in enumerate(commands):
-        with open(folder / f"rank{rank}.txt", "w") as output:
-            processes.append(
-                subprocess.Popen(
-                    command, env=environment(rank, len(commands), port), stdout=output,
-                    stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT,
-                )
-            )  # fmt: skip
+    for rank in range(world):
+        given = environment(rank, world, port), folder / f"rank{rank}.txt", work
+        processes.append(fork_server().Process(target=_become, args=given))
+        processes[-1].start()
     deadline = time.monotonic() + timeout
     try:
-        while any(p.poll() is None for p in processes):
-            failed = [r for r, p in enumerate(processes) if p.poll() not in (None, 0)]
+        while any(p.is_alive() for p in processes):
+            failed = [r for r, p in enumerate(processes) if p.exitcode]
             if failed or time.monotonic() > deadline:
                 time.sleep(2)  # let the others print
                 break
             time.sleep(0.05)
-        failed = [r for r, p in enumerate(processes) if p.poll() != 0]
+        failed = [r for r, p in enumerate(processes) if p.exitcode != 0]
         if failed:
             texts = [(folder / f"rank{r}.txt").read_text()[-3000:] for r in failed]
             raise RuntimeError(f"ranks {failed} failed or time was up:\n" + "\n".join(texts))
     finally:
         for p in processes:
-            if p.poll() is None:
+            if p.is_alive():
                 os.killpg(p.pid, signal.SIGKILL)
-            p.wait()
+            p.join()
+
+
+def fork_server() -> Any:
+    """Processes forked from one that has imported what ranks need, with one thread each."""
+    server = get_context("forkserver")
+    server.set_forkserver_preload(["train_fsdp", "torch._dynamo"])
+    with patch.dict(os.environ, environment(0, 1, 0)):
+        ensure_running()
+    return server
+
+
+def _become(environ: dict[str, str], output: Path, work: Callable[[], None]) -> None:
+    """A rank as if a launcher had started it: its environment, its output, its process group."""
+    os.setsid()
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(ROOT)
+    work()
+
+
+def _all_runs(jobs: list[dict[str, Any]]) -> None:
+    for job in jobs:
+        one_run(job, int(os.environ["RANK"]))
+
+
+def run_script(argv: list[str]) -> None:
+    """What `python argv...` does."""
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def _call(function: Callable[[], Any], folder: Path) -> None:
+    os.environ["FOLDER"] = str(folder)
+    (folder / os.environ["RANK"]).write_bytes(pickle.dumps(function()))
 
 
 def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
@@ -402,8 +429,3 @@ def one_run(job: dict[str, Any], rank: int) -> None:
         if params:
             kept = params | {"replicas_differ": differ, "moved": moved}
             (out / "params.pickle").write_bytes(pickle.dumps(kept))
-
-
-if __name__ == "__main__":
-    for job in json.loads((Path(sys.argv[1]) / "jobs.json").read_text()):
-        one_run(job, int(os.environ["RANK"]))

@@ -18,6 +18,8 @@ from test_mesh import CPU, on_ranks, result_or_error
 
 import agree
 
+pytestmark = pytest.mark.xdist_group("agree")  # one worker: it makes the fixtures once
+
 # --- once for all
 
 

@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from conftest import ROOT
-from ranks import environment, free_port, start_ranks
+from ranks import environment, free_port, run_script, start_ranks
 
 import vit
 
@@ -78,8 +79,8 @@ def test_bytes_of_sharded_steps_are_those_of_theory_and_of_ddp_of_transformers(t
     """Four ranks: our ddp moves what that of transformers' model moves, others what plan says."""
     pytest.importorskip("transformers")
     argv = ["--img-size", "32", "--batch", "2", "--rounds", "1"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "sharded.py"), *argv]
-    start_ranks([command] * 4, tmp_path, free_port(), 300)
+    command = [str(ROOT / "benchmarks" / "sharded.py"), *argv]
+    start_ranks(4, partial(run_script, command), tmp_path, free_port(), 300)
     text = (tmp_path / "rank0.txt").read_text()
     with torch.device("meta"):
         trained = sum(p.numel() for p in vit.ViTMAE(vit.MODELS["tiny"]).parameters())

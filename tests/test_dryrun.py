@@ -95,7 +95,7 @@ def real_collectives() -> list[list[tuple[str, int, int]]]:
     """On a gloo rank: those of the second step of every case."""
     rank, original, found = int(os.environ["RANK"]), train_fsdp.train_step, []
     for i, case in enumerate(CASES):
-        folder, seen = Path(sys.argv[3]).parent / f"case{i}", []
+        folder, seen = Path(os.environ["FOLDER"]) / f"case{i}", []
         folder.mkdir(exist_ok=True)
         os.environ["MASTER_PORT"] = agreed_port(folder, rank)
 

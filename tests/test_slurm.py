@@ -106,7 +106,7 @@ class Case:
             return read_log(self.out / "log.jsonl")[1]
         return []
 
-    def until_step(self, number: int, seconds: float = 90) -> None:
+    def until_step(self, number: int, seconds: float = 270) -> None:
         deadline = time.monotonic() + seconds
         while not any(s["step"] >= number for s in self.steps()):
             if time.monotonic() > deadline:
@@ -123,7 +123,7 @@ class Case:
 def case(rig, tmp_path):
     yield Case(rig, tmp_path)
     rig.run("scancel", "--user", str(os.getuid()))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while rig.run("squeue", "-h"):  # the next test starts on idle nodes
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -208,7 +208,7 @@ def test_two_cuts_are_one_run(case, tmp_path):
     for restarts in range(2):
         case.until_step(saved[-1] + 2 if saved else 2)
         case.rig.run("scancel", "--signal=USR1", str(job))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while (
             int((now := case.rig.job(job))["Restarts"]) == restarts or now["JobState"] != "RUNNING"
         ):

@@ -30,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # where daemons are, for ordinary users too
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "sbcast", "scontrol", "squeue")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
+SLACK = 3
 
 
 def missing() -> str:
@@ -104,8 +105,11 @@ class Rig:
         return dict(re.findall(r"(\S+?)=(.*?)(?=\s|$)", text))
 
     def wait(self, job: int, state: str, seconds: float) -> dict[str, str]:
-        """Until the job is in that state; RuntimeError if it ends in another or time is up."""
-        deadline = time.monotonic() + seconds
+        """Until the job is in that state; RuntimeError if it ends in another or time is up.
+
+        `seconds` of a machine left alone; of a busy one SLACK times as many.
+        """
+        deadline = time.monotonic() + SLACK * seconds
         while True:
             now = self.job(job)
             if now["JobState"] == state:
@@ -115,17 +119,17 @@ class Rig:
                 text = self.output(job)
                 raise RuntimeError(
                     f"job {job} is {now['JobState']} ({now['Reason']}), not {state}"
-                    f"{f', after {seconds} s' if late else ''}; its output:\n{text}"
+                    f"{f', after {SLACK * seconds} s' if late else ''}; its output:\n{text}"
                 )
             time.sleep(0.1)
 
     def ended(self, job: int, seconds: float) -> dict[str, str]:
-        """Until the job is over, in whatever way."""
-        deadline = time.monotonic() + seconds
+        """Until the job is over, in whatever way; `seconds` as of `wait`."""
+        deadline = time.monotonic() + SLACK * seconds
         while (now := self.job(job))["JobState"] not in ENDED:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"job {job} is {now['JobState']} after {seconds} s; its output:\n"
+                    f"job {job} is {now['JobState']} after {SLACK * seconds} s; its output:\n"
                     f"{self.output(job)}"
                 )
             time.sleep(0.1)
