@@ -21,6 +21,7 @@ import argparse
 import io
 import json
 import math
+import operator
 import os
 import pickle
 import re
@@ -487,6 +488,8 @@ def read_metadata(folder: Path) -> Metadata:
             values = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if values != math.prod(entry.size):
                 raise Damaged(f"{name} has {values} of {math.prod(entry.size)} values")
+            if _overlap(entry.chunks):  # then as many values are missing elsewhere
+                raise Damaged(f"{name} has a part that lies over another")
             for chunk in entry.chunks:
                 ends = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
                 if any(not 0 <= start <= start + n <= size for start, n, size in ends):
@@ -510,6 +513,19 @@ def read_metadata(folder: Path) -> Metadata:
         raise Damaged(f"{folder}: .metadata is not readable ({type(error).__name__})") from None
     metadata.storage_meta = None
     return metadata
+
+
+def _overlap(chunks: Sequence[Any]) -> bool:
+    """Whether two parts of a tensor (offsets, sizes) have a value in common."""
+    boxes = [(tuple(c.offsets), tuple(map(operator.add, c.offsets, c.sizes))) for c in chunks]
+    boxes = sorted(box for box in boxes if all(map(operator.lt, *box)))
+    for i, (begin, end) in enumerate(boxes):
+        for later, its_end in (boxes[k] for k in range(i + 1, len(boxes))):
+            if later[:1] >= end[:1]:
+                break  # and so do all that follow: slices of rows are compared once each
+            if all(map(operator.lt, begin, its_end)) and all(map(operator.lt, later, end)):
+                return True
+    return False
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
