@@ -318,10 +318,18 @@ def open_image(content: bytes, budget: int = MEMORY_BUDGET) -> tuple[Image.Image
     width, height = image.size
     if width * height == 0:
         raise ValueError("no pixels")
+    # What a copy that was cut off may leave: decoded, it is grey from there on, without an error.
+    if image.format == "JPEG" and content.endswith(b"\0") and not _finished(content):
+        raise ValueError("truncated: zeros where the end of the JPEG should be")
     if image.format != "JPEG":  # which may be read smaller; a PNG is read whole for its Exif
         check_memory(image, image.size, budget)
     sideways = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
     return image, (height, width) if sideways else (width, height)
+
+
+def _finished(jpeg: bytes) -> bool:
+    """Whether the last mark of an end (ITU-T T.81, table B.1) follows the last begin of a scan."""
+    return jpeg.rfind(b"\xff\xd9") > jpeg.rfind(b"\xff\xda")
 
 
 def check_memory(image: Image.Image, whole: tuple[int, int], budget: int) -> None:

@@ -2,6 +2,7 @@
 any number of ranks and workers."""
 
 import errno
+import io
 import json
 import math
 import os
@@ -470,6 +471,19 @@ def test_augmentation_equals_pil(tmp_path, shape):
             np.testing.assert_array_equal(s.image.numpy(), by_pil(image, s, 48))
     assert {s.flip for s in samples} == {True, False}
     assert len({tuple(s.crop.tolist()) for s in samples}) > 10
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_jpeg_that_ends_in_zeros_is_not_half_read(progressive):
+    """What a copy that was cut off leaves: Pillow alone gives grey for the rest of a large one."""
+    file = io.BytesIO()
+    noise_image(0, 400, 400).save(file, "JPEG", progressive=progressive)
+    whole = file.getvalue()
+    for cut in (len(whole) // 4, len(whole) // 2, len(whole) - 10, len(whole) - 1):
+        with pytest.raises((ValueError, OSError), match="truncated"):
+            data.decode(data.open_image(whole[:cut] + bytes(len(whole) - cut))[0])
+    padded = data.decode(data.open_image(whole + bytes(4096))[0])  # to whole blocks of a disk
+    assert padded.tobytes() == Image.open(file).tobytes()
 
 
 def photograph(width, height):
