@@ -24,7 +24,7 @@ demo: $(VENV)/run.ok
 
 # Two tests at a time; most start ranks of their own, which get one thread each.
 test: $(VENV)/dev.ok lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 quick: $(VENV)/dev.ok
 	$(BIN)/python -m pytest -m "not slow"

@@ -86,6 +86,11 @@ class Run:
         return self.engine == "ddp" and self.precision != "fp32"
 
     @property
+    def buckets(self) -> bool:
+        """Whether DDP keeps the gradients, in buckets; a single rank is not wrapped."""
+        return self.engine == "ddp" and self.world_size > 1
+
+    @property
     def compute_bytes(self) -> int:
         """Of one number in forward and backward."""
         return BYTES[self.precision]
@@ -436,8 +441,8 @@ class StepMemory:
         reduce dtype where they still wait for their all-reduce.
         """
         run = self.run
-        if run.engine == "ddp":
-            return FP32 * self.all  # the buckets are the gradients
+        if run.buckets:
+            return FP32 * self.all  # which are the gradients
         ready = sum(self.numel[u.name] for u in done)
         before = 0 if run.accum == 1 else self.all - ready
         size = BYTES[run.reduce_dtype] if run.replicated else FP32
@@ -450,7 +455,7 @@ class StepMemory:
         dtype each all-reduced shard until the end of backward (_fsdp_param_group.py).
         """
         run, size = self.run, BYTES[self.run.reduce_dtype]
-        if run.engine == "ddp":  # the compression hook's copy of a bucket
+        if run.buckets:  # the compression hook's copy of one
             return max(ddp_buckets(run)) * size if size < FP32 else 0
         if run.engine != "fsdp2" or not done:
             return 0
@@ -489,7 +494,7 @@ class StepMemory:
 
     def moments(self) -> Iterator[Moment]:
         """Of the last accumulation step: forward, loss, backward, optimizer."""
-        before = self.gradients(()) if self.run.accum > 1 or self.run.engine == "ddp" else 0
+        before = self.gradients(()) if self.run.accum > 1 or self.run.buckets else 0
         for position, unit in enumerate(self.blocks):
             yield self.moment(
                 f"forward of {unit.name}",
@@ -534,9 +539,11 @@ class StepMemory:
         later = later[later.index(block) + 1 :]  # in the same unit, their gradients not yet reduced
         unreduced = sum(b.numel for b in later) * run.compute_bytes
         for activations, gradients in block_backward(run, memory, block):
-            if run.engine == "ddp":  # straight into the buckets
+            if run.engine == "ddp":  # straight to where they stay, as fp32
                 largest = max(math.prod(s) for s in block.shapes)
-                gradients = largest * (FP32 + run.compute_bytes)
+                there = run.buckets or run.accum > 1
+                gradients = FP32 * (largest if there else gradients // run.compute_bytes)
+                gradients += largest * run.compute_bytes if run.autocast else 0
             yield self.moment(
                 f"backward of {block.name}",
                 gradients=self.gradients(done),

@@ -85,7 +85,9 @@ def build_parser() -> Parser:
         help="* predict patches normalised by their own mean and deviation (default)")  # fmt: skip
 
     add = parser.add_argument_group("sharding").add_argument
-    add("--mode", choices=shard.STRATEGIES, default="hybrid", help="strategy (default hybrid)")
+    add("--mode", choices=shard.STRATEGIES,
+        help="strategy (default hybrid; of one process, which has nothing to shard, ddp)"
+        )  # fmt: skip
     add("--group", type=positive, metavar="RANKS",
         help="hybrid modes: ranks that share one copy (default: the ranks of a node)")  # fmt: skip
     add("--fsdp", type=int, choices=(1, 2), help="engine: fully_shard 2, or the old 1 (default 2)")
@@ -177,10 +179,19 @@ def launched(environ: Mapping[str, str]) -> bool:
     return "RANK" in environ or (in_step and tasks != "1")
 
 
+def default_mode(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    """ddp, which leaves a single process alone; hybrid for several, or where FSDP is asked for."""
+    ranks = args.world_size if args.dry_run else environ.get("WORLD_SIZE", 1)
+    single = str(ranks) == "1" and ("RANK" in environ or not launched(environ))
+    fsdp = (args.group, args.fsdp, args.prefetch, args.forward_prefetch, args.cpu_offload)
+    return "ddp" if single and not any(fsdp) and args.limit_all_gathers is None else "hybrid"
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Flags with their defaults; a sentence and exit status 2 where they contradict each other."""
     parser = build_parser()
     args = parser.parse_args(argv)
+    args.mode = args.mode or default_mode(args, os.environ)
     # a dry run stands on a login node, its job will not
     will_be = args.dry_run or torch.cuda.is_available()
     gpu = args.device == "cuda" or (args.device == "auto" and will_be)

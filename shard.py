@@ -231,7 +231,13 @@ def _ddp(
     model: nn.Module, mesh: DeviceMesh, device: torch.device,
     reduce_dtype: torch.dtype, bucket_cap_mb: float | None,
 ) -> nn.Module:  # fmt: skip
-    """Whole parameters on every rank; gradients all-reduced in buckets during backward."""
+    """Whole parameters on every rank; gradients all-reduced in buckets during backward.
+
+    One rank has nobody to agree with: the model stays as it is, without a second home, the buckets,
+    for its gradients.
+    """
+    if mesh.size() == 1:
+        return model
     # The position tables never change: no need to send them at every step.
     newer = "forward_sync_buffers" in inspect.signature(DDP.__init__).parameters
     still: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
@@ -399,8 +405,8 @@ def accumulation(model: nn.Module, last: bool) -> AbstractContextManager[None]:
 def autocast(
     model: nn.Module, device: torch.device, dtype: torch.dtype
 ) -> AbstractContextManager[Any]:
-    """Around a forward pass: DDP computes in `dtype` by autocast, FSDP casts its units itself."""
-    wanted = isinstance(model, DDP) and dtype != torch.float32
+    """Around a forward pass: FSDP casts its units to `dtype` itself, the others need autocast."""
+    wanted = not isinstance(model, FSDP1 | FSDPModule) and dtype != torch.float32
     return torch.autocast(device.type, dtype) if wanted else nullcontext()
 
 

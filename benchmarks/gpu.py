@@ -2,9 +2,9 @@
 
     python benchmarks/gpu.py --minutes 5 --out out/bench-gpu            # `make bench-gpu` does more
 
-Each case is train_fsdp.train_step under FSDP2 in a group of one rank, bf16, at the largest power of
-two of images that the plan says will fit (halved where it does not), at most --most. The table has
-the plan's memory beside the measured one. Then, for each size, where the time of the eager step
+Each case is train_fsdp.train_step as one process makes it, bf16, at the largest power of two of
+images that the plan says will fit (halved where it does not), at most --most. The table has the
+plan's memory beside the measured one. Then, for each size, where the time of the eager step
 goes by kind of kernel, and the floor: the model's FLOPs at the rate that a large bf16 product
 reaches here, and the optimizer's 28 bytes a parameter at the rate of a large copy. A case that the
 time does not suffice for is named in the table; what matters most comes first. Runs on a CPU too,
@@ -81,7 +81,7 @@ def cases(models: Sequence[str]) -> Iterator[Row]:
 def planned(model: str, ac: str, img_size: int, batch: int, memory_gib: float) -> plan.Plan:
     """The plan of such a case on this GPU."""
     return plan.estimate(
-        vit.MODELS[model], img_size=img_size, mask_ratio=0.75, mode="hybrid", group=1, fsdp=2,
+        vit.MODELS[model], img_size=img_size, mask_ratio=0.75, mode="ddp", group=None, fsdp=2,
         world_size=1, local_batch=batch, ac=ac, memory_gib=memory_gib,
         machine=MACHINES["dgx-h200"],
     )  # fmt: skip
@@ -99,7 +99,7 @@ def build(row: Row, img_size: int, device: torch.device) -> Callable[[], None]:
     grid, config = mesh.build_mesh((1, 1), device), vit.MODELS[row.model]
     model, optimizer, scaler = assemble.spread(
         assemble.blank_model(config, img_size, True, device), grid, seed=0, device=device,
-        mode="hybrid", precision="bf16", reduce_dtype="fp32", lr=1e-5, weight_decay=0.05,
+        mode="ddp", precision="bf16", reduce_dtype="fp32", lr=1e-5, weight_decay=0.05,
         ac=row.ac, compile_blocks=row.compiled,
     )  # fmt: skip
     finite, steps = agree.FiniteCheck(device), iter(range(10**6))

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", choices=vit.MODELS, default="tiny")
     add("--img-size", type=int, default=96, metavar="PIXELS")
     add("--batch", type=int, default=16, metavar="IMAGES")
-    add("--mode", choices=("hybrid", "full_shard", "ddp"), default="hybrid")
+    add("--mode", choices=("hybrid", "full_shard", "ddp"), default="ddp")
     add("--precision", choices=("fp32", "bf16"), default="fp32")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--steps", type=int, default=20, help="of a segment (default 20)")

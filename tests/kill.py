@@ -122,7 +122,7 @@ def one_round(out: Path, choose: random.Random, report: Report) -> None:
     what = f"round {report.rounds}: {world} ranks, {mode} {' '.join(behind)}, {kind}"
     if problem := strike(ranks, name, hit):
         report.problems.append(f"{what}: {problem}")
-    grace = time.monotonic() + 10  # loader workers end a moment after their rank
+    grace = time.monotonic() + 30  # loader workers end a moment after their rank
     while any(processes_of(p.pid) for p in ranks) and time.monotonic() < grace:
         time.sleep(0.1)
     for p in ranks:

@@ -18,8 +18,6 @@ from test_mesh import CPU, on_ranks, result_or_error
 
 import agree
 
-pytestmark = pytest.mark.xdist_group("agree")  # one worker: it makes the fixtures once
-
 # --- once for all
 
 
@@ -181,8 +179,8 @@ def run_waiting(tmp_path, world, stuck=(), last=-1, then="", stop=None, after=1.
             ))  # fmt: skip
     try:
         if stop is not None:
-            deadline = time.monotonic() + 60
-            while not (tmp_path / "rank0.txt").read_text().startswith("going"):
+            deadline = time.monotonic() + 180
+            while "going" not in (tmp_path / "rank0.txt").read_text():
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             time.sleep(after)
@@ -295,7 +293,7 @@ def test_a_training_whose_rank_is_stopped_ends_and_can_be_resumed(tmp_path):
         # released, it finds nobody and leaves too
         processes[1].send_signal(signal.SIGCONT)
         assert processes[1].wait(60) == 1
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 45
         while any(processes_of(p.pid) for p in processes):
             assert time.monotonic() < deadline, "processes are left"
             time.sleep(0.1)

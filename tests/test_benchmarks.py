@@ -52,7 +52,7 @@ def test_step_benchmark():
     cases = json.loads(out.splitlines()[-1])["cases"]
     assert [case["precision"] for case in cases] == ["fp32", "bf16"]
     for case in cases:
-        assert list(case["found"]) == ["vit", "hybrid", "transformers", "timm"]
+        assert list(case["found"]) == ["vit", "ddp", "transformers", "timm"]
         for row in case["found"].values():
             assert len(row["step"]) == len(row["forward"]) == 2 and row["peak_gib"] > 0
             assert all(f < s for f, s in zip(row["forward"], row["step"], strict=True))

@@ -31,8 +31,6 @@ import shard
 import train_fsdp
 import vit
 
-pytestmark = pytest.mark.xdist_group("checkpoint")  # one worker: it makes the fixtures once
-
 CONFIG = vit.ViTConfig(32, 3, 64, 2, 8, decoder_width=32, decoder_depth=2, decoder_heads=2)
 CPU = torch.device("cpu")
 FSDP_MODES = ["no_shard", "shard_grad_op", "full_shard", "hybrid", "hybrid_grad_op"]

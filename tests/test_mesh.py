@@ -13,8 +13,6 @@ from ranks import environment, free_port
 
 import mesh
 
-pytestmark = pytest.mark.xdist_group("mesh")  # one worker: it makes the fixtures once
-
 CPU = torch.device("cpu")
 
 # --- ranks

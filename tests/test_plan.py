@@ -15,6 +15,7 @@ import torch.distributed as dist
 from conftest import ROOT
 from ranks import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -236,6 +237,35 @@ def test_memory_is_that_of_the_tracker_for_a_gated_model(monkeypatch):
 def test_memory_is_that_of_the_tracker_for_large_models(monkeypatch):
     for model in ("1b", "3b", "15b"):
         check_tracked(monkeypatch, model, (8, 64, 512), TRACKED, ("none", "full"))
+
+
+# Not bf16 without checkpointing: CUDA's autocast keeps fp32 inputs of norms, a CPU's does not.
+ALONE = [("fp32", "none"), ("fp32", "selective"), ("fp32", "full"), ("bf16", "selective"),
+         ("bf16", "full")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("precision", "ac"), ALONE)
+def test_memory_of_one_rank_is_that_of_the_tracker(precision, ac):
+    """Without DDP's buckets. The optimizer's states apart, as above."""
+    config, world = vit.MODELS["base"], {"img_size": 224, "mask_ratio": 0.75, "local_batch": 32}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = vit.ViTMAE(config)
+        for module, name in {m: n for n, m in model.named_modules()}.items():
+            if type(module) is vit.Block and ac != "none":
+                shard._checkpoint(model, name, selective=ac == "selective")
+        images = torch.empty(32, 3, 224, 224, dtype=torch.uint8)
+        noise = torch.rand(32, vit.patch_count(config, 224))
+        tracker = MemTracker()
+        tracker.track_external(model)
+        with tracker:
+            with shard.autocast(model, CPU, flags.DTYPES[precision]):
+                loss, _, _ = model(data.normalize(images), 0.75, noise)
+            loss.backward()
+        seen = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
+    machine = replace(plan.MACHINES["frontier"], workspace_gib=0.0, head_multiple=1)
+    found = planned(config, 1, mode="ddp", ac=ac, precision=precision, machine=machine, **world)
+    live = max(m.total - m.bytes["optimizer"] for m in found.moments)
+    assert live == pytest.approx(seen, rel=0.03)
 
 
 @pytest.mark.parametrize("config", [CONFIG, GATED])

@@ -565,6 +565,9 @@ if __name__ == "__main__":
         gc.collect()
         fds.append(len(os.listdir("/proc/self/fd")))
     assert fds[1] == fds[2], fds  # the fork server, once started, stays for the next loader
+    deadline = time.monotonic() + 20  # a queue's own thread may end a moment later
+    while threading.active_count() > 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert threading.active_count() == 1, threading.enumerate()
     print("reading", flush=True)
 """

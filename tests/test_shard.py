@@ -23,8 +23,6 @@ import mesh
 import shard
 import vit
 
-pytestmark = pytest.mark.xdist_group("shard")  # one worker: it makes the fixtures once
-
 CONFIG = vit.ViTConfig(32, 3, 64, 2, 8, decoder_width=32, decoder_depth=2, decoder_heads=2)
 UNITS = 3 + 2 + 1  # encoder blocks, decoder blocks, root
 SMALL_DECODER = dataclasses.replace(CONFIG, decoder_width=16)  # its blocks are one unit of FSDP2

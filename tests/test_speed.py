@@ -20,8 +20,6 @@ import shard
 import train_fsdp
 import vit
 
-pytestmark = pytest.mark.xdist_group("speed")  # one worker: it makes the fixtures once
-
 # What hands a number, or a number of numbers, to the host: on a GPU it would wait for the device.
 READS = {
     "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "item", "unique",

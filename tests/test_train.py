@@ -177,7 +177,9 @@ def test_help_has_the_groups_of_the_data_flow():
         assert absent not in text
 
 
-def test_defaults_are_those_of_the_design():
+def test_defaults_are_those_of_the_design(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
     args = vars(train_fsdp.parse_args([]))
     assert args["model"] == "base" and args["img_size"] == 224 and args["mask_ratio"] == 0.75
     assert args["mode"] == "hybrid" and args["fsdp"] == 2 and args["prefetch"] == "backward_pre"
@@ -186,6 +188,28 @@ def test_defaults_are_those_of_the_design():
     ddp = train_fsdp.parse_args(["--mode", "ddp"])
     assert ddp.fsdp is None and ddp.prefetch is None  # no meaning, so no claim
     assert args["blr"] == 1.5e-4 and args["weight_decay"] == 0.05 and args["norm_pix_loss"]
+
+
+def test_one_process_has_nothing_to_shard(monkeypatch):
+    """Unless FSDP is asked for; what srun or torchrun has started with several ranks is several."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def mode(flags: str, **environ: str) -> str:
+        with monkeypatch.context() as patch:
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            return train_fsdp.parse_args(flags.split()).mode
+
+    assert mode("") == mode("", RANK="0", WORLD_SIZE="1") == "ddp"
+    assert mode("", SLURM_STEP_ID="0", SLURM_NTASKS="1") == "ddp"
+    assert mode("--dry-run --world-size 1") == "ddp" != mode("--dry-run --world-size 2")
+    assert mode("", RANK="0", WORLD_SIZE="2") == "hybrid"
+    assert mode("", SLURM_STEP_ID="0", SLURM_NTASKS="2") == "hybrid"
+    for flags in ("--group 1", "--fsdp 1", "--prefetch none", "--forward-prefetch",
+                  "--fsdp 1 --no-limit-all-gathers"):  # fmt: skip
+        assert mode(flags) == "hybrid", flags
+    assert mode("--mode full_shard") == "full_shard"
 
 
 # --- arithmetic

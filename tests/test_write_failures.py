@@ -21,8 +21,6 @@ import checkpoint
 import train_fsdp
 from log import Log
 
-pytestmark = pytest.mark.xdist_group("write_failures")  # one worker: it makes the fixtures once
-
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
 ARGV = changed(SMALL, steps="8", keep="9", mode="full_shard")
 EIO = r"OSError: \[Errno 5\] Input/output error"
