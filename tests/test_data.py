@@ -795,6 +795,16 @@ def test_workers_inherit_neither_network_nor_device(monkeypatch):
     assert loader.multiprocessing_context.get_start_method() != "fork"
 
 
+def test_only_what_is_large_goes_by_shared_memory():
+    """Each tensor there costs a file and a connection: half a millisecond of a step."""
+    (batch,) = data.build_loader(tiles(), img_size=96, patches=144, seed=0, global_batch=8,
+                                 local_batch=8, steps=range(1), workers=1)  # fmt: skip
+    shared = {name for name, value in batch._asdict().items()
+              if isinstance(value, torch.Tensor) and value.is_shared()}  # fmt: skip
+    assert batch.image.nbytes > 2**16 and shared == {"image"}
+    batch.noise.zero_()  # the others are memory like any
+
+
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_workers_may_be_started_in_any_way(method):
     options = {"workers": 2, "start_method": method}
