@@ -45,6 +45,7 @@ COLUMNS = (
 )  # fmt: skip
 WORDS = ("id", "study", "reason", "model", "host", "source", "started", "log", *VERSIONS)
 DEFAULTS = {"model": "base", "mode": "hybrid", "batch": 32, "accum": 1}  # of train_fsdp.py
+OF_FSDP = ("group", "fsdp", "prefetch", "forward_prefetch", "limit_all_gathers", "cpu_offload")
 WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, counted collectives
 
 
@@ -80,6 +81,8 @@ def row_of(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[str
     """The row of a point: what was asked, what its newest attempt says, what was planned."""
     row: Row = dict(DEFAULTS) | {k: cell(k, v) for k, v in point.items() if k in COLUMNS}
     nodes, ranks = int(point["nodes"]), int(point["ranks"])
+    if nodes * ranks == 1 and not point.get("mode") and not any(map(point.get, OF_FSDP)):
+        row["mode"] = "ddp"  # one process has nothing to shard (flags.default_mode)
     row |= {"state": state, "run": point.get("run") or "real", "world_size": nodes * ranks}
     row |= {key: value for key, value in plan.items() if key in COLUMNS}
     made = attempts.attempts(folder)

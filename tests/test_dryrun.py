@@ -201,7 +201,7 @@ def test_flags_that_a_checkpoint_forbids_are_refused(tmp_path, capsys):
         assert capsys.readouterr().err == pretended
     assert train_fsdp.main([*argv, "--mode", "full_shard", *dry]) == 0
     out = capsys.readouterr().out
-    assert "step_00000002 at step 2; changed: " in out and "mode hybrid -> full_shard" in out
+    assert "step_00000002 at step 2; changed: " in out and "mode ddp -> full_shard" in out
     assert "no step is left to do" in out
     after = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")}
     assert {p: t for p, t in after.items() if p.name != "log.jsonl"} == {

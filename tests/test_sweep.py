@@ -287,8 +287,10 @@ def test_a_point_of_which_little_is_known_has_a_row_and_is_drawn(tmp_path):
     plans = {"planned_gib": 3.0, "memory_gib": 64.0, "why_not": "no"}
     rows = [results.row_of(point, tmp_path, state, plans) | {"source": "mine"}
             for state in ("waiting", "skipped", "failed")]  # fmt: skip
-    given = vars(flags.build_parser().parse_args([]))
-    assert all(rows[0][name] == given[name] for name in ("model", "mode", "accum", "run"))
+    for ranks, row in ("2", rows[0]), ("1", results.row_of(point | {"ranks": "1"}, tmp_path,
+                                                           "waiting", plans)):  # fmt: skip
+        given = vars(flags.parse_args(["--dry-run", "--world-size", ranks]))
+        assert all(row[name] == given[name] for name in ("model", "mode", "accum", "run"))
     assert rows[0]["batch"] == flags.batch_sizes(1, 1, None, None)[0]
     results.write_table(tmp_path / "results.csv", rows, results.COLUMNS)
     again = results.read_folder(tmp_path)
