@@ -289,7 +289,8 @@ def test_a_training_whose_rank_is_stopped_ends_and_can_be_resumed(tmp_path):
         assert named, text
         _, steps, end = read_log(log)
         assert end["reason"] == "timeout" and "rank 1" in end["problem"]
-        assert 0 <= int(named[1]) - steps[-1]["step"] <= 2
+        # what it told last, a twentieth of --timeout before it was stopped: some steps ago
+        assert -10 <= int(named[1]) - steps[-1]["step"] <= 2
         # released, it finds nobody and leaves too
         processes[1].send_signal(signal.SIGCONT)
         assert processes[1].wait(60) == 1
