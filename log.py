@@ -148,7 +148,8 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
         if "math" in s["sdpa"].values():
             yield "warning: no fused attention for these heads in this precision: it will be slow"
     yield f"{world} ranks on {s['device']}, mesh {copies} x {group} (replicate x shard)"
-    yield f"{s['mode']}: shards {row.shards}; a step: {row.traffic}"
+    traffic = row.traffic if world > 1 else "nothing to send"
+    yield f"{s['mode']}: shards {row.shards}; a step: {traffic}"
     if mesh.straddles(group, s["local_world_size"]):
         node = s["local_world_size"]
         yield f"note: shard groups of {group} on nodes of {node}: gathers go over the network"

@@ -467,6 +467,8 @@ def test_nothing_tracked_is_a_link():
     listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True)
     modes = {line.split()[0] for line in listed.stdout.splitlines()}
     assert modes == {"100644", "100755"}
+    names = {line.rpartition("/")[2] for line in listed.stdout.splitlines()}
+    assert not names & {"log.jsonl", "done", "latest", "port"}  # nor what a run leaves behind
 
 
 def test_tiles():

@@ -119,6 +119,19 @@ def test_a_forgotten_parameter_is_found_by_name(single, mode, fsdp):
                     device=CPU, fsdp=fsdp)  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+def test_a_single_rank_is_not_wrapped(single, mode):
+    """No buckets hold its gradients between steps, and it still computes in bf16 by autocast."""
+    model = build(mode, single)
+    assert type(model) is vit.ViTMAE
+    with shard.autocast(model, CPU, torch.bfloat16):
+        loss, pred, _ = model(*batch())
+    loss.backward()
+    assert pred.dtype == torch.bfloat16
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    assert all(g.dtype == torch.float32 and g._base is None for g in grads)  # a bucket's are views
+
+
 def test_backward_post_is_refused_by_fsdp2(single):
     with pytest.raises(ValueError, match="backward_post exists in FSDP1 only"):
         build("full_shard", single, prefetch="backward_post")
