@@ -1,12 +1,49 @@
 """Makes the scripts importable from the tests, and the tests independent of the caller's shell."""
 
+import fcntl
 import os
+import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+import pytest
 import torch
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Start the fork server of this process before any test does: Python has one, and the first
+    to start it decides what it has imported."""
+    if not getattr(session.config.option, "numprocesses", None):  # not the one that only controls
+        from ranks import fork_server
+
+        fork_server()
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], T]], T]:
+    """once(name, make): make(folder), by the first of pytest's processes that asks for it.
+
+    What it returns is pickled for the others, which wait.
+    """
+
+    def get(name: str, make: Callable[[Path], T]) -> T:
+        base = tmp_path_factory.getbasetemp()
+        folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+        folder.mkdir(exist_ok=True)
+        kept = folder / "once.pickle"
+        with open(folder / "once.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                made = make(folder)
+                kept.write_bytes(pickle.dumps(made))
+            return pickle.loads(kept.read_bytes())
+
+    return get

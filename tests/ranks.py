@@ -145,12 +145,20 @@ def start_ranks(
 
 
 def fork_server() -> Any:
-    """Processes forked from one that has imported what ranks need, with one thread each."""
+    """Processes forked from one that has imported what ranks need, with one thread each.
+
+    Started by conftest.py, before a test can start it without the imports.
+    """
     server = get_context("forkserver")
     server.set_forkserver_preload(["train_fsdp", "torch._dynamo"])
     with patch.dict(os.environ, environment(0, 1, 0)):
         ensure_running()
     return server
+
+
+def already_imported() -> bool:
+    """Whether this process was forked with the script imported (tests/test_ranks.py asks)."""
+    return "train_fsdp" in sys.modules
 
 
 def _become(environ: dict[str, str], output: Path, work: Callable[[], None]) -> None:

@@ -26,7 +26,6 @@ def run(script: str, *argv: str) -> str:
 @pytest.mark.parametrize("name", ["transformers", "timm"])
 def test_peers_compute_what_we_do(name):
     """Loss and the gradient of the images, with our weights."""
-    pytest.importorskip(name)
     from benchmarks import peers
 
     config = vit.ViTConfig(48, 2, 96, 4, 4, decoder_width=32, decoder_depth=2, decoder_heads=2)
@@ -46,7 +45,6 @@ def test_peers_compute_what_we_do(name):
 
 @pytest.mark.slow
 def test_step_benchmark():
-    pytest.importorskip("transformers")
     out = run("step.py", "--model", "tiny", "--img-size", "32", "--batch", "2", "--rounds", "2",
               "--threads", "1")  # fmt: skip
     cases = json.loads(out.splitlines()[-1])["cases"]
@@ -77,7 +75,6 @@ def test_gpu_benchmark_runs_its_whole_path_on_a_cpu(tmp_path):
 @pytest.mark.slow
 def test_bytes_of_sharded_steps_are_those_of_theory_and_of_ddp_of_transformers(tmp_path):
     """Four ranks: our ddp moves what that of transformers' model moves, others what plan says."""
-    pytest.importorskip("transformers")
     argv = ["--img-size", "32", "--batch", "2", "--rounds", "1"]
     command = [str(ROOT / "benchmarks" / "sharded.py"), *argv]
     start_ranks(4, partial(run_script, command), tmp_path, free_port(), 300)

@@ -4,12 +4,11 @@ import os
 import re
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import environment, free_port
+from ranks import environment, fork_server, free_port
 
 import mesh
 
@@ -332,9 +331,7 @@ def as_rank(work, world, port, rank):
 
 def on_ranks(world, work):
     """work(rank) on `world` gloo ranks -> results by rank."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
-    with ProcessPoolExecutor(world, mp_context=context) as pool:
+    with ProcessPoolExecutor(world, mp_context=fork_server()) as pool:
         return list(pool.map(partial(as_rank, work, world, free_port()), range(world), timeout=120))
 
 

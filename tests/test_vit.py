@@ -220,8 +220,8 @@ def test_unknown_names_have_no_initial_value():
 @pytest.mark.parametrize("norm_pix", [True, False])
 def test_equal_to_transformers(norm_pix):
     """Loss, predictions and gradients at base shapes, depth 2, with one masking order."""
-    pytest.importorskip("timm")
-    transformers = pytest.importorskip("transformers", minversion="5.0")
+    import transformers
+
     from benchmarks.peers import to_transformers
 
     config = replace(vit.MODELS["base"], depth=2, decoder_depth=2)
@@ -258,7 +258,8 @@ def test_equal_to_transformers(norm_pix):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_encoder_loads_into_timm(gated):
-    timm = pytest.importorskip("timm")
+    import timm
+
     mine = small(gated_mlp=gated)
     theirs = timm.models.VisionTransformer(
         img_size=24, patch_size=4, embed_dim=48, depth=2, num_heads=4, mlp_ratio=2, num_classes=0,

@@ -80,9 +80,12 @@ def steps(*numbers: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> tuple[Path, dict[str, Result]]:
+def results(once) -> tuple[Path, dict[str, Result]]:
     """(folder with one --out a name, what came of each run): all runs, in one set of processes."""
-    out = tmp_path_factory.mktemp("failures")
+    return once("failures", all_results)
+
+
+def all_results(out: Path) -> tuple[Path, dict[str, Result]]:
     every = changed(ARGV, steps="6", save_every="1")
     runs = {"whole": Run(every, params=False)}
     for fault, (rank, _) in FAULTS.items():
