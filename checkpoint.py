@@ -737,4 +737,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    with suppress(ImportError):  # copied alone, it does without
+        import terminal
+
+        terminal.make_safe()
     raise SystemExit(main())

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, TextIO
@@ -40,8 +41,11 @@ class Log:
         if self.file:
             clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                      for k, v in record.items()}  # JSON has no NaN  # fmt: skip
+            text = json.dumps({"event": event, **clean}, ensure_ascii=False)
+            # bytes of a file name that are no text, as the terminal shows them
+            text = re.sub("[\ud800-\udfff]", lambda byte: rf"\\u{ord(byte[0]):04x}", text)
             try:
-                self.file.write(json.dumps({"event": event, **clean}) + "\n")
+                self.file.write(text + "\n")
                 self.file.flush()
             except OSError as error:
                 self.warn(f"log.jsonl cannot be written now: {error}")

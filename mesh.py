@@ -26,6 +26,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Timer
@@ -540,4 +541,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    with suppress(ImportError):  # copied alone, it does without
+        import terminal
+
+        terminal.make_safe()
     raise SystemExit(main())

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import mesh
 import shard
+import terminal
 import vit
 from demand import (
     BYTES,
@@ -490,4 +491,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    terminal.make_safe()
+    sys.exit(main() or terminal.lost())

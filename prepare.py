@@ -35,6 +35,7 @@ import numpy as np
 from PIL import Image
 
 import data
+import terminal
 
 BAD_COLUMNS = ("path", "reason", "step")
 CHECKED_FILES = 200  # whose size and time are looked at before an index is believed
@@ -558,4 +559,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    terminal.make_safe()
     raise SystemExit(main())

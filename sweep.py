@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 import attempt
 import results
 import studies
+import terminal
 from studies import Point
 
 HERE = Path(__file__).resolve().parent
@@ -398,6 +399,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    terminal.make_safe()
     for _number in (signal.SIGTERM, signal.SIGINT):  # ends what we have started, too
         signal.signal(_number, lambda number, frame: sys.exit(128 + number))
     raise SystemExit(main())

@@ -13,6 +13,9 @@ if __name__ == "__main__":
     # announces the end of the allocation by one; the loop saves and leaves.
     import signal
 
+    import terminal
+
+    terminal.make_safe()
     RECEIVED: list[int] = []
 
     def _note(number: int, frame: object) -> None:

@@ -1,0 +1,126 @@
+"""What is behind stdout, and names that it cannot print, end no program: run, scan, plan, mesh."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from PIL import Image
+from ranks import environment, fork_server, run_script
+from test_write_failures import can_mount
+
+BAD = [b"b\xe4d.jpg", "壊れた.jpg".encode()]  # no UTF-8; not latin-1
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Four images and two files that are none, with names that not every terminal can print."""
+    folder = tmp_path_factory.mktemp("data") / "数"
+    folder.mkdir()
+    for number in range(4):
+        Image.new("RGB", (32, 32), (60 * number, 0, 0)).save(folder / f"{number}.png")
+    for name in BAD:
+        Path(os.fsdecode(os.path.join(os.fsencode(folder), name))).write_bytes(b"no image")
+    return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A full file system (as root), or a device that always is."""
+    if not can_mount():
+        yield "/dev/full"
+        return
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", folder], check=True)
+    with (folder / "filler").open("wb") as file:
+        file.write(bytes(4096))
+    yield str(folder / "output")
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def become(argv, stdout, errors, encoding):
+    """A program whose stdout is a file, or a pipe that nobody reads where that is None."""
+    os.setsid()
+    os.environ.update(environment(0, 1, 0))
+    os.chdir(ROOT)
+    read, write = os.pipe()
+    os.close(read)
+    os.dup2(write if stdout is None else os.open(stdout, os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    sys.stdout = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115
+    run_script(argv)
+
+
+def ended(folder, argv, stdout, encoding="utf-8"):
+    """(exit status, what it wrote to stderr)."""
+    errors = folder / "errors.txt"
+    process = fork_server().Process(target=become, args=(argv, stdout, str(errors), encoding))
+    process.start()
+    process.join(120)
+    text = errors.read_text()
+    assert process.exitcode is not None and "Traceback" not in text, text
+    return process.exitcode, text
+
+
+TRAIN = (
+    "train_fsdp.py --model tiny --img-size 32 --batch 2 --steps 4 --log-every 1 --workers 0 "
+    "--device cpu --max-bad 1 --max-skips 1"
+)
+
+
+@pytest.mark.parametrize("behind", ["closed pipe", "full device", "full disk", "latin-1"])
+def test_whatever_stdout_is_the_work_is_done(behind, images, small_disk, tmp_path):
+    output, encoding = {
+        "closed pipe": (None, "utf-8"),
+        "full device": ("/dev/full", "utf-8"),
+        "full disk": (small_disk, "utf-8"),
+        "latin-1": (str(tmp_path / "output.txt"), "latin-1"),
+    }[behind]
+
+    # training: every step, and every record is JSON in UTF-8
+    argv = [*TRAIN.split(), "--data", str(images), "--out", str(tmp_path)]
+    assert ended(tmp_path, argv, output, encoding)[0] == 0
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_bytes().splitlines()]
+    assert [r["step"] for r in records if r["event"] == "step"] == [1, 2, 3, 4]
+    assert records[-1]["event"] == "end" and records[-1]["reason"] == "done"
+    for record in records:
+        json.dumps(record, ensure_ascii=False).encode()  # no lone surrogates
+    assert all(names_listed(images, tmp_path / "bad_images.csv"))
+    if behind == "full device":
+        return
+
+    # prepare.py scan: 1, because some are broken, and each is listed
+    scan = ["prepare.py", "scan", str(images), "--workers", "1", "--out", str(tmp_path / "bad.csv")]
+    assert ended(tmp_path, scan, output, encoding)[0] == 1
+    assert all(names_listed(images, tmp_path / "bad.csv"))
+    if behind == "latin-1":
+        shown = (tmp_path / "output.txt").read_text(encoding)
+        assert r"b\udce4d.jpg" in shown and r"\u6570" in shown
+        return
+
+    # a tool of several ranks, and one whose only product is what it prints
+    assert ended(tmp_path, ["mesh.py", "--device", "cpu"], output)[0] == 0
+    status, text = ended(tmp_path, ["plan.py", "--model", "tiny", "--world-size", "8"], output)
+    full = behind == "full disk"
+    assert (status, text) == (full, "plan.py: error: stdout: No space left on device\n" * full)
+
+
+def names_listed(images, path):
+    """Whether each of the broken images stands once in a list, byte by byte."""
+    text = path.read_bytes()
+    return [text.count(os.fsencode(images) + b"/" + name) == 1 for name in BAD]
+
+
+def test_a_reader_that_goes_away_does_not_end_a_scan(images, tmp_path):
+    """As `python prepare.py scan DIR | head -1`."""
+    scan = [sys.executable, "prepare.py", "scan", str(images), "--workers", "1", "--out"]
+    job = subprocess.Popen([*scan, str(tmp_path / "bad.csv")], cwd=ROOT, stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, env=environment(0, 1, 0))  # fmt: skip
+    assert job.stdout and job.stderr and job.stdout.readline()
+    job.stdout.close()
+    assert job.stderr.read() == b"" and job.wait(60) == 1
+    assert (tmp_path / "bad.csv").read_bytes().count(b"\n") == 1 + len(BAD)
