@@ -84,35 +84,48 @@ def mean_over_ranks(value: Tensor) -> float:
 # Every step
 
 
+class StepFlags(NamedTuple):
+    """What a rank adds to the vote of a step; what one rank raises, all ranks read."""
+
+    stop: bool = False  # a signal asked this rank to stop
+    bad_images: bool = False  # it has some to report
+    save: bool = False  # by its clock a checkpoint is due
+    no_batch: bool = False  # its data loader has failed: the step must not be applied
+
+
+NO_FLAGS = StepFlags()
+
+
 class Verdict(NamedTuple):
     """What the ranks found in one step; the same on all of them, but for `mine`."""
 
     mine: bool  # this rank's loss was not finite
     loss: bool  # some rank's loss was not finite
     norm: bool  # the gradient norm was not finite, and it was not the gradient scaler's doing
-    stop: bool  # some rank was asked to stop
-    news: bool  # some rank has something to tell
     in_a_row: int  # bad steps up to this one, in a row; 0 after a good one
+    flags: StepFlags  # of all ranks together
 
 
 class FiniteCheck:
-    """Non-finite losses and norms, and requests to stop: all learn of one, none waits to hear.
+    """Non-finite losses and norms, and the flags of each rank: all learn of one, none waits.
 
     A bad step is not applied. The device itself decides that, after one small all-reduce in each
     step; the host reads what was decided a step later, when it has long arrived. After more than
     `max_skips` bad steps in a row none is applied any more, so that the host is never too late.
+    A step that lacks some rank's batch is not applied either, and does not count as bad.
     """
 
     def __init__(self, device: torch.device, max_skips: int = 0) -> None:
         gpu = device.type == "cuda"
         self.max_skips = max_skips
         self.row = torch.zeros((), dtype=torch.int64, device=device)  # bad steps in a row
-        self.host = torch.zeros(2, 6, dtype=torch.int64, pin_memory=gpu)  # two steps in turn
+        size = 4 + len(StepFlags._fields)
+        self.host = torch.zeros(2, size, dtype=torch.int64, pin_memory=gpu)  # two steps in turn
         self.copied = [torch.cuda.Event(), torch.cuda.Event()] if gpu else None
 
     def update(
-        self, step: int, loss: Tensor, norm: Tensor, scaled: bool = False, stop: bool = False,
-        news: bool = False,
+        self, step: int, loss: Tensor, norm: Tensor, scaled: bool = False,
+        flags: StepFlags = NO_FLAGS,
     ) -> Tensor:  # fmt: skip
         """After backward: (), fp32, 1 where this step must not be applied. Collective.
 
@@ -121,16 +134,18 @@ class FiniteCheck:
         """
         mine = ~loss.isfinite()
         infinite = ~norm.isfinite().to(mine.device)
-        asked, told = torch.full_like(mine, stop), torch.full_like(mine, news)
-        found = torch.stack([mine, infinite & (not scaled), asked, told]).long()  # (4,)
+        raised = [torch.full_like(mine, flag) for flag in flags]
+        found = torch.stack([mine, infinite & (not scaled), *raised]).long()
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         bad = found[:2].any() | (self.row > self.max_skips)
-        self.row = torch.where(bad, self.row + 1, 0)
-        verdict = torch.cat([mine.long()[None], found, self.row[None]])  # (6,), as in Verdict
+        no_batch = found[2 + StepFlags._fields.index("no_batch")] > 0
+        self.row = torch.where(no_batch, self.row, torch.where(bad, self.row + 1, 0))
+        # as in Verdict
+        verdict = torch.cat([mine.long()[None], found[:2], self.row[None], found[2:]])
         self.host[step % 2].copy_(verdict, non_blocking=True)
         if self.copied:
             self.copied[step % 2].record()
-        return (bad | infinite).float()
+        return (bad | infinite | no_batch).float()
 
     def read(self, step: int) -> Verdict:
         """What was found in `step`, the last `update` or the one before.
@@ -139,8 +154,9 @@ class FiniteCheck:
         """
         if self.copied:
             self.copied[step % 2].synchronize()
-        mine, loss, norm, stop, news, in_a_row = self.host[step % 2].tolist()
-        return Verdict(bool(mine), bool(loss), bool(norm), bool(stop), bool(news), in_a_row)
+        mine, loss, norm, in_a_row, *flags = self.host[step % 2].tolist()
+        raised = StepFlags(*map(bool, flags))
+        return Verdict(bool(mine), bool(loss), bool(norm), in_a_row, raised)
 
 
 # ---------------------------------------------------------------------------------------------

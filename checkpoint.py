@@ -313,6 +313,7 @@ class Saver:
         self.thread = ThreadPoolExecutor(1) if background else None
         self.pending: Future[str | None] | None = None
         self.failures = 0  # in a row
+        self.step = self.saved = 0  # of the newest attempt; of the newest that is on disk
 
     def save(self, step: int, facts: dict[str, Any], wait: bool = True) -> list[str]:
         """As the function `save`; `wait` for its end, in the background too. Collective.
@@ -323,6 +324,7 @@ class Saver:
         problems = self.finish()
         if self.failures == 2 and not wait:
             return problems  # enough
+        self.step = step
         writer = _Writer(self.folder, step, facts | {"format": FORMAT, "step": step}, self.keep)
         tensors = named_tensors(self.model, self.optimizer)
         if self.thread is None:
@@ -347,6 +349,7 @@ class Saver:
 
     def _ended(self, problem: str | None) -> list[str]:
         self.failures = self.failures + 1 if problem else 0
+        self.saved = self.saved if problem else self.step
         return [problem] if problem else []
 
 

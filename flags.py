@@ -25,6 +25,7 @@ RESULT = (
 PATIENCE = 4  # what is done for the first time may take so many times --timeout
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LAST_WORD_SECONDS = 5.0  # that a rank leaves to rank 0 for its error
+TORCHRUN_NOTE = "note: what torchrun prints below this, its traceback too, means nothing"
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,6 +38,8 @@ class Parser(argparse.ArgumentParser):
 def complain(message: str) -> None:
     """Print an error of the whole run."""
     print(f"train_fsdp.py: error: {message}", file=sys.stderr, flush=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        print(TORCHRUN_NOTE, file=sys.stderr, flush=True)
 
 
 def refuse(message: str, local: bool = False) -> int:
@@ -69,6 +72,27 @@ def not_negative(text: str) -> float:
         if math.isfinite(float(text)) and float(text) >= 0:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of zero or more")
+
+
+def save_interval(text: str) -> tuple[int | None, float | None]:
+    """--save-every as (steps, seconds); None for what is not asked for."""
+    if text == "none":
+        return None, None
+    if text.endswith("m"):
+        with suppress(ValueError):
+            if 0 < float(text[:-1]) < math.inf:
+                return None, 60 * float(text[:-1])
+    elif text.isdecimal() and int(text) > 0:
+        return int(text), None
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither steps (500) nor minutes (30m) nor `none`"
+    )
+
+
+def save_every(text: str) -> str:
+    """An argparse type: what `save_interval` understands."""
+    save_interval(text)
+    return text
 
 
 def build_parser() -> Parser:
@@ -143,8 +167,9 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("output").add_argument
     add("--out", metavar="DIR", default="out", help="log.jsonl goes here (default out)")
     add("--log-every", type=positive, default=10, metavar="STEPS", help="(default 10)")
-    add("--save-every", type=positive, metavar="STEPS",
-        help="a checkpoint (default: only when a signal ends the run)")  # fmt: skip
+    add("--save-every", type=save_every, default="30m", metavar="WHAT",
+        help="a checkpoint every so many steps (500) or minutes (30m, the default), and always "
+        "of the last step; none: no checkpoint at all")  # fmt: skip
     add(
         "--async-save",
         action="store_true",

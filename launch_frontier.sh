@@ -145,7 +145,7 @@ first=${FIRST_JOB:-$SLURM_JOB_ID} job='' before='' idle=0
 [[ ! -f $out/.rounds ]] || read -r job before idle <"$out/.rounds" || true
 [[ $job == "$first" && $before == "$(newest)" ]] || idle=0
 before=$(newest)
-stuck="two rounds without a new checkpoint: not started again; longer rounds, or --save-every?"
+stuck="two rounds without a new checkpoint: not started again; longer rounds? --save-every none?"
 ((idle < 2)) || fail "$stuck"
 echo "$first $before $((++idle))" >"$out/.rounds"
 

@@ -7,6 +7,7 @@ import platform
 import re
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import count
 from typing import Any, TextIO
 
 import numpy as np
@@ -127,6 +128,8 @@ def open_log(out: str, rank: int) -> Log:
 
     def try_it() -> None:
         os.makedirs(out, exist_ok=True)
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+            raise ValueError(f"{path} is no regular file: move it away, or give another --out")
         open(path, "a", encoding="utf-8").close()
 
     agree.together(try_it)
@@ -137,6 +140,27 @@ def open_log(out: str, rank: int) -> Log:
     file = open(path, "a", encoding="utf-8")  # noqa: SIM115
     file.write("\n" if cut else "")
     return Log(file)
+
+
+def start_over(log: Log, out: str) -> None:
+    """Give an earlier run's log another name, where this run begins at step 0. Collective.
+
+    ValueError on all ranks where that cannot be done.
+    """
+    path = os.path.join(out, "log.jsonl")
+
+    def rename() -> str | None:
+        if log.file is None or not os.path.getsize(path):
+            return None
+        names = (os.path.join(out, f"log.{i}.jsonl") for i in count(1))
+        other = next(name for name in names if not os.path.lexists(name))
+        log.file.close()
+        os.rename(path, other)
+        log.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        return other
+
+    if other := agree.together(rename):
+        log.say(f"note: this run begins at step 0; the log of an earlier one is now {other}")
 
 
 def describe(start: dict[str, Any]) -> Iterator[str]:

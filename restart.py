@@ -4,6 +4,7 @@ checkpoint.py writes and reads; what may change between two runs is decided here
 """
 
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 import agree
 import checkpoint
-from flags import RESULT
+from flags import RESULT, save_interval
 from log import Log
 
 
@@ -63,15 +64,68 @@ def resume(
     return {"step": 0}
 
 
-def save_step(
-    saver: checkpoint.Saver, log: Log, flags: dict[str, Any],
-    scaler: torch.amp.GradScaler | None, step: int, in_a_row: int, wait: bool,
-) -> str | None:  # fmt: skip
-    """A checkpoint after so many steps; returns why the run cannot go on, if it cannot."""
-    facts = {"flags": flags, "in_a_row": in_a_row}
-    facts["scaler"] = scaler.state_dict() if scaler else None
-    problems = saver.save(step, facts, wait)
-    fatal = problems.pop() if saver.failures == 2 or (saver.failures and wait) else None
-    for problem in problems:
-        log.warn(f"{problem}; the run goes on, the older checkpoints are kept")
-    return fatal
+class Saves:
+    """The checkpoints of a run: when one is due, and what it means that one has failed.
+
+    With --save-every none there are none.
+    """
+
+    def __init__(
+        self, saver: checkpoint.Saver, log: Log, flags: dict[str, Any],
+        scaler: torch.amp.GradScaler | None, begin: int,
+    ) -> None:  # fmt: skip
+        """`flags` as the checkpoints keep them; `begin` is the step that was resumed, or 0."""
+        self.saver, self.log, self.flags, self.scaler = saver, log, flags, scaler
+        self.off = flags["save_every"] == "none"
+        self.steps, self.seconds = save_interval(flags["save_every"])
+        self.begin = saver.saved = begin
+        self.since, self.problem = time.monotonic(), ""
+        if self.off:
+            log.warn("--save-every none: no checkpoint is saved, whatever ends this run")
+
+    def due_after(self, step: int) -> bool:
+        """Whether so many steps ask for one."""
+        return self.steps is not None and step % self.steps == 0
+
+    def due_by_clock(self) -> bool:
+        """Whether this rank's clock asks for one; the ranks agree on the step by their flags."""
+        return self.seconds is not None and time.monotonic() - self.since > self.seconds
+
+    def save(self, step: int, in_a_row: int, wait: bool) -> str | None:
+        """A checkpoint after so many steps; why the run cannot go on, if it cannot. Collective."""
+        if self.off:
+            return None
+        begun = time.monotonic()
+        facts = {"flags": self.flags, "in_a_row": in_a_row}
+        facts["scaler"] = self.scaler.state_dict() if self.scaler else None
+        problems = self.saver.save(step, facts, wait)
+        self.since = time.monotonic()
+        self.log.write("save", step=step, seconds=self.since - begun)
+        failures = self.saver.failures
+        self.problem = problems[-1] if failures else ""
+        fatal = problems.pop() if failures == 2 or (failures and wait) else None
+        for problem in problems:
+            self.log.warn(f"{problem}; the run goes on, the older checkpoints are kept")
+        return fatal
+
+    def save_last(self, step: int, in_a_row: int) -> None:
+        """That state, unless it is saved already, before a run that has failed ends. Collective."""
+        problems = self.saver.finish()  # of the one under way
+        if self.saver.saved < step:
+            problems.append(self.save(step, in_a_row, wait=True) or "")
+        for problem in filter(None, problems):
+            self.log.warn(problem)
+
+    def where(self, finished: bool) -> str:
+        """Where the weights are, in a sentence for the end."""
+        if self.off:
+            return "nothing saved: --save-every none"
+        if not self.saver.saved:
+            return f"nothing saved: {self.problem or 'no step was applied'}"
+        path, how = self.saver.folder / f"step_{self.saver.saved:08d}", "the same command"
+        if self.flags["resume"] != "auto":
+            if self.saver.saved == self.begin:
+                path = Path(self.flags["resume"])
+            else:
+                how += " with --resume auto"
+        return f"saved {path}" if finished else f"saved {path}; {how} continues from there"

@@ -143,7 +143,8 @@ def run_point(sweep: Sweep, point: Point, script: Path, limit: float, again: boo
     mine = attempt.claim(folder, made + 1, job=job, **more)
     if mine is None:
         return "running"
-    flags = [*studies.argv_of(point), "--resume", "none", "--out", str(mine)]
+    unsaved = ["--resume", "none", "--save-every", "none"]
+    flags = [*studies.argv_of(point), *unsaved, "--out", str(mine)]
     environ = dict(os.environ)
     if job:
         number = int(os.environ["SLURM_JOB_ID"])

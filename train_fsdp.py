@@ -60,13 +60,14 @@ from flags import (
     DTYPES,
     LAST_WORD_SECONDS,
     PATIENCE,
+    TORCHRUN_NOTE,
     batch_sizes,
     complain,
     parse_args,
     refuse,
 )
-from log import Log, describe, device_memory, open_log
-from restart import resume, save_step
+from log import Log, describe, device_memory, open_log, start_over
+from restart import Saves, resume
 
 # ---------------------------------------------------------------------------------------------
 # The step
@@ -91,8 +92,7 @@ def train_step(
     mask_ratio: float,
     clip: float | None,
     dtype: torch.dtype,
-    stop: bool = False,
-    news: bool = False,
+    flags: agree.StepFlags = agree.NO_FLAGS,
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step over the accumulation steps `batches`, each (images, noise) on the device.
 
@@ -100,8 +100,7 @@ def train_step(
     nothing here waits for it.
     """
     total = gradients(model, scaler, batches, mask_ratio=mask_ratio, dtype=dtype)
-    norm = update(model, optimizer, finite, scaler, total, step=step, lr=lr, clip=clip, stop=stop,
-                  news=news)  # fmt: skip
+    norm = update(model, optimizer, finite, scaler, total, step=step, lr=lr, clip=clip, flags=flags)
     return total, norm
 
 
@@ -124,13 +123,13 @@ def gradients(
 def update(
     model: nn.Module, optimizer: torch.optim.Optimizer, finite: agree.FiniteCheck,
     scaler: torch.amp.GradScaler | None, total: Tensor, *, step: int, lr: float,
-    clip: float | None, stop: bool = False, news: bool = False,
+    clip: float | None, flags: agree.StepFlags = agree.NO_FLAGS,
 ) -> Tensor:  # fmt: skip
     """Apply the gradients, unless the ranks find them bad; returns their norm ()."""
     if scaler:
         scaler.unscale_(optimizer)
     norm = shard.clip_grad_norm(model, clip or math.inf)
-    skip = finite.update(step, total, norm, scaler is not None, stop, news)
+    skip = finite.update(step, total, norm, scaler is not None, flags)
     for group in optimizer.param_groups:
         group["lr"] = lr
     shard.optimizer_step(optimizer, skip)
@@ -152,7 +151,6 @@ class Job:
     world_size: int
     steps: range  # of this process: from where a checkpoint left off to the end
     log_every: int
-    save_every: int | None
     global_batch: int
     epoch_samples: int  # images of an epoch, whole global batches
     flops_per_image: int
@@ -167,63 +165,78 @@ def loop(
     train: Callable[..., tuple[Tensor, Tensor]] | None,
     finite: agree.FiniteCheck,
     lr_of: Callable[[int], float],
-    save: Callable[[int, int, bool], str | None] | None,
+    saves: Saves | None,
     told_to_stop: Callable[[], bool],
     moved: Callable[[str, int], None],
     name_of: Callable[[int], str],
     inputs: intake.Intake,
 ) -> dict[str, Any]:
-    """Run the steps; `train` None reads only, `save` None keeps nothing. Returns the end's record.
+    """Run the steps; `train` None reads only, `saves` None keeps nothing. Returns the end's record.
 
-    `save(steps done, bad steps in a row, wait)` writes a checkpoint, or returns why the run cannot
-    go on. `moved` hears what is done next, `name_of` gives the path of an image.
+    `moved` hears what is done next, `name_of` gives the path of an image. Whatever ends the run
+    while all ranks are alive, the state of the last step that was applied is saved first.
     """
     rates: list[float] = []
     last_losses: deque[Tensor] = deque(maxlen=10)
     last_batches: deque[intake.Batch] = deque(maxlen=2)
     started = mark = time.perf_counter()
     waited = all_waited = 0.0
-    loss = norm = problem = None
+    loss = norm = problem = failure = None
     done = since = unread = job.steps.start
-    reason, stop, news, skipped, in_a_row = "done", False, False, 0, 0
+    reason, stop, news, due, skipped, in_a_row = "done", False, False, False, 0, 0
     for step in job.steps:
         last = step + 1 == job.steps.stop
         log_now = (step + 1) % job.log_every == 0 or last
-        save_now = job.save_every is not None and ((step + 1) % job.save_every == 0 or last)
+        save_now = saves is not None and (last or saves.due_after(step + 1))
         lr = lr_of(step)
 
         # fetch
         moved("reading data", step)
         asked = time.perf_counter()
-        batch = next(batches)
+        try:
+            if failure is None:
+                last_batches.append(next(batches))
+        except intake.NoData as error:
+            failure = f"(reading data in step {step + 1}): {loader_error(error)}"
+        if failure:  # the batch before stands in until all ranks know, in steps not applied
+            last_batches.append(last_batches[-1])
         waited += time.perf_counter() - asked
-        last_batches.append(batch)
-        bad = [(name_of(index), why) for index, why in batch.bad]
-        inputs.met(step, bad, batch.cost, len(batch.image_ids))
+        batch = last_batches[-1]
+        if failure is None:
+            bad = [(name_of(index), why) for index, why in batch.bad]
+            inputs.met(step, bad, batch.cost, len(batch.image_ids))
 
         # step
         moved("training", step)
+        flags = agree.StepFlags(stop=told_to_stop(), bad_images=inputs.news,
+                                save=saves is not None and saves.due_by_clock(),
+                                no_batch=failure is not None)  # fmt: skip
         if train:
-            loss, norm = train(batch.parts, step=step, lr=lr, stop=told_to_stop(), news=inputs.news)
+            loss, norm = train(batch.parts, step=step, lr=lr, flags=flags)
             last_losses.append(loss)
         else:
             nothing = torch.zeros((), device=job.device)
-            finite.update(step, nothing, nothing, stop=told_to_stop(), news=inputs.news)
+            finite.update(step, nothing, nothing, flags=flags)
 
         # skip, stop: every rank reads the same; not of this step yet unless it is waited for anyway
-        while unread <= (step if log_now or save_now or stop else step - 1):
+        while unread <= (step if log_now or save_now or stop or due else step - 1):
             verdict = finite.read(unread)
-            stop, news, in_a_row = stop or verdict.stop, news or verdict.news, verdict.in_a_row
+            told, in_a_row = verdict.flags, verdict.in_a_row
+            stop, news, due = stop or told.stop, news or told.bad_images, due or told.save
+            if told.no_batch:
+                reason = "data"
+                break
             if in_a_row:
                 skipped += 1
                 ids = last_batches[unread - step - 1].image_ids  # of this step or the one before
                 mine = ids if verdict.mine or not verdict.loss else []
                 problem = log.skip(unread, verdict, [name_of(i) for i in mine])
             if in_a_row > finite.max_skips:
+                reason = "nan"
                 break
             unread += 1
-        if in_a_row > finite.max_skips:
-            done, reason = unread, "nan"
+        if reason != "done":
+            done = unread
             break
         done, problem = step + 1, None
 
@@ -253,13 +266,12 @@ def loop(
             gc.collect()  # not at a moment of Python's choosing, on one rank while others wait
 
         # save
-        if save and (save_now or stop):
+        if saves and (save_now or due or stop):
             moved("saving", step)
+            due = False
             asked = time.perf_counter()
-            problem = save(done, in_a_row, stop or last)
-            seconds = time.perf_counter() - asked
-            mark += seconds  # not the step's time
-            log.write("save", step=done, seconds=seconds)
+            problem = saves.save(done, in_a_row, stop or last)
+            mark += time.perf_counter() - asked  # not the step's time
             if problem:
                 reason = "save"
                 break
@@ -270,6 +282,12 @@ def loop(
             reason = "signal"
             break
 
+    if reason == "data":
+        problem = first_problem(failure)
+    if saves and reason in ("nan", "data"):
+        moved("saving", done)
+        # bad steps are not counted as done: the same command meets them again
+        saves.save_last(*((done, in_a_row) if reason == "data" else (done + 1 - in_a_row, 0)))
     seconds = time.perf_counter() - started
     inputs.share()  # what was met since
     record: dict[str, Any] = {"reason": reason, "problem": problem, "steps": done}
@@ -281,6 +299,24 @@ def loop(
     if reason == "done" and last_losses:
         record["loss"] = agree.mean_over_ranks(torch.stack(list(last_losses)).nanmean())
     return record
+
+
+def loader_error(error: RuntimeError) -> str:
+    """The line of it that names the cause: of a worker, its own error."""
+    lines = str(error).strip().splitlines()
+    return lines[-1 if "Traceback" in str(error) else 0]
+
+
+def first_problem(failure: str | None) -> str:
+    """The sentence, on all ranks, of the first whose loader has failed. Collective."""
+    every = agree.gathered(failure) or []
+
+    def sentence() -> str:
+        failed = [rank for rank, text in enumerate(every) if text]
+        more = f"; {len(failed) - 1} more ranks too" if len(failed) > 1 else ""
+        return f"rank {failed[0]} has no data {every[failed[0]]}{more}"
+
+    return agree.together(sentence)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -339,9 +375,7 @@ class Crew:
         if not lost and not isinstance(error, intake.NoData):
             raise error
         what = "has no data" if isinstance(error, intake.NoData) else "lost contact with another"
-        lines = str(error).strip().splitlines()
-        cause = lines[-1 if "Traceback" in str(error) else 0]  # of a worker, its own error
-        where = self.watch.where()
+        cause, where = loader_error(error), self.watch.where()
         self.watch.abandon(f"rank {self.rank} {what} ({where}): {cause}", LAST_WORD_SECONDS)
 
 
@@ -393,9 +427,10 @@ def tell_profile(log: Log, first: int, steps: int, found: dict[str, float] | Non
 
 
 def tell_end(
-    log: Log, end: dict[str, Any], inputs: intake.Intake, io: bool, steps: int, out: str
-) -> None:
-    """The records `io` and `end`, and lines of what was read and how it went. Collective."""
+    log: Log, end: dict[str, Any], inputs: intake.Intake, io: bool, steps: int, out: str,
+    saved: str | None,
+) -> None:  # fmt: skip
+    """The records `io` and `end`; what was read, how it went, where the weights are. Collective."""
     read = inputs.report(end["seconds"], end["data_share"])
     log.write("io", **read)
     for line in intake.describe(read["ranks"]) if io and read else []:
@@ -407,6 +442,28 @@ def tell_end(
     log.say(f"{end['reason']}: {end['steps']} steps in {end['seconds']:.1f} s, median "
             f"{end['images_per_second'] or 0:.1f} img/s, {end['data_share']:.1%} of the time "
             f"waiting for data; log in {os.path.join(out, 'log.jsonl')}")  # fmt: skip
+    if saved:
+        log.say(saved)
+    if "TORCHELASTIC_RUN_ID" in os.environ and end["reason"] == "signal":
+        log.say(TORCHRUN_NOTE)
+
+
+def mark_done(out: str, done: bool) -> None:
+    """Make OUT/done, or remove that of a run that was shorter; ValueError on all ranks where the
+    disk refuses. Collective.
+    """  # fmt: skip
+    path = Path(out, "done")
+
+    def change() -> None:
+        try:
+            path.unlink(missing_ok=True)
+            if done:
+                path.touch()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be {'written' if done else 'removed'} ({error}): move "
+                             "it away, or make its folder writable") from None  # fmt: skip
+
+    agree.together(change)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -462,9 +519,10 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
 
     # the ranks find each other
     log = Log(None)
+    saves: Saves | None = None
 
     def give_up(text: str) -> None:
-        complain(text)
+        complain(f"{text}; {saves.where(False)}" if saves else text)
         log.write("end", reason="timeout", problem=text)
 
     try:
@@ -492,7 +550,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     params = sum(p.numel() for p in model.parameters())
     finite = agree.FiniteCheck(device, args.max_skips)
     train: Callable[..., tuple[Tensor, Tensor]] | None = None
-    save, begin, saver = None, 0, None
+    begin = 0
     if args.run != "io":
         grid = mesh.build_mesh(shape, device)
         model, optimizer, scaler = build(model, grid)
@@ -508,11 +566,16 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
             return crew.refuse(error)
         begin = facts["step"]
         finite.row.fill_(facts.get("in_a_row", 0))
-        if begin < steps and ranks.rank == 0:
-            Path(args.out, "done").unlink(missing_ok=True)  # of a run that was shorter
         saver = checkpoint.Saver(args.out, model, optimizer, keep=args.keep, group=crew.gloo,
                                  background=args.async_save)  # fmt: skip
-        save = partial(save_step, saver, log, chosen, scaler)
+        saves = Saves(saver, log, chosen, scaler, begin)
+        try:
+            if begin < steps:
+                mark_done(args.out, False)
+            if begin == 0:
+                start_over(log, args.out)
+        except ValueError as error:
+            return crew.refuse(RuntimeError(error))
 
     # data: the first batch is fetched before the clock starts
     workers = min(6, mesh.cpu_cores(ranks) - 1) if args.workers is None else args.workers
@@ -555,7 +618,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         log.say(line)
 
     # loop
-    job = Job(device, world, range(begin, steps), args.log_every, args.save_every, global_batch,
+    job = Job(device, world, range(begin, steps), args.log_every, global_batch,
               epoch_steps * global_batch, start["flops_per_image"],
               start["hardware_flops_per_image"], start["peak_flops_per_rank"])  # fmt: skip
     lr_of = partial(learning_rate, steps=steps, warmup=chosen["warmup_steps"], peak=lr)
@@ -563,13 +626,11 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     compiled = shard.compile_seconds() if args.compile else None  # by others in this process
     with garbage_kept():
         try:
-            end = loop(job, batches, log, train, finite, lr_of, save, lambda: bool(received),
+            end = loop(job, batches, log, train, finite, lr_of, saves, lambda: bool(received),
                        crew.watch.moved, name_of, inputs)  # fmt: skip
         except RuntimeError as error:
             crew.abandon(error)
     crew.watch.moved("ending")
-    for problem in saver.finish() if saver else []:
-        log.warn(f"{problem}; the older checkpoints are kept")
 
     # summary
     end["compile_seconds"] = None if compiled is None else shard.compile_seconds() - compiled
@@ -577,9 +638,16 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     if "loss" in end and first:
         zero = zero_loss(first[0], config.patch, args.norm_pix_loss)
         end["loss_of_zero"] = agree.mean_over_ranks(zero)
-    tell_end(log, end, inputs, args.run == "io", steps, args.out)
-    if end["reason"] == "done" and args.run == "real" and ranks.rank == 0:
-        Path(args.out, "done").touch()
+    kept = None
+    if saves:
+        finished = end["reason"] == "done"
+        try:
+            if finished:
+                mark_done(args.out, True)
+        except ValueError as error:
+            end["problem"] = str(error)
+        kept = saves.where(finished)
+    tell_end(log, end, inputs, args.run == "io", steps, args.out, kept)
     crew.leave(0)
     if end["problem"] and ranks.rank == 0:
         advice = {"nan": ": lower --blr, add --clip 1, or look at the images of that step"}

@@ -100,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return time.perf_counter() - started
 
     def looped(batches: Iterator[intake.Batch], train: Callable[..., Any] = train) -> float:
-        job = train_fsdp.Job(device, 1, range(args.steps), 10, None, args.batch, args.batch * 100,
-                             1, None, None)  # fmt: skip
+        job = train_fsdp.Job(device, 1, range(args.steps), 10, args.batch, args.batch * 100, 1,
+                             None, None)  # fmt: skip
         wait()
         started = time.perf_counter()
         train_fsdp.loop(job, batches, log, train, finite, lambda step: 1e-5, None, lambda: False,

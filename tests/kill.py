@@ -60,6 +60,11 @@ def ended(ranks: list[subprocess.Popen], seconds: float) -> list[int | None]:
     return [p.poll() for p in ranks]
 
 
+def all_steps(out: Path) -> list[dict]:
+    """The step lines of all rounds; those before the first checkpoint have logs of their own."""
+    return [step for log in out.glob("log*.jsonl") for step in read_log(log)[1]]
+
+
 def strike(ranks: list[subprocess.Popen], name: str, hit: list[subprocess.Popen]) -> str:
     """Send the signal, wait for the end; what was wrong about it, or nothing."""
     early = [p.returncode for p in ranks if p.poll() is not None]
@@ -96,7 +101,7 @@ def one_round(out: Path, choose: random.Random, report: Report) -> None:
     world, mode = choose.choice([1, 2, 3, 4]), choose.choice(MODES)
     behind = choose.choice([[], ["--async-save"]])
     command = [sys.executable, "train_fsdp.py", *ARGV, "--mode", *mode.split(), *behind]
-    begin = len(read_log(out / "log.jsonl")[1]) if (out / "log.jsonl").exists() else 0
+    begin = len(all_steps(out))
     known, port = bool(checkpoint.complete(out)), free_port()
     with open(out / "output.txt", "a") as output:
         ranks = [
@@ -111,7 +116,7 @@ def one_round(out: Path, choose: random.Random, report: Report) -> None:
     else:
         moment, deadline = "training", time.monotonic() + 90
         while time.monotonic() < deadline and all(p.poll() is None for p in ranks):
-            if (out / "log.jsonl").exists() and len(read_log(out / "log.jsonl")[1]) > begin:
+            if len(all_steps(out)) > begin:
                 break
             time.sleep(0.1)
         time.sleep(choose.uniform(0, 3))
@@ -151,7 +156,7 @@ def kill(rounds: int, seed: int, out: Path) -> Report:
         print(f"round {report.rounds}: {names} {report.problems[known:] or ''}", flush=True)
         known = len(report.problems)
     answers: dict[int, list[float]] = {}
-    for step in read_log(out / "log.jsonl")[1]:
+    for step in all_steps(out):
         answers.setdefault(step["step"], []).append(step["loss"])
     report.last_step = max(answers)
     if sorted(answers) != list(range(1, report.last_step + 1)):

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import io
+import itertools
 import json
 import operator
 import os
@@ -51,6 +52,9 @@ class Run:
     fault: str = ""  # a name in `FAULTS`: what goes wrong ...
     fault_rank: int = -1  # ... on this rank, or on all ...
     fault_saves: tuple[int, ...] = ()  # ... at these saves
+    plain: bool = False  # no --save-every of ours where argv has none
+    lost_rank: int = -1  # the data loader of this rank fails ...
+    lost_step: int = 0  # ... in this step, from 0
 
 
 @dataclass
@@ -307,6 +311,13 @@ def no_temporary(folder: Path, step: int):
     other.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def done_in_the_way(folder: Path, step: int):
+    """A folder appears where the file `done` would be made."""
+    (folder / "done").mkdir()
+    yield
+
+
 def failing(where: str, name: str, when: Callable[..., bool] = lambda *args: True, after=False):
     """An I/O error in an attribute `name` of checkpoint.py's `where`, if `when` of its arguments.
 
@@ -338,6 +349,7 @@ FAULTS: dict[str, Callable] = {
     "permission": permission_lost,
     "read-only": read_only,
     "in the way": no_temporary,
+    "done": done_in_the_way,
     "write": failing("_Writer", "write_data"),
     "written": failing("_Writer", "write_data", after=True),
     "fsync": failing("os", "fsync"),
@@ -364,6 +376,7 @@ def one_run(job: dict[str, Any], rank: int) -> None:
     os.environ["MASTER_PORT"] = agreed_port(out, rank)
     step_now, differ, params, moved, before = -1, 0.0, {}, [], None
     original = (train_fsdp.train_step, data.normalize, vit.ViTMAE.forward)
+    build_loader = data.build_loader
     received: list[int] = []
     saves, write_data = iter(range(1000)), checkpoint._Writer.write_data
     attempts, write = iter(range(1000)), checkpoint._write
@@ -411,7 +424,13 @@ def one_run(job: dict[str, Any], rank: int) -> None:
             loss.register_hook(lambda g: g * float("inf"))
         return loss, pred, mask
 
+    def failing_loader(*args, **kwargs):
+        yield from itertools.islice(build_loader(*args, **kwargs), job["lost_step"])
+        raise OSError(errno.EIO, "Input/output error")
+
     train_fsdp.train_step, checkpoint._Writer.write_data = train_step, write_or_fail
+    if job["lost_rank"] == rank:
+        data.build_loader = failing_loader
     if job["fault"]:
         checkpoint._write = write_with_fault
     if job["poison"] and job["poison_rank"] == rank:
@@ -423,11 +442,14 @@ def one_run(job: dict[str, Any], rank: int) -> None:
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             argv = [*job["argv"], "--out", job["to"] or str(out)]
+            if "--save-every" not in argv and not job["plain"]:  # saving takes time
+                argv += ["--save-every", "none"]
             status = train_fsdp.main(argv, received=received)
     except SystemExit as leave:
         status = int(leave.code or 0)
     finally:
         train_fsdp.train_step, data.normalize, vit.ViTMAE.forward = original
+        data.build_loader = build_loader
         checkpoint._Writer.write_data, checkpoint._write = write_data, write
         sys.stderr.write(output.getvalue() + errors.getvalue())
     (out / f"status{rank}").write_text(str(status))

@@ -21,6 +21,7 @@ from PIL import Image
 from ranks import environment, free_port, processes_of, read_log
 from test_data import flat_folder, noise_image, stream
 
+import checkpoint
 import data
 import intake
 import prepare
@@ -626,6 +627,8 @@ def test_a_killed_worker_ends_the_run_with_its_cause(tmp_path):
     assert job.returncode == 1
     sentence = r"train_fsdp.py: error: rank 0 has no data \(.*in step \d+.*DataLoader worker"
     assert re.search(sentence, told), told
+    steps = read_log(tmp_path / "out/log.jsonl")[2]["steps"]  # what was trained is kept
+    assert checkpoint.verify(tmp_path / "out" / f"step_{steps:08d}") > 0
 
 
 def kill_a_worker(pid):

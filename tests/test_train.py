@@ -19,7 +19,8 @@ import data
 import train_fsdp
 from flags import build_parser
 
-SMALL = ["--model", "tiny", "--img-size", "32", "--device", "cpu", "--workers", "0"]
+SMALL = ["--model", "tiny", "--img-size", "32", "--device", "cpu", "--workers", "0",
+         "--save-every", "none"]  # fmt: skip
 
 START_KEYS = {
     "versions", "world_size", "mesh", "params", "flops_per_image", "peak_flops_per_rank",
@@ -265,7 +266,8 @@ def test_log_has_every_key_and_numbers_that_agree(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     table = [line for line in lines if line.startswith("step ")]
     assert len(table) == 3 and len({len(line) for line in table}) == 1  # aligned
-    assert "predicting zero gives" in lines[-2] and "log.jsonl" in lines[-1]
+    assert "predicting zero gives" in lines[-3] and "log.jsonl" in lines[-2]
+    assert lines[-1] == "nothing saved: --save-every none"
 
 
 def test_a_second_run_appends_to_the_log(tmp_path):

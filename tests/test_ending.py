@@ -1,0 +1,241 @@
+"""What a run leaves behind, however it ends: its weights, `done`, its log, a sentence."""
+
+import json
+import os
+import re
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from ranks import Result, Run, read_log, run_ranks
+
+import checkpoint
+import train_fsdp
+from flags import save_interval
+
+TILES = ROOT / "examples" / "tiles" / "train"
+BATCH = 8
+ARGV = (
+    f"--model tiny --img-size 32 --device cpu --precision fp32 --workers 0 --global-batch {BATCH} "
+    "--seed 3 --blr 1e-2 --clip 1 --steps 6 --log-every 1"
+).split()
+SHARDED = [*ARGV, "--mode", "full_shard", "--data", str(TILES)]
+NAN = {"poison": "loss", "poison_rank": 1, "poison_steps": (3, 4)}
+EIO = "OSError: [Errno 5] Input/output error"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if "step_" in p.name)
+
+
+def steps(*numbers: int) -> list[str]:
+    return [f"step_{n:08d}" for n in numbers]
+
+
+def losses(result: Result) -> list[tuple[int, float]]:
+    return [(s["step"], s["loss"]) for s in result.steps]
+
+
+def the_error(text: str) -> str:
+    """The one line of stderr that is ours."""
+    (error,) = [line for line in text.splitlines() if line.startswith("train_fsdp.py: error: ")]
+    assert "Traceback" not in text and "gloo" not in text
+    return error
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> tuple[Path, dict[str, Result]]:
+    """(folder with one --out a name, what came of each run): two ranks, one set of processes."""
+    out = tmp_path_factory.mktemp("ended")
+    broken = out / "broken"
+    broken.mkdir()
+    for i, tile in enumerate(sorted(TILES.rglob("*.jpg"))[: 5 * BATCH - 1]):
+        shutil.copy(tile, broken / f"{i:02d}.jpg")
+    (broken / "junk.jpg").write_text("no image")
+    (out / "folder" / "done").mkdir(parents=True)
+    images = [*ARGV, "--mode", "full_shard", "--data", str(broken), "--max-bad"]
+    plain, bad = Run(SHARDED, params=False, plain=True), [*SHARDED, "--max-skips", "1"]
+    lost = [*SHARDED, "--log-every", "9"]
+    runs = {
+        "plain": plain,
+        "plain again": replace(plain, to=str(out / "plain")),
+        "time": replace(plain, argv=[*lost, "--save-every", "0.0000001m", "--keep", "9"]),
+        "none": replace(plain, argv=[*SHARDED, "--save-every", "none"]),
+        "none, signal": replace(plain, argv=[*SHARDED, "--save-every", "none"], signal_rank=1,
+                                signal_step=2),
+        "nan": replace(plain, argv=bad, **NAN),
+        "nan again": replace(plain, argv=bad, to=str(out / "nan"), **NAN),
+        "nan resumed": replace(plain, argv=bad, to=str(out / "nan")),
+        "lost": replace(plain, argv=lost, lost_rank=1, lost_step=3),
+        "lost resumed": replace(plain, to=str(out / "lost")),
+        "lost, saved": replace(plain, argv=[*SHARDED, "--save-every", "2", "--async-save"],
+                               lost_rank=0, lost_step=4),
+        "bad images": replace(plain, argv=[*images, "0"]),
+        "bad images resumed": replace(plain, argv=[*images, "1"], to=str(out / "bad images")),
+        "bad images allowed": replace(plain, argv=[*images, "1", "--save-every", "none"]),
+        "full": replace(plain, full_rank=1, full_saves=(0,)),
+        "folder": plain,
+        "done": replace(plain, fault="done", fault_rank=0, fault_saves=(0,)),
+    }  # fmt: skip
+    runs = {name: replace(run, to=run.to or str(out / name)) for name, run in runs.items()}
+    found = run_ranks(2, list(runs.values()), out / "ranks", timeout=400)
+    return out, dict(zip(runs, found, strict=True))
+
+
+# name: exit status, reason, steps that are on disk, whether `done` is there, the last line
+ENDED = {
+    "plain": (0, "done", (6,), True, "saved {out}/step_00000006"),
+    "time": (0, "done", (2, 4, 6), True, "saved {out}/step_00000006"),
+    "none": (0, "done", (), True, "nothing saved: --save-every none"),
+    "none, signal": (0, "signal", (), False, "nothing saved: --save-every none"),
+    "nan": (1, "nan", None, False, "saved {out}/step_00000003; the same command continues from"),
+    "lost": (1, "data", None, False, "saved {out}/step_00000003; the same command continues from"),
+    "lost, saved": (1, "data", (2, 4), False, "saved {out}/step_00000004; the same command"),
+    "bad images": (1, "bad", None, False, "saved {out}/step_0000000"),
+    "full": (1, "save", (), False, "nothing saved: step 6 was not saved: OSError: [Errno 28]"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDED)
+def test_where_the_weights_are(name, ended):
+    out, found = ended
+    status, reason, saved, done, line = ENDED[name]
+    result, folder = found[name], out / name
+    assert result.status == [status, status], result.errors
+    # of a run that was resumed afterwards, the end before
+    ends = [json.loads(text) for text in (folder / "log.jsonl").read_text().splitlines()]
+    assert next(e for e in ends if e["event"] == "end")["reason"] == reason
+    if saved is not None:
+        assert names(folder) == steps(*saved)
+        assert all(checkpoint.verify(folder / step) > 0 for step in names(folder))
+        assert (folder / "done").exists() == done
+    assert result.output.splitlines()[-1].startswith(line.format(out=folder))
+    assert not status or the_error(result.errors)
+    assert ("warning: --save-every none" in result.output) == name.startswith("none")
+
+
+@pytest.mark.slow
+def test_a_run_that_failed_goes_on_as_if_it_had_not(ended):
+    """From its last good step, and no step is trained or counted twice."""
+    out, found = ended
+    whole = losses(found["plain"])
+    assert len(whole) == len(set(whole)) == 6
+    assert found["plain again"].status == [0, 0] and losses(found["plain again"]) == whole
+    assert "step_00000006 at step 6" in found["plain again"].output
+
+    again = found["nan again"]  # the same bad steps, the same end
+    assert again.status == [1, 1] and "2 bad steps in a row" in again.errors
+    assert "nan/step_00000003 at step 3" in again.output
+    log = [json.loads(line) for line in (out / "nan" / "log.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in log if e["event"] == "save"] == [3, 6]  # the second saves nothing
+    for name, begin in (("nan", 3), ("lost", 3)):
+        resumed = found[f"{name} resumed"]
+        assert resumed.status == [0, 0] and resumed.start["begin"] == begin
+        assert losses(resumed)[-3:] == whole[3:] and (out / name / "done").exists()
+    assert f"rank 1 has no data (reading data in step 4): {EIO}" in the_error(found["lost"].errors)
+
+    allowed, resumed = found["bad images allowed"], found["bad images resumed"]
+    begin = resumed.start["begin"]
+    assert 0 < begin < 6 and allowed.status == resumed.status == [0, 0]
+    assert losses(resumed)[begin:] == losses(allowed)[begin:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["folder", "done"])
+def test_what_rank_0_cannot_do_with_done_is_everyones_sentence(name, ended):
+    """Before the first step, where it must go; after the last, which is saved nevertheless."""
+    out, found = ended
+    result = found[name]
+    assert result.status == [1, 1]
+    assert f"{out}/{name}/done cannot be " in the_error(result.errors)
+    assert "Is a directory" in result.errors or "not permitted" in result.errors
+    assert names(out / name) == (steps() if name == "folder" else steps(6))
+    assert len(result.steps) == (0 if name == "folder" else 6)
+
+
+# --- one process
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """No launcher's variables from the shell that runs the tests."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+def run(folder: Path, flags: str, received=()) -> int:
+    argv = [*ARGV, *flags.split(), "--out", str(folder)]
+    return train_fsdp.main(argv, received)
+
+
+def test_a_new_start_keeps_an_earlier_log_under_another_name(tmp_path, capsys):
+    """A resumed run appends; so does one that trains nothing."""
+    none = "--steps 1 --save-every none"
+    assert run(tmp_path, none) == 0
+    first = (tmp_path / "log.jsonl").read_text()
+    assert "note:" not in capsys.readouterr().out
+    (tmp_path / "log.1.jsonl").write_text("another's")
+    assert run(tmp_path, none) == 0
+    assert f"is now {tmp_path}/log.2.jsonl" in capsys.readouterr().out
+    assert (tmp_path / "log.2.jsonl").read_text() == first
+    assert (tmp_path / "log.1.jsonl").read_text() == "another's"
+    assert run(tmp_path, "--steps 2 --save-every 1", received=[signal.SIGTERM]) == 0
+    assert run(tmp_path, "--steps 2 --save-every 1") == 0
+    assert run(tmp_path, "--steps 1 --run io") == 0
+    assert [s["step"] for s in read_log(tmp_path / "log.jsonl")[1]] == [1, 2, 1]
+    assert len(list(tmp_path.glob("log*.jsonl"))) == 4
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link to a device"])
+def test_a_log_that_is_no_regular_file_is_refused(kind, tmp_path, capsys):
+    """Nobody waits for a reader of a pipe."""
+    log = tmp_path / "log.jsonl"
+    make = {"fifo": os.mkfifo, "folder": os.mkdir}.get(kind, lambda p: p.symlink_to("/dev/null"))
+    make(log)
+    assert run(tmp_path, "--steps 1") in (1, 2)
+    printed = capsys.readouterr().err
+    assert f"{log} is no regular file" in printed and printed.count("\n") == 1
+
+
+def test_under_torchrun_a_line_says_that_its_traceback_means_nothing(tmp_path, capsys, monkeypatch):
+    note = "traceback too, means nothing"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert run(tmp_path / "a", "--steps 1 --save-every none") == 0
+    assert note not in "".join(capsys.readouterr())
+    assert run(tmp_path / "a", "--steps 9 --save-every none", received=[signal.SIGINT]) == 0
+    assert note in capsys.readouterr().out
+    (tmp_path / "a" / "done").mkdir()
+    assert run(tmp_path / "a", "--steps 2") == 1
+    assert note in capsys.readouterr().err
+
+
+def test_a_run_that_was_told_where_to_begin_says_how_it_continues(tmp_path, capsys):
+    """The same command would begin there again."""
+    assert run(tmp_path / "a", "--steps 3", received=[signal.SIGTERM]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    (first,) = names(tmp_path / "a")
+    assert told == f"saved {tmp_path}/a/{first}; the same command continues from there"
+    resume = f"--steps 3 --resume {tmp_path}/a/{first}"
+    assert run(tmp_path / "b", resume, received=[signal.SIGTERM]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.endswith("; the same command with --resume auto continues from there")
+    assert run(tmp_path / "c", f"{resume} --save-every none") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "nothing saved: --save-every none"
+
+
+def test_save_every_takes_steps_or_minutes_or_none():
+    assert save_interval("500") == (500, None) and save_interval("none") == (None, None)
+    assert save_interval("30m") == (None, 1800) and save_interval("0.5m") == (None, 30)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "0m", "-1m", "m", "nanm", "infm", "1h", "1.5", "all"])
+def test_any_other_save_every_is_refused(text, capsys):
+    with pytest.raises(SystemExit) as leave:
+        train_fsdp.main([*ARGV, f"--save-every={text}"])
+    printed = capsys.readouterr().err
+    assert leave.value.code == 2 and re.search(r"error: .*--save-every: '.*minutes", printed)
