@@ -13,7 +13,7 @@ import kernels
 import mesh
 import shard
 import vit
-from flags import DTYPES
+from flags import DTYPES, STEPS
 from log import versions
 
 # What plan.estimate wants to know, under the names of the flags.
@@ -25,9 +25,13 @@ PLANNED_FLAGS = (
 
 
 def completed(flags: dict[str, Any], images: int, epoch_steps: int) -> dict[str, Any]:
-    """The flags of a run with the numbers that follow from its data."""
-    steps = flags["steps"] or (flags["epochs"] or 0) * epoch_steps or 100
+    """The flags of a run with the numbers that follow from its data; ValueError if they clash."""
+    steps = flags["steps"] or (flags["epochs"] or 0) * epoch_steps or STEPS
     warmup = steps // 20 if flags["warmup_steps"] is None else flags["warmup_steps"]
+    if warmup > steps:
+        raise ValueError(
+            f"--warmup-steps {warmup} is more than {steps}, those of --epochs {flags['epochs']}"
+        )
     return flags | {"steps": steps, "warmup_steps": warmup, "images": images}
 
 

@@ -569,7 +569,7 @@ def largest_partition(run: Run) -> int:
     As ZeroRedundancyOptimizer does, within decaying and other parameters by turns.
     """
     shapes = [s for unit in model_units(run.config, run.encoder_only) for s in unit.shapes]
-    load = [0] * run.world_size
+    load = [0] * min(run.world_size, len(shapes))
     for decays in (True, False):
         for numel in sorted((math.prod(s) for s in shapes if (len(s) > 1) == decays), reverse=True):
             heapq.heapreplace(load, load[0] + numel)

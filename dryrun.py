@@ -148,9 +148,12 @@ def rehearse(
 # Pretended ranks
 
 
-def pretended_ranks(world_size: int, local_world_size: int | None = None) -> mesh.Ranks:
-    """Rank 0 of so many, which fill nodes of so many (8)."""
-    on_node = min(local_world_size or RANKS_PER_NODE, world_size)
+def pretended_ranks(world_size: int, environ: Mapping[str, str]) -> mesh.Ranks:
+    """Rank 0 of so many, which fill nodes of LOCAL_WORLD_SIZE (8); launch_frontier.sh sets it."""
+    on_node = RANKS_PER_NODE
+    if "LOCAL_WORLD_SIZE" in environ:
+        (on_node,) = mesh.whole_numbers(environ, ["LOCAL_WORLD_SIZE"], "launch_frontier.sh", low=1)
+    on_node = min(on_node, world_size)
     return mesh.Ranks(0, world_size, 0, on_node, 0, "dry run", {})
 
 

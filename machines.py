@@ -14,6 +14,7 @@ import math
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 LINKS = ("package", "node", "network")
 
@@ -78,8 +79,9 @@ def read_machine(name: str) -> Machine:
             "JSON file that describes yours"
         )
     try:
-        values = json.loads(Path(name).read_text())
-    except (OSError, ValueError) as error:
+        with open(name, encoding="utf-8") as file:
+            values = json.loads(file.read(10**6))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"the machine file {name} is not JSON: {error}") from None
     known = {field.name: field for field in fields(Machine)}
     needed = [n for n, field in known.items() if field.default is MISSING]
@@ -91,18 +93,29 @@ def read_machine(name: str) -> Machine:
         raise ValueError(f"the machine file {name} lacks {', '.join(missing)}")
     if unknown:
         raise ValueError(
-            f"the machine file {name} has the unknown field {unknown[0]}: use {', '.join(known)}"
+            f"the machine file {name} has the unknown field {unknown[0]!r:.40}: "
+            f"use {', '.join(known)}"
         )
     for key, value in values.items():
-        if key == "name":
-            continue
-        whole = known[key].type is int or known[key].type == "int"
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or value < 0 or (whole and value != int(value)):
-            raise ValueError(f"the machine file {name}: {key} is {value!r}, but must be a number")
-        if value == 0 and not key.endswith(("_seconds", "_share", "_loss", "workspace_gib")):
-            raise ValueError(f"the machine file {name}: {key} must be above zero")
+        _check_field(name, key, value, known[key].type)
+    if values["ranks_per_node"] % values["ranks_per_package"]:
+        raise ValueError(f"the machine file {name}: ranks_per_package must divide ranks_per_node")
     return Machine(**values)
+
+
+def _check_field(file: str, key: str, value: Any, kind: Any) -> None:
+    """ValueError unless a field of a machine file is in its range."""
+    if kind is str:
+        if not (isinstance(value, str) and value.isprintable()):
+            raise ValueError(f"the machine file {file}: {key} must be printable text")
+        return
+    low, high = (1, 10**6) if kind is int else (0.001, 1e21)
+    if key.endswith(("_seconds", "_loss", "workspace_gib", "hidden_share")):
+        low, high = 0, 1 if key == "hidden_share" else 1000
+    types = int if kind is int else int | float
+    if not isinstance(value, types) or isinstance(value, bool) or not low <= value <= high:
+        must = f"must be a {'whole ' * (kind is int)}number from {low:g} to {high:g}"
+        raise ValueError(f"the machine file {file}: {key} is {value!r:.40}, but {must}")
 
 
 def example_file() -> str:
@@ -131,18 +144,31 @@ def ring(machine: Machine, world_size: int, ranks: int, stride: int) -> Ring:
     """
     if ranks == 1:
         return Ring(1, (0.0, 0.0, 0.0), 1.0)
-    counts = [0, 0, 0]
-    for rank in range(world_size):
-        block = ranks * stride
-        start = rank // block * block
-        following = start + (rank - start + stride) % block
-        same_node = rank // machine.ranks_per_node == following // machine.ranks_per_node
-        package = machine.ranks_per_package
-        same_package = rank // package == following // package
-        counts[0 if same_package else 1 if same_node else 2] += 1
-    share = (counts[0] / world_size, counts[1] / world_size, counts[2] / world_size)
+    package, node = (
+        sum(pairs_inside(unit, world_size, ranks * stride, distance)
+            for distance in (stride, (ranks - 1) * stride))  # to the right, and from last to first
+        for unit in (machine.ranks_per_package, machine.ranks_per_node)
+    )  # fmt: skip
+    share = (package / world_size, (node - package) / world_size, 1 - node / world_size)
     local = min(float(ranks), max(1.0, machine.ranks_per_node / stride))
     return Ring(ranks, share, local)
+
+
+def pairs_inside(unit: int, world_size: int, block: int, distance: int) -> int:
+    """Count pairs of ranks, `distance` apart in one block, that one unit (package, node) holds.
+
+    Blocks and units fill the world in order of rank, so the count of a block depends only on where
+    in a unit the block begins: no more than `unit` blocks have to be looked at.
+    """
+    starts = max(0, unit - distance)  # places in a unit that have their partner in it
+
+    def below(rank: int) -> int:
+        return rank // unit * starts + min(rank % unit, starts)
+
+    period = unit // math.gcd(unit, block)
+    counts = [below((i + 1) * block - distance) - below(i * block) for i in range(period)]
+    whole, rest = divmod(world_size // block, period)
+    return whole * sum(counts) + sum(counts[:rest])
 
 
 def wire_bytes(kind: str, payload: float, ranks: int) -> float:

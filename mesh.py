@@ -13,10 +13,9 @@ of its own, whatever the mesh.
 
     srun python mesh.py --mode hybrid --group 2     who sits where, and a timed all-gather
 
-Copy this one file: it needs torch alone.
+Copy this one file: it needs torch alone. As a command it reads train_fsdp.py's flags by flags.py.
 """
 
-import argparse
 import math
 import os
 import platform
@@ -37,6 +36,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # ---------------------------------------------------------------------------------------------
 # Ranks
+
+MOST_RANKS = 10**6  # more than any machine has
 
 
 @dataclass(frozen=True)
@@ -80,32 +81,34 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
 
 
 def _torchrun_ranks(environ: Mapping[str, str]) -> Ranks:
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
     set_one = next(name for name in names if name in environ)
     by = f"torchrun, which is assumed because {set_one} is set"
-    rank, world, local_rank, local_world, _ = _integers(environ, names, by)
+    rank, world, local_rank, local_world = whole_numbers(environ, names, by)
+    whole_numbers(environ, ["MASTER_PORT"], by, 1, 65535)
     _text(environ, "MASTER_ADDR", by)
     node = rank // max(local_world, 1)
     if "GROUP_RANK" in environ:
-        (node,) = _integers(environ, ["GROUP_RANK"], by)
+        (node,) = whole_numbers(environ, ["GROUP_RANK"], by)
     return Ranks(rank, world, local_rank, local_world, node, "torchrun", environ)
 
 
 def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
     names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"]
-    rank, world, local_rank, node = _integers(environ, names, "srun")
-    counts = _tasks_per_node(
-        environ.get("SLURM_STEP_TASKS_PER_NODE") or _text(environ, "SLURM_TASKS_PER_NODE", "srun")
+    rank, world, local_rank, node = whole_numbers(environ, names, "srun")
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or _text(
+        environ, "SLURM_TASKS_PER_NODE", "srun"
     )
+    counts = _tasks_per_node(text, world)
     if sum(counts) != world or node >= len(counts):
         raise RuntimeError(
-            f"Slurm's variables disagree: tasks per node {counts}, SLURM_NTASKS {world}, "
+            f"Slurm's variables disagree: tasks per node {text}, SLURM_NTASKS {world}, "
             f"SLURM_NODEID {node}"
         )
     if local_rank < counts[node] and rank < world and rank != sum(counts[:node]) + local_rank:
         raise RuntimeError(
             f"rank {rank} is local rank {local_rank} of node {node}, but ranks must fill the nodes "
-            f"{counts} in blocks: add `--distribution=block` to srun"
+            f"{text} in blocks: add `--distribution=block` to srun"
         )
     init = dict(environ)
     if len(counts) == 1:  # all ranks on this node: an address and a port that are this step's own
@@ -113,8 +116,9 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
         own = zlib.crc32(f"{environ.get('SLURM_JOB_ID')}.{step}".encode())
         init["MASTER_ADDR"] = environ.get("MASTER_ADDR") or "127.0.0.1"
         init["MASTER_PORT"] = environ.get("MASTER_PORT") or str(20000 + own % 10000)
-    for name, value in (("MASTER_ADDR", "$(hostname -i)"), ("MASTER_PORT", "3442")):
-        _text(init, name, f"you, for a job of several nodes: `export {name}={value}` before srun")
+    by = "you, for a job of several nodes: `export {}={}` before srun"
+    _text(init, "MASTER_ADDR", by.format("MASTER_ADDR", "$(hostname -i)"))
+    whole_numbers(init, ["MASTER_PORT"], by.format("MASTER_PORT", "3442"), 1, 65535)
     return Ranks(rank, world, local_rank, counts[node], node, "srun", init)
 
 
@@ -124,21 +128,32 @@ def _text(environ: Mapping[str, str], name: str, setter: str) -> str:
     return environ[name]
 
 
-def _integers(environ: Mapping[str, str], names: list[str], by: str) -> list[int]:
+def whole_numbers(
+    environ: Mapping[str, str], names: list[str], by: str, low: int = 0, high: int = MOST_RANKS
+) -> list[int]:
+    """Read environment variables; RuntimeError that names the one out of range and who sets it."""
     for name in names:
-        if not _text(environ, name, by).isdigit():
-            raise RuntimeError(f"{name} is {environ[name]!r}, but must be a number; set by {by}")
+        text = _text(environ, name, by)
+        if not re.fullmatch("[0-9]{1,9}", text) or not low <= int(text) <= high:
+            raise RuntimeError(
+                f"{name} is {text!r:.40}, but must be a whole number from {low} to {high}; "
+                f"set by {by}"
+            )
     return [int(environ[name]) for name in names]
 
 
-def _tasks_per_node(text: str) -> list[int]:
-    """Slurm's "8(x2),4" -> [8, 8, 4]."""
+def _tasks_per_node(text: str, world: int) -> list[int]:
+    """Slurm's "8(x2),4" -> [8, 8, 4]; it ends where there are more nodes than ranks."""
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,99})\))?", part)
         if not match:
-            raise RuntimeError(f"Slurm's tasks per node are {text!r}, but should look like 8(x2)")
-        counts += [int(match[1])] * int(match[2] or 1)
+            raise RuntimeError(
+                f"Slurm's tasks per node are {text!r:.80}, but should look like 8(x2)"
+            )
+        counts += [int(match[1])] * min(int(match[2] or 1), world + 1)
+        if len(counts) > world:
+            break
     return counts
 
 
@@ -239,10 +254,14 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
 def check_group(world_size: int, group: int) -> None:
     """Refuse a shard group that does not divide the world: ValueError with the sizes that do."""
     if group < 1 or world_size % group:
-        sizes = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
-        raise ValueError(
-            f"shard groups of {group} do not divide {world_size} ranks: use {', '.join(sizes)}"
-        )
+        sizes = ", ".join(map(str, divisors(world_size)))
+        raise ValueError(f"shard groups of {group} do not divide {world_size} ranks: use {sizes}")
+
+
+def divisors(number: int) -> list[int]:
+    """List the whole numbers that divide it, in order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def straddles(group: int, local_world_size: int) -> bool:
@@ -312,24 +331,13 @@ def visible_gcd(environ: Mapping[str, str], index: int) -> int | None:
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         text = environ.get(name, "")
         if text:
-            numbers = [int(n) if n.isdigit() else 8 for n in text.split(",")]  # 8: a UUID
+            numbers = [int(n) if re.fullmatch("[0-7]", n) else 8 for n in text.split(",")]  # a UUID
             if max(numbers) >= len(left):
                 return None
             left = [left[n] for n in numbers]
     if len(left) == 1:
         return left[0]
     return left[index] if index < len(left) else None
-
-
-def shard_shape(
-    mode: str, group: int | None, world_size: int, local_world_size: int
-) -> tuple[int, int]:
-    """(replicas, ranks a shard group) of a `--mode` and `--group`; hybrid without one: a node."""
-    size = {"full_shard": world_size, "shard_grad_op": world_size}.get(mode, 1)
-    if mode.startswith("hybrid"):
-        size = group or local_world_size
-        check_group(world_size, size)
-    return world_size // size, size
 
 
 def reach(places: Sequence[Place]) -> int:
@@ -502,29 +510,29 @@ def timing_lines(seconds: Sequence[float], size: int, mib: int = 16) -> Iterator
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Look at the mesh of a command before it burns node-hours: 0, or 1 and one sentence."""
-    parser = argparse.ArgumentParser(
-        description="Show the mesh that train_fsdp.py would use with the same flags, and time a "
-        "small all-gather in every shard group. Other flags of train_fsdp.py are ignored.",
+    import flags
+    from ranges import number
+
+    parser = flags.build_parser("mesh.py")
+    parser.description = (
+        "Show the mesh that train_fsdp.py would use with the same flags, and time a small "
+        "all-gather in every shard group. Nothing is read, trained or written."
     )
-    parser.add_argument("--mode", default="hybrid", help="as train_fsdp.py (default hybrid)")
-    parser.add_argument("--group", type=int, metavar="RANKS", help="ranks a shard group")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--minutes", type=float, default=3, help="wait for all ranks (default 3)")
-    args, _ = parser.parse_known_args(argv)
+    parser.add_argument("--minutes", type=number(0.01, 1440), default=3,
+                        help="wait for all ranks (default 3)")  # fmt: skip
+    args = flags.settled(parser, parser.parse_args(argv))
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     try:
         ranks = read_ranks(os.environ)
         rank, device = str(ranks.rank), pick_device(args.device, ranks)
-        replicas, size = shard_shape(
-            args.mode, args.group, ranks.world_size, ranks.local_world_size
-        )
+        shape = flags.sizes(args, ranks.world_size, ranks.local_world_size)[1]
         if rank == "0":
             print(f"python {platform.python_version()}, torch {torch.__version__}, CUDA "
                   f"{torch.version.cuda}, HIP {torch.version.hip}", flush=True)  # fmt: skip
         init_ranks(ranks, device, args.minutes)
-        for line in topology(ranks, device, (replicas, size), os.environ):
+        for line in topology(ranks, device, shape, os.environ):
             print(line, flush=True)
-        seconds = time_all_gather((replicas, size), device)
+        seconds = time_all_gather(shape, device)
     except (RuntimeError, ValueError, OSError) as error:
         # Rank 0 speaks for all; the first to leave has the launcher end the others, so they wait a
         # little, and then say what may be their own trouble.
@@ -534,7 +542,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mesh.py: error: rank {rank}: {text}", file=sys.stderr, flush=True)
         return 1
     if rank == "0":
-        for line in timing_lines(seconds, size):
+        for line in timing_lines(seconds, shape[1]):
             print(line, flush=True)
     dist.destroy_process_group()
     return 0

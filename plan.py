@@ -14,21 +14,20 @@ or NCCL's buffers are in neither: `margin_gib` stands for them. The step is a lo
 waits for data, a slow rank or a disk.
 """
 
-import argparse
 import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
+import flags
 import mesh
 import shard
 import terminal
 import vit
 from demand import (
-    BYTES,
     GIB,
     PARTS,
     Moment,
@@ -43,6 +42,7 @@ from demand import (
     token_count,
 )
 from machines import LINKS, MACHINES, Machine, collective_seconds, read_machine, ring
+from ranges import filled, number
 
 # ---------------------------------------------------------------------------------------------
 # Does it fit
@@ -251,24 +251,13 @@ def estimate(
     `group` is for the hybrid modes, None there: the ranks of a node. `memory_gib` is of one rank,
     None: the machine's. `limit_all_gathers` changes neither bytes nor live memory.
     """
-    for name, value in (("world size", world_size), ("batch", local_batch), ("accum", accum)):
-        if value < 1:
-            raise ValueError(f"the {name} is {value}, but must be a whole number above zero")
     memory_gib = machine.memory_gib if memory_gib is None else memory_gib
-    for name, given in (("memory", memory_gib), ("measured images/s", measured_ips)):
-        if given is not None and not 0 < given < math.inf:
-            raise ValueError(f"the {name} is {given:g}, but must be a number above zero")
     if mode in shard.STRATEGIES and shard.STRATEGIES[mode].group == "group" and group is None:
         group = min(machine.ranks_per_node, world_size)
     replicate, size = shard.mesh_shape(mode, world_size, group)
     mesh.check_group(world_size, size)
-    patches = vit.patch_count(config, img_size)
-    if vit.kept_patches(patches, mask_ratio) == patches and not encoder_only:
-        raise ValueError(
-            f"mask ratio {mask_ratio} removes no patch: nothing to learn, unless --encoder-only"
-        )
-    if prefetch == "backward_post" and fsdp != 1:
-        raise ValueError("prefetch backward_post exists in FSDP1 only: add --fsdp 1")
+    if not encoder_only:
+        flags.check_masking(config, img_size, mask_ratio)
     run = Run(
         config, img_size, mask_ratio, mode, fsdp or 2, replicate, size, local_batch, accum,
         precision, reduce_dtype, ac, prefetch or "backward_pre", forward_prefetch,
@@ -292,7 +281,7 @@ def plan_of(
 def group_sizes(world_size: int, machine: Machine) -> list[int]:
     """Shard groups worth a look: they divide the world, and a node or are made of whole nodes."""
     node = machine.ranks_per_node
-    sizes = (g for g in range(2, world_size) if world_size % g == 0)
+    sizes = mesh.divisors(world_size)[1:-1]
     return [g for g in sizes if node % g == 0 or g % node == 0]
 
 
@@ -416,41 +405,21 @@ def explanation_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-class Parser(argparse.ArgumentParser):
-    """Errors are one sentence; exit status 2."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print it."""
-        print(f"plan.py: error: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-
-def build_parser() -> Parser:
-    """The flags of train_fsdp.py that matter here, and those of the plan."""
-    parser = Parser(description=__doc__.splitlines()[0] if __doc__ else None)
-    add = parser.add_argument_group("the run, as in train_fsdp.py").add_argument
-    add("--model", choices=vit.MODELS, default="base")
-    add("--img-size", type=int, default=224, metavar="PIXELS")
-    add("--mask-ratio", type=float, default=0.75)
+def build_parser() -> flags.Parser:
+    """The flags of train_fsdp.py, all of them, and those of the plan."""
+    parser = flags.build_parser("plan.py")
+    parser.description = (
+        f"{(__doc__ or '').splitlines()[0]} It takes the whole command line of train_fsdp.py, "
+        "refuses what that refuses, and plans --world-size ranks (default 8)."
+    )
+    parser.set_defaults(world_size=8)
+    add = parser.add_argument_group("the plan itself").add_argument
     add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")
-    add("--mode", choices=shard.STRATEGIES, default="hybrid")
-    add("--group", type=int, metavar="RANKS")
-    add("--fsdp", type=int, choices=(1, 2), default=2)
-    add("--world-size", type=int, default=8, metavar="RANKS", help="(default 8)")
-    add("--batch", type=int, default=32, metavar="IMAGES", help="a rank and step (default 32)")
-    add("--accum", type=int, default=1, metavar="STEPS")
-    add("--precision", choices=BYTES, default="bf16")
-    add("--reduce-dtype", choices=BYTES, default="fp32")
-    add("--ac", choices=("none", "selective", "full"), default="none")
-    add("--prefetch", choices=("none", "backward_pre", "backward_post"), default="backward_pre")
-    add("--forward-prefetch", action="store_true")
-    add("--cpu-offload", action="store_true")
-    add("--bucket-cap-mb", type=int, metavar="MIB")
-    add = parser.add_argument_group("the plan").add_argument
-    add("--machine", default="frontier", metavar="NAME",
+    add("--machine", type=filled, default="frontier", metavar="NAME",
         help=f"{', '.join(MACHINES)}, or a JSON file (default frontier)")  # fmt: skip
-    add("--memory-gib", type=float, metavar="GIB", help="of a rank (default: the machine's)")
-    add("--measured-ips", type=float, metavar="IMAGES",
+    add("--memory-gib", type=number(0.1, 10**6), metavar="GIB",
+        help="of a rank (default: the machine's)")  # fmt: skip
+    add("--measured-ips", type=number(0.001, 10**9), metavar="IMAGES",
         help="images/s of one whole node, measured under the same flags")  # fmt: skip
     add("--compare", action="store_true", help="every mode and group, best first")
     add("--explain", action="store_true", help="where the numbers come from")
@@ -461,16 +430,14 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan; exit status 2 and a sentence where the flags make none."""
     parser = build_parser()
-    args = parser.parse_args(argv)
-    if args.group and shard.STRATEGIES[args.mode].group != "group" and not args.compare:
-        parser.error(f"--group is for --mode hybrid and hybrid_grad_op, not {args.mode}")
+    args = flags.settled(parser, parser.parse_args(argv))
     try:
         machine = read_machine(args.machine)
-        grouped = shard.STRATEGIES[args.mode].group == "group"
+        group, _, batch, _ = flags.sizes(args, args.world_size, machine.ranks_per_node)
         plan = estimate(
             vit.MODELS[args.model], img_size=args.img_size, mask_ratio=args.mask_ratio,
-            mode=args.mode, group=args.group if grouped else None, fsdp=args.fsdp,
-            world_size=args.world_size, local_batch=args.batch, accum=args.accum,
+            mode=args.mode, group=group, fsdp=args.fsdp,
+            world_size=args.world_size, local_batch=batch, accum=args.accum,
             precision=args.precision, reduce_dtype=args.reduce_dtype, ac=args.ac,
             prefetch=args.prefetch, forward_prefetch=args.forward_prefetch,
             cpu_offload=args.cpu_offload, bucket_cap_mb=args.bucket_cap_mb,

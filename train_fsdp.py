@@ -61,10 +61,11 @@ from flags import (
     LAST_WORD_SECONDS,
     PATIENCE,
     TORCHRUN_NOTE,
-    batch_sizes,
+    check_masking,
     complain,
     parse_args,
     refuse,
+    sizes,
 )
 from log import Log, describe, device_memory, open_log, start_over
 from restart import Saves, resume
@@ -399,16 +400,15 @@ def zero_loss(batch: intake.Batch, patch: int, norm_pix: bool) -> Tensor:
 
 
 def profile_window(
-    log: Log, rank: int, device: torch.device, out: str, begin: int, left: int, steps: int,
-    ranks: Sequence[int],
-) -> profiling.Window | None:  # fmt: skip
-    """Of so many `steps` on some `ranks`; None, with a warning, where too few are `left`."""
+    log: Log, rank: int, device: torch.device, out: str, begin: int, left: int, steps: int
+) -> profiling.Window | None:
+    """Of so many `steps` of rank 0; None, with a warning, where too few are `left`."""
     needed, first = profiling.WARM + steps, begin + profiling.WARM
     if needed > left:
         log.warn(f"no profile: it needs {needed} steps to go")
         return None
     return profiling.Window(
-        first=first, steps=steps, rank=rank, device=device, ranks=ranks,
+        first=first, steps=steps, rank=rank, device=device, ranks=[0],
         folder=os.path.join(out, "profile"), report=partial(tell_profile, log, first, steps),
     )  # fmt: skip
 
@@ -476,12 +476,11 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     `received` grows by the numbers of the signals that ask for a stop.
     """
     args = parse_args(argv)
-    config, strategy = vit.MODELS[args.model], shard.STRATEGIES[args.mode]
+    config = vit.MODELS[args.model]
 
     # ranks and device, and all that can be refused before any rank waits for another
     try:
-        node = int(os.environ.get("LOCAL_WORLD_SIZE", 0))  # so launch_frontier.sh tells
-        pretend = partial(dryrun.pretended_ranks, args.world_size, node)
+        pretend = partial(dryrun.pretended_ranks, args.world_size, os.environ)
         ranks = pretend() if args.dry_run else mesh.read_ranks(os.environ)
         device = dryrun.CPU if args.dry_run else mesh.pick_device(args.device, ranks)
         world = ranks.world_size
@@ -490,13 +489,8 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     except (ValueError, RuntimeError) as error:
         return refuse(str(error), local=True)
     try:
-        group = (args.group or ranks.local_world_size) if strategy.group == "group" else None
-        mesh.check_group(world, group or 1)
-        shape = shard.mesh_shape(args.mode, world, group)
-        local_batch, global_batch = batch_sizes(world, args.accum, args.batch, args.global_batch)
-        patches = vit.patch_count(config, args.img_size)
-        if vit.kept_patches(patches, args.mask_ratio) == patches:
-            raise ValueError(f"--mask-ratio {args.mask_ratio} removes no patch: nothing to learn")
+        group, shape, local_batch, global_batch = sizes(args, world, ranks.local_world_size)
+        patches = check_masking(config, args.img_size, args.mask_ratio)
     except ValueError as error:
         return refuse(str(error))
 
@@ -540,11 +534,11 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
             log.say(line)
         inputs = intake.Intake(os.path.join(args.out, "bad_images.csv"), images, args.max_bad,
                                log.say)  # fmt: skip
+        chosen = completed(flags, images, epoch_steps)
     except ValueError as error:
         return crew.refuse(error)
 
     # model on no device, then sharded and initialised; optimizer
-    chosen = completed(flags, images, epoch_steps)
     steps = chosen["steps"]
     model = blank_model(config, args.img_size, args.norm_pix_loss, device)
     params = sum(p.numel() for p in model.parameters())
@@ -606,7 +600,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         train = counted_once(train, grid, sent, begin + 2)
     if train and args.profile:
         window = profile_window(log, ranks.rank, device, args.out, begin, steps - begin,
-                                args.profile, args.profile_ranks or [0])  # fmt: skip
+                                args.profile)  # fmt: skip
         if window:
             train, batches = window.train(train), window.batches(batches, begin)
 

@@ -122,13 +122,23 @@ def test_one_variable_of_torchrun_is_no_single_process(name):
         mesh.read_ranks({name: "0"})
 
 
-@pytest.mark.parametrize("value", ["x", "-1", "1.5"])
+@pytest.mark.parametrize("value", ["x", "-1", "1.5", "²", "\u0661", "1_0", "9" * 5000])
 @pytest.mark.parametrize(
-    ("environ", "name"), [(e, n) for e, n, _ in REQUIRED if n[:6] != "MASTER" and "TASKS_" not in n]
+    ("environ", "name"),
+    [(e, n) for e, n, _ in REQUIRED if n != "MASTER_ADDR" and "TASKS_" not in n],
 )
 def test_a_variable_that_is_no_number_is_named(environ, name, value):
-    with pytest.raises(RuntimeError, match=f"^{name} is '{value}', but must be a number"):
+    with pytest.raises(
+        RuntimeError, match=f"^{name} is '{value[:30]}.*, but must be a whole number from "
+    ):
         mesh.read_ranks(environ | {name: value})
+
+
+@pytest.mark.parametrize("environ", [TORCHRUN, SRUN, ONE_NODE])
+@pytest.mark.parametrize("port", ["0", "65536", "99999999"])
+def test_a_port_that_is_none_is_named(environ, port):
+    with pytest.raises(RuntimeError, match=f"^MASTER_PORT is '{port}', .* from 1 to 65535; set by"):
+        mesh.read_ranks(environ | {"MASTER_PORT": port})
 
 
 def test_a_group_rank_that_is_no_number_is_named():
@@ -149,6 +159,8 @@ def test_tasks_per_node_that_cannot_be_read_are_named(text):
         {"SLURM_TASKS_PER_NODE": "8(x3)"},
         {"SLURM_TASKS_PER_NODE": "20"},  # and node 2
         {"SLURM_NODEID": "3"},
+        {"SLURM_TASKS_PER_NODE": "1(x99999999999)"},  # no list so long is made
+        {"SLURM_TASKS_PER_NODE": ",".join(["1(x99999999999)"] * 5000)},
     ],
 )
 def test_slurm_variables_that_disagree(changes):

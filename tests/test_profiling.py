@@ -94,14 +94,7 @@ def test_a_run_too_short_for_a_window_says_so(tmp_path, capsys):
     assert not (tmp_path / "profile").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--profile", "--run", "io"], "--run io makes none"),
-        (["--profile-ranks", "0"], "add --pro"),
-    ],
-)
-def test_flags_that_clash(flags, text, capsys):
+def test_a_run_without_steps_has_nothing_to_profile(capsys):
     with pytest.raises(SystemExit) as leave:
-        train_fsdp.main(flags)
-    assert leave.value.code == 2 and text in capsys.readouterr().err
+        train_fsdp.main(["--profile", "--run", "io"])
+    assert leave.value.code == 2 and "--run io makes none" in capsys.readouterr().err

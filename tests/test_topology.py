@@ -13,7 +13,6 @@ from conftest import ROOT
 from ranks import environment, free_port, on_ranks
 
 import mesh
-import shard
 
 CPU = torch.device("cpu")
 FRONTIER = (4, 5, 2, 3, 6, 7, 0, 1)  # OLCF's map of local ranks to GCDs
@@ -50,18 +49,6 @@ def said(where, group):
 )
 def test_visible_gcd(environ, index, gcd):
     assert mesh.visible_gcd(environ, index) == gcd
-
-
-@pytest.mark.parametrize("mode", shard.STRATEGIES)
-def test_the_shape_is_that_of_training(mode):
-    row = shard.STRATEGIES[mode]
-    for group in (1, 2, 4, 8, 16):
-        given = group if row.group == "group" else None
-        assert mesh.shard_shape(mode, given, 16, 8) == tuple(shard.mesh_shape(mode, 16, given))
-    if row.group == "group":
-        assert mesh.shard_shape(mode, None, 16, 8) == (2, 8)  # a node
-        with pytest.raises(ValueError, match="shard groups of 3 do not divide 16 ranks"):
-            mesh.shard_shape(mode, 3, 16, 8)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +196,16 @@ def test_a_slow_group_is_named_and_wrong_numbers_are_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "status", "text"),
     [
-        ("--mode ddp --model 3b --data DIR --blr -1", 0, "nothing to time, every rank is a shard"),
+        (
+            "--mode ddp --model 3b --data DIR --resume PATH",
+            0,
+            "nothing to time, every rank is a shard",
+        ),
         ("--group 3", 1, "mesh.py: error: rank 0: shard groups of 3 do not divide 1 ranks: use 1"),
         ("--device cuda", 1, "mesh.py: error: rank 0: --device cuda: no GPU is visible"),
+        ("--mode typo", 2, "mesh.py: error: argument --mode: invalid choice: 'typo'"),
+        ("--blr -1", 2, "mesh.py: error: argument --blr: '-1' is not a number from 0 to 1000"),
+        ("--mode ddp --group 2", 2, "mesh.py: error: --group is for --mode hybrid and"),
     ],
 )
 def test_the_command(flags, status, text):
