@@ -44,14 +44,17 @@ from restart import resume
 RANKS_PER_NODE = 8  # of Frontier (GCDs) and of DGX machines
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same
 
-# What plan.py calls the parts of memory: the tracker's categories that belong to each.
+# Rows of the table of memory: the tracker's categories and plan.py's parts that belong to each.
+# Every category and every part stands in one row, so that the rows add up to the last.
 PARTS = {
     "parameters": ("Sharded Param",),
     "gradients": ("Sharded Grad",),
     "optimizer": ("OptState",),
     "unsharded": ("Unsharded Param", "All Gather", "Unsharded Grad", "Reduce Scatter"),
     "activations": ("Activation", "Temp", "Buffer", "Inputs"),
+    "workspace": (),  # of a GPU's libraries
 }
+PLANNED_PARTS = {"unsharded": ("unsharded", "reduction"), "activations": ("activations", "inputs")}
 ON_HOST = ("parameters", "gradients", "optimizer")  # with --cpu-offload
 
 
@@ -344,7 +347,7 @@ def _memory_lines(simulation: Simulation | None, plan: Mapping[str, float] | Non
         yield f"{'memory of a rank, GiB':26}" + "".join(f"{head:>16}" for head in heads)
     for part in [*PARTS, "peak"] if heads else []:
         sizes = [part_of(moment, part) / 2**30 for moment in moments]
-        sizes += [plan[part]] if plan else []
+        sizes += [sum(plan[name] for name in PLANNED_PARTS.get(part, (part,)))] if plan else []
         label = "all" if part == "peak" else part
         yield f"  {label:24}" + "".join(f"{size:16.3f}" for size in sizes)
         categories = PARTS.get(part, ())

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import demand
 import dryrun
 import train_fsdp
 import vit
@@ -260,7 +261,8 @@ def test_private_parts_are_imported_where_they_are_used():
 
 PLAN = {
     "memory_gib": {"parameters": 1.25, "gradients": 2.5, "optimizer": 3.75, "unsharded": 0.5,
-                   "activations": 4.125, "peak": 12.0, "peak_active": 13.0},
+                   "activations": 4.125, "reduction": 0.25, "inputs": 0.125, "workspace": 0.5,
+                   "peak": 13.0, "peak_active": 14.0},
     "payload_bytes": {"all_gather": 1000, "reduce_scatter": 2000, "all_reduce": 3000},
     "collectives": {"all_gather": 13, "reduce_scatter": 7, "all_reduce": 9},
     "traffic_bytes_per_rank": {}, "step_seconds_lower_bound": 1.5,
@@ -297,11 +299,9 @@ def test_the_plan_is_printed_beside_and_nothing_is_written(tmp_path, monkeypatch
         "  all_gather: planned 13 of 1,000 bytes, simulated 22 of ",
     ):  # fmt: skip
         assert line in out
-    planned = {part: rows[part][-1] for part in dryrun.PARTS}
-    assert {part: float(size) for part, size in planned.items()}.items() < PLAN[
-        "memory_gib"
-    ].items()
-    assert rows["all"][2] == "12.000" and float(rows["all"][0]) > float(rows["all"][1]) > 0
+    planned = [float(rows[part][-1]) for part in dryrun.PARTS]
+    assert planned == [1.25, 2.5, 3.75, 0.75, 4.25, 0.5] and sum(planned) == 13.0
+    assert rows["all"][2] == "13.000" and float(rows["all"][0]) > float(rows["all"][1]) > 0
     assert len(asked) == 2 and asked[0] == asked[1]  # for what the log begins with, for the report
     config, settings = asked[0]
     assert config == vit.MODELS["tiny"] and settings == {
@@ -311,6 +311,26 @@ def test_the_plan_is_printed_beside_and_nothing_is_written(tmp_path, monkeypatch
         "forward_prefetch": False, "limit_all_gathers": None, "cpu_offload": False,
         "bucket_cap_mb": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", ["--mode full_shard --ac full --accum 2", "--mode ddp"])
+def test_the_rows_of_memory_add_up_to_the_last(flags, capsys):
+    """Each column: at the peak, after backward, planned."""
+    argv = [*TINY, *flags.split(), "--dry-run", "--world-size", "4", "--out", "never-made"]
+    assert train_fsdp.main(argv) == 0
+    table = capsys.readouterr().out.partition("memory of a rank, GiB")[2].splitlines()[1:]
+    words = [line.split() for line in table if line[:2] == "  " != line[2:4]]
+    rows = {name: [float(size) for size in sizes] for name, *sizes in words
+            if name in (*dryrun.PARTS, "all")}  # fmt: skip
+    columns = zip(*(rows[part] for part in dryrun.PARTS), strict=True)
+    assert rows["all"] == pytest.approx([sum(column) for column in columns], abs=0.0031)
+
+
+def test_each_part_of_memory_stands_in_one_row(monkeypatch):
+    peak = simulated(4, "--mode full_shard", monkeypatch).peak
+    assert set(peak) <= {category for row in dryrun.PARTS.values() for category in row}
+    parts = [name for row in dryrun.PARTS for name in dryrun.PLANNED_PARTS.get(row, (row,))]
+    assert sorted(parts) == sorted(demand.PARTS)
 
 
 @pytest.mark.parametrize(("flags", "reason"), [
