@@ -1,5 +1,6 @@
 # make demo    train on the embedded images with 4 CPU ranks, set-up included
 # make test    lint, types and tests, set-up included
+# make test-all    the same with the whole matrices, and what takes minutes; an hour
 # make quick   the tests that take seconds
 # make bench-gpu     a GPU: sizes x compile x checkpointing, and the peers; 8 minutes, out/bench-gpu
 # make test-slurm    install a Slurm by apt (needs root or sudo), then run the tests that use it
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_OUT := out/demo
 
-.PHONY: demo test quick bench-gpu test-slurm sweep-gpu lint clean
+.PHONY: demo test test-all quick bench-gpu test-slurm sweep-gpu lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/run.ok
@@ -25,6 +26,10 @@ demo: $(VENV)/run.ok
 # Two tests at a time; most start ranks of their own, which get one thread each.
 test: $(VENV)/dev.ok lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-all: $(VENV)/dev.ok lint
+	TEST_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python tests/parity.py
 
 quick: $(VENV)/dev.ok
 	$(BIN)/python -m pytest -m "not slow"

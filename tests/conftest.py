@@ -15,6 +15,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+FULL = "TEST_ALL" in os.environ  # make test-all: whole matrices, and the tests marked `full`
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
 
@@ -25,6 +26,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         from ranks import fork_server
 
         fork_server()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked `full`, unless all are wanted or they are named."""
+    named = any("::" in argument for argument in config.args)
+    left_out = [] if FULL or named else [item for item in items if item.get_closest_marker("full")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

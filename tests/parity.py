@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from ranks import Result, Run, run_ranks  # noqa: E402
+from ranks import NANO, Result, Run, run_ranks  # noqa: E402
 
 import data  # noqa: E402
 import vit  # noqa: E402
@@ -28,7 +28,7 @@ import vit  # noqa: E402
 TILES = str(ROOT / "examples" / "tiles" / "train")
 STEPS, BATCH, SIZE, CLIP, BLR = 4, 48, 48, 1.0, 5e-3
 ARGV = (
-    f"--model tiny --img-size {SIZE} --data {TILES} --global-batch {BATCH} --steps {STEPS} "
+    f"--model nano --img-size {SIZE} --data {TILES} --global-batch {BATCH} --steps {STEPS} "
     f"--log-every 1 --clip {CLIP} --blr {BLR} --warmup-steps 2 --precision fp32 --workers 0 "
     "--device cpu --seed 3"
 ).split()
@@ -74,7 +74,7 @@ def grid() -> list[Case]:
 
 def reference() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms and final parameters of the same training, written out plainly."""
-    config = vit.MODELS["tiny"]
+    config = NANO
     model = vit.ViTMAE(config, SIZE)
     vit.initialize(model, seed=3)
     decay = [p for p in model.parameters() if p.ndim > 1]

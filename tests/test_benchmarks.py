@@ -43,7 +43,7 @@ def test_peers_compute_what_we_do(name):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_step_benchmark():
     out = run("step.py", "--model", "tiny", "--img-size", "32", "--batch", "2", "--rounds", "2",
               "--threads", "1")  # fmt: skip
@@ -57,7 +57,7 @@ def test_step_benchmark():
     assert "x transformers" in out and "x timm" in out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_gpu_benchmark_runs_its_whole_path_on_a_cpu(tmp_path):
     argv = ["--models", "tiny", "--img-size", "32", "--most", "2", "--minutes", "0.9"]
     run("gpu.py", *argv, "--out", str(tmp_path))
@@ -72,7 +72,7 @@ def test_gpu_benchmark_runs_its_whole_path_on_a_cpu(tmp_path):
     assert "over the floor: products" in text and "not run: the time was up" in text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_bytes_of_sharded_steps_are_those_of_theory_and_of_ddp_of_transformers(tmp_path):
     """Four ranks: our ddp moves what that of transformers' model moves, others what plan says."""
     argv = ["--img-size", "32", "--batch", "2", "--rounds", "1"]

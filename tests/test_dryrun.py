@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import FULL, ROOT
 from parity import TILES
 from ranks import agreed_port, environment, on_ranks
 from torch.distributed.tensor import DTensor
@@ -58,6 +58,7 @@ CASES = [
     for accum in (1, 2)
 ]  # fmt: skip
 CASES += ["--mode full_shard --accum 2 --ac full --reduce-dtype bf16 --prefetch none --clip 1"]
+CASES = CASES if FULL else CASES[2::2]  # each mode once: the last of full_shard, accumulation there
 
 # Each operation: its kind, which argument is the whole tensor, which the group. One that is not
 # here fails the test by its name.
@@ -364,7 +365,7 @@ def test_auto_is_the_gpu_of_the_job(capsys):
     assert "parameters, gradients, optimizer, are host memory" in out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_15b_on_512_ranks_takes_no_cluster(tmp_path):
     """In less than 90 s of one core, and 8 GiB."""
     argv = "--model 15b --mode hybrid --group 4 --batch 32 --ac full --dry-run --world-size 512"

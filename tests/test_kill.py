@@ -6,7 +6,7 @@ import pytest
 from kill import kill
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_nothing_is_lost_whatever_kills_a_run(tmp_path):
     report = kill(3, 2878, tmp_path)  # a seed with a bit of everything

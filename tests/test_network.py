@@ -138,7 +138,7 @@ def reference(tmp_path_factory) -> list[float]:
     return losses(out)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_hosts_by_rank_variables(hosts, reference, tmp_path):
     for rank in range(4):
         hosts.start(
@@ -173,7 +173,7 @@ def test_two_hosts_by_torchrun(hosts, reference, tmp_path):
     assert {own for own, _ in talked} <= {HERE, THERE, "127.0.0.1"}
 
 
-@pytest.mark.parametrize("program", ["mesh.py", "init_ranks"])
+@pytest.mark.parametrize("program", [pytest.param("mesh.py", marks=pytest.mark.full), "init_ranks"])
 def test_a_master_that_is_not_there_is_named(hosts, program):
     """Within its timeout, by the program and by the function."""
     by = {

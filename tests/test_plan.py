@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import FULL, ROOT
 from ranks import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -75,9 +75,8 @@ class Wire(TorchDispatchMode):
 
 
 def traffic_cases(world: int) -> list[dict]:
-    """Every mode, engine and group; accumulation in all on 4 ranks, in every third on more.
-
-    On 4 ranks also what must change bytes, and what must not.
+    """Every mode, engine and group, in every third with accumulation; on 4 ranks what must change
+    bytes, and what must not.
     """
     plain = [{"mode": mode} for mode in ("ddp", "zero1")]
     plain += [{"mode": m, "fsdp": f} for m in ("no_shard", "shard_grad_op", "full_shard")
@@ -85,8 +84,9 @@ def traffic_cases(world: int) -> list[dict]:
     groups = [g for g in range(1, world + 1) if world % g == 0]
     plain += [{"mode": "hybrid", "group": g, "fsdp": f} for g in groups for f in (1, 2)]
     plain += [{"mode": "hybrid_grad_op", "group": 2, "fsdp": f} for f in (1, 2)]
-    cases = plain + [case | {"accum": 2} for case in plain[:: 1 if world == 4 else 3]]
+    cases = plain + [case | {"accum": 2} for case in plain[::3]]
     if world == 4:
+        cases = cases if FULL else []
         full = [c for c in plain if c["mode"] in ("ddp", "zero1", "full_shard", "hybrid")]
         cases += [c | {"precision": "fp32"} for c in full]
         cases += [c | {"reduce_dtype": "bf16", "accum": 2} for c in full]
@@ -141,7 +141,7 @@ def planned(config: vit.ViTConfig, world: int, **case) -> plan.Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [4, 6, 8])
+@pytest.mark.parametrize("world", [4, 6, pytest.param(8, marks=pytest.mark.full)])
 def test_traffic_is_exactly_that_of_a_real_run(world, tmp_path):
     cases = [(CONFIG, c) for c in traffic_cases(world)]
     cases.append((GATED, {"mode": "full_shard"}))
@@ -221,20 +221,23 @@ def test_memory_is_that_of_the_tracker(monkeypatch):
 @pytest.mark.parametrize(
     ("world", "mode", "group", "ac"),
     [
-        (8, "hybrid", 4, "full"), (64, "shard_grad_op", None, "none"),
-        (512, "full_shard", None, "full"), (512, "hybrid", 4, "none"),
+        (512, "hybrid", 4, "none"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in [
+            (8, "hybrid", 4, "full"), (64, "shard_grad_op", None, "none"),
+            (512, "full_shard", None, "full"),
+        ]),
     ],
 )  # fmt: skip
 def test_memory_is_that_of_the_tracker_on_many_ranks(monkeypatch, world, mode, group, ac):
     check_tracked(monkeypatch, "1b", (world,), [(mode, group)], (ac,))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_memory_is_that_of_the_tracker_for_a_gated_model(monkeypatch):
     check_tracked(monkeypatch, "5b", (64,), TRACKED[:1], ("none", "full"))
 
 
-@pytest.mark.skipif("PLAN_ALL" not in os.environ, reason="minutes: set PLAN_ALL=1")
+@pytest.mark.full
 def test_memory_is_that_of_the_tracker_for_large_models(monkeypatch):
     for model in ("1b", "3b", "15b"):
         check_tracked(monkeypatch, model, (8, 64, 512), TRACKED, ("none", "full"))

@@ -430,13 +430,14 @@ def test_bucket_size_counts_the_all_reduces_of_ddp(facts):
 
 
 def covering() -> list[Case]:
-    """Every mode, engine, group on 4 ranks, checkpointing and accumulation by turns; odd sizes."""
+    """Every mode and engine on 4 ranks, checkpointing and accumulation by turns; the group that
+    FSDP1 gets wrong by itself (1) and the one that is the world; odd sizes.
+    """
     cases = []
-    for i, c in enumerate(modes(4, [1, 2, 4])):
+    for i, c in enumerate(modes(4, [2])):
         cases.append(Case(4, c.mode, c.fsdp, c.group, ("none", "full")[i % 2], 1 + i // 2 % 2))
-    cases += [Case(3, "full_shard", f, 0, "none", 2) for f in (1, 2)] + [Case(3, "zero1")]
-    cases += [Case(6, "hybrid", 2, 3, "none", 2), Case(6, "hybrid_grad_op", 1, 3, "full")]
-    return cases
+    cases += [Case(4, "hybrid", 1, 1), Case(4, "hybrid", 2, 4, "full")]
+    return [*cases, Case(3, "full_shard", 2, 0, "none", 2), Case(6, "hybrid_grad_op", 1, 3, "full")]
 
 
 @pytest.mark.slow
@@ -447,13 +448,14 @@ def test_same_training_whatever_the_sharding(tmp_path):
     """
     found = compare(covering(), tmp_path)
     bad = {case: d for case, d in found.items() if not d.fine()}
-    assert not bad and len(found) == 25
+    assert not bad and len(found) == 16
 
 
 @pytest.mark.slow
-def test_bf16_stays_near_fp32_in_every_mode(tmp_path):
-    """Each step's loss within 2 % over 50 steps."""
-    argv = [*ARGV, "--steps", "50", "--batch", "8", "--img-size", "32"]
+@pytest.mark.parametrize("steps", [15, pytest.param(50, marks=pytest.mark.full)])
+def test_bf16_stays_near_fp32_in_every_mode(steps, tmp_path):
+    """Each step's loss within 2 %."""
+    argv = [*ARGV, "--steps", str(steps), "--batch", "8", "--img-size", "32"]
     argv = [
         a for i, a in enumerate(argv) if a != "--global-batch" and argv[i - 1] != "--global-batch"
     ]
@@ -464,6 +466,6 @@ def test_bf16_stays_near_fp32_in_every_mode(tmp_path):
         runs.append(Run([*argv, *more], params=False))
     fp32, *rest = run_ranks(2, runs, tmp_path, 900)
     for (mode, fsdp), result in zip(ROWS, rest, strict=True):
-        assert len(result.steps) == 50
+        assert len(result.steps) == steps
         for a, b in zip(fp32.steps, result.steps, strict=True):
             assert b["loss"] == pytest.approx(a["loss"], rel=0.02), (mode, fsdp, a["step"])

@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import FULL
 from ranks import on_ranks
 from test_shard import CPU, ROWS
 from torch import nn
@@ -25,6 +26,8 @@ READS = {
     "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "item", "unique",
     "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave",
 }  # fmt: skip
+SOME = [("ddp", 2), ("no_shard", 1), ("full_shard", 1), ("full_shard", 2), ("hybrid", 2)]
+COMPILED = ROWS if FULL else SOME
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -92,7 +95,7 @@ def reads_and_recompilations() -> dict:
     compile_module = nn.Module.compile
     nn.Module.compile = lambda self, **options: compile_module(self, backend="aot_eager", **options)
     counters = torch._dynamo.utils.counters
-    for mode, fsdp in ROWS:
+    for mode, fsdp in COMPILED:
         torch._dynamo.reset()
         counters.clear()
         step = stepper(mode, fsdp, "fp32", compile_blocks=True)
@@ -120,7 +123,7 @@ def test_no_mode_reads_a_number_in_a_step(found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "fsdp"), ROWS)
+@pytest.mark.parametrize(("mode", "fsdp"), COMPILED)
 def test_blocks_are_compiled_in_the_first_steps_only(found, mode, fsdp):
     """Two graphs, of encoder and decoder blocks; no break, nothing new after the second step."""
     for rank in found:
@@ -175,7 +178,7 @@ def test_the_collector_runs_between_log_steps_never(tmp_path, monkeypatch):
     assert gc.isenabled() == gc_on and gc.get_freeze_count() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compile_seconds_are_logged(tmp_path, monkeypatch):
     earlier, total = 1e4, shard.compile_seconds
     monkeypatch.setattr(shard, "compile_seconds", lambda: earlier + total())  # of another model

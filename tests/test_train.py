@@ -427,7 +427,7 @@ def test_the_bytes_of_a_step_are_those_planned(tmp_path):
     ]  # fmt: skip
     for result in run_ranks(4, runs, tmp_path, 240):
         planned, measured = result.start["planned"]["payload_bytes"], result.end["payload_bytes"]
-        assert result.status == [0] * 4 and sum(planned.values()) > 1e6
+        assert result.status == [0] * 4 and sum(planned.values()) > 1e5
         for kind in {*planned, *measured}:
             assert 0 <= measured.get(kind, 0) - planned.get(kind, 0) < 3000, (kind, result.start)
 
