@@ -122,24 +122,23 @@ def device_memory(device: torch.device) -> dict[str, float | int | None]:
     return dict(zip(names, (allocated, reserved, stats.get("num_alloc_retries", 0)), strict=True))
 
 
-def open_log(out: str, rank: int) -> Log:
+def open_log(out: str) -> Log:
     """Rank 0 makes the folder and opens the log to append; ValueError on all ranks if it cannot."""
-    path = os.path.join(out, "log.jsonl")
+    path, log = os.path.join(out, "log.jsonl"), Log(None)
 
     def try_it() -> None:
         os.makedirs(out, exist_ok=True)
         if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
             raise ValueError(f"{path} is no regular file: move it away, or give another --out")
-        open(path, "a", encoding="utf-8").close()
+        log.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        with open(path, "rb") as old:
+            size = old.seek(0, os.SEEK_END)
+            old.seek(max(size - 1, 0))
+            # the run before may have been killed while it wrote
+            log.file.write("\n" if old.read().strip() else "")
 
     agree.together(try_it)
-    if rank:
-        return Log(None)
-    with open(path, "rb") as old:
-        cut = bool(old.read()[-1:].strip())  # the run before was killed while it wrote
-    file = open(path, "a", encoding="utf-8")  # noqa: SIM115
-    file.write("\n" if cut else "")
-    return Log(file)
+    return log
 
 
 def start_over(log: Log, out: str) -> None:

@@ -153,13 +153,13 @@ def by_kernel(events: Sequence[dict[str, Any]], steps: int) -> list[tuple[str, f
 class Window:
     """Profiles steps `first` to `first + steps - 1` on this rank, if it is one of those chosen.
 
-    `report(found)` is called on every rank when the window closes, with `shares` of this rank or
-    None where it was not chosen.
+    `report(found)` is called on every rank when the window closes, with `shares` of this rank, None
+    where it was not chosen, or a sentence where its trace could not be written or read.
     """
 
     def __init__(
         self, *, first: int, steps: int, rank: int, ranks: Sequence[int], device: torch.device,
-        folder: str, report: Callable[[dict[str, float] | None], None],
+        folder: str, report: Callable[[dict[str, float] | str | None], None],
     ) -> None:  # fmt: skip
         self.first, self.steps, self.rank, self.report = first, steps, rank, report
         self.chosen, self.device, self.folder = rank in ranks, device, Path(folder)
@@ -204,7 +204,15 @@ class Window:
         self.profiler = profile(activities=activities, schedule=plan, acc_events=True)
         self.profiler.start()
 
-    def _close(self) -> dict[str, float]:
+    def _close(self) -> dict[str, float] | str:
+        try:
+            return self._write()
+        except (OSError, ValueError, RuntimeError) as error:  # a full disk: training goes on
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self.profiler = None
+
+    def _write(self) -> dict[str, float]:
         assert self.profiler is not None
         self.profiler.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -214,7 +222,6 @@ class Window:
             snapshot = self.folder / f"memory_{self.rank:05d}.pickle"
             torch.cuda.memory._dump_snapshot(str(snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
-        self.profiler = None
         return shares(read_trace(path), self.steps)
 
 

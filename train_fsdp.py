@@ -31,6 +31,7 @@ import math
 import os
 import statistics
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -197,8 +198,10 @@ def loop(
         try:
             if failure is None:
                 last_batches.append(next(batches))
-        except intake.NoData as error:
+        except Exception as error:  # this rank alone: the others must not lose what was trained
             failure = f"(reading data in step {step + 1}): {loader_error(error)}"
+            if not isinstance(error, intake.NoData):
+                traceback.print_exc()  # a bug
         if failure:  # the batch before stands in until all ranks know, in steps not applied
             last_batches.append(last_batches[-1])
         waited += time.perf_counter() - asked
@@ -302,10 +305,11 @@ def loop(
     return record
 
 
-def loader_error(error: RuntimeError) -> str:
+def loader_error(error: Exception) -> str:
     """The line of it that names the cause: of a worker, its own error."""
-    lines = str(error).strip().splitlines()
-    return lines[-1 if "Traceback" in str(error) else 0]
+    text = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+    lines = text.strip().splitlines() or [type(error).__name__]
+    return lines[-1 if "Traceback" in text else 0]
 
 
 def first_problem(failure: str | None) -> str:
@@ -413,10 +417,12 @@ def profile_window(
     )  # fmt: skip
 
 
-def tell_profile(log: Log, first: int, steps: int, found: dict[str, float] | None) -> None:
+def tell_profile(log: Log, first: int, steps: int, found: dict[str, float] | str | None) -> None:
     """What the profiled ranks found, in the log and on the terminal. Collective."""
     every = agree.gathered(found) or []
-    ranks = {rank: seconds for rank, seconds in enumerate(every) if seconds}
+    ranks = {rank: seconds for rank, seconds in enumerate(every) if isinstance(seconds, dict)}
+    for problem in sorted({text for text in every if isinstance(text, str)}):
+        log.warn(f"no profile: {problem}")
     if ranks:
         mean = {k: statistics.fmean(r[k] for r in ranks.values()) for k in profiling.KINDS}
         whole = sum(mean.values())
@@ -529,7 +535,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     # what rank 0 does for all: list the images, open the log
     try:
         files, images, epoch_steps = intake.share_images(args.data, args.out, global_batch)
-        log = open_log(args.out, ranks.rank)
+        log = open_log(args.out)
         for line in mesh.topology(ranks, device, shape, os.environ):
             log.say(line)
         inputs = intake.Intake(os.path.join(args.out, "bad_images.csv"), images, args.max_bad,

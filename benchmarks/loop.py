@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     read = intake.device_batches(loader, 1, device)
     batch = next(read)
     folder = tempfile.TemporaryDirectory()
-    log = open_log(folder.name, 0)
+    log = open_log(folder.name)
     log.say = lambda text: None  # type: ignore[method-assign] # the table alone is for people
 
     inputs = intake.Intake(f"{folder.name}/bad_images.csv", 1, 1.0, log.say)

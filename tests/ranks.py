@@ -59,8 +59,10 @@ class Run:
     fault_rank: int = -1  # ... on this rank, or on all ...
     fault_saves: tuple[int, ...] = ()  # ... at these saves
     plain: bool = False  # no --save-every of ours where argv has none
+    due_rank: int = -1  # by the clock of this rank, and no other, a checkpoint is always due
     lost_rank: int = -1  # the data loader of this rank fails ...
-    lost_step: int = 0  # ... in this step, from 0
+    lost_step: int = 0  # ... in this step, from 0 ...
+    lost_by: type[Exception] = OSError  # ... by such an error
 
 
 @dataclass
@@ -374,6 +376,7 @@ def one_run(job: dict[str, Any], rank: int) -> None:
 
     import checkpoint
     import data
+    import restart
     import train_fsdp
 
     vit.MODELS["nano"] = NANO
@@ -382,7 +385,7 @@ def one_run(job: dict[str, Any], rank: int) -> None:
     os.environ["MASTER_PORT"] = agreed_port(out, rank)
     step_now, differ, params, moved, before = -1, 0.0, {}, [], None
     original = (train_fsdp.train_step, data.normalize, vit.ViTMAE.forward)
-    build_loader = data.build_loader
+    build_loader, due_by_clock = data.build_loader, restart.Saves.due_by_clock
     received: list[int] = []
     saves, write_data = iter(range(1000)), checkpoint._Writer.write_data
     attempts, write = iter(range(1000)), checkpoint._write
@@ -432,11 +435,13 @@ def one_run(job: dict[str, Any], rank: int) -> None:
 
     def failing_loader(*args, **kwargs):
         yield from itertools.islice(build_loader(*args, **kwargs), job["lost_step"])
-        raise OSError(errno.EIO, "Input/output error")
+        raise job["lost_by"](errno.EIO, "Input/output error")
 
     train_fsdp.train_step, checkpoint._Writer.write_data = train_step, write_or_fail
     if job["lost_rank"] == rank:
         data.build_loader = failing_loader
+    if job["due_rank"] >= 0:
+        restart.Saves.due_by_clock = lambda self: job["due_rank"] == rank
     if job["fault"]:
         checkpoint._write = write_with_fault
     if job["poison"] and job["poison_rank"] == rank:
@@ -455,7 +460,7 @@ def one_run(job: dict[str, Any], rank: int) -> None:
         status = int(leave.code or 0)
     finally:
         train_fsdp.train_step, data.normalize, vit.ViTMAE.forward = original
-        data.build_loader = build_loader
+        data.build_loader, restart.Saves.due_by_clock = build_loader, due_by_clock
         checkpoint._Writer.write_data, checkpoint._write = write_data, write
         sys.stderr.write(output.getvalue() + errors.getvalue())
     (out / f"status{rank}").write_text(str(status))

@@ -292,6 +292,7 @@ def test_a_training_whose_rank_is_stopped_ends_and_can_be_resumed(tmp_path):
         named = re.search(r"(?m)^train_fsdp.py: error: nothing has moved for .* rank 1 \(.* in "
                           r"step (\d+), on .*\) gave no more sign of life", text)  # fmt: skip
         assert named, text
+        assert re.search(r"; saved \S+step_\d+; the same command continues from there\n", text)
         _, steps, end = read_log(log)
         assert end["reason"] == "timeout" and "rank 1" in end["problem"]
         # what it told last, a twentieth of --timeout before it was stopped: some steps ago

@@ -1,5 +1,6 @@
 """What a run leaves behind, however it ends: its weights, `done`, its log, a sentence."""
 
+import itertools
 import json
 import os
 import re
@@ -7,12 +8,14 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 from ranks import Result, Run, read_log, run_ranks
 
 import checkpoint
+import restart
 import train_fsdp
 from flags import save_interval
 
@@ -40,7 +43,7 @@ def losses(result: Result) -> list[tuple[int, float]]:
 
 
 def the_error(text: str) -> str:
-    """The one line of stderr that is ours."""
+    """The one line of ours on stderr of rank 0."""
     (error,) = [line for line in text.splitlines() if line.startswith("train_fsdp.py: error: ")]
     assert "Traceback" not in text and "gloo" not in text
     return error
@@ -62,7 +65,7 @@ def ended(tmp_path_factory) -> tuple[Path, dict[str, Result]]:
     runs = {
         "plain": plain,
         "plain again": replace(plain, to=str(out / "plain")),
-        "time": replace(plain, argv=[*lost, "--save-every", "0.0000001m", "--keep", "9"]),
+        "time": replace(plain, argv=[*lost, "--keep", "9"], due_rank=1),
         "none": replace(plain, argv=[*SHARDED, "--save-every", "none"]),
         "none, signal": replace(plain, argv=[*SHARDED, "--save-every", "none"], signal_rank=1,
                                 signal_step=2),
@@ -71,6 +74,7 @@ def ended(tmp_path_factory) -> tuple[Path, dict[str, Result]]:
         "nan resumed": replace(plain, argv=bad, to=str(out / "nan")),
         "lost": replace(plain, argv=lost, lost_rank=1, lost_step=3),
         "lost resumed": replace(plain, to=str(out / "lost")),
+        "bug": replace(plain, lost_rank=1, lost_step=2, lost_by=KeyError),
         "lost, saved": replace(plain, argv=[*SHARDED, "--save-every", "2", "--async-save"],
                                lost_rank=0, lost_step=4),
         "bad images": replace(plain, argv=[*images, "0"]),
@@ -94,6 +98,7 @@ ENDED = {
     "nan": (1, "nan", None, False, "saved {out}/step_00000003; the same command continues from"),
     "lost": (1, "data", None, False, "saved {out}/step_00000003; the same command continues from"),
     "lost, saved": (1, "data", (2, 4), False, "saved {out}/step_00000004; the same command"),
+    "bug": (1, "data", (2,), False, "saved {out}/step_00000002; the same command continues from"),
     "bad images": (1, "bad", None, False, "saved {out}/step_0000000"),
     "full": (1, "save", (), False, "nothing saved: step 6 was not saved: OSError: [Errno 28]"),
 }
@@ -202,6 +207,13 @@ def test_a_log_that_is_no_regular_file_is_refused(kind, tmp_path, capsys):
     assert f"{log} is no regular file" in printed and printed.count("\n") == 1
 
 
+def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, capsys):
+    (tmp_path / "profile").write_text("in the way")
+    assert run(tmp_path, "--steps 8 --profile 1 --save-every none") == 0
+    assert "warning: no profile: FileExistsError" in capsys.readouterr().out
+    assert read_log(tmp_path / "log.jsonl")[2]["reason"] == "done"
+
+
 def test_under_torchrun_a_line_says_that_its_traceback_means_nothing(tmp_path, capsys, monkeypatch):
     note = "traceback too, means nothing"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -226,6 +238,14 @@ def test_a_run_that_was_told_where_to_begin_says_how_it_continues(tmp_path, caps
     assert told.endswith("; the same command with --resume auto continues from there")
     assert run(tmp_path / "c", f"{resume} --save-every none") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing saved: --save-every none"
+
+
+def test_saving_by_the_clock(tmp_path, monkeypatch):
+    """A clock that runs a second whenever it is asked: 3 s are over in the fourth step."""
+    clock = itertools.count()
+    monkeypatch.setattr(restart, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert run(tmp_path, "--save-every 0.05m --steps 9 --keep 9") == 0
+    assert names(tmp_path) == steps(4, 8, 9)
 
 
 def test_save_every_takes_steps_or_minutes_or_none():

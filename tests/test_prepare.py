@@ -248,7 +248,8 @@ def test_training_goes_on_past_bad_images_and_lists_each_once(tmp_path):
     )
 
     # the same command, resumed and made longer, lists none of them again
-    done = train(out, tmp_path / "root", "--global-batch", "16", "--steps", "8", "--max-bad", "0.5")
+    more = ("--steps", "8", "--max-bad", "0.5", "--allow-changes")
+    done = train(out, tmp_path / "root", "--global-batch", "16", *more)
     assert [job.returncode for job in done] == [0, 0], done[0].stderr
     assert ledger(out / "bad_images.csv") == rows
 

@@ -65,7 +65,8 @@ def test_kernels_are_ranked_without_what_they_call():
     assert "autograd::engine::evaluate_function: X" not in found
 
 
-RUN = ["--model", "tiny", "--img-size", "32", "--batch", "2", "--workers", "0", "--device", "cpu"]
+RUN = ["--model", "tiny", "--img-size", "32", "--batch", "2", "--workers", "0", "--device", "cpu",
+       "--save-every", "none"]  # fmt: skip
 
 
 def test_a_run_with_a_window(tmp_path, capsys):

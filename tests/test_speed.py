@@ -150,7 +150,8 @@ def test_no_mode_waits_for_a_gpu(mode, fsdp, precision):
         dist.destroy_process_group()
 
 
-RUN = ["--model", "tiny", "--img-size", "32", "--batch", "2", "--workers", "0", "--device", "cpu"]
+RUN = ["--model", "tiny", "--img-size", "32", "--batch", "2", "--workers", "0", "--device", "cpu",
+       "--save-every", "none"]  # fmt: skip
 
 
 def test_the_collector_runs_between_log_steps_never(tmp_path, monkeypatch):
