@@ -4,33 +4,37 @@ On `torch.distributed.checkpoint` (DCP): every rank writes its shards, each repl
 what it needs of anybody's. Parameters and optimizer states go by their names in the model, so that
 neither the wrapping nor the number of ranks shows. One checkpoint is one folder:
 
-    step_00000100/checkpoint.json    step, flags, format, size and sum of every other file
+    step_00000100/checkpoint.json    step, flags, format, size and checksum of every other file
                   .metadata          which tensor lies where (DCP's own, a pickle: read with care)
                   __0_0.distcp       the shards that rank 0 wrote
 
-It is written under another name, made durable, and renamed: a folder of that name is complete.
+It is written under another name, made durable, and renamed: a folder of that name is complete. One
+that cannot be read is either Damaged, for good, or an OSError, which may pass.
 
     python checkpoint.py ls DIR                 what is there
-    python checkpoint.py verify DIR             every file there, its sum right, every tensor whole
+    python checkpoint.py verify DIR             every checksum right, every tensor whole
     python checkpoint.py consolidate DIR OUT    one plain file with the official MAE's names
 
 Copy this one file: it needs torch alone.
 """
 
 import argparse
+import errno
 import io
 import json
 import math
 import operator
 import os
 import pickle
+import pickletools
 import re
 import shutil
+import stat
 import sys
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -56,8 +60,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
-FORMAT = 1  # of the folder; raised when older code could not read it
+FORMAT = 2  # of the folder; raised when older code could not read it. 1: no checksum of FACTS
 FACTS = "checkpoint.json"
+FACTS_LIMIT = 2**22  # bytes: enough for 80,000 ranks, and little memory for whatever they hold
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -148,7 +153,7 @@ def _sum(path: Path) -> tuple[int, int]:
     """Size and CRC-32 of a file; the next block is read while one is summed."""
     size = crc = turn = 0
     blocks = [memoryview(bytearray(2**23)) for _ in range(2)]
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as reader:
+    with _open(path) as file, ThreadPoolExecutor(1) as reader:
         coming = reader.submit(file.readinto, blocks[0])
         while count := coming.result():
             block, turn = blocks[turn], 1 - turn
@@ -160,7 +165,8 @@ def _sum(path: Path) -> tuple[int, int]:
 def _write_durably(path: Path, text: str) -> None:
     """Replace a small file so that a crash leaves the old text or the new."""
     new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8") as file:
+    new.unlink(missing_ok=True)  # which may be a link, or a pipe
+    with new.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -223,16 +229,14 @@ class _Writer(FileSystemWriter):
         self.fs: Any = _Files()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
+        if self.temporary.is_symlink():
+            raise FileExistsError(f"{self.temporary} is a link: nothing is written where it leads")
         twice = get_crc32_options()
         set_crc32_options(False)  # of each tensor by torch.save: _Files takes the sum of all
         try:
             future = super().write_data(plan, planner)
         except RuntimeError as error:
-            # torch.save, ending its file after the disk was full, fails again, in its own words.
-            first: BaseException = error
-            while first.__context__:
-                first = first.__context__
-            raise (first if isinstance(first, OSError) else error) from None
+            raise _first_cause(error) from None
         finally:
             set_crc32_options(twice)
         for name, sums in self.fs.sums.items():
@@ -246,18 +250,39 @@ class _Writer(FileSystemWriter):
             files[path.stem] = json.loads(path.read_text())
             path.unlink()
         files[".metadata"] = self.fs.sums[".metadata.tmp"]
-        _write_durably(self.temporary / FACTS, json.dumps(self.facts | {"files": files}, indent=1))
+        facts = json.loads(json.dumps(self.facts | {"files": files}))
+        facts["checksum"] = _checksum(facts)
+        _write_durably(self.temporary / FACTS, json.dumps(facts, indent=1))
         _sync_folder(self.temporary)
         gone = []
-        if self.final.exists():  # saved again after a resume from an older step
+        if self.final.exists():  # the same step saved again
             gone.append(_set_aside(self.final))
-        self.temporary.rename(self.final)
+        try:
+            self.temporary.rename(self.final)
+        except OSError:
+            for old in gone:
+                old.rename(self.final)
+            raise
         _write_durably(self.out / "latest", self.final.name + "\n")
-        older = [p for p in complete(self.out) if p.name <= self.final.name]
         with suppress(OSError):
+            older = [p for p in complete(self.out) if step_of(p) <= self.facts["step"]]
             gone += [_set_aside(old) for old in older[: -self.keep]]
         for path in gone:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _first_cause(error: Exception) -> Exception:
+    """What torch.save met first: ending its file on a full disk, it fails again."""
+    first: BaseException = error
+    while first.__context__:
+        first = first.__context__
+    return first if isinstance(first, OSError) else error
+
+
+def _checksum(facts: dict[str, Any]) -> int:
+    """The CRC-32 of all facts but the checksum itself."""
+    rest = {key: value for key, value in facts.items() if key != "checksum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def save(
@@ -282,6 +307,9 @@ def _write(
         _clear(writer.out)  # what a killed process left
     dist.barrier(group)  # nobody writes before that
     try:
+        for name, tensor in tensors.items():  # in the order of their indices: so they are read
+            if isinstance(tensor, Tensor) and not tensor.is_contiguous():
+                tensors = tensors | {name: tensor.contiguous()}
         dcp.save(tensors, storage_writer=writer, process_group=group)
     except (Exception, CheckpointException) as error:  # the latter, no Exception, has all ranks'
         if first:
@@ -356,16 +384,22 @@ class Saver:
 def _set_aside(checkpoint: Path) -> Path:
     """Rename what is to be removed: a kill meanwhile must not leave half of it under its name."""
     aside = checkpoint.with_name(f".{checkpoint.name}.removed")
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
     return checkpoint.rename(aside)
 
 
+def _remove(folder: Path) -> None:
+    """Remove a folder, or a link in its place, as far as that can be done."""
+    with suppress(OSError):
+        folder.unlink() if folder.is_symlink() else shutil.rmtree(folder, ignore_errors=True)
+
+
 def _clear(folder: Path) -> None:
-    """Remove what a kill left, as far as that can be done: no reason to fail, or to hang."""
+    """Remove what a kill left: no reason to fail, or to hang."""
     with suppress(OSError):
         for left in folder.glob(".step_*"):
             if left.suffix in (".writing", ".removed"):
-                shutil.rmtree(left, ignore_errors=True)
+                _remove(left)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -395,8 +429,43 @@ class _PlainUnpickler(pickle.Unpickler):
         raise Damaged(f".metadata names {module}.{name}, which no checkpoint of ours does")
 
 
+# Size of an opcode's argument, or of the length before it. Those that DCP never needs are absent:
+# ended by a newline, of 8 bytes' length, or a number that pickle makes a table as long as.
+_LENGTHS = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4U: 4}
+_ARGUMENTS = {
+    op.code.encode("latin-1"): op.arg.n if op.arg else 0
+    for op in pickletools.opcodes
+    if op.name != "LONG_BINPUT" and (op.arg is None or op.arg.n >= 0 or op.arg.n in _LENGTHS)
+}
+_FRAME, _ARGUMENT_LIMIT = b"\x95", 2**20
+
+
+def _check_pickle(file: Any) -> None:
+    """Damaged where pickle would take much more memory than it has read."""
+    while (opcode := file.read(1)) != b".":
+        if not opcode:
+            raise EOFError
+        if opcode not in _ARGUMENTS:
+            raise Damaged(f".metadata has an opcode {opcode!r}, which no checkpoint of ours has")
+        size = _ARGUMENTS[opcode]
+        if size < 0:
+            size = int.from_bytes(file.read(_LENGTHS[size]), "little")
+        argument = file.read(min(size, _ARGUMENT_LIMIT))
+        if opcode == _FRAME:
+            size = int.from_bytes(argument, "little")
+        if size > _ARGUMENT_LIMIT:
+            raise Damaged(f".metadata has an argument of {size} bytes")
+
+
+def _open(path: Path, buffering: int = 0) -> Any:
+    """A regular file of a checkpoint: a pipe would be waited for, a link lead elsewhere."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise Damaged(f"{path.parent}: {path.name} is no regular file")
+    return path.open("rb", buffering)
+
+
 class _Reader(FileSystemReader):
-    """DCP's reader, without its trust in what it reads.
+    """DCP's reader, without its trust in what it reads: values alone, never a pickle.
 
     With `once` nobody else reads the same bytes: the kernel need not keep them.
     """
@@ -409,52 +478,49 @@ class _Reader(FileSystemReader):
         return self.known
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
-        """Straight into the tensors that lie as in the file; the others DCP's way, by a copy.
-
-        Where memory is new, most time goes into the kernel's work on its pages: a copy doubles it,
-        and taking pages back from the file's cache, when memory is short, doubles it again.
-        """
-        others = []
         with ExitStack() as stack:
             opened: dict[str, io.FileIO] = {}
             for item in plan.items:
                 name = self.storage_data[item.storage_index].relative_path
                 if name not in opened:
-                    opened[name] = stack.enter_context((Path(self.path) / name).open("rb", 0))
-                if not self._read_into(planner.resolve_tensor(item).detach(), item, opened[name]):
-                    others.append(item)
-        return super().read_data(replace(plan, items=others), planner)
+                    opened[name] = stack.enter_context(_open(Path(self.path) / name))
+                self._read_into(planner.resolve_tensor(item).detach(), item, opened[name])
+        return super().read_data(replace(plan, items=[]), planner)
 
-    def _read_into(self, target: Tensor, item: ReadItem, file: io.FileIO) -> bool:
-        """Read whole rows of a saved part that lie so in memory; False where that cannot be."""
+    def _read_into(self, target: Tensor, item: ReadItem, file: io.FileIO) -> None:
+        """Read the wanted rows of a saved part, straight into a tensor that lies as they do.
+
+        Where memory is new, most time goes into the kernel's work on its pages: a copy doubles it,
+        and taking pages back from the file's cache, when memory is short, doubles it again.
+        """
         entry: Any = self.known.state_dict_metadata[item.storage_index.fqn]
         sizes = next(c.sizes for c in entry.chunks if c.offsets == item.storage_index.offset)
-        dtype = entry.properties.dtype
-        if target.device.type != "cpu" or target.dtype != dtype or not target.is_contiguous():
-            return False
-        if target.shape[1:] != sizes[1:]:
-            return False
-        found = _numbers(file, self.storage_data[item.storage_index])
-        if not found or found[1] != math.prod(sizes) * dtype.itemsize:
-            return False
+        dtype, lengths = entry.properties.dtype, tuple(item.lengths)
+        values = _find_values(file, self.storage_data[item.storage_index], sizes, dtype)
         rows_above = item.storage_offsets[0] if sizes else 0
-        begin = found[0] + rows_above * math.prod(sizes[1:]) * dtype.itemsize
+        begin = values + rows_above * math.prod(sizes[1:]) * dtype.itemsize
+        rows, straight = target, target.device.type == "cpu" and target.dtype == dtype
+        if not straight or not target.is_contiguous() or lengths[1:] != sizes[1:]:
+            rows = torch.empty((*lengths[:1], *sizes[1:]), dtype=dtype)
         file.seek(begin)
-        left: Any = memoryview(target.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        left: Any = memoryview(rows.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         while left:
             count = file.readinto(left)
             if not count:
-                raise EOFError(f"{file.name} ended early")
+                raise OSError(errno.EIO, "ended early", file.name)
             left = left[count:]
+        if rows is not target:
+            for dim in range(1, rows.ndim):
+                rows = rows.narrow(dim, item.storage_offsets[dim], lengths[dim])
+            target.copy_(rows)
         if self.once:
-            os.posix_fadvise(file.fileno(), begin, target.nbytes, os.POSIX_FADV_DONTNEED)
-        return True
+            os.posix_fadvise(file.fileno(), begin, rows.nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def _numbers(file: io.FileIO, place: Any) -> tuple[int, int] | None:
-    """First byte and size of the one tensor in an archive of torch.save, which lies in a file.
+def _find_values(file: io.FileIO, place: Any, sizes: Sequence[int], dtype: torch.dtype) -> int:
+    """Where the values of a saved part begin, in the archive by torch.save that lies in a file.
 
-    None where that is not one uncompressed record. Nothing of the archive is executed.
+    Nothing of the archive is executed. Damaged where it has not just these, uncompressed.
     """
     end = place.offset + place.length
     tail = max(place.offset, end - 2**16)  # an archive's table is at its end
@@ -462,14 +528,20 @@ def _numbers(file: io.FileIO, place: Any) -> tuple[int, int] | None:
     try:
         with zipfile.ZipFile(io.BytesIO(file.read(end - tail))) as archive:
             (record,) = (r for r in archive.infolist() if re.search(r"/data/\d+$", r.filename))
-    except (zipfile.BadZipFile, ValueError):
-        return None
-    # Before the numbers stand 30 bytes, of which the last tell the lengths of what follows them.
-    file.seek(tail + record.header_offset + 26)  # the offset is told from `tail`, and may be < 0
-    begin = file.tell() + 4 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
-    inside = place.offset <= begin <= begin + record.file_size <= end
-    stored = record.compress_type == zipfile.ZIP_STORED
-    return (begin, record.file_size) if inside and stored else None
+        header = tail + record.header_offset  # the offset is told from `tail`, and may be < 0
+        if header >= place.offset and record.compress_type == zipfile.ZIP_STORED:
+            # 30 bytes, of which the last tell the lengths of what follows before the values
+            file.seek(header + 26)
+            begin = header + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
+            size = math.prod(sizes) * dtype.itemsize
+            if begin + size <= end and record.file_size == size:
+                return begin
+    except OSError:
+        raise
+    except Exception:  # zipfile has many
+        pass
+    where = Path(str(file.name))
+    raise Damaged(f"{where.parent}: no plain tensor lies at byte {place.offset} of {where.name}")
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -479,7 +551,10 @@ def read_metadata(folder: Path) -> Metadata:
     """
     files = read_facts(folder)["files"]
     try:
-        metadata = _PlainUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
+        with _open(folder / ".metadata", -1) as file:
+            _check_pickle(file)
+            file.seek(0)
+            metadata = _PlainUnpickler(file).load()
         tensors, places = metadata.state_dict_metadata, metadata.storage_data
         if not (isinstance(tensors, dict) and isinstance(places, dict)):
             raise Damaged(".metadata holds no tables")
@@ -510,6 +585,8 @@ def read_metadata(folder: Path) -> Metadata:
                 room -= needed
         if room < 0:
             raise Damaged(f"{-room} more bytes of tensors than its files have")
+    except OSError:
+        raise
     except Damaged as error:
         raise Damaged(f"{folder}: {error}") from None
     except Exception as error:
@@ -532,56 +609,76 @@ def _overlap(chunks: Sequence[Any]) -> bool:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """The facts of a complete checkpoint; Damaged where they are missing or of another format."""
+    """The facts of a complete checkpoint; Damaged where one of them is not sound."""
     try:
-        if (folder / FACTS).exists() and not (folder / FACTS).is_file():
-            raise ValueError("a pipe would be waited for")
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        version = facts["format"]
-        whole = [facts["step"], *(number for pair in facts["files"].values() for number in pair)]
-        pairs = facts["files"].values()
-        if not all(type(n) is int and n >= 0 for n in whole) or any(len(p) != 2 for p in pairs):
+        with _open(folder / FACTS) as file:
+            text = file.read(FACTS_LIMIT + 1)
+        facts = json.loads(text.decode() if len(text) <= FACTS_LIMIT else "")
+        version, step, files = facts["format"], facts["step"], facts["files"]
+        if version not in (1, FORMAT):
+            raise Damaged(f"{folder} has format {version}, this code reads {FORMAT}")
+        if version > 1 and facts.pop("checksum") != _checksum(facts):
+            raise Damaged(f"{folder}: checksum mismatch in {FACTS}")
+        numbers = [step, *(number for pair in files.values() for number in pair)]
+        if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or step >= 10**12:
             raise ValueError("not numbers")
-        if ".metadata" not in facts["files"]:
+        if any(len(pair) != 2 for pair in files.values()) or ".metadata" not in files:
             raise ValueError("no index")  # it would be read unchecked
-    except FileNotFoundError:
+        for name in files:
+            if not re.fullmatch(r"\.metadata|__[0-9]+_[0-9]+\.distcp", name):
+                raise Damaged(f"{folder}: {FACTS} names {name!r}, which no checkpoint of ours has")
+        if re.fullmatch(r"step_[0-9]{8,}", folder.name) and step != step_of(folder):
+            raise Damaged(f"{folder}: {FACTS} is of step {step}")
+    except (FileNotFoundError, NotADirectoryError):
         raise Damaged(f"{folder} is no checkpoint: it has no {FACTS}") from None
+    except (Damaged, OSError):
+        raise
     except Exception as error:
         raise Damaged(f"{folder}: {FACTS} is not readable ({type(error).__name__})") from None
-    if version != FORMAT:
-        raise Damaged(f"{folder} has format {version}, this code reads {FORMAT}")
     return facts
 
 
-def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
-    """Compare every file's size, and each `parts`-th file's sum, with the facts; else Damaged."""
-    files = read_facts(folder)["files"]
-    for i, (name, (size, crc)) in enumerate(sorted(files.items())):
-        path = folder / name
-        if os.path.basename(name) != name or path.is_symlink():
-            raise Damaged(f"{folder}: {name} leaves the folder")
-        if not path.is_file() or path.stat().st_size != size:
-            found = path.stat().st_size if path.is_file() else "no"
+def check(folder: Path, part: int = 0, parts: int = 1) -> tuple[dict[str, Any], Metadata]:
+    """Facts and index of a checkpoint; Damaged where every `parts`-th file is not what they say."""
+    facts = read_facts(folder)
+    shards = sorted(facts["files"].keys() - {".metadata"})[part::parts]
+    for name in (".metadata", *shards):
+        size, crc = facts["files"][name]
+        with _open(folder / name) as file:
+            found = os.fstat(file.fileno()).st_size
+        if found != size:
             raise Damaged(f"{folder}: {name} has {found} bytes, not {size}")
-        if i % parts == part and _sum(path) != (size, crc):
-            raise Damaged(f"{folder}: the sum of {name} is wrong")
+        if _sum(folder / name) != (size, crc):
+            raise Damaged(f"{folder}: checksum mismatch in {name}")
+    metadata = read_metadata(folder)
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    with ExitStack() as stack:
+        opened = {name: stack.enter_context(_open(folder / name)) for name in shards}
+        for name, entry in entries.items():
+            for chunk in entry.chunks:
+                place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+                if place.relative_path in opened:
+                    file = opened[place.relative_path]
+                    _find_values(file, place, chunk.sizes, entry.properties.dtype)
+    return facts, metadata
+
+
+def step_of(folder: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(folder.name.removeprefix("step_"))
 
 
 def complete(folder: str | Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first: those that were renamed, damaged or not."""
-    found = Path(folder).glob("step_*")
-    return sorted(p for p in found if re.fullmatch(r"step_\d{8,}", p.name) and p.is_dir())
+    """The checkpoints in a folder, by step: those that were renamed, damaged or not.
 
-
-def candidates(folder: str | Path) -> list[Path]:
-    """Which checkpoints to try, best first: the one that `latest` names, then by falling step."""
-    found = complete(folder)[::-1]
+    OSError where the folder cannot be listed: that does not mean that there are none.
+    """
     try:
-        name = Path(folder) / "latest"
-        latest = name.read_text().strip() if name.is_file() else ""  # a pipe would be waited for
-    except (OSError, ValueError):  # the latter: not even text
-        latest = ""
-    return sorted(found, key=lambda p: p.name != latest)  # a stable sort
+        with os.scandir(folder) as entries:
+            named = [e for e in entries if re.fullmatch(r"step_[0-9]{8,}", e.name)]
+            return sorted((Path(e.path) for e in named if e.is_dir()), key=step_of)
+    except FileNotFoundError:
+        return []
 
 
 def load(
@@ -590,25 +687,24 @@ def load(
 ) -> dict[str, Any]:  # fmt: skip
     """Load a checkpoint into a sharded model and its optimizer; returns its facts. Collective.
 
-    Everything is checked first, the sums by all ranks in turns: Damaged, raised on all ranks alike,
-    leaves model and optimizer as they were. RuntimeError where reading fails after that: then they
-    hold a part of it, to be thrown away.
+    Everything is checked first, the checksums by all ranks in turns: Damaged or OSError, the same
+    on all ranks, leaves model and optimizer as they were. Where reading fails after that, by
+    OSError or RuntimeError, they hold a part of it: to be loaded again, or thrown away.
     """
     folder = Path(folder)
     wanted = _shapes(model)
-    problem: str | None = None
+    found: tuple[dict[str, Any], Metadata] | None = None
+    problem: Exception | None = None
     try:
-        facts = read_facts(folder)
-        check_files(folder, dist.get_rank(), dist.get_world_size())
-        metadata = read_metadata(folder)
-        _compare(folder, wanted, metadata)
+        found = check(folder, dist.get_rank(), dist.get_world_size())
+        _compare(folder, wanted, found[1])
     except (Damaged, OSError) as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
+        problem = error
+    problems: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem, group=group)
-    for problem in problems:
-        if problem:
-            raise Damaged(problem)
+    _raise_first(folder, dict(enumerate(problems)))
+    assert found
+    facts, metadata = found
     _make_states(_inner(optimizer), torch.empty_like)  # all of it is about to be overwritten
     tensors = named_tensors(model, optimizer)
     states = (t for name, t in tensors.items() if name.startswith("optim.") and t.ndim)
@@ -616,9 +712,20 @@ def load(
     try:
         dcp.load(tensors, storage_reader=_Reader(folder, metadata, once), process_group=group)
     except CheckpointException as error:
-        raise RuntimeError(f"{folder} could not be read to its end: {error.failures}") from None
+        _raise_first(folder, {rank: wrapped[0] for rank, wrapped in error.failures.items()})
+        raise RuntimeError(f"{folder} could not be loaded: {error.failures}") from None
     _put_back(model, optimizer, tensors)
     return facts
+
+
+def _raise_first(folder: Path, problems: Mapping[int, BaseException | None]) -> None:
+    """Of what the ranks have met: an error of this moment, if there is one, before any damage."""
+    for rank, problem in problems.items():
+        if isinstance(problem, OSError):
+            raise OSError(f"{folder} cannot be read: {problem} (rank {rank})")
+    for problem in problems.values():
+        if isinstance(problem, Damaged):
+            raise Damaged(str(problem))
 
 
 def _is_sharded(tensor: Tensor) -> bool:
@@ -663,25 +770,20 @@ def listing(folder: str) -> list[str]:
     for path in complete(folder):
         try:
             facts = read_facts(path)
-        except Damaged as error:
-            lines.append(f"{path.name}  damaged: {error}")
+        except (Damaged, OSError) as error:
+            lines.append(f"{path.name}  unreadable: {error}")
             continue
         size = sum(size for size, _ in facts["files"].values())
-        flags = facts.get("flags", {})
+        flags = facts["flags"] if isinstance(facts.get("flags"), dict) else {}
         how = " ".join(str(flags[k]) for k in ("model", "mode", "world_size") if k in flags)
         lines.append(f"{path.name}  {size / 2**30:8.3f} GiB  {len(facts['files']):5} files  {how}")
     return lines
 
 
 def verify(folder: str | Path) -> int:
-    """Read a whole checkpoint: sums, index, every tensor; the number of tensors, or Damaged."""
-    folder = Path(folder)
-    check_files(folder)
-    metadata = read_metadata(folder)
-    names = list(metadata.state_dict_metadata)
-    for start in range(0, len(names), 100):  # not all of it in memory at once
-        _read_whole(folder, metadata, names[start : start + 100])
-    return len(names)
+    """Read a whole checkpoint: checksums, index, where each tensor lies; the number of tensors."""
+    _, metadata = check(Path(folder))
+    return len(metadata.state_dict_metadata)
 
 
 def _read_whole(folder: Path, metadata: Metadata, names: list[str]) -> dict[str, Tensor]:
@@ -692,8 +794,8 @@ def _read_whole(folder: Path, metadata: Metadata, names: list[str]) -> dict[str,
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there are no ranks is as it should be
             dcp.load(whole, storage_reader=_Reader(folder, metadata), no_dist=True)
-    except (Exception, CheckpointException) as error:
-        raise Damaged(f"{folder} is not readable: {error}") from None
+    except CheckpointException as error:
+        raise error.failures[0][0] from None
     return whole
 
 
@@ -701,17 +803,28 @@ def consolidate(folder: str | Path, out: str | Path) -> int:
     """Write the model alone to one file with the keys of the official MAE release; parameters.
 
     `torch.load(out, weights_only=True)["model"]` is what `load_state_dict` takes. Damaged where the
-    checkpoint cannot be read.
+    checkpoint cannot be read, OSError where the file cannot be written; then nothing is left of it.
     """
     folder, out = Path(folder), Path(out)
-    check_files(folder)
-    metadata = read_metadata(folder)
-    names = [n for n in metadata.state_dict_metadata if n.startswith("model.")]
-    whole = _read_whole(folder, metadata, names)
-    model = {n.removeprefix("model."): t for n, t in whole.items()}
     new = out.with_name(out.name + ".new")
-    torch.save({"model": model, "step": read_facts(folder)["step"]}, new)
-    new.replace(out)
+    try:
+        new.unlink(missing_ok=True)  # which may be a link, or a pipe
+        with new.open("xb") as file:  # before minutes of reading
+            facts, metadata = check(folder)
+            names = [n for n in metadata.state_dict_metadata if n.startswith("model.")]
+            whole = _read_whole(folder, metadata, names)
+            model = {n.removeprefix("model."): t for n, t in whole.items()}
+            torch.save({"model": model, "step": facts["step"]}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(out)
+    except (OSError, RuntimeError) as error:
+        if isinstance(cause := _first_cause(error), OSError):
+            raise OSError(f"{out} was not written: {cause}") from None
+        raise
+    finally:
+        with suppress(OSError):
+            new.unlink()
     return sum(t.numel() for n, t in model.items() if not n.endswith("pos_embed"))
 
 
@@ -726,6 +839,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "consolidate":
             command.add_argument("out", help="the file to write")
     args = parser.parse_args(argv)
+    into = os.path.dirname(args.out) or "." if args.command == "consolidate" else args.dir
+    for folder in (args.dir, into):
+        if not os.path.isdir(folder):
+            parser.error(f"there is no folder {folder}")
+    if args.command == "consolidate" and os.path.isdir(args.out):
+        parser.error(f"{args.out} is a folder: give the file to write")
     try:
         if args.command == "ls":
             print("\n".join(listing(args.dir)) or f"no checkpoint in {args.dir}")

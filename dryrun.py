@@ -39,7 +39,7 @@ from assemble import blank_model, completed, planned, start_record
 from collectives import Collective, Unsupported, counting
 from flags import complain
 from log import describe
-from restart import resume
+from restart import candidates, resume
 
 RANKS_PER_NODE = 8  # of Frontier (GCDs) and of DGX machines
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same
@@ -113,7 +113,8 @@ def rehearse(
     chosen = completed(flags | {"dry_run": False}, images, epoch_steps)
     begin = 0
     if flags["run"] == "real":
-        begin = resume(flags["resume"], flags["out"], lambda path: None, None, chosen,
+        found = candidates(flags["resume"], flags["out"], said.append)
+        begin = resume(found, flags["resume"] == "auto", flags["out"], None, None, chosen,
                        flags["allow_changes"], said.append)["step"]  # fmt: skip
     yield from said
 

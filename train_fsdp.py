@@ -69,7 +69,7 @@ from flags import (
     sizes,
 )
 from log import Log, describe, device_memory, open_log, start_over
-from restart import Saves, resume
+from restart import Saves, candidates, resume
 
 # ---------------------------------------------------------------------------------------------
 # The step
@@ -551,9 +551,16 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     finite = agree.FiniteCheck(device, args.max_skips)
     train: Callable[..., tuple[Tensor, Tensor]] | None = None
     begin = 0
+    found: list[Path] = []
+    if args.run == "real":
+        try:
+            found = candidates(args.resume, args.out, log.say)
+        except (ValueError, OSError) as error:
+            return crew.refuse(error)
     if args.run != "io":
         grid = mesh.build_mesh(shape, device)
-        model, optimizer, scaler = build(model, grid)
+        seed = None if found else args.seed  # a checkpoint has all values
+        model, optimizer, scaler = build(model, grid, seed=seed)
         train = partial(train_step, model, optimizer, finite, scaler,
                         mask_ratio=args.mask_ratio, clip=args.clip, dtype=dtype)  # fmt: skip
 
@@ -561,9 +568,12 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     if args.run == "real":
         try:
             load = partial(checkpoint.load, model=model, optimizer=optimizer, group=crew.gloo)
-            facts = resume(args.resume, args.out, load, scaler, chosen, args.allow_changes, log.say)
-        except (ValueError, RuntimeError) as error:
+            facts = resume(found, args.resume == "auto", args.out, load, scaler, chosen,
+                           args.allow_changes, log.say)  # fmt: skip
+        except (ValueError, OSError) as error:
             return crew.refuse(error)
+        except RuntimeError as error:
+            crew.abandon(error)
         begin = facts["step"]
         finite.row.fill_(facts.get("in_a_row", 0))
         saver = checkpoint.Saver(args.out, model, optimizer, keep=args.keep, group=crew.gloo,
