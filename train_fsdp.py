@@ -290,8 +290,10 @@ def loop(
         problem = first_problem(failure)
     if saves and reason in ("nan", "data"):
         moved("saving", done)
-        # bad steps are not counted as done: the same command meets them again
-        saves.save_last(*((done, in_a_row) if reason == "data" else (done + 1 - in_a_row, 0)))
+        if reason == "nan":  # the same command meets the bad steps again
+            saves.save_last(done + 1 - in_a_row, 0)
+        else:
+            saves.save_last(done, in_a_row)
     seconds = time.perf_counter() - started
     inputs.share()  # what was met since
     record: dict[str, Any] = {"reason": reason, "problem": problem, "steps": done}
@@ -455,9 +457,7 @@ def tell_end(
 
 
 def mark_done(out: str, done: bool) -> None:
-    """Make OUT/done, or remove that of a run that was shorter; ValueError on all ranks where the
-    disk refuses. Collective.
-    """  # fmt: skip
+    """Make OUT/done, or remove a shorter run's; ValueError on all ranks if not. Collective."""
     path = Path(out, "done")
 
     def change() -> None:
@@ -585,7 +585,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
             if begin == 0:
                 start_over(log, args.out)
         except ValueError as error:
-            return crew.refuse(RuntimeError(error))
+            return crew.refuse(OSError(str(error)))
 
     # data: the first batch is fetched before the clock starts
     workers = min(6, mesh.cpu_cores(ranks) - 1) if args.workers is None else args.workers

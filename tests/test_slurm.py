@@ -218,7 +218,8 @@ def test_two_cuts_are_one_run(case, tmp_path):
     assert 0 < saved[0] < saved[1] < 60
     output = case.rig.output(job)
     assert [int(n) for n in re.findall(r"resumed \S+ at step (\d+)", output)] == saved
-    assert (case.out / "done").exists() and case.rig.job(job)["Restarts"] == "2"
+    assert (case.out / "done").exists() and (case.out / "step_00000060").is_dir()
+    assert case.rig.job(job)["Restarts"] == "2"
     assert output.count(": requeued") == 2 and "launch_frontier.sh: finished" in output
     assert losses(case.out) == pytest.approx(alone(tmp_path / "uncut", "--steps", "60"), rel=1e-5)
 
