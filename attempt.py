@@ -7,6 +7,7 @@ ever deleted; a further attempt follows only one that came to no result.
 """
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 # Of an attempt that has come to a result. Out of memory is one too.
 FINAL = ("done", "out of memory", "failed", "timed out")
@@ -48,7 +49,7 @@ class Log:
 def read_log(path: Path) -> Log:
     """The last run in a log.jsonl; a broken line is left out, a missing file is an empty log."""
     log, cut = Log(), None
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    lines = read_text(path).splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
@@ -190,14 +191,42 @@ def attempts(folder: Path) -> list[Path]:
 
 def read_state(attempt: Path) -> dict[str, Any]:
     """What is known of an attempt."""
-    return json.loads((attempt / "state.json").read_text())
+    return read_json(attempt / "state.json")
+
+
+def read_text(path: Path) -> str:
+    """Read a regular file; ValueError for anything else: a FIFO would keep us waiting for ever."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file: move it away")
+    return path.read_text(errors="replace")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read what `write_json` wrote; ValueError, a sentence, where it was damaged since."""
+    with contextlib.suppress(json.JSONDecodeError):
+        if isinstance(value := json.loads(read_text(path)), dict):
+            return value
+    raise ValueError(f"{path} is damaged: move {path.parent} away, and its point runs anew")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """Write a file at once or not at all; OSError names it."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(new, "w", newline="") as file:
+            yield file
+        new.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_json(path: Path, value: Any) -> None:
     """At once or not at all."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(json.dumps(value, indent=1))
-    new.replace(path)
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=1))
 
 
 def note(attempt: Path, **facts: Any) -> dict[str, Any]:
@@ -214,12 +243,14 @@ def claim(folder: Path, number: int, **facts: Any) -> Path | None:
     mine.chmod(0o755)
     known = {"state": "running", "reason": "", "host": platform.node(), "started": time.time()}
     known |= {"runner": identity(os.getpid()), "cores": core_count()}
-    write_json(mine / "state.json", known | facts)
     try:
+        write_json(mine / "state.json", known | facts)
         return mine.rename(folder / str(number))
-    except OSError:
+    except OSError as error:
         shutil.rmtree(mine)
-        return None
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return None
+        raise
 
 
 def look(folder: Path, listed: Callable[[str], bool]) -> tuple[str, int]:
@@ -253,7 +284,7 @@ def look(folder: Path, listed: Callable[[str], bool]) -> tuple[str, int]:
 def settle(attempt: Path, code: int | None, late: str, killed: bool = False) -> dict[str, Any]:
     """Judge an attempt whose processes are gone, and keep the verdict."""
     output = attempt / "output.txt"
-    text = output.read_text(errors="replace") if output.exists() else ""
+    text = read_text(output) if output.exists() else ""
     state, reason = judge(code, read_log(attempt / "log.jsonl"), text, late, killed)
     return note(attempt, state=state, reason=reason, code=code, ended=time.time())
 
@@ -271,8 +302,8 @@ def run(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             env=dict(environ), cwd=folder, start_new_session=True,  # Ctrl-C is for us
         )  # fmt: skip
-    note(attempt, child=identity(child.pid), command=list(command), limit=limit)
     try:
+        note(attempt, child=identity(child.pid), command=list(command), limit=limit)
         late = watch(lambda: child.poll() is None, time.time() + limit, limit, child.pid)
     except BaseException:
         kill_family(child.pid)

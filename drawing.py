@@ -101,14 +101,15 @@ def labels(rows: Sequence[Row], source: bool) -> list[str]:
     `source`: where it comes from in any case.
     """
     but = {"model", "mode", "group", "prefetch", "limit_all_gathers"}
-    names = [n for n in ("source", "host", "run", *results.SETTINGS) if n not in but]
+    names = [n for n in ("source", "run", *results.SETTINGS) if n not in but]
     differ = [n for n in names if len({r.get(n) for r in rows if r.get(n) is not None}) > 1]
     if source:
-        differ = ["source", *(n for n in differ if n not in ("source", "host"))]
+        differ = ["source", *(n for n in differ if n != "source")]
     found = []
     for row in rows:
-        more = [f"{row[n]}" if n in ("source", "host", "run") else f"{n} {results.text_of(row[n])}"
+        more = [f"{row[n]}" if n in ("source", "run") else f"{n} {results.text_of(row[n])}"
                 for n in differ if row.get(n) is not None]  # fmt: skip
+        more += [row["caveat"]] if row.get("caveat") else []
         found.append(sharding(row) + (f" ({', '.join(more)})" if more else ""))
     return found
 

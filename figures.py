@@ -103,7 +103,7 @@ def throughput(rows: Sequence[Row], known: dict) -> Picture | None:
             source = (
                 f", {some[0].get('source')}" if len({r.get("source") for r in rows}) > 1 else ""
             )
-            label = f"ideal: {of} device{'s' * (of > 1)}, multiplied{source}"
+            label = f"ideal: {of} rank{'s' * (of > 1)}, multiplied{source}"
             panel.plot([x for x, _ in shown], [y for _, y in shown], "--", color=BLACK,
                        linewidth=1, label=label)  # fmt: skip
 
@@ -158,7 +158,7 @@ def memory(rows: Sequence[Row], known: dict) -> Picture | None:
                        label="memory of a rank")  # fmt: skip
         flat = [r for r in mine if r.get("kind") == "max_allocated" and not r.get("world_size")]
         for i, row in enumerate(flat):  # dashes beside each other, where two lines are one
-            label = f"{sharding(row)}, devices not named"
+            label = f"{sharding(row)} ({row.get('caveat') or 'devices not named'})"
             panel.axhline(row["peak_allocated_gib"], color=style(sharding(row), known)[0],
                           linestyle=(5 * i, (5, 5)), linewidth=1.6, label=label)  # fmt: skip
             picture.drew(f"{row['model']}: {label}", row, "", row["peak_allocated_gib"])
@@ -236,11 +236,11 @@ def io(rows: Sequence[Row], known: dict) -> Picture | None:
         alone = verdict.compute_seconds(row, rates.get(verdict.ideal_key(row)))
         if alone[0] is not None:
             panel.hlines(alone[0], place - 0.4, place + 0.4, colors=BLACK, linestyles="--",
-                         label="compute: one device alone")  # fmt: skip
+                         label=f"compute: {alone[1]}")  # fmt: skip
     panel.set_xticks(range(len(names)), names)
     panel.grid(axis="x", visible=False)
     panel.set_xlim(-0.6, len(names) - 0.4)
-    panel.set_ylabel("seconds a step")
+    panel.set_ylabel("seconds per step")
     return picture
 
 

@@ -17,13 +17,15 @@ from results import Row
 
 CAPTIONS = {
     "throughput": "Images/s of the whole job, median and quartiles over the measured steps; "
-    "dashed, what as many devices would do that send nothing (on a CPU no more than it has cores).",
+    "dashed, the speed of one rank, or of the fewest that were measured, multiplied (on a CPU by "
+    "no more than its cores).",
     "efficiency": "The same as a share of the dashed line.",
     "memory": "Peak of live tensors (CUDA's max allocated), and what plan.py says; a CPU's is not "
     "measured.",
     "options": "FSDP1's backward prefetch and `limit_all_gathers`.",
-    "io": "Seconds of a step: training on images, on one batch kept on the device, reading alone. "
-    "The dashed line is what the device alone computes; from there to `syn` is communication.",
+    "io": "Seconds per step: training on images, on one batch kept on the device, reading alone. "
+    "The dashed line is what one rank alone, or the fewest, take for it; from there to `syn` is "
+    "communication.",
     "planned": "Each point beside what plan.py said of it; grey, within 20 %.",
 }
 
@@ -60,17 +62,22 @@ def value(row: Row, name: str, digits: int = 1) -> str:
 
 def verdict_lines(rows: Sequence[Row]) -> Iterator[str]:
     """A table of what limits what, and what to try next."""
-    cells = []
+    cells, open_ones = [], Counter[str]()
     for row, found in zip(rows, verdict.verdicts(rows), strict=True):
-        if found and "options" not in row["study"].split():
-            parts = [found.compute, found.communication, found.input]
-            total = sum(part or 0 for part in parts)
-            shares = [
-                f"{part / total:.0%}" if part is not None and total else "-" for part in parts
-            ]
-            cells.append([row["id"], f"**{found.word}**", *shares, found.why, found.advice])
+        if not found or "options" in row["study"].split():
+            continue
+        if found.word == "unknown":
+            open_ones[found.advice] += 1
+            continue
+        parts = [found.compute, found.communication, found.input]
+        total = sum(part or 0 for part in parts)
+        shares = [f"{part / total:.0%}" if part is not None and total else "-" for part in parts]
+        cells.append([row["id"], f"**{found.word}**", *shares, found.why, found.advice])
     heads = ("point", "limit", "compute", "communication", "input", "how it was found", "try next")
-    yield from markdown_table(heads, cells)
+    if cells:
+        yield from markdown_table(heads, cells)
+    for advice, count in open_ones.items():
+        yield f"\nOf {count} points too little was measured to tell. Try {advice}."
 
 
 def point_lines(rows: Sequence[Row], out: Path) -> Iterator[str]:
@@ -86,7 +93,8 @@ def point_lines(rows: Sequence[Row], out: Path) -> Iterator[str]:
             rate += (
                 f" ({value(row, 'images_per_second_q1')} to {value(row, 'images_per_second_q3')})"
             )
-        state = row["state"] + (f": {row['reason']}" if row.get("reason") else "")
+        why = row.get("reason") or row.get("caveat")
+        state = row["state"] + (f": {why}" if why else "")
         memory = [value(row, "peak_allocated_gib", 2), value(row, "planned_gib", 2)]
         cells.append([name, state, str(row.get("world_size") or "-"), rate, *memory])
     yield from markdown_table(
@@ -97,14 +105,18 @@ def point_lines(rows: Sequence[Row], out: Path) -> Iterator[str]:
 
 def machines(rows: Sequence[Row]) -> Iterator[str]:
     """Where, when and with what it was measured."""
-    seen = Counter(
-        (r.get("source") or "", r.get("host") or "", r.get("device") or "", r.get("cores"),
-         r.get("python"), r.get("torch"), str(r.get("started") or "")[:10])
-        for r in rows if r.get("started")
-    )  # fmt: skip
-    for (source, host, device, cores, python, torch, day), count in sorted(seen.items(), key=str):
-        yield (f"- {source}: {count} points on {host} ({device}, {cores} cores), Python {python}, "
-               f"torch {torch}, {day}")  # fmt: skip
+    names = ("source", "device", "cores", "python", "torch")
+    some = [row for row in rows if row.get("started")]
+    found = groups(some, lambda row: (*(row.get(name) for name in names), row["started"][:10]))
+    for (source, device, cores, python, torch, day), mine in sorted(found.items(), key=str):
+        hosts = sorted({row.get("host") or "" for row in mine})
+        where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts, {hosts[0]} to {hosts[-1]}"
+        yield (f"- {source}: {len(mine)} points on {where} ({device}, {cores} cores), "
+               f"Python {python}, torch {torch}, {day}")  # fmt: skip
+    some = [row for row in rows if row.get("caveat")]
+    doubts = groups(some, lambda row: (row["source"], sharding(row), row["caveat"]))
+    for (source, name, caveat), mine in doubts.items():
+        yield f"- {source}: {len(mine)} points of {name} are drawn, but not compared: {caveat}"
 
 
 def page(rows: Sequence[Row], pictures: Sequence[Picture], out: Path) -> Iterator[str]:
@@ -131,11 +143,11 @@ def page(rows: Sequence[Row], pictures: Sequence[Picture], out: Path) -> Iterato
 
 def write(folders: Sequence[Path], out: Path | None, report: bool) -> int:
     """Figures of some folders, and the page; ValueError where there is nothing to draw."""
-    if not folders:
-        raise ValueError("which sweep? name its folder, or examples/published")
     sweeps = [folder for folder in folders if (folder / "results.csv").exists()]
-    out = out or (sweeps[0] if sweeps else Path(f"sweep_{folders[0].resolve().name}"))
     names, rows = Counter(folder.resolve().name for folder in folders), list[Row]()
+    if not out and len(folders) > 1:  # in none of theirs: each has a report of its own
+        out = Path("sweep_" + "_and_".join(name.removeprefix("sweep_") for name in names))
+    out = out or (sweeps[0] if sweeps else Path(f"sweep_{folders[0].resolve().name}"))
     for folder in folders:
         for row in results.read_folder(folder):  # of folders with one name, by their paths
             same = row["source"] == folder.resolve().name and names[row["source"]] > 1

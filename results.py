@@ -7,12 +7,13 @@ of the same kind. Needs nothing but Python.
 """
 
 import csv
+import io
 import json
-import os
+import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -36,16 +37,21 @@ MEASURED = (
 )  # fmt: skip
 VERSIONS = ("python", "torch", "torchvision", "cuda", "hip")
 PROFILE = ("compute", "communication", "optimizer", "data", "idle")
-COLUMNS = (
-    "id", "study", "state", "reason", "run", "nodes", "ranks", "world_size", *SETTINGS, "workers",
+NUMBERS = (
     "images_per_second", "images_per_second_q1", "images_per_second_q3", "measured_lines",
     *MEASURED, *(f"profile_{name}" for name in PROFILE), "planned_images_per_second",
-    "planned_gib", "planned_compute_seconds", "payload_mb", "planned_payload_mb", "memory_gib",
-    "max_local_batch", "source", "host", "cores", *VERSIONS, "started", "log",
+    "planned_gib", "payload_mb", "planned_payload_mb", "memory_gib", "max_local_batch",
 )  # fmt: skip
-WORDS = ("id", "study", "reason", "model", "host", "source", "started", "log", *VERSIONS)
+COLUMNS = (
+    "id", "study", "state", "reason", "run", "nodes", "ranks", "world_size", *SETTINGS, "workers",
+    *NUMBERS, "source", "caveat", "host", "cores", *VERSIONS, "started", "log",
+)  # fmt: skip
+REQUIRED = ("id", "study", "state", "run", "model", "mode", "world_size", "batch")  # of every row
+WORDS = ("id", "study", "reason", "model", "host", "source", "caveat", "started", "log", *VERSIONS)
 DEFAULTS = {"model": "base", "mode": "hybrid", "batch": 32, "accum": 1}  # of train_fsdp.py
 OF_FSDP = ("group", "fsdp", "prefetch", "forward_prefetch", "limit_all_gathers", "cpu_offload")
+# Why published rows are left out of every comparison (examples/published/README.md).
+CAVEATS = {("ddp", None): "probably not bf16", ("hybrid", 1): "gradients probably not reduced"}
 WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, counted collectives
 
 
@@ -98,7 +104,7 @@ def row_of(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[str
     row |= {k: v for k, v in (log.start.get("versions") or {}).items() if k in VERSIONS}
     named = (plan.get("asked") or [None])[0] or ""
     if row.get("device") == "cpu" and not named.endswith(".json"):  # the machines known are of GPUs
-        row |= {"planned_images_per_second": None, "planned_compute_seconds": None}
+        row["planned_images_per_second"] = None
     if state == "done":  # what did not come to its end has measured nothing to be compared
         row |= measured(log)
         planned = (log.start.get("planned") or {}).get("payload_bytes")
@@ -127,12 +133,10 @@ def text_of(value: Any) -> str:
 
 def write_table(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """A CSV file, at once or not at all."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(new, "w", newline="") as file:
+    with attempts.replacing(path) as file:
         writer = csv.writer(file)
         writer.writerow(columns)
         writer.writerows([text_of(row.get(name)) for name in columns] for row in rows)
-    new.replace(path)
 
 
 def cell(name: str, text: str) -> Any:
@@ -147,11 +151,44 @@ def cell(name: str, text: str) -> Any:
     return text or None
 
 
+def read_cells(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """(line, cells) of each row of a table that a sweep wrote; ValueError where it was cut.
+
+    A head line in between, of an appended file, holds for the rows below it.
+    """
+    reader, head = csv.reader(io.StringIO(attempts.read_text(path), newline="")), list[str]()
+    try:
+        for cells in reader:
+            if cells[:1] == ["id"]:
+                head = cells
+            elif cells and len(cells) == len(head):
+                yield reader.line_num, dict(zip(head, cells, strict=True))
+            elif cells:
+                raise csv.Error(f"it has {len(cells)} cells, its head line {len(head)}")
+    except csv.Error as error:
+        raise damaged(path, reader.line_num, str(error)) from None
+
+
+def damaged(path: Path, line: int, why: str) -> ValueError:
+    """The sentence for a table that nobody could have meant so."""
+    return ValueError(f"{path}, line {line} is damaged, {why}: mend it, or move the file away and "
+                      "give the sweep's command again, which writes it anew")  # fmt: skip
+
+
 def read_table(path: Path) -> list[Row]:
-    """The rows of a results.csv. A head line in between, of an appended file, is left out."""
-    with open(path, newline="") as file:
-        found = [row for row in csv.DictReader(file) if row.get("id") != "id"]
-    return [{k: cell(k, v or "") for k, v in row.items() if k} for row in found]
+    """The rows of a results.csv; ValueError, a sentence, where one is cut or junk."""
+    rows = []
+    for line, cells in read_cells(path):
+        row = {name: cell(name, text) for name, text in cells.items()}
+        for name in REQUIRED:
+            if row.get(name) is None:
+                raise damaged(path, line, f"{name} is missing")
+        for name in (*NUMBERS, "nodes", "ranks", "world_size", "batch", "accum", "cores"):
+            value = row.get(name) or 0
+            if isinstance(value, str) or not math.isfinite(value) or value < 0:
+                raise damaged(path, line, f"{name} is {cells[name]!r}, which is no number")
+        rows.append(row)
+    return rows
 
 
 def published(folder: Path) -> list[Row]:
@@ -168,6 +205,7 @@ def published(folder: Path) -> list[Row]:
                 row |= {"id": f"{name}.csv:{line}", "study": study, "state": "done", "run": "syn"}
                 row |= {"source": folder.name, "log": f"{table}:{line}", "batch": 32}
                 row |= {"world_size": row["nodes"] and 8 * row["nodes"], "memory_gib": 64.0}
+                row["caveat"] = CAVEATS.get((row["mode"], row.get("group")))
                 if name == "memory":
                     row["peak_allocated_gib"] = row.pop("gib")
                 kind = row.get("kind") or {"throughput": "img/s"}.get(name)

@@ -8,13 +8,14 @@ import csv
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attempt import core_count, last_error
+from attempt import core_count, last_error, read_text
 
 HERE = Path(__file__).resolve().parent
 Point = dict[str, str]
@@ -95,16 +96,17 @@ def quick(gpus: int, ranks: int, chosen: str | None, data: str) -> Iterator[Poin
 def table(path: Path) -> list[Point]:
     """A CSV of one's own; ValueError, a sentence, for what makes no point."""
     try:
-        with open(path, newline="") as file:
-            rows = [{k.strip(): (v or "").strip() for k, v in row.items() if k}
-                    for row in csv.DictReader(file)]  # fmt: skip
+        lines = csv.DictReader(read_text(path).splitlines(keepends=True))
+        rows = [{k.strip(): (v or "").strip() for k, v in row.items() if k} for row in lines]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except csv.Error as error:
+        raise ValueError(f"{path} is no table: {error}") from None
     for line, row in enumerate(rows, 2):
         row.setdefault("nodes", "1")
         row.setdefault("study", path.stem)
         for name in ("nodes", "ranks"):
-            if not row.get(name, "").isdigit() or int(row[name]) < 1:
+            if not re.fullmatch("[1-9][0-9]{0,5}", row.get(name, "")):
                 raise ValueError(
                     f"{path}, line {line}: {name} is {row.get(name, '')!r}, but must be a whole "
                     "number above zero: `ranks` are those of a node"
@@ -183,6 +185,10 @@ def choose(
         )
     if nodes and not slurm:
         raise ValueError("--nodes needs Slurm, this is one node: add --sbatch FLAGS")
+    if models is not None and not all(models.split(",")):
+        raise ValueError(f"--models {models!r} is not a list of names like base,3b")
+    if what in ("quick", "io"):
+        data = images_in(data)
     gpus = 0 if slurm else count_gpus()
     per_node = ranks or (8 if slurm else gpus or min(4, max(2, core_count())))
     layouts = [(n, per_node) for n in nodes or (1, 2, 4, 8)]
@@ -196,6 +202,15 @@ def choose(
         return list(scaling((models or "base,1b,3b,5b,15b").split(","), layouts))
     ends = layouts if slurm else list(dict.fromkeys((layouts[0], layouts[-1])))
     return list(io((models or "base").split(","), ends, data))
+
+
+def images_in(data: str) -> str:
+    """--data as a point takes it, which runs in another folder; ValueError where nothing is."""
+    if data == "synthetic":
+        return data
+    if not any(files for _, _, files in os.walk(data)):
+        raise ValueError(f"--data {data!r} is no folder with images: name one, or synthetic")
+    return os.path.abspath(data)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -275,9 +290,7 @@ class Planner:
         facts["max_local_batch"] = plan["max_local_batch"]
         facts["why_not"] = f"plan.py: {peak:.1f} GiB + {margin:.1f} margin, of {limit:.1f}"
         if machine:  # else its speed is another machine's
-            seconds = plan["seconds"]
             facts["planned_images_per_second"] = plan["images_per_second_upper_bound"]
-            facts["planned_compute_seconds"] = seconds["compute"] + seconds["optimizer"]
         return facts
 
 

@@ -17,7 +17,6 @@ is a flag, `true` and `false` are switches, an empty cell is left out.
 """
 
 import argparse
-import json
 import math
 import os
 import platform
@@ -33,9 +32,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import attempt
+import ranges
 import results
 import studies
 import terminal
+from ranges import number, whole
 from studies import Point
 
 HERE = Path(__file__).resolve().parent
@@ -57,7 +58,7 @@ class Sweep:
     def points(self) -> list[Point]:
         """All that were ever asked for here."""
         path = self.out / "points.csv"
-        return studies.table(path) if path.exists() else []
+        return [cells for _, cells in results.read_cells(path)] if path.exists() else []
 
     def add(self, points: Sequence[Point], found: Sequence[dict[str, Any]]) -> None:
         """Keep points and their plans; known ones may belong to a further study."""
@@ -73,7 +74,7 @@ class Sweep:
 
     def plan(self, name: str) -> dict[str, Any]:
         """What plan.py said of a point."""
-        return json.loads((self.folder(name) / "plan.json").read_text())
+        return attempt.read_json(self.folder(name) / "plan.json")
 
     def planned(
         self, planner: studies.Planner, point: Point, machine: str | None, memory_gib: float | None
@@ -249,28 +250,16 @@ def submit(
 # main
 
 
-class Parser(argparse.ArgumentParser):
-    """Errors are one sentence; exit status 2."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print it."""
-        print(f"sweep.py: error: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-
 def whole_numbers(text: str) -> list[int]:
     """An argparse type: 1,2,4."""
-    found = [int(word) for word in text.split(",") if word.isdigit() and int(word)]
-    if len(found) != text.count(",") + 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers like 1,2,4")
-    return found
+    return [whole(1, 100_000)(word) for word in text.split(",")]
 
 
-def build_parser() -> Parser:
+def build_parser() -> ranges.Parser:
     """The flags of a sweep."""
     description, _, usage = (__doc__ or "").partition("\n\n")
-    parser = Parser(description=description, epilog=usage,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = ranges.Parser("sweep.py", description=description, epilog=usage,
+                           formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
     add("what", metavar="PLAN", help="quick, options, scaling, io or a CSV file; or status, "
         "figures, report")  # fmt: skip
@@ -279,21 +268,22 @@ def build_parser() -> Parser:
         "--out",
         type=Path,
         metavar="DIR",
-        help="(default sweep_PLAN; figures, report: the first DIR that is a sweep's)",
+        help="(default sweep_PLAN; figures, report: DIR itself, of several sweep_DIR_and_DIR)",
     )
     add("--models", default=None, metavar="A,B", help="(default: quick tiny or base, io base, "
         "options 5b, scaling base,1b,3b,5b,15b)")  # fmt: skip
     add("--nodes", type=whole_numbers, metavar="1,2,4", help="with --sbatch (default 1,2,4,8)")
-    add("--ranks", type=int, metavar="N", help="of a node (default: GPUs here; 8 with --sbatch; "
-        "quick on a CPU 4)")  # fmt: skip
+    add("--ranks", type=whole(1, 1024), metavar="N",
+        help="of a node (default: GPUs here; 8 with --sbatch; quick on a CPU 4)")  # fmt: skip
     add("--data", metavar="DIR", default=str(HERE / "examples" / "tiles" / "train"),
         help="images of real and io (default: the tiles here)")  # fmt: skip
     add("--sbatch", metavar="FLAGS", help="through Slurm, with these flags of sbatch; the "
         "environment is that of launch_frontier.sh")  # fmt: skip
     add("--machine", metavar="NAME", help="for plan.py (default: frontier with --sbatch; else "
         "this one's memory, and no planned speed)")  # fmt: skip
-    add("--memory-gib", type=float, metavar="GIB", help="of a rank, for plan.py")
-    add("--limit", type=float, default=900, metavar="SECONDS", help="a point (default 900)")
+    add("--memory-gib", type=number(0.1, 10**6), metavar="GIB", help="of a rank, for plan.py")
+    add("--limit", type=number(1, ranges.MOST_SECONDS), default=900, metavar="SECONDS",
+        help="a point (default 900)")  # fmt: skip
     add("--try", action="store_true", dest="attempt_all", help="run what plan.py says cannot fit")
     add("--retry", action="store_true", help="run again what has failed or timed out")
     add("--script", type=Path, default=HERE / "train_fsdp.py", metavar="FILE",
@@ -322,6 +312,8 @@ def sweep_all(
         if os.environ.get("MACHINE", "frontier") != "frontier":
             raise ValueError("which machine is it? --machine dgx-h100, or a JSON file, for plan.py")
         machine = "frontier"
+    if (out / "results.csv").exists():
+        results.read_table(out / "results.csv")  # or the first point would end in its damage
     try:
         points = studies.finished(
             studies.choose(what, models, nodes, ranks, data, slurm,
@@ -354,39 +346,56 @@ def sweep_all(
     return int(any(state in ("failed", "timed out") for state in states))
 
 
+def look_at(what: str, folders: Sequence[Path], out: Path | None) -> int:
+    """Draw, report on or tell the state of sweeps that there are; returns the status."""
+    if not folders:
+        raise ValueError("which sweep? name its folder, or examples/published")
+    if what == "status":
+        for folder in folders:
+            if not (folder / "points.csv").exists():
+                raise ValueError(f"{folder} is no sweep's folder: it has no points.csv")
+            tell(Sweep(folder))
+        return 0
+    import report  # draws by matplotlib, which nothing else needs
+
+    for folder in folders:
+        try:
+            if (folder / "points.csv").exists():
+                Sweep(folder).collect()
+        except RuntimeError as error:  # far from the Slurm that runs the rest
+            print(f"using results.csv as it is: {error}")
+    return report.write(folders, out, what == "report")
+
+
+def run_one(words: Sequence[str], script: Path, limit: float, again: bool) -> int:
+    """Run the point that a folder and an id name: what a job array does."""
+    if len(words) != 2:
+        raise ValueError("which point? name a sweep's folder and an id of its points.csv")
+    sweep, name = Sweep(Path(words[0])), words[1]
+    found = [point for point in sweep.points() if point["id"] == name]
+    if not found:
+        raise ValueError(f"{sweep.out / 'points.csv'} has no point {name}")
+    print(run_point(sweep, found[0], script, limit, again))
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Sweep, or look at one; exit status 1 if a point failed, 2 for bad input."""
+    """Sweep, or look at one; exit status 1 if a point or a disk failed, 2 for bad input."""
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     parser = build_parser()
     args = parser.parse_args(words[:cut])
     try:
         extra = studies.flags_of(words[cut + 1 :])
-        if args.what in ("figures", "report"):
-            import report  # draws by matplotlib, which nothing else needs
-
-            folders = [Path(name) for name in args.dirs]
-            for folder in folders:
-                try:
-                    if (folder / "points.csv").exists():
-                        Sweep(folder).collect()
-                except RuntimeError as error:  # far from the Slurm that runs the rest
-                    print(f"as results.csv was left: {error}")
-            return report.write(folders, args.out, args.what == "report")
-        if args.what == "status":
-            for folder in map(Path, args.dirs):
-                if not (folder / "points.csv").exists():
-                    raise ValueError(f"{folder} is no sweep's folder: it has no points.csv")
-                tell(Sweep(folder))
-            return 0
+        if args.what in ("figures", "report", "status"):
+            return look_at(args.what, [Path(name) for name in args.dirs], args.out)
         script = args.script.resolve()
         if not script.is_file():
             raise ValueError(f"there is no {script}: give --script what the points shall run")
-        if args.what == "point":  # what a job array runs
-            sweep, name = Sweep(Path(args.dirs[0])), args.dirs[1]
-            (point,) = (point for point in sweep.points() if point["id"] == name)
-            print(run_point(sweep, point, script, args.limit, args.retry))
-            return 0
+        if args.what == "point":
+            return run_one(args.dirs, script, args.limit, args.retry)
+        if args.dirs:
+            raise ValueError(f"{args.what} takes no folder {args.dirs[0]}: where to write is --out")
         out = args.out or Path(f"sweep_{Path(args.what).stem}")
         return sweep_all(
             args.what, out.resolve(), extra, script, limit=args.limit, retry=args.retry,
@@ -397,10 +406,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{error}: figures need it, python -m pip install {error.name}")
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
+    except OSError as error:
+        where = error.filename or args.out or " ".join(args.dirs) or f"sweep_{args.what}"
+        print(f"sweep.py: error: {where}: {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+def stop(number: int, frame: Any) -> NoReturn:
+    """Handle a signal: end what we have started, and say how to go on."""
+    for again in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(again, signal.SIG_IGN)
+    os.write(2, b"\nsweep.py: stopped: the same command runs what is missing\n")
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":
     terminal.make_safe()
-    for _number in (signal.SIGTERM, signal.SIGINT):  # ends what we have started, too
-        signal.signal(_number, lambda number, frame: sys.exit(128 + number))
+    for _number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(_number, stop)
     raise SystemExit(main())

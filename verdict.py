@@ -6,7 +6,7 @@ those of results.py. Needs nothing but Python.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from results import PROFILE, SETTINGS, SHARDING, Row
@@ -26,10 +26,18 @@ class Verdict:
 
 ADVICE = {
     "input": "more workers (`--workers`), images on a nearer disk, fewer and larger files",
-    "memory": "a smaller `--batch`, the next larger `--group`, `--ac full`",
+    "memory": "a smaller `--batch`, `--ac full`",
     "compute": "not the sharding: `--compile`, `--precision bf16`, no `--ac`",
-    "unknown": "measure the same with `--run syn`, and on one device",
+    "unknown": "the same with `--run real`, `syn` and `io` and on one rank, or with `--profile`",
 }
+CPU_ADVICE = {
+    "input": "images on a nearer disk, fewer and larger files",
+    "memory": "a smaller `--batch`, fewer ranks: they share one memory",
+    "compute": "a GPU, or a smaller `--model` or `--img-size`",
+    "communication": "fewer ranks; what the links between GPUs cost, only GPUs can tell",
+    "unknown": "no more ranks than cores; " + ADVICE["unknown"],
+}
+ALONE = "one rank alone"
 HIDDEN = 1.05  # a real step may take so many times a synthetic one before its input is blamed
 
 
@@ -47,14 +55,17 @@ def devices(row: Mapping[str, Any]) -> int:
 
 
 def key(row: Mapping[str, Any], but: Sequence[str] = ()) -> tuple:
-    """What the real, syn and io runs of one setting have in common; `but` may differ too."""
-    names = ("source", "host", "nodes", "ranks", "world_size", *SETTINGS)
+    """What the real, syn and io runs of one setting have in common; `but` may differ too.
+
+    The type of the machine, not the host: the tasks of a job array run wherever there is room.
+    """
+    names = ("source", "nodes", "ranks", "world_size", *SETTINGS)
     return tuple(row.get(name) for name in names if name not in but)
 
 
 def ideal_key(row: Mapping[str, Any]) -> tuple:
     """What the points of one ideal line have in common: all but sharding and devices."""
-    return key(row, (*SHARDING, "host", "nodes", "ranks", "world_size"))
+    return key(row, (*SHARDING, "nodes", "ranks", "world_size"))
 
 
 def ideal_rates(rows: Iterable[Row]) -> dict[tuple, tuple[float, int]]:
@@ -64,7 +75,7 @@ def ideal_rates(rows: Iterable[Row]) -> dict[tuple, tuple[float, int]]:
     """
     found: dict[tuple, tuple[float, int]] = {}
     for row in rows:
-        if row["run"] != "syn" or not row.get("images_per_second"):
+        if row["run"] != "syn" or not row.get("images_per_second") or row.get("caveat"):
             continue
         world, rate = row["world_size"], row["images_per_second"] / devices(row)
         before = found.get(ideal_key(row))
@@ -74,7 +85,7 @@ def ideal_rates(rows: Iterable[Row]) -> dict[tuple, tuple[float, int]]:
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict | None]:
-    """One for each row that has come to a result."""
+    """One for each row that has come to a result; none for what may not be compared."""
     ideal = ideal_rates(rows)
     together: dict[tuple, dict[str, Row]] = {}
     for row in rows:
@@ -82,24 +93,20 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict | None]:
             together.setdefault(key(row), {})[row["run"]] = row
     return [
         verdict(row, together.get(key(row), {}), ideal.get(ideal_key(row)))
-        if row["state"] in ("done", "out of memory", "skipped") and not row.get("kind") else None
+        if row["state"] in ("done", "out of memory", "skipped")
+        and not (row.get("kind") or row.get("caveat")) else None
         for row in rows
     ]  # fmt: skip
 
 
 def compute_seconds(row: Row, ideal: tuple[float, int] | None) -> tuple[float | None, str]:
-    """(compute of a step, where that is known from): one device, the plan, the fewest devices."""
-    if ideal and ideal[1] == 1:
-        rate, source = ideal[0], "one device alone"
-    elif row.get("planned_compute_seconds"):
-        return row["planned_compute_seconds"], "planned compute"
-    elif ideal and ideal[1] < row["world_size"]:
-        rate, source = ideal[0], f"on {ideal[1]} devices"
-    else:
+    """(compute of a step, where that was measured): on one device, else on the fewest."""
+    if not ideal or 1 < ideal[1] >= row["world_size"]:
         return None, ""
-    return row["batch"] * (row.get("accum") or 1) * row["world_size"] / (
-        rate * devices(row)
-    ), source
+    rate, count = ideal
+    source = ALONE if count == 1 else f"on {count} ranks"
+    images = row["batch"] * (row.get("accum") or 1) * row["world_size"]
+    return images / (rate * devices(row)), source
 
 
 def verdict(row: Row, runs: Mapping[str, Row], ideal: tuple[float, int] | None) -> Verdict:
@@ -107,53 +114,84 @@ def verdict(row: Row, runs: Mapping[str, Row], ideal: tuple[float, int] | None) 
 
     A step is compute (what a device alone takes), communication (what `syn` takes longer) and input
     (what `real` takes longer than that); the largest is the limit. But a loader that alone is
-    slower than the training alone is the limit, however much of it is hidden.
+    slower than the training alone is the limit, however much of it is hidden. What was not measured
+    is left open: ranks that share the cores of a CPU say nothing of compute and communication.
     """
     if row["state"] != "done":
-        return Verdict("memory", row.get("reason") or row["state"], ADVICE["memory"])
+        return limit_of(row, "memory", row.get("reason") or row["state"])
     if row.get("alloc_retries"):
-        why = f"the allocator had to start afresh {row['alloc_retries']} times"
-        return Verdict("memory", why, ADVICE["memory"])
+        why = f"the CUDA allocator had to free its cache and retry {row['alloc_retries']} times"
+        return limit_of(row, "memory", why)
     if not row.get("images_per_second"):
-        return Verdict("unknown", "too few steps were measured", ADVICE["unknown"])
-    compute, source = compute_seconds(row, ideal)
-    step, waited = seconds(row), row.get("data_seconds") or 0.0
-    if row["run"] != "syn" and {"real", "syn", "io"} <= {*runs}:
-        real, syn, io = (seconds(runs[name]) for name in ("real", "syn", "io"))
-        why = f"seconds a step: real {real:.3g}, syn {syn:.3g}, io {io:.3g}"
-        if io > syn and real > HIDDEN * syn:
-            compute = min(compute, syn) if compute else syn
-            return Verdict("input", why, ADVICE["input"], compute, syn - compute, real - syn)
-        step, waited = max(real, syn), max(0.0, real - syn)
-    elif all(row.get(f"profile_{name}") is not None for name in PROFILE):
+        return Verdict("unknown", "too few steps were measured", "more `--steps`")
+    compared = row["run"] != "syn" and {"real", "syn", "io"} <= {*runs}
+    if not compared and all(row.get(f"profile_{name}") is not None for name in PROFILE):
         own, sent, optimizer, data, idle = (float(row[f"profile_{name}"]) for name in PROFILE)
         return largest(row, "its profile", own + optimizer + idle, sent, data)
-    elif row["run"] == "io":
-        return Verdict("input", "nothing else was run", ADVICE["unknown"])
+    if row["run"] == "io" and not compared:
+        return limit_of(row, "unknown", "reading alone was run, and nothing to compare it with")
+    step, waited = seconds(row), row.get("data_seconds") or 0.0
+    why, slow = f"seconds per step: {row['run']} {step:.3g}", None
+    if compared:
+        real, syn, io = (seconds(runs[name]) for name in ("real", "syn", "io"))
+        why = f"seconds per step: real {real:.3g}, syn {syn:.3g}, io {io:.3g}"
+        step, waited = max(real, syn), max(0.0, real - syn)
+        slow = io > syn and real > HIDDEN * syn
+    elif waited > 0.01 * step:
+        why += f", of that waiting for data {waited:.3g}"
+    return divided(row, why, step, waited, slow, ideal)
+
+
+def divided(
+    row: Row, why: str, step: float, waited: float, slow: bool | None,
+    ideal: tuple[float, int] | None,
+) -> Verdict:  # fmt: skip
+    """The verdict on a step of which `waited` was for input; `slow`: reading alone takes longer."""
+    compute, source = compute_seconds(row, ideal)
+    if row["world_size"] == 1:
+        compute, source = step, ALONE  # sends nothing
+    elif devices(row) < row["world_size"]:
+        compute, why = None, f"{why}; {row['world_size']} ranks share {devices(row)} cores"
     else:
-        why = f"seconds a step: {row['run']} {step:.3g}"
-        why += f", of that waiting for data {waited:.3g}" if waited > 0.01 * step else ""
+        why += f", {source} {compute:.3g}" if compute else "; no run on one rank"
     if compute is None:
-        word = "input" if waited > step / 2 else "unknown"
-        return Verdict(word, why + "; no run on one device", ADVICE[word])
+        return limit_of(row, "input" if slow or waited > step / 2 else "unknown", why)
     compute = min(compute, step - waited)
-    why += f", {source} {compute:.3g}"
-    return largest(row, why, compute, step - waited - compute, waited)
+    found = largest(row, why, compute, step - waited - compute, waited)
+    if slow:
+        return replace(found, word="input", advice=advice(row, "input"))
+    if found.word == "input" and slow is False:
+        return replace(found, advice="fewer `--workers`: reading alone keeps up, beside the model "
+                       "it lacks cores")  # fmt: skip
+    if found.word == "compute" and source != ALONE:
+        return limit_of(row, "unknown", f"{why}, communication included")
+    return found
 
 
 def largest(row: Row, why: str, compute: float, sent: float, waited: float) -> Verdict:
-    """The verdict that the largest part speaks, all in seconds or in shares."""
+    """The verdict for the largest part, all in seconds or in shares; one rank sends nothing."""
     word = max((compute, "compute"), (sent, "communication"), (waited, "input"))[1]
-    advice = communication_advice(row) if word == "communication" else ADVICE[word]
-    return Verdict(word, why, advice, compute, sent, waited)
+    return limit_of(row, word, why, compute, sent if row["world_size"] > 1 else None, waited)
 
 
-def communication_advice(row: Row) -> str:
-    """What sends less, or less far."""
-    batch = row.get("max_local_batch") or 0
+def limit_of(row: Row, word: str, why: str, *parts: float | None) -> Verdict:
+    """A verdict with the advice that fits the machine and its ranks; `parts` as in Verdict."""
+    return Verdict(word, why, advice(row, word), *parts)
+
+
+def advice(row: Row, word: str) -> str:
+    """What to try next."""
+    if row.get("device") == "cpu":
+        return CPU_ADVICE[word]
+    if word == "memory" and (row.get("world_size") or 1) > 1:
+        return f"{ADVICE[word]}, sharding over more ranks (`--group`, `--mode full_shard`)"
+    if word != "communication":
+        return ADVICE[word]
+    batch = row.get("max_local_batch") or 0  # of a GPU: what sends less, or less far
     more = "a larger local batch" + (f" (by plan up to {batch})" if batch > row["batch"] else "")
-    if row["mode"] in ("full_shard", "shard_grad_op"):
-        return f"`--mode hybrid` with the largest `--group` that stays in a package; {more}"
-    if row["mode"].startswith("hybrid") and (row.get("group") or 1) > 2:
-        return f"the largest `--group` that stays in a package; {more}"
-    return f"{more}, `--accum`"
+    more += ", or `--accum`"
+    if row["mode"] in ("ddp", "zero1", "no_shard"):
+        return more
+    if (row.get("nodes") or 1) > 1:
+        return f"`--mode hybrid` with the smallest `--group` that fits, within a node; {more}"
+    return f"`--mode ddp` if one rank has the memory; {more}"
