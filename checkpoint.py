@@ -18,6 +18,13 @@ that cannot be read is either Damaged, for good, or an OSError, which may pass.
 Copy this one file: it needs torch alone.
 """
 
+if __name__ == "__main__":
+    # Above the imports, which take seconds: Ctrl-C meanwhile ends the program without a traceback.
+    import os
+    import signal
+
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import argparse
 import errno
 import io

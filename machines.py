@@ -9,6 +9,14 @@ Describe a machine of your own as a JSON file with the fields of `Machine` (thos
 be left out) and give it to `plan.py --machine FILE`. Copy this one file: it needs nothing.
 """
 
+if __name__ == "__main__":
+    # Above the imports, which take seconds: Ctrl-C meanwhile ends the program without a traceback.
+    import os
+    import signal
+
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+import argparse
 import json
 import math
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -203,4 +211,5 @@ def collective_seconds(machine: Machine, kind: str, payload: float, where: Ring)
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="Print a machine file to start from.").parse_args()
     print(example_file())

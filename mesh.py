@@ -16,6 +16,13 @@ of its own, whatever the mesh.
 Copy this one file: it needs torch alone. As a command it reads train_fsdp.py's flags by flags.py.
 """
 
+if __name__ == "__main__":
+    # Above the imports, which take seconds: Ctrl-C meanwhile ends the program without a traceback.
+    import os
+    import signal
+
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import math
 import os
 import platform
@@ -509,7 +516,7 @@ def timing_lines(seconds: Sequence[float], size: int, mib: int = 16) -> Iterator
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look at the mesh of a command before it burns node-hours: 0, or 1 and one sentence."""
+    """Look at the mesh of a command before it burns node-hours; 1 where it fails, 2 refused."""
     import flags
     from ranges import number
 
@@ -521,7 +528,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=number(0.01, 1440), default=3,
                         help="wait for all ranks (default 3)")  # fmt: skip
     args = flags.settled(parser, parser.parse_args(argv))
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    rank, status = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0", 2
     try:
         ranks = read_ranks(os.environ)
         rank, device = str(ranks.rank), pick_device(args.device, ranks)
@@ -529,6 +536,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == "0":
             print(f"python {platform.python_version()}, torch {torch.__version__}, CUDA "
                   f"{torch.version.cuda}, HIP {torch.version.hip}", flush=True)  # fmt: skip
+        status = 1
         init_ranks(ranks, device, args.minutes)
         for line in topology(ranks, device, shape, os.environ):
             print(line, flush=True)
@@ -540,7 +548,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(5)
         text = str(error).splitlines()[0]
         print(f"mesh.py: error: rank {rank}: {text}", file=sys.stderr, flush=True)
-        return 1
+        return status
     if rank == "0":
         for line in timing_lines(seconds, shape[1]):
             print(line, flush=True)

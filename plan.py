@@ -14,6 +14,13 @@ or NCCL's buffers are in neither: `margin_gib` stands for them. The step is a lo
 waits for data, a slow rank or a disk.
 """
 
+if __name__ == "__main__":
+    # Above the imports, which take seconds: Ctrl-C meanwhile ends the program without a traceback.
+    import os
+    import signal
+
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import json
 import math
 import sys

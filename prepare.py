@@ -8,7 +8,13 @@ A parallel file system serves a hundred large files better than a million small 
 can, from a login node or a job of one node. `pack` may be stopped and started again. Needs data.py.
 """
 
-import argparse
+if __name__ == "__main__":
+    # Above the imports, which take seconds: Ctrl-C meanwhile ends the program without a traceback.
+    import os
+    import signal
+
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import csv
 import fcntl
 import io
@@ -36,6 +42,7 @@ from PIL import Image
 
 import data
 import terminal
+from ranges import Parser, filled, whole
 
 BAD_COLUMNS = ("path", "reason", "step")
 CHECKED_FILES = 200  # whose size and time are looked at before an index is believed
@@ -500,16 +507,9 @@ def fill_in_background(staged: Staged, wanted: Callable[[], np.ndarray]) -> Any:
 # ---------------------------------------------------------------------------------------------
 
 
-def positive(text: str) -> int:
-    """An argparse type: a whole number above zero."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return int(text)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The three commands; exit status 1 where images are broken or it failed, 2 for bad usage."""
-    parser = argparse.ArgumentParser(description="List, check and pack images.")
+    parser = Parser("prepare.py", description="List, check and pack images.")
     commands = parser.add_subparsers(dest="command", required=True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     for name, helped in (
@@ -518,20 +518,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("pack", "put all images into tar shards, which training reads with --data DST"),
     ):
         command = commands.add_parser(name, help=helped)
-        command.add_argument("dir", metavar="SRC" if name == "pack" else "DIR", help="of images")
+        command.add_argument(
+            "dir", type=filled, metavar="SRC" if name == "pack" else "DIR", help="of images"
+        )
         if name != "index":
-            command.add_argument("--workers", type=positive, default=cores, metavar="N",
+            command.add_argument("--workers", type=whole(1, 1024), default=cores, metavar="N",
                                  help="processes (default: the cores)")  # fmt: skip
     command = commands.choices["pack"]
-    command.add_argument("out", metavar="DST", help="folder of the shards")
-    command.add_argument("--max-side", type=positive, metavar="PIXELS",
+    command.add_argument("out", type=filled, metavar="DST", help="folder of the shards")
+    command.add_argument("--max-side", type=whole(1, 2**16), metavar="PIXELS",
                          help="make larger images so small (default: copy all as they are)"
                          )  # fmt: skip
-    command.add_argument("--quality", type=positive, default=90, help="of JPEG (default 90)")
-    command.add_argument("--shard-mib", type=positive, metavar="MIB",
+    command.add_argument("--quality", type=whole(1, 100), default=90, help="of JPEG (default 90)")
+    command.add_argument("--shard-mib", type=whole(1, 2**20), metavar="MIB",
                          help="of source a shard (default: a 64th of all, 16 to 1024)")  # fmt: skip
     command = commands.choices["scan"]
-    command.add_argument("--out", default="bad_images.csv", metavar="FILE",
+    command.add_argument("--out", type=filled, default="bad_images.csv", metavar="FILE",
                          help="what is broken is appended to it (default bad_images.csv)"
                          )  # fmt: skip
     args = parser.parse_args(argv)
@@ -559,5 +561,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # main says how it goes on
     terminal.make_safe()
     raise SystemExit(main())

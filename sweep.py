@@ -16,6 +16,13 @@ cannot fit is skipped. A table has the columns `nodes` and `ranks` (of a node); 
 is a flag, `true` and `false` are switches, an empty cell is left out.
 """
 
+if __name__ == "__main__":
+    # Above the imports, which take seconds: Ctrl-C meanwhile ends the program without a traceback.
+    import os
+    import signal
+
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import argparse
 import math
 import os
@@ -32,11 +39,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import attempt
-import ranges
 import results
 import studies
 import terminal
-from ranges import number, whole
+from ranges import MOST_SECONDS, Parser, filled, number, whole
 from studies import Point
 
 HERE = Path(__file__).resolve().parent
@@ -255,22 +261,27 @@ def whole_numbers(text: str) -> list[int]:
     return [whole(1, 100_000)(word) for word in text.split(",")]
 
 
-def build_parser() -> ranges.Parser:
+def folder(text: str) -> Path:
+    """An argparse type: a path, which an empty one is not."""
+    return Path(filled(text))
+
+
+def build_parser() -> Parser:
     """The flags of a sweep."""
     description, _, usage = (__doc__ or "").partition("\n\n")
-    parser = ranges.Parser("sweep.py", description=description, epilog=usage,
-                           formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = Parser("sweep.py", description=description, epilog=usage,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
-    add("what", metavar="PLAN", help="quick, options, scaling, io or a CSV file; or status, "
-        "figures, report")  # fmt: skip
-    add("dirs", metavar="DIR", nargs="*", help="of status, figures, report")
+    add("what", type=filled, metavar="PLAN", help="quick, options, scaling, io or a CSV file; or "
+        "status, figures, report")  # fmt: skip
+    add("dirs", type=filled, metavar="DIR", nargs="*", help="of status, figures, report")
     add(
         "--out",
-        type=Path,
+        type=folder,
         metavar="DIR",
         help="(default sweep_PLAN; figures, report: DIR itself, of several sweep_DIR_and_DIR)",
     )
-    add("--models", default=None, metavar="A,B", help="(default: quick tiny or base, io base, "
+    add("--models", type=filled, metavar="A,B", help="(default: quick tiny or base, io base, "
         "options 5b, scaling base,1b,3b,5b,15b)")  # fmt: skip
     add("--nodes", type=whole_numbers, metavar="1,2,4", help="with --sbatch (default 1,2,4,8)")
     add("--ranks", type=whole(1, 1024), metavar="N",
@@ -279,11 +290,16 @@ def build_parser() -> ranges.Parser:
         help="images of real and io (default: the tiles here)")  # fmt: skip
     add("--sbatch", metavar="FLAGS", help="through Slurm, with these flags of sbatch; the "
         "environment is that of launch_frontier.sh")  # fmt: skip
-    add("--machine", metavar="NAME", help="for plan.py (default: frontier with --sbatch; else "
-        "this one's memory, and no planned speed)")  # fmt: skip
+    add("--machine", type=filled, metavar="NAME", help="for plan.py (default: frontier with "
+        "--sbatch; else this one's memory, and no planned speed)")  # fmt: skip
     add("--memory-gib", type=number(0.1, 10**6), metavar="GIB", help="of a rank, for plan.py")
-    add("--limit", type=number(1, ranges.MOST_SECONDS), default=900, metavar="SECONDS",
-        help="a point (default 900)")  # fmt: skip
+    add(
+        "--limit",
+        type=number(1, MOST_SECONDS),
+        default=900,
+        metavar="SECONDS",
+        help="a point (default 900)",
+    )
     add("--try", action="store_true", dest="attempt_all", help="run what plan.py says cannot fit")
     add("--retry", action="store_true", help="run again what has failed or timed out")
     add("--script", type=Path, default=HERE / "train_fsdp.py", metavar="FILE",

@@ -38,10 +38,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # Behind this folder, or `import checkpoint` would find this file.
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
 
-import checkpoint  # noqa: E402
-import mesh  # noqa: E402
-import shard  # noqa: E402
-import vit  # noqa: E402
+import checkpoint
+import mesh
+import shard
+import vit
 
 MODE = "full_shard"
 BLOCK = 2**20  # bytes; larger ones were not faster
