@@ -159,8 +159,9 @@ def _put_back(
 def _sum(path: Path) -> tuple[int, int]:
     """Size and CRC-32 of a file; the next block is read while one is summed."""
     size = crc = turn = 0
-    blocks = [memoryview(bytearray(2**23)) for _ in range(2)]
     with _open(path) as file, ThreadPoolExecutor(1) as reader:
+        room = min(2**23, os.fstat(file.fileno()).st_size + 1)
+        blocks = [memoryview(bytearray(room)) for _ in range(2)]
         coming = reader.submit(file.readinto, blocks[0])
         while count := coming.result():
             block, turn = blocks[turn], 1 - turn

@@ -89,13 +89,17 @@ def _on_rank0(work: Callable[[], T]) -> T:
 
 def _patiently(work: Callable[[], T], say: Callable[[str], None]) -> T:
     """`work()`; after an OSError, which may pass, again after each of the PAUSES."""
-    for pause in PAUSES:
+    pauses = iter(PAUSES)
+    while True:
         try:
             return work()
         except OSError as error:
+            pause = next(pauses, None)
+            if pause is None:
+                advice = "the same command tries again, --resume PATH takes another checkpoint"
+                raise OSError(f"{error}: {advice}") from None
             say(f"warning: {error}: trying again in {pause:.0f} s")
             time.sleep(pause)
-    return work()
 
 
 def _read_facts(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import sys
 import time
 import zlib
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -22,8 +22,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import FULL, ROOT
+from flips import flips
 from parity import ARGV
-from ranks import Run, environment, free_port, full_parameters, on_ranks, read_log, run_ranks
+from ranks import (
+    Run,
+    environment,
+    free_port,
+    full_parameters,
+    on_ranks,
+    one_run,
+    read_log,
+    read_result,
+    run_ranks,
+)
 from test_train import changed
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -827,7 +838,9 @@ def test_a_missing_shard_is_not_damage(folder, capsys, monkeypatch):
     (folder / "step_00000006" / SHARD).unlink()
     before = tree(folder)
     assert run(folder) == 1 and tree(folder) == before
-    assert f"No such file or directory: '{folder}/step_00000006/{SHARD}'" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"No such file or directory: '{folder}/step_00000006/{SHARD}'" in printed
+    assert "--resume PATH" in printed
     assert run(folder, "--resume", str(folder / "step_00000004")) == 0
 
 
@@ -999,6 +1012,131 @@ def test_none_is_refused_beside_checkpoints_of_another_run(folder, tmp_path, cap
     assert run(folder, "--resume", "none") == 2
     assert "holds checkpoints of another run: use another --out" in capsys.readouterr().err
     assert run(tmp_path / "new", "--resume", "none", "--steps", "1") == 0
+
+
+def test_no_flipped_bit_is_believed(single, tmp_path):
+    found, problems = flips(tmp_path, seed=1, seconds=60, at_most=400)
+    assert not problems
+    assert {name for name, what in found if what == "found"} == {
+        "checkpoint.json", ".metadata", SHARD
+    }  # fmt: skip
+
+
+# --- one rank alone sees it
+
+SIX = changed(ARGV, steps="6", save_every="2", keep="9", mode="full_shard")
+
+
+def resumes() -> None:
+    """The same command in each folder; in "unreadable R" rank R cannot read, and then it can."""
+    base, rank = Path(os.environ["CHECKPOINTS"]), int(os.environ["RANK"])
+    restart.PAUSES = (0.0, 0.0)
+    for case in sorted(p.name for p in base.iterdir()):
+        for turn in range(1 + case.startswith("unreadable")):
+            with pytest.MonkeyPatch.context() as patch:
+                if case == f"unreadable {rank}" and not turn:
+                    files = base / case / "step_"
+                    patch.setattr(io, "open", Unreadable(io.open, files, errno.EIO, 10**6))
+                out = Path(os.environ["FOLDER"]) / f"{case}{turn}"
+                job = asdict(Run(SIX, params=False)) | {"out": str(out), "to": str(base / case)}
+                one_run(job, rank)
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory) -> Path:
+    """A run of six steps by two ranks, with checkpoints at 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("two")
+    (result,) = run_ranks(2, [Run(SIX, params=False, to=str(folder / "run"))], folder / "ranks")
+    assert result.status == [0, 0]
+    return folder / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_one_rank_sees_all_refuse(world, of_two_ranks, tmp_path, monkeypatch):
+    """The checksums are dealt out to the ranks; each damage is found by another."""
+    cases = {name: {6: name} for name in ("__0_0.distcp", "__1_0.distcp", ".metadata")}
+    cases |= {"all": {2: "__0_0.distcp", 4: "__1_0.distcp", 6: ".metadata"}}
+    cases |= {f"unreadable {world - 1}": {}}
+    for case, damaged in cases.items():
+        copied = shutil.copytree(of_two_ranks, tmp_path / "runs" / case)
+        (copied / "log.jsonl").unlink()
+        for step, name in damaged.items():
+            flip(copied / f"step_{step:08d}" / name)
+    before = {case: tree(tmp_path / "runs" / case) for case in cases}
+    monkeypatch.setenv("CHECKPOINTS", str(tmp_path / "runs"))
+    on_ranks(world, resumes, tmp_path / "ranks")
+
+    expected = [s["loss"] for s in read_log(of_two_ranks / "log.jsonl")[1]]
+    results = {
+        case.name: read_result(case, world, tmp_path / "runs" / case.name[:-1])
+        for case in (tmp_path / "ranks").iterdir() if (case / "status0").exists()
+    }  # fmt: skip
+    for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
+        result = results[f"{name}0"]
+        assert result.status == [0] * world, result.errors
+        assert result.output.count("warning: skipping unreadable checkpoint") == 1
+        assert f"checksum mismatch in {name}" in result.output and result.start["begin"] == 4
+        assert [s["loss"] for s in result.steps] == pytest.approx(expected[4:], rel=1e-6)
+    for case, part in (("all0", "checksum mismatch in __1_0"),
+                       (f"unreadable {world - 1}0", "Input/output error")):  # fmt: skip
+        result = results[case]
+        assert result.status == [1] * world and part in result.errors
+        assert result.errors.count("train_fsdp.py: error: ") == 1
+        assert "Traceback" not in result.errors
+    assert f"(rank {world - 1})" in result.errors
+    assert tree(tmp_path / "runs" / "all") == before["all"]
+    again = results[f"unreadable {world - 1}1"]
+    assert again.status == [0] * world and again.start["begin"] == 6
+
+
+# --- killed while it saves
+
+# where checkpoint.py is struck, the rank, when (of the arguments), where the next run goes on
+POINTS = {
+    "while a shard is written": ("_Summed", "write", 1, lambda file, data: file.size > 10_000, 2),
+    "before the rename": ("Path", "rename", 0, lambda path, to: path.name.endswith("writing"), 2),
+    "before latest": ("", "_write_durably", 0, lambda path, text: path.name == "latest", 4),
+    "in the background": ("_Summed", "write", 0, lambda file, data: file.size > 10_000, 2),
+}
+
+
+def killed() -> None:
+    """A run of which one rank gets SIGKILL at a point of its second save."""
+    out, point = Path(os.environ["CHECKPOINTS"]), os.environ["POINT"]
+    where, name, rank, when, _ = POINTS[point]
+    owner = getattr(checkpoint, where) if where else checkpoint
+    original = getattr(owner, name)
+
+    def strike(*args):
+        if (out / "step_00000002" / SHARD).exists() and (out / "latest").exists() and when(*args):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+
+    if rank == int(os.environ["RANK"]):
+        setattr(owner, name, strike)
+    argv = [*SIX, *(["--async-save"] if point == "in the background" else [])]
+    job = asdict(Run(argv, params=False)) | {"out": os.environ["FOLDER"] + "/0", "to": str(out)}
+    one_run(job, int(os.environ["RANK"]))
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_point_of_a_save_loses_that_save_alone(of_two_ranks, tmp_path, monkeypatch):
+    for i, point in enumerate(POINTS):
+        monkeypatch.setenv("CHECKPOINTS", str(tmp_path / point))
+        monkeypatch.setenv("POINT", point)
+        with pytest.raises(RuntimeError, match=r"ranks .* failed"):
+            on_ranks(2, killed, tmp_path / f"ranks{i}", timeout=90)
+    runs = [Run(SIX, params=False, to=str(tmp_path / point)) for point in POINTS]
+    expected = [s["loss"] for s in read_log(of_two_ranks / "log.jsonl")[1]]
+    results = run_ranks(2, runs, tmp_path / "resumed")
+    for (point, (*_, begin)), result in zip(POINTS.items(), results, strict=True):
+        assert result.status == [0, 0] and result.start["begin"] == begin, point
+        assert "warning" not in result.output and (tmp_path / point / "done").exists()
+        assert [s["loss"] for s in result.steps[-(6 - begin) :]] == expected[begin:], point
+        assert names(tmp_path / point) == [f"step_{s:08d}" for s in (2, 4, 6)], point
+        for path in checkpoint.complete(tmp_path / point):
+            checkpoint.verify(path)
 
 
 # --- stopped and resumed, on several ranks

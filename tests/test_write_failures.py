@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from ranks import Result, Run, bound_by_permissions, run_ranks
-from test_checkpoint import SMALL, names, one_process  # noqa: F401 - a fixture
+from test_checkpoint import SMALL, good, names, one_process  # noqa: F401 - fixtures
 from test_train import changed
 
 import checkpoint
@@ -224,3 +224,46 @@ def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path, tmpfs, cap
         assert printed.err.startswith("train_fsdp.py: error: ") and printed.err.count("\n") == 1
         assert reason in printed.err and str(folder) in printed.err
     assert not list(Path(closed).iterdir())
+
+
+@linux
+def test_consolidate_leaves_nothing_half(good, tmpfs, tmp_path, capsys):  # noqa: F811
+    """A sentence that names the file; the one that was there before stays."""
+    (tmpfs / "model.pth").write_text("old")
+    (tmpfs / "model.pth.new").write_text("of a run that was killed")
+    (tmpfs / "fill").write_bytes(bytes(44 * 2**20 + 900_000))
+
+    def consolidate(out: Path) -> tuple[int, str]:
+        try:
+            status = checkpoint.main(["consolidate", str(good), str(out)])
+        except SystemExit as leave:
+            status = leave.code
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert "error: " in error and str(out.parent) in error
+        return status, error
+
+    status, error = consolidate(tmpfs / "model.pth")
+    assert status == 1 and "model.pth was not written: [Errno 28] No space left" in error
+    assert sorted(p.name for p in tmpfs.iterdir()) == ["fill", "model.pth"]
+    subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
+    status, error = consolidate(tmpfs / "model.pth")
+    assert status == 1 and "Read-only file system" in error
+    assert (tmpfs / "model.pth").read_text() == "old"
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "none" / "model.pth", tmp_path / "file" / "model.pth"):
+        status, error = consolidate(out)
+        assert status == 2 and f"there is no folder {out.parent}" in error
+
+
+def test_a_folder_that_is_not_there_is_bad_usage(good, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "file").touch()
+    for argv in (["ls"], ["verify"], ["consolidate"]):
+        for name in ("none", "file"):
+            more = [str(tmp_path / "model.pth")] if argv == ["consolidate"] else []
+            with pytest.raises(SystemExit, match="2"):
+                checkpoint.main([*argv, str(tmp_path / name), *more])
+            assert f"there is no folder {tmp_path / name}" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        checkpoint.main(["consolidate", str(good), str(tmp_path)])
+    assert "is a folder: give the file to write" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]

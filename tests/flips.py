@@ -1,0 +1,106 @@
+"""Flip random single bits of a checkpoint: each is found, or what is loaded is the same.
+
+    python tests/flips.py --minutes 20 --seed 1
+
+Files of every kind get as many. Each time the run's own way of resuming reads the checkpoint.
+"""
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import checkpoint  # noqa: E402
+import mesh  # noqa: E402
+import restart  # noqa: E402
+
+FLAGS = {"model": "tiny", "seed": 0, "blr": 1e-3, "clip": None, "out": "a", "steps": 10}
+FACTS = {"flags": FLAGS, "in_a_row": 1, "scaler": {"scale": 65536.0, "growth_factor": 2.0,
+         "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}}  # fmt: skip
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(16, 8)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {n: t.clone() for n, t in checkpoint.named_tensors(model, optimizer).items()}
+
+
+def flips(out: Path, seed: int, seconds: float, at_most: int = 10**9) -> tuple[Counter, list[str]]:
+    """What came of so many flips, as (kind of file, "found" or "harmless"); and what is wrong."""
+    choose, found, problems = random.Random(seed), Counter(), list[str]()
+    model, optimizer = small()
+    model(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+    expected = values(model, optimizer)
+    assert checkpoint.save(str(out), 4, model, optimizer, facts=FACTS) is None
+    folder = out / "step_00000004"
+    files = [*sorted(folder.iterdir()), out / "latest"]
+    other, its = small()
+    load = partial(checkpoint.load, model=other, optimizer=its)
+    scaler = torch.amp.GradScaler("cpu")
+    deadline = time.monotonic() + seconds
+    for turn in range(at_most):
+        if time.monotonic() > deadline:
+            break
+        path = files[turn % len(files)]
+        content = path.read_bytes()
+        bit = choose.randrange(8 * len(content))
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with torch.no_grad():
+            for tensor in checkpoint.named_tensors(other, its).values():
+                tensor.fill_(float("nan"))
+        what = f"bit {bit} of {path.name}"
+        try:
+            paths = checkpoint.complete(out)[::-1]
+            facts = restart.resume(
+                paths, True, str(out), load, scaler, FLAGS, False, lambda _: None
+            )
+            same = all(torch.equal(t, expected[n]) for n, t in values(other, its).items())
+            if not same or {key: facts[key] for key in FACTS} != FACTS or facts["step"] != 4:
+                problems.append(f"{what}: another state was loaded")
+            found[path.name, "harmless"] += 1
+        except OSError as error:
+            found[path.name, "found"] += 1
+            if "no checkpoint in" not in str(error) or "\n" in str(error):
+                problems.append(f"{what}: {error}")
+        except Exception as error:
+            problems.append(f"{what}: {type(error).__name__}: {error}")
+        path.write_bytes(content)
+    return found, problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Flip random bits of a checkpoint, and load it.")
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    mesh.init_ranks(mesh.read_ranks({}), torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        found, problems = flips(Path(folder), args.seed, 60 * args.minutes)
+    dist.destroy_process_group()
+    for (name, what), number in sorted(found.items()):
+        print(f"{name:16} {what:9} {number:8}")
+    print(f"{sum(found.values())} flips, {len(problems)} problems", *problems[:20], sep=os.linesep)
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
