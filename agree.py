@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,15 +32,15 @@ def together(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and give every rank its result, or raise its error on every rank.
 
     For what one rank must do for all (list a million files, open the log): no rank is left waiting
-    for one that has failed. Any error travels as a ValueError with its text.
+    for one that has failed. Any error travels as a ValueError with its text; the traceback of a bug
+    is printed where it is.
     """
     result: list[object] = [None, None]
     if dist.get_rank() == 0:
         try:
             result[0] = work()
         except Exception as error:
-            own = isinstance(error, (OSError, ValueError))  # sentences for the user
-            result[1] = str(error) if own else f"{type(error).__name__}: {error}"
+            result[1] = _sentence(error)
     dist.broadcast_object_list(result, src=0)
     if result[1] is not None:
         raise ValueError(result[1])
@@ -50,20 +51,27 @@ def everywhere(work: Callable[[], T]) -> T:
     """Run `work` on every rank and give each its own result, or raise on all what failed on any.
 
     For what each rank must do for itself (its node's disk): a ValueError with the first error's
-    text. Collective.
+    text, as of `together`. Collective.
     """
     result, problem = None, None
     try:
         result = work()
     except Exception as error:
-        own = isinstance(error, (OSError, ValueError))
-        problem = str(error) if own else f"{type(error).__name__}: {error}"
+        problem = _sentence(error)
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     for rank, text in enumerate(problems):
         if text is not None:
-            raise ValueError(f"{text} (rank {rank})")
+            raise ValueError(f"{text} (rank {rank})" if len(problems) > 1 else text)
     return result  # type: ignore[return-value]
+
+
+def _sentence(error: Exception) -> str:
+    """What the other ranks hear of an error. A bug, not written for the user, is printed here."""
+    if isinstance(error, (OSError, ValueError)):
+        return str(error)
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def gathered(value: T) -> list[T] | None:
@@ -160,7 +168,30 @@ class FiniteCheck:
 
 
 # ---------------------------------------------------------------------------------------------
-# When nothing moves
+# When another rank is lost, or nothing moves
+
+# Modules that do nothing but call collectives.
+COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
+
+
+def is_peer_failure(error: RuntimeError) -> bool | None:
+    """Tell whether a collective failed because of another rank; None where it may be a bug here.
+
+    NCCL and the store raise types of their own. Gloo raises a bare RuntimeError, which is known by
+    the place: a collective, or, perhaps, the code of FSDP and DDP that calls one, and backward.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    place = next((name for name in reversed(modules) if name != "torch._ops"), "")
+    if type(error) is not RuntimeError:  # OutOfMemoryError, AcceleratorError
+        return False
+    if place in COLLECTIVES:
+        return True
+    maybe = place.startswith(("torch.distributed.", "torch.nn.parallel.", "torch.autograd."))
+    return None if maybe else False
 
 
 @dataclass(frozen=True)

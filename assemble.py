@@ -1,7 +1,7 @@
 """From flags to a model that trains: what a real run and a dry run of it have in common."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -81,11 +81,11 @@ def attention_kernels(
 
 def start_record(
     chosen: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, device: torch.device,
-    shape: tuple[int, int], *, params: int, lr: float, epoch_steps: int, begin: int, workers: int,
+    shape: tuple[int, int], plan: Mapping[str, Any] | None, *, params: int, lr: float,
+    epoch_steps: int, begin: int, workers: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """What this run is: its flags (`chosen`, completed) and what follows from them."""
+    """What this run is: its flags (`chosen`, completed), its `planned` and what follows."""
     peak, peak_source = mesh.peak_flops(device)
-    plan = planned(config, chosen) or {}
     counted = config, chosen["img_size"], chosen["mask_ratio"]
     keys = ("memory_gib", "payload_bytes", "traffic_bytes_per_rank", "step_seconds_lower_bound")
     return chosen | {
@@ -103,14 +103,18 @@ def start_record(
     }  # fmt: skip
 
 
-def planned(config: vit.ViTConfig, flags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The numbers of plan.py for the same command; None where plan.py is not there.
+def planned(
+    config: vit.ViTConfig, flags: Mapping[str, Any], warn: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """The numbers of plan.py for the same command; None, with a warning, where there are none.
 
     `flags` are those of train_fsdp.py, completed.
     """
     try:
         import plan
-    except ImportError:
+
+        settings = {name: flags[name] for name in PLANNED_FLAGS}
+        return plan.estimate(config, **settings, local_batch=flags["batch"]).json()
+    except Exception as error:  # an estimate decides nothing: no run ends for want of it
+        warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
         return None
-    settings = {name: flags[name] for name in PLANNED_FLAGS}
-    return plan.estimate(config, **settings, local_batch=flags["batch"]).json()

@@ -121,7 +121,8 @@ def rehearse(
     gpu = torch.device("cuda" if flags["device"] != "cpu" else "cpu")  # of the job, not of here
     blank = partial(blank_model, config, flags["img_size"], flags["norm_pix_loss"], gpu)
     params = sum(p.numel() for p in blank().parameters())
-    start = start_record(chosen, config, ranks, CPU, shape, params=params, lr=lr,
+    plan = planned(config, chosen, partial(print, "warning:", flush=True))
+    start = start_record(chosen, config, ranks, CPU, shape, plan, params=params, lr=lr,
                          epoch_steps=epoch_steps, begin=begin, workers=0)  # fmt: skip
     elsewhere = {} if flags["device"] == "cpu" else {"device": "a GPU each", "sdpa": None}
     yield from describe(start | elsewhere)
@@ -144,7 +145,6 @@ def rehearse(
             [(pixels, torch.uint8), (noise, torch.float32)], flags["accum"],
         )  # fmt: skip
     yield why_not or "one step of rank 0, simulated" + ", without --compile" * flags["compile"]
-    plan = planned(config, chosen)
     yield from report(simulation, plan, shape, flags["cpu_offload"])
 
 

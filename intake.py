@@ -40,9 +40,16 @@ def find_images(
 
     The list of files is kept in `out`, where one is given.
     """
+    check_folder(folder)
     files = prepare.find_images(folder, out, say) if folder != "synthetic" else None
     images = len(files) if files else data.SYNTHETIC_IMAGES
     return files, images, data.steps_per_epoch(images, global_batch)
+
+
+def check_folder(folder: str) -> None:
+    """Refuse a --data that this rank does not see: ValueError."""
+    if folder != "synthetic" and not os.path.isdir(folder):
+        raise ValueError(f"there is no folder {folder}: give --data the folder of images")
 
 
 def share_images(
@@ -54,6 +61,7 @@ def share_images(
         files, images, steps = find_images(folder, out, global_batch, partial(print, flush=True))
         return files.index_file if files else None, images, steps
 
+    agree.everywhere(partial(check_folder, folder))
     index, images, steps = agree.together(find)
     load = partial(data.load_index, index or "", folder)
     return agree.everywhere(load) if index else None, images, steps
@@ -106,28 +114,42 @@ def device_batches(
     when it has ended. NoData where the loader fails.
     """
     beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with loading(), signals_blocked():
+        batches = iter(loader)
+    while step := fetch(batches, accum):
+        with torch.cuda.stream(beside):  # type: ignore[arg-type] # None: nothing changes
+            parts = [
+                (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
+                for b in step
+            ]
+        if beside:
+            steps_stream = torch.cuda.current_stream(device)
+            steps_stream.wait_stream(beside)
+            for copy in chain.from_iterable(parts):
+                copy.record_stream(steps_stream)  # its memory is free when the step is done
+        ids: Any = [b.image_id for b in step]  # (B,) each, on the host
+        bad = [(index, reason) for b in step for text in b.bad if text
+               for index, reason in json.loads(text)]  # fmt: skip
+        cost = torch.stack([b.cost.sum(0) for b in step]).sum(0)  # (5,)
+        yield Batch(parts, torch.cat(ids).tolist(), bad, cost)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Turn errors of the loader into NoData, but not those of a GPU, whose memory it pins."""
     try:
-        with signals_blocked():
-            batches = iter(loader)
-        while step := list(islice(batches, accum)):
-            with torch.cuda.stream(beside):  # type: ignore[arg-type] # None: nothing changes
-                parts = [
-                    (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
-                    for b in step
-                ]
-            if beside:
-                steps_stream = torch.cuda.current_stream(device)
-                steps_stream.wait_stream(beside)
-                for copy in chain.from_iterable(parts):
-                    copy.record_stream(steps_stream)  # its memory is free when the step is done
-            ids: Any = [b.image_id for b in step]  # (B,) each, on the host
-            bad = [(index, reason) for b in step for text in b.bad if text
-                   for index, reason in json.loads(text)]  # fmt: skip
-            cost = torch.stack([b.cost.sum(0) for b in step]).sum(0)  # (5,)
-            yield Batch(parts, torch.cat(ids).tolist(), bad, cost)
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except (RuntimeError, OSError, EOFError) as error:  # a worker was killed, a disk fails
         died = "a DataLoader worker has died: " * isinstance(error, (ConnectionError, EOFError))
         raise NoData(f"{died}{type(error).__name__}: {error}") from error
+
+
+def fetch(batches: Iterator[data.Sample], count: int) -> list[data.Sample]:
+    """The loader's next local batches; fewer at its end."""
+    with loading():
+        return list(islice(batches, count))
 
 
 @contextmanager
@@ -167,6 +189,8 @@ class Intake:
 
     def _known(self) -> int:
         if os.path.exists(self.path):
+            if not os.path.isfile(self.path):  # a FIFO would be waited for
+                raise ValueError(f"{self.path} is no file: move it away")
             with open(self.path, newline="", encoding="utf-8", errors="surrogateescape") as file:
                 self.known = {row["path"] for row in csv.DictReader(file) if row.get("path")}
         return len(self.known)

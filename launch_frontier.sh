@@ -61,6 +61,10 @@ case ${MACHINE:=frontier} in
     *) fail "MACHINE is $MACHINE, but must be frontier or slurm" ;;
 esac
 
+# A rank without its GPU is an error, not a CPU run; a --device in "$@" comes later and wins.
+device=()
+((${#gpu[@]} == 0)) || device=(--device cuda)
+
 case ${AGAIN:=requeue} in
     requeue | chain | no) ;;
     *) fail "AGAIN is $AGAIN, but must be requeue, chain or no" ;;
@@ -128,11 +132,12 @@ if [[ ${PREFLIGHT:-yes} == yes ]]; then
     # One process plays rank 0 of all: flags, images, memory. Only a refusal (2) ends the job here.
     status=0
     LOCAL_WORLD_SIZE=$tasks srun -N1 -n1 -c"$cores" "${gpu[@]}" "$python" -u \
-        train_fsdp.py "$@" --dry-run --world-size "$((nodes * tasks))" || status=$?
+        train_fsdp.py "${device[@]}" "$@" --dry-run --world-size "$((nodes * tasks))" || status=$?
     ((status != 2)) || exit 2
     ((status == 0)) || say "warning: the dry run ended with status $status; trying the ranks"
     # Then all ranks look at their places and time a small all-gather.
-    each_rank mesh.py "$@" || fail "the ranks do not work together (PREFLIGHT=no skips this)"
+    each_rank mesh.py "${device[@]}" "$@" ||
+        fail "the ranks do not work together (PREFLIGHT=no skips this)"
 fi
 
 # ---- rounds: one run over as many jobs as it takes
@@ -151,7 +156,7 @@ echo "$first $before $((++idle))" >"$out/.rounds"
 
 say "job $SLURM_JOB_ID: $nodes x $tasks ranks, newest checkpoint $before"
 status=0
-each_rank train_fsdp.py "$@" || status=$?
+each_rank train_fsdp.py "${device[@]}" "$@" || status=$?
 [[ $python != "$env"/* ]] || unstage
 if ((status)); then
     say "error: the run ended with status $status: not started again" >&2

@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
+import json
 import math
 import os
 import platform
@@ -233,6 +234,7 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
     """Start the default process group: nccl (RCCL on ROCm) for GPU tensors, gloo for CPU ones.
 
     Waits for all ranks, at most `timeout_minutes`, then RuntimeError; says so where it takes long.
+    ValueError, on all ranks, where some have a GPU and others the CPU.
     """
     backend, wait = "gloo", timedelta(minutes=timeout_minutes)
     if device.type == "cuda":
@@ -248,14 +250,43 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
     notice.daemon = True
     notice.start()
     try:
+        store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=wait))
+        store.set_timeout(wait)
+        check_devices(store, ranks, device)
         dist.init_process_group(
-            backend, rank=ranks.rank, world_size=ranks.world_size, timeout=wait,
+            backend, rank=ranks.rank, world_size=ranks.world_size, timeout=wait, store=store,
             device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
     except (RuntimeError, OSError) as error:  # torch names the address in some of them only
         raise RuntimeError(f"{address}:{port}: {str(error).splitlines()[0]}") from error
     finally:
         notice.cancel()
+
+
+def check_devices(store: dist.Store, ranks: Ranks, device: torch.device) -> None:
+    """Refuse a job of GPUs and CPUs, whose backends would wait for each other: ValueError.
+
+    It names the ranks, and all of them raise it. Collective.
+    """
+    store.set(f"device/{ranks.rank}", json.dumps([device.type, platform.node()]))
+    if ranks.rank == 0:
+        keys = [f"device/{rank}" for rank in range(ranks.world_size)]
+        found = [json.loads(text) for text in store.multi_get(keys)]
+        without = [f"{i} ({host})" for i, (kind, host) in enumerate(found) if kind == "cpu"]
+        problem = ""
+        if 0 < len(without) < len(found):
+            named = ", ".join(without[:8]) + (" ..." if len(without) > 8 else "")
+            problem = (
+                f"{len(without)} of {len(found)} ranks found no GPU, the others did: rank {named}; "
+                "give --device cpu to all, or leave these nodes out"
+            )
+        store.set("device/problem", problem)
+    problem = store.get("device/problem").decode()
+    if problem:
+        store.set(f"device/{ranks.rank}/heard", "")
+        if ranks.rank == 0:  # it keeps the store
+            store.wait([f"device/{rank}/heard" for rank in range(ranks.world_size)])
+        raise ValueError(problem)
 
 
 def check_group(world_size: int, group: int) -> None:

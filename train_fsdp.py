@@ -55,7 +55,7 @@ import prepare
 import profiling
 import shard
 import vit
-from assemble import blank_model, completed, spread, start_record
+from assemble import blank_model, completed, planned, spread, start_record
 from collectives import Collective, counted_once, payload
 from flags import (
     DTYPES,
@@ -337,7 +337,7 @@ class Crew:
         self, ranks: mesh.Ranks, device: torch.device, *, timeout: int, folder: str,
         give_up: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """ConnectionError where this rank finds no others. Collective.
+        """ConnectionError where this rank finds no others, ValueError as of mesh. Collective.
 
         `timeout` in seconds, as --timeout; `folder` and `give_up` as of agree.Watchdog.
         """
@@ -353,15 +353,15 @@ class Crew:
         with agree.at_most(PATIENCE * timeout + 10, no_answer):
             try:
                 mesh.init_ranks(ranks, device, timeout_minutes=PATIENCE * timeout / 60)
+                self.watch = agree.Watchdog(
+                    ranks.rank, ranks.world_size, ranks.init, seconds=timeout, patience=PATIENCE,
+                    folder=folder, give_up=give_up,
+                )  # fmt: skip
+                self.gloo = cast(Any, dist.new_group(backend="gloo"))  # for files, not for GPUs
+                dist.barrier(self.gloo)  # connects now: later, a lost one is waited for
             except (RuntimeError, OSError) as error:
                 cause = str(error).splitlines()[0]
                 raise ConnectionError(f"{who} found no others: {cause}") from error
-            self.watch = agree.Watchdog(
-                ranks.rank, ranks.world_size, ranks.init, seconds=timeout, patience=PATIENCE,
-                folder=folder, give_up=give_up,
-            )  # fmt: skip
-            self.gloo = cast(Any, dist.new_group(backend="gloo"))  # for files: no GPU takes part
-            dist.barrier(self.gloo)  # connects now: later, one that dies meanwhile is waited for
 
     def leave(self, status: int) -> int:
         """The ranks part; returns the exit status. Collective."""
@@ -372,16 +372,24 @@ class Crew:
 
     def refuse(self, error: Exception) -> int:
         """Rank 0 says what all have found wrong, and all leave. Returns the exit status."""
+        if isinstance(error, RuntimeError) and agree.is_peer_failure(error) is not False:
+            self.abandon(error)
         if self.rank == 0:
             complain(str(error))
         return self.leave(2 if isinstance(error, ValueError) else 1)
 
     def abandon(self, error: RuntimeError) -> NoReturn:
         """Leave at once where the others are lost or this rank has no data; other errors go up."""
-        lost = isinstance(error, dist.DistError) or "gloo" in str(error)  # a collective failed
-        if not lost and not isinstance(error, intake.NoData):
+        lost = agree.is_peer_failure(error)
+        if isinstance(error, intake.NoData):
+            what = "has no data"
+        elif lost:
+            what = "lost contact with another"
+        elif lost is None:
+            traceback.print_exception(error)
+            what = "failed, or lost contact with another"
+        else:
             raise error
-        what = "has no data" if isinstance(error, intake.NoData) else "lost contact with another"
         cause, where = loader_error(error), self.watch.where()
         self.watch.abandon(f"rank {self.rank} {what} ({where}): {cause}", LAST_WORD_SECONDS)
 
@@ -481,6 +489,17 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
 
     `received` grows by the numbers of the signals that ask for a stop.
     """
+    joined: list[Crew] = []
+    try:
+        return run(argv, received, joined.append)
+    except RuntimeError as error:
+        for crew in joined:
+            crew.abandon(error)
+        raise
+
+
+def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[Crew], None]) -> int:
+    """As `main`, but errors of the ranks that have `joined` go up."""
     args = parse_args(argv)
     config = vit.MODELS[args.model]
 
@@ -490,8 +509,8 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         ranks = pretend() if args.dry_run else mesh.read_ranks(os.environ)
         device = dryrun.CPU if args.dry_run else mesh.pick_device(args.device, ranks)
         world = ranks.world_size
-        if args.data != "synthetic" and not os.path.isdir(args.data):
-            raise ValueError(f"there is no folder {args.data}: give --data the folder of images")
+        if world == 1:  # several look for it together, once they have met
+            intake.check_folder(args.data)
     except (ValueError, RuntimeError) as error:
         return refuse(str(error), local=True)
     try:
@@ -531,6 +550,9 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     except ConnectionError as error:
         complain(str(error))
         return 1
+    except ValueError as error:
+        return refuse(str(error))
+    joined(crew)
 
     # what rank 0 does for all: list the images, open the log
     try:
@@ -604,10 +626,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
         exact=args.exact_decode,
     )  # fmt: skip
     batches = intake.device_batches(loader, args.accum, device)
-    try:
-        first = list(islice(batches, 1))  # none where nothing is left to do
-    except intake.NoData as error:
-        crew.abandon(error)
+    first = list(islice(batches, 1))  # none where nothing is left to do
     batches = repeat(first[0]) if args.run == "syn" else chain(first, batches)
 
     # what the clock and the counter see of the steps
@@ -621,7 +640,8 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
             train, batches = window.train(train), window.batches(batches, begin)
 
     # what this run is
-    start = start_record(chosen, config, ranks, device, shape, params=params, lr=lr,
+    plan = planned(config, chosen, log.warn) if ranks.rank == 0 else None
+    start = start_record(chosen, config, ranks, device, shape, plan, params=params, lr=lr,
                          epoch_steps=epoch_steps, begin=begin, workers=workers)  # fmt: skip
     log.write("start", **start)
     for line in describe(start):
@@ -635,11 +655,8 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     name_of = files.path if files else "synthetic image {}".format
     compiled = shard.compile_seconds() if args.compile else None  # by others in this process
     with garbage_kept():
-        try:
-            end = loop(job, batches, log, train, finite, lr_of, saves, lambda: bool(received),
-                       crew.watch.moved, name_of, inputs)  # fmt: skip
-        except RuntimeError as error:
-            crew.abandon(error)
+        end = loop(job, batches, log, train, finite, lr_of, saves, lambda: bool(received),
+                   crew.watch.moved, name_of, inputs)  # fmt: skip
     crew.watch.moved("ending")
 
     # summary
