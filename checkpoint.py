@@ -432,8 +432,9 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype) and not name.startswith(("q", "bits")):  # no numbers
+            return found
         raise Damaged(f".metadata names {module}.{name}, which no checkpoint of ours does")
 
 

@@ -41,6 +41,17 @@ def edit_entry(folder: Path, size, *chunks) -> None:
     edit_metadata(folder, edit)
 
 
+def quantized(folder: Path) -> None:
+    """Let the index claim of one tensor a type that none of ours has, of the same size."""
+
+    def edit(metadata):
+        entry = metadata.state_dict_metadata[NAME]
+        properties = replace(entry.properties, dtype=torch.qint32)
+        metadata.state_dict_metadata[NAME] = replace(entry, properties=properties)
+
+    edit_metadata(folder, edit)
+
+
 def edit_place(folder: Path, **changes) -> None:
     """Let the index claim of all that it lies elsewhere."""
 
@@ -123,6 +134,7 @@ ILL = {
     "place of nothing": (lambda f: edit_place(f, length=0), r"does not fit"),
     "place of negative length": (lambda f: edit_place(f, length=-5), r"does not fit"),
     "place of no number": (lambda f: edit_place(f, length=float("nan")), r"does not fit"),
+    "quantized": (quantized, r"names torch\.qint32"),
     "compressed": (lambda f: edit_place(f, transform_descriptors=["zstd"]), r"is compressed"),
     "many in one place": (shared_place, r"more bytes of tensors than its files have"),
     "pipe as shard": (lambda f: pipe(f, SHARD), r"__0_0\.distcp is no regular file"),
