@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from PIL import Image
-from ranks import environment, fork_server, run_script
+from ranks import environment, fork_server, free_port, run_script
 from test_write_failures import can_mount
 
 BAD = [b"b\xe4d.jpg", "壊れた.jpg".encode()]  # no UTF-8; not latin-1
@@ -45,7 +45,7 @@ def small_disk(tmp_path):
 def become(argv, stdout, errors, encoding):
     """A program whose stdout is a file, or a pipe that nobody reads where that is None."""
     os.setsid()
-    os.environ.update(environment(0, 1, 0))
+    os.environ.update(environment(0, 1, free_port()))
     os.chdir(ROOT)
     read, write = os.pipe()
     os.close(read)
@@ -83,7 +83,8 @@ def test_whatever_stdout_is_the_work_is_done(behind, images, small_disk, tmp_pat
 
     # training: every step, and every record is JSON in UTF-8
     argv = [*TRAIN.split(), "--data", str(images), "--out", str(tmp_path)]
-    assert ended(tmp_path, argv, output, encoding)[0] == 0
+    status, errors = ended(tmp_path, argv, output, encoding)
+    assert status == 0, errors
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_bytes().splitlines()]
     assert [r["step"] for r in records if r["event"] == "step"] == [1, 2, 3, 4]
     assert records[-1]["event"] == "end" and records[-1]["reason"] == "done"
