@@ -24,7 +24,7 @@ PLANNED_FLAGS = (
 )  # fmt: skip
 
 
-def completed(flags: dict[str, Any], images: int, epoch_steps: int) -> dict[str, Any]:
+def completed(flags: dict[str, Any], epoch_steps: int) -> dict[str, Any]:
     """The flags of a run with the numbers that follow from its data; ValueError if they clash."""
     steps = flags["steps"] or (flags["epochs"] or 0) * epoch_steps or STEPS
     warmup = steps // 20 if flags["warmup_steps"] is None else flags["warmup_steps"]
@@ -32,7 +32,7 @@ def completed(flags: dict[str, Any], images: int, epoch_steps: int) -> dict[str,
         raise ValueError(
             f"--warmup-steps {warmup} is more than {steps}, those of --epochs {flags['epochs']}"
         )
-    return flags | {"steps": steps, "warmup_steps": warmup, "images": images}
+    return flags | {"steps": steps, "warmup_steps": warmup}
 
 
 def blank_model(

@@ -15,15 +15,16 @@ import io
 import json
 import os
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from multiprocessing import get_context, parent_process
 from multiprocessing.reduction import ForkingPickler
 from threading import Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -44,8 +45,55 @@ SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
 # What one image may take while it is decoded, in bytes, instead of Pillow's limit of pixels: a JPEG
 # that is read at an eighth of its size takes a sixty-fourth. A node has dozens of workers.
 MEMORY_BUDGET = 2**30
-# Errors that are the file's own: Pillow cannot decode it (no errno), it has gone, it is not ours.
-FILE_ERRNOS = (None, errno.ENOENT, errno.EACCES)
+# Errors that are the file's own: Pillow cannot decode it (no errno), it has gone, it is not ours, a
+# link to itself, a socket.
+FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENXIO)
+
+# ---------------------------------------------------------------------------------------------
+# Files
+
+
+def regular(path: str, flags: int) -> int:
+    """An `opener` for `open` that refuses, by a ValueError, what is no regular file.
+
+    Opening a FIFO would wait for its other end, reading a device might never end.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is not a regular file")
+    return descriptor
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Add the path to an OSError that has none: writing to a full disk does not say which disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
+
+
+@contextmanager
+def replacing(path: str) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces `path` once it is written and synced.
+
+    After an error nothing of it is left, and `path` is as it was.
+    """
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        with naming(path):
+            with open(temporary, "xb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, path)
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary)
+
 
 # ---------------------------------------------------------------------------------------------
 # Which files there are
@@ -95,13 +143,16 @@ class ImageFiles:
     def read(self, index: int) -> bytes:
         """The whole file; OSError where it cannot be read, ValueError where its shard is cut."""
         if self.shard is None or self.start is None:
-            with open(self.path(index), "rb", buffering=0) as file:
+            path = self.path(index)
+            with naming(path), open(path, "rb", buffering=0, opener=regular) as file:
                 return file.read()
         number, size = int(self.shard[index]), int(self.sizes[index])
         # By descriptor, not mapped: a map would ask a parallel file system for a page at a time.
         if number not in self.opened:
-            self.opened[number] = io.FileIO(os.path.join(self.root, self.shards[number]))
-        content = os.pread(self.opened[number].fileno(), size, int(self.start[index]))
+            shard = os.path.join(self.root, self.shards[number])
+            self.opened[number] = io.FileIO(shard, opener=regular)
+        with naming(self.shards[number]):
+            content = os.pread(self.opened[number].fileno(), size, int(self.start[index]))
         if len(content) < size:
             raise ValueError(f"the shard {self.shards[number]} is cut: pack again, it goes on")
         return content
@@ -163,9 +214,13 @@ def _sizes_and_times(root: bytes, paths: list[bytes]) -> tuple[np.ndarray, np.nd
     def look(some: list[bytes]) -> np.ndarray:
         seen = np.zeros((len(some), 2), np.int64)
         for i, path in enumerate(some):
-            with suppress(OSError):  # a link to nothing: it is found out when it is read
+            try:
                 status = os.stat(os.path.join(root, path))
-                seen[i] = status.st_size, status.st_mtime_ns
+            except OSError as error:
+                if error.errno not in FILE_ERRNOS:
+                    raise
+                continue  # a link to nothing: it is found out when it is read
+            seen[i] = status.st_size, status.st_mtime_ns
         return seen
 
     with ThreadPoolExecutor(16) as threads:
@@ -185,8 +240,10 @@ def save_index(files: ImageFiles, path: str) -> ImageFiles:
         k: torch.from_numpy(np.array(v)) if isinstance(v, np.ndarray) else v
         for k, v in values.items()
     }
-    torch.save(plain, f"{path}.new")
-    os.replace(f"{path}.new", path)
+    content = io.BytesIO()  # torch.save to a full disk says neither that nor which disk
+    torch.save(plain, content)
+    with replacing(path) as stream:
+        stream.write(content.getbuffer())
     return load_index(os.path.abspath(path), files.root)
 
 
@@ -195,8 +252,15 @@ def load_index(path: str, root: str) -> ImageFiles:
 
     `root` is where the images are now. Nothing in the file is executed.
     """
+    with open(path, "rb", buffering=0, opener=regular):
+        pass  # torch.load would wait for the other end of a FIFO
     try:
-        values: dict[str, Any] = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+        # PyTorch finds files by UTF-8 paths only; of another file every process has a copy
+        mapped = path.encode(errors="replace") == os.fsencode(path)
+        with nullcontext(path) if mapped else open(path, "rb") as source:
+            values: dict[str, Any] = torch.load(
+                source, mmap=mapped, weights_only=True, map_location="cpu"
+            )
         if values.pop("format") != INDEX_FORMAT:
             raise ValueError("another format")
         values["root"] = root
@@ -204,7 +268,7 @@ def load_index(path: str, root: str) -> ImageFiles:
             k: v.numpy() if isinstance(v, Tensor) else v for k, v in values.items()
         }
         return ImageFiles(**arrays, index_file=path)
-    except FileNotFoundError:
+    except OSError:
         raise
     except Exception as error:
         what = type(error).__name__  # torch.load's own text advises to load it unsafely
@@ -504,6 +568,18 @@ def collate(samples: list[Sample]) -> Sample:
     return batch
 
 
+def fork_server() -> Any:
+    """Set what the fork server imports before its first start, which decides; returns its context.
+
+    Python has one fork server, so every module that starts workers asks here. What a worker imports
+    is memory of its own, what the server has imported is shared by all.
+    """
+    context = get_context("forkserver")
+    # not this module: the server of older Pythons finds only what is installed
+    context.set_forkserver_preload(["torch", "torchvision.transforms.functional"])
+    return context
+
+
 def start_worker(worker: int) -> None:
     """Let a loader worker end when the process that reads from it does, and no other way.
 
@@ -564,9 +640,7 @@ def build_loader(
                 "workers cannot be forked from a process that talks to other ranks or to a GPU: "
                 "build and start the loader before init_process_group, or use forkserver"
             )
-        context = get_context(start_method)
-        if start_method == "forkserver":
-            context.set_forkserver_preload(["torch", "torchvision.transforms.functional"])
+        context = fork_server() if start_method == "forkserver" else get_context(start_method)
     images = Images(files, img_size, patches, seed, global_batch, exact)
     positions = Positions(global_batch, local_batch, rank, world_size, steps)
     return DataLoader(

@@ -110,7 +110,7 @@ def rehearse(
     scan = partial(intake.find_images, flags["data"], None, flags["global_batch"], said.append)
     files, images, epoch_steps = agree.together(scan)
     agree.together(partial(check_folder, flags["out"]))
-    chosen = completed(flags | {"dry_run": False}, images, epoch_steps)
+    chosen = completed(flags | images | {"dry_run": False}, epoch_steps)
     begin = 0
     if flags["run"] == "real":
         found = candidates(flags["resume"], flags["out"], said.append)

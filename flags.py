@@ -22,7 +22,8 @@ from ranges import MOST_SECONDS, MOST_STEPS, filled, number, whole
 # Flags (and what follows from them) that decide the result: a resumed run must not change them.
 RESULT = (
     "model", "img_size", "mask_ratio", "norm_pix_loss", "precision", "reduce_dtype", "images",
-    "exact_decode", "global_batch", "blr", "weight_decay", "warmup_steps", "steps", "clip", "seed",
+    "image_names_and_sizes", "exact_decode", "global_batch", "blr", "weight_decay", "warmup_steps",
+    "steps", "clip", "seed",
 )  # fmt: skip
 PATIENCE = 4  # what is done for the first time may take so many times --timeout
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

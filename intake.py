@@ -35,15 +35,17 @@ LISTED = 20  # ranks that have a line of their own in a report
 
 def find_images(
     folder: str, out: str | None, global_batch: int, say: Callable[[str], None]
-) -> tuple[data.ImageFiles | None, int, int]:
-    """(files or None for synthetic images, how many, steps an epoch); ValueError where too few.
+) -> tuple[data.ImageFiles | None, dict[str, Any], int]:
+    """(files or None for synthetic images, what a resume compares of them, steps per epoch).
 
-    The list of files is kept in `out`, where one is given.
+    The list of files is kept in `out`, where one is given. ValueError where there are too few.
     """
     check_folder(folder)
     files = prepare.find_images(folder, out, say) if folder != "synthetic" else None
     images = len(files) if files else data.SYNTHETIC_IMAGES
-    return files, images, data.steps_per_epoch(images, global_batch)
+    names = prepare.fingerprint(files, times=False) if files else None
+    found = {"images": images, "image_names_and_sizes": names}
+    return files, found, data.steps_per_epoch(images, global_batch)
 
 
 def check_folder(folder: str) -> None:
@@ -54,17 +56,17 @@ def check_folder(folder: str) -> None:
 
 def share_images(
     folder: str, out: str, global_batch: int
-) -> tuple[data.ImageFiles | None, int, int]:
+) -> tuple[data.ImageFiles | None, dict[str, Any], int]:
     """As `find_images`, which rank 0 does; every rank then maps the same list. Collective."""
 
-    def find() -> tuple[str | None, int, int]:
-        files, images, steps = find_images(folder, out, global_batch, partial(print, flush=True))
-        return files.index_file if files else None, images, steps
+    def find() -> tuple[str | None, dict[str, Any], int]:
+        files, found, steps = find_images(folder, out, global_batch, partial(print, flush=True))
+        return files.index_file if files else None, found, steps
 
     agree.everywhere(partial(check_folder, folder))
-    index, images, steps = agree.together(find)
+    index, found, steps = agree.together(find)
     load = partial(data.load_index, index or "", folder)
-    return agree.everywhere(load) if index else None, images, steps
+    return agree.everywhere(load) if index else None, found, steps
 
 
 def stage(

@@ -16,13 +16,13 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import csv
+import errno
 import fcntl
 import io
 import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tarfile
 import threading
@@ -30,10 +30,10 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def find_images(folder: str, out: str | None, say: Callable[[str], None]) -> dat
             try:
                 files = data.load_index(path, folder)
                 problem = outdated(files)
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 problem = str(error)
             if problem is None:
                 return files
@@ -135,6 +135,8 @@ def problem_of(files: data.ImageFiles, index: int) -> str | None:
         image, _ = data.open_image(files.read(index))
         data.decode(image, reduce=8 if image.format == "JPEG" else 1)  # damage shows at any scale
     except Exception as error:  # Pillow raises many kinds for a broken file
+        if getattr(error, "errno", None) not in (*data.FILE_ERRNOS, errno.EIO):
+            raise  # too many open files, a file system that went away: not the image's fault
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -148,16 +150,19 @@ def problems_of(files: data.ImageFiles, some: range) -> list[tuple[int, str]]:
 def in_processes(
     work: Callable[[Any], Any], parts: Iterable[Any], workers: int
 ) -> Iterator[tuple[Any, Any]]:
-    """(part, work(part)) as they are done. A worker that dies ends it, by BrokenProcessPool."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["data"])
+    """(part, work(part)) as they are done; RuntimeError where a worker process dies."""
     pool = ProcessPoolExecutor(
-        workers, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
+        workers, data.fork_server(), initializer=data.start_worker, initargs=(0,)
     )
     try:
         running = {pool.submit(work, part): part for part in parts}
         for future in as_completed(running):
             yield running[future], future.result()
+    except BrokenProcessPool:
+        raise RuntimeError(
+            "a worker process was killed, perhaps for want of memory: the same command goes on, "
+            "with fewer --workers if need be"
+        ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -170,7 +175,10 @@ def append_rows(path: str, rows: Sequence[tuple[str, str, int | None]]) -> None:
     if not rows:
         return
     new = not os.path.exists(path)
-    with open(path, "a", newline="", encoding="utf-8", errors="surrogateescape") as file:
+    with (
+        data.naming(path),
+        open(path, "a", newline="", encoding="utf-8", errors="surrogateescape") as file,
+    ):
         writer = csv.writer(file)
         if new:
             writer.writerow(BAD_COLUMNS)
@@ -222,33 +230,30 @@ def write_shard(
     """
     number, some = part
     bad = []
-    final = Path(target, shard_name(number))
-    new = final.with_name(f".{final.name}.{os.getpid()}")
-    try:
-        with new.open("wb") as stream:
-            with tarfile.open(fileobj=stream, mode="w") as archive:
-                for index in some:
-                    name, content = files.name(index), b""
-                    try:
-                        content = files.read(index)
-                        packed = smaller(content, max_side, quality) if max_side else None
-                    except Exception as error:  # Pillow raises many kinds for a broken file
-                        errno = getattr(error, "errno", None)
-                        if isinstance(error, MemoryError) or errno not in data.FILE_ERRNOS:
-                            raise  # trouble of the disk, not of the file
-                        content, packed = b"", None
-                        bad.append((index, f"{type(error).__name__}: {error}"))
-                    if packed is not None:
-                        jpeg = name.lower().endswith((".jpg", ".jpeg"))
-                        content, name = packed, name if jpeg else f"{name}.jpg"
-                    info = tarfile.TarInfo(name)
-                    info.size, info.mtime = len(content), int(files.times[index]) // 10**9
-                    archive.addfile(info, io.BytesIO(content))
-            stream.flush()
-            os.fsync(stream.fileno())
-        new.replace(final)
-    finally:
-        new.unlink(missing_ok=True)
+    with (
+        data.replacing(os.path.join(target, shard_name(number))) as stream,
+        tarfile.open(fileobj=stream, mode="w") as archive,
+    ):
+        for index in some:
+            name, content, packed = files.name(index), b"", None
+            try:
+                content = files.read(index)
+                packed = smaller(content, max_side, quality) if max_side else None
+            except Exception as error:  # Pillow raises many kinds for a broken file
+                code = getattr(error, "errno", None)
+                gone = code == errno.ENOENT and files.times[index] > 0  # it was there
+                if isinstance(error, MemoryError) or code not in data.FILE_ERRNOS or gone:
+                    raise  # trouble of the disk, not of the file
+                content = b""
+                bad.append((index, f"{type(error).__name__}: {error}"))
+            if content and len(content) != files.sizes[index]:
+                raise ValueError(f"{files.path(index)} has changed meanwhile: pack again")
+            if packed is not None:
+                jpeg = name.lower().endswith((".jpg", ".jpeg"))
+                content, name = packed, name if jpeg else f"{name}.jpg"
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(content), int(files.times[index]) // 10**9
+            archive.addfile(info, io.BytesIO(content))
     return bad
 
 
@@ -257,20 +262,82 @@ def shard_name(number: int) -> str:
     return f"shard-{number:06}.tar"
 
 
-def members(path: Path) -> tuple[list[str], np.ndarray]:
-    """Names in a tar file, and (N, 2) int64: where the content of each begins, and its size."""
-    with tarfile.open(path) as archive:
-        found = archive.getmembers()
-    places = [(member.offset_data, member.size) for member in found]
-    return [member.name for member in found], np.array(places, np.int64)
+def members(
+    files: data.ImageFiles, target: str, max_side: int | None, part: tuple[int, range]
+) -> tuple[list[bytes], np.ndarray] | None:
+    """What shard `part[0]` holds of the images `part[1]`; None where packing wrote no such file.
+
+    Names, and (N, 2) int64: where the content of each begins, and its size.
+    """
+    number, some = part
+    try:
+        with (
+            open(os.path.join(target, shard_name(number)), "rb", opener=data.regular) as stream,
+            tarfile.open(fileobj=stream, mode="r:") as archive,  # ":" for not compressed
+        ):
+            found = archive.getmembers()
+            whole = os.fstat(stream.fileno()).st_size % tarfile.RECORDSIZE == 0
+    except (FileNotFoundError, ValueError, EOFError, tarfile.TarError):
+        return None
+    names = [member.name for member in found]
+    places = np.array([(member.offset_data, member.size) for member in found], np.int64)
+    if not whole or len(found) != len(some):
+        return None
+    endings = ("",) if max_side is None else ("", ".jpg")
+    sizes = files.sizes[some.start : some.stop]
+    pairs = zip(names, (files.name(index) for index in some), strict=True)
+    same = all(name in [source + ending for ending in endings] for name, source in pairs)
+    if not same or (max_side is None and not np.all((places[:, 1] == sizes) | (places[:, 1] == 0))):
+        return None
+    return [os.fsencode(name) for name in names], places
 
 
-def fingerprint(files: data.ImageFiles) -> str:
-    """A number of all names, sizes and times."""
+def fingerprint(files: data.ImageFiles, times: bool = True) -> str:
+    """A number of all names and sizes, and of the times of their last change."""
     value = 0
-    for array in (files.names, files.ends, files.sizes, files.times):
-        value = zlib.crc32(array.tobytes(), value)
+    for array in (files.names, files.ends, files.sizes, *([files.times] if times else [])):
+        value = zlib.crc32(array.data, value)
     return f"{value:08x}"
+
+
+@contextmanager
+def locked_folder(folder: str) -> Iterator[None]:
+    """Keep other packs out of a folder, by a lock; ValueError where there is one.
+
+    On a file system without locks this does nothing.
+    """
+    here = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(here, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"another process packs into {folder}: wait for it") from None
+        yield
+    finally:
+        os.close(here)
+
+
+def begin_pack(target: str, settings: dict[str, Any]) -> None:
+    """Keep beside the shards what they are made of; ValueError where they are of something else."""
+    kept, left = os.path.join(target, "pack.json"), list(Path(target).glob(".shard-*"))
+    if os.path.lexists(kept) or next(Path(target).glob("shard-*.tar"), None):
+        then = None
+        with (
+            suppress(FileNotFoundError, ValueError, RecursionError),
+            open(kept, "rb", opener=data.regular) as file,
+        ):
+            then = json.load(file)
+        if then != settings:
+            raise ValueError(
+                f"{target} was begun from other images or with other options, or its pack.json is "
+                "damaged: delete it, or pack into another folder"
+            )
+    else:
+        with data.replacing(kept) as stream:
+            stream.write(json.dumps(settings).encode())
+    for path in left:
+        path.unlink()
 
 
 def pack(
@@ -281,39 +348,32 @@ def pack(
     """Put the images of a folder into tar shards, in their order, with an index; goes on if cut.
 
     Images whose longer side is above `max_side` become JPEGs of that side, all others are copied
-    bit by bit. ValueError where the target was begun from other images or with other options.
+    bit by bit. A shard that is not as it was written is written again. ValueError where the target
+    was begun from other images or with other options.
     """
     files = data.scan(source, told_often(say, "listing"))
     if shard_mib is None:  # so many that all workers have one to write, but of no more than 1 GiB
         shard_mib = min(max(int(files.sizes.sum()) // 2**26, 16), 1024)
-    facts = {"images": fingerprint(files), "max_side": max_side, "quality": quality}
-    facts["shard_mib"] = shard_mib
-    os.makedirs(target, exist_ok=True)
-    begun = Path(target, "pack.json")
-    if begun.exists() and json.loads(begun.read_text()) != facts:
-        raise ValueError(
-            f"{target} was begun from other images or with other options: delete it, or pack into "
-            "another folder"
-        )
-    begun.write_text(json.dumps(facts))
-    for left in Path(target).glob(".shard-*"):
-        left.unlink()
+    settings = {"images": fingerprint(files), "max_side": max_side, "quality": quality}
+    settings["shard_mib"] = shard_mib
     shard = (np.cumsum(files.sizes) - 1).clip(0) // (shard_mib * 2**20)  # by bytes of the source
     _, first = np.unique(shard, return_index=True)
     ends = [*first[1:].tolist(), len(files)]
-    parts = {n: range(a, b) for n, (a, b) in enumerate(zip(first.tolist(), ends, strict=True))}
-    todo = [(n, part) for n, part in parts.items() if not Path(target, shard_name(n)).exists()]
-    if len(todo) < len(parts):
-        say(f"{len(parts) - len(todo)} of {len(parts)} shards are there already")
-    progress, done, broken = told_often(say, "packing"), 0, 0
-    work = partial(write_shard, files, target, max_side, quality)
-    for (_, part), bad in in_processes(work, todo, workers):
-        if bad:
-            ledger = os.path.join(target, "bad_images.csv")
-            append_rows(ledger, [(files.path(index), reason, None) for index, reason in bad])
-        done, broken = done + len(part), broken + len(bad)
-        progress(done)
-    packed = index_pack(files, target, parts)
+    parts = [(n, range(a, b)) for n, (a, b) in enumerate(zip(first.tolist(), ends, strict=True))]
+    listed = partial(members, files, target, max_side)
+    os.makedirs(target, exist_ok=True)
+    with locked_folder(target):
+        begin_pack(target, settings)
+        found = {part: listed(part) for part in parts}
+        todo = [part for part in parts if found[part] is None]
+        for number, _ in todo:
+            if os.path.lexists(path := os.path.join(target, shard_name(number))):
+                say(f"{path} is damaged: it is written again")
+        if len(todo) < len(parts):
+            say(f"{len(parts) - len(todo)} of {len(parts)} shards are there already")
+        broken = write_shards(files, target, max_side, quality, todo, workers, say)
+        found |= {part: listed(part) for part in todo}
+        packed = index_pack(files, target, found)
     say(
         f"{target}: {len(files)} images in {len(parts)} shards, {packed.sizes.sum() / 2**30:.3f} "
         f"GiB of {files.sizes.sum() / 2**30:.3f}, {broken} of them unreadable"
@@ -321,25 +381,35 @@ def pack(
     return packed
 
 
-def index_pack(files: data.ImageFiles, target: str, parts: dict[int, range]) -> data.ImageFiles:
-    """Write the index of finished shards, by what they hold; ValueError where that is wrong."""
-    names: list[bytes] = []
-    places, shard = [], []
-    for number, part in parts.items():
-        path = Path(target, shard_name(number))
-        found, where = members(path)
-        expected = [files.name(index) for index in part]
-        pairs = zip(expected, found, strict=False)
-        if len(found) != len(part) or any(b not in (a, f"{a}.jpg") for a, b in pairs):
-            raise ValueError(f"{path} holds other images: delete it, and pack again")
-        names += [os.fsencode(name) for name in found]
-        places.append(where)
-        shard.append(np.full(len(part), number, np.int32))
-    start, sizes = np.concatenate(places).T.copy()  # (N,) each
+def write_shards(
+    files: data.ImageFiles, target: str, max_side: int | None, quality: int,
+    todo: list[tuple[int, range]], workers: int, say: Callable[[str], None],
+) -> int:  # fmt: skip
+    """Write shards, in processes; list the images that are broken, and return how many."""
+    progress, done, broken = told_often(say, "packing"), 0, 0
+    work = partial(write_shard, files, target, max_side, quality)
+    for (_, part), bad in in_processes(work, todo, workers):
+        ledger = os.path.join(target, "bad_images.csv")
+        append_rows(ledger, [(files.path(index), reason, None) for index, reason in bad])
+        done, broken = done + len(part), broken + len(bad)
+        progress(done)
+    return broken
+
+
+def index_pack(
+    files: data.ImageFiles, target: str, found: dict[tuple[int, range], Any]
+) -> data.ImageFiles:
+    """Write the index of finished shards, by what `members` found in each."""
+    if None in found.values():
+        raise ValueError(f"the shards in {target} have changed meanwhile: pack again")
+    names = [name for shard_names, _ in found.values() for name in shard_names]
+    start, sizes = np.concatenate([places for _, places in found.values()]).T.copy()  # (N,) each
+    numbers, counts = zip(*((number, len(part)) for number, part in found), strict=True)
     packed = replace(
         files, root=target, names=np.frombuffer(b"".join(names), np.uint8),
         ends=np.cumsum([len(name) for name in names], dtype=np.int64), sizes=sizes, folders={},
-        shards=tuple(shard_name(number) for number in parts), shard=np.concatenate(shard),
+        shards=tuple(shard_name(number) for number in numbers),
+        shard=np.repeat(np.array(numbers, np.int32), counts),
         start=start, index_file=None, opened={},
     )  # fmt: skip
     return data.save_index(packed, os.path.join(target, data.PACK_INDEX))
@@ -498,8 +568,7 @@ def _fill(staged: Staged, wanted: Callable[[], np.ndarray]) -> None:
 
 def fill_in_background(staged: Staged, wanted: Callable[[], np.ndarray]) -> Any:
     """Start the process that fills a node's disk; it ends when it is done, or with this one."""
-    context = get_context("forkserver")
-    process = context.Process(target=_fill, args=(staged, wanted), daemon=True)
+    process = data.fork_server().Process(target=_fill, args=(staged, wanted), daemon=True)
     process.start()
     return process
 

@@ -560,9 +560,9 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
         log = open_log(args.out)
         for line in mesh.topology(ranks, device, shape, os.environ):
             log.say(line)
-        inputs = intake.Intake(os.path.join(args.out, "bad_images.csv"), images, args.max_bad,
-                               log.say)  # fmt: skip
-        chosen = completed(flags, images, epoch_steps)
+        inputs = intake.Intake(os.path.join(args.out, "bad_images.csv"), images["images"],
+                               args.max_bad, log.say)  # fmt: skip
+        chosen = completed(flags | images, epoch_steps)
     except ValueError as error:
         return crew.refuse(error)
 
@@ -613,8 +613,8 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
     workers = min(6, mesh.cpu_cores(ranks) - 1) if args.workers is None else args.workers
     source: data.Files | None = files
     if files and args.stage_dir and args.run != "syn":
-        wanted = partial(prepare.wanted_on_node, images, args.seed, global_batch, local_batch,
-                         world, steps=range(begin, steps))  # fmt: skip
+        wanted = partial(prepare.wanted_on_node, chosen["images"], args.seed, global_batch,
+                         local_batch, world, steps=range(begin, steps))  # fmt: skip
         try:
             source = intake.stage(files, args.stage_dir, ranks, log.say, wanted)
         except ValueError as error:
@@ -683,4 +683,5 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
 
 
 if __name__ == "__main__":
+    del __file__  # by which multiprocessing would import all of this again in every loader worker
     raise SystemExit(main(received=RECEIVED))

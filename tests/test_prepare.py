@@ -1,10 +1,15 @@
 """prepare.py against tar, webdataset, torchgeo and PIL; and what training does with bad images."""
 
 import csv
+import errno
+import gzip
 import json
 import os
+import pickle
 import re
+import shutil
 import signal
+import socket
 import stat
 import struct
 import subprocess
@@ -12,13 +17,24 @@ import sys
 import tarfile
 import time
 import zlib
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT
 from PIL import Image
-from ranks import environment, free_port, processes_of, read_log
+from ranks import (
+    Run,
+    environment,
+    free_port,
+    on_ranks,
+    processes_of,
+    read_log,
+    run_ranks,
+    run_script,
+    spy_on_worker,
+)
 from test_data import flat_folder, noise_image, stream
 
 import checkpoint
@@ -408,11 +424,239 @@ if __name__ == "__main__":
         prepare.find_images(target, None, silent)
     with pytest.raises(ValueError, match="is cut: pack again"):
         data.scan(target).read(23)
-    with pytest.raises((ValueError, tarfile.ReadError)):
-        prepare.pack(root, target, None, 90, 1, 1, silent)
-    shard.unlink()
     prepare.pack(root, target, None, 90, 1, 1, silent)
     assert data.scan(target).read(23) == files.read(23)
+
+
+DAMAGE = {
+    "cut": (lambda shard, whole: shard.write_bytes(whole[: len(whole) // 3]), "written again"),
+    "cut in the end": (lambda shard, whole: shard.write_bytes(whole[:-600]), "written again"),
+    "empty": (lambda shard, whole: shard.write_bytes(b""), "written again"),
+    "junk": (lambda shard, whole: shard.write_bytes(b"\xa7" * 20480), "written again"),
+    "gzipped": (lambda shard, whole: shard.write_bytes(gzip.compress(whole)), "written again"),
+    "other images": (lambda shard, whole: shutil.copy(shard.with_name("shard-000001.tar"), shard),
+                     "written again"),
+    "a FIFO": (lambda shard, whole: (shard.unlink(), os.mkfifo(shard)), "written again"),
+    "a folder": (lambda shard, whole: (shard.unlink(), shard.mkdir()), "Is a directory"),
+    "no pack.json": (lambda shard, whole: shard.with_name("pack.json").unlink(), "begun from"),
+    "junk pack.json": (lambda shard, whole: shard.with_name("pack.json").write_text("{"), "begun"),
+    "other pack.json": (lambda shard, whole: shard.with_name("pack.json").write_text('{"a": 1}'),
+                        "begun from other images"),
+    "FIFO pack.json": (lambda shard, whole: (shard.with_name("pack.json").unlink(),
+                                             os.mkfifo(shard.with_name("pack.json"))), "begun"),
+}  # fmt: skip
+
+
+def test_packing_again_mends_or_refuses_what_is_damaged(tmp_path, capsys, monkeypatch):
+    """A shard gets its name when it is whole: another one is damage, and its source is there."""
+    monkeypatch.setattr(prepare, "in_processes", lambda work, parts, workers: (
+        (part, work(part)) for part in parts))  # fmt: skip
+    root, target = tmp_path / "root", tmp_path / "pack"
+    class_tree(root, width=300, height=300)
+    command = ["pack", str(root), str(target), "--workers", "1", "--shard-mib", "1"]
+    assert prepare.main(command) == 0
+    healthy = {path.name: path.read_bytes() for path in target.iterdir()}
+    shard = target / "shard-000000.tar"
+    for name, (damage, told) in DAMAGE.items():
+        capsys.readouterr()
+        damage(shard, healthy[shard.name])
+        status, text = prepare.main(command), "".join(capsys.readouterr())
+        assert told in text and str(target) in text, (name, text)
+        assert status == (0 if told == "written again" else 1), name
+        if status:
+            shutil.rmtree(target)
+            assert prepare.main(command) == 0
+        assert {path.name: path.read_bytes() for path in target.iterdir()} == healthy, name
+
+
+def test_two_packs_do_not_write_into_one_folder(tmp_path):
+    class_tree(tmp_path / "root")
+    (tmp_path / "pack").mkdir()
+    with prepare.locked_folder(str(tmp_path / "pack")):
+        with pytest.raises(ValueError, match="another process packs into"):
+            prepare.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, 1, 1, silent)
+        assert list((tmp_path / "pack").iterdir()) == []
+
+
+def test_a_pack_does_not_take_what_vanishes_for_broken(tmp_path):
+    """A file system that goes away meanwhile would leave a pack of empty images."""
+    files = class_tree(tmp_path / "root")
+    Path(files.path(20)).unlink()
+    Path(files.path(0)).write_bytes(b"longer or shorter than it was")
+    for part, sentence in ((range(1), "has changed meanwhile"), (range(20, 21), "No such file")):
+        with pytest.raises((ValueError, OSError), match=sentence):
+            prepare.write_shard(files, str(tmp_path), None, 90, (0, part))
+    assert not list(tmp_path.glob("*shard*"))
+
+
+# --- odd files and disks
+
+
+@contextmanager
+def small_disk(folder, kib):
+    """A file system of so many KiB (root, Linux)."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small disk")
+def test_a_full_disk_is_named_and_nothing_half_is_left(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(prepare, "in_processes", lambda work, parts, workers: (
+        (part, work(part)) for part in parts))  # fmt: skip
+    with small_disk(tmp_path / "disk", 400) as disk:
+        root = disk / "root"
+        class_tree(root)
+        with suppress(OSError):
+            (disk / "filler").write_bytes(bytes(2**20))
+        there = sorted(path.name for path in disk.iterdir())
+        for command, named in (
+            (["index", str(root)], f"{root}.index"),
+            (["pack", str(root), str(disk / "pack")], f"{disk}/pack/pack.json"),
+        ):
+            capsys.readouterr()
+            assert prepare.main(command) == 1
+            told = capsys.readouterr().err
+            assert told == (f"prepare.py: error: [Errno 28] No space left on device: '{named}'\n")
+        with pytest.raises(OSError, match=r"No space left on device: .*/images\.index'"):
+            prepare.find_images(str(root), str(disk), silent)
+        filled = (disk / "filler").stat().st_size
+        os.truncate(disk / "filler", filled - 16 * 2**10)  # room for pack.json, not for a shard
+        with pytest.raises(OSError, match=r"No space left on device: .*/pack/shard-000000\.tar'"):
+            prepare.pack(str(root), str(disk / "pack"), None, 90, None, 1, silent)
+        assert sorted(path.name for path in disk.iterdir()) == sorted([*there, "pack"])
+        assert [path.name for path in (disk / "pack").iterdir()] == ["pack.json"]
+        assert not [path for path in root.iterdir() if path.is_file()]
+
+
+def test_everything_works_below_a_name_that_is_not_utf_8(tmp_path, capfdbinary):
+    base = Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xe4d"))
+    files = class_tree(base / "root")
+    for command in (
+        ["index", str(base / "root")],
+        ["scan", str(base / "root"), "--workers", "1", "--out", str(base / "bad.csv")],
+        ["pack", str(base / "root"), str(base / "pack"), "--workers", "1"],
+    ):
+        environ = os.environ | {"PYTHONIOENCODING": "utf-8"}
+        done = subprocess.run([sys.executable, str(ROOT / "prepare.py"), *command], env=environ)
+        assert done.returncode == 0, capfdbinary.readouterr().err
+    for folder in ("root", "pack"):
+        listed = prepare.find_images(str(base / folder), str(base / "out"), silent)
+        copy = pickle.loads(pickle.dumps(listed))  # as a worker gets it
+        assert [copy.read(i) for i in range(24)] == [files.read(i) for i in range(24)]
+
+
+FIFOS = {
+    "DIR.index": ("root.index", "root", None),
+    "OUT/images.index": ("out/images.index", "root", None),
+    "pack.index": ("pack/pack.index", "pack", "is not a regular file"),
+    "a shard": ("pack/shard-000000.tar", "pack", "is missing or cut"),
+}
+
+
+@pytest.mark.parametrize("name", FIFOS)
+def test_a_fifo_in_the_place_of_a_list_is_not_waited_for(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(prepare, "in_processes", lambda work, parts, workers: (
+        (part, work(part)) for part in parts))  # fmt: skip
+    where, folder, refused = FIFOS[name]
+    class_tree(tmp_path / "root")
+    (tmp_path / "out").mkdir()
+    prepare.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, 1, 1, silent)
+    (tmp_path / where).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / where)
+    said = []
+    signal.alarm(20)  # instead of waiting without end
+    try:
+        if refused:
+            with pytest.raises(ValueError, match=refused):
+                prepare.find_images(str(tmp_path / folder), str(tmp_path / "out"), said.append)
+        else:
+            files = prepare.find_images(str(tmp_path / folder), str(tmp_path / "out"), said.append)
+            assert len(files) == 24 and "is not a regular file" in said[0]
+    finally:
+        signal.alarm(0)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "socket", "device", "link to itself"])
+def test_what_is_no_regular_file_is_an_unreadable_image(tmp_path, kind):
+    files = flat_folder(tmp_path, 4)
+    odd = Path(files.path(2))
+    odd.unlink()
+    if kind == "FIFO":
+        os.mkfifo(odd)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(odd))
+    else:
+        odd.symlink_to("/dev/zero" if kind == "device" else odd.name)
+    signal.alarm(20)
+    try:
+        files = data.scan(str(tmp_path))
+        assert [index for index, _ in prepare.problems_of(files, range(len(files)))] == [2]
+        images = data.Images(files, 8, 4, 0, 4)
+        met = {index for p in range(4) for index, _ in json.loads(images[p].bad or "[]")}
+        assert met == {2}
+    finally:
+        signal.alarm(0)
+
+
+def test_too_many_open_files_are_not_the_images_fault(tmp_path, monkeypatch):
+    files = flat_folder(tmp_path, 2)
+
+    def read(files, index):
+        raise OSError(errno.EMFILE, "Too many open files", files.path(index))
+
+    monkeypatch.setattr(data.ImageFiles, "read", read)
+    with pytest.raises(OSError, match="Too many open files"):
+        prepare.problems_of(files, range(2))
+
+
+# --- the same images
+
+
+def test_the_fingerprint_is_of_names_and_sizes(tmp_path):
+    def of(folder):
+        return prepare.fingerprint(data.scan(str(folder)), times=False)
+
+    class_tree(tmp_path / "root")
+    shutil.copytree(tmp_path / "root", tmp_path / "copy", copy_function=shutil.copy)
+    prepare.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, 1, 1, silent)
+    first = of(tmp_path / "root")
+    assert first == of(tmp_path / "copy") == of(tmp_path / "pack")
+    one = next((tmp_path / "copy").rglob("*.jpg"))
+    one.rename(one.with_name("other.jpg"))
+    assert of(tmp_path / "copy") != first
+    one.with_name("other.jpg").rename(one)
+    assert of(tmp_path / "copy") == first
+    one.write_bytes(one.read_bytes() + b"\0")
+    assert of(tmp_path / "copy") != first
+
+
+def test_a_resume_goes_on_with_the_same_images_only(tmp_path):
+    class_tree(tmp_path / "root")
+    for name in ("copy", "renamed", "resized"):
+        shutil.copytree(tmp_path / "root", tmp_path / name, copy_function=shutil.copy)
+    one = next((tmp_path / "renamed").rglob("*.jpg"))
+    one.rename(one.with_name("zzz.jpg"))
+    one = next((tmp_path / "resized").rglob("*.jpg"))
+    one.write_bytes(one.read_bytes() + b"\xff\xd9")
+    flags = ["--model", "tiny", "--img-size", "32", "--precision", "fp32", "--workers", "0",
+             "--steps", "2", "--batch", "4", "--save-every", "1"]  # fmt: skip
+    runs = [
+        Run([*flags, "--data", str(tmp_path / name), *more], params=False, to=str(tmp_path / "out"))
+        for name, *more in (
+            ("root",), ("copy",), ("renamed",), ("resized",), ("resized", "--allow-changes"),
+        )
+    ]  # fmt: skip
+    first, same, renamed, resized, allowed = run_ranks(1, runs, tmp_path / "ranks")
+    assert first.status == same.status == allowed.status == [0], first.errors
+    assert "resumed" in same.output and "resumed" in allowed.output
+    for refused in (renamed, resized):
+        assert refused.status == [2]
+        assert "image_names_and_sizes" in refused.errors and "--allow-changes" in refused.errors
 
 
 # --- node-local copies
@@ -513,6 +757,55 @@ def test_a_stage_dir_that_cannot_be_made_is_refused_on_all_ranks(tmp_path):
     done = train(tmp_path / "out", TILES, "--stage-dir", str(tmp_path / "file/x"), "--steps", "2")
     assert [job.returncode for job in done] == [2, 2]
     assert "Not a directory" in done[0].stderr and done[0].stderr.count("error:") == 1
+
+
+# --- where workers come from
+
+
+def staged_run():
+    """In a fresh process, as a script: a run whose first worker is the one that stages."""
+    data.start_worker = spy_on_worker
+    flags = [
+        "--model",
+        "tiny",
+        "--img-size",
+        "32",
+        "--device",
+        "cpu",
+        "--data",
+        str(TILES),
+        "--run",
+        "io",
+        "--steps",
+        "2",
+        "--batch",
+        "4",
+        "--workers",
+        "1",
+        "--out",
+        f"{os.environ['FOLDER']}/out",
+        "--stage-dir",
+        f"{os.environ['FOLDER']}/stage",
+    ]
+    with pytest.raises(SystemExit) as left:
+        run_script([str(ROOT / "train_fsdp.py"), *flags])
+    return left.value.code
+
+
+def checked_images():
+    data.start_worker = spy_on_worker
+    return prepare.main(["scan", str(TILES), "--workers", "1"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("started_by", [staged_run, checked_images])
+def test_a_worker_has_what_it_needs_from_its_server_and_no_trainer(tmp_path, started_by):
+    """What each imports by itself is its own memory, six times a rank."""
+    assert on_ranks(1, started_by, tmp_path) == [0]
+    told = json.loads((tmp_path / "told").read_text())
+    assert told["torch"]
+    if started_by == staged_run:
+        assert {"train_fsdp", "shard", "checkpoint", "mesh", "agree"}.isdisjoint(told["ours"])
 
 
 # --- what a run tells of its input
