@@ -869,7 +869,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     with suppress(ImportError):  # copied alone, it does without
-        import terminal
+        from runtime import terminal
 
         terminal.make_safe()
     raise SystemExit(main())

@@ -4,8 +4,8 @@
 #   sbatch -A PROJECT launch_frontier.sh --model 3b --mode hybrid --group 2 --data DIR --out OUT
 #   MACHINE=slurm sbatch -N 2 --exclusive --gpus-per-node=8 launch_frontier.sh ...   NVIDIA GPUs
 #
-# Submit from the folder of the scripts. FRONTIER.md explains each flag and each variable: whatever
-# stands below as NAME:-default is taken from the environment of sbatch where it is set there.
+# Submit from the folder of the scripts. docs/frontier.md explains each flag and each variable:
+# whatever stands below as NAME:-default is taken from the environment of sbatch, if set there.
 #SBATCH -J vit-mae
 #SBATCH -N 2
 #SBATCH -t 2:00:00

@@ -13,7 +13,7 @@ of its own, whatever the mesh.
 
     srun python mesh.py --mode hybrid --group 2     who sits where, and a timed all-gather
 
-Copy this one file: it needs torch alone. As a command it reads train_fsdp.py's flags by flags.py.
+Copy this one file: it needs torch alone. As a command it takes train_fsdp.py's flags.
 """
 
 if __name__ == "__main__":
@@ -548,8 +548,8 @@ def timing_lines(seconds: Sequence[float], size: int, mib: int = 16) -> Iterator
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Look at the mesh of a command before it burns node-hours; 1 where it fails, 2 refused."""
-    import flags
-    from ranges import number
+    from runtime import flags
+    from runtime.ranges import number
 
     parser = flags.build_parser("mesh.py")
     parser.description = (
@@ -589,7 +589,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     with suppress(ImportError):  # copied alone, it does without
-        import terminal
+        from runtime import terminal
 
         terminal.make_safe()
     raise SystemExit(main())

@@ -5,8 +5,8 @@
     python plan.py --model 15b --group 4 --explain              # where the numbers come from
 
 Does it fit, with which local batch at most, how many bytes go over which link, and how fast can it
-be at best. No GPU and no process group is needed, for any number of ranks. demand.py says what a
-step asks of a rank, machines.py what a machine gives; here both meet.
+be at best. No GPU and no process group is needed, for any number of ranks. planner/demand.py says
+what a step asks of a rank, planner/machines.py what a machine gives; here both meet.
 
 `peak` is live tensors (CUDA's max_memory_allocated), `peak_active` counts freed memory too that
 waits for another stream, as FSDP1 leaves it. The allocator's fragmentation, the context and RCCL's
@@ -29,12 +29,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import flags
 import mesh
 import shard
-import terminal
 import vit
-from demand import (
+from planner.demand import (
     GIB,
     PARTS,
     Moment,
@@ -48,8 +46,9 @@ from demand import (
     pending_bytes,
     token_count,
 )
-from machines import LINKS, MACHINES, Machine, collective_seconds, read_machine, ring
-from ranges import filled, number
+from planner.machines import LINKS, MACHINES, Machine, collective_seconds, read_machine, ring
+from runtime import flags, terminal
+from runtime.ranges import filled, number
 
 # ---------------------------------------------------------------------------------------------
 # Does it fit

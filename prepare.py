@@ -41,8 +41,8 @@ import numpy as np
 from PIL import Image
 
 import data
-import terminal
-from ranges import Parser, filled, whole
+from runtime import terminal
+from runtime.ranges import Parser, filled, whole
 
 BAD_COLUMNS = ("path", "reason", "step")
 CHECKED_FILES = 200  # whose size and time are looked at before an index is believed

@@ -38,12 +38,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-import attempt
-import results
-import studies
-import terminal
-from ranges import MOST_SECONDS, Parser, filled, number, whole
-from studies import Point
+from runtime import terminal
+from runtime.ranges import MOST_SECONDS, Parser, filled, number, whole
+from sweeps import attempt, results, studies
+from sweeps.studies import Point
 
 HERE = Path(__file__).resolve().parent
 
@@ -353,7 +351,7 @@ def sweep_all(
     run_here(sweep, left, script, limit, retry)
     tell(sweep)
     try:
-        import report
+        from sweeps import report
     except ModuleNotFoundError as error:
         print(f"no figures: {error}")
     else:
@@ -372,7 +370,7 @@ def look_at(what: str, folders: Sequence[Path], out: Path | None) -> int:
                 raise ValueError(f"{folder} is no sweep's folder: it has no points.csv")
             tell(Sweep(folder))
         return 0
-    import report  # draws by matplotlib, which nothing else needs
+    from sweeps import report  # draws by matplotlib, which nothing else needs
 
     for folder in folders:
         try:

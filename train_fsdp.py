@@ -13,7 +13,7 @@ if __name__ == "__main__":
     # announces the end of the allocation by one; the loop saves and leaves.
     import signal
 
-    import terminal
+    from runtime import terminal
 
     terminal.make_safe()
     RECEIVED: list[int] = []
@@ -45,19 +45,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import agree
 import checkpoint
 import data
-import dryrun
-import intake
 import mesh
 import prepare
-import profiling
 import shard
 import vit
-from assemble import blank_model, completed, planned, spread, start_record
-from collectives import Collective, counted_once, payload
-from flags import (
+from planner import dryrun
+from runtime import agree, intake, profiling
+from runtime.assemble import blank_model, completed, planned, spread, start_record
+from runtime.collectives import Collective, counted_once, payload
+from runtime.flags import (
     DTYPES,
     LAST_WORD_SECONDS,
     PATIENCE,
@@ -68,8 +66,8 @@ from flags import (
     refuse,
     sizes,
 )
-from log import Log, describe, device_memory, open_log, start_over
-from restart import Saves, candidates, resume
+from runtime.log import Log, describe, device_memory, open_log, start_over
+from runtime.restart import Saves, candidates, resume
 
 # ---------------------------------------------------------------------------------------------
 # The step

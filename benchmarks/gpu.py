@@ -29,14 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # Behind this folder, or `import checkpoint` would find its namesake beside this file.
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
 
-import agree  # noqa: E402
-import assemble  # noqa: E402
 import mesh  # noqa: E402
 import plan  # noqa: E402
-import profiling  # noqa: E402
 import train_fsdp  # noqa: E402
 import vit  # noqa: E402
-from machines import MACHINES  # noqa: E402
+from planner.machines import MACHINES  # noqa: E402
+from runtime import agree, assemble, profiling  # noqa: E402
 
 WARM, TIMED = 3, 5  # steps
 SECONDS = {False: 15.0, True: 60.0}  # that a case takes, about: eager, compiled

@@ -29,15 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # Behind this folder, or `import checkpoint` would find its namesake beside this file.
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
 
-import agree  # noqa: E402
-import assemble  # noqa: E402
 import data  # noqa: E402
-import flags  # noqa: E402
-import intake  # noqa: E402
 import mesh  # noqa: E402
 import train_fsdp  # noqa: E402
 import vit  # noqa: E402
-from log import open_log  # noqa: E402
+from runtime import agree, assemble, flags, intake  # noqa: E402
+from runtime.log import open_log  # noqa: E402
 
 BEFORE = 3  # steps that nobody counts
 

@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # Behind this folder, or `import checkpoint` would find its namesake beside this file.
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
 
-import agree  # noqa: E402
 import checkpoint  # noqa: E402
 import data  # noqa: E402
 import mesh  # noqa: E402
 import shard  # noqa: E402
 import vit  # noqa: E402
+from runtime import agree  # noqa: E402
 
 
 def main() -> int:

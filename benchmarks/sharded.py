@@ -29,9 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # Behind this folder, or `import checkpoint` would find its namesake beside this file.
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
 
-import agree  # noqa: E402
-import assemble  # noqa: E402
-import collectives  # noqa: E402
 import data  # noqa: E402
 import mesh  # noqa: E402
 import plan  # noqa: E402
@@ -39,6 +36,7 @@ import shard  # noqa: E402
 import train_fsdp  # noqa: E402
 import vit  # noqa: E402
 from benchmarks import peers  # noqa: E402
+from runtime import agree, assemble, collectives  # noqa: E402
 
 OURS, PEER = ("ddp", "full_shard", "hybrid"), "transformers"
 SMALL = 1000  # bytes: norms and checks, not parameters

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import checkpoint  # noqa: E402
 import mesh  # noqa: E402
-import restart  # noqa: E402
+from runtime import restart  # noqa: E402
 
 FLAGS = {"model": "tiny", "seed": 0, "blr": 1e-3, "clip": None, "out": "a", "steps": 10}
 FACTS = {"flags": FLAGS, "in_a_row": 1, "scaler": {"scale": 65536.0, "growth_factor": 2.0,

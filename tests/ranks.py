@@ -384,8 +384,8 @@ def one_run(job: dict[str, Any], rank: int) -> None:
 
     import checkpoint
     import data
-    import restart
     import train_fsdp
+    from runtime import restart
 
     vit.MODELS["nano"] = NANO
     out = Path(job["out"])

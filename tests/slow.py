@@ -14,10 +14,10 @@ from unittest.mock import patch
 from ranks import agreed_port
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import collectives
 import data
 import train_fsdp
 import vit
+from runtime import collectives
 
 CAUSES = ("input", "communication", "compute")
 FLAGS = [

@@ -1,4 +1,4 @@
-"""agree.py: what all ranks decide together, and who is named when nothing moves."""
+"""runtime/agree.py: what all ranks decide together, and who is named when nothing moves."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from parity import TILES
 from ranks import environment, free_port, processes_of, read_log
 from test_mesh import CPU, on_ranks, result_or_error
 
-import agree
+from runtime import agree
 
 # --- once for all
 
@@ -146,7 +146,8 @@ def test_finite_check(three, name):
 
 WAIT = """
 import os, sys, time, torch, torch.distributed as dist
-import agree, mesh
+import mesh
+from runtime import agree
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ranks = mesh.read_ranks(os.environ)
 os.environ["TORCH_FR_BUFFER_SIZE"] = "100"

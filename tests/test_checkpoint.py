@@ -40,11 +40,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import checkpoint
 import mesh
-import restart
 import shard
 import train_fsdp
 import vit
-from restart import SCALER
+from runtime import restart
+from runtime.restart import SCALER
 
 CONFIG = vit.ViTConfig(32, 3, 64, 2, 8, decoder_width=32, decoder_depth=2, decoder_heads=2)
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from conftest import ROOT
 from ranks import Result, Run, read_log, run_ranks
 
 import checkpoint
-import restart
 import train_fsdp
-from flags import save_interval
+from runtime import restart
+from runtime.flags import save_interval
 
 TILES = ROOT / "examples" / "tiles" / "train"
 BATCH = 8

@@ -1,4 +1,4 @@
-"""kernels.py: the same numbers as PyTorch's own choice, and the choice really made."""
+"""runtime/kernels.py: the same numbers as PyTorch's own choice, and the choice really made."""
 
 import collections
 
@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kernels
 import vit
+from runtime import kernels
 
 CPU = torch.device("cpu")
 OWN = vit.Kernels(kernels.Linear, kernels.attention)

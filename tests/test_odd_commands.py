@@ -12,13 +12,13 @@ import pytest
 from conftest import ROOT
 
 import checkpoint
-import machines
 import mesh
 import plan
 import prepare
-import ranges
 import sweep
 import train_fsdp
+from planner import machines
+from runtime import ranges
 
 PROGRAMS = {
     "train_fsdp.py": train_fsdp, "plan.py": plan, "mesh.py": mesh, "prepare.py": prepare,
@@ -227,7 +227,7 @@ def test_odd_machine_files(content, tmp_path, capsys):
 @pytest.mark.parametrize("line", [
     "train_fsdp.py --img-size 100000", "train_fsdp.py --dry-run --timeout 1e14",
     "mesh.py --minutes 1e300", "plan.py --mask-ratio inf", "prepare.py pack a b --quality 101",
-    "sweep.py quick --ranks 0", "machines.py --odd", "checkpoint.py verify",
+    "sweep.py quick --ranks 0", "planner/machines.py --odd", "checkpoint.py verify",
 ])  # fmt: skip
 def test_a_process_of_its_own_does_the_same(line, tmp_path):
     program, *argv = line.split()
@@ -239,7 +239,7 @@ def test_a_process_of_its_own_does_the_same(line, tmp_path):
 
 @pytest.mark.parametrize(("program", "imported"), [
     ("plan.py", "torch"), ("mesh.py", "torch"), ("prepare.py", "torch"), ("sweep.py", "argparse"),
-    ("checkpoint.py", "torch"), ("machines.py", "argparse"),
+    ("checkpoint.py", "torch"), ("planner/machines.py", "argparse"),
 ])  # fmt: skip
 def test_ctrl_c_during_the_imports_leaves_no_traceback(program, imported, tmp_path):
     """A real SIGINT, while an import that does not end is under way."""

@@ -21,17 +21,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import agree
 import data
-import demand
-import dryrun
-import flags
-import machines
 import mesh
 import plan
 import shard
 import train_fsdp
 import vit
+from planner import demand, dryrun, machines
+from runtime import agree, flags
 
 sys.path.append(str(ROOT / "examples" / "published"))
 import check

@@ -39,8 +39,8 @@ from test_data import flat_folder, noise_image, stream
 
 import checkpoint
 import data
-import intake
 import prepare
+from runtime import intake
 
 TILES = ROOT / "examples/tiles/train"
 

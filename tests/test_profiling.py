@@ -1,11 +1,11 @@
-"""profiling.py: traces with known answers, and the window of a real run."""
+"""runtime/profiling.py: traces with known answers, and the window of a real run."""
 
 import json
 
 import pytest
 
-import profiling
 import train_fsdp
+from runtime import profiling
 
 
 def event(name: str, cat: str, start: float, end: float, tid: int = 1) -> dict:

@@ -14,12 +14,11 @@ from test_shard import CPU, ROWS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import agree
-import assemble
 import mesh
 import shard
 import train_fsdp
 import vit
+from runtime import agree, assemble
 
 # What hands a number, or a number of numbers, to the host: on a GPU it would wait for the device.
 READS = {

@@ -24,15 +24,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 from ranks import environment, on_ranks
 
-import attempt
-import drawing
-import figures
-import flags
 import plan
-import results
-import studies
 import sweep
-import verdict
+from runtime import flags
+from sweeps import attempt, drawing, figures, results, studies, verdict
 
 PUBLISHED = ROOT / "examples" / "published"
 ALONE_EACH = "hybrid 1 (gradients probably not reduced)"
@@ -540,7 +535,8 @@ SMALL = ["--img-size", "32", "--device", "cpu", "--precision", "fp32", "--worker
 TROUBLE = f"""
 import os, resource, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-import data, log, train_fsdp
+import data, train_fsdp
+from runtime import log
 seed, calls = sys.argv[sys.argv.index("--seed") + 1], []
 normalize, write = data.normalize, log.Log.write
 def disturbed(images):

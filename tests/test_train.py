@@ -17,7 +17,7 @@ from ranks import Run, environment, free_port, read_log, run_ranks
 
 import data
 import train_fsdp
-from flags import batch_sizes, build_parser
+from runtime.flags import batch_sizes, build_parser
 
 SMALL = ["--model", "tiny", "--img-size", "32", "--device", "cpu", "--workers", "0",
          "--save-every", "none"]  # fmt: skip

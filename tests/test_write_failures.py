@@ -19,7 +19,7 @@ from test_train import changed
 
 import checkpoint
 import train_fsdp
-from log import Log
+from runtime.log import Log
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
 ARGV = changed(SMALL, steps="8", keep="9", mode="full_shard")

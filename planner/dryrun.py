@@ -29,17 +29,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-import agree
 import data
-import intake
 import mesh
 import shard
 import vit
-from assemble import blank_model, completed, planned, start_record
-from collectives import Collective, Unsupported, counting
-from flags import complain
-from log import describe
-from restart import candidates, resume
+from runtime import agree, intake
+from runtime.assemble import blank_model, completed, planned, start_record
+from runtime.collectives import Collective, Unsupported, counting
+from runtime.flags import complain
+from runtime.log import describe
+from runtime.restart import candidates, resume
 
 RANKS_PER_NODE = 8  # of Frontier (GCDs) and of DGX machines
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import kernels
 import mesh
 import shard
 import vit
-from flags import DTYPES, STEPS
-from log import versions
+from runtime import kernels
+from runtime.flags import DTYPES, STEPS
+from runtime.log import versions
 
 # What plan.estimate wants to know, under the names of the flags.
 PLANNED_FLAGS = (

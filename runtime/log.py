@@ -15,9 +15,9 @@ import torch
 import torchvision
 from torch import Tensor
 
-import agree
 import mesh
 import shard
+from runtime import agree
 
 # MAE's own recipe ends at 1.5e-4 x 4096 / 256 = 2.4e-3; above twice that AdamW tends to diverge.
 LARGE_LR = 4.8e-3

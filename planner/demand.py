@@ -26,7 +26,7 @@ import torch
 
 import shard
 import vit
-from machines import LINKS, Machine, ring, wire_bytes
+from planner.machines import LINKS, Machine, ring, wire_bytes
 
 GIB = 2**30
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}

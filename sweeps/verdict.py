@@ -2,14 +2,14 @@
 
 Found from what was run side by side: `real` trains on images, `syn` on one batch kept on the
 device, `io` reads only; one device alone sends nothing. Or from a profile in the log. Rows are
-those of results.py. Needs nothing but Python.
+those of sweeps/results.py. Needs nothing but Python.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from results import PROFILE, SETTINGS, SHARDING, Row
+from sweeps.results import PROFILE, SETTINGS, SHARDING, Row
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from flags import RESULT, save_interval
-from log import Log
+from runtime.flags import RESULT, save_interval
+from runtime.log import Log
 
 T = TypeVar("T")
 PAUSES = (1.0, 3.0, 8.0, 20.0)  # seconds before each new try to read what cannot be read now

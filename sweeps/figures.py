@@ -12,8 +12,8 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 
-import verdict
-from drawing import (
+from sweeps import verdict
+from sweeps.drawing import (
     BLACK,
     BLUE,
     GREEN,
@@ -34,7 +34,7 @@ from drawing import (
     sharding,
     style,
 )  # fmt: skip
-from results import Row
+from sweeps.results import Row
 
 
 def scaling_lines(

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import agree
 import data
 import mesh
 import prepare
+from runtime import agree
 
 STAGES = ("read", "decode", "resize", "collate")
 SHOWN = 5  # bad images that are also named on the terminal, of those told at once

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attempt import core_count, last_error, read_text
+from sweeps.attempt import core_count, last_error, read_text
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent.parent
 Point = dict[str, str]
 
 OWN = ("id", "study", "nodes", "ranks")  # columns that are no flags
@@ -220,7 +220,8 @@ def images_in(data: str) -> str:
 ANSWERS = """
 import contextlib, io, json, sys
 import torch
-import flags, plan
+import plan
+from runtime import flags
 def said(main, argv):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

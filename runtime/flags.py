@@ -14,10 +14,10 @@ from typing import NoReturn
 import torch
 
 import mesh
-import ranges
 import shard
 import vit
-from ranges import MOST_SECONDS, MOST_STEPS, filled, number, whole
+from runtime import ranges
+from runtime.ranges import MOST_SECONDS, MOST_STEPS, filled, number, whole
 
 # Flags (and what follows from them) that decide the result: a resumed run must not change them.
 RESULT = (

@@ -9,11 +9,9 @@ from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
-import figures
-import results
-import verdict
-from drawing import Picture, groups, sharding
-from results import Row
+from sweeps import figures, results, verdict
+from sweeps.drawing import Picture, groups, sharding
+from sweeps.results import Row
 
 CAPTIONS = {
     "throughput": "Images/s of the whole job, median and quartiles over the measured steps; "
