@@ -5,7 +5,7 @@
     python plan.py --model 15b --group 4 --explain              # where the numbers come from
 
 Does it fit, with which local batch at most, how many bytes go over which link, and how fast can it
-be at best. No GPU and no process group is needed, for any number of ranks. planner/demand.py says
+be at best. No GPU and no process group is needed, for any number of ranks. planner/memory.py says
 what a step asks of a rank, planner/machines.py what a machine gives; here both meet.
 
 `peak` is live tensors (CUDA's max_memory_allocated), `peak_active` counts freed memory too that
@@ -32,7 +32,8 @@ from typing import Any
 import mesh
 import shard
 import vit
-from planner.demand import (
+from planner.machines import LINKS, MACHINES, Machine, collective_seconds, read_machine, ring
+from planner.memory import (
     GIB,
     PARTS,
     Moment,
@@ -46,7 +47,6 @@ from planner.demand import (
     pending_bytes,
     token_count,
 )
-from planner.machines import LINKS, MACHINES, Machine, collective_seconds, read_machine, ring
 from runtime import flags, terminal
 from runtime.ranges import filled, number
 

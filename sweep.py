@@ -40,7 +40,7 @@ from typing import Any, NoReturn
 
 from runtime import terminal
 from runtime.ranges import MOST_SECONDS, Parser, filled, number, whole
-from sweeps import attempt, results, studies
+from sweeps import attempts, results, studies
 from sweeps.studies import Point
 
 HERE = Path(__file__).resolve().parent
@@ -72,13 +72,13 @@ class Sweep:
             both = sorted({*old["study"].split(), *point["study"].split()})
             known[point["id"]] = point | {"study": " ".join(both)}
             self.folder(point["id"]).mkdir(parents=True, exist_ok=True)
-            attempt.write_json(self.folder(point["id"]) / "plan.json", plan)
+            attempts.write_json(self.folder(point["id"]) / "plan.json", plan)
         flags = {name for point in known.values() for name in point} - {*studies.OWN}
         results.write_table(self.out / "points.csv", known.values(), (*studies.OWN, *sorted(flags)))
 
     def plan(self, name: str) -> dict[str, Any]:
         """What plan.py said of a point."""
-        return attempt.read_json(self.folder(name) / "plan.json")
+        return attempts.read_json(self.folder(name) / "plan.json")
 
     def planned(
         self, planner: studies.Planner, point: Point, machine: str | None, memory_gib: float | None
@@ -98,7 +98,7 @@ class Sweep:
     def look(self, name: str) -> tuple[str, int]:
         """(state, attempts so far) of a point; `skipped` and `queued` are ours."""
         folder = self.folder(name)
-        state, made = attempt.look(folder, listed)
+        state, made = attempts.look(folder, listed)
         if state == "waiting":
             job = folder / "job"
             if job.exists() and listed(job.read_text()):
@@ -114,8 +114,8 @@ class Sweep:
         """
         points, path, own = self.points(), self.out / "results.csv", set[tuple[str, str]]()
         for point in points:
-            for made in attempt.attempts(self.folder(point["id"])):
-                own.add((point["id"], results.start_of(attempt.read_state(made))))
+            for made in attempts.attempts(self.folder(point["id"])):
+                own.add((point["id"], results.start_of(attempts.read_state(made))))
         ids, others = {point["id"] for point in points}, list[results.Row]()
         for row in results.read_table(path) if path.exists() else []:
             started = row["started"] or ""
@@ -137,15 +137,15 @@ def run_point(sweep: Sweep, point: Point, script: Path, limit: float, again: boo
     folder, job = sweep.folder(point["id"]), slurm_job(os.environ)
     state, made = sweep.look(point["id"])
     if state == "running":
-        newest = attempt.attempts(folder)[-1]
-        facts = attempt.read_state(newest)
+        newest = attempts.attempts(folder)[-1]
+        facts = attempts.read_state(newest)
         if job or facts["job"] or facts["host"] != platform.node():
             return state
-        return attempt.adopt(newest)["state"]
+        return attempts.adopt(newest)["state"]
     if state not in ("waiting", "queued") and not (again and state in ("failed", "timed out")):
         return state
     more = {"cores": int(os.environ["SLURM_CPUS_ON_NODE"])} if job else {}
-    mine = attempt.claim(folder, made + 1, job=job, **more)
+    mine = attempts.claim(folder, made + 1, job=job, **more)
     if mine is None:
         return "running"
     unsaved = ["--resume", "none", "--save-every", "none"]
@@ -168,7 +168,7 @@ def run_point(sweep: Sweep, point: Point, script: Path, limit: float, again: boo
         if point["ranks"] != "1":
             torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
             command[1:1] = [*torchrun, point["ranks"], "--"]
-    return attempt.run(mine, command, environ, limit, HERE)["state"]
+    return attempts.run(mine, command, environ, limit, HERE)["state"]
 
 
 def run_here(

@@ -51,10 +51,10 @@ import mesh
 import prepare
 import shard
 import vit
-from planner import dryrun
-from runtime import agree, intake, profiling
+from planner import dry_run
+from runtime import agreement, intake, step_profile
 from runtime.assemble import blank_model, completed, planned, spread, start_record
-from runtime.collectives import Collective, counted_once, payload
+from runtime.comm_counter import Collective, counted_once, payload
 from runtime.flags import (
     DTYPES,
     LAST_WORD_SECONDS,
@@ -67,7 +67,7 @@ from runtime.flags import (
     sizes,
 )
 from runtime.log import Log, describe, device_memory, open_log, start_over
-from runtime.restart import Saves, candidates, resume
+from runtime.resume import Saves, candidates, resume
 
 # ---------------------------------------------------------------------------------------------
 # The step
@@ -83,7 +83,7 @@ def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    finite: agree.FiniteCheck,
+    finite: agreement.FiniteCheck,
     scaler: torch.amp.GradScaler | None,
     batches: Sequence[tuple[Tensor, Tensor]],
     *,
@@ -92,7 +92,7 @@ def train_step(
     mask_ratio: float,
     clip: float | None,
     dtype: torch.dtype,
-    flags: agree.StepFlags = agree.NO_FLAGS,
+    flags: agreement.StepFlags = agreement.NO_FLAGS,
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step over the accumulation steps `batches`, each (images, noise) on the device.
 
@@ -121,9 +121,9 @@ def gradients(
 
 
 def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, finite: agree.FiniteCheck,
+    model: nn.Module, optimizer: torch.optim.Optimizer, finite: agreement.FiniteCheck,
     scaler: torch.amp.GradScaler | None, total: Tensor, *, step: int, lr: float,
-    clip: float | None, flags: agree.StepFlags = agree.NO_FLAGS,
+    clip: float | None, flags: agreement.StepFlags = agreement.NO_FLAGS,
 ) -> Tensor:  # fmt: skip
     """Apply the gradients, unless the ranks find them bad; returns their norm ()."""
     if scaler:
@@ -163,7 +163,7 @@ def loop(
     batches: Iterator[intake.Batch],
     log: Log,
     train: Callable[..., tuple[Tensor, Tensor]] | None,
-    finite: agree.FiniteCheck,
+    finite: agreement.FiniteCheck,
     lr_of: Callable[[int], float],
     saves: Saves | None,
     told_to_stop: Callable[[], bool],
@@ -210,7 +210,7 @@ def loop(
 
         # step
         moved("training", step)
-        flags = agree.StepFlags(stop=told_to_stop(), bad_images=inputs.news,
+        flags = agreement.StepFlags(stop=told_to_stop(), bad_images=inputs.news,
                                 save=saves is not None and saves.due_by_clock(),
                                 no_batch=failure is not None)  # fmt: skip
         if train:
@@ -250,7 +250,7 @@ def loop(
 
         # log
         if log_now:
-            mean_loss = agree.mean_over_ranks(loss) if loss is not None else None
+            mean_loss = agreement.mean_over_ranks(loss) if loss is not None else None
             if job.device.type == "cuda":
                 torch.cuda.synchronize(job.device)  # --run io has read nothing yet
             seconds = (time.perf_counter() - mark) / (done - since)
@@ -301,7 +301,7 @@ def loop(
     record |= device_memory(job.device)
     record |= {"seconds": seconds, "data_share": (all_waited + waited) / seconds}
     if reason == "done" and last_losses:
-        record["loss"] = agree.mean_over_ranks(torch.stack(list(last_losses)).nanmean())
+        record["loss"] = agreement.mean_over_ranks(torch.stack(list(last_losses)).nanmean())
     return record
 
 
@@ -314,14 +314,14 @@ def loader_error(error: Exception) -> str:
 
 def first_problem(failure: str | None) -> str:
     """The sentence, on all ranks, of the first whose loader has failed. Collective."""
-    every = agree.gathered(failure) or []
+    every = agreement.gathered(failure) or []
 
     def sentence() -> str:
         failed = [rank for rank, text in enumerate(every) if text]
         more = f"; {len(failed) - 1} more ranks too" if len(failed) > 1 else ""
         return f"rank {failed[0]} has no data {every[failed[0]]}{more}"
 
-    return agree.together(sentence)
+    return agreement.together(sentence)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class Crew:
     ) -> None:  # fmt: skip
         """ConnectionError where this rank finds no others, ValueError as of mesh. Collective.
 
-        `timeout` in seconds, as --timeout; `folder` and `give_up` as of agree.Watchdog.
+        `timeout` in seconds, as --timeout; `folder` and `give_up` as of agreement.Watchdog.
         """
         self.rank, who = ranks.rank, f"rank {ranks.rank} of {ranks.world_size}"
         # collectives that the watchdog may dump
@@ -348,10 +348,10 @@ class Crew:
             complain(f"{who} has no answer from {where}: rank 0 stands still, or the port is "
                      "another program's")  # fmt: skip
 
-        with agree.at_most(PATIENCE * timeout + 10, no_answer):
+        with agreement.at_most(PATIENCE * timeout + 10, no_answer):
             try:
                 mesh.init_ranks(ranks, device, timeout_minutes=PATIENCE * timeout / 60)
-                self.watch = agree.Watchdog(
+                self.watch = agreement.Watchdog(
                     ranks.rank, ranks.world_size, ranks.init, seconds=timeout, patience=PATIENCE,
                     folder=folder, give_up=give_up,
                 )  # fmt: skip
@@ -370,7 +370,7 @@ class Crew:
 
     def refuse(self, error: Exception) -> int:
         """Rank 0 says what all have found wrong, and all leave. Returns the exit status."""
-        if isinstance(error, RuntimeError) and agree.is_peer_failure(error) is not False:
+        if isinstance(error, RuntimeError) and agreement.is_peer_failure(error) is not False:
             self.abandon(error)
         if self.rank == 0:
             complain(str(error))
@@ -378,7 +378,7 @@ class Crew:
 
     def abandon(self, error: RuntimeError) -> NoReturn:
         """Leave at once where the others are lost or this rank has no data; other errors go up."""
-        lost = agree.is_peer_failure(error)
+        lost = agreement.is_peer_failure(error)
         if isinstance(error, intake.NoData):
             what = "has no data"
         elif lost:
@@ -413,13 +413,13 @@ def zero_loss(batch: intake.Batch, patch: int, norm_pix: bool) -> Tensor:
 
 def profile_window(
     log: Log, rank: int, device: torch.device, out: str, begin: int, left: int, steps: int
-) -> profiling.Window | None:
+) -> step_profile.Window | None:
     """Of so many `steps` of rank 0; None, with a warning, where too few are `left`."""
-    needed, first = profiling.WARM + steps, begin + profiling.WARM
+    needed, first = step_profile.WARM + steps, begin + step_profile.WARM
     if needed > left:
         log.warn(f"no profile: it needs {needed} steps to go")
         return None
-    return profiling.Window(
+    return step_profile.Window(
         first=first, steps=steps, rank=rank, device=device, ranks=[0],
         folder=os.path.join(out, "profile"), report=partial(tell_profile, log, first, steps),
     )  # fmt: skip
@@ -427,16 +427,16 @@ def profile_window(
 
 def tell_profile(log: Log, first: int, steps: int, found: dict[str, float] | str | None) -> None:
     """What the profiled ranks found, in the log and on the terminal. Collective."""
-    every = agree.gathered(found) or []
+    every = agreement.gathered(found) or []
     ranks = {rank: seconds for rank, seconds in enumerate(every) if isinstance(seconds, dict)}
     for problem in sorted({text for text in every if isinstance(text, str)}):
         log.warn(f"no profile: {problem}")
     if ranks:
-        mean = {k: statistics.fmean(r[k] for r in ranks.values()) for k in profiling.KINDS}
+        mean = {k: statistics.fmean(r[k] for r in ranks.values()) for k in step_profile.KINDS}
         whole = sum(mean.values())
         log.write("profile", first_step=first + 1, steps=steps, ranks=list(ranks), **mean,
                   shares={kind: seconds / whole for kind, seconds in mean.items()})  # fmt: skip
-        for line in profiling.table(ranks, first):
+        for line in step_profile.table(ranks, first):
             log.say(line)
 
 
@@ -475,7 +475,7 @@ def mark_done(out: str, done: bool) -> None:
             raise ValueError(f"{path} cannot be {'written' if done else 'removed'} ({error}): move "
                              "it away, or make its folder writable") from None  # fmt: skip
 
-    agree.together(change)
+    agreement.together(change)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -503,9 +503,9 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
 
     # ranks and device, and all that can be refused before any rank waits for another
     try:
-        pretend = partial(dryrun.pretended_ranks, args.world_size, os.environ)
+        pretend = partial(dry_run.pretended_ranks, args.world_size, os.environ)
         ranks = pretend() if args.dry_run else mesh.read_ranks(os.environ)
-        device = dryrun.CPU if args.dry_run else mesh.pick_device(args.device, ranks)
+        device = dry_run.CPU if args.dry_run else mesh.pick_device(args.device, ranks)
         world = ranks.world_size
         if world == 1:  # several look for it together, once they have met
             intake.check_folder(args.data)
@@ -532,7 +532,7 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
     if args.dry_run:
         halves = (partial(gradients, mask_ratio=args.mask_ratio, dtype=dtype),
                   partial(update, step=0, lr=lr, clip=args.clip))  # fmt: skip
-        return dryrun.dry_run(flags, config, ranks, shape, lr, build, *halves)
+        return dry_run.dry_run(flags, config, ranks, shape, lr, build, *halves)
 
     # the ranks find each other
     log = Log(None)
@@ -568,7 +568,7 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
     steps = chosen["steps"]
     model = blank_model(config, args.img_size, args.norm_pix_loss, device)
     params = sum(p.numel() for p in model.parameters())
-    finite = agree.FiniteCheck(device, args.max_skips)
+    finite = agreement.FiniteCheck(device, args.max_skips)
     train: Callable[..., tuple[Tensor, Tensor]] | None = None
     begin = 0
     found: list[Path] = []
@@ -662,7 +662,7 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
     end["payload_bytes"] = payload(sent, shape)
     if "loss" in end and first:
         zero = zero_loss(first[0], config.patch, args.norm_pix_loss)
-        end["loss_of_zero"] = agree.mean_over_ranks(zero)
+        end["loss_of_zero"] = agreement.mean_over_ranks(zero)
     kept = None
     if saves:
         finished = end["reason"] == "done"

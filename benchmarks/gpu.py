@@ -34,7 +34,7 @@ import plan  # noqa: E402
 import train_fsdp  # noqa: E402
 import vit  # noqa: E402
 from planner.machines import MACHINES  # noqa: E402
-from runtime import agree, assemble, profiling  # noqa: E402
+from runtime import agreement, assemble, step_profile  # noqa: E402
 
 WARM, TIMED = 3, 5  # steps
 SECONDS = {False: 15.0, True: 60.0}  # that a case takes, about: eager, compiled
@@ -100,7 +100,7 @@ def build(row: Row, img_size: int, device: torch.device) -> Callable[[], None]:
         mode="ddp", precision="bf16", reduce_dtype="fp32", lr=1e-5, weight_decay=0.05,
         ac=row.ac, compile_blocks=row.compiled,
     )  # fmt: skip
-    finite, steps = agree.FiniteCheck(device), iter(range(10**6))
+    finite, steps = agreement.FiniteCheck(device), iter(range(10**6))
     images = torch.randint(0, 256, (row.batch, 3, img_size, img_size), device=device)
     noise = torch.rand(row.batch, vit.patch_count(config, img_size), device=device)
     batches = [(images.to(torch.uint8), noise)]
@@ -208,7 +208,7 @@ def kind_of(kernel: str) -> str:
 def by_kind(trace: Path) -> dict[str, float]:
     """Seconds a step of each kind of kernel in a trace of two steps."""
     found = dict.fromkeys([*KINDS, OTHER], 0.0)
-    for name, seconds in profiling.by_kernel(profiling.read_trace(trace), 2):
+    for name, seconds in step_profile.by_kernel(step_profile.read_trace(trace), 2):
         found[kind_of(name)] += seconds
     return found
 

@@ -33,7 +33,7 @@ import data  # noqa: E402
 import mesh  # noqa: E402
 import train_fsdp  # noqa: E402
 import vit  # noqa: E402
-from runtime import agree, assemble, flags, intake  # noqa: E402
+from runtime import agreement, assemble, flags, intake  # noqa: E402
 from runtime.log import open_log  # noqa: E402
 
 BEFORE = 3  # steps that nobody counts
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         assemble.blank_model(config, args.img_size, True, device), grid, seed=0, device=device,
         mode=args.mode, precision=args.precision, reduce_dtype="fp32", lr=1e-5, weight_decay=0.05,
     )  # fmt: skip
-    finite = agree.FiniteCheck(device)
+    finite = agreement.FiniteCheck(device)
     train = partial(train_fsdp.train_step, model, optimizer, finite, scaler, mask_ratio=0.75,
                     clip=None, dtype=flags.DTYPES[args.precision])  # fmt: skip
     files = data.scan(args.data) if args.data else None

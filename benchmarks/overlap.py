@@ -29,7 +29,7 @@ import data  # noqa: E402
 import mesh  # noqa: E402
 import shard  # noqa: E402
 import vit  # noqa: E402
-from runtime import agree  # noqa: E402
+from runtime import agreement  # noqa: E402
 
 
 def main() -> int:
@@ -69,10 +69,10 @@ def main() -> int:
         loss.backward()
         shard.optimizer_step(optimizer, nothing)
         optimizer.zero_grad()
-        agree.mean_over_ranks(loss)
+        agreement.mean_over_ranks(loss)
         return time.perf_counter() - started
 
-    folder = args.dir or agree.together(tempfile.mkdtemp)
+    folder = args.dir or agreement.together(tempfile.mkdtemp)
     saver = checkpoint.Saver(folder, model, optimizer, keep=1, group=gloo, background=True)
     alone, beside, copies, saves = [], [], [], []
     for _ in range(3):
@@ -88,7 +88,7 @@ def main() -> int:
             beside.append(step())  # began while it was written
             # the same on all ranks: as long as one of them writes
             busy = torch.tensor(float(saver.pending is not None and not saver.pending.done()))
-            writing = agree.mean_over_ranks(busy.to(device)) > 0
+            writing = agreement.mean_over_ranks(busy.to(device)) > 0
         saver.finish()
         saves.append(time.perf_counter() - started)
     if ranks.rank == 0:

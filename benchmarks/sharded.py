@@ -36,7 +36,7 @@ import shard  # noqa: E402
 import train_fsdp  # noqa: E402
 import vit  # noqa: E402
 from benchmarks import peers  # noqa: E402
-from runtime import agree, assemble, collectives  # noqa: E402
+from runtime import agreement, assemble, comm_counter  # noqa: E402
 
 OURS, PEER = ("ddp", "full_shard", "hybrid"), "transformers"
 SMALL = 1000  # bytes: norms and checks, not parameters
@@ -51,7 +51,7 @@ def ours(
         assemble.blank_model(config, img_size, True, device), grid, seed=0, device=device,
         mode=mode, precision="fp32", reduce_dtype="fp32", lr=1e-5, weight_decay=0.05,
     )  # fmt: skip
-    finite, steps = agree.FiniteCheck(device), iter(range(10**6))
+    finite, steps = agreement.FiniteCheck(device), iter(range(10**6))
 
     def step() -> object:
         return train_fsdp.train_step(
@@ -83,7 +83,7 @@ def theirs(
     return step
 
 
-def alone(grid: DeviceMesh, sent: Sequence[collectives.Collective], rounds: int) -> float:
+def alone(grid: DeviceMesh, sent: Sequence[comm_counter.Collective], rounds: int) -> float:
     """Seconds of these collectives and nothing else, one after the other; median of the rounds."""
     groups = {"shard": grid.get_group("shard"), "replicate": grid.get_group("replicate"),
               "world": dist.group.WORLD}  # fmt: skip
@@ -140,12 +140,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         built[mode] = ours(mode, grids[mode], config, batch, args.img_size)
     built[PEER] = theirs(config, batch, args.img_size)
-    sent: dict[str, list[collectives.Collective]] = {}
+    sent: dict[str, list[comm_counter.Collective]] = {}
     for name, step in built.items():
         for _ in range(3):  # DDP builds its buckets anew after the first
             step()
-        found: list[collectives.Collective] = []
-        with collectives.counting(grids[name], found):
+        found: list[comm_counter.Collective] = []
+        with comm_counter.counting(grids[name], found):
             step()
         sent[name] = [c for c in found if c.size > SMALL]
     seconds: dict[str, list[float]] = {name: [] for name in built}

@@ -42,7 +42,7 @@ import data  # noqa: E402
 import mesh  # noqa: E402
 import train_fsdp  # noqa: E402
 import vit  # noqa: E402
-from runtime import agree, assemble, flags  # noqa: E402
+from runtime import agreement, assemble, flags  # noqa: E402
 
 CONTESTANTS = ("vit", "ddp", "hybrid", "transformers", "timm")
 OURS = ("vit", "ddp", "hybrid")
@@ -139,7 +139,7 @@ def script_step(mode: str, case: Case) -> Step:
         device=device, mode=mode, precision=case.precision, reduce_dtype="fp32", lr=1e-5,
         weight_decay=0.05, compile_blocks=case.compiled,
     )  # fmt: skip
-    finite, batch, count = agree.FiniteCheck(device), inputs(case), [0]
+    finite, batch, count = agreement.FiniteCheck(device), inputs(case), [0]
     dtype, forward = flags.DTYPES[case.precision], [0.0]
 
     def mark(*_: Any) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import mesh
 import shard
 import vit
-from runtime import kernels
+from runtime import cpu_kernels
 from runtime.flags import DTYPES, STEPS
 from runtime.log import versions
 
@@ -40,7 +40,7 @@ def blank_model(
 ) -> nn.Module:
     """The model, for a device but not on it yet: shapes alone."""
     cpu = device.type == "cpu"  # the fast products and attention of a GPU are PyTorch's own
-    own = vit.Kernels(kernels.Linear, kernels.attention) if cpu else vit.PYTORCH
+    own = vit.Kernels(cpu_kernels.Linear, cpu_kernels.attention) if cpu else vit.PYTORCH
     with torch.device("meta"):
         return vit.ViTMAE(config, img_size, norm_pix_loss, own)
 
@@ -71,7 +71,7 @@ def attention_kernels(
     patches = vit.patch_count(c, chosen["img_size"])
     kept = vit.kept_patches(patches, chosen["mask_ratio"])
     return {
-        part: kernels.attention_kernel(heads, width // heads, tokens + 1, dtype, device)
+        part: cpu_kernels.attention_kernel(heads, width // heads, tokens + 1, dtype, device)
         for part, heads, width, tokens in (
             ("encoder", c.heads, c.width, kept),
             ("decoder", c.decoder_heads, c.decoder_width, patches),

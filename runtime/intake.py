@@ -22,7 +22,7 @@ from torch import Tensor
 import data
 import mesh
 import prepare
-from runtime import agree
+from runtime import agreement
 
 STAGES = ("read", "decode", "resize", "collate")
 SHOWN = 5  # bad images that are also named on the terminal, of those told at once
@@ -63,10 +63,10 @@ def share_images(
         files, found, steps = find_images(folder, out, global_batch, partial(print, flush=True))
         return files.index_file if files else None, found, steps
 
-    agree.everywhere(partial(check_folder, folder))
-    index, found, steps = agree.together(find)
+    agreement.everywhere(partial(check_folder, folder))
+    index, found, steps = agreement.together(find)
     load = partial(data.load_index, index or "", folder)
-    return agree.everywhere(load) if index else None, found, steps
+    return agreement.everywhere(load) if index else None, found, steps
 
 
 def stage(
@@ -77,13 +77,13 @@ def stage(
 
     ValueError, on all ranks, where some rank cannot write there. Collective.
     """
-    staged = agree.everywhere(partial(prepare.Staged, files, folder))
+    staged = agreement.everywhere(partial(prepare.Staged, files, folder))
     first = ranks.rank - ranks.local_rank
     if ranks.local_rank == 0:
         mine = partial(wanted, ranks=range(first, first + ranks.local_world_size))
         with signals_blocked():
             prepare.fill_in_background(staged, mine)
-    told = agree.gathered(staged.shortage() if ranks.local_rank == 0 else None) or []
+    told = agreement.gathered(staged.shortage() if ranks.local_rank == 0 else None) or []
     for text in sorted({text for text in told if text})[:3]:
         say(f"warning: {text}")
     return staged
@@ -187,7 +187,7 @@ class Intake:
         self.known: set[str] = set()  # on rank 0: paths listed
         self.cost = torch.zeros(5, dtype=torch.float64)  # bytes, seconds of each stage
         self.read = 0  # images
-        self.count = agree.together(self._known)
+        self.count = agreement.together(self._known)
 
     def _known(self) -> int:
         if os.path.exists(self.path):
@@ -213,9 +213,9 @@ class Intake:
 
         Collective.
         """
-        every = agree.gathered(self.pending)
+        every = agreement.gathered(self.pending)
         self.pending = []
-        self.count, problem = agree.together(partial(self._listed, every or []))
+        self.count, problem = agreement.together(partial(self._listed, every or []))
         return problem
 
     def _listed(self, every: list[list[tuple[str, str, int]]]) -> tuple[int, str | None]:
@@ -243,7 +243,7 @@ class Intake:
 
         `seconds` of the loop, `waiting` the share of them in which this rank had no batch.
         """
-        every = agree.gathered([float(self.read), waiting, *self.cost.tolist()])
+        every = agreement.gathered([float(self.read), waiting, *self.cost.tolist()])
         rows = [
             {
                 "images_per_second": read / seconds, "mb_per_second": cost[0] / seconds / 1e6,

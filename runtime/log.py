@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mesh
 import shard
-from runtime import agree
+from runtime import agreement
 
 # MAE's own recipe ends at 1.5e-4 x 4096 / 256 = 2.4e-3; above twice that AdamW tends to diverge.
 LARGE_LR = 4.8e-3
@@ -87,13 +87,13 @@ class Log:
             f"{waited / seconds:4.0%}  ETA {left}"
         )
 
-    def skip(self, step: int, verdict: agree.Verdict, images: list[str]) -> str:
+    def skip(self, step: int, verdict: agreement.Verdict, images: list[str]) -> str:
         """A step that was not applied: which ranks, which images. Collective.
 
         `images` are the paths of this rank's part of the batch, or none where another rank's loss
         was at fault. Returns the sentence.
         """
-        every = agree.gathered((verdict.mine, images)) or []
+        every = agreement.gathered((verdict.mine, images)) or []
         ranks = [rank for rank, (mine, _) in enumerate(every) if mine]
         paths = [path for _, paths in every for path in paths]
         if verdict.loss:
@@ -137,7 +137,7 @@ def open_log(out: str) -> Log:
             # the run before may have been killed while it wrote
             log.file.write("\n" if old.read().strip() else "")
 
-    agree.together(try_it)
+    agreement.together(try_it)
     return log
 
 
@@ -158,7 +158,7 @@ def start_over(log: Log, out: str) -> None:
         log.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         return other
 
-    if other := agree.together(rename):
+    if other := agreement.together(rename):
         log.say(f"note: this run begins at step 0; the log of an earlier one is now {other}")
 
 

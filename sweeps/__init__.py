@@ -1,5 +1,5 @@
 """Many runs and what they show; nothing here trains or plans, it starts programs that do.
 
-Read studies (which runs), attempt (one run), results (what was measured), verdict (what limits a
-run), figures (drawn with drawing), report. sweep.py, on the top level, is the command.
+Read studies (which runs), attempts (one run), results (what was measured), bottleneck (what limits
+a run), figures (drawn with drawing), report. sweep.py, on the top level, is the command.
 """

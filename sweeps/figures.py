@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 
-from sweeps import verdict
+from sweeps import bottleneck
 from sweeps.drawing import (
     BLACK,
     BLUE,
@@ -90,16 +90,16 @@ def scaling_lines(
 
 def throughput(rows: Sequence[Row], known: dict) -> Picture | None:
     """Images/s against devices, the ideal dashed."""
-    rates = verdict.ideal_rates(rows)
+    rates = bottleneck.ideal_rates(rows)
 
     def ideal(_: Picture, panel: Axes, mine: list[Row]) -> None:
         panel.set_yscale("log")
         plain_log(panel.yaxis, 10)
-        found = groups((r for r in mine if verdict.ideal_key(r) in rates and r.get("world_size")),
-                       verdict.ideal_key)  # fmt: skip
+        key_of = bottleneck.ideal_key
+        found = groups((r for r in mine if key_of(r) in rates and r.get("world_size")), key_of)
         for key, some in found.items():
             rate, of = rates[key]
-            shown = sorted({(r["world_size"], rate * verdict.devices(r)) for r in some})
+            shown = sorted({(r["world_size"], rate * bottleneck.devices(r)) for r in some})
             source = (
                 f", {some[0].get('source')}" if len({r.get("source") for r in rows}) > 1 else ""
             )
@@ -124,13 +124,13 @@ def spread(row: Row) -> tuple[float, float, float] | None:
 
 def efficiency(rows: Sequence[Row], known: dict) -> Picture | None:
     """Speed of a device against the ideal."""
-    rates = verdict.ideal_rates(rows)
+    rates = bottleneck.ideal_rates(rows)
 
     def share(row: Row) -> tuple[float, float, float] | None:
-        rate, rates_of = spread(row), rates.get(verdict.ideal_key(row))
+        rate, rates_of = spread(row), rates.get(bottleneck.ideal_key(row))
         if not rate or not rates_of:
             return None
-        best = rates_of[0] * verdict.devices(row)
+        best = rates_of[0] * bottleneck.devices(row)
         return rate[0] / best, rate[1] / best, rate[2] / best
 
     def ideal(_: Picture, panel: Axes, mine: list[Row]) -> None:
@@ -208,13 +208,13 @@ def options(rows: Sequence[Row], known: dict) -> Picture | None:
 
 def io(rows: Sequence[Row], known: dict) -> Picture | None:
     """Seconds of a step: training, without input, input alone, and on one device alone."""
-    together = groups((r for r in rows if spread(r)), verdict.key)
+    together = groups((r for r in rows if spread(r)), bottleneck.key)
     together = {k: rs for k, rs in together.items() if {"real", "io"} & {r["run"] for r in rs}}
     if not together:
         return None
     picture = Picture("io", "What limits a step: real, synthetic, input alone", 1)
     picture.figure.set_figwidth(max(5.0, 1.9 * len(together) + 1.6))
-    (panel,), rates = picture.panels, verdict.ideal_rates(rows)
+    (panel,), rates = picture.panels, bottleneck.ideal_rates(rows)
     for i, (run, colour, hatch) in enumerate(
         (("real", BLUE, ""), ("syn", ORANGE, "//"), ("io", GREEN, ".."))
     ):
@@ -222,18 +222,18 @@ def io(rows: Sequence[Row], known: dict) -> Picture | None:
         for place, some in enumerate(together.values()):
             for row in (r for r in some if r["run"] == run):
                 lower, middle, upper = spread(row) or (1.0, 1.0, 1.0)
-                step = verdict.seconds(row)
+                step = bottleneck.seconds(row)
                 heights.append((place + (i - 1) * 0.25, step * middle / upper, step,
                                 step * middle / lower))  # fmt: skip
                 picture.drew(run, row, sharding(row), step)
         bars(panel, heights, colour, hatch, run, 0.23)
-    names, words = [], verdict.verdicts(rows)
+    names, words = [], bottleneck.verdicts(rows)
     of = {id(row): word for row, word in zip(rows, words, strict=True)}
     for place, some in enumerate(together.values()):
         row = next((r for r in some if r["run"] == "real"), some[0])
         names.append(f"{row['model']}, {row['world_size']} ranks\n{sharding(row)}\n"
                      f"limit: {getattr(of[id(row)], 'word', 'unknown')}")  # fmt: skip
-        alone = verdict.compute_seconds(row, rates.get(verdict.ideal_key(row)))
+        alone = bottleneck.compute_seconds(row, rates.get(bottleneck.ideal_key(row)))
         if alone[0] is not None:
             panel.hlines(alone[0], place - 0.4, place + 0.4, colors=BLACK, linestyles="--",
                          label=f"compute: {alone[1]}")  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
-from sweeps import figures, results, verdict
+from sweeps import bottleneck, figures, results
 from sweeps.drawing import Picture, groups, sharding
 from sweeps.results import Row
 
@@ -61,7 +61,7 @@ def value(row: Row, name: str, digits: int = 1) -> str:
 def verdict_lines(rows: Sequence[Row]) -> Iterator[str]:
     """A table of what limits what, and what to try next."""
     cells, open_ones = [], Counter[str]()
-    for row, found in zip(rows, verdict.verdicts(rows), strict=True):
+    for row, found in zip(rows, bottleneck.verdicts(rows), strict=True):
         if not found or "options" in row["study"].split():
             continue
         if found.word == "unknown":

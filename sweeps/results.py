@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from sweeps import attempt as attempts
+from sweeps import attempts
 
 Row = dict[str, Any]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sweeps.attempt import core_count, last_error, read_text
+from sweeps.attempts import core_count, last_error, read_text
 
 HERE = Path(__file__).resolve().parent.parent
 Point = dict[str, str]

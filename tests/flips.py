@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import checkpoint  # noqa: E402
 import mesh  # noqa: E402
-from runtime import restart  # noqa: E402
+from runtime import resume  # noqa: E402
 
 FLAGS = {"model": "tiny", "seed": 0, "blr": 1e-3, "clip": None, "out": "a", "steps": 10}
 FACTS = {"flags": FLAGS, "in_a_row": 1, "scaler": {"scale": 65536.0, "growth_factor": 2.0,
@@ -69,9 +69,7 @@ def flips(out: Path, seed: int, seconds: float, at_most: int = 10**9) -> tuple[C
         what = f"bit {bit} of {path.name}"
         try:
             paths = checkpoint.complete(out)[::-1]
-            facts = restart.resume(
-                paths, True, str(out), load, scaler, FLAGS, False, lambda _: None
-            )
+            facts = resume.resume(paths, True, str(out), load, scaler, FLAGS, False, lambda _: None)
             same = all(torch.equal(t, expected[n]) for n, t in values(other, its).items())
             if not same or {key: facts[key] for key in FACTS} != FACTS or facts["step"] != 4:
                 problems.append(f"{what}: another state was loaded")

@@ -385,7 +385,7 @@ def one_run(job: dict[str, Any], rank: int) -> None:
     import checkpoint
     import data
     import train_fsdp
-    from runtime import restart
+    from runtime import resume
 
     vit.MODELS["nano"] = NANO
     out = Path(job["out"])
@@ -393,7 +393,7 @@ def one_run(job: dict[str, Any], rank: int) -> None:
     os.environ["MASTER_PORT"] = agreed_port(out, rank)
     step_now, differ, params, moved, before = -1, 0.0, {}, [], None
     original = (train_fsdp.train_step, data.normalize, vit.ViTMAE.forward)
-    build_loader, due_by_clock = data.build_loader, restart.Saves.due_by_clock
+    build_loader, due_by_clock = data.build_loader, resume.Saves.due_by_clock
     received: list[int] = []
     saves, write_data = iter(range(1000)), checkpoint._Writer.write_data
     attempts, write = iter(range(1000)), checkpoint._write
@@ -449,7 +449,7 @@ def one_run(job: dict[str, Any], rank: int) -> None:
     if job["lost_rank"] == rank:
         data.build_loader = failing_loader
     if job["due_rank"] >= 0:
-        restart.Saves.due_by_clock = lambda self: job["due_rank"] == rank
+        resume.Saves.due_by_clock = lambda self: job["due_rank"] == rank
     if job["fault"]:
         checkpoint._write = write_with_fault
     if job["poison"] and job["poison_rank"] == rank:
@@ -468,7 +468,7 @@ def one_run(job: dict[str, Any], rank: int) -> None:
         status = int(leave.code or 0)
     finally:
         train_fsdp.train_step, data.normalize, vit.ViTMAE.forward = original
-        data.build_loader, restart.Saves.due_by_clock = build_loader, due_by_clock
+        data.build_loader, resume.Saves.due_by_clock = build_loader, due_by_clock
         checkpoint._Writer.write_data, checkpoint._write = write_data, write
         sys.stderr.write(output.getvalue() + errors.getvalue())
     (out / f"status{rank}").write_text(str(status))

@@ -1,4 +1,4 @@
-"""runtime/agree.py: what all ranks decide together, and who is named when nothing moves."""
+"""runtime/agreement.py: what all ranks decide together, and who is named when nothing moves."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from parity import TILES
 from ranks import environment, free_port, processes_of, read_log
 from test_mesh import CPU, on_ranks, result_or_error
 
-from runtime import agree
+from runtime import agreement
 
 # --- once for all
 
@@ -41,12 +41,16 @@ def four_ranks(rank):
         return rank
 
     return {
-        "everywhere": [result_or_error(partial(agree.everywhere, do)) for do in (work, only_two)],
-        "together": [result_or_error(partial(agree.together, do)) for do in (fail, work, refuse)],
-        "nothing": agree.together(lambda: None),
+        "everywhere": [
+            result_or_error(partial(agreement.everywhere, do)) for do in (work, only_two)
+        ],
+        "together": [
+            result_or_error(partial(agreement.together, do)) for do in (fail, work, refuse)
+        ],
+        "nothing": agreement.together(lambda: None),
         "calls": calls,
-        "gathered": agree.gathered({"rank": rank}),
-        "mean": agree.mean_over_ranks(torch.tensor(float(rank))),
+        "gathered": agreement.gathered({"rank": rank}),
+        "mean": agreement.mean_over_ranks(torch.tensor(float(rank))),
     }
 
 
@@ -107,13 +111,13 @@ def three_ranks(rank):
     """By name: for each step whether it is left out, the verdict of the one before and its own."""
     told = {}
     for name, (max_skips, scaled, losses, norms, *_) in FINITE.items():
-        check = agree.FiniteCheck(CPU, max_skips)
+        check = agreement.FiniteCheck(CPU, max_skips)
         told[name] = []
         for step in range(9):  # in the last two a rank has no batch
             loss = torch.tensor(losses.get((rank, step), 1.0))
             norm = torch.tensor(norms.get(step, 1.0))
             raised = {flag: (rank, step) in where for flag, where in FLAGS.items()}
-            skip = check.update(step, loss, norm, scaled, agree.StepFlags(**raised))
+            skip = check.update(step, loss, norm, scaled, agreement.StepFlags(**raised))
             assert (skip.shape, skip.dtype) == ((), torch.float32)
             told[name].append((skip.item(), check.read(step - 1), check.read(step)))
     return told
@@ -130,12 +134,12 @@ def test_finite_check(three, name):
     for rank, told in enumerate(three):
         for step, (skip, before, now) in enumerate(told[name]):
             assert skip == float((skips + "11")[step]), step
-            assert now == agree.Verdict(
+            assert now == agreement.Verdict(
                 mine=(rank, step) in losses,
                 loss=any((r, step) in losses for r in range(3)),
                 norm=step in norms and not scaled,
                 in_a_row=int(rows[min(step, 6)]),
-                flags=agree.StepFlags(**{
+                flags=agreement.StepFlags(**{
                     flag: any((r, step) in where for r in range(3)) for flag, where in FLAGS.items()
                 }),
             )  # fmt: skip
@@ -147,12 +151,12 @@ def test_finite_check(three, name):
 WAIT = """
 import os, sys, time, torch, torch.distributed as dist
 import mesh
-from runtime import agree
+from runtime import agreement
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ranks = mesh.read_ranks(os.environ)
 os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
 mesh.init_ranks(ranks, torch.device("cpu"))
-watch = agree.Watchdog(rank, world, ranks.init, seconds=2, patience=2, folder="stalled",
+watch = agreement.Watchdog(rank, world, ranks.init, seconds=2, patience=2, folder="stalled",
                        give_up=lambda text: print("GIVEN UP:", text, flush=True))
 def sleeps_here():
     time.sleep(1000)

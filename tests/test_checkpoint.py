@@ -43,8 +43,8 @@ import mesh
 import shard
 import train_fsdp
 import vit
-from runtime import restart
-from runtime.restart import SCALER
+from runtime import resume
+from runtime.resume import SCALER
 
 CONFIG = vit.ViTConfig(32, 3, 64, 2, 8, decoder_width=32, decoder_depth=2, decoder_heads=2)
 CPU = torch.device("cpu")
@@ -814,8 +814,8 @@ def test_an_error_of_the_moment_is_not_damage(
     module, name, number, where, folder, finished, capsys, monkeypatch
 ):
     """It is tried again, then ends the run; nothing older is taken, nothing touched."""
-    pauses, slept = len(restart.PAUSES), []
-    monkeypatch.setattr(restart.time, "sleep", slept.append)
+    pauses, slept = len(resume.PAUSES), []
+    monkeypatch.setattr(resume.time, "sleep", slept.append)
     before, original = tree(folder), getattr(module, name)
     always = Unreadable(original, folder / where, number, 10**6)
     monkeypatch.setattr(module, name, always)
@@ -834,7 +834,7 @@ def test_an_error_of_the_moment_is_not_damage(
 
 
 def test_a_missing_shard_is_not_damage(folder, capsys, monkeypatch):
-    monkeypatch.setattr(restart, "PAUSES", (0.0,))
+    monkeypatch.setattr(resume, "PAUSES", (0.0,))
     (folder / "step_00000006" / SHARD).unlink()
     before = tree(folder)
     assert run(folder) == 1 and tree(folder) == before
@@ -1030,7 +1030,7 @@ SIX = changed(ARGV, steps="6", save_every="2", keep="9", mode="full_shard")
 def resumes() -> None:
     """The same command in each folder; in "unreadable R" rank R cannot read, and then it can."""
     base, rank = Path(os.environ["CHECKPOINTS"]), int(os.environ["RANK"])
-    restart.PAUSES = (0.0, 0.0)
+    resume.PAUSES = (0.0, 0.0)
     for case in sorted(p.name for p in base.iterdir()):
         for turn in range(1 + case.startswith("unreadable")):
             with pytest.MonkeyPatch.context() as patch:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import train_fsdp
 import vit
-from planner import demand, dryrun
+from planner import dry_run, memory
 
 TINY = ["--model", "tiny", "--img-size", "32", "--batch", "2", "--device", "cpu", "--workers", "0"]
 
@@ -35,12 +35,12 @@ def one_process(monkeypatch):
             monkeypatch.delenv(name)
 
 
-def simulated(ranks: int, flags: str, monkeypatch) -> dryrun.Simulation:
+def simulated(ranks: int, flags: str, monkeypatch) -> dry_run.Simulation:
     """What a dry run of the tiny model on so many ranks found."""
     found = []
-    simulate = dryrun.simulate
+    simulate = dry_run.simulate
     with monkeypatch.context() as patch:
-        patch.setattr(dryrun, "simulate", lambda *a: found.append(simulate(*a)) or found[-1])
+        patch.setattr(dry_run, "simulate", lambda *a: found.append(simulate(*a)) or found[-1])
         argv = [*TINY, *flags.split(), "--dry-run", "--world-size", str(ranks)]
         assert train_fsdp.main([*argv, "--out", "never-made"]) == 0
     (simulation,) = found
@@ -153,7 +153,7 @@ def test_what_a_rank_keeps_is_what_arithmetic_says(ranks, flags, group, monkeypa
 def test_checkpointing_saves_activations(monkeypatch):
     flags = "--mode full_shard --img-size 96 --batch 16"
     none, full = (simulated(4, f"{flags} --ac {ac}", monkeypatch) for ac in ("none", "full"))
-    mine = [dryrun.part_of(s.peak, "activations") for s in (none, full)]
+    mine = [dry_run.part_of(s.peak, "activations") for s in (none, full)]
     # 4 blocks of 37 tokens and 2 of 145; all but the one worked on keep their input alone
     assert mine[1] < 0.6 * mine[0] and full.after == none.after
 
@@ -244,7 +244,7 @@ def test_a_torch_without_the_private_parts_is_one_sentence(monkeypatch, capsys):
 
 def test_private_parts_are_imported_where_they_are_used():
     """In a function for each need: another PyTorch must not break a file by its import."""
-    allowed = {("planner/dryrun.py", "private_parts"), ("runtime/collectives.py", "counting")}
+    allowed = {("planner/dry_run.py", "private_parts"), ("runtime/comm_counter.py", "counting")}
     private = ("torch._subclasses", "torch.testing._internal", "torch.distributed._tools",
                "torch.utils._python_dispatch")  # fmt: skip
     rooms = [
@@ -304,7 +304,7 @@ def test_the_plan_is_printed_beside_and_nothing_is_written(tmp_path, monkeypatch
         "  all_gather: planned 13 of 1,000 bytes, simulated 22 of ",
     ):  # fmt: skip
         assert line in out
-    planned = [float(rows[part][-1]) for part in dryrun.PARTS]
+    planned = [float(rows[part][-1]) for part in dry_run.PARTS]
     assert planned == [1.25, 2.5, 3.75, 0.75, 4.25, 0.5] and sum(planned) == 13.0
     assert rows["all"][2] == "13.000" and float(rows["all"][0]) > float(rows["all"][1]) > 0
     assert len(asked) == 2 and asked[0] == asked[1]  # for what the log begins with, for the report
@@ -326,16 +326,16 @@ def test_the_rows_of_memory_add_up_to_the_last(flags, capsys):
     table = capsys.readouterr().out.partition("memory of a rank, GiB")[2].splitlines()[1:]
     words = [line.split() for line in table if line[:2] == "  " != line[2:4]]
     rows = {name: [float(size) for size in sizes] for name, *sizes in words
-            if name in (*dryrun.PARTS, "all")}  # fmt: skip
-    columns = zip(*(rows[part] for part in dryrun.PARTS), strict=True)
+            if name in (*dry_run.PARTS, "all")}  # fmt: skip
+    columns = zip(*(rows[part] for part in dry_run.PARTS), strict=True)
     assert rows["all"] == pytest.approx([sum(column) for column in columns], abs=0.0031)
 
 
 def test_each_part_of_memory_stands_in_one_row(monkeypatch):
     peak = simulated(4, "--mode full_shard", monkeypatch).peak
-    assert set(peak) <= {category for row in dryrun.PARTS.values() for category in row}
-    parts = [name for row in dryrun.PARTS for name in dryrun.PLANNED_PARTS.get(row, (row,))]
-    assert sorted(parts) == sorted(demand.PARTS)
+    assert set(peak) <= {category for row in dry_run.PARTS.values() for category in row}
+    parts = [name for row in dry_run.PARTS for name in dry_run.PLANNED_PARTS.get(row, (row,))]
+    assert sorted(parts) == sorted(memory.PARTS)
 
 
 @pytest.mark.parametrize(("flags", "reason"), [

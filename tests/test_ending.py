@@ -16,7 +16,7 @@ from ranks import Result, Run, read_log, run_ranks
 
 import checkpoint
 import train_fsdp
-from runtime import restart
+from runtime import resume
 from runtime.flags import save_interval
 
 TILES = ROOT / "examples" / "tiles" / "train"
@@ -243,7 +243,7 @@ def test_a_run_that_was_told_where_to_begin_says_how_it_continues(tmp_path, caps
 def test_saving_by_the_clock(tmp_path, monkeypatch):
     """A clock that runs a second whenever it is asked: 3 s are over in the fourth step."""
     clock = itertools.count()
-    monkeypatch.setattr(restart, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(resume, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert run(tmp_path, "--save-every 0.05m --steps 9 --keep 9") == 0
     assert names(tmp_path) == steps(4, 8, 9)
 

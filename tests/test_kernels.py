@@ -1,4 +1,4 @@
-"""runtime/kernels.py: the same numbers as PyTorch's own choice, and the choice really made."""
+"""runtime/cpu_kernels.py: the same numbers as PyTorch's own choice, and the choice really made."""
 
 import collections
 
@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vit
-from runtime import kernels
+from runtime import cpu_kernels
 
 CPU = torch.device("cpu")
-OWN = vit.Kernels(kernels.Linear, kernels.attention)
+OWN = vit.Kernels(cpu_kernels.Linear, cpu_kernels.attention)
 
 
 class Ops(TorchDispatchMode):
@@ -27,12 +27,12 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(not kernels.ONEDNN, reason="this PyTorch has not both MKL and oneDNN")
+@pytest.mark.skipif(not cpu_kernels.ONEDNN, reason="this PyTorch has not both MKL and oneDNN")
 @pytest.mark.parametrize("first", [False, True])
 def test_fp32_products_go_to_onednn_and_give_the_same(first):
     """`first`: the input needs no gradient, as that of a first layer."""
     torch.manual_seed(0)
-    mine, theirs = kernels.Linear(48, 20), nn.Linear(48, 20)
+    mine, theirs = cpu_kernels.Linear(48, 20), nn.Linear(48, 20)
     theirs.load_state_dict(mine.state_dict())
     results = []
     for layer in (mine, theirs):
@@ -49,7 +49,7 @@ def test_fp32_products_go_to_onednn_and_give_the_same(first):
 
 
 def test_other_products_are_pytorchs_own():
-    layer = kernels.Linear(8, 4)
+    layer = cpu_kernels.Linear(8, 4)
     with Ops() as ops, torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.ones(3, 8)).dtype == torch.bfloat16
     layer.to(torch.float64)(torch.ones(3, 8, dtype=torch.float64))
@@ -62,9 +62,13 @@ def test_attention_is_attention(dtype, close, tokens):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, tokens, 16).to(dtype).requires_grad_() for _ in range(3))
     with Ops() as ops:
-        mine = kernels.attention(q, k, v)
-    name = kernels.attention_kernel(3, 16, tokens, dtype, CPU)
-    assert ("aten::bmm" in ops.seen) == (name == "plain") == (tokens <= kernels.PLAIN_TOKENS[dtype])
+        mine = cpu_kernels.attention(q, k, v)
+    name = cpu_kernels.attention_kernel(3, 16, tokens, dtype, CPU)
+    assert (
+        ("aten::bmm" in ops.seen)
+        == (name == "plain")
+        == (tokens <= cpu_kernels.PLAIN_TOKENS[dtype])
+    )
     exact = F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)))
     torch.testing.assert_close(mine.double(), exact, rtol=close, atol=close)
     g = torch.randn_like(exact)
@@ -91,13 +95,15 @@ HEAD_DIMS = sorted({(c.heads, c.width // c.heads) for c in vit.MODELS.values()} 
 def test_every_head_dimension_has_a_kernel(heads, dim):
     """105, of 15b, too; on a CPU fused attention takes them all in fp32 and bf16."""
     for dtype in (torch.float32, torch.bfloat16):
-        assert kernels.attention_kernel(heads, dim, 50, dtype, CPU) == "plain"
-        assert kernels.attention_kernel(heads, dim, 1025, dtype, CPU) == "flash"
+        assert cpu_kernels.attention_kernel(heads, dim, 50, dtype, CPU) == "plain"
+        assert cpu_kernels.attention_kernel(heads, dim, 1025, dtype, CPU) == "flash"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("heads", "dim"), HEAD_DIMS)
 def test_every_head_dimension_has_a_fused_kernel_on_a_gpu(heads, dim):
     for tokens in (50, 257):
-        found = kernels.attention_kernel(heads, dim, tokens, torch.bfloat16, torch.device("cuda"))
+        found = cpu_kernels.attention_kernel(
+            heads, dim, tokens, torch.bfloat16, torch.device("cuda")
+        )
         assert found in ("flash", "efficient", "cudnn")

@@ -27,8 +27,8 @@ import plan
 import shard
 import train_fsdp
 import vit
-from planner import demand, dryrun, machines
-from runtime import agree, flags
+from planner import dry_run, machines, memory
+from runtime import agreement, flags
 
 sys.path.append(str(ROOT / "examples" / "published"))
 import check
@@ -109,7 +109,7 @@ def wire_of(case: dict, config: vit.ViTConfig, world: int, bucket_cap_mb: int | 
         param_dtype=dtype, reduce_dtype=reduce_dtype, bucket_cap_mb=bucket_cap_mb, **options,
     )  # fmt: skip
     optimizer = shard.build_optimizer(model, mode, decay, lr=1e-3, weight_decay=0.1)
-    finite = agree.FiniteCheck(CPU)
+    finite = agreement.FiniteCheck(CPU)
     for step in range(3 if mode in ("ddp", "zero1") else 2):
         images = torch.randint(0, 255, (2, 3, 32, 32), dtype=torch.uint8)
         with Wire() as wire:
@@ -147,7 +147,7 @@ def test_traffic_is_exactly_that_of_a_real_run(world, tmp_path):
     by_rank = on_ranks(world, measure_traffic, tmp_path, 900)
     for i, (config, case) in enumerate(cases):
         expected: collections.Counter = collections.Counter()
-        for c in demand.collectives(planned(config, world, **case).run):
+        for c in memory.collectives(planned(config, world, **case).run):
             expected[c.kind, c.payload] += c.count
         for seen in (found[i] for found in by_rank):
             assert seen == expected, case
@@ -178,7 +178,7 @@ def tracked_gib(config: vit.ViTConfig, world: int, mode: str, group: int | None,
             )  # fmt: skip
             images = torch.empty(32, 3, 224, 224, dtype=torch.uint8)
             noise = torch.rand(32, vit.patch_count(config, 224))
-            tracker = dryrun._tracker(model)  # PyTorch's, that knows of units of many blocks
+            tracker = dry_run._tracker(model)  # PyTorch's, that knows of units of many blocks
             tracker.track_inputs((images, noise))
             with tracker:
                 loss, _, _ = model(data.normalize(images), 0.75, noise)
@@ -291,14 +291,14 @@ def test_a_block_keeps_what_the_plan_counts(config, dtype):
     machine = replace(found.machine, head_multiple=1)
     run = replace(found.run, local_batch=2)  # 16 patches, 4 of them visible: 5 tokens
     assert y.shape == x.shape
-    counted = demand.block_memory(run, "encoder", machine).whole
+    counted = memory.block_memory(run, "encoder", machine).whole
     assert sum(kept.values()) == pytest.approx(counted, rel=0.02)
 
 
 def test_ddp_holds_all_states_and_zero1_its_share():
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    numel = sum(u.numel for u in demand.model_units(CONFIG, False))
+    numel = sum(u.numel for u in memory.model_units(CONFIG, False))
     ddp = planned(CONFIG, 4, mode="ddp").peak.bytes
     assert (ddp["parameters"], ddp["gradients"], ddp["optimizer"]) == (4 * numel,) * 2 + (
         8 * numel,
@@ -314,7 +314,7 @@ def test_ddp_holds_all_states_and_zero1_its_share():
                 for part in optimizer._partition_parameters()]  # fmt: skip
     finally:
         dist.destroy_process_group()
-    assert demand.largest_partition(planned(CONFIG, 4, mode="zero1").run) == max(load)
+    assert memory.largest_partition(planned(CONFIG, 4, mode="zero1").run) == max(load)
 
 
 def test_published_memory():
@@ -475,7 +475,7 @@ def test_what_training_refuses_the_plan_refuses_and_so_with_defaults(command, mo
     estimate = plan.estimate
     monkeypatch.setattr(plan, "estimate", lambda config, **k: planned_with.append(k) or estimate(
         config, **k))  # fmt: skip
-    monkeypatch.setattr(dryrun, "simulate", lambda *a: None)
+    monkeypatch.setattr(dry_run, "simulate", lambda *a: None)
     for world in (1, 8):
         found = []
         for program, more in ((train_fsdp, ["--dry-run", "--out", "never-made"]), (plan, [])):

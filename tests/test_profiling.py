@@ -1,11 +1,11 @@
-"""runtime/profiling.py: traces with known answers, and the window of a real run."""
+"""runtime/step_profile.py: traces with known answers, and the window of a real run."""
 
 import json
 
 import pytest
 
 import train_fsdp
-from runtime import profiling
+from runtime import step_profile
 
 
 def event(name: str, cat: str, start: float, end: float, tid: int = 1) -> dict:
@@ -38,29 +38,29 @@ CPU = [
 
 
 def test_intervals():
-    assert profiling.union([(5, 7), (0, 2), (1, 3), (7, 8)]) == [(0, 3), (5, 8)]
-    assert profiling.common([(0, 3), (5, 8)], [(2, 6), (7, 9)]) == [(2, 3), (5, 6), (7, 8)]
-    assert profiling.common([], [(0, 1)]) == [] and profiling.length([(0, 3), (5, 8)]) == 6
+    assert step_profile.union([(5, 7), (0, 2), (1, 3), (7, 8)]) == [(0, 3), (5, 8)]
+    assert step_profile.common([(0, 3), (5, 8)], [(2, 6), (7, 9)]) == [(2, 3), (5, 6), (7, 8)]
+    assert step_profile.common([], [(0, 1)]) == [] and step_profile.length([(0, 3), (5, 8)]) == 6
 
 
 def test_shares_of_a_gpu():
-    found = profiling.shares(GPU, 2)
+    found = step_profile.shares(GPU, 2)
     micro = {"compute": 40 + 75, "communication": 15, "optimizer": 15, "data": 5 + 20}
     micro["idle"] = 200 - sum(micro.values())
     assert found == pytest.approx({kind: us / 2e6 for kind, us in micro.items()})
 
 
 def test_shares_of_a_cpu():
-    found = profiling.shares(CPU, 1)
+    found = step_profile.shares(CPU, 1)
     micro = {"compute": 30 + 4, "communication": 20, "optimizer": 20, "data": 10, "idle": 16}
     assert found == pytest.approx({kind: us / 1e6 for kind, us in micro.items()})
 
 
 def test_kernels_are_ranked_without_what_they_call():
-    assert profiling.by_kernel(GPU, 2)[:2] == [
+    assert step_profile.by_kernel(GPU, 2)[:2] == [
         ("gemm", pytest.approx(55e-6)), ("ncclDevKernel_AllGather_RING_LL", pytest.approx(20e-6)),
     ]  # fmt: skip
-    found = dict(profiling.by_kernel(CPU, 1))
+    found = dict(step_profile.by_kernel(CPU, 1))
     assert found["aten::mm"] == pytest.approx(25e-6) and found["aten::empty"] == pytest.approx(5e-6)
     assert "autograd::engine::evaluate_function: X" not in found
 
@@ -76,15 +76,15 @@ def test_a_run_with_a_window(tmp_path, capsys):
     (found,) = [line for line in lines if line["event"] == "profile"]
     assert (found["first_step"], found["steps"], found["ranks"]) == (6, 2, [0])
     assert sum(found["shares"].values()) == pytest.approx(1)
-    assert list(found["shares"]) == list(profiling.KINDS)
+    assert list(found["shares"]) == list(step_profile.KINDS)
     assert found["compute"] > found["optimizer"] > 0 and found["data"] > 0
-    events = profiling.read_trace(tmp_path / "profile" / "rank_00000.json.gz")
+    events = step_profile.read_trace(tmp_path / "profile" / "rank_00000.json.gz")
     names = [e["name"] for e in events]
     assert names.count("Optimizer.step#AdamW.step") == 2 and "aten::_fused_adamw_" in names
     assert names.count("wait for data") == 2
     ends = [e["ts"] + e["dur"] for e in events if e["name"].startswith("aten::")]
     begin = min(e["ts"] for e in events if e["name"] == "wait for data")
-    whole = sum(found[kind] for kind in profiling.KINDS)
+    whole = sum(found[kind] for kind in step_profile.KINDS)
     assert whole == pytest.approx((max(ends) - begin) / 2e6, rel=0.05)
     assert "exposed comm." in capsys.readouterr().out
 

@@ -30,8 +30,8 @@ FILES = {
     if path.name != "__init__.py"
 }
 # They work when copied alone.
-ALONE = ["vit", "data", "mesh", "shard", "runtime/agree", "checkpoint", "planner/machines",
-         "runtime/kernels", "runtime/profiling", "runtime/collectives"]  # fmt: skip
+ALONE = ["vit", "data", "mesh", "shard", "runtime/agreement", "checkpoint", "planner/machines",
+         "runtime/cpu_kernels", "runtime/step_profile", "runtime/comm_counter"]  # fmt: skip
 LEAVES = ["runtime/ranges", "runtime/terminal"]  # of the standard library alone
 TOP = ["vit", "data", "mesh", "shard", "train_fsdp", "checkpoint", "prepare", "plan", "sweep"]
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
@@ -357,46 +357,46 @@ def test_public_functions_have_docstrings_and_types():
 
 
 JOBS = {
-    "profiling": """
+    "step_profile": """
 import torch
-import profiling
+import step_profile
 w = torch.ones(8, 8)
 def train(batch, step):
     return w @ batch
-window = profiling.Window(first=1, steps=2, rank=0, ranks=[0], device=torch.device("cpu"),
+window = step_profile.Window(first=1, steps=2, rank=0, ranks=[0], device=torch.device("cpu"),
                           folder="traces", report=lambda found: print(found))
 train = window.train(train)
 for step, batch in enumerate(window.batches(iter([w] * 4), 0)):
     train(batch, step=step)
-events = profiling.read_trace(window.folder / "rank_00000.json.gz")
+events = step_profile.read_trace(window.folder / "rank_00000.json.gz")
 assert sum(e["name"] == "aten::mm" for e in events) == 2
 """,
-    "collectives": """
-import torch, torch.distributed as dist, collectives
+    "comm_counter": """
+import torch, torch.distributed as dist, comm_counter
 from torch.distributed.device_mesh import init_device_mesh
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 grid, found = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")), []
 def train(batches, step):
     dist.all_reduce(batches)
     dist.all_gather_into_tensor(torch.empty(6), batches, group=grid.get_group("shard"))
-counted = collectives.counted_once(train, grid, found, at=1)
+counted = comm_counter.counted_once(train, grid, found, at=1)
 for step in range(3):
     counted(torch.ones(6), step=step)
 assert [(c.kind, c.size) for c in found] == [("all_reduce", 24), ("all_gather", 24)]
-assert collectives.payload(found, (2, 2)) == {"all_reduce": 24, "all_gather": 24}
-assert collectives.payload(found, (1, 1)) is None
+assert comm_counter.payload(found, (2, 2)) == {"all_reduce": 24, "all_gather": 24}
+assert comm_counter.payload(found, (1, 1)) is None
 del grid
 dist.destroy_process_group()
 """,
-    "kernels": """
+    "cpu_kernels": """
 import torch
-import kernels
-layer = kernels.Linear(4, 3)
+import cpu_kernels
+layer = cpu_kernels.Linear(4, 3)
 layer(torch.ones(2, 4)).sum().backward()
 assert layer.weight.grad.tolist() == [[2.0] * 4] * 3
 q = torch.zeros(1, 2, 5, 4)
-assert torch.equal(kernels.attention(q, q, q + 7), q + 7)
-assert kernels.attention_kernel(2, 4, 5, q.dtype, q.device) == "plain"
+assert torch.equal(cpu_kernels.attention(q, q, q + 7), q + 7)
+assert cpu_kernels.attention_kernel(2, 4, 5, q.dtype, q.device) == "plain"
 """,
     "machines": """
 import machines
@@ -432,15 +432,15 @@ assert grid.mesh_dim_names == ("replicate", "shard")
 del grid  # or its groups would be taken apart as the interpreter is
 torch.distributed.destroy_process_group()
 """,
-    "agree": """
-import torch, torch.distributed as dist, agree
+    "agreement": """
+import torch, torch.distributed as dist, agreement
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-assert agree.together(lambda: 7) == 7 and agree.gathered(8) == [8]
-check = agree.FiniteCheck(torch.device("cpu"))
+assert agreement.together(lambda: 7) == 7 and agreement.gathered(8) == [8]
+check = agreement.FiniteCheck(torch.device("cpu"))
 assert check.update(0, torch.tensor(1.0), torch.tensor(1.0)) == 0
 assert check.update(1, torch.tensor(float("nan")), torch.tensor(1.0)) == 1
 assert check.read(0).in_a_row == 0 and check.read(1).in_a_row == 1
-watch = agree.Watchdog(0, 1, {}, seconds=60, patience=4, folder="x", give_up=print)
+watch = agreement.Watchdog(0, 1, {}, seconds=60, patience=4, folder="x", give_up=print)
 watch.moved("training", 3)
 assert watch.where().startswith("training in step 4, on ")
 watch.stop()

@@ -18,7 +18,7 @@ import mesh
 import shard
 import train_fsdp
 import vit
-from runtime import agree, assemble
+from runtime import agreement, assemble
 
 # What hands a number, or a number of numbers, to the host: on a GPU it would wait for the device.
 READS = {
@@ -61,7 +61,7 @@ def stepper(mode: str, fsdp: int, precision: str, device=CPU, **options):
         mode=mode, precision=precision, reduce_dtype="fp32", lr=1e-4, weight_decay=0.05, fsdp=fsdp,
         **options,
     )  # fmt: skip
-    finite = agree.FiniteCheck(device)
+    finite = agreement.FiniteCheck(device)
     batches = [tuple(t.to(device) for t in tiny_batch(rank))] * 2
 
     def step(number: int) -> None:

@@ -27,7 +27,7 @@ from ranks import environment, on_ranks
 import plan
 import sweep
 from runtime import flags
-from sweeps import attempt, drawing, figures, results, studies, verdict
+from sweeps import attempts, bottleneck, drawing, figures, results, studies
 
 PUBLISHED = ROOT / "examples" / "published"
 ALONE_EACH = "hybrid 1 (gradients probably not reduced)"
@@ -231,14 +231,14 @@ def test_medians_and_quartiles_are_those_of_numpy_after_the_warm_up():
     rates = [7.0, 50, 10, 12, 11, 15, 13, 14, 19, 18]
     steps = [{"step": 2 * i + 2, "images_per_second": r, "peak_allocated_gib": i / 2}
              for i, r in enumerate(rates)]  # fmt: skip
-    row = results.measured(attempt.Log(start={"steps": 20}, steps=steps))
+    row = results.measured(attempts.Log(start={"steps": 20}, steps=steps))
     kept = rates[2:]  # of 20 steps, those above 5: the lines of step 6, 8, ...
     assert row["measured_lines"] == 8
     assert row["images_per_second"] == np.median(kept) == statistics.median(kept)
     assert row["images_per_second_q1"] == np.percentile(kept, 25)
     assert row["images_per_second_q3"] == np.percentile(kept, 75)
     assert row["peak_allocated_gib"] == 4.5
-    alone = results.measured(attempt.Log(start={"steps": 4}, steps=steps[:2]))
+    alone = results.measured(attempts.Log(start={"steps": 4}, steps=steps[:2]))
     assert alone["images_per_second"] == alone["images_per_second_q1"] == 50
 
 
@@ -250,7 +250,7 @@ def test_a_log_cut_at_any_byte_can_be_read(tmp_path):
     path = tmp_path / "log.jsonl"
     for length in range(len(whole)):
         path.write_text(whole[:length])
-        log = attempt.read_log(path)
+        log = attempts.read_log(path)
         complete = sum(whole[:length].startswith("\n".join(lines[: n + 1])) for n in range(5))
         assert len(log.steps) == max(0, complete - 1)
         assert (log.cut is None) == (whole[:length].rstrip("\n") in
@@ -259,7 +259,7 @@ def test_a_log_cut_at_any_byte_can_be_read(tmp_path):
 
 def test_a_profile_in_the_log_decides(tmp_path):
     """As train_fsdp.py --profile writes it, seconds of a step."""
-    made = attempt.claim(tmp_path / "id", 1, job=None)
+    made = attempts.claim(tmp_path / "id", 1, job=None)
     assert made
     shares = dict(zip(results.PROFILE, (1.0, 4.0, 0.5, 0.0, 0.5), strict=True))
     records = [
@@ -269,11 +269,11 @@ def test_a_profile_in_the_log_decides(tmp_path):
         {"event": "end", "reason": "done"},
     ]  # fmt: skip
     (made / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    assert attempt.settle(made, 0, "")["state"] == "done"
+    assert attempts.settle(made, 0, "")["state"] == "done"
     point = {"id": "id", "study": "mine", "nodes": "1", "ranks": "2", "run": "syn"}
     found = results.row_of(point, tmp_path / "id", "done", {})
     assert found["profile_communication"] == 4 and found["images_per_second"] == 10
-    limit = verdict.verdicts([found])[0]
+    limit = bottleneck.verdicts([found])[0]
     assert limit and (limit.word, limit.compute, limit.why) == ("communication", 2, "its profile")
 
 
@@ -295,7 +295,7 @@ def test_a_profile_in_the_log_decides(tmp_path):
     ],
 )
 def test_each_end_is_told_apart(code, end, output, late, killed, state):
-    assert attempt.judge(code, attempt.Log(end=end), output, late, killed)[0] == state
+    assert attempts.judge(code, attempts.Log(end=end), output, late, killed)[0] == state
 
 
 def test_a_point_of_which_little_is_known_has_a_row_and_is_drawn(tmp_path):
@@ -312,7 +312,7 @@ def test_a_point_of_which_little_is_known_has_a_row_and_is_drawn(tmp_path):
     results.write_table(tmp_path / "results.csv", rows, results.COLUMNS)
     again = results.read_folder(tmp_path)
     assert [p.name for p in figures.draw(again, tmp_path / "figures")] == ["memory"]
-    assert [v and v.word for v in verdict.verdicts(again)] == [None, "memory", None]
+    assert [v and v.word for v in bottleneck.verdicts(again)] == [None, "memory", None]
 
 
 # --- running, without training
@@ -320,10 +320,10 @@ def test_a_point_of_which_little_is_known_has_a_row_and_is_drawn(tmp_path):
 
 def test_of_many_only_one_claims_an_attempt(tmp_path):
     with ThreadPoolExecutor(16) as pool:
-        claims = list(pool.map(lambda _: attempt.claim(tmp_path, 1, job=None), range(64)))
+        claims = list(pool.map(lambda _: attempts.claim(tmp_path, 1, job=None), range(64)))
     assert len([c for c in claims if c]) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["1"]
-    assert attempt.look(tmp_path, lambda job: False) == ("running", 1)
+    assert attempts.look(tmp_path, lambda job: False) == ("running", 1)
 
 
 def test_killed_and_restarted_no_point_is_lost_or_run_twice(tmp_path, stand_in):
@@ -349,7 +349,7 @@ def test_killed_and_restarted_no_point_is_lost_or_run_twice(tmp_path, stand_in):
     lines = [json.loads(line) for line in sorted((tmp_path / "out/runs").glob("*-*/*/state.json"))
              for line in [line.read_text()]]  # fmt: skip
     assert sorted(s["state"] for s in lines) == ["done", "done", "interrupted"]
-    assert not any(attempt.runs(s["child"]) for s in lines)
+    assert not any(attempts.runs(s["child"]) for s in lines)
 
     finish(start(*command, RAN=str(ran)))
     assert sorted(ran.read_text().split()) == ["0", "1", "2", "2", "3"]  # 2 came to no result
@@ -395,7 +395,7 @@ def test_tables_cut_anywhere_are_refused_or_read_and_stay_as_they_are(swept, tmp
         with pytest.raises(ValueError, match="csv, line 2 is damaged") if refused else (
             contextlib.nullcontext()
         ):  # fmt: skip
-            verdict.verdicts(results.read_folder(tmp_path))
+            bottleneck.verdicts(results.read_folder(tmp_path))
         assert path.read_bytes() == whole[:length]
 
 
@@ -495,9 +495,9 @@ def test_results_of_other_machines_are_appended_and_stay(tmp_path, stand_in, mon
         rows = rows_of(mine)
         assert [r["images_per_second"] for r in rows] == [113, 213]
         assert [r["source"] for r in rows] == ["sweep", "there"] and rows[0]["id"] == rows[1]["id"]
-        found = verdict.verdicts(rows)  # one rank sends nothing
+        found = bottleneck.verdicts(rows)  # one rank sends nothing
         assert [f and (f.word, f.communication) for f in found] == [("compute", None)] * 2
-        assert sorted(rate for rate, _ in verdict.ideal_rates(rows).values()) == [113, 213]
+        assert sorted(rate for rate, _ in bottleneck.ideal_rates(rows).values()) == [113, 213]
     with open(mine / "results.csv") as file:
         assert file.read().count("tiny-hybrid") == 4  # in id and log of two rows
 
@@ -591,18 +591,18 @@ def test_the_verdict_is_right_where_the_cause_is_known(tmp_path, monkeypatch):
     points = [("1", "syn"), ("2", "real"), ("2", "syn"), ("2", "io")]
     for cause in slow.CAUSES:
         for ranks, run in points:
-            assert attempt.claim(tmp_path / cause / f"{ranks}-{run}", 1, job=None)
+            assert attempts.claim(tmp_path / cause / f"{ranks}-{run}", 1, job=None)
     for world in (1, 2):
         on_ranks(world, slow.runs, tmp_path / f"on {world}")
     for cause in slow.CAUSES:
         rows = []
         for ranks, run in points:
             folder = tmp_path / cause / f"{ranks}-{run}"
-            state = attempt.settle(folder / "1", 0, "")["state"]
+            state = attempts.settle(folder / "1", 0, "")["state"]
             point = {"id": folder.name, "study": "io", "nodes": "1", "ranks": ranks, "run": run}
             rows.append(results.row_of(point, folder, state, {}))
         found = {row["id"]: limit and (limit.word, limit.why)
-                 for row, limit in zip(rows, verdict.verdicts(rows), strict=True)}  # fmt: skip
+                 for row, limit in zip(rows, bottleneck.verdicts(rows), strict=True)}  # fmt: skip
         assert found["2-real"][0] == cause, (cause, found)
 
 
@@ -644,7 +644,7 @@ ALONE = row("syn", 10, 1, mode="no_shard")  # 1 s of compute
     ],
 )  # fmt: skip
 def test_verdicts_by_hand(rows, word, parts):
-    found = verdict.verdicts(rows)[0]
+    found = bottleneck.verdicts(rows)[0]
     assert found and found.word == word and found.advice and found.why
     if parts:
         assert (found.compute, found.communication, found.input) == pytest.approx(parts)
@@ -654,15 +654,15 @@ def test_ranks_that_share_cores_are_no_more_devices():
     """The ideal of four ranks on two cores is two of one."""
     alone = row("syn", 10, 1, device="cpu", cores=2, mode="ddp")
     four = row("syn", 20, 4, device="cpu", cores=2)
-    ideal = verdict.ideal_rates([four, alone])[verdict.ideal_key(four)]
-    assert verdict.compute_seconds(four, ideal)[0] == pytest.approx(2)
+    ideal = bottleneck.ideal_rates([four, alone])[bottleneck.ideal_key(four)]
+    assert bottleneck.compute_seconds(four, ideal)[0] == pytest.approx(2)
 
 
 def test_advice_names_what_is_there():
     """What fits the machine and the number of ranks."""
     far = row("syn", 20, 16, nodes=2, max_local_batch=64)
     near, alone = row("syn", 20, max_local_batch=64), row("syn", 10, 1, state="out of memory")
-    advices = [found.advice for found in verdict.verdicts([far, near, alone, ALONE]) if found]
+    advices = [found.advice for found in bottleneck.verdicts([far, near, alone, ALONE]) if found]
     for text, words, others in zip(
         advices,
         (("--mode hybrid", "up to 64"), ("--mode ddp", "up to 64"), ("--batch",)),
@@ -672,11 +672,11 @@ def test_advice_names_what_is_there():
     laptop = [row("syn", rate, world, device="cpu", cores=2, max_local_batch=4252, mode=mode)
               for rate, world, mode in ((69, 1, "no_shard"), (100, 1, "ddp"), (99, 2, "full_shard"),
                                         (70, 4, "hybrid"))]  # fmt: skip
-    found_here = [found for found in verdict.verdicts(laptop) if found]
+    found_here = [found for found in bottleneck.verdicts(laptop) if found]
     assert [found.word for found in found_here] == ["compute"] * 2 + ["communication", "unknown"]
     for found in found_here:
         assert not re.search("batch|group|GCD|package|bf16", found.advice), found
-    text = " ".join((*verdict.ADVICE.values(), *verdict.CPU_ADVICE.values(), *advices))
+    text = " ".join((*bottleneck.ADVICE.values(), *bottleneck.CPU_ADVICE.values(), *advices))
     help_text = flags.build_parser().format_help()
     assert all(flag in help_text for flag in re.findall(r"`(--[a-z-]+)", text))
 
@@ -690,8 +690,8 @@ def test_points_of_a_job_array_are_joined_whatever_their_host(tmp_path):
         return [r | known | {"host": host} for r, host in zip(some, hosts, strict=True)]
 
     apart, one = rows("n1", "n2", "n3", "n4"), rows("n1", "n1", "n1", "n1")
-    found = verdict.verdicts(apart)
-    assert found == verdict.verdicts(one) and found[0] and found[0].word == "input"
+    found = bottleneck.verdicts(apart)
+    assert found == bottleneck.verdicts(one) and found[0] and found[0].word == "input"
     (picture,) = [p for p in figures.draw(apart, tmp_path) if p.name == "io"]
     assert len(picture.panels[0].get_xticks()) == 1 and len(picture.points) == 3
     assert len(set(drawing.labels([apart[1], apart[1] | {"host": "n9"}], False))) == 1
@@ -751,9 +751,11 @@ def test_what_may_not_be_compared_says_so(drawn):
     rows = results.read_folder(PUBLISHED)
     doubted = [r for r in rows if r["mode"] == "ddp" or (r["mode"], r["group"]) == ("hybrid", 1)]
     assert len(doubted) == 60 == sum(bool(r.get("caveat")) for r in rows)
-    assert not any(found for r, found in zip(rows, verdict.verdicts(rows), strict=True)
+    assert not any(found for r, found in zip(rows, bottleneck.verdicts(rows), strict=True)
                    if r in doubted)  # fmt: skip
-    assert verdict.ideal_rates(rows) == verdict.ideal_rates([r for r in rows if r not in doubted])
+    assert bottleneck.ideal_rates(rows) == bottleneck.ideal_rates(
+        [r for r in rows if r not in doubted]
+    )
 
 
 def test_the_plan_lies_over_them_with_its_error(drawn):

@@ -33,12 +33,12 @@ import data
 import mesh
 import shard
 import vit
-from runtime import agree, intake
+from runtime import agreement, intake
 from runtime.assemble import blank_model, completed, planned, start_record
-from runtime.collectives import Collective, Unsupported, counting
+from runtime.comm_counter import Collective, Unsupported, counting
 from runtime.flags import complain
 from runtime.log import describe
-from runtime.restart import candidates, resume
+from runtime.resume import candidates, resume
 
 RANKS_PER_NODE = 8  # of Frontier (GCDs) and of DGX machines
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same
@@ -107,8 +107,8 @@ def rehearse(
     yield f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks"
     said: list[str] = []
     scan = partial(intake.find_images, flags["data"], None, flags["global_batch"], said.append)
-    files, images, epoch_steps = agree.together(scan)
-    agree.together(partial(check_folder, flags["out"]))
+    files, images, epoch_steps = agreement.together(scan)
+    agreement.together(partial(check_folder, flags["out"]))
     chosen = completed(flags | images | {"dry_run": False}, epoch_steps)
     begin = 0
     if flags["run"] == "real":
@@ -138,9 +138,10 @@ def rehearse(
     if why_not is None:
         grid, side = mesh.build_mesh(shape, CPU), flags["img_size"]
         pixels, noise = (flags["batch"], 3, side, side), (flags["batch"], patches)
+        finite = agreement.FiniteCheck(CPU)
         simulation = simulate(
             grid, lambda: build(blank(), grid, seed=None, compile_blocks=False), gradients,
-            lambda model, optimizer, *rest: update(model, optimizer, agree.FiniteCheck(CPU), *rest),
+            lambda model, optimizer, *rest: update(model, optimizer, finite, *rest),
             [(pixels, torch.uint8), (noise, torch.float32)], flags["accum"],
         )  # fmt: skip
     yield why_not or "one step of rank 0, simulated" + ", without --compile" * flags["compile"]
