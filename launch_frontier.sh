@@ -144,7 +144,7 @@ fi
 
 # OUT/.rounds: the first job, the newest checkpoint as this round began, rounds without a new one.
 # This round counts as one until it has saved, so that a node that keeps failing counts as well.
-newest() { cat "$out/latest" 2>/dev/null || echo none; }
+newest() { if [[ -f $out/latest ]]; then cat "$out/latest"; else echo none; fi; }
 mkdir -p "$out" || fail "cannot write to $out: give --out another folder"
 first=${FIRST_JOB:-$SLURM_JOB_ID} job='' before='' idle=0
 [[ ! -f $out/.rounds ]] || read -r job before idle <"$out/.rounds" || true
