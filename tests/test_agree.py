@@ -276,8 +276,8 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path):
 @pytest.mark.slow
 def test_a_training_whose_rank_is_stopped_ends_and_can_be_resumed(tmp_path):
     argv = ["--model", "tiny", "--img-size", "32", "--data", TILES, "--device", "cpu", "--workers",
-            "1", "--precision", "fp32", "--mode", "full_shard", "--global-batch", "12",
-            "--log-every", "1", "--save-every", "2", "--timeout", "3", "--steps"]  # fmt: skip
+            "0", "--precision", "fp32", "--mode", "full_shard", "--global-batch", "12",
+            "--log-every", "1", "--save-every", "2", "--timeout", "6", "--steps"]  # fmt: skip
     port, processes, log = free_port(), [], tmp_path / "log.jsonl"
     for rank in range(2):
         with open(tmp_path / f"rank{rank}.txt", "w") as output:
@@ -289,7 +289,7 @@ def test_a_training_whose_rank_is_stopped_ends_and_can_be_resumed(tmp_path):
     try:
         deadline = time.monotonic() + 90
         while not log.exists() or log.read_text().count('"step"') < 8:
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline and all(p.poll() is None for p in processes)
             time.sleep(0.1)
         processes[1].send_signal(signal.SIGSTOP)
         assert processes[0].wait(60) == 1
