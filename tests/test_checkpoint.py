@@ -1355,7 +1355,8 @@ def catches(pid: int, number: int) -> bool:
 @pytest.fixture
 def two_processes(tmp_path):
     """Two ranks of train_fsdp.py with a worker each, that would train for hours."""
-    argv = changed(TWELVE, steps="100000", save_every="50000", workers="1", mode="full_shard")
+    argv = changed(TWELVE, model="tiny", steps="100000", save_every="50000", workers="1",
+                   mode="full_shard")  # fmt: skip
     port, processes = free_port(), []
     for rank in range(2):
         with open(tmp_path / f"rank{rank}.txt", "w") as output:
