@@ -138,10 +138,10 @@ def rehearse(
     if why_not is None:
         grid, side = mesh.build_mesh(shape, CPU), flags["img_size"]
         pixels, noise = (flags["batch"], 3, side, side), (flags["batch"], patches)
-        finite = agreement.FiniteCheck(CPU)
+        check = agreement.FiniteCheck  # made in the simulation: its tensors must be fake too
         simulation = simulate(
             grid, lambda: build(blank(), grid, seed=None, compile_blocks=False), gradients,
-            lambda model, optimizer, *rest: update(model, optimizer, finite, *rest),
+            lambda model, optimizer, *rest: update(model, optimizer, check(CPU), *rest),
             [(pixels, torch.uint8), (noise, torch.float32)], flags["accum"],
         )  # fmt: skip
     yield why_not or "one step of rank 0, simulated" + ", without --compile" * flags["compile"]

@@ -163,7 +163,7 @@ def test_checkpointing_saves_activations(monkeypatch):
 
 @pytest.mark.parametrize(("ranks", "flags"), [
     (3, "--group 2"), (12, ""), (3, "--mode full_shard --global-batch 16"), (3, "--img-size 30"),
-    (3, "--mask-ratio 0"), (3, "--data nowhere"), (3, "--mode ddp --group 3"), (3, "--keep 0"),
+    (3, "--mask-ratio 0"), (1, "--data nowhere"), (3, "--mode ddp --group 3"), (3, "--keep 0"),
     (1, f"--data {TILES} --epochs 1 --warmup-steps 97"), (1, f"--data {TILES} --batch 200"),
     (1, "--out /dev/null"), (1, "--out /dev/null/below"),
     (1, "--resume nothing-here"),
