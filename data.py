@@ -11,6 +11,7 @@ Workers touch neither the network nor the device.
 """
 
 import errno
+import fcntl
 import io
 import json
 import os
@@ -594,8 +595,22 @@ def start_worker(worker: int) -> None:
             os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    enlarge_pipes()
     ForkingPickler.register(Tensor, by_value)
     Thread(target=watch, daemon=True).start()
+
+
+def enlarge_pipes() -> None:
+    """Let this process write its messages without waiting for their reader (Linux).
+
+    A worker that is killed in the middle of a message leaves a reader that waits for the rest for
+    ever, and a pipe's usual 64 KiB are full after a few batches.
+    """
+    with suppress(FileNotFoundError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed meanwhile, or more than an ordinary user may have
+                if stat.S_ISFIFO(os.fstat(int(name)).st_mode):
+                    fcntl.fcntl(int(name), fcntl.F_SETPIPE_SZ, 2**20)
 
 
 def by_value(tensor: Tensor) -> tuple[Any, ...]:
@@ -603,7 +618,7 @@ def by_value(tensor: Tensor) -> tuple[Any, ...]:
 
     In shared memory each costs a file and a connection, half a millisecond of the reading process.
     """
-    small = tensor.nbytes < 2**16
+    small = tensor.nbytes < 2**14
     return (torch.from_numpy, (tensor.numpy(),)) if small else reduce_tensor(tensor)
 
 
