@@ -231,7 +231,7 @@ class Watchdog:
     The main thread says at each turn what it does next (`moved`); a thread of its own tells it to
     the others, by the ranks' store. Who has not moved for `seconds` calls for a judgement: rank 0
     compares the places of all ranks, names those that are silent or behind, and all leave. What a
-    rank does for the first time (connecting, compiling, the first save) may take `patience` times
+    rank does for the first time (connecting, compiling), and each save, may take `patience` times
     as long, and anything three times what it has taken before. Time for which the process itself
     was stopped does not count.
 
@@ -294,9 +294,11 @@ class Watchdog:
         if now - self.woken > 3 * self.interval + 1:
             self.forgiven = now  # this process was stopped for a while
         self.woken = now
+        longest = self.longest.get(place.doing)
         limit = self.seconds * self.patience
-        if place.doing in self.longest:
-            limit = max(self.seconds, 3 * self.longest[place.doing])
+        if longest is not None:
+            # a save may be slow though the one before was not: --async-save waits at the last alone
+            limit = max(limit if place.doing == "saving" else self.seconds, 3 * longest)
         return now - max(place.since, self.forgiven) - limit
 
     def _guard(self) -> None:

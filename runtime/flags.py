@@ -218,8 +218,8 @@ def build_parser(program: str = "train_fsdp.py") -> Parser:
         help="auto: newest good checkpoint in --out, if any (default); none; or PATH")  # fmt: skip
     add("--allow-changes", action="store_true", help="* resume with flags that change the result")
     add("--timeout", type=whole(1, MOST_SECONDS), default=300, metavar="SECONDS",
-        help="without progress of a rank, before all end (default 300; four times as long for what "
-        "is done for the first time: start-up, compiling, the first save)")  # fmt: skip
+        help="without progress of a rank, before all end (default 300; four times as long for "
+        "start-up, compiling and saves)")  # fmt: skip
     add("--profile", type=whole(1, 1000), nargs="?", const=3, metavar="STEPS",
         help="profile so many steps (3) of rank 0 from the sixth on: a trace in --out/profile, a "
         "table of where the time goes, a GPU's memory")  # fmt: skip

@@ -236,6 +236,17 @@ dist.all_reduce(torch.ones(3))
 
 
 @pytest.mark.slow
+def test_a_save_may_be_slow_though_the_one_before_was_not(tmp_path):
+    then = """
+watch.moved('saving', 3); watch.moved('training', 3); watch.moved('saving', 9)
+time.sleep(3)
+watch.moved('training', 9)
+"""
+    status, texts = run_waiting(tmp_path, 2, last=3, then=then)
+    assert status == [0, 0] and "GIVEN UP" not in "".join(texts), texts
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_is_named(stopped, tmp_path):
     first = "print('going', flush=True)\nwhile True:\n    watch.moved('training', 7)\n"
