@@ -115,7 +115,7 @@ def test_errors_are_printed_by_rank_0_alone(tmp_path):
     for flags, ranks in (
         (["--group", "2"], {0: 1, 2: 0}),  # the same on every rank: one line
         (["--group", "2", "--mode", "ddp"], {0: 1, 2: 0}),
-        (["--data", "nowhere"], {0: 1, 2: 1}),  # perhaps this node's trouble alone
+        (["--device", "cuda"], {0: 1, 2: 1}),  # perhaps this node's trouble alone
     ):
         for rank, lines in ranks.items():
             env = environment(rank, 3, free_port())
