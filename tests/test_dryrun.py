@@ -307,8 +307,7 @@ def test_the_plan_is_printed_beside_and_nothing_is_written(tmp_path, monkeypatch
     planned = [float(rows[part][-1]) for part in dry_run.PARTS]
     assert planned == [1.25, 2.5, 3.75, 0.75, 4.25, 0.5] and sum(planned) == 13.0
     assert rows["all"][2] == "13.000" and float(rows["all"][0]) > float(rows["all"][1]) > 0
-    assert len(asked) == 2 and asked[0] == asked[1]  # for what the log begins with, for the report
-    config, settings = asked[0]
+    ((config, settings),) = asked  # once, for what the log begins with and for the report
     assert config == vit.MODELS["tiny"] and settings == {
         "img_size": 32, "mask_ratio": 0.75, "mode": "hybrid", "group": 2, "fsdp": 2,
         "world_size": 4, "local_batch": 2, "accum": 2, "precision": "bf16",
