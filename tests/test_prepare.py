@@ -858,12 +858,12 @@ if __name__ == "__main__":
                 time.sleep(60)
         del batch
         gc.collect()
+        deadline = time.monotonic() + 20  # a queue's own thread, which holds a pipe, ends later
+        while threading.active_count() > 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert threading.active_count() == 1, threading.enumerate()
         fds.append(len(os.listdir("/proc/self/fd")))
     assert fds[1] == fds[2], fds  # the fork server, once started, stays for the next loader
-    deadline = time.monotonic() + 20  # a queue's own thread may end a moment later
-    while threading.active_count() > 1 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert threading.active_count() == 1, threading.enumerate()
     print("reading", flush=True)
 """
     (tmp_path / "job.py").write_text(code)
