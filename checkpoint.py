@@ -105,8 +105,9 @@ def _make_states(
                 where = p.device if group["fused"] or group["capturable"] else torch.device("cpu")
                 optimizer.state[p] = {
                     "step": torch.zeros((), dtype=torch.float32, device=where),
-                    "exp_avg": moment(p.detach()), "exp_avg_sq": moment(p.detach()),
-                }  # fmt: skip
+                    "exp_avg": moment(p.detach()),
+                    "exp_avg_sq": moment(p.detach()),
+                }
 
 
 def _zero1_states(model: nn.Module, inner: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -294,9 +295,15 @@ def _checksum(facts: dict[str, Any]) -> int:
 
 
 def save(
-    folder: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *,
-    facts: dict[str, Any], keep: int = 2, group: dist.ProcessGroup | None = None,
-) -> str | None:  # fmt: skip
+    folder: str,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    facts: dict[str, Any],
+    keep: int = 2,
+    group: dist.ProcessGroup | None = None,
+) -> str | None:
     """Write `folder`/step_XXXXXXXX from all ranks and name it in `latest`; keep the newest `keep`.
 
     `facts` (JSON) is kept beside the tensors. `group` coordinates: one of gloo, so that nothing is
@@ -341,9 +348,15 @@ class Saver:
     """
 
     def __init__(
-        self, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: int = 2,
-        group: dist.ProcessGroup | None = None, background: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        folder: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        keep: int = 2,
+        group: dist.ProcessGroup | None = None,
+        background: bool = False,
+    ) -> None:
         self.folder, self.model, self.optimizer = Path(folder), model, optimizer
         self.keep, self.group = keep, group
         self.thread = ThreadPoolExecutor(1) if background else None
@@ -422,10 +435,16 @@ _PLAIN = {
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
-        "BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
     },
-}  # fmt: skip
+}
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -691,9 +710,12 @@ def complete(folder: str | Path) -> list[Path]:
 
 
 def load(
-    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
     group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Load a checkpoint into a sharded model and its optimizer; returns its facts. Collective.
 
     Everything is checked first, the checksums by all ranks in turns: Damaged or OSError, the same
@@ -841,8 +863,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The three commands; exit status 1 for a damaged checkpoint, 2 for bad usage."""
     parser = argparse.ArgumentParser(description="List, verify, consolidate checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, helped in (("ls", "what is in a run's folder"), ("verify", "read all of one"),
-                         ("consolidate", "one plain file with the model")):  # fmt: skip
+    for name, helped in (
+        ("ls", "what is in a run's folder"),
+        ("verify", "read all of one"),
+        ("consolidate", "one plain file with the model"),
+    ):
         command = commands.add_parser(name, help=helped)
         command.add_argument("dir", help="a run's folder" if name == "ls" else "step_XXXXXXXX")
         if name == "consolidate":

@@ -205,8 +205,11 @@ def scan(root: str, progress: Callable[[int], None] | None = None) -> ImageFiles
         names=np.frombuffer(b"".join(paths), np.uint8),
         ends=np.cumsum([len(path) for path in paths], dtype=np.int64),
         labels=np.array([number.get(leaf, -1) for _, leaf in found], dtype=np.int32),
-        sizes=sizes, times=times, classes=classes, folders=folders,
-    )  # fmt: skip
+        sizes=sizes,
+        times=times,
+        classes=classes,
+        folders=folders,
+    )
 
 
 def _sizes_and_times(root: bytes, paths: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -468,9 +471,14 @@ class Images(Dataset[Sample]):
     """
 
     def __init__(
-        self, files: Files | None, img_size: int, patches: int, seed: int, global_batch: int,
+        self,
+        files: Files | None,
+        img_size: int,
+        patches: int,
+        seed: int,
+        global_batch: int,
         exact: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.files, self.img_size, self.patches, self.seed = files, img_size, patches, seed
         self.exact = exact
         self.count = SYNTHETIC_IMAGES if files is None else len(files)
@@ -539,8 +547,17 @@ class Images(Dataset[Sample]):
         clock.append(time.perf_counter())
         cost = torch.tensor([len(content), *np.diff(clock), 0.0], dtype=torch.float64)
         label = -1 if self.files is None else int(self.files.labels[index])
-        return Sample(pixels, noise, label, index, position, torch.tensor(crop, dtype=torch.int32),
-                      flip, cost, "")  # fmt: skip
+        return Sample(
+            pixels,
+            noise,
+            label,
+            index,
+            position,
+            torch.tensor(crop, dtype=torch.int32),
+            flip,
+            cost,
+            "",
+        )
 
 
 # ---------------------------------------------------------------------------------------------

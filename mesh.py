@@ -254,9 +254,13 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
         store.set_timeout(wait)
         check_devices(store, ranks, device)
         dist.init_process_group(
-            backend, rank=ranks.rank, world_size=ranks.world_size, timeout=wait, store=store,
+            backend,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=wait,
+            store=store,
             device_id=device if device.type == "cuda" else None,
-        )  # fmt: skip
+        )
     except (RuntimeError, OSError) as error:  # torch names the address in some of them only
         raise RuntimeError(f"{address}:{port}: {str(error).splitlines()[0]}") from error
     finally:
@@ -423,12 +427,18 @@ def picture(places: Sequence[Place], shape: Sequence[int]) -> Iterator[str]:
     for p in places:
         row, column = divmod(p.rank, size)
         if p.node in shown:
-            rows.append([
-                str(p.rank), p.host, str(p.local_rank), p.device,
-                "" if p.gcd is None else str(p.gcd), p.pci,
-                f"{row}: {some(range(row * size, (row + 1) * size))}",
-                f"{column}: {some(range(column, len(places), size))}",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    str(p.rank),
+                    p.host,
+                    str(p.local_rank),
+                    p.device,
+                    "" if p.gcd is None else str(p.gcd),
+                    p.pci,
+                    f"{row}: {some(range(row * size, (row + 1) * size))}",
+                    f"{column}: {some(range(column, len(places), size))}",
+                ]
+            )
         elif p.node == shown[-1] - 1 and p.local_rank == 0:
             rows.append(["..", f"{len(nodes) - 3} more nodes", *[""] * 6])
     used = [i for i in range(8) if any(row[i] for row in rows[1:])]  # no empty column
@@ -556,8 +566,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Show the mesh that train_fsdp.py would use with the same flags, and time a small "
         "all-gather in every shard group. Nothing is read, trained or written."
     )
-    parser.add_argument("--minutes", type=number(0.01, 1440), default=3,
-                        help="wait for all ranks (default 3)")  # fmt: skip
+    parser.add_argument(
+        "--minutes", type=number(0.01, 1440), default=3, help="wait for all ranks (default 3)"
+    )
     args = flags.settled(parser, parser.parse_args(argv))
     rank, status = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0", 2
     try:
@@ -565,8 +576,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, device = str(ranks.rank), pick_device(args.device, ranks)
         shape = flags.sizes(args, ranks.world_size, ranks.local_world_size)[1]
         if rank == "0":
-            print(f"python {platform.python_version()}, torch {torch.__version__}, CUDA "
-                  f"{torch.version.cuda}, HIP {torch.version.hip}", flush=True)  # fmt: skip
+            print(
+                f"python {platform.python_version()}, torch {torch.__version__}, CUDA "
+                f"{torch.version.cuda}, HIP {torch.version.hip}",
+                flush=True,
+            )
         status = 1
         init_ranks(ranks, device, args.minutes)
         for line in topology(ranks, device, shape, os.environ):

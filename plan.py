@@ -128,17 +128,22 @@ def speed(run: Run, machine: Machine, measured_ips: float | None = None) -> Spee
     """
     compute = compute_seconds(run, machine)
     communication = sum(
-        c.count * collective_seconds(
+        c.count
+        * collective_seconds(
             machine, c.kind, c.payload, ring(machine, run.world_size, c.ranks, c.stride)
         )
         for c in collectives(run)
-    )  # fmt: skip
-    held = largest_partition(run) if run.mode == "zero1" else (
-        sum(u.numel for u in model_units(run.config, run.encoder_only)) / run.shard
-    )  # fmt: skip
-    rate = machine.optimizer_bytes_per_second if not run.cpu_offload else (
-        machine.host_bytes_per_second
-    )  # fmt: skip
+    )
+    held = (
+        largest_partition(run)
+        if run.mode == "zero1"
+        else (sum(u.numel for u in model_units(run.config, run.encoder_only)) / run.shard)
+    )
+    rate = (
+        machine.optimizer_bytes_per_second
+        if not run.cpu_offload
+        else (machine.host_bytes_per_second)
+    )
     optimizer = 28 * held / rate  # reads 4 + 4 + 8, writes 4 + 8 bytes a parameter
     if measured_ips:
         node = one_node(run, machine)
@@ -244,14 +249,29 @@ def phase_peak(moments: Sequence[Moment], phase: str) -> Moment:
 
 
 def estimate(
-    config: vit.ViTConfig, *, img_size: int, mask_ratio: float, mode: str, group: int | None,
-    fsdp: int | None, world_size: int, local_batch: int, accum: int = 1, precision: str = "bf16",
-    reduce_dtype: str = "fp32", ac: str = "none", prefetch: str | None = "backward_pre",
-    forward_prefetch: bool = False, limit_all_gathers: bool = True, cpu_offload: bool = False,
-    bucket_cap_mb: float | None = None, encoder_only: bool = False,
-    memory_gib: float | None = None, machine: Machine = MACHINES["frontier"],
+    config: vit.ViTConfig,
+    *,
+    img_size: int,
+    mask_ratio: float,
+    mode: str,
+    group: int | None,
+    fsdp: int | None,
+    world_size: int,
+    local_batch: int,
+    accum: int = 1,
+    precision: str = "bf16",
+    reduce_dtype: str = "fp32",
+    ac: str = "none",
+    prefetch: str | None = "backward_pre",
+    forward_prefetch: bool = False,
+    limit_all_gathers: bool = True,
+    cpu_offload: bool = False,
+    bucket_cap_mb: float | None = None,
+    encoder_only: bool = False,
+    memory_gib: float | None = None,
+    machine: Machine = MACHINES["frontier"],
     measured_ips: float | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The plan of a run, from the flags of train_fsdp.py; ValueError, a sentence, for nonsense.
 
     `group` is for the hybrid modes, None there: the ranks of a node. `memory_gib` is of one rank,
@@ -265,10 +285,24 @@ def estimate(
     if not encoder_only:
         flags.check_masking(config, img_size, mask_ratio)
     run = Run(
-        config, img_size, mask_ratio, mode, fsdp or 2, replicate, size, local_batch, accum,
-        precision, reduce_dtype, ac, prefetch or "backward_pre", forward_prefetch,
-        cpu_offload, bucket_cap_mb, encoder_only,
-    )  # fmt: skip
+        config,
+        img_size,
+        mask_ratio,
+        mode,
+        fsdp or 2,
+        replicate,
+        size,
+        local_batch,
+        accum,
+        precision,
+        reduce_dtype,
+        ac,
+        prefetch or "backward_pre",
+        forward_prefetch,
+        cpu_offload,
+        bucket_cap_mb,
+        encoder_only,
+    )
     return plan_of(run, machine, memory_gib, measured_ips)
 
 
@@ -302,9 +336,13 @@ def compare(base: Plan, measured_ips: float | None = None) -> list[Plan]:
             offload = run.cpu_offload and row.fsdp1 is not None
             cap = run.bucket_cap_mb if row.fsdp1 is None else None
             other = replace(
-                run, mode=mode, replicate=replicate, shard=size, cpu_offload=offload,
+                run,
+                mode=mode,
+                replicate=replicate,
+                shard=size,
+                cpu_offload=offload,
                 bucket_cap_mb=cap,
-            )  # fmt: skip
+            )
             plans.append(plan_of(other, base.machine, base.memory_gib, measured_ips))
     order = ["FITS", "TIGHT", "NO"]
     return sorted(plans, key=lambda p: (order.index(p.verdict), -p.images_per_second))
@@ -357,14 +395,15 @@ def comparison_text(plans: Sequence[Plan]) -> str:
 def summary_text(plan: Plan) -> str:
     """Some lines for a person."""
     run, found = plan.run, plan.json()
-    parts = ", ".join(f"{k} {v:.1f}" for k, v in found["memory_gib"].items()
-                      if k in PARTS and v >= 0.05)  # fmt: skip
+    parts = ", ".join(
+        f"{k} {v:.1f}" for k, v in found["memory_gib"].items() if k in PARTS and v >= 0.05
+    )
     sent = {
         link: sum(by[link] for by in found["traffic_bytes_per_rank"].values()) for link in LINKS
     }
     links = ", ".join(f"{link} {value / 1e9:.1f}" for link, value in sent.items())
     s = plan.speed
-    return "\n".join((
+    lines = (
         f"{found['params']:,} parameters, {mode_name(run)}, {run.replicate} x {run.shard} ranks of "
         f"{plan.machine.name}, local batch {run.local_batch}",
         f"{plan.verdict}: {plan.peak_gib:.1f} GiB at the peak ({plan.peak.name}) + "
@@ -375,15 +414,18 @@ def summary_text(plan: Plan) -> str:
         f"step     {s.step:.2f} s: compute {s.compute:.2f}, optimizer {s.optimizer:.2f}, exposed "
         f"communication {s.exposed:.2f} of {s.communication:.2f}",
         f"speed    at most {plan.images_per_second:.0f} img/s, efficiency {plan.efficiency:.0%}",
-    ))  # fmt: skip
+    )
+    return "\n".join(lines)
 
 
 def explanation_text(plan: Plan) -> str:
     """Bytes per parameter by mode, memory of each phase by part, time of each collective."""
     run = plan.run
     numel = sum(u.numel for u in model_units(run.config, run.encoder_only))
-    lines = [f"bytes per parameter on each of {run.world_size} ranks (AdamW, fp32 states)",
-             f"{'mode':18}{'parameters':>11}{'gradients':>11}{'states':>11}{'sum':>8}"]  # fmt: skip
+    lines = [
+        f"bytes per parameter on each of {run.world_size} ranks (AdamW, fp32 states)",
+        f"{'mode':18}{'parameters':>11}{'gradients':>11}{'states':>11}{'sum':>8}",
+    ]
     for mode, row in shard.STRATEGIES.items():
         group = run.shard if row.group == "group" else None
         other = replace(run, mode=mode, shard=shard.mesh_shape(mode, run.world_size, group)[1])
@@ -421,12 +463,25 @@ def build_parser() -> flags.Parser:
     parser.set_defaults(world_size=8)
     add = parser.add_argument_group("the plan itself").add_argument
     add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")
-    add("--machine", type=filled, default="frontier", metavar="NAME",
-        help=f"{', '.join(MACHINES)}, or a JSON file (default frontier)")  # fmt: skip
-    add("--memory-gib", type=number(0.1, 10**6), metavar="GIB",
-        help="of a rank (default: the machine's)")  # fmt: skip
-    add("--measured-ips", type=number(0.001, 10**9), metavar="IMAGES",
-        help="images/s of one whole node, measured under the same flags")  # fmt: skip
+    add(
+        "--machine",
+        type=filled,
+        default="frontier",
+        metavar="NAME",
+        help=f"{', '.join(MACHINES)}, or a JSON file (default frontier)",
+    )
+    add(
+        "--memory-gib",
+        type=number(0.1, 10**6),
+        metavar="GIB",
+        help="of a rank (default: the machine's)",
+    )
+    add(
+        "--measured-ips",
+        type=number(0.001, 10**9),
+        metavar="IMAGES",
+        help="images/s of one whole node, measured under the same flags",
+    )
     add("--compare", action="store_true", help="every mode and group, best first")
     add("--explain", action="store_true", help="where the numbers come from")
     add("--json", action="store_true", help="one JSON object")
@@ -441,15 +496,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         machine = read_machine(args.machine)
         group, _, batch, _ = flags.sizes(args, args.world_size, machine.ranks_per_node)
         plan = estimate(
-            vit.MODELS[args.model], img_size=args.img_size, mask_ratio=args.mask_ratio,
-            mode=args.mode, group=group, fsdp=args.fsdp,
-            world_size=args.world_size, local_batch=batch, accum=args.accum,
-            precision=args.precision, reduce_dtype=args.reduce_dtype, ac=args.ac,
-            prefetch=args.prefetch, forward_prefetch=args.forward_prefetch,
-            cpu_offload=args.cpu_offload, bucket_cap_mb=args.bucket_cap_mb,
-            encoder_only=args.encoder_only, memory_gib=args.memory_gib, machine=machine,
+            vit.MODELS[args.model],
+            img_size=args.img_size,
+            mask_ratio=args.mask_ratio,
+            mode=args.mode,
+            group=group,
+            fsdp=args.fsdp,
+            world_size=args.world_size,
+            local_batch=batch,
+            accum=args.accum,
+            precision=args.precision,
+            reduce_dtype=args.reduce_dtype,
+            ac=args.ac,
+            prefetch=args.prefetch,
+            forward_prefetch=args.forward_prefetch,
+            cpu_offload=args.cpu_offload,
+            bucket_cap_mb=args.bucket_cap_mb,
+            encoder_only=args.encoder_only,
+            memory_gib=args.memory_gib,
+            machine=machine,
             measured_ips=args.measured_ips,
-        )  # fmt: skip
+        )
     except ValueError as error:
         parser.error(str(error))
     plans = compare(plan, args.measured_ips) if args.compare else []

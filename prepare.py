@@ -220,9 +220,8 @@ def smaller(content: bytes, max_side: int, quality: int) -> bytes | None:
 
 
 def write_shard(
-    files: data.ImageFiles, target: str, max_side: int | None, quality: int,
-    part: tuple[int, range],
-) -> list[tuple[int, str]]:  # fmt: skip
+    files: data.ImageFiles, target: str, max_side: int | None, quality: int, part: tuple[int, range]
+) -> list[tuple[int, str]]:
     """Write the images `part[1]` to shard number `part[0]`; returns those that are broken.
 
     One that cannot be read, or made smaller, is kept as an empty file, so that it is found broken
@@ -341,10 +340,14 @@ def begin_pack(target: str, settings: dict[str, Any]) -> None:
 
 
 def pack(
-    source: str, target: str, max_side: int | None, quality: int, shard_mib: int | None,
+    source: str,
+    target: str,
+    max_side: int | None,
+    quality: int,
+    shard_mib: int | None,
     workers: int,
     say: Callable[[str], None],
-) -> data.ImageFiles:  # fmt: skip
+) -> data.ImageFiles:
     """Put the images of a folder into tar shards, in their order, with an index; goes on if cut.
 
     Images whose longer side is above `max_side` become JPEGs of that side, all others are copied
@@ -382,9 +385,14 @@ def pack(
 
 
 def write_shards(
-    files: data.ImageFiles, target: str, max_side: int | None, quality: int,
-    todo: list[tuple[int, range]], workers: int, say: Callable[[str], None],
-) -> int:  # fmt: skip
+    files: data.ImageFiles,
+    target: str,
+    max_side: int | None,
+    quality: int,
+    todo: list[tuple[int, range]],
+    workers: int,
+    say: Callable[[str], None],
+) -> int:
     """Write shards, in processes; list the images that are broken, and return how many."""
     progress, done, broken = told_often(say, "packing"), 0, 0
     work = partial(write_shard, files, target, max_side, quality)
@@ -406,12 +414,18 @@ def index_pack(
     start, sizes = np.concatenate([places for _, places in found.values()]).T.copy()  # (N,) each
     numbers, counts = zip(*((number, len(part)) for number, part in found), strict=True)
     packed = replace(
-        files, root=target, names=np.frombuffer(b"".join(names), np.uint8),
-        ends=np.cumsum([len(name) for name in names], dtype=np.int64), sizes=sizes, folders={},
+        files,
+        root=target,
+        names=np.frombuffer(b"".join(names), np.uint8),
+        ends=np.cumsum([len(name) for name in names], dtype=np.int64),
+        sizes=sizes,
+        folders={},
         shards=tuple(shard_name(number) for number in numbers),
         shard=np.repeat(np.array(numbers, np.int32), counts),
-        start=start, index_file=None, opened={},
-    )  # fmt: skip
+        start=start,
+        index_file=None,
+        opened={},
+    )
     return data.save_index(packed, os.path.join(target, data.PACK_INDEX))
 
 
@@ -525,9 +539,14 @@ class Staged:
 
 
 def wanted_on_node(
-    count: int, seed: int, global_batch: int, local_batch: int, world_size: int, ranks: range,
+    count: int,
+    seed: int,
+    global_batch: int,
+    local_batch: int,
+    world_size: int,
+    ranks: range,
     steps: range,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """The numbers, in order, of all images that some of these ranks will read in these steps."""
     images = data.Images(_Counted(count), 1, 1, seed, global_batch)
     wanted = np.zeros(count, bool)
@@ -591,20 +610,36 @@ def main(argv: Sequence[str] | None = None) -> int:
             "dir", type=filled, metavar="SRC" if name == "pack" else "DIR", help="of images"
         )
         if name != "index":
-            command.add_argument("--workers", type=whole(1, 1024), default=cores, metavar="N",
-                                 help="processes (default: the cores)")  # fmt: skip
+            command.add_argument(
+                "--workers",
+                type=whole(1, 1024),
+                default=cores,
+                metavar="N",
+                help="processes (default: the cores)",
+            )
     command = commands.choices["pack"]
     command.add_argument("out", type=filled, metavar="DST", help="folder of the shards")
-    command.add_argument("--max-side", type=whole(1, 2**16), metavar="PIXELS",
-                         help="make larger images so small (default: copy all as they are)"
-                         )  # fmt: skip
+    command.add_argument(
+        "--max-side",
+        type=whole(1, 2**16),
+        metavar="PIXELS",
+        help="make larger images so small (default: copy all as they are)",
+    )
     command.add_argument("--quality", type=whole(1, 100), default=90, help="of JPEG (default 90)")
-    command.add_argument("--shard-mib", type=whole(1, 2**20), metavar="MIB",
-                         help="of source a shard (default: a 64th of all, 16 to 1024)")  # fmt: skip
+    command.add_argument(
+        "--shard-mib",
+        type=whole(1, 2**20),
+        metavar="MIB",
+        help="of source a shard (default: a 64th of all, 16 to 1024)",
+    )
     command = commands.choices["scan"]
-    command.add_argument("--out", type=filled, default="bad_images.csv", metavar="FILE",
-                         help="what is broken is appended to it (default bad_images.csv)"
-                         )  # fmt: skip
+    command.add_argument(
+        "--out",
+        type=filled,
+        default="bad_images.csv",
+        metavar="FILE",
+        help="what is broken is appended to it (default bad_images.csv)",
+    )
     args = parser.parse_args(argv)
 
     def say(text: str) -> None:

@@ -61,29 +61,52 @@ class Strategy:
 _S = ShardingStrategy
 STRATEGIES: dict[str, Strategy] = {
     "ddp": Strategy(
-        "nothing", "1", False, None,
-        "1 all-reduce", "everything fits on one device; the baseline"),
+        "nothing", "1", False, None, "1 all-reduce", "everything fits on one device; the baseline"
+    ),
     "zero1": Strategy(
-        "optimizer states", "1", False, None,
-        "1 all-reduce, 1 broadcast", "only the optimizer states are too large"),
+        "optimizer states",
+        "1",
+        False,
+        None,
+        "1 all-reduce, 1 broadcast",
+        "only the optimizer states are too large",
+    ),
     "no_shard": Strategy(
-        "nothing", "1", False, _S.NO_SHARD,
-        "1 all-reduce", "as ddp, in FSDP's mixed precision"),
+        "nothing", "1", False, _S.NO_SHARD, "1 all-reduce", "as ddp, in FSDP's mixed precision"
+    ),
     "shard_grad_op": Strategy(
-        "gradients, states; parameters between steps", "world", False, _S.SHARD_GRAD_OP,
-        "1 all-gather, 1 reduce-scatter", "the bf16 parameters fit whole, the states do not"),
+        "gradients, states; parameters between steps",
+        "world",
+        False,
+        _S.SHARD_GRAD_OP,
+        "1 all-gather, 1 reduce-scatter",
+        "the bf16 parameters fit whole, the states do not",
+    ),
     "full_shard": Strategy(
-        "parameters, gradients, states", "world", True, _S.FULL_SHARD,
-        "2 all-gather, 1 reduce-scatter", "nothing else fits; few nodes"),
+        "parameters, gradients, states",
+        "world",
+        True,
+        _S.FULL_SHARD,
+        "2 all-gather, 1 reduce-scatter",
+        "nothing else fits; few nodes",
+    ),
     "hybrid": Strategy(
-        "parameters, gradients, states", "group", True, _S.HYBRID_SHARD,
+        "parameters, gradients, states",
+        "group",
+        True,
+        _S.HYBRID_SHARD,
         "2 all-gather, 1 reduce-scatter in the group; 1 all-reduce of a shard across groups",
-        "many nodes; the smallest group that fits"),
+        "many nodes; the smallest group that fits",
+    ),
     "hybrid_grad_op": Strategy(
-        "gradients, states; parameters between steps", "group", False, _S._HYBRID_SHARD_ZERO2,
+        "gradients, states; parameters between steps",
+        "group",
+        False,
+        _S._HYBRID_SHARD_ZERO2,
         "1 all-gather, 1 reduce-scatter in the group; 1 all-reduce of a shard across groups",
-        "as hybrid, with room for the whole bf16 parameters"),
-}  # fmt: skip
+        "as hybrid, with room for the whole bf16 parameters",
+    ),
+}
 
 
 def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[int, int]:
@@ -159,20 +182,36 @@ def apply(
         sharded = _ddp(model, mesh, device, reduce_dtype, bucket_cap_mb)
     elif fsdp == 1:
         sharded = _fsdp1(
-            model, strategy, mesh, {type(block) for block in blocks}, device,
+            model,
+            strategy,
+            mesh,
+            {type(block) for block in blocks},
+            device,
             MixedPrecision(
-                param_dtype, reduce_dtype, buffer_dtype=torch.float32,  # positions stay exact
-                cast_forward_inputs=False, cast_root_forward_inputs=False,  # so do the targets
+                param_dtype,
+                reduce_dtype,
+                buffer_dtype=torch.float32,  # positions stay exact
+                cast_forward_inputs=False,
+                cast_root_forward_inputs=False,  # so do the targets
             ),
-            prefetch, forward_prefetch, limit_all_gathers, cpu_offload,
+            prefetch,
+            forward_prefetch,
+            limit_all_gathers,
+            cpu_offload,
             init=lambda module: _fill(module, names, initial_value, device),
-        )  # fmt: skip
+        )
     else:
         _fsdp2(
-            model, strategy, mesh, [[blocks[i] for i in unit] for unit in together],
+            model,
+            strategy,
+            mesh,
+            [[blocks[i] for i in unit] for unit in together],
             MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
-            prefetch, forward_prefetch, cpu_offload, device,
-        )  # fmt: skip
+            prefetch,
+            forward_prefetch,
+            cpu_offload,
+            device,
+        )
         materialize(model, names, initial_value, torch.device("cpu") if cpu_offload else device)
         for buffer in model.buffers():  # parameters are offloaded, tables are not
             buffer.data = buffer.to(device)
@@ -228,9 +267,12 @@ def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def _ddp(
-    model: nn.Module, mesh: DeviceMesh, device: torch.device,
-    reduce_dtype: torch.dtype, bucket_cap_mb: float | None,
-) -> nn.Module:  # fmt: skip
+    model: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    reduce_dtype: torch.dtype,
+    bucket_cap_mb: float | None,
+) -> nn.Module:
     """Whole parameters on every rank; gradients all-reduced in buckets during backward.
 
     One rank has nobody to agree with: the model stays as it is, without a second home, the buckets,
@@ -257,10 +299,18 @@ def _ddp(
 
 
 def _fsdp1(
-    model: nn.Module, strategy: Strategy, mesh: DeviceMesh, unit_classes: set[type[nn.Module]],
-    device: torch.device, precision: MixedPrecision, prefetch: Prefetch, forward_prefetch: bool,
-    limit_all_gathers: bool, cpu_offload: bool, init: Callable[[nn.Module], None],
-) -> nn.Module:  # fmt: skip
+    model: nn.Module,
+    strategy: Strategy,
+    mesh: DeviceMesh,
+    unit_classes: set[type[nn.Module]],
+    device: torch.device,
+    precision: MixedPrecision,
+    prefetch: Prefetch,
+    forward_prefetch: bool,
+    limit_all_gathers: bool,
+    cpu_offload: bool,
+    init: Callable[[nn.Module], None],
+) -> nn.Module:
     """FSDP1: the strategy is an enum, the prefetch too, every unit one flat parameter."""
     how = strategy.fsdp1
     where = mesh if strategy.group == "group" else mesh["shard"]
@@ -291,25 +341,37 @@ def _fsdp1(
 
 
 def _fsdp2(
-    model: nn.Module, strategy: Strategy, mesh: DeviceMesh, units: list[list[nn.Module]],
-    precision: MixedPrecisionPolicy, prefetch: Prefetch, forward_prefetch: bool,
-    cpu_offload: bool, device: torch.device,
-) -> None:  # fmt: skip
+    model: nn.Module,
+    strategy: Strategy,
+    mesh: DeviceMesh,
+    units: list[list[nn.Module]],
+    precision: MixedPrecisionPolicy,
+    prefetch: Prefetch,
+    forward_prefetch: bool,
+    cpu_offload: bool,
+    device: torch.device,
+) -> None:
     """FSDP2: the strategy is the mesh and `reshard_after_forward`, every parameter a DTensor."""
     # Two dimensions: sharded over the second, replicated over the first. One: sharded over it.
     where = mesh["shard"] if strategy.group == "world" else mesh
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     for blocks in units:
         fully_shard(
-            blocks, mesh=where, reshard_after_forward=strategy.reshard, mp_policy=precision,
+            blocks,
+            mesh=where,
+            reshard_after_forward=strategy.reshard,
+            mp_policy=precision,
             offload_policy=offload,
-        )  # fmt: skip
+        )
     # The root unit (tokens, embeddings, norms) is used last in forward and first in backward, so
     # the default, None, keeps it gathered in between.
     fully_shard(
-        model, mesh=where, reshard_after_forward=None if strategy.reshard else False,
-        mp_policy=precision, offload_policy=offload,
-    )  # fmt: skip
+        model,
+        mesh=where,
+        reshard_after_forward=None if strategy.reshard else False,
+        mp_policy=precision,
+        offload_policy=offload,
+    )
     if prefetch == "backward_post":
         raise ValueError("prefetch backward_post exists in FSDP1 only")
     if prefetch == "none":
@@ -333,9 +395,11 @@ def original_name(name: str) -> str:
 
 
 def materialize(
-    model: nn.Module, names: dict[nn.Module, str], initial_value: InitialValue | None,
+    model: nn.Module,
+    names: dict[nn.Module, str],
+    initial_value: InitialValue | None,
     device: torch.device,
-) -> None:  # fmt: skip
+) -> None:
     """Give a model on the meta device memory on `device` and the values of `initial_value`."""
     for module in model.modules():
         _fill(module, names, initial_value, device)
@@ -343,9 +407,11 @@ def materialize(
 
 @torch.no_grad()
 def _fill(
-    module: nn.Module, names: dict[nn.Module, str], initial_value: InitialValue | None,
+    module: nn.Module,
+    names: dict[nn.Module, str],
+    initial_value: InitialValue | None,
     device: torch.device,
-) -> None:  # fmt: skip
+) -> None:
     """The same for one module's own parameters and buffers; a DTensor gets its local shard.
 
     The whole value is drawn on every rank, one tensor at a time, and cut locally: nothing is sent,

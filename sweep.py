@@ -154,9 +154,12 @@ def run_point(sweep: Sweep, point: Point, script: Path, limit: float, again: boo
     if job:
         number = int(os.environ["SLURM_JOB_ID"])
         for name, value in (  # nodes may be shared; a point is short, and its own only round
-            ("TASKS_PER_NODE", point["ranks"]), ("MASTER_PORT", str(20000 + number % 10000)),
-            ("SCRIPTS", str(script.parent)), ("AGAIN", "no"), ("PREFLIGHT", "no"),
-        ):  # fmt: skip
+            ("TASKS_PER_NODE", point["ranks"]),
+            ("MASTER_PORT", str(20000 + number % 10000)),
+            ("SCRIPTS", str(script.parent)),
+            ("AGAIN", "no"),
+            ("PREFLIGHT", "no"),
+        ):
             environ.setdefault(name, value)
         environ["TASKS_PER_NODE"] = point["ranks"]
         if not {"CONDA_ENV", "ENV_TARBALL"} & {*environ}:
@@ -184,8 +187,9 @@ def run_here(
         state = run_point(sweep, point, script, limit, again)
         row = next(row for row in sweep.collect() if row["id"] == point["id"])
         rate = row.get("images_per_second")
-        print(f"{state}{f'  {rate:.1f} img/s' if rate else ''}  {row.get('reason') or ''}",
-              flush=True)  # fmt: skip
+        print(
+            f"{state}{f'  {rate:.1f} img/s' if rate else ''}  {row.get('reason') or ''}", flush=True
+        )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -210,8 +214,9 @@ def listed(job: str) -> bool:
 def slurm_jobs() -> set[str]:
     """The array tasks of this user that wait or run; RuntimeError where Slurm does not answer."""
     try:
-        done = subprocess.run(["squeue", "--me", "-h", "-r", "-o", "%i"], capture_output=True,
-                              text=True)  # fmt: skip
+        done = subprocess.run(
+            ["squeue", "--me", "-h", "-r", "-o", "%i"], capture_output=True, text=True
+        )
     except FileNotFoundError:
         raise RuntimeError("squeue is missing: the sweep has jobs, look where Slurm is") from None
     if done.returncode:
@@ -233,15 +238,23 @@ def submit(
         own = ["--script", str(script), "--limit", f"{limit:g}", *["--retry"] * again]
         command = shlex.join([sys.executable, str(HERE / "sweep.py"), "point", str(sweep.out)])
         file = jobs / f"{nodes}-nodes-{os.getpid()}.sh"
-        file.write_text("\n".join((
-            "#!/bin/bash", *network, f"points=({' '.join(mine)})",
-            f'exec {command} "${{points[SLURM_ARRAY_TASK_ID]}}" {shlex.join(own)}', "",
-        )))  # fmt: skip
+        file.write_text(
+            "\n".join(
+                (
+                    "#!/bin/bash",
+                    *network,
+                    f"points=({' '.join(mine)})",
+                    f'exec {command} "${{points[SLURM_ARRAY_TASK_ID]}}" {shlex.join(own)}',
+                    "",
+                )
+            )
+        )
         minutes = math.ceil(limit / 60) + 5  # the limit is ours, Slurm's is behind it
         flags = ["-J", "sweep", "-t", str(minutes), *shlex.split(sbatch), "-N", str(nodes)]
         flags += [f"--array=0-{len(mine) - 1}", "-o", str(jobs / "%A_%a.txt")]
-        done = subprocess.run(["sbatch", "--parsable", *flags, str(file)], cwd=HERE,
-                              capture_output=True, text=True)  # fmt: skip
+        done = subprocess.run(
+            ["sbatch", "--parsable", *flags, str(file)], cwd=HERE, capture_output=True, text=True
+        )
         if done.returncode:
             raise RuntimeError(f"sbatch refused: {done.stderr.strip()}")
         number = done.stdout.strip().split(";")[0]
@@ -267,11 +280,19 @@ def folder(text: str) -> Path:
 def build_parser() -> Parser:
     """The flags of a sweep."""
     description, _, usage = (__doc__ or "").partition("\n\n")
-    parser = Parser("sweep.py", description=description, epilog=usage,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = Parser(
+        "sweep.py",
+        description=description,
+        epilog=usage,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
-    add("what", type=filled, metavar="PLAN", help="quick, options, scaling, io or a CSV file; or "
-        "status, figures, report")  # fmt: skip
+    add(
+        "what",
+        type=filled,
+        metavar="PLAN",
+        help="quick, options, scaling, io or a CSV file; or status, figures, report",
+    )
     add("dirs", type=filled, metavar="DIR", nargs="*", help="of status, figures, report")
     add(
         "--out",
@@ -279,17 +300,38 @@ def build_parser() -> Parser:
         metavar="DIR",
         help="(default sweep_PLAN; figures, report: DIR itself, of several sweep_DIR_and_DIR)",
     )
-    add("--models", type=filled, metavar="A,B", help="(default: quick tiny or base, io base, "
-        "options 5b, scaling base,1b,3b,5b,15b)")  # fmt: skip
+    add(
+        "--models",
+        type=filled,
+        metavar="A,B",
+        help="(default: quick tiny or base, io base, options 5b, scaling base,1b,3b,5b,15b)",
+    )
     add("--nodes", type=whole_numbers, metavar="1,2,4", help="with --sbatch (default 1,2,4,8)")
-    add("--ranks", type=whole(1, 1024), metavar="N",
-        help="of a node (default: GPUs here; 8 with --sbatch; quick on a CPU 4)")  # fmt: skip
-    add("--data", metavar="DIR", default=str(HERE / "examples" / "tiles" / "train"),
-        help="images of real and io (default: the tiles here)")  # fmt: skip
-    add("--sbatch", metavar="FLAGS", help="through Slurm, with these flags of sbatch; the "
-        "environment is that of launch_frontier.sh")  # fmt: skip
-    add("--machine", type=filled, metavar="NAME", help="for plan.py (default: frontier with "
-        "--sbatch; else this one's memory, and no planned speed)")  # fmt: skip
+    add(
+        "--ranks",
+        type=whole(1, 1024),
+        metavar="N",
+        help="of a node (default: GPUs here; 8 with --sbatch; quick on a CPU 4)",
+    )
+    add(
+        "--data",
+        metavar="DIR",
+        default=str(HERE / "examples" / "tiles" / "train"),
+        help="images of real and io (default: the tiles here)",
+    )
+    add(
+        "--sbatch",
+        metavar="FLAGS",
+        help="through Slurm, with these flags of sbatch; the "
+        "environment is that of launch_frontier.sh",
+    )
+    add(
+        "--machine",
+        type=filled,
+        metavar="NAME",
+        help="for plan.py (default: frontier with "
+        "--sbatch; else this one's memory, and no planned speed)",
+    )
     add("--memory-gib", type=number(0.1, 10**6), metavar="GIB", help="of a rank, for plan.py")
     add(
         "--limit",
@@ -300,8 +342,13 @@ def build_parser() -> Parser:
     )
     add("--try", action="store_true", dest="attempt_all", help="run what plan.py says cannot fit")
     add("--retry", action="store_true", help="run again what has failed or timed out")
-    add("--script", type=Path, default=HERE / "train_fsdp.py", metavar="FILE",
-        help="what each point runs (default train_fsdp.py)")  # fmt: skip
+    add(
+        "--script",
+        type=Path,
+        default=HERE / "train_fsdp.py",
+        metavar="FILE",
+        help="what each point runs (default train_fsdp.py)",
+    )
     return parser
 
 
@@ -316,10 +363,22 @@ def tell(sweep: Sweep) -> None:
 
 
 def sweep_all(
-    what: str, out: Path, extra: Mapping[str, str], script: Path, *, limit: float, retry: bool,
-    attempt_all: bool, models: str | None, nodes: Sequence[int] | None, ranks: int | None,
-    data: str, sbatch: str | None, machine: str | None, memory_gib: float | None,
-) -> int:  # fmt: skip
+    what: str,
+    out: Path,
+    extra: Mapping[str, str],
+    script: Path,
+    *,
+    limit: float,
+    retry: bool,
+    attempt_all: bool,
+    models: str | None,
+    nodes: Sequence[int] | None,
+    ranks: int | None,
+    data: str,
+    sbatch: str | None,
+    machine: str | None,
+    memory_gib: float | None,
+) -> int:
     """Plan the points, then run or submit those that have no result yet; returns the status."""
     slurm, planner, sweep = sbatch is not None, studies.Planner(), Sweep(out)
     if slurm and not machine and not memory_gib:
@@ -330,8 +389,11 @@ def sweep_all(
         results.read_table(out / "results.csv")  # or the first point would end in its damage
     try:
         points = studies.finished(
-            studies.choose(what, models, nodes, ranks, data, slurm,
-                           lambda: planner.ask("device")[0]), extra)  # fmt: skip
+            studies.choose(
+                what, models, nodes, ranks, data, slurm, lambda: planner.ask("device")[0]
+            ),
+            extra,
+        )
         print(f"{len(points)} points in {out}", flush=True)
         sweep.add(points, [sweep.planned(planner, p, machine, memory_gib) for p in points])
     finally:
@@ -345,8 +407,10 @@ def sweep_all(
     if slurm:
         submit(sweep, left, sbatch or "", script, limit, retry)
         tell(sweep)
-        print(f"python sweep.py report {out}: what there is by then; "
-              "the same command again: what is missing")  # fmt: skip
+        print(
+            f"python sweep.py report {out}: what there is by then; "
+            "the same command again: what is missing"
+        )
         return 0
     run_here(sweep, left, script, limit, retry)
     tell(sweep)
@@ -412,10 +476,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{args.what} takes no folder {args.dirs[0]}: where to write is --out")
         out = args.out or Path(f"sweep_{Path(args.what).stem}")
         return sweep_all(
-            args.what, out.resolve(), extra, script, limit=args.limit, retry=args.retry,
-            attempt_all=args.attempt_all, models=args.models, nodes=args.nodes, ranks=args.ranks,
-            data=args.data, sbatch=args.sbatch, machine=args.machine, memory_gib=args.memory_gib,
-        )  # fmt: skip
+            args.what,
+            out.resolve(),
+            extra,
+            script,
+            limit=args.limit,
+            retry=args.retry,
+            attempt_all=args.attempt_all,
+            models=args.models,
+            nodes=args.nodes,
+            ranks=args.ranks,
+            data=args.data,
+            sbatch=args.sbatch,
+            machine=args.machine,
+            memory_gib=args.memory_gib,
+        )
     except ModuleNotFoundError as error:
         parser.error(f"{error}: figures need it, python -m pip install {error.name}")
     except (ValueError, RuntimeError) as error:

@@ -53,18 +53,18 @@ import shard
 import vit
 from planner import dry_run
 from runtime import agreement, intake, step_profile
-from runtime.assemble import blank_model, completed, planned, spread, start_record
+from runtime.assemble import build_meta_model, completed, planned, spread, start_record
 from runtime.comm_counter import Collective, counted_once, payload
 from runtime.flags import (
     DTYPES,
-    LAST_WORD_SECONDS,
-    PATIENCE,
+    RANK0_REPORT_GRACE_SECONDS,
+    STARTUP_TIMEOUT_FACTOR,
     TORCHRUN_NOTE,
     check_masking,
-    complain,
     parse_args,
-    refuse,
+    print_error,
     sizes,
+    usage_error,
 )
 from runtime.log import Log, describe, device_memory, open_log, start_over
 from runtime.resume import Saves, candidates, resume
@@ -83,7 +83,7 @@ def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    finite: agreement.FiniteCheck,
+    finite: agreement.StepGuard,
     scaler: torch.amp.GradScaler | None,
     batches: Sequence[tuple[Tensor, Tensor]],
     *,
@@ -105,9 +105,13 @@ def train_step(
 
 
 def gradients(
-    model: nn.Module, scaler: torch.amp.GradScaler | None,
-    batches: Sequence[tuple[Tensor, Tensor]], *, mask_ratio: float, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    model: nn.Module,
+    scaler: torch.amp.GradScaler | None,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    *,
+    mask_ratio: float,
+    dtype: torch.dtype,
+) -> Tensor:
     """Forward and backward of every accumulation step; returns this rank's mean loss ()."""
     total = torch.zeros((), device=batches[0][0].device)
     for i, (images, noise) in enumerate(batches):
@@ -121,10 +125,17 @@ def gradients(
 
 
 def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, finite: agreement.FiniteCheck,
-    scaler: torch.amp.GradScaler | None, total: Tensor, *, step: int, lr: float,
-    clip: float | None, flags: agreement.StepFlags = agreement.NO_FLAGS,
-) -> Tensor:  # fmt: skip
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    finite: agreement.StepGuard,
+    scaler: torch.amp.GradScaler | None,
+    total: Tensor,
+    *,
+    step: int,
+    lr: float,
+    clip: float | None,
+    flags: agreement.StepFlags = agreement.NO_FLAGS,
+) -> Tensor:
     """Apply the gradients, unless the ranks find them bad; returns their norm ()."""
     if scaler:
         scaler.unscale_(optimizer)
@@ -163,7 +174,7 @@ def loop(
     batches: Iterator[intake.Batch],
     log: Log,
     train: Callable[..., tuple[Tensor, Tensor]] | None,
-    finite: agreement.FiniteCheck,
+    finite: agreement.StepGuard,
     lr_of: Callable[[int], float],
     saves: Saves | None,
     told_to_stop: Callable[[], bool],
@@ -210,9 +221,12 @@ def loop(
 
         # step
         moved("training", step)
-        flags = agreement.StepFlags(stop=told_to_stop(), bad_images=inputs.news,
-                                save=saves is not None and saves.due_by_clock(),
-                                no_batch=failure is not None)  # fmt: skip
+        flags = agreement.StepFlags(
+            stop=told_to_stop(),
+            bad_images=inputs.news,
+            save=saves is not None and saves.due_by_clock(),
+            no_batch=failure is not None,
+        )
         if train:
             loss, norm = train(batch.parts, step=step, lr=lr, flags=flags)
             last_losses.append(loss)
@@ -257,13 +271,22 @@ def loop(
             rates.append(job.global_batch / seconds)
             flops = job.flops_per_image if train else None
             log.step(
-                step, job.steps.stop, loss=mean_loss, norm=norm, lr=lr,
-                epoch=step * job.global_batch // job.epoch_samples, seconds=seconds,
-                waited=waited / (done - since), global_batch=job.global_batch,
-                world_size=job.world_size, flops_per_image=flops, peak_flops=job.peak_flops,
-                hardware_flops_per_image=job.hardware_flops_per_image, device=job.device,
+                step,
+                job.steps.stop,
+                loss=mean_loss,
+                norm=norm,
+                lr=lr,
+                epoch=step * job.global_batch // job.epoch_samples,
+                seconds=seconds,
+                waited=waited / (done - since),
+                global_batch=job.global_batch,
+                world_size=job.world_size,
+                flops_per_image=flops,
+                peak_flops=job.peak_flops,
+                hardware_flops_per_image=job.hardware_flops_per_image,
+                device=job.device,
                 bad_images=inputs.count,
-            )  # fmt: skip
+            )
             all_waited, waited, since, mark = all_waited + waited, 0.0, done, time.perf_counter()
             gc.collect()  # not at a moment of Python's choosing, on one rank while others wait
 
@@ -314,14 +337,14 @@ def loader_error(error: Exception) -> str:
 
 def first_problem(failure: str | None) -> str:
     """The sentence, on all ranks, of the first whose loader has failed. Collective."""
-    every = agreement.gathered(failure) or []
+    every = agreement.gather_to_rank0(failure) or []
 
     def sentence() -> str:
         failed = [rank for rank, text in enumerate(every) if text]
         more = f"; {len(failed) - 1} more ranks too" if len(failed) > 1 else ""
         return f"rank {failed[0]} has no data {every[failed[0]]}{more}"
 
-    return agreement.together(sentence)
+    return agreement.run_on_rank0(sentence)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -332,9 +355,14 @@ class Crew:
     """The ranks of a run that have found each other: watched, and leaving together."""
 
     def __init__(
-        self, ranks: mesh.Ranks, device: torch.device, *, timeout: int, folder: str,
+        self,
+        ranks: mesh.Ranks,
+        device: torch.device,
+        *,
+        timeout: int,
+        folder: str,
         give_up: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """ConnectionError where this rank finds no others, ValueError as of mesh. Collective.
 
         `timeout` in seconds, as --timeout; `folder` and `give_up` as of agreement.Watchdog.
@@ -345,16 +373,25 @@ class Crew:
 
         def no_answer() -> None:
             where = ":".join(ranks.init[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
-            complain(f"{who} has no answer from {where}: rank 0 stands still, or the port is "
-                     "another program's")  # fmt: skip
+            print_error(
+                f"{who} has no answer from {where}: rank 0 stands still, or the port is "
+                "another program's"
+            )
 
-        with agreement.at_most(PATIENCE * timeout + 10, no_answer):
+        with agreement.exit_if_longer_than(STARTUP_TIMEOUT_FACTOR * timeout + 10, no_answer):
             try:
-                mesh.init_ranks(ranks, device, timeout_minutes=PATIENCE * timeout / 60)
+                mesh.init_ranks(
+                    ranks, device, timeout_minutes=STARTUP_TIMEOUT_FACTOR * timeout / 60
+                )
                 self.watch = agreement.Watchdog(
-                    ranks.rank, ranks.world_size, ranks.init, seconds=timeout, patience=PATIENCE,
-                    folder=folder, give_up=give_up,
-                )  # fmt: skip
+                    ranks.rank,
+                    ranks.world_size,
+                    ranks.init,
+                    seconds=timeout,
+                    patience=STARTUP_TIMEOUT_FACTOR,
+                    folder=folder,
+                    give_up=give_up,
+                )
                 self.gloo = cast(Any, dist.new_group(backend="gloo"))  # for files, not for GPUs
                 dist.barrier(self.gloo)  # connects now: later, a lost one is waited for
             except (RuntimeError, OSError) as error:
@@ -373,7 +410,7 @@ class Crew:
         if isinstance(error, RuntimeError) and agreement.is_peer_failure(error) is not False:
             self.abandon(error)
         if self.rank == 0:
-            complain(str(error))
+            print_error(str(error))
         return self.leave(2 if isinstance(error, ValueError) else 1)
 
     def abandon(self, error: RuntimeError) -> NoReturn:
@@ -389,7 +426,9 @@ class Crew:
         else:
             raise error
         cause, where = loader_error(error), self.watch.where()
-        self.watch.abandon(f"rank {self.rank} {what} ({where}): {cause}", LAST_WORD_SECONDS)
+        self.watch.abandon(
+            f"rank {self.rank} {what} ({where}): {cause}", RANK0_REPORT_GRACE_SECONDS
+        )
 
 
 @contextmanager
@@ -420,42 +459,62 @@ def profile_window(
         log.warn(f"no profile: it needs {needed} steps to go")
         return None
     return step_profile.Window(
-        first=first, steps=steps, rank=rank, device=device, ranks=[0],
-        folder=os.path.join(out, "profile"), report=partial(tell_profile, log, first, steps),
-    )  # fmt: skip
+        first=first,
+        steps=steps,
+        rank=rank,
+        device=device,
+        ranks=[0],
+        folder=os.path.join(out, "profile"),
+        report=partial(tell_profile, log, first, steps),
+    )
 
 
 def tell_profile(log: Log, first: int, steps: int, found: dict[str, float] | str | None) -> None:
     """What the profiled ranks found, in the log and on the terminal. Collective."""
-    every = agreement.gathered(found) or []
+    every = agreement.gather_to_rank0(found) or []
     ranks = {rank: seconds for rank, seconds in enumerate(every) if isinstance(seconds, dict)}
     for problem in sorted({text for text in every if isinstance(text, str)}):
         log.warn(f"no profile: {problem}")
     if ranks:
         mean = {k: statistics.fmean(r[k] for r in ranks.values()) for k in step_profile.KINDS}
         whole = sum(mean.values())
-        log.write("profile", first_step=first + 1, steps=steps, ranks=list(ranks), **mean,
-                  shares={kind: seconds / whole for kind, seconds in mean.items()})  # fmt: skip
+        log.write(
+            "profile",
+            first_step=first + 1,
+            steps=steps,
+            ranks=list(ranks),
+            **mean,
+            shares={kind: seconds / whole for kind, seconds in mean.items()},
+        )
         for line in step_profile.table(ranks, first):
             log.say(line)
 
 
 def tell_end(
-    log: Log, end: dict[str, Any], inputs: intake.Intake, io: bool, steps: int, out: str,
+    log: Log,
+    end: dict[str, Any],
+    inputs: intake.Intake,
+    io: bool,
+    steps: int,
+    out: str,
     saved: str | None,
-) -> None:  # fmt: skip
+) -> None:
     """The records `io` and `end`; what was read, how it went, where the weights are. Collective."""
     read = inputs.report(end["seconds"], end["data_share"])
     log.write("io", **read)
     for line in intake.describe(read["ranks"]) if io and read else []:
         log.say(line)
     if "loss_of_zero" in end:
-        log.say(f"mean loss of the last {min(10, steps)} steps {end['loss']:.4f}; predicting zero "
-                f"gives {end['loss_of_zero']:.4f}")  # fmt: skip
+        log.say(
+            f"mean loss of the last {min(10, steps)} steps {end['loss']:.4f}; predicting zero "
+            f"gives {end['loss_of_zero']:.4f}"
+        )
     log.write("end", **end)
-    log.say(f"{end['reason']}: {end['steps']} steps in {end['seconds']:.1f} s, median "
-            f"{end['images_per_second'] or 0:.1f} img/s, {end['data_share']:.1%} of the time "
-            f"waiting for data; log in {os.path.join(out, 'log.jsonl')}")  # fmt: skip
+    log.say(
+        f"{end['reason']}: {end['steps']} steps in {end['seconds']:.1f} s, median "
+        f"{end['images_per_second'] or 0:.1f} img/s, {end['data_share']:.1%} of the time "
+        f"waiting for data; log in {os.path.join(out, 'log.jsonl')}"
+    )
     if saved:
         log.say(saved)
     if "TORCHELASTIC_RUN_ID" in os.environ and end["reason"] == "signal":
@@ -472,10 +531,12 @@ def mark_done(out: str, done: bool) -> None:
             if done:
                 path.touch()
         except OSError as error:
-            raise ValueError(f"{path} cannot be {'written' if done else 'removed'} ({error}): move "
-                             "it away, or make its folder writable") from None  # fmt: skip
+            raise ValueError(
+                f"{path} cannot be {'written' if done else 'removed'} ({error}): move "
+                "it away, or make its folder writable"
+            ) from None
 
-    agreement.together(change)
+    agreement.run_on_rank0(change)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -503,35 +564,51 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
 
     # ranks and device, and all that can be refused before any rank waits for another
     try:
-        pretend = partial(dry_run.pretended_ranks, args.world_size, os.environ)
+        pretend = partial(dry_run.fake_ranks, args.world_size, os.environ)
         ranks = pretend() if args.dry_run else mesh.read_ranks(os.environ)
         device = dry_run.CPU if args.dry_run else mesh.pick_device(args.device, ranks)
         world = ranks.world_size
         if world == 1:  # several look for it together, once they have met
             intake.check_folder(args.data)
     except (ValueError, RuntimeError) as error:
-        return refuse(str(error), local=True)
+        return usage_error(str(error), local=True)
     try:
         group, shape, local_batch, global_batch = sizes(args, world, ranks.local_world_size)
         patches = check_masking(config, args.img_size, args.mask_ratio)
     except ValueError as error:
-        return refuse(str(error))
+        return usage_error(str(error))
 
     # what is known now; the model, whenever it is asked for
     lr, dtype = args.blr * global_batch / 256, DTYPES[args.precision]
     flags = vars(args) | {
-        "group": group, "batch": local_batch, "global_batch": global_batch, "world_size": world,
-    }  # fmt: skip
+        "group": group,
+        "batch": local_batch,
+        "global_batch": global_batch,
+        "world_size": world,
+    }
     build = partial(
-        spread, seed=args.seed, device=device, mode=args.mode, precision=args.precision,
-        reduce_dtype=args.reduce_dtype, lr=lr, weight_decay=args.weight_decay, fsdp=args.fsdp or 2,
-        prefetch=args.prefetch or "backward_pre", forward_prefetch=args.forward_prefetch,
-        limit_all_gathers=bool(args.limit_all_gathers), cpu_offload=args.cpu_offload,
-        bucket_cap_mb=args.bucket_cap_mb, ac=args.ac, compile_blocks=args.compile,
-    )  # fmt: skip
+        spread,
+        seed=args.seed,
+        device=device,
+        mode=args.mode,
+        precision=args.precision,
+        reduce_dtype=args.reduce_dtype,
+        lr=lr,
+        weight_decay=args.weight_decay,
+        fsdp=args.fsdp or 2,
+        prefetch=args.prefetch or "backward_pre",
+        forward_prefetch=args.forward_prefetch,
+        limit_all_gathers=bool(args.limit_all_gathers),
+        cpu_offload=args.cpu_offload,
+        bucket_cap_mb=args.bucket_cap_mb,
+        ac=args.ac,
+        compile_blocks=args.compile,
+    )
     if args.dry_run:
-        halves = (partial(gradients, mask_ratio=args.mask_ratio, dtype=dtype),
-                  partial(update, step=0, lr=lr, clip=args.clip))  # fmt: skip
+        halves = (
+            partial(gradients, mask_ratio=args.mask_ratio, dtype=dtype),
+            partial(update, step=0, lr=lr, clip=args.clip),
+        )
         return dry_run.dry_run(flags, config, ranks, shape, lr, build, *halves)
 
     # the ranks find each other
@@ -539,17 +616,17 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
     saves: Saves | None = None
 
     def give_up(text: str) -> None:
-        complain(f"{text}; {saves.where(False)}" if saves else text)
+        print_error(f"{text}; {saves.where(False)}" if saves else text)
         log.write("end", reason="timeout", problem=text)
 
     try:
         stalled = os.path.join(args.out, "stalled")
         crew = Crew(ranks, device, timeout=args.timeout, folder=stalled, give_up=give_up)
     except ConnectionError as error:
-        complain(str(error))
+        print_error(str(error))
         return 1
     except ValueError as error:
-        return refuse(str(error))
+        return usage_error(str(error))
     joined(crew)
 
     # what rank 0 does for all: list the images, open the log
@@ -558,17 +635,18 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
         log = open_log(args.out)
         for line in mesh.topology(ranks, device, shape, os.environ):
             log.say(line)
-        inputs = intake.Intake(os.path.join(args.out, "bad_images.csv"), images["images"],
-                               args.max_bad, log.say)  # fmt: skip
+        inputs = intake.Intake(
+            os.path.join(args.out, "bad_images.csv"), images["images"], args.max_bad, log.say
+        )
         chosen = completed(flags | images, epoch_steps)
     except ValueError as error:
         return crew.refuse(error)
 
     # model on no device, then sharded and initialised; optimizer
     steps = chosen["steps"]
-    model = blank_model(config, args.img_size, args.norm_pix_loss, device)
+    model = build_meta_model(config, args.img_size, args.norm_pix_loss, device)
     params = sum(p.numel() for p in model.parameters())
-    finite = agreement.FiniteCheck(device, args.max_skips)
+    finite = agreement.StepGuard(device, args.max_skips)
     train: Callable[..., tuple[Tensor, Tensor]] | None = None
     begin = 0
     found: list[Path] = []
@@ -581,23 +659,40 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
         grid = mesh.build_mesh(shape, device)
         seed = None if found else args.seed  # a checkpoint has all values
         model, optimizer, scaler = build(model, grid, seed=seed)
-        train = partial(train_step, model, optimizer, finite, scaler,
-                        mask_ratio=args.mask_ratio, clip=args.clip, dtype=dtype)  # fmt: skip
+        train = partial(
+            train_step,
+            model,
+            optimizer,
+            finite,
+            scaler,
+            mask_ratio=args.mask_ratio,
+            clip=args.clip,
+            dtype=dtype,
+        )
 
     # resume
     if args.run == "real":
         try:
             load = partial(checkpoint.load, model=model, optimizer=optimizer, group=crew.gloo)
-            facts = resume(found, args.resume == "auto", args.out, load, scaler, chosen,
-                           args.allow_changes, log.say)  # fmt: skip
+            facts = resume(
+                found,
+                args.resume == "auto",
+                args.out,
+                load,
+                scaler,
+                chosen,
+                args.allow_changes,
+                log.say,
+            )
         except (ValueError, OSError) as error:
             return crew.refuse(error)
         except RuntimeError as error:
             crew.abandon(error)
         begin = facts["step"]
-        finite.row.fill_(facts.get("in_a_row", 0))
-        saver = checkpoint.Saver(args.out, model, optimizer, keep=args.keep, group=crew.gloo,
-                                 background=args.async_save)  # fmt: skip
+        finite.consecutive_bad_steps.fill_(facts.get("in_a_row", 0))
+        saver = checkpoint.Saver(
+            args.out, model, optimizer, keep=args.keep, group=crew.gloo, background=args.async_save
+        )
         saves = Saves(saver, log, chosen, scaler, begin)
         try:
             if begin < steps:
@@ -611,18 +706,33 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
     workers = min(6, mesh.cpu_cores(ranks) - 1) if args.workers is None else args.workers
     source: data.Files | None = files
     if files and args.stage_dir and args.run != "syn":
-        wanted = partial(prepare.wanted_on_node, chosen["images"], args.seed, global_batch,
-                         local_batch, world, steps=range(begin, steps))  # fmt: skip
+        wanted = partial(
+            prepare.wanted_on_node,
+            chosen["images"],
+            args.seed,
+            global_batch,
+            local_batch,
+            world,
+            steps=range(begin, steps),
+        )
         try:
             source = intake.stage(files, args.stage_dir, ranks, log.say, wanted)
         except ValueError as error:
             return crew.refuse(error)
     loader = data.build_loader(
-        source, img_size=args.img_size, patches=patches, seed=args.seed, global_batch=global_batch,
-        local_batch=local_batch, steps=range(begin, begin + 1 if args.run == "syn" else steps),
-        rank=ranks.rank, world_size=world, workers=workers, pin_memory=device.type == "cuda",
+        source,
+        img_size=args.img_size,
+        patches=patches,
+        seed=args.seed,
+        global_batch=global_batch,
+        local_batch=local_batch,
+        steps=range(begin, begin + 1 if args.run == "syn" else steps),
+        rank=ranks.rank,
+        world_size=world,
+        workers=workers,
+        pin_memory=device.type == "cuda",
         exact=args.exact_decode,
-    )  # fmt: skip
+    )
     batches = intake.device_batches(loader, args.accum, device)
     first = list(islice(batches, 1))  # none where nothing is left to do
     batches = repeat(first[0]) if args.run == "syn" else chain(first, batches)
@@ -632,29 +742,60 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
     if train and ranks.rank == 0:  # the third step of this process: by then DDP's buckets are final
         train = counted_once(train, grid, sent, begin + 2)
     if train and args.profile:
-        window = profile_window(log, ranks.rank, device, args.out, begin, steps - begin,
-                                args.profile)  # fmt: skip
+        window = profile_window(
+            log, ranks.rank, device, args.out, begin, steps - begin, args.profile
+        )
         if window:
             train, batches = window.train(train), window.batches(batches, begin)
 
     # what this run is
     plan = planned(config, chosen, log.warn) if ranks.rank == 0 else None
-    start = start_record(chosen, config, ranks, device, shape, plan, params=params, lr=lr,
-                         epoch_steps=epoch_steps, begin=begin, workers=workers)  # fmt: skip
+    start = start_record(
+        chosen,
+        config,
+        ranks,
+        device,
+        shape,
+        plan,
+        params=params,
+        lr=lr,
+        epoch_steps=epoch_steps,
+        begin=begin,
+        workers=workers,
+    )
     log.write("start", **start)
     for line in describe(start):
         log.say(line)
 
     # loop
-    job = Job(device, world, range(begin, steps), args.log_every, global_batch,
-              epoch_steps * global_batch, start["flops_per_image"],
-              start["hardware_flops_per_image"], start["peak_flops_per_rank"])  # fmt: skip
+    job = Job(
+        device,
+        world,
+        range(begin, steps),
+        args.log_every,
+        global_batch,
+        epoch_steps * global_batch,
+        start["flops_per_image"],
+        start["hardware_flops_per_image"],
+        start["peak_flops_per_rank"],
+    )
     lr_of = partial(learning_rate, steps=steps, warmup=chosen["warmup_steps"], peak=lr)
     name_of = files.path if files else "synthetic image {}".format
     compiled = shard.compile_seconds() if args.compile else None  # by others in this process
     with garbage_kept():
-        end = loop(job, batches, log, train, finite, lr_of, saves, lambda: bool(received),
-                   crew.watch.moved, name_of, inputs)  # fmt: skip
+        end = loop(
+            job,
+            batches,
+            log,
+            train,
+            finite,
+            lr_of,
+            saves,
+            lambda: bool(received),
+            crew.watch.moved,
+            name_of,
+            inputs,
+        )
     crew.watch.moved("ending")
 
     # summary
@@ -676,7 +817,7 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
     crew.leave(0)
     if end["problem"] and ranks.rank == 0:
         advice = {"nan": ": lower --blr, add --clip 1, or look at the images of that step"}
-        complain(end["problem"] + advice.get(end["reason"], ""))
+        print_error(end["problem"] + advice.get(end["reason"], ""))
     return 1 if end["problem"] else 0
 
 

@@ -223,9 +223,13 @@ class Block(nn.Module):
     """Pre-norm transformer block: (B, T, D) -> (B, T, D)."""
 
     def __init__(
-        self, width: int, heads: int, mlp_width: int, gated: bool = False,
+        self,
+        width: int,
+        heads: int,
+        mlp_width: int,
+        gated: bool = False,
         kernels: Kernels = PYTORCH,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=1e-6)
         self.attn = Attention(width, heads, kernels)
@@ -260,9 +264,12 @@ class ViTMAE(nn.Module):
     decoder_pos_embed: Tensor  # (1, 1+L, Dd)
 
     def __init__(
-        self, config: ViTConfig, img_size: int = 224, norm_pix_loss: bool = True,
+        self,
+        config: ViTConfig,
+        img_size: int = 224,
+        norm_pix_loss: bool = True,
         kernels: Kernels = PYTORCH,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Build and, unless on the meta device, initialise (seed 0; see `initialize`).
 
         Raises ValueError when the patch size does not divide `img_size`.

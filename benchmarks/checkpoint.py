@@ -59,9 +59,15 @@ def build(model: str, fsdp: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     grid = mesh.build_mesh((1, dist.get_world_size()), CPU)
     decay = shard.weight_decay_names(whole)
     sharded = shard.apply(
-        whole, MODE, grid, block_classes={vit.Block}, device=CPU, fsdp=2 if fsdp == 2 else 1,
-        initial_value=lambda name, shape: torch.zeros(shape), param_dtype=torch.float32,
-    )  # fmt: skip
+        whole,
+        MODE,
+        grid,
+        block_classes={vit.Block},
+        device=CPU,
+        fsdp=2 if fsdp == 2 else 1,
+        initial_value=lambda name, shape: torch.zeros(shape),
+        param_dtype=torch.float32,
+    )
     return sharded, shard.build_optimizer(sharded, MODE, decay, lr=1e-3, weight_decay=0.05)
 
 
@@ -246,8 +252,9 @@ def rank_main(
 # The whole
 
 
-def on_ranks(work: Callable[..., dict[str, Any]], args: argparse.Namespace, folder: Path,
-             turn: int = 0) -> list[dict[str, Any]]:  # fmt: skip
+def on_ranks(
+    work: Callable[..., dict[str, Any]], args: argparse.Namespace, folder: Path, turn: int = 0
+) -> list[dict[str, Any]]:
     """What `work` finds on each rank of a new group of processes."""
     mp.spawn(rank_main, (work, args, folder, turn), nprocs=args.ranks)
     return [json.loads((folder / f"found{rank}.json").read_text()) for rank in range(args.ranks)]
@@ -271,20 +278,28 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     size = sum(rank["bytes"] for rank in writes)
     median = {kind: statistics.median(s) for kind, s in seconds.items()}
     return {
-        "model": args.model, "mode": MODE, "fsdp": args.fsdp, "ranks": args.ranks,
-        "torch": torch.__version__, "python": platform.python_version(), "cores": len(
-            os.sched_getaffinity(0)), "bytes": size, "seconds": seconds,
+        "model": args.model,
+        "mode": MODE,
+        "fsdp": args.fsdp,
+        "ranks": args.ranks,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)),
+        "bytes": size,
+        "seconds": seconds,
         "save_ratio": median["save"] / median["plain_write"],
         "load_ratio": median["load"] / median["plain_read"],
         "memory_ratio": most,
-    }  # fmt: skip
+    }
 
 
 def show(found: dict[str, Any]) -> None:
     """The table, and everything on one line of JSON."""
     size = found["bytes"]
-    print(f"{found['model']}, {found['mode']} (FSDP{found['fsdp']}) on {found['ranks']} ranks, "
-          f"{found['cores']} cores, torch {found['torch']}: {size / 1e9:.2f} GB")  # fmt: skip
+    print(
+        f"{found['model']}, {found['mode']} (FSDP{found['fsdp']}) on {found['ranks']} ranks, "
+        f"{found['cores']} cores, torch {found['torch']}: {size / 1e9:.2f} GB"
+    )
     for kind, seconds in found["seconds"].items():
         median = statistics.median(seconds)
         turns = " ".join(f"{s:.2f}" for s in seconds)

@@ -82,9 +82,16 @@ def make_tree(root: Path, images: int, huge: int) -> None:
 
 def ours(root: str, workers: int, steps: int, seed: int, exact: bool = False) -> Iterable[Any]:
     return data.build_loader(
-        data.scan(root), img_size=SIDE, patches=PATCHES, seed=seed, global_batch=BATCH,
-        local_batch=BATCH, steps=range(steps), workers=workers, exact=exact,
-    )  # fmt: skip
+        data.scan(root),
+        img_size=SIDE,
+        patches=PATCHES,
+        seed=seed,
+        global_batch=BATCH,
+        local_batch=BATCH,
+        steps=range(steps),
+        workers=workers,
+        exact=exact,
+    )
 
 
 def same_images(root: str, steps: int, seed: int, samples: list[tuple[str, int]]) -> list[int]:
@@ -102,9 +109,13 @@ def same_images(root: str, steps: int, seed: int, samples: list[tuple[str, int]]
 def peer(dataset: Any, order: list[int], workers: int, collate: Any = None) -> Iterable[Any]:
     context = get_context("forkserver") if workers else None
     return DataLoader(
-        Subset(dataset, order), BATCH, num_workers=workers, collate_fn=collate,
-        multiprocessing_context=context, prefetch_factor=4 if workers else None,
-    )  # fmt: skip
+        Subset(dataset, order),
+        BATCH,
+        num_workers=workers,
+        collate_fn=collate,
+        multiprocessing_context=context,
+        prefetch_factor=4 if workers else None,
+    )
 
 
 def image_folder(root: str, workers: int, steps: int, seed: int, transform: Any) -> Iterable[Any]:
@@ -118,22 +129,39 @@ def timms(root: str, workers: int, steps: int, seed: int) -> Iterable[Any]:
 
     dataset = create_dataset("", root)
     loader = create_loader(  # gives the data set its transform
-        dataset, (3, SIDE, SIDE), BATCH, is_training=True, use_prefetcher=False, color_jitter=None,
-        scale=(0.2, 1.0), ratio=(3 / 4, 4 / 3), interpolation="bicubic", num_workers=0,
+        dataset,
+        (3, SIDE, SIDE),
+        BATCH,
+        is_training=True,
+        use_prefetcher=False,
+        color_jitter=None,
+        scale=(0.2, 1.0),
+        ratio=(3 / 4, 4 / 3),
+        interpolation="bicubic",
+        num_workers=0,
         persistent_workers=False,
-    )  # fmt: skip
+    )
     samples = [(dataset.filename(i, absolute=True), 0) for i in range(len(dataset))]
     return peer(dataset, same_images(root, steps, seed, samples), workers, loader.collate_fn)
 
 
 CLASSIC = v1.Compose(
-    [v1.RandomResizedCrop(SIDE, **SPAN), v1.RandomHorizontalFlip(), v1.ToTensor(),
-     v1.Normalize(MEAN, STD)]
-)  # fmt: skip
+    [
+        v1.RandomResizedCrop(SIDE, **SPAN),
+        v1.RandomHorizontalFlip(),
+        v1.ToTensor(),
+        v1.Normalize(MEAN, STD),
+    ]
+)
 CLASSIC2 = v2.Compose(
-    [v2.RandomResizedCrop(SIDE, **SPAN), v2.RandomHorizontalFlip(), v2.ToImage(),
-     v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-)  # fmt: skip
+    [
+        v2.RandomResizedCrop(SIDE, **SPAN),
+        v2.RandomHorizontalFlip(),
+        v2.ToImage(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(MEAN, STD),
+    ]
+)
 
 
 def loaders(tree: str, pack: str) -> dict[str, Callable[[int, int, int], Iterable[Any]]]:

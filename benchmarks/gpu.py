@@ -39,13 +39,23 @@ from runtime import agreement, assemble, step_profile  # noqa: E402
 WARM, TIMED = 3, 5  # steps
 SECONDS = {False: 15.0, True: 60.0}  # that a case takes, about: eager, compiled
 KINDS = {  # of kernels, by parts of their names; the first that fits
-    "products": ("gemm", "nvjet", "cutlass", "xmma", "Cijk", "aten::mm", "aten::addmm", "aten::bmm",
-                 "linear_pointwise", "product"),
+    "products": (
+        "gemm",
+        "nvjet",
+        "cutlass",
+        "xmma",
+        "Cijk",
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "linear_pointwise",
+        "product",
+    ),
     "attention": ("flash", "fmha", "attention", "attn", "softmax"),
     "optimizer": ("adam", "Adam"),
     "norms": ("layer_norm", "LayerNorm", "layernorm"),
     "copies": ("copy", "Memcpy", "Memset", "cat", "CatArray"),
-}  # fmt: skip
+}
 OTHER = "elementwise and the rest"
 
 
@@ -69,8 +79,12 @@ class Row:
 
 def cases(models: Sequence[str]) -> Iterator[Row]:
     """The grid, what matters most first."""
-    for compiled, acs in ((False, ("none", "full")), (True, ("none",)), (False, ("selective",)),
-                          (True, ("full", "selective"))):  # fmt: skip
+    for compiled, acs in (
+        (False, ("none", "full")),
+        (True, ("none",)),
+        (False, ("selective",)),
+        (True, ("full", "selective")),
+    ):
         for ac in acs:
             for model in models:
                 yield Row(model, compiled, ac)
@@ -79,10 +93,18 @@ def cases(models: Sequence[str]) -> Iterator[Row]:
 def planned(model: str, ac: str, img_size: int, batch: int, memory_gib: float) -> plan.Plan:
     """The plan of such a case on this GPU."""
     return plan.estimate(
-        vit.MODELS[model], img_size=img_size, mask_ratio=0.75, mode="ddp", group=None, fsdp=2,
-        world_size=1, local_batch=batch, ac=ac, memory_gib=memory_gib,
+        vit.MODELS[model],
+        img_size=img_size,
+        mask_ratio=0.75,
+        mode="ddp",
+        group=None,
+        fsdp=2,
+        world_size=1,
+        local_batch=batch,
+        ac=ac,
+        memory_gib=memory_gib,
         machine=MACHINES["dgx-h200"],
-    )  # fmt: skip
+    )
 
 
 def largest_batch(model: str, ac: str, img_size: int, memory_gib: float, most: int) -> int:
@@ -96,19 +118,37 @@ def build(row: Row, img_size: int, device: torch.device) -> Callable[[], None]:
     """A function that makes one step of a case."""
     grid, config = mesh.build_mesh((1, 1), device), vit.MODELS[row.model]
     model, optimizer, scaler = assemble.spread(
-        assemble.blank_model(config, img_size, True, device), grid, seed=0, device=device,
-        mode="ddp", precision="bf16", reduce_dtype="fp32", lr=1e-5, weight_decay=0.05,
-        ac=row.ac, compile_blocks=row.compiled,
-    )  # fmt: skip
-    finite, steps = agreement.FiniteCheck(device), iter(range(10**6))
+        assemble.build_meta_model(config, img_size, True, device),
+        grid,
+        seed=0,
+        device=device,
+        mode="ddp",
+        precision="bf16",
+        reduce_dtype="fp32",
+        lr=1e-5,
+        weight_decay=0.05,
+        ac=row.ac,
+        compile_blocks=row.compiled,
+    )
+    finite, steps = agreement.StepGuard(device), iter(range(10**6))
     images = torch.randint(0, 256, (row.batch, 3, img_size, img_size), device=device)
     noise = torch.rand(row.batch, vit.patch_count(config, img_size), device=device)
     batches = [(images.to(torch.uint8), noise)]
     del images
 
     def step() -> None:
-        train_fsdp.train_step(model, optimizer, finite, scaler, batches, step=next(steps), lr=1e-5,
-                              mask_ratio=0.75, clip=None, dtype=torch.bfloat16)  # fmt: skip
+        train_fsdp.train_step(
+            model,
+            optimizer,
+            finite,
+            scaler,
+            batches,
+            step=next(steps),
+            lr=1e-5,
+            mask_ratio=0.75,
+            clip=None,
+            dtype=torch.bfloat16,
+        )
 
     return step
 
@@ -163,8 +203,9 @@ def measure(row: Row, img_size: int, device: torch.device, folder: Path | None) 
         profiler.export_chrome_trace(str(folder / f"{row.model}.json.gz"))
 
 
-def attempt(row: Row, img_size: int, device: torch.device, memory_gib: float, most: int,
-            folder: Path | None) -> None:  # fmt: skip
+def attempt(
+    row: Row, img_size: int, device: torch.device, memory_gib: float, most: int, folder: Path | None
+) -> None:
     """`measure`, with half the batch where the memory does not suffice."""
     row.batch = largest_batch(row.model, row.ac, img_size, memory_gib, most)
     while row.batch:
@@ -215,24 +256,30 @@ def by_kind(trace: Path) -> dict[str, float]:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """The grid in lines."""
-    lines = [f"{'model':6}{'':10}{'recompute':>11}{'batch':>7}{'img/s':>10}{'TFLOP/s':>9}{'MFU':>7}"
-             f"{'GiB':>8}{'plan':>8}{'first step s':>14}  note"]  # fmt: skip
+    lines = [
+        f"{'model':6}{'':10}{'recompute':>11}{'batch':>7}{'img/s':>10}{'TFLOP/s':>9}{'MFU':>7}"
+        f"{'GiB':>8}{'plan':>8}{'first step s':>14}  note"
+    ]
     for r in rows:
         cells = "".join(
             f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
             for value, width, digits in (
-                (r.images_per_second, 10, 1), (r.tflops, 9, 1),
-                (None if r.mfu is None else 100 * r.mfu, 6, 1), (r.peak_gib, 9, 1),
-                (r.plan_gib, 8, 1), (r.first_step_seconds, 14, 1),
+                (r.images_per_second, 10, 1),
+                (r.tflops, 9, 1),
+                (None if r.mfu is None else 100 * r.mfu, 6, 1),
+                (r.peak_gib, 9, 1),
+                (r.plan_gib, 8, 1),
+                (r.first_step_seconds, 14, 1),
             )
-        )  # fmt: skip
+        )
         how = "compiled" if r.compiled else "eager"
         lines.append(f"{r.model:6}{how:10}{r.ac:>11}{r.batch:>7}{cells}  {r.note}")
     return lines
 
 
-def floor_lines(row: Row, kinds: dict[str, float], img_size: int, flops_rate: float,
-                copy_rate: float) -> list[str]:  # fmt: skip
+def floor_lines(
+    row: Row, kinds: dict[str, float], img_size: int, flops_rate: float, copy_rate: float
+) -> list[str]:
     """Where a step's time goes beside the floor, and what part of the gap each kind holds."""
     assert row.step_seconds is not None
     config = vit.MODELS[row.model]
@@ -275,8 +322,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = torch.cuda.get_device_name(device) if gpu else "CPU"
     total = torch.cuda.get_device_properties(device).total_memory / 2**30 if gpu else 16.0
     flops_rate, copy_rate = rates(device)
-    lines = [f"{name}, torch {torch.__version__}, {args.img_size} px, bf16: a product reaches "
-             f"{flops_rate / 1e12:.0f} TFLOP/s, a copy {copy_rate / 1e9:.0f} GB/s"]  # fmt: skip
+    lines = [
+        f"{name}, torch {torch.__version__}, {args.img_size} px, bf16: a product reaches "
+        f"{flops_rate / 1e12:.0f} TFLOP/s, a copy {copy_rate / 1e9:.0f} GB/s"
+    ]
     print(lines[0], flush=True)
     rows, floors = [], list[str]()
     for row in cases(args.models):

@@ -62,20 +62,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     mesh.init_ranks(ranks, device)
     grid, config = mesh.build_mesh((1, 1), device), vit.MODELS[args.model]
     model, optimizer, scaler = assemble.spread(
-        assemble.blank_model(config, args.img_size, True, device), grid, seed=0, device=device,
-        mode=args.mode, precision=args.precision, reduce_dtype="fp32", lr=1e-5, weight_decay=0.05,
-    )  # fmt: skip
-    finite = agreement.FiniteCheck(device)
-    train = partial(train_fsdp.train_step, model, optimizer, finite, scaler, mask_ratio=0.75,
-                    clip=None, dtype=flags.DTYPES[args.precision])  # fmt: skip
+        assemble.build_meta_model(config, args.img_size, True, device),
+        grid,
+        seed=0,
+        device=device,
+        mode=args.mode,
+        precision=args.precision,
+        reduce_dtype="fp32",
+        lr=1e-5,
+        weight_decay=0.05,
+    )
+    finite = agreement.StepGuard(device)
+    train = partial(
+        train_fsdp.train_step,
+        model,
+        optimizer,
+        finite,
+        scaler,
+        mask_ratio=0.75,
+        clip=None,
+        dtype=flags.DTYPES[args.precision],
+    )
     files = data.scan(args.data) if args.data else None
     patches = vit.patch_count(config, args.img_size)
     every = range((args.rounds + 1) * (args.steps + BEFORE))
     loader = data.build_loader(
-        files, img_size=args.img_size, patches=patches, seed=0, global_batch=args.batch,
-        local_batch=args.batch, steps=every if files else range(1),
-        workers=args.workers if files else 0, pin_memory=device.type == "cuda",
-    )  # fmt: skip
+        files,
+        img_size=args.img_size,
+        patches=patches,
+        seed=0,
+        global_batch=args.batch,
+        local_batch=args.batch,
+        steps=every if files else range(1),
+        workers=args.workers if files else 0,
+        pin_memory=device.type == "cuda",
+    )
     read = intake.device_batches(loader, 1, device)
     batch = next(read)
     folder = tempfile.TemporaryDirectory()
@@ -97,12 +118,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return time.perf_counter() - started
 
     def looped(batches: Iterator[intake.Batch], train: Callable[..., Any] = train) -> float:
-        job = train_fsdp.Job(device, 1, range(args.steps), 10, args.batch, args.batch * 100, 1,
-                             None, None)  # fmt: skip
+        job = train_fsdp.Job(
+            device, 1, range(args.steps), 10, args.batch, args.batch * 100, 1, None, None
+        )
         wait()
         started = time.perf_counter()
-        train_fsdp.loop(job, batches, log, train, finite, lambda step: 1e-5, None, lambda: False,
-                        lambda doing, step: None, str, inputs)  # fmt: skip
+        train_fsdp.loop(
+            job,
+            batches,
+            log,
+            train,
+            finite,
+            lambda step: 1e-5,
+            None,
+            lambda: False,
+            lambda doing, step: None,
+            str,
+            inputs,
+        )
         wait()
         return time.perf_counter() - started
 
@@ -126,17 +159,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.enable()
     gc.unfreeze()
 
-    print(f"{args.model}, {args.mode}, {args.precision}, batch {args.batch}, {args.img_size} px on "
-          f"{device}, torch {torch.__version__}; {args.rounds} rounds of {args.steps}")  # fmt: skip
+    print(
+        f"{args.model}, {args.mode}, {args.precision}, batch {args.batch}, {args.img_size} px on "
+        f"{device}, torch {torch.__version__}; {args.rounds} rounds of {args.steps}"
+    )
     for kind, taken in seconds.items():
         middle = statistics.median(taken)
-        print(f"{kind:5} {middle:8.4f} s a step ({min(taken):.4f}-{max(taken):.4f})  "
-              f"{args.batch / middle:8.1f} img/s")  # fmt: skip
+        print(
+            f"{kind:5} {middle:8.4f} s a step ({min(taken):.4f}-{max(taken):.4f})  "
+            f"{args.batch / middle:8.1f} img/s"
+        )
     for over, under in (("syn", "bare"), ("real", "syn")):
         if over in seconds:
             ratios = [a / b for a, b in zip(seconds[under], seconds[over], strict=True)]
-            print(f"{over} / {under}: {statistics.median(ratios):.3f} in the middle round "
-                  f"({min(ratios):.3f}-{max(ratios):.3f})")  # fmt: skip
+            print(
+                f"{over} / {under}: {statistics.median(ratios):.3f} in the middle round "
+                f"({min(ratios):.3f}-{max(ratios):.3f})"
+            )
     print(f"the loop alone {1e6 * alone:.0f} us a step, with its log")
     dist.destroy_process_group()
     folder.cleanup()

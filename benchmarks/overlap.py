@@ -53,10 +53,14 @@ def main() -> int:
     decay = shard.weight_decay_names(whole)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = shard.apply(
-        whole, "full_shard", mesh.build_mesh((1, ranks.world_size), device), device=device,
-        block_classes={vit.Block}, param_dtype=dtype,
+        whole,
+        "full_shard",
+        mesh.build_mesh((1, ranks.world_size), device),
+        device=device,
+        block_classes={vit.Block},
+        param_dtype=dtype,
         initial_value=partial(vit.initial_value, config, seed=0),
-    )  # fmt: skip
+    )
     optimizer = shard.build_optimizer(model, "full_shard", decay, lr=1e-4, weight_decay=0.05)
     images = torch.randint(0, 256, (args.batch, 3, args.img_size, args.img_size), device=device)
     noise = torch.rand(args.batch, vit.patch_count(config, args.img_size), device=device)
@@ -72,7 +76,7 @@ def main() -> int:
         agreement.mean_over_ranks(loss)
         return time.perf_counter() - started
 
-    folder = args.dir or agreement.together(tempfile.mkdtemp)
+    folder = args.dir or agreement.run_on_rank0(tempfile.mkdtemp)
     saver = checkpoint.Saver(folder, model, optimizer, keep=1, group=gloo, background=True)
     alone, beside, copies, saves = [], [], [], []
     for _ in range(3):
@@ -96,8 +100,10 @@ def main() -> int:
         size = sum(f.stat().st_size for f in Path(folder).glob("step_*/*")) / 1e9
         print(f"{args.model} on {ranks.world_size} ranks, {size:.2f} GB, torch {torch.__version__}")
         print(f"copy {statistics.median(copies):.2f} s, save {statistics.median(saves):.2f} s")
-        print(f"step alone {medians[0]:.3f} s ({len(alone)}), beside a save {medians[1]:.3f} s "
-              f"({len(beside)}), ratio {medians[1] / medians[0]:.3f}")  # fmt: skip
+        print(
+            f"step alone {medians[0]:.3f} s ({len(alone)}), beside a save {medians[1]:.3f} s "
+            f"({len(beside)}), ratio {medians[1] / medians[0]:.3f}"
+        )
     dist.barrier()
     if ranks.rank == 0 and not args.dir:
         for path in sorted(Path(folder).rglob("*"), reverse=True):

@@ -29,9 +29,12 @@ def to_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
         "decoder_pred": "decoder.decoder_pred",
     }
     layer = {
-        "norm1": "layernorm_before", "norm2": "layernorm_after", "attn.proj": "attention.o_proj",
-        "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2",
-    }  # fmt: skip
+        "norm1": "layernorm_before",
+        "norm2": "layernorm_after",
+        "attn.proj": "attention.o_proj",
+        "mlp.fc1": "mlp.fc1",
+        "mlp.fc2": "mlp.fc2",
+    }
     result = {}
     for name, value in state.items():
         stem, _, leaf = name.rpartition(".")
@@ -58,14 +61,22 @@ class TransformersMAE(nn.Module):
         c = config
         self.model = transformers.ViTMAEForPreTraining(
             transformers.ViTMAEConfig(
-                hidden_size=c.width, num_hidden_layers=c.depth, num_attention_heads=c.heads,
-                intermediate_size=c.mlp_width, image_size=img_size, patch_size=c.patch,
-                decoder_hidden_size=c.decoder_width, decoder_num_hidden_layers=c.decoder_depth,
-                decoder_num_attention_heads=c.decoder_heads, layer_norm_eps=1e-6,
-                decoder_intermediate_size=4 * c.decoder_width, norm_pix_loss=True,
-                mask_ratio=mask_ratio, attn_implementation="sdpa",
+                hidden_size=c.width,
+                num_hidden_layers=c.depth,
+                num_attention_heads=c.heads,
+                intermediate_size=c.mlp_width,
+                image_size=img_size,
+                patch_size=c.patch,
+                decoder_hidden_size=c.decoder_width,
+                decoder_num_hidden_layers=c.decoder_depth,
+                decoder_num_attention_heads=c.decoder_heads,
+                layer_norm_eps=1e-6,
+                decoder_intermediate_size=4 * c.decoder_width,
+                norm_pix_loss=True,
+                mask_ratio=mask_ratio,
+                attn_implementation="sdpa",
             )
-        )  # fmt: skip
+        )
 
     def forward(self, images: Tensor, noise: Tensor) -> Tensor:
         """(B, 3, H, W), (B, L) -> loss ()."""
@@ -90,8 +101,9 @@ class TimmMAE(nn.Module):
         self.kept = vit.kept_patches(patches, mask_ratio)
         block = partial(
             timm.models.vision_transformer.Block,
-            qkv_bias=True, norm_layer=partial(nn.LayerNorm, eps=1e-6),
-        )  # fmt: skip
+            qkv_bias=True,
+            norm_layer=partial(nn.LayerNorm, eps=1e-6),
+        )
         gate = {"mlp_layer": timm.layers.SwiGLU, "act_layer": nn.SiLU} if c.gated_mlp else {}
         self.cls_token = nn.Parameter(torch.zeros(1, 1, c.width))
         self.register_buffer("pos_embed", torch.zeros(1, 1 + patches, c.width))

@@ -48,16 +48,31 @@ def ours(
     """A step of train_fsdp in a mode."""
     device = batch[0].device
     model, optimizer, scaler = assemble.spread(
-        assemble.blank_model(config, img_size, True, device), grid, seed=0, device=device,
-        mode=mode, precision="fp32", reduce_dtype="fp32", lr=1e-5, weight_decay=0.05,
-    )  # fmt: skip
-    finite, steps = agreement.FiniteCheck(device), iter(range(10**6))
+        assemble.build_meta_model(config, img_size, True, device),
+        grid,
+        seed=0,
+        device=device,
+        mode=mode,
+        precision="fp32",
+        reduce_dtype="fp32",
+        lr=1e-5,
+        weight_decay=0.05,
+    )
+    finite, steps = agreement.StepGuard(device), iter(range(10**6))
 
     def step() -> object:
         return train_fsdp.train_step(
-            model, optimizer, finite, scaler, [batch], step=next(steps), lr=1e-5, mask_ratio=0.75,
-            clip=None, dtype=torch.float32,
-        )  # fmt: skip
+            model,
+            optimizer,
+            finite,
+            scaler,
+            [batch],
+            step=next(steps),
+            lr=1e-5,
+            mask_ratio=0.75,
+            clip=None,
+            dtype=torch.float32,
+        )
 
     return step
 
@@ -85,8 +100,11 @@ def theirs(
 
 def alone(grid: DeviceMesh, sent: Sequence[comm_counter.Collective], rounds: int) -> float:
     """Seconds of these collectives and nothing else, one after the other; median of the rounds."""
-    groups = {"shard": grid.get_group("shard"), "replicate": grid.get_group("replicate"),
-              "world": dist.group.WORLD}  # fmt: skip
+    groups = {
+        "shard": grid.get_group("shard"),
+        "replicate": grid.get_group("replicate"),
+        "world": dist.group.WORLD,
+    }
     work: list[Callable[[], object]] = []
     for c in sent:
         group = groups[c.group]
@@ -123,8 +141,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     ranks, device = mesh.read_ranks(os.environ), torch.device("cpu")
     if ranks.world_size % 2:
-        parser.error(f"{ranks.world_size} ranks make no groups of two: start it by "
-                     "torchrun --nproc-per-node 4 -- benchmarks/sharded.py")  # fmt: skip
+        parser.error(
+            f"{ranks.world_size} ranks make no groups of two: start it by "
+            "torchrun --nproc-per-node 4 -- benchmarks/sharded.py"
+        )
     mesh.init_ranks(ranks, device)
     world, config = ranks.world_size, vit.MODELS[args.model]
     draw = torch.Generator().manual_seed(ranks.rank)
@@ -156,32 +176,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     only = {name: alone(grids[name], sent[name], args.rounds) for name in built}
 
     if ranks.rank == 0:
-        print(f"{args.model}, {args.img_size} px, batch {args.batch} on each of {world} ranks, "
-              f"fp32, torch {torch.__version__}, {args.rounds} rounds")  # fmt: skip
+        print(
+            f"{args.model}, {args.img_size} px, batch {args.batch} on each of {world} ranks, "
+            f"fp32, torch {torch.__version__}, {args.rounds} rounds"
+        )
         base = statistics.median(seconds[PEER])
         for name, taken in seconds.items():
             middle = statistics.median(taken)
             counted = Counter[str]()
             for c in sent[name]:
-                if len(dist.get_process_group_ranks(
-                    grids[name].get_group(c.group) if c.group != "world" else dist.group.WORLD
-                )) > 1:  # fmt: skip
+                if (
+                    len(
+                        dist.get_process_group_ranks(
+                            grids[name].get_group(c.group)
+                            if c.group != "world"
+                            else dist.group.WORLD
+                        )
+                    )
+                    > 1
+                ):
                     counted[c.kind] += c.size
             theory = "as plan.py says"
             if name != PEER:
                 told = plan.estimate(
-                    config, img_size=args.img_size, mask_ratio=0.75, mode=name,
-                    group=2 if name == "hybrid" else None, fsdp=2, world_size=world,
-                    local_batch=args.batch, precision="fp32",
-                ).json()["payload_bytes"]  # fmt: skip
+                    config,
+                    img_size=args.img_size,
+                    mask_ratio=0.75,
+                    mode=name,
+                    group=2 if name == "hybrid" else None,
+                    fsdp=2,
+                    world_size=world,
+                    local_batch=args.batch,
+                    precision="fp32",
+                ).json()["payload_bytes"]
                 theory += "" if told == dict(counted) else f" NOT: {told}"
             else:
                 theory = "4 bytes a trained parameter"
             allowed = 1 + max(0.0, only[name] - only[PEER]) / base
             sizes = ", ".join(f"{kind} {size:,}" for kind, size in sorted(counted.items()))
-            print(f"{name:13} {middle:7.3f} s ({min(taken):.3f}-{max(taken):.3f})  x ddp "
-                  f"{middle / base:5.2f}, allowed {allowed:5.2f}; collectives alone "
-                  f"{only[name]:6.3f} s; bytes: {sizes} ({theory})")  # fmt: skip
+            print(
+                f"{name:13} {middle:7.3f} s ({min(taken):.3f}-{max(taken):.3f})  x ddp "
+                f"{middle / base:5.2f}, allowed {allowed:5.2f}; collectives alone "
+                f"{only[name]:6.3f} s; bytes: {sizes} ({theory})"
+            )
     dist.barrier()
     dist.destroy_process_group()
     return 0

@@ -87,9 +87,11 @@ Step = Callable[[], tuple[float, float, float]]
 
 
 def plain_step(
-    loss_of: Callable[[Tensor, Tensor], Tensor], parameters: Any, decay: Callable[[Tensor], bool],
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    parameters: Any,
+    decay: Callable[[Tensor], bool],
     case: Case,
-) -> Step:  # fmt: skip
+) -> Step:
     """The loop that peers and our model share: forward, backward, fused AdamW."""
     images, noise = inputs(case)
     images, parameters = data.normalize(images), list(parameters)
@@ -135,11 +137,18 @@ def script_step(mode: str, case: Case) -> Step:
     device = torch.device(case.device)
     grid = mesh.build_mesh((1, 1), device)
     model, optimizer, scaler = assemble.spread(
-        assemble.blank_model(case.config, case.img_size, True, device), grid, seed=0,
-        device=device, mode=mode, precision=case.precision, reduce_dtype="fp32", lr=1e-5,
-        weight_decay=0.05, compile_blocks=case.compiled,
-    )  # fmt: skip
-    finite, batch, count = agreement.FiniteCheck(device), inputs(case), [0]
+        assemble.build_meta_model(case.config, case.img_size, True, device),
+        grid,
+        seed=0,
+        device=device,
+        mode=mode,
+        precision=case.precision,
+        reduce_dtype="fp32",
+        lr=1e-5,
+        weight_decay=0.05,
+        compile_blocks=case.compiled,
+    )
+    finite, batch, count = agreement.StepGuard(device), inputs(case), [0]
     dtype, forward = flags.DTYPES[case.precision], [0.0]
 
     def mark(*_: Any) -> None:
@@ -152,9 +161,17 @@ def script_step(mode: str, case: Case) -> Step:
         synchronize(case.device)
         start = time.perf_counter()
         loss, _ = train_fsdp.train_step(
-            model, optimizer, finite, scaler, [batch], step=count[0], lr=1e-5,
-            mask_ratio=MASK_RATIO, clip=None, dtype=dtype,
-        )  # fmt: skip
+            model,
+            optimizer,
+            finite,
+            scaler,
+            [batch],
+            step=count[0],
+            lr=1e-5,
+            mask_ratio=MASK_RATIO,
+            clip=None,
+            dtype=dtype,
+        )
         synchronize(case.device)
         seconds = time.perf_counter() - start
         finite.read(count[0])
@@ -168,7 +185,7 @@ def contestant(name: str, case: Case) -> Step:
     """Build one, with the weights of seed 0."""
     if name in ("hybrid", "ddp"):
         return script_step(name, case)
-    mine = assemble.blank_model(case.config, case.img_size, True, torch.device(case.device))
+    mine = assemble.build_meta_model(case.config, case.img_size, True, torch.device(case.device))
     assert isinstance(mine, vit.ViTMAE)
     vit.initialize(mine.to_empty(device=case.device), seed=0)
     if name == "vit":
@@ -288,9 +305,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     add("--compile", nargs="+", choices=("eager", "compiled"), default=["eager"])
-    add("--only", nargs="+", choices=CONTESTANTS, metavar="NAME",
+    add(
+        "--only",
+        nargs="+",
+        choices=CONTESTANTS,
+        metavar="NAME",
         default=["vit", "ddp", "transformers", "timm"],
-        help=f"some of {', '.join(CONTESTANTS)} (default all but hybrid)")  # fmt: skip
+        help=f"some of {', '.join(CONTESTANTS)} (default all but hybrid)",
+    )
     add("--no-memory", action="store_true", help="leave out the peak memory")
     args = parser.parse_args(argv)
     gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
@@ -301,8 +323,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"torch {torch.__version__}, {name}, {args.rounds} rounds", flush=True)
     for how in args.compile:
         for precision in args.precision:
-            case = Case(args.model, args.img_size, args.batch, "cuda" if gpu else "cpu", precision,
-                        how == "compiled", args.threads)  # fmt: skip
+            case = Case(
+                args.model,
+                args.img_size,
+                args.batch,
+                "cuda" if gpu else "cpu",
+                precision,
+                how == "compiled",
+                args.threads,
+            )
             found = measure(case, args.only, args.rounds, not args.no_memory)
             print("\n".join(["", *table(case, found)]), flush=True)
             result["cases"].append(vars(case) | {"found": found})

@@ -34,9 +34,9 @@ import mesh
 import shard
 import vit
 from runtime import agreement, intake
-from runtime.assemble import blank_model, completed, planned, start_record
+from runtime.assemble import build_meta_model, completed, planned, start_record
 from runtime.comm_counter import Collective, Unsupported, counting
-from runtime.flags import complain
+from runtime.flags import print_error
 from runtime.log import describe
 from runtime.resume import candidates, resume
 
@@ -69,9 +69,11 @@ def private_parts() -> SimpleNamespace:
             f"has not all of them ({error}): it was written for torch 2.10 to 2.15"
         ) from None
     return SimpleNamespace(
-        FakeTensorMode=FakeTensorMode, FSDPMemTracker=FSDPMemTracker, FSDPRefType=_FSDPRefType,
+        FakeTensorMode=FakeTensorMode,
+        FSDPMemTracker=FSDPMemTracker,
+        FSDPRefType=_FSDPRefType,
         FakeStore=FakeStore,
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -79,10 +81,15 @@ def private_parts() -> SimpleNamespace:
 
 
 def dry_run(
-    flags: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, shape: tuple[int, int],
-    lr: float, build: Callable[..., Any], gradients: Callable[..., Tensor],
+    flags: dict[str, Any],
+    config: vit.ViTConfig,
+    ranks: mesh.Ranks,
+    shape: tuple[int, int],
+    lr: float,
+    build: Callable[..., Any],
+    gradients: Callable[..., Tensor],
     update: Callable[..., Tensor],
-) -> int:  # fmt: skip
+) -> int:
     """The same command up to one step without numbers; prints a plan, trains and writes nothing.
 
     `build(model, grid)` as assemble.spread; `gradients` and `update` are the two halves of
@@ -93,57 +100,89 @@ def dry_run(
             for line in rehearse(flags, config, ranks, shape, lr, build, gradients, update):
                 print(line, flush=True)
     except (ValueError, OSError, Unsupported) as error:
-        complain(str(error))
+        print_error(str(error))
         return 1 if isinstance(error, Unsupported) else 2
     return 0
 
 
 def rehearse(
-    flags: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, shape: tuple[int, int],
-    lr: float, build: Callable[..., Any], gradients: Callable[..., Tensor],
+    flags: dict[str, Any],
+    config: vit.ViTConfig,
+    ranks: mesh.Ranks,
+    shape: tuple[int, int],
+    lr: float,
+    build: Callable[..., Any],
+    gradients: Callable[..., Tensor],
     update: Callable[..., Tensor],
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """Lines that tell what a real run would be: in the order of `main`, and with its errors."""
     yield f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks"
     said: list[str] = []
     scan = partial(intake.find_images, flags["data"], None, flags["global_batch"], said.append)
-    files, images, epoch_steps = agreement.together(scan)
-    agreement.together(partial(check_folder, flags["out"]))
+    files, images, epoch_steps = agreement.run_on_rank0(scan)
+    agreement.run_on_rank0(partial(check_folder, flags["out"]))
     chosen = completed(flags | images | {"dry_run": False}, epoch_steps)
     begin = 0
     if flags["run"] == "real":
         found = candidates(flags["resume"], flags["out"], said.append)
-        begin = resume(found, flags["resume"] == "auto", flags["out"], None, None, chosen,
-                       flags["allow_changes"], said.append)["step"]  # fmt: skip
+        begin = resume(
+            found,
+            flags["resume"] == "auto",
+            flags["out"],
+            None,
+            None,
+            chosen,
+            flags["allow_changes"],
+            said.append,
+        )["step"]
     yield from said
 
     gpu = torch.device("cuda" if flags["device"] != "cpu" else "cpu")  # of the job, not of here
-    blank = partial(blank_model, config, flags["img_size"], flags["norm_pix_loss"], gpu)
+    blank = partial(build_meta_model, config, flags["img_size"], flags["norm_pix_loss"], gpu)
     params = sum(p.numel() for p in blank().parameters())
     plan = planned(config, chosen, partial(print, "warning:", flush=True))
-    start = start_record(chosen, config, ranks, CPU, shape, plan, params=params, lr=lr,
-                         epoch_steps=epoch_steps, begin=begin, workers=0)  # fmt: skip
+    start = start_record(
+        chosen,
+        config,
+        ranks,
+        CPU,
+        shape,
+        plan,
+        params=params,
+        lr=lr,
+        epoch_steps=epoch_steps,
+        begin=begin,
+        workers=0,
+    )
     elsewhere = {} if flags["device"] == "cpu" else {"device": "a GPU each", "sdpa": None}
     yield from describe(start | elsewhere)
     patches = vit.patch_count(config, flags["img_size"])
     loader = data.build_loader(
-        files, img_size=flags["img_size"], patches=patches, seed=flags["seed"],
-        global_batch=flags["global_batch"], local_batch=flags["batch"],
-        steps=range(begin, chosen["steps"]), world_size=ranks.world_size,
+        files,
+        img_size=flags["img_size"],
+        patches=patches,
+        seed=flags["seed"],
+        global_batch=flags["global_batch"],
+        local_batch=flags["batch"],
+        steps=range(begin, chosen["steps"]),
+        world_size=ranks.world_size,
         workers=flags["workers"] or 0,
-    )  # fmt: skip
+    )
     yield from first_samples(loader, flags["workers"])
 
     why_not, simulation = unsimulated(flags["mode"], flags["fsdp"], flags["run"]), None
     if why_not is None:
         grid, side = mesh.build_mesh(shape, CPU), flags["img_size"]
         pixels, noise = (flags["batch"], 3, side, side), (flags["batch"], patches)
-        check = agreement.FiniteCheck  # made in the simulation: its tensors must be fake too
+        check = agreement.StepGuard  # made in the simulation: its tensors must be fake too
         simulation = simulate(
-            grid, lambda: build(blank(), grid, seed=None, compile_blocks=False), gradients,
+            grid,
+            lambda: build(blank(), grid, seed=None, compile_blocks=False),
+            gradients,
             lambda model, optimizer, *rest: update(model, optimizer, check(CPU), *rest),
-            [(pixels, torch.uint8), (noise, torch.float32)], flags["accum"],
-        )  # fmt: skip
+            [(pixels, torch.uint8), (noise, torch.float32)],
+            flags["accum"],
+        )
     yield why_not or "one step of rank 0, simulated" + ", without --compile" * flags["compile"]
     yield from report(simulation, plan, shape, flags["cpu_offload"])
 
@@ -152,7 +191,7 @@ def rehearse(
 # Pretended ranks
 
 
-def pretended_ranks(world_size: int, environ: Mapping[str, str]) -> mesh.Ranks:
+def fake_ranks(world_size: int, environ: Mapping[str, str]) -> mesh.Ranks:
     """Rank 0 of so many, which fill nodes of LOCAL_WORLD_SIZE (8); launch_frontier.sh sets it."""
     on_node = RANKS_PER_NODE
     if "LOCAL_WORLD_SIZE" in environ:
@@ -270,8 +309,9 @@ def _tracker(model: nn.Module) -> Any:
         def _instrument_fsdp_module(self) -> None:
             # As in torch, where every block of a unit would gather and free it: here the unit is
             # gathered before its first block and freed after its last.
-            states = {id(m._get_fsdp_state()): m for m in model.modules()
-                      if isinstance(m, FSDPModule)}  # fmt: skip
+            states = {
+                id(m._get_fsdp_state()): m for m in model.modules() if isinstance(m, FSDPModule)
+            }
             for module in states.values():
                 state = cast(Any, module._get_fsdp_state())
                 unit = state._fsdp_param_group
@@ -282,8 +322,9 @@ def _tracker(model: nn.Module) -> Any:
                 state._post_forward_hook_handle.remove()
                 state._modules[0].register_forward_pre_hook(
                     self._fsdp_state_pre_forward(module, state._pre_forward),
-                    prepend=True, with_kwargs=True,
-                )  # fmt: skip
+                    prepend=True,
+                    with_kwargs=True,
+                )
                 state._modules[-1].register_forward_hook(
                     self._fsdp_state_post_forward(module, state._post_forward), always_call=True
                 )
@@ -319,9 +360,11 @@ def optimizer_bytes(model: nn.Module) -> int:
 
 
 def report(
-    simulation: Simulation | None, plan: Mapping[str, Any] | None, shape: tuple[int, int],
+    simulation: Simulation | None,
+    plan: Mapping[str, Any] | None,
+    shape: tuple[int, int],
     cpu_offload: bool,
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """Lines for the terminal: memory by part, collectives; `plan` as plan.py's --json."""
     yield from _memory_lines(simulation, (plan or {}).get("memory_gib"))
     if simulation and cpu_offload:

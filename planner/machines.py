@@ -66,15 +66,28 @@ MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
         Machine(
-            "frontier", 2, 8, 64.0, 191.5e12, 200e9, 50e9, 100e9, 36e9,
-            efficiency=0.53, token_layer_seconds=1.15e-6, optimizer_bytes_per_second=0.35e12,
-            hop_seconds=60e-6, bandwidth_share=1.0, hidden_share=0.93, doubling_loss=0.015,
+            "frontier",
+            2,
+            8,
+            64.0,
+            191.5e12,
+            200e9,
+            50e9,
+            100e9,
+            36e9,
+            efficiency=0.53,
+            token_layer_seconds=1.15e-6,
+            optimizer_bytes_per_second=0.35e12,
+            hop_seconds=60e-6,
+            bandwidth_share=1.0,
+            hidden_share=0.93,
+            doubling_loss=0.015,
             workspace_gib=0.38,
         ),
         Machine("dgx-h100", 1, 8, 80.0, 989e12, 450e9, 450e9, 400e9, 55e9, 0.068),
         Machine("dgx-h200", 1, 8, 141.0, 989e12, 450e9, 450e9, 400e9, 55e9, 0.068),
     )
-}  # fmt: skip
+}
 
 
 def read_machine(name: str) -> Machine:
@@ -153,10 +166,12 @@ def ring(machine: Machine, world_size: int, ranks: int, stride: int) -> Ring:
     if ranks == 1:
         return Ring(1, (0.0, 0.0, 0.0), 1.0)
     package, node = (
-        sum(pairs_inside(unit, world_size, ranks * stride, distance)
-            for distance in (stride, (ranks - 1) * stride))  # to the right, and from last to first
+        sum(
+            pairs_inside(unit, world_size, ranks * stride, distance)
+            for distance in (stride, (ranks - 1) * stride)
+        )  # to the right, and from last to first
         for unit in (machine.ranks_per_package, machine.ranks_per_node)
-    )  # fmt: skip
+    )
     share = (package / world_size, (node - package) / world_size, 1 - node / world_size)
     local = min(float(ranks), max(1.0, machine.ranks_per_node / stride))
     return Ring(ranks, share, local)

@@ -162,9 +162,11 @@ def joined(blocks: Sequence[Unit]) -> Unit:
     first, last = blocks[0], blocks[-1]
     name = first.name if first is last else f"{first.name}-{last.name.rpartition('.')[2]}"
     return Unit(
-        name, first.part, tuple(shape for block in blocks for shape in block.shapes),
+        name,
+        first.part,
+        tuple(shape for block in blocks for shape in block.shapes),
         tuple(name for block in blocks for name in block.names),
-    )  # fmt: skip
+    )
 
 
 def part_of(unit: str) -> Literal["root", "encoder", "decoder"]:
@@ -211,10 +213,14 @@ def _fsdp_collectives(run: Run) -> list[Collective]:
             Collective("all_gather", unit.name, payload, gathers * run.accum, run.shard, 1),
             Collective("reduce_scatter", unit.name, numel * reduce_bytes, run.accum, run.shard, 1),
             Collective(
-                "all_reduce", unit.name, numel // run.shard * reduce_bytes,
-                run.accum if every_time else 1, run.replicate, run.shard,
+                "all_reduce",
+                unit.name,
+                numel // run.shard * reduce_bytes,
+                run.accum if every_time else 1,
+                run.replicate,
+                run.shard,
             ),
-        ]  # fmt: skip
+        ]
     return found
 
 
@@ -372,9 +378,15 @@ class Moment:
 
 
 PARTS = (
-    "parameters", "gradients", "optimizer", "unsharded", "activations", "reduction", "inputs",
+    "parameters",
+    "gradients",
+    "optimizer",
+    "unsharded",
+    "activations",
+    "reduction",
+    "inputs",
     "workspace",
-)  # fmt: skip
+)
 
 
 class StepMemory:
@@ -498,17 +510,21 @@ class StepMemory:
         for position, unit in enumerate(self.blocks):
             yield self.moment(
                 f"forward of {unit.name}",
-                gradients=before, unsharded=self.forward_units(position),
-                activations=self.kept(position) + self.memory[unit.part].kept
-                + self.memory[unit.part].forward, inputs=2 * self.pixels,
-            )  # fmt: skip
+                gradients=before,
+                unsharded=self.forward_units(position),
+                activations=self.kept(position)
+                + self.memory[unit.part].kept
+                + self.memory[unit.part].forward,
+                inputs=2 * self.pixels,
+            )
         count = len(self.blocks)
         yield self.moment(
             "loss",
-            gradients=before, unsharded=self.forward_units(count),
-            activations=self.kept(count)
-            + (0 if self.run.encoder_only else 2.5 * self.pixels), inputs=2 * self.pixels,
-        )  # fmt: skip
+            gradients=before,
+            unsharded=self.forward_units(count),
+            activations=self.kept(count) + (0 if self.run.encoder_only else 2.5 * self.pixels),
+            inputs=2 * self.pixels,
+        )
         for position in range(count - 1, -1, -1):
             yield from self.backward(position)
         yield self.moment("optimizer step", gradients=self.gradients(self.units))
@@ -547,10 +563,14 @@ class StepMemory:
             yield self.moment(
                 f"backward of {block.name}",
                 gradients=self.gradients(done),
-                unsharded=self.resident(position) + self.gathered(unit) + gradients + unreduced
+                unsharded=self.resident(position)
+                + self.gathered(unit)
+                + gradients
+                + unreduced
                 + root_gradients,
-                activations=kept + activations, reduction=self.waiting(done),
-            )  # fmt: skip
+                activations=kept + activations,
+                reduction=self.waiting(done),
+            )
         if run.engine != "ddp" and block.names[0] == unit.names[0]:  # the last to be done
             size = BYTES[run.reduce_dtype]
             copy = size if run.engine == "fsdp2" or size != run.compute_bytes else 0
@@ -560,7 +580,7 @@ class StepMemory:
                 unsharded=self.resident(position) + self.gathered(unit) + root_gradients,
                 activations=kept + 2 * memory.e,
                 reduction=self.waiting(()) + self.numel[unit.name] * copy,
-            )  # fmt: skip
+            )
 
 
 def largest_partition(run: Run) -> int:

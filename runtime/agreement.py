@@ -28,7 +28,7 @@ T = TypeVar("T")
 # Once for all
 
 
-def together(work: Callable[[], T]) -> T:
+def run_on_rank0(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and give every rank its result, or raise its error on every rank.
 
     For what one rank must do for all (list a million files, open the log): no rank is left waiting
@@ -40,24 +40,24 @@ def together(work: Callable[[], T]) -> T:
         try:
             result[0] = work()
         except Exception as error:
-            result[1] = _sentence(error)
+            result[1] = _message(error)
     dist.broadcast_object_list(result, src=0)
     if result[1] is not None:
         raise ValueError(result[1])
     return result[0]  # type: ignore[return-value]
 
 
-def everywhere(work: Callable[[], T]) -> T:
+def run_on_all_ranks(work: Callable[[], T]) -> T:
     """Run `work` on every rank and give each its own result, or raise on all what failed on any.
 
     For what each rank must do for itself (its node's disk): a ValueError with the first error's
-    text, as of `together`. Collective.
+    text, as of `run_on_rank0`. Collective.
     """
     result, problem = None, None
     try:
         result = work()
     except Exception as error:
-        problem = _sentence(error)
+        problem = _message(error)
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     for rank, text in enumerate(problems):
@@ -66,7 +66,7 @@ def everywhere(work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _sentence(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """What the other ranks hear of an error. A bug, not written for the user, is printed here."""
     if isinstance(error, (OSError, ValueError)):
         return str(error)
@@ -74,7 +74,7 @@ def _sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def gathered(value: T) -> list[T] | None:
+def gather_to_rank0(value: T) -> list[T] | None:
     """On rank 0 every rank's value, by rank; None elsewhere. Collective."""
     values: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, values, dst=0)
@@ -104,7 +104,7 @@ class StepFlags(NamedTuple):
 NO_FLAGS = StepFlags()
 
 
-class Verdict(NamedTuple):
+class StepVerdict(NamedTuple):
     """What the ranks found in one step; the same on all of them, but for `mine`."""
 
     mine: bool  # this rank's loss was not finite
@@ -114,7 +114,7 @@ class Verdict(NamedTuple):
     flags: StepFlags  # of all ranks together
 
 
-class FiniteCheck:
+class StepGuard:
     """Non-finite losses and norms, and the flags of each rank: all learn of one, none waits.
 
     A bad step is not applied. The device itself decides that, after one small all-reduce in each
@@ -126,15 +126,19 @@ class FiniteCheck:
     def __init__(self, device: torch.device, max_skips: int = 0) -> None:
         gpu = device.type == "cuda"
         self.max_skips = max_skips
-        self.row = torch.zeros((), dtype=torch.int64, device=device)  # bad steps in a row
+        self.consecutive_bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         size = 4 + len(StepFlags._fields)
         self.host = torch.zeros(2, size, dtype=torch.int64, pin_memory=gpu)  # two steps in turn
         self.copied = [torch.cuda.Event(), torch.cuda.Event()] if gpu else None
 
     def update(
-        self, step: int, loss: Tensor, norm: Tensor, scaled: bool = False,
+        self,
+        step: int,
+        loss: Tensor,
+        norm: Tensor,
+        scaled: bool = False,
         flags: StepFlags = NO_FLAGS,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """After backward: (), fp32, 1 where this step must not be applied. Collective.
 
         With a gradient scaler (`scaled`) an infinite norm is how it finds its scale: that step is
@@ -145,17 +149,23 @@ class FiniteCheck:
         raised = [torch.full_like(mine, flag) for flag in flags]
         found = torch.stack([mine, infinite & (not scaled), *raised]).long()
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        bad = found[:2].any() | (self.row > self.max_skips)
+        bad = found[:2].any() | (self.consecutive_bad_steps > self.max_skips)
         no_batch = found[2 + StepFlags._fields.index("no_batch")] > 0
-        self.row = torch.where(no_batch, self.row, torch.where(bad, self.row + 1, 0))
-        # as in Verdict
-        verdict = torch.cat([mine.long()[None], found[:2], self.row[None], found[2:]])
+        self.consecutive_bad_steps = torch.where(
+            no_batch,
+            self.consecutive_bad_steps,
+            torch.where(bad, self.consecutive_bad_steps + 1, 0),
+        )
+        # as in StepVerdict
+        verdict = torch.cat(
+            [mine.long()[None], found[:2], self.consecutive_bad_steps[None], found[2:]]
+        )
         self.host[step % 2].copy_(verdict, non_blocking=True)
         if self.copied:
             self.copied[step % 2].record()
         return (bad | infinite | no_batch).float()
 
-    def read(self, step: int) -> Verdict:
+    def read(self, step: int) -> StepVerdict:
         """What was found in `step`, the last `update` or the one before.
 
         Of the one before it is known without waiting for the device.
@@ -164,7 +174,7 @@ class FiniteCheck:
             self.copied[step % 2].synchronize()
         mine, loss, norm, in_a_row, *flags = self.host[step % 2].tolist()
         raised = StepFlags(*map(bool, flags))
-        return Verdict(bool(mine), bool(loss), bool(norm), in_a_row, raised)
+        return StepVerdict(bool(mine), bool(loss), bool(norm), in_a_row, raised)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -205,7 +215,7 @@ class Place:
 
 
 @contextmanager
-def at_most(seconds: float, give_up: Callable[[], None]) -> Iterator[None]:
+def exit_if_longer_than(seconds: float, give_up: Callable[[], None]) -> Iterator[None]:
     """Ends this process, status 1, after `give_up()`, where what is inside takes longer.
 
     For what comes before the watch: a store that takes a call and is then stopped, or is no store
@@ -240,9 +250,16 @@ class Watchdog:
     """
 
     def __init__(
-        self, rank: int, world_size: int, environ: Mapping[str, str], *, seconds: float,
-        patience: float, folder: str, give_up: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self,
+        rank: int,
+        world_size: int,
+        environ: Mapping[str, str],
+        *,
+        seconds: float,
+        patience: float,
+        folder: str,
+        give_up: Callable[[str], None],
+    ) -> None:
         """`environ` says where the store is (MASTER_ADDR, MASTER_PORT).
 
         `give_up` gets the sentence, on rank 0, or on the others where rank 0 is silent.
@@ -252,7 +269,7 @@ class Watchdog:
         self.folder, self.give_up = Path(folder), give_up
         self.interval = min(10.0, seconds / 20)
         self.place, self.longest = Place(), dict[str, float]()
-        self.woken = self.forgiven = time.monotonic()
+        self.last_check = self.grace_start = time.monotonic()
         self.ended, self.leaving = Event(), Lock()
         self.threads: list[Thread] = []
         if world_size > 1:  # else nobody waits: one may stand in a debugger for hours
@@ -291,15 +308,15 @@ class Watchdog:
     def _late(self) -> float:
         """Seconds past the limit of what this rank does; negative before that."""
         now, place = time.monotonic(), self.place
-        if now - self.woken > 3 * self.interval + 1:
-            self.forgiven = now  # this process was stopped for a while
-        self.woken = now
+        if now - self.last_check > 3 * self.interval + 1:
+            self.grace_start = now  # this process was stopped for a while
+        self.last_check = now
         longest = self.longest.get(place.doing)
         limit = self.seconds * self.patience
         if longest is not None:
             # a save may be slow though the one before was not: --async-save waits at the last alone
             limit = max(limit if place.doing == "saving" else self.seconds, 3 * longest)
-        return now - max(place.since, self.forgiven) - limit
+        return now - max(place.since, self.grace_start) - limit
 
     def _guard(self) -> None:
         while not self.ended.wait(self.interval):

@@ -18,10 +18,22 @@ from runtime.log import versions
 
 # What plan.estimate wants to know, under the names of the flags.
 PLANNED_FLAGS = (
-    "img_size", "mask_ratio", "mode", "group", "fsdp", "world_size", "accum", "precision",
-    "reduce_dtype", "ac", "prefetch", "forward_prefetch", "limit_all_gathers", "cpu_offload",
+    "img_size",
+    "mask_ratio",
+    "mode",
+    "group",
+    "fsdp",
+    "world_size",
+    "accum",
+    "precision",
+    "reduce_dtype",
+    "ac",
+    "prefetch",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "cpu_offload",
     "bucket_cap_mb",
-)  # fmt: skip
+)
 
 
 def completed(flags: dict[str, Any], epoch_steps: int) -> dict[str, Any]:
@@ -35,7 +47,7 @@ def completed(flags: dict[str, Any], epoch_steps: int) -> dict[str, Any]:
     return flags | {"steps": steps, "warmup_steps": warmup}
 
 
-def blank_model(
+def build_meta_model(
     config: vit.ViTConfig, img_size: int, norm_pix_loss: bool, device: torch.device
 ) -> nn.Module:
     """The model, for a device but not on it yet: shapes alone."""
@@ -46,9 +58,18 @@ def blank_model(
 
 
 def spread(
-    model: nn.Module, grid: DeviceMesh, *, seed: int | None, device: torch.device, mode: str,
-    precision: str, reduce_dtype: str, lr: float, weight_decay: float, **options: Any,
-) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler | None]:  # fmt: skip
+    model: nn.Module,
+    grid: DeviceMesh,
+    *,
+    seed: int | None,
+    device: torch.device,
+    mode: str,
+    precision: str,
+    reduce_dtype: str,
+    lr: float,
+    weight_decay: float,
+    **options: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler | None]:
     """A blank model -> sharded and initialised (unless `seed` is None); its optimizer and scaler.
 
     `options` are shard.apply's.
@@ -56,9 +77,16 @@ def spread(
     decay, config = shard.weight_decay_names(model), cast(vit.ViTMAE, model).config
     values = None if seed is None else partial(vit.initial_value, config, seed=seed)
     model = shard.apply(
-        model, mode, grid, block_classes={vit.Block}, initial_value=values, device=device,
-        param_dtype=DTYPES[precision], reduce_dtype=DTYPES[reduce_dtype], **options,
-    )  # fmt: skip
+        model,
+        mode,
+        grid,
+        block_classes={vit.Block},
+        initial_value=values,
+        device=device,
+        param_dtype=DTYPES[precision],
+        reduce_dtype=DTYPES[reduce_dtype],
+        **options,
+    )
     optimizer = shard.build_optimizer(model, mode, decay, lr=lr, weight_decay=weight_decay)
     return model, optimizer, shard.build_scaler(model, device, DTYPES[precision])
 
@@ -80,27 +108,44 @@ def attention_kernels(
 
 
 def start_record(
-    chosen: dict[str, Any], config: vit.ViTConfig, ranks: mesh.Ranks, device: torch.device,
-    shape: tuple[int, int], plan: Mapping[str, Any] | None, *, params: int, lr: float,
-    epoch_steps: int, begin: int, workers: int,
-) -> dict[str, Any]:  # fmt: skip
+    chosen: dict[str, Any],
+    config: vit.ViTConfig,
+    ranks: mesh.Ranks,
+    device: torch.device,
+    shape: tuple[int, int],
+    plan: Mapping[str, Any] | None,
+    *,
+    params: int,
+    lr: float,
+    epoch_steps: int,
+    begin: int,
+    workers: int,
+) -> dict[str, Any]:
     """What this run is: its flags (`chosen`, completed), its `planned` and what follows."""
     peak, peak_source = mesh.peak_flops(device)
     counted = config, chosen["img_size"], chosen["mask_ratio"]
     keys = ("memory_gib", "payload_bytes", "traffic_bytes_per_rank", "step_seconds_lower_bound")
     return chosen | {
         "planned": {key: plan[key] for key in keys} if plan else None,  # for Frontier's nodes
-        "workers": workers, "lr": lr, "begin": begin,
-        "epoch_steps": epoch_steps, "launcher": ranks.launcher,
-        "local_world_size": ranks.local_world_size, "device": device.type,
-        "mesh": {"replicate": shape[0], "shard": shape[1], "tp": 1}, "params": params,
+        "workers": workers,
+        "lr": lr,
+        "begin": begin,
+        "epoch_steps": epoch_steps,
+        "launcher": ranks.launcher,
+        "local_world_size": ranks.local_world_size,
+        "device": device.type,
+        "mesh": {"replicate": shape[0], "shard": shape[1], "tp": 1},
+        "params": params,
         "flops_per_image": vit.flops_per_image(*counted),
-        "hardware_flops_per_image":
-            vit.flops_per_image(*counted, recompute=True) if chosen["ac"] == "full" else None,
-        "peak_flops_per_rank": peak, "peak_flops_source": peak_source,
+        "hardware_flops_per_image": vit.flops_per_image(*counted, recompute=True)
+        if chosen["ac"] == "full"
+        else None,
+        "peak_flops_per_rank": peak,
+        "peak_flops_source": peak_source,
         "sdpa": attention_kernels(config, chosen, device),
-        "host": platform.node(), "versions": versions(),
-    }  # fmt: skip
+        "host": platform.node(),
+        "versions": versions(),
+    }
 
 
 def planned(

@@ -63,27 +63,30 @@ def share_images(
         files, found, steps = find_images(folder, out, global_batch, partial(print, flush=True))
         return files.index_file if files else None, found, steps
 
-    agreement.everywhere(partial(check_folder, folder))
-    index, found, steps = agreement.together(find)
+    agreement.run_on_all_ranks(partial(check_folder, folder))
+    index, found, steps = agreement.run_on_rank0(find)
     load = partial(data.load_index, index or "", folder)
-    return agreement.everywhere(load) if index else None, found, steps
+    return agreement.run_on_all_ranks(load) if index else None, found, steps
 
 
 def stage(
-    files: data.ImageFiles, folder: str, ranks: mesh.Ranks, say: Callable[[str], None],
+    files: data.ImageFiles,
+    folder: str,
+    ranks: mesh.Ranks,
+    say: Callable[[str], None],
     wanted: Callable[..., Any],
-) -> prepare.Staged:  # fmt: skip
+) -> prepare.Staged:
     """The same images by way of a node-local folder, which one process a node begins to fill.
 
     ValueError, on all ranks, where some rank cannot write there. Collective.
     """
-    staged = agreement.everywhere(partial(prepare.Staged, files, folder))
+    staged = agreement.run_on_all_ranks(partial(prepare.Staged, files, folder))
     first = ranks.rank - ranks.local_rank
     if ranks.local_rank == 0:
         mine = partial(wanted, ranks=range(first, first + ranks.local_world_size))
         with signals_blocked():
             prepare.fill_in_background(staged, mine)
-    told = agreement.gathered(staged.shortage() if ranks.local_rank == 0 else None) or []
+    told = agreement.gather_to_rank0(staged.shortage() if ranks.local_rank == 0 else None) or []
     for text in sorted({text for text in told if text})[:3]:
         say(f"warning: {text}")
     return staged
@@ -130,8 +133,13 @@ def device_batches(
             for copy in chain.from_iterable(parts):
                 copy.record_stream(steps_stream)  # its memory is free when the step is done
         ids: Any = [b.image_id for b in step]  # (B,) each, on the host
-        bad = [(index, reason) for b in step for text in b.bad if text
-               for index, reason in json.loads(text)]  # fmt: skip
+        bad = [
+            (index, reason)
+            for b in step
+            for text in b.bad
+            if text
+            for index, reason in json.loads(text)
+        ]
         cost = torch.stack([b.cost.sum(0) for b in step]).sum(0)  # (5,)
         yield Batch(parts, torch.cat(ids).tolist(), bad, cost)
 
@@ -187,7 +195,7 @@ class Intake:
         self.known: set[str] = set()  # on rank 0: paths listed
         self.cost = torch.zeros(5, dtype=torch.float64)  # bytes, seconds of each stage
         self.read = 0  # images
-        self.count = agreement.together(self._known)
+        self.count = agreement.run_on_rank0(self._known)
 
     def _known(self) -> int:
         if os.path.exists(self.path):
@@ -213,9 +221,9 @@ class Intake:
 
         Collective.
         """
-        every = agreement.gathered(self.pending)
+        every = agreement.gather_to_rank0(self.pending)
         self.pending = []
-        self.count, problem = agreement.together(partial(self._listed, every or []))
+        self.count, problem = agreement.run_on_rank0(partial(self._listed, every or []))
         return problem
 
     def _listed(self, every: list[list[tuple[str, str, int]]]) -> tuple[int, str | None]:
@@ -243,14 +251,16 @@ class Intake:
 
         `seconds` of the loop, `waiting` the share of them in which this rank had no batch.
         """
-        every = agreement.gathered([float(self.read), waiting, *self.cost.tolist()])
+        every = agreement.gather_to_rank0([float(self.read), waiting, *self.cost.tolist()])
         rows = [
             {
-                "images_per_second": read / seconds, "mb_per_second": cost[0] / seconds / 1e6,
+                "images_per_second": read / seconds,
+                "mb_per_second": cost[0] / seconds / 1e6,
                 "data_share": share,
-            } | {f"{name}_seconds": cost[i + 1] / max(read, 1) for i, name in enumerate(STAGES)}
+            }
+            | {f"{name}_seconds": cost[i + 1] / max(read, 1) for i, name in enumerate(STAGES)}
             for read, share, *cost in every or []
-        ]  # fmt: skip
+        ]
         return {"ranks": rows} if rows else {}
 
 

@@ -40,8 +40,10 @@ class Log:
     def write(self, event: str, **record: Any) -> None:
         """A line for log.jsonl; one that the disk refuses waits in memory, training goes on."""
         if self.file:
-            clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v
-                     for k, v in record.items()}  # JSON has no NaN  # fmt: skip
+            clean = {
+                k: None if isinstance(v, float) and not math.isfinite(v) else v
+                for k, v in record.items()
+            }  # JSON has no NaN
             text = json.dumps({"event": event, **clean}, ensure_ascii=False)
             # bytes of a file name that are no text, as the terminal shows them
             text = re.sub("[\ud800-\udfff]", lambda byte: rf"\\u{ord(byte[0]):04x}", text)
@@ -52,11 +54,24 @@ class Log:
                 self.warn(f"log.jsonl cannot be written now: {error}")
 
     def step(
-        self, step: int, steps: int, *, loss: float | None, norm: Tensor | None, lr: float,
-        epoch: int, seconds: float, waited: float, global_batch: int, world_size: int,
-        flops_per_image: int | None, hardware_flops_per_image: int | None,
-        peak_flops: float | None, device: torch.device, bad_images: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        steps: int,
+        *,
+        loss: float | None,
+        norm: Tensor | None,
+        lr: float,
+        epoch: int,
+        seconds: float,
+        waited: float,
+        global_batch: int,
+        world_size: int,
+        flops_per_image: int | None,
+        hardware_flops_per_image: int | None,
+        peak_flops: float | None,
+        device: torch.device,
+        bad_images: int = 0,
+    ) -> None:
         """One line for log.jsonl and one for the terminal; times in seconds a step.
 
         `loss`, `norm` and `flops_per_image` (of one image, forward and backward) are None where
@@ -68,14 +83,24 @@ class Log:
         memory = device_memory(device)
         grad_norm = None if norm is None else norm.item()
         self.write(
-            "step", step=step + 1, epoch=epoch, loss=loss, grad_norm=grad_norm, lr=lr,
-            step_seconds=seconds, data_seconds=waited, images_per_second=rate,
-            images_per_second_per_rank=rate / world_size, tflops_per_rank=flops and flops / 1e12,
+            "step",
+            step=step + 1,
+            epoch=epoch,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            step_seconds=seconds,
+            data_seconds=waited,
+            images_per_second=rate,
+            images_per_second_per_rank=rate / world_size,
+            tflops_per_rank=flops and flops / 1e12,
             hardware_tflops_per_rank=rate * hardware_flops_per_image / world_size / 1e12
-            if flops and hardware_flops_per_image else None,
-            mfu=flops / peak_flops if flops and peak_flops else None, **memory,
+            if flops and hardware_flops_per_image
+            else None,
+            mfu=flops / peak_flops if flops and peak_flops else None,
+            **memory,
             bad_images=bad_images,
-        )  # fmt: skip
+        )
         shown = ""
         if loss is not None:
             shown = f"loss {loss:7.4f}  norm {grad_norm:8.3f}  lr {lr:.2e}  "
@@ -87,13 +112,13 @@ class Log:
             f"{waited / seconds:4.0%}  ETA {left}"
         )
 
-    def skip(self, step: int, verdict: agreement.Verdict, images: list[str]) -> str:
+    def skip(self, step: int, verdict: agreement.StepVerdict, images: list[str]) -> str:
         """A step that was not applied: which ranks, which images. Collective.
 
         `images` are the paths of this rank's part of the batch, or none where another rank's loss
         was at fault. Returns the sentence.
         """
-        every = agreement.gathered((verdict.mine, images)) or []
+        every = agreement.gather_to_rank0((verdict.mine, images)) or []
         ranks = [rank for rank, (mine, _) in enumerate(every) if mine]
         paths = [path for _, paths in every for path in paths]
         if verdict.loss:
@@ -104,8 +129,9 @@ class Log:
         if verdict.in_a_row > 1:
             text += f", {verdict.in_a_row} bad steps in a row"
         what = "loss" if verdict.loss else "gradient norm"
-        self.write("skip", step=step + 1, what=what, ranks=ranks, images=paths,
-                   in_a_row=verdict.in_a_row)  # fmt: skip
+        self.write(
+            "skip", step=step + 1, what=what, ranks=ranks, images=paths, in_a_row=verdict.in_a_row
+        )
         more = f" and {len(paths) - 3} more, all in log.jsonl" if len(paths) > 3 else ""
         self.warn(f"{text}: not applied; images {', '.join(paths[:3])}{more}")
         return text
@@ -137,7 +163,7 @@ def open_log(out: str) -> Log:
             # the run before may have been killed while it wrote
             log.file.write("\n" if old.read().strip() else "")
 
-    agreement.together(try_it)
+    agreement.run_on_rank0(try_it)
     return log
 
 
@@ -158,7 +184,7 @@ def start_over(log: Log, out: str) -> None:
         log.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         return other
 
-    if other := agreement.together(rename):
+    if other := agreement.run_on_rank0(rename):
         log.say(f"note: this run begins at step 0; the log of an earlier one is now {other}")
 
 
@@ -195,7 +221,10 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
 def versions() -> dict[str, str | None]:
     """Of Python and of the packages that decide about numbers and speed."""
     return {
-        "python": platform.python_version(), "torch": torch.__version__,
-        "torchvision": torchvision.__version__, "numpy": np.__version__,
-        "cuda": torch.version.cuda, "hip": torch.version.hip,
-    }  # fmt: skip
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "numpy": np.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+    }

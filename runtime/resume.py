@@ -35,10 +35,15 @@ def candidates(what: str, out: str, say: Callable[[str], None]) -> list[Path]:
 
 
 def resume(
-    found: Sequence[Path], auto: bool, out: str, load: Callable[[Path], Any] | None,
-    scaler: torch.amp.GradScaler | None, flags: dict[str, Any], allow_changes: bool,
+    found: Sequence[Path],
+    auto: bool,
+    out: str,
+    load: Callable[[Path], Any] | None,
+    scaler: torch.amp.GradScaler | None,
+    flags: dict[str, Any],
+    allow_changes: bool,
     say: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """`load` the first of the `candidates` that is whole; its facts, of step 0 if there are none.
 
     Checkpoints in `out` that are further than it are moved aside. `flags` are this run's; those
@@ -109,10 +114,11 @@ def _read_facts(path: Path) -> dict[str, Any]:
     flags, scaler, in_a_row = facts["flags"], facts["scaler"] or {}, facts["in_a_row"]
     sound = {
         "flags": isinstance(flags, dict),
-        "scaler": isinstance(scaler, dict) and scaler.keys() in (set(), SCALER)
+        "scaler": isinstance(scaler, dict)
+        and scaler.keys() in (set(), SCALER)
         and all(type(v) in (int, float) and 0 <= v < 2**63 for v in scaler.values()),
         "in_a_row": type(in_a_row) is int and 0 <= in_a_row <= facts["step"],
-    }  # fmt: skip
+    }
     for name in (name for name, good in sound.items() if not good):
         raise checkpoint.Damaged(f"{path}: {checkpoint.FACTS} has no sound {name!r}")
     return facts
@@ -141,9 +147,10 @@ def _move_aside(out: str, begin: Path, step: int) -> str | None:
     So none of them is mistaken for its own, and none is removed.
     """
     further = [
-        path for path in checkpoint.complete(out)
+        path
+        for path in checkpoint.complete(out)
         if checkpoint.step_of(path) >= step and not (begin.exists() and path.samefile(begin))
-    ]  # fmt: skip
+    ]
     if not further:
         return None
     aside = next(p for n in count(1) if not (p := Path(out, f"set_aside_{n}")).exists())
@@ -161,9 +168,13 @@ class Saves:
     """
 
     def __init__(
-        self, saver: checkpoint.Saver, log: Log, flags: dict[str, Any],
-        scaler: torch.amp.GradScaler | None, begin: int,
-    ) -> None:  # fmt: skip
+        self,
+        saver: checkpoint.Saver,
+        log: Log,
+        flags: dict[str, Any],
+        scaler: torch.amp.GradScaler | None,
+        begin: int,
+    ) -> None:
         """`flags` as the checkpoints keep them; `begin` is the step that was resumed, or 0."""
         self.saver, self.log, self.flags, self.scaler = saver, log, flags, scaler
         self.off = flags["save_every"] == "none"

@@ -111,9 +111,12 @@ def shares(events: Sequence[dict[str, Any]], steps: int) -> dict[str, float]:
 
     found, taken = dict[str, float](), list[Interval]()
     for kind, when in (
-        ("optimizer", common(work, updates)), ("compute", work),
-        ("communication", collectives), ("data", waiting), ("idle", window),
-    ):  # fmt: skip
+        ("optimizer", common(work, updates)),
+        ("compute", work),
+        ("communication", collectives),
+        ("data", waiting),
+        ("idle", window),
+    ):
         more = union([*taken, *common(when, window)])
         found[kind] = (length(more) - length(taken)) / 1e6 / steps  # of microseconds
         taken = more
@@ -158,9 +161,16 @@ class Window:
     """
 
     def __init__(
-        self, *, first: int, steps: int, rank: int, ranks: Sequence[int], device: torch.device,
-        folder: str, report: Callable[[dict[str, float] | str | None], None],
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        first: int,
+        steps: int,
+        rank: int,
+        ranks: Sequence[int],
+        device: torch.device,
+        folder: str,
+        report: Callable[[dict[str, float] | str | None], None],
+    ) -> None:
         self.first, self.steps, self.rank, self.report = first, steps, rank, report
         self.chosen, self.device, self.folder = rank in ranks, device, Path(folder)
         self.profiler: profile | None = None
@@ -227,8 +237,13 @@ class Window:
 
 def table(found: dict[int, dict[str, float]], first: int) -> list[str]:
     """Seconds a step and share of each kind, a line for each rank."""
-    titles = {"compute": "compute", "communication": "exposed comm.", "optimizer": "optimizer",
-              "data": "data wait", "idle": "idle"}  # fmt: skip
+    titles = {
+        "compute": "compute",
+        "communication": "exposed comm.",
+        "optimizer": "optimizer",
+        "data": "data wait",
+        "idle": "idle",
+    }
     lines = [f"profile from step {first + 1}: seconds a step, and share"]
     lines.append("        " + "".join(f"{titles[kind]:>17}" for kind in KINDS) + f"{'step':>9}")
     for rank, seconds in sorted(found.items()):

@@ -26,8 +26,9 @@ from typing import Any, TextIO
 FINAL = ("done", "out of memory", "failed", "timed out")
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|can.t allocate memory|cannot allocate memory|MemoryError|"
-    r"oom[-_]kill|OUT_OF_MEMORY", re.IGNORECASE,
-)  # fmt: skip
+    r"oom[-_]kill|OUT_OF_MEMORY",
+    re.IGNORECASE,
+)
 KILL_SECONDS = 30.0  # until killed processes are gone: those that write to a disk may take a while
 
 
@@ -270,9 +271,9 @@ def look(folder: Path, listed: Callable[[str], bool]) -> tuple[str, int]:
     if state.get("job"):
         alive = listed(state["job"])
     else:  # of another host nothing is known: it may well run
-        alive = state["host"] != platform.node() or runs(state["runner"]) or runs(
-            state.get("child")
-        )  # fmt: skip
+        alive = (
+            state["host"] != platform.node() or runs(state["runner"]) or runs(state.get("child"))
+        )
     if alive:
         return "running", len(made)
     state = read_state(made[-1])  # it may have come to its end since we read
@@ -299,9 +300,14 @@ def run(
     before = oom_kills()
     with open(attempt / "output.txt", "ab") as output:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            env=dict(environ), cwd=folder, start_new_session=True,  # Ctrl-C is for us
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environ),
+            cwd=folder,
+            start_new_session=True,  # Ctrl-C is for us
+        )
     try:
         note(attempt, child=identity(child.pid), command=list(command), limit=limit)
         late = watch(lambda: child.poll() is None, time.time() + limit, limit, child.pid)

@@ -94,9 +94,10 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict | None]:
     return [
         verdict(row, together.get(key(row), {}), ideal.get(ideal_key(row)))
         if row["state"] in ("done", "out of memory", "skipped")
-        and not (row.get("kind") or row.get("caveat")) else None
+        and not (row.get("kind") or row.get("caveat"))
+        else None
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 def compute_seconds(row: Row, ideal: tuple[float, int] | None) -> tuple[float | None, str]:
@@ -143,9 +144,13 @@ def verdict(row: Row, runs: Mapping[str, Row], ideal: tuple[float, int] | None) 
 
 
 def divided(
-    row: Row, why: str, step: float, waited: float, slow: bool | None,
+    row: Row,
+    why: str,
+    step: float,
+    waited: float,
+    slow: bool | None,
     ideal: tuple[float, int] | None,
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """The verdict on a step of which `waited` was for input; `slow`: reading alone takes longer."""
     compute, source = compute_seconds(row, ideal)
     if row["world_size"] == 1:
@@ -161,8 +166,10 @@ def divided(
     if slow:
         return replace(found, word="input", advice=advice(row, "input"))
     if found.word == "input" and slow is False:
-        return replace(found, advice="fewer `--workers`: reading alone keeps up, beside the model "
-                       "it lacks cores")  # fmt: skip
+        return replace(
+            found,
+            advice="fewer `--workers`: reading alone keeps up, beside the model it lacks cores",
+        )
     if found.word == "compute" and source != ALONE:
         return limit_of(row, "unknown", f"{why}, communication included")
     return found

@@ -17,23 +17,46 @@ from sweeps import results
 from sweeps.results import Row
 
 BLACK, ORANGE, SKY, GREEN, BLUE, RED, PINK, GREY = (
-    "#000000", "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7", "#808080",
-)  # fmt: skip
+    "#000000",
+    "#e69f00",
+    "#56b4e9",
+    "#009e73",
+    "#0072b2",
+    "#d55e00",
+    "#cc79a7",
+    "#808080",
+)
 STYLES: dict[str, tuple[str, str]] = {  # colour, mark
-    "ddp": (GREY, "x"), "zero1": (GREY, "+"), "no_shard": (ORANGE, "s"),
-    "shard_grad_op": (PINK, "v"), "full_shard": (RED, "o"), "hybrid 1": (SKY, "^"),
-    "hybrid 2": (BLUE, "D"), "hybrid 4": (GREEN, "P"), "hybrid 8": (BLACK, "*"),
-}  # fmt: skip
+    "ddp": (GREY, "x"),
+    "zero1": (GREY, "+"),
+    "no_shard": (ORANGE, "s"),
+    "shard_grad_op": (PINK, "v"),
+    "full_shard": (RED, "o"),
+    "hybrid 1": (SKY, "^"),
+    "hybrid 2": (BLUE, "D"),
+    "hybrid 4": (GREEN, "P"),
+    "hybrid 8": (BLACK, "*"),
+}
 OTHERS = [(GREEN, "<"), (BLACK, ">"), (PINK, "h"), (SKY, "d"), (BLUE, "p"), (ORANGE, "X")]
 HATCHES = {"none": "", "backward_pre": "//", "backward_post": ".."}
 LETTERS = {"out of memory": "M", "skipped": "S", "timed out": "T", "failed": "F"}
 LOOK: Any = {
-    "font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "axes.grid": True,
-    "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True, "savefig.dpi": 160,
-    "axes.spines.top": False, "axes.spines.right": False, "lines.markersize": 5,
-    "svg.hashsalt": "sweep", "legend.handlelength": 3, "hatch.linewidth": 0.6,
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "legend.fontsize": 8,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "savefig.dpi": 160,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.markersize": 5,
+    "svg.hashsalt": "sweep",
+    "legend.handlelength": 3,
+    "hatch.linewidth": 0.6,
     "errorbar.capsize": 2,
-}  # fmt: skip
+}
 
 
 class Picture:
@@ -43,8 +66,9 @@ class Picture:
         self.name, self.title = name, title
         self.points: list[list[Any]] = []
         columns, lines = min(panels, 3), -(-panels // 3)
-        self.figure = Figure(figsize=(max(4.6, 3.3 * columns), 2.9 * lines + 0.4),
-                             layout="constrained")  # fmt: skip
+        self.figure = Figure(
+            figsize=(max(4.6, 3.3 * columns), 2.9 * lines + 0.4), layout="constrained"
+        )
         grid = self.figure.subplots(lines, columns, squeeze=False).flatten()
         for empty in grid[panels:]:
             empty.set_axis_off()
@@ -66,8 +90,13 @@ class Picture:
             columns = max(1, int(self.figure.get_figwidth() / inches))
             lines = -(-len(entries) // columns)
             self.figure.set_figheight(self.figure.get_figheight() + 0.18 * lines)
-            self.figure.legend(entries.values(), entries.keys(), loc="outside lower center",
-                               ncols=columns, frameon=False)  # fmt: skip
+            self.figure.legend(
+                entries.values(),
+                entries.keys(),
+                loc="outside lower center",
+                ncols=columns,
+                frameon=False,
+            )
         self.figure.savefig(folder / f"{self.name}.png")
         self.figure.savefig(folder / f"{self.name}.svg", metadata={"Date": None})
         names = ("figure", "series", "x", "y", "id", "log")
@@ -107,8 +136,11 @@ def labels(rows: Sequence[Row], source: bool) -> list[str]:
         differ = ["source", *(n for n in differ if n != "source")]
     found = []
     for row in rows:
-        more = [f"{row[n]}" if n in ("source", "run") else f"{n} {results.text_of(row[n])}"
-                for n in differ if row.get(n) is not None]  # fmt: skip
+        more = [
+            f"{row[n]}" if n in ("source", "run") else f"{n} {results.text_of(row[n])}"
+            for n in differ
+            if row.get(n) is not None
+        ]
         more += [row["caveat"]] if row.get("caveat") else []
         found.append(sharding(row) + (f" ({', '.join(more)})" if more else ""))
     return found
@@ -125,10 +157,11 @@ def of_study(rows: Sequence[Row], study: str) -> list[Row]:
     """The `syn` rows of a study, and all that train of tables of one's own."""
     named = {"options", "scaling", "io"}
     return [
-        row for row in rows
+        row
+        for row in rows
         if (row["run"] == "syn" and study in row["study"].split())
         or (row["run"] != "io" and not named & {*row["study"].split()})
-    ]  # fmt: skip
+    ]
 
 
 def device_axis(panel: Axes, rows: Iterable[Row]) -> None:
@@ -160,11 +193,15 @@ def lost(panel: Axes, rows: Sequence[Row], known: dict) -> None:
         letter, world = LETTERS[row["state"]], row["world_size"]
         at[world] = at.get(world, -1) + 1
         panel.plot(
-            world, 0.05 + 0.08 * at[world], transform=panel.get_xaxis_transform(),
-            marker=f"$\\mathbf{{{letter}}}$", color=style(sharding(row), known)[0],
-            linestyle="", markersize=6,
+            world,
+            0.05 + 0.08 * at[world],
+            transform=panel.get_xaxis_transform(),
+            marker=f"$\\mathbf{{{letter}}}$",
+            color=style(sharding(row), known)[0],
+            linestyle="",
+            markersize=6,
             label=f"{letter}: {row['state']}" + (" by plan" if letter == "S" else ""),
-        )  # fmt: skip
+        )
     low, high = panel.get_ylim()
     if some and panel.get_yscale() == "log":  # room for them
         panel.set_ylim(low / (high / low) ** (0.08 * (1 + max(at.values()))), high)
@@ -176,16 +213,33 @@ def error_marks(
     """From lower to upper quartile, where those are known."""
     for x, (lower, middle, upper) in zip(xs, values, strict=True):
         if lower < upper:
-            panel.errorbar([x], [middle], yerr=[[middle - lower], [upper - middle]], color=colour,
-                           linewidth=0.9)  # fmt: skip
+            panel.errorbar(
+                [x],
+                [middle],
+                yerr=[[middle - lower], [upper - middle]],
+                color=colour,
+                linewidth=0.9,
+            )
 
 
 def bars(
-    panel: Axes, heights: Sequence[tuple[float, float, float, float]], colour: str,
-    hatch: str, label: str, width: float,
-) -> None:  # fmt: skip
+    panel: Axes,
+    heights: Sequence[tuple[float, float, float, float]],
+    colour: str,
+    hatch: str,
+    label: str,
+    width: float,
+) -> None:
     """Bars at (x, lower, height, upper)."""
     if heights:
-        panel.bar([h[0] for h in heights], [h[2] for h in heights], width, color=colour,
-                  hatch=hatch, edgecolor=BLACK, linewidth=0.6, label=label)  # fmt: skip
+        panel.bar(
+            [h[0] for h in heights],
+            [h[2] for h in heights],
+            width,
+            color=colour,
+            hatch=hatch,
+            edgecolor=BLACK,
+            linewidth=0.6,
+            label=label,
+        )
         error_marks(panel, [h[0] for h in heights], [h[1:] for h in heights], BLACK)

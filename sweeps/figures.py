@@ -33,16 +33,20 @@ from sweeps.drawing import (
     plain_log,
     sharding,
     style,
-)  # fmt: skip
+)
 from sweeps.results import Row
 
 
 def scaling_lines(
-    name: str, title: str, axis: str, rows: Sequence[Row],
+    name: str,
+    title: str,
+    axis: str,
+    rows: Sequence[Row],
     value: Callable[[Row], tuple[float, float, float] | None],
-    planned: Callable[[Row], float | None], known: dict,
+    planned: Callable[[Row], float | None],
+    known: dict,
     ideal: Callable[[Picture, Axes, list[Row]], None],
-) -> Picture | None:  # fmt: skip
+) -> Picture | None:
     """A panel for each model: a line for each sharding over the devices, the plan dotted.
 
     `value` gives (lower, middle, upper) of a row.
@@ -70,18 +74,39 @@ def scaling_lines(
                 picture.drew(f"{model}: {label}", row, row["world_size"], middle)
             if drawn:
                 xs, ys = [r["world_size"] for r, _ in drawn], [v[1] for _, v in drawn]
-                panel.plot(xs, ys, color=colour, marker=mark, linestyle="-." if old else "-",
-                           label=label, linewidth=1.2)  # fmt: skip
+                panel.plot(
+                    xs,
+                    ys,
+                    color=colour,
+                    marker=mark,
+                    linestyle="-." if old else "-",
+                    label=label,
+                    linewidth=1.2,
+                )
                 error_marks(panel, xs, [v for _, v in drawn], colour)
             forecast = [(r, p) for r in some if (p := planned(r))]
             for row, at in forecast:
                 picture.drew(f"{model}: {label}, planned", row, row["world_size"], at)
             if forecast:
-                panel.plot([r["world_size"] for r, _ in forecast], [p for _, p in forecast],
-                           color=colour, linestyle=":", marker=mark, markerfacecolor="none",
-                           linewidth=1.0, label=None if drawn else label)  # fmt: skip
-                panel.plot([], [], color=BLACK, linestyle=":", marker="o", markerfacecolor="none",
-                           label="hollow, dotted: planned")  # fmt: skip
+                panel.plot(
+                    [r["world_size"] for r, _ in forecast],
+                    [p for _, p in forecast],
+                    color=colour,
+                    linestyle=":",
+                    marker=mark,
+                    markerfacecolor="none",
+                    linewidth=1.0,
+                    label=None if drawn else label,
+                )
+                panel.plot(
+                    [],
+                    [],
+                    color=BLACK,
+                    linestyle=":",
+                    marker="o",
+                    markerfacecolor="none",
+                    label="hollow, dotted: planned",
+                )
         lost(panel, mine, known)
         panel.set_title(model)
         panel.set_ylabel(axis)
@@ -104,13 +129,25 @@ def throughput(rows: Sequence[Row], known: dict) -> Picture | None:
                 f", {some[0].get('source')}" if len({r.get("source") for r in rows}) > 1 else ""
             )
             label = f"ideal: {of} rank{'s' * (of > 1)}, multiplied{source}"
-            panel.plot([x for x, _ in shown], [y for _, y in shown], "--", color=BLACK,
-                       linewidth=1, label=label)  # fmt: skip
+            panel.plot(
+                [x for x, _ in shown],
+                [y for _, y in shown],
+                "--",
+                color=BLACK,
+                linewidth=1,
+                label=label,
+            )
 
     return scaling_lines(
-        "throughput", "Weak scaling: images/s of the whole job", "images/s", rows, spread,
-        lambda row: row.get("planned_images_per_second"), known, ideal,
-    )  # fmt: skip
+        "throughput",
+        "Weak scaling: images/s of the whole job",
+        "images/s",
+        rows,
+        spread,
+        lambda row: row.get("planned_images_per_second"),
+        known,
+        ideal,
+    )
 
 
 def spread(row: Row) -> tuple[float, float, float] | None:
@@ -118,8 +155,11 @@ def spread(row: Row) -> tuple[float, float, float] | None:
     middle = row.get("images_per_second")
     if not middle or not row.get("world_size"):
         return None
-    return (row.get("images_per_second_q1") or middle, middle,
-            row.get("images_per_second_q3") or middle)  # fmt: skip
+    return (
+        row.get("images_per_second_q1") or middle,
+        middle,
+        row.get("images_per_second_q3") or middle,
+    )
 
 
 def efficiency(rows: Sequence[Row], known: dict) -> Picture | None:
@@ -138,8 +178,16 @@ def efficiency(rows: Sequence[Row], known: dict) -> Picture | None:
         highest = max([s[2] for s in map(share, mine) if s] or [1.0])
         panel.set_ylim(0, max(1.1, 1.05 * highest))
 
-    return scaling_lines("efficiency", "Weak scaling: share of the ideal speed", "share of ideal",
-                         rows, share, lambda row: None, known, ideal)  # fmt: skip
+    return scaling_lines(
+        "efficiency",
+        "Weak scaling: share of the ideal speed",
+        "share of ideal",
+        rows,
+        share,
+        lambda row: None,
+        known,
+        ideal,
+    )
 
 
 def memory(rows: Sequence[Row], known: dict) -> Picture | None:
@@ -148,19 +196,31 @@ def memory(rows: Sequence[Row], known: dict) -> Picture | None:
     def limit(picture: Picture, panel: Axes, mine: list[Row]) -> None:
         panel.set_yscale("log", base=2)
         plain_log(panel.yaxis, 2)
-        limits = {(r["world_size"], r["memory_gib"]) for r in mine
-                  if r.get("memory_gib") and r.get("world_size")}  # fmt: skip
+        limits = {
+            (r["world_size"], r["memory_gib"])
+            for r in mine
+            if r.get("memory_gib") and r.get("world_size")
+        }
         values = sorted({gib for _, gib in limits})
         if len(values) == 1:
             panel.axhline(values[0], color=BLACK, linewidth=2, label="memory of a rank")
         elif values:
-            panel.plot(*zip(*sorted(limits), strict=True), color=BLACK, linewidth=2,
-                       label="memory of a rank")  # fmt: skip
+            panel.plot(
+                *zip(*sorted(limits), strict=True),
+                color=BLACK,
+                linewidth=2,
+                label="memory of a rank",
+            )
         flat = [r for r in mine if r.get("kind") == "max_allocated" and not r.get("world_size")]
         for i, row in enumerate(flat):  # dashes beside each other, where two lines are one
             label = f"{sharding(row)} ({row.get('caveat') or 'devices not named'})"
-            panel.axhline(row["peak_allocated_gib"], color=style(sharding(row), known)[0],
-                          linestyle=(5 * i, (5, 5)), linewidth=1.6, label=label)  # fmt: skip
+            panel.axhline(
+                row["peak_allocated_gib"],
+                color=style(sharding(row), known)[0],
+                linestyle=(5 * i, (5, 5)),
+                linewidth=1.6,
+                label=label,
+            )
             picture.drew(f"{row['model']}: {label}", row, "", row["peak_allocated_gib"])
 
     def peak(row: Row) -> tuple[float, float, float] | None:
@@ -170,8 +230,9 @@ def memory(rows: Sequence[Row], known: dict) -> Picture | None:
     def planned(row: Row) -> float | None:
         return None if row["state"] == "skipped" else row.get("planned_gib")
 
-    return scaling_lines("memory", "Peak memory of a rank", "GiB", rows, peak, planned, known,
-                         limit)  # fmt: skip
+    return scaling_lines(
+        "memory", "Peak memory of a rank", "GiB", rows, peak, planned, known, limit
+    )
 
 
 def options(rows: Sequence[Row], known: dict) -> Picture | None:
@@ -197,8 +258,14 @@ def options(rows: Sequence[Row], known: dict) -> Picture | None:
                     picture.drew(name, row, sharding(row), values[1])
                 elif row["state"] in LETTERS:
                     panel.text(x, 0, LETTERS[row["state"]], ha="center", va="bottom")
-            bars(panel, heights, SKY if limit else ORANGE, HATCHES[prefetch],
-                 f"prefetch {prefetch}, {'limit' if limit else 'no limit'}", 0.12)  # fmt: skip
+            bars(
+                panel,
+                heights,
+                SKY if limit else ORANGE,
+                HATCHES[prefetch],
+                f"prefetch {prefetch}, {'limit' if limit else 'no limit'}",
+                0.12,
+            )
         panel.set_xticks(range(len(modes)), modes)
         panel.grid(axis="x", visible=False)
         panel.set_title(f"{model}, {world} ranks" + (f", {source}" if len(parts) > 1 else ""))
@@ -223,20 +290,29 @@ def io(rows: Sequence[Row], known: dict) -> Picture | None:
             for row in (r for r in some if r["run"] == run):
                 lower, middle, upper = spread(row) or (1.0, 1.0, 1.0)
                 step = bottleneck.seconds(row)
-                heights.append((place + (i - 1) * 0.25, step * middle / upper, step,
-                                step * middle / lower))  # fmt: skip
+                heights.append(
+                    (place + (i - 1) * 0.25, step * middle / upper, step, step * middle / lower)
+                )
                 picture.drew(run, row, sharding(row), step)
         bars(panel, heights, colour, hatch, run, 0.23)
     names, words = [], bottleneck.verdicts(rows)
     of = {id(row): word for row, word in zip(rows, words, strict=True)}
     for place, some in enumerate(together.values()):
         row = next((r for r in some if r["run"] == "real"), some[0])
-        names.append(f"{row['model']}, {row['world_size']} ranks\n{sharding(row)}\n"
-                     f"limit: {getattr(of[id(row)], 'word', 'unknown')}")  # fmt: skip
+        names.append(
+            f"{row['model']}, {row['world_size']} ranks\n{sharding(row)}\n"
+            f"limit: {getattr(of[id(row)], 'word', 'unknown')}"
+        )
         alone = bottleneck.compute_seconds(row, rates.get(bottleneck.ideal_key(row)))
         if alone[0] is not None:
-            panel.hlines(alone[0], place - 0.4, place + 0.4, colors=BLACK, linestyles="--",
-                         label=f"compute: {alone[1]}")  # fmt: skip
+            panel.hlines(
+                alone[0],
+                place - 0.4,
+                place + 0.4,
+                colors=BLACK,
+                linestyles="--",
+                label=f"compute: {alone[1]}",
+            )
     panel.set_xticks(range(len(names)), names)
     panel.grid(axis="x", visible=False)
     panel.set_xlim(-0.6, len(names) - 0.4)
@@ -264,14 +340,26 @@ def planned(rows: Sequence[Row], known: dict) -> Picture | None:
         panel.set_yscale("log")
         for name, mine in groups(some, sharding).items():
             colour, mark = style(name, known)
-            panel.plot([r[plan] for r in mine], [r[measured] for r in mine], mark, color=colour,
-                       label=name, alpha=0.8)  # fmt: skip
+            panel.plot(
+                [r[plan] for r in mine],
+                [r[measured] for r in mine],
+                mark,
+                color=colour,
+                label=name,
+                alpha=0.8,
+            )
             for row in mine:
                 picture.drew(f"{title}: {name}", row, row[plan], row[measured])
         ends = [v for r in some for v in (r[plan], r[measured])]
         low, high = min(ends) / 1.5, max(ends) * 1.5
-        panel.fill_between([low, high], [low * 0.8, high * 0.8], [low * 1.25, high * 1.25],
-                           color="#eeeeee", label="within 20 %", zorder=0)  # fmt: skip
+        panel.fill_between(
+            [low, high],
+            [low * 0.8, high * 0.8],
+            [low * 1.25, high * 1.25],
+            color="#eeeeee",
+            label="within 20 %",
+            zorder=0,
+        )
         panel.plot([low, high], [low, high], "--", color=BLACK, linewidth=1, label="as planned")
         panel.set_xlim(low, high)
         panel.set_ylim(low, high)
@@ -279,8 +367,9 @@ def planned(rows: Sequence[Row], known: dict) -> Picture | None:
             plain_log(axis, 10, sparse=high / low > 30)
         panel.set_xlabel("planned")
         panel.set_ylabel("measured")
-        panel.set_title(f"{title}\nmedian error {median_error(some, measured, plan)[0]:.1%}",
-                        fontsize=9)  # fmt: skip
+        panel.set_title(
+            f"{title}\nmedian error {median_error(some, measured, plan)[0]:.1%}", fontsize=9
+        )
     return picture
 
 
@@ -291,8 +380,13 @@ def median_error(rows: Iterable[Row], measured: str, plan: str) -> tuple[float, 
 
 
 PICTURES: tuple[Callable[[Sequence[Row], dict], Picture | None], ...] = (
-    throughput, efficiency, memory, options, io, planned,
-)  # fmt: skip
+    throughput,
+    efficiency,
+    memory,
+    options,
+    io,
+    planned,
+)
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Picture]:

@@ -109,8 +109,10 @@ def machines(rows: Sequence[Row]) -> Iterator[str]:
     for (source, device, cores, python, torch, day), mine in sorted(found.items(), key=str):
         hosts = sorted({row.get("host") or "" for row in mine})
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts, {hosts[0]} to {hosts[-1]}"
-        yield (f"- {source}: {len(mine)} points on {where} ({device}, {cores} cores), "
-               f"Python {python}, torch {torch}, {day}")  # fmt: skip
+        yield (
+            f"- {source}: {len(mine)} points on {where} ({device}, {cores} cores), "
+            f"Python {python}, torch {torch}, {day}"
+        )
     some = [row for row in rows if row.get("caveat")]
     doubts = groups(some, lambda row: (row["source"], sharding(row), row["caveat"]))
     for (source, name, caveat), mine in doubts.items():

@@ -24,28 +24,79 @@ Row = dict[str, Any]
 
 # What makes two runs comparable, by the names of train_fsdp.py's flags.
 SETTINGS = (
-    "model", "img_size", "mask_ratio", "mode", "group", "fsdp", "prefetch", "forward_prefetch",
-    "limit_all_gathers", "cpu_offload", "bucket_cap_mb", "device", "precision", "reduce_dtype",
-    "ac", "compile", "batch", "accum",
-)  # fmt: skip
+    "model",
+    "img_size",
+    "mask_ratio",
+    "mode",
+    "group",
+    "fsdp",
+    "prefetch",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "cpu_offload",
+    "bucket_cap_mb",
+    "device",
+    "precision",
+    "reduce_dtype",
+    "ac",
+    "compile",
+    "batch",
+    "accum",
+)
 SHARDING = (
-    "mode", "group", "fsdp", "prefetch", "forward_prefetch", "limit_all_gathers", "bucket_cap_mb",
-)  # fmt: skip
+    "mode",
+    "group",
+    "fsdp",
+    "prefetch",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "bucket_cap_mb",
+)
 MEASURED = (
-    "step_seconds", "data_seconds", "tflops_per_rank", "mfu", "peak_allocated_gib",
-    "peak_reserved_gib", "alloc_retries",
-)  # fmt: skip
+    "step_seconds",
+    "data_seconds",
+    "tflops_per_rank",
+    "mfu",
+    "peak_allocated_gib",
+    "peak_reserved_gib",
+    "alloc_retries",
+)
 VERSIONS = ("python", "torch", "torchvision", "cuda", "hip")
 PROFILE = ("compute", "communication", "optimizer", "data", "idle")
 NUMBERS = (
-    "images_per_second", "images_per_second_q1", "images_per_second_q3", "measured_lines",
-    *MEASURED, *(f"profile_{name}" for name in PROFILE), "planned_images_per_second",
-    "planned_gib", "payload_mb", "planned_payload_mb", "memory_gib", "max_local_batch",
-)  # fmt: skip
+    "images_per_second",
+    "images_per_second_q1",
+    "images_per_second_q3",
+    "measured_lines",
+    *MEASURED,
+    *(f"profile_{name}" for name in PROFILE),
+    "planned_images_per_second",
+    "planned_gib",
+    "payload_mb",
+    "planned_payload_mb",
+    "memory_gib",
+    "max_local_batch",
+)
 COLUMNS = (
-    "id", "study", "state", "reason", "run", "nodes", "ranks", "world_size", *SETTINGS, "workers",
-    *NUMBERS, "source", "caveat", "host", "cores", *VERSIONS, "started", "log",
-)  # fmt: skip
+    "id",
+    "study",
+    "state",
+    "reason",
+    "run",
+    "nodes",
+    "ranks",
+    "world_size",
+    *SETTINGS,
+    "workers",
+    *NUMBERS,
+    "source",
+    "caveat",
+    "host",
+    "cores",
+    *VERSIONS,
+    "started",
+    "log",
+)
 REQUIRED = ("id", "study", "state", "run", "model", "mode", "world_size", "batch")  # of every row
 WORDS = ("id", "study", "reason", "model", "host", "source", "caveat", "started", "log", *VERSIONS)
 DEFAULTS = {"model": "base", "mode": "hybrid", "batch": 32, "accum": 1}  # of train_fsdp.py
@@ -96,10 +147,7 @@ def row_of(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[str
         return row | {"reason": plan.get("why_not", "") if state == "skipped" else ""}
     facts, log = attempts.read_state(made[-1]), attempts.read_log(made[-1] / "log.jsonl")
     row |= {"reason": facts["reason"], "host": facts["host"], "cores": facts["cores"]}
-    row |= {
-        "started": start_of(facts),
-        "log": f"runs/{folder.name}/{made[-1].name}/log.jsonl",
-    }
+    row |= {"started": start_of(facts), "log": f"runs/{folder.name}/{made[-1].name}/log.jsonl"}
     row |= {key: value for key, value in log.start.items() if key in (*SETTINGS, "workers", "host")}
     row |= {k: v for k, v in (log.start.get("versions") or {}).items() if k in VERSIONS}
     named = (plan.get("asked") or [None])[0] or ""
@@ -171,8 +219,10 @@ def read_cells(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 def damaged(path: Path, line: int, why: str) -> ValueError:
     """The sentence for a table that nobody could have meant so."""
-    return ValueError(f"{path}, line {line} is damaged, {why}: mend it, or move the file away and "
-                      "give the sweep's command again, which writes it anew")  # fmt: skip
+    return ValueError(
+        f"{path}, line {line} is damaged, {why}: mend it, or move the file away and "
+        "give the sweep's command again, which writes it anew"
+    )
 
 
 def read_table(path: Path) -> list[Row]:
@@ -218,8 +268,9 @@ def published(folder: Path) -> list[Row]:
 
 def predicted(folder: Path) -> dict[tuple, float]:
     """What the folder's check.py plans for its cells: by model, mode, group, nodes and kind."""
-    done = subprocess.run([sys.executable, str(folder / "check.py"), "--json"], text=True,
-                          capture_output=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(folder / "check.py"), "--json"], text=True, capture_output=True
+    )
     if done.returncode:
         raise RuntimeError(f"{folder / 'check.py'} failed: {attempts.last_error(done.stderr)}")
     names = ("model", "mode", "group", "nodes", "kind")

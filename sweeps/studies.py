@@ -22,9 +22,22 @@ Point = dict[str, str]
 
 OWN = ("id", "study", "nodes", "ranks")  # columns that are no flags
 PLANNED = (
-    "model", "img_size", "mask_ratio", "mode", "group", "fsdp", "batch", "accum", "precision",
-    "reduce_dtype", "ac", "prefetch", "forward_prefetch", "cpu_offload", "bucket_cap_mb",
-)  # fmt: skip
+    "model",
+    "img_size",
+    "mask_ratio",
+    "mode",
+    "group",
+    "fsdp",
+    "batch",
+    "accum",
+    "precision",
+    "reduce_dtype",
+    "ac",
+    "prefetch",
+    "forward_prefetch",
+    "cpu_offload",
+    "bucket_cap_mb",
+)
 OURS = ("out", "resume", "save_every", "async_save", "dry_run", "world_size")  # never the user's
 LENGTH = {"steps": "60", "log_every": "5"}
 PREFETCHES = ("none", "backward_pre", "backward_post")
@@ -45,10 +58,19 @@ def options(models: Sequence[str], layouts: Sequence[tuple[int, int]]) -> Iterat
         for mode, group in [("full_shard", ""), *(("hybrid", str(g)) for g in groups)]:
             for prefetch in PREFETCHES:
                 for limit in ("false", "true"):
-                    yield {"study": "options", "nodes": str(nodes), "ranks": str(ranks),
-                           "model": model, "mode": mode, "group": group, "fsdp": "1",
-                           "prefetch": prefetch, "limit_all_gathers": limit, "run": "syn",
-                           **LENGTH}  # fmt: skip
+                    yield {
+                        "study": "options",
+                        "nodes": str(nodes),
+                        "ranks": str(ranks),
+                        "model": model,
+                        "mode": mode,
+                        "group": group,
+                        "fsdp": "1",
+                        "prefetch": prefetch,
+                        "limit_all_gathers": limit,
+                        "run": "syn",
+                        **LENGTH,
+                    }
 
 
 def scaling(models: Sequence[str], layouts: Sequence[tuple[int, int]]) -> Iterator[Point]:
@@ -60,9 +82,16 @@ def scaling(models: Sequence[str], layouts: Sequence[tuple[int, int]]) -> Iterat
             modes = [(m, "") for m in ("ddp", "no_shard", "shard_grad_op", "full_shard")]
             modes += [("hybrid", str(g)) for g in groups if world % g == 0]
             for mode, group in modes if world > 1 else modes[:2]:  # the rest is the same on one
-                yield {"study": "scaling", "nodes": str(nodes), "ranks": str(ranks),
-                       "model": model, "mode": mode, "group": group, "run": "syn",
-                       **LENGTH}  # fmt: skip
+                yield {
+                    "study": "scaling",
+                    "nodes": str(nodes),
+                    "ranks": str(ranks),
+                    "model": model,
+                    "mode": mode,
+                    "group": group,
+                    "run": "syn",
+                    **LENGTH,
+                }
 
 
 def io(models: Sequence[str], layouts: Sequence[tuple[int, int]], data: str) -> Iterator[Point]:
@@ -73,16 +102,33 @@ def io(models: Sequence[str], layouts: Sequence[tuple[int, int]], data: str) -> 
             compared = nodes * ranks > 1 or len(layouts) == 1
             for mode in modes:
                 for run in ("real", "syn", "io") if compared and mode != "ddp" else ("syn",):
-                    yield {"study": "io", "nodes": str(nodes), "ranks": str(ranks),
-                           "model": model, "mode": mode, "run": run,
-                           "data": data if run != "syn" else "", **LENGTH}  # fmt: skip
+                    yield {
+                        "study": "io",
+                        "nodes": str(nodes),
+                        "ranks": str(ranks),
+                        "model": model,
+                        "mode": mode,
+                        "run": run,
+                        "data": data if run != "syn" else "",
+                        **LENGTH,
+                    }
 
 
 def quick(gpus: int, ranks: int, chosen: str | None, data: str) -> Iterator[Point]:
     """A little of each of the others: on 1, 2 and 4 CPU ranks, or on the GPUs of this node."""
     layouts = [(1, r) for r in sizes(ranks)]
-    small = {} if gpus else {"img_size": "64", "batch": "8", "precision": "fp32", "device": "cpu",
-                             "steps": "32", "log_every": "2"}  # fmt: skip
+    small = (
+        {}
+        if gpus
+        else {
+            "img_size": "64",
+            "batch": "8",
+            "precision": "fp32",
+            "device": "cpu",
+            "steps": "32",
+            "log_every": "2",
+        }
+    )
     models = (chosen or ("base" if gpus else "tiny")).split(",")
     kept = ("ddp", "no_shard", "full_shard", "hybrid")
     for point in scaling(models, layouts):
@@ -168,9 +214,14 @@ def finished(points: Sequence[Point], extra: Mapping[str, str]) -> list[Point]:
 
 
 def choose(
-    what: str, models: str | None, nodes: Sequence[int] | None, ranks: int | None, data: str,
-    slurm: bool, count_gpus: Callable[[], int],
-) -> list[Point]:  # fmt: skip
+    what: str,
+    models: str | None,
+    nodes: Sequence[int] | None,
+    ranks: int | None,
+    data: str,
+    slurm: bool,
+    count_gpus: Callable[[], int],
+) -> list[Point]:
     """The points of a study or of a table; ValueError, a sentence, where there are none."""
     given = {"--models": models, "--nodes": nodes, "--ranks": ranks}
     if what.endswith(".csv"):
@@ -255,9 +306,14 @@ class Planner:
             rank = ("SLURM_", "RANK")  # of a surrounding job, of which we are no rank
             own = {k: v for k, v in os.environ.items() if not k.startswith(rank)}
             self.process = subprocess.Popen(
-                [sys.executable, "-c", ANSWERS], cwd=HERE, env=own, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )  # fmt: skip
+                [sys.executable, "-c", ANSWERS],
+                cwd=HERE,
+                env=own,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
         process = self.process
         assert process.stdin and process.stdout
         with contextlib.suppress(BrokenPipeError):

@@ -27,8 +27,17 @@ import mesh  # noqa: E402
 from runtime import resume  # noqa: E402
 
 FLAGS = {"model": "tiny", "seed": 0, "blr": 1e-3, "clip": None, "out": "a", "steps": 10}
-FACTS = {"flags": FLAGS, "in_a_row": 1, "scaler": {"scale": 65536.0, "growth_factor": 2.0,
-         "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}}  # fmt: skip
+FACTS = {
+    "flags": FLAGS,
+    "in_a_row": 1,
+    "scaler": {
+        "scale": 65536.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 3,
+    },
+}
 
 
 def small() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -128,11 +128,16 @@ def one_round(out: Path, choose: random.Random, report: Report, pipe_seconds: fl
     path = out / "output.txt"
     with open(path if pipe_seconds is None else closing_pipe(path, pipe_seconds), "ab") as output:
         ranks = [
-            subprocess.Popen([*command, "--out", str(out)], cwd=ROOT, stdout=output,
-                             env=environment(rank, world, port), stderr=subprocess.STDOUT,
-                             start_new_session=True)
+            subprocess.Popen(
+                [*command, "--out", str(out)],
+                cwd=ROOT,
+                stdout=output,
+                env=environment(rank, world, port),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             for rank in range(world)
-        ]  # fmt: skip
+        ]
     if choose.random() < 0.2:
         moment = "start-up"
         time.sleep(choose.uniform(0.5, 8))

@@ -81,12 +81,18 @@ def reference() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     rest = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}],
-        betas=(0.9, 0.95), foreach=False,
-    )  # fmt: skip
+        betas=(0.9, 0.95),
+        foreach=False,
+    )
     loader = data.build_loader(
-        data.scan(TILES), img_size=SIZE, patches=vit.patch_count(config, SIZE), seed=3,
-        global_batch=BATCH, local_batch=BATCH, steps=range(STEPS),
-    )  # fmt: skip
+        data.scan(TILES),
+        img_size=SIZE,
+        patches=vit.patch_count(config, SIZE),
+        seed=3,
+        global_batch=BATCH,
+        local_batch=BATCH,
+        steps=range(STEPS),
+    )
     losses, norms = [], []
     for step, batch in enumerate(loader):
         peak = BLR * BATCH / 256

@@ -104,11 +104,16 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
     """What torchrun would set; none of a surrounding Slurm or torchrun."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC"))}
     return clean | {
-        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
         "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
+    }
 
 
 def run_ranks(world: int, runs: list[Run], folder: Path, timeout: float = 600) -> list[Result]:
@@ -247,9 +252,11 @@ def full_parameters(model):
     def values():
         return {
             shard.original_name(n): (p.full_tensor() if isinstance(p, DTensor) else p)
-            .detach().cpu().clone()
+            .detach()
+            .cpu()
+            .clone()
             for n, p in model.named_parameters()
-        }  # fmt: skip
+        }
 
     if isinstance(model, FSDP1):
         with FSDP1.summon_full_params(model, writeback=False):

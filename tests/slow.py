@@ -21,10 +21,27 @@ from runtime import comm_counter
 
 CAUSES = ("input", "communication", "compute")
 FLAGS = [
-    "--model", "tiny", "--img-size", "32", "--device", "cpu", "--precision", "fp32", "--batch", "4",
-    "--steps", "10", "--log-every", "2", "--workers", "0", "--resume", "none",
-    "--save-every", "none",
-]  # fmt: skip
+    "--model",
+    "tiny",
+    "--img-size",
+    "32",
+    "--device",
+    "cpu",
+    "--precision",
+    "fp32",
+    "--batch",
+    "4",
+    "--steps",
+    "10",
+    "--log-every",
+    "2",
+    "--workers",
+    "0",
+    "--resume",
+    "none",
+    "--save-every",
+    "none",
+]
 
 
 class Links(TorchDispatchMode):

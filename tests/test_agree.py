@@ -42,14 +42,14 @@ def four_ranks(rank):
 
     return {
         "everywhere": [
-            result_or_error(partial(agreement.everywhere, do)) for do in (work, only_two)
+            result_or_error(partial(agreement.run_on_all_ranks, do)) for do in (work, only_two)
         ],
         "together": [
-            result_or_error(partial(agreement.together, do)) for do in (fail, work, refuse)
+            result_or_error(partial(agreement.run_on_rank0, do)) for do in (fail, work, refuse)
         ],
-        "nothing": agreement.together(lambda: None),
+        "nothing": agreement.run_on_rank0(lambda: None),
         "calls": calls,
-        "gathered": agreement.gathered({"rank": rank}),
+        "gathered": agreement.gather_to_rank0({"rank": rank}),
         "mean": agreement.mean_over_ranks(torch.tensor(float(rank))),
     }
 
@@ -100,18 +100,20 @@ FINITE = {
     "one too many": (1, False, {(2, 1): NAN, (0, 2): INF}, {}, "0111111", "0123456"),
     "loss, then norm": (2, False, {(1, 1): NAN}, {2: NAN}, "0110000", "0120000"),
     "scaled, between": (2, True, {(1, 1): NAN, (1, 3): NAN}, {2: INF}, "0111000", "0101000"),
-}  # fmt: skip
+}
 FLAGS = {  # (rank, step)
-    "stop": {(1, 3), (1, 4)}, "bad_images": {(0, 2), (2, 4)}, "save": {(0, 5)},
+    "stop": {(1, 3), (1, 4)},
+    "bad_images": {(0, 2), (2, 4)},
+    "save": {(0, 5)},
     "no_batch": {(2, 7), (0, 8), (2, 8)},
-}  # fmt: skip
+}
 
 
 def three_ranks(rank):
     """By name: for each step whether it is left out, the verdict of the one before and its own."""
     told = {}
     for name, (max_skips, scaled, losses, norms, *_) in FINITE.items():
-        check = agreement.FiniteCheck(CPU, max_skips)
+        check = agreement.StepGuard(CPU, max_skips)
         told[name] = []
         for step in range(9):  # in the last two a rank has no batch
             loss = torch.tensor(losses.get((rank, step), 1.0))
@@ -134,15 +136,18 @@ def test_finite_check(three, name):
     for rank, told in enumerate(three):
         for step, (skip, before, now) in enumerate(told[name]):
             assert skip == float((skips + "11")[step]), step
-            assert now == agreement.Verdict(
+            assert now == agreement.StepVerdict(
                 mine=(rank, step) in losses,
                 loss=any((r, step) in losses for r in range(3)),
                 norm=step in norms and not scaled,
                 in_a_row=int(rows[min(step, 6)]),
-                flags=agreement.StepFlags(**{
-                    flag: any((r, step) in where for r in range(3)) for flag, where in FLAGS.items()
-                }),
-            )  # fmt: skip
+                flags=agreement.StepFlags(
+                    **{
+                        flag: any((r, step) in where for r in range(3))
+                        for flag, where in FLAGS.items()
+                    }
+                ),
+            )
             assert step == 0 or before == told[name][step - 1][2]
 
 
@@ -183,10 +188,16 @@ def run_waiting(tmp_path, world, stuck=(), last=-1, then="", stop=None, after=1.
     port, processes = free_port(), []
     for rank in range(world):
         with open(tmp_path / f"rank{rank}.txt", "w") as output:
-            processes.append(subprocess.Popen(
-                [sys.executable, "-c", code], env=environment(rank, world, port), cwd=tmp_path,
-                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            ))  # fmt: skip
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    env=environment(rank, world, port),
+                    cwd=tmp_path,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
     try:
         if stop is not None:
             deadline = time.monotonic() + 180
@@ -210,7 +221,9 @@ def test_a_rank_that_stands_still_is_named_with_its_code(tmp_path):
     assert status == [1, 1, 1], texts
     assert re.search(
         r"GIVEN UP: nothing has moved for \d+ s: rank 2 \(reading data in step 5, on .*\) stands "
-        r"still, rank 0 \(training in step 5, on .*\) waits", texts[0])  # fmt: skip
+        r"still, rank 0 \(training in step 5, on .*\) waits",
+        texts[0],
+    )
     assert "in sleeps_here" in texts[2] and "Thread" in texts[2]
     assert "GIVEN UP" not in texts[1] + texts[2] and "in sleeps_here" not in texts[0] + texts[1]
     for rank in range(3):  # the last collectives of each
@@ -254,11 +267,18 @@ def test_a_rank_that_is_stopped_is_named(stopped, tmp_path):
     status, texts = run_waiting(tmp_path, 3, last=3, then=first, stop=stopped)
     assert [s for r, s in enumerate(status) if r != stopped] == [1, 1], texts
     if stopped == 0:
-        assert all(re.search(rf"GIVEN UP: rank 0 does not answer rank {r} \(training in step 8, on",
-                             texts[r]) for r in (1, 2)), texts  # fmt: skip
+        assert all(
+            re.search(
+                rf"GIVEN UP: rank 0 does not answer rank {r} \(training in step 8, on", texts[r]
+            )
+            for r in (1, 2)
+        ), texts
     else:
-        assert re.search(r"rank 1 \(training in step 8, on .*\) gave no more sign of life, rank 0 "
-                         r"\(training in step 8, on .*\) waits", texts[0]), texts  # fmt: skip
+        assert re.search(
+            r"rank 1 \(training in step 8, on .*\) gave no more sign of life, rank 0 "
+            r"\(training in step 8, on .*\) waits",
+            texts[0],
+        ), texts
 
 
 @pytest.mark.slow
@@ -267,10 +287,14 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path):
     code = WAIT.replace("{stuck}", "set()").replace("{last}", "80").replace("{then}", "")
     port = free_port()
     processes = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment(rank, 2, port),
-                         cwd=tmp_path, start_new_session=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment(rank, 2, port),
+            cwd=tmp_path,
+            start_new_session=True,
+        )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         time.sleep(6)
         for p in processes:
@@ -286,17 +310,44 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_a_training_whose_rank_is_stopped_ends_and_can_be_resumed(tmp_path):
-    argv = ["--model", "tiny", "--img-size", "32", "--data", TILES, "--device", "cpu", "--workers",
-            "0", "--precision", "fp32", "--mode", "full_shard", "--global-batch", "12",
-            "--log-every", "1", "--save-every", "2", "--timeout", "6", "--steps"]  # fmt: skip
+    argv = [
+        "--model",
+        "tiny",
+        "--img-size",
+        "32",
+        "--data",
+        TILES,
+        "--device",
+        "cpu",
+        "--workers",
+        "0",
+        "--precision",
+        "fp32",
+        "--mode",
+        "full_shard",
+        "--global-batch",
+        "12",
+        "--log-every",
+        "1",
+        "--save-every",
+        "2",
+        "--timeout",
+        "6",
+        "--steps",
+    ]
     port, processes, log = free_port(), [], tmp_path / "log.jsonl"
     for rank in range(2):
         with open(tmp_path / f"rank{rank}.txt", "w") as output:
-            processes.append(subprocess.Popen(
-                [sys.executable, "train_fsdp.py", *argv, "100000", "--out", str(tmp_path)],
-                env=environment(rank, 2, port), stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, cwd=ROOT,
-            ))  # fmt: skip
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "train_fsdp.py", *argv, "100000", "--out", str(tmp_path)],
+                    env=environment(rank, 2, port),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    cwd=ROOT,
+                )
+            )
     try:
         deadline = time.monotonic() + 90
         while not log.exists() or log.read_text().count('"step"') < 8:
@@ -305,8 +356,11 @@ def test_a_training_whose_rank_is_stopped_ends_and_can_be_resumed(tmp_path):
         processes[1].send_signal(signal.SIGSTOP)
         assert processes[0].wait(60) == 1
         text = (tmp_path / "rank0.txt").read_text()
-        named = re.search(r"(?m)^train_fsdp.py: error: nothing has moved for .* rank 1 \(.* in "
-                          r"step (\d+), on .*\) gave no more sign of life", text)  # fmt: skip
+        named = re.search(
+            r"(?m)^train_fsdp.py: error: nothing has moved for .* rank 1 \(.* in "
+            r"step (\d+), on .*\) gave no more sign of life",
+            text,
+        )
         assert named, text
         assert re.search(r"; saved \S+step_\d+; the same command continues from there\n", text)
         _, steps, end = read_log(log)
@@ -327,8 +381,21 @@ def test_a_training_whose_rank_is_stopped_ends_and_can_be_resumed(tmp_path):
             p.wait()
     last = steps[-1]["step"]
     clean = {k: v for k, v in environment(0, 1, 0).items() if "RANK" not in k and k != "WORLD_SIZE"}
-    done = subprocess.run([sys.executable, "train_fsdp.py", *argv, str(last + 3), "--out",
-                           str(tmp_path), "--allow-changes"], cwd=ROOT, env=clean, timeout=120,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [
+            sys.executable,
+            "train_fsdp.py",
+            *argv,
+            str(last + 3),
+            "--out",
+            str(tmp_path),
+            "--allow-changes",
+        ],
+        cwd=ROOT,
+        env=clean,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and "resumed" in done.stdout, done.stderr
     assert (tmp_path / "done").exists()

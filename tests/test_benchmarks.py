@@ -45,8 +45,19 @@ def test_peers_compute_what_we_do(name):
 
 @pytest.mark.full
 def test_step_benchmark():
-    out = run("step.py", "--model", "tiny", "--img-size", "32", "--batch", "2", "--rounds", "2",
-              "--threads", "1")  # fmt: skip
+    out = run(
+        "step.py",
+        "--model",
+        "tiny",
+        "--img-size",
+        "32",
+        "--batch",
+        "2",
+        "--rounds",
+        "2",
+        "--threads",
+        "1",
+    )
     cases = json.loads(out.splitlines()[-1])["cases"]
     assert [case["precision"] for case in cases] == ["fp32", "bf16"]
     for case in cases:
@@ -91,6 +102,21 @@ def test_bytes_of_sharded_steps_are_those_of_theory_and_of_ddp_of_transformers(t
 @pytest.mark.slow
 def test_loop_benchmark():
     data = str(ROOT / "examples" / "tiles" / "train")
-    out = run("loop.py", "--img-size", "32", "--batch", "2", "--rounds", "2", "--steps", "3",
-              "--threads", "1", "--workers", "0", "--data", data)  # fmt: skip
+    out = run(
+        "loop.py",
+        "--img-size",
+        "32",
+        "--batch",
+        "2",
+        "--rounds",
+        "2",
+        "--steps",
+        "3",
+        "--threads",
+        "1",
+        "--workers",
+        "0",
+        "--data",
+        data,
+    )
     assert "syn / bare:" in out and "real / syn:" in out and "the loop alone" in out

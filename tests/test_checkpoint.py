@@ -76,9 +76,16 @@ def build(mode, fsdp=2, group=None, *, seed=0, ac="none", config=CONFIG):
     decay = shard.weight_decay_names(model)
     grid = mesh.build_mesh(shard.mesh_shape(mode, dist.get_world_size(), group), CPU)
     model = shard.apply(
-        model, mode, grid, block_classes={vit.Block}, device=CPU, fsdp=fsdp, ac=ac,
-        initial_value=partial(vit.initial_value, config, seed=seed), param_dtype=torch.float32,
-    )  # fmt: skip
+        model,
+        mode,
+        grid,
+        block_classes={vit.Block},
+        device=CPU,
+        fsdp=fsdp,
+        ac=ac,
+        initial_value=partial(vit.initial_value, config, seed=seed),
+        param_dtype=torch.float32,
+    )
     return model, shard.build_optimizer(model, mode, decay, lr=1e-3, weight_decay=0.05)
 
 
@@ -214,8 +221,10 @@ def test_any_row_loads_what_any_row_wrote(of_four_ranks, world, tmp_path, monkey
         for a, b in zip(losses, written[source][1], strict=True)
     ]
     identical = sum(losses == written[s][1] for (_, s), (*_, losses) in found[0].items())
-    print(f"4 -> {world} ranks: {len(found[0])} pairs, {identical} with the same two losses, "
-          f"the others within {max(differences):.1e}")  # fmt: skip
+    print(
+        f"4 -> {world} ranks: {len(found[0])} pairs, {identical} with the same two losses, "
+        f"the others within {max(differences):.1e}"
+    )
     for (target, source), (row, step, losses) in found[0].items():
         names = ROWS[target], ROWS[source]
         assert (row, step) == (source, 2), names
@@ -505,56 +514,90 @@ ILL = {
     "shard flipped": (lambda f: flip(f / SHARD), r"checksum mismatch in __0_0\.distcp"),
     "shard linked": (linked, r"__0_0\.distcp is no regular file"),
     "no facts": (lambda f: (f / "checkpoint.json").unlink(), r"it has no checkpoint\.json"),
-    "facts not JSON": (lambda f: (f / "checkpoint.json").write_text("{"),
-                       r"checkpoint\.json is not readable"),
-    "facts a list": (lambda f: (f / "checkpoint.json").write_text("[1]"),
-                     r"checkpoint\.json is not readable"),
-    "facts not UTF-8": (lambda f: (f / "checkpoint.json").write_bytes(b"\xff\xfe\x00"),
-                        r"checkpoint\.json is not readable"),
-    "format 99": (lambda f: edit_facts(f, lambda x: x.update(format=99)),
-                  r"has format 99, this code reads 2"),
-    "files without sums": (lambda f: edit_facts(f, lambda x: x["files"].update({SHARD: 7})),
-                           r"checkpoint\.json"),
-    "file of /etc": (lambda f: named_file(f, "../../../../../../../../../../etc/passwd"),
-                     r"names '\S+/etc/passwd', which no"),
+    "facts not JSON": (
+        lambda f: (f / "checkpoint.json").write_text("{"),
+        r"checkpoint\.json is not readable",
+    ),
+    "facts a list": (
+        lambda f: (f / "checkpoint.json").write_text("[1]"),
+        r"checkpoint\.json is not readable",
+    ),
+    "facts not UTF-8": (
+        lambda f: (f / "checkpoint.json").write_bytes(b"\xff\xfe\x00"),
+        r"checkpoint\.json is not readable",
+    ),
+    "format 99": (
+        lambda f: edit_facts(f, lambda x: x.update(format=99)),
+        r"has format 99, this code reads 2",
+    ),
+    "files without sums": (
+        lambda f: edit_facts(f, lambda x: x["files"].update({SHARD: 7})),
+        r"checkpoint\.json",
+    ),
+    "file of /etc": (
+        lambda f: named_file(f, "../../../../../../../../../../etc/passwd"),
+        r"names '\S+/etc/passwd', which no",
+    ),
     "file with a path": (lambda f: named_file(f, "/etc/passwd"), r"names '/etc/passwd', which no"),
     "shard unlisted": (unlisted, r"__0_0\.distcp"),
     "shard unlisted and linked": (unlisted_link, r"__0_0\.distcp"),
     "metadata changed": (lambda f: flip(f / ".metadata"), r"checksum mismatch in \.metadata"),
     "metadata truncated": (truncated_metadata, r"\.metadata is not readable"),
-    "metadata os.system": (lambda f: hostile_pickle(f, os.system, f"touch {f.parent}/marker"),
-                           r"\.metadata names posix\.system, which no checkpoint of ours does"),
-    "metadata eval": (lambda f: hostile_pickle(f, eval, f"open('{f.parent}/marker', 'w')"),
-                      r"\.metadata names builtins\.eval"),
-    "metadata touch": (lambda f: hostile_pickle(f, Path.touch, f.parent / "marker"),
-                       r"\.metadata names builtins\.getattr|names pathlib"),
+    "metadata os.system": (
+        lambda f: hostile_pickle(f, os.system, f"touch {f.parent}/marker"),
+        r"\.metadata names posix\.system, which no checkpoint of ours does",
+    ),
+    "metadata eval": (
+        lambda f: hostile_pickle(f, eval, f"open('{f.parent}/marker', 'w')"),
+        r"\.metadata names builtins\.eval",
+    ),
+    "metadata touch": (
+        lambda f: hostile_pickle(f, Path.touch, f.parent / "marker"),
+        r"\.metadata names builtins\.getattr|names pathlib",
+    ),
     "metadata within": (hostile_within, r"\.metadata names posix\.system"),
     "metadata dotted": (dotted_pickle, r"\.metadata names torch\.os\.system"),
     "metadata a list": (lambda f: edit_metadata(f, lambda m: [1]), r"\.metadata is not readable"),
-    "metadata of lists": (lambda f: edit_metadata(f, lambda m: replace(m, state_dict_metadata=[])),
-                          r"\.metadata holds no tables"),
-    "metadata of numbers": (lambda f: edit_metadata(
-        f, lambda m: m.state_dict_metadata.update({"model.norm.weight": 3})), r"model\.norm"),
+    "metadata of lists": (
+        lambda f: edit_metadata(f, lambda m: replace(m, state_dict_metadata=[])),
+        r"\.metadata holds no tables",
+    ),
+    "metadata of numbers": (
+        lambda f: edit_metadata(
+            f, lambda m: m.state_dict_metadata.update({"model.norm.weight": 3})
+        ),
+        r"model\.norm",
+    ),
     "place above": (lambda f: out_of_the_folder(f, "../x"), r"lies in \.\./x, which"),
     "place at a root": (lambda f: out_of_the_folder(f, f"{f.parent}/x"), r"which is no file"),
     "no place": (no_place, r"model\.norm\.weight"),
     "chunk missing": (missing_chunk, r"model\.norm\.weight"),
-    "extra key": (lambda f: save_other(f, DEEPER),
-                  r"has \S*blocks\.3\.\S+, which this model has not"),
-    "extra state": (lambda f: save_other(f, more={"optim.state.cls_token.sum": torch.ones(1)}),
-                    r"has optim\.state\.cls_token\.sum, which this model has not"),
-    "extra kind": (lambda f: save_other(f, more={"ema.cls_token": torch.ones(1)}),
-                   r"has ema\.cls_token, which this model has not"),
+    "extra key": (
+        lambda f: save_other(f, DEEPER),
+        r"has \S*blocks\.3\.\S+, which this model has not",
+    ),
+    "extra state": (
+        lambda f: save_other(f, more={"optim.state.cls_token.sum": torch.ones(1)}),
+        r"has optim\.state\.cls_token\.sum, which this model has not",
+    ),
+    "extra kind": (
+        lambda f: save_other(f, more={"ema.cls_token": torch.ones(1)}),
+        r"has ema\.cls_token, which this model has not",
+    ),
     "missing key": (lambda f: save_other(f, SHALLOWER), r"has no model\.blocks\.2\."),
-    "wrong shape": (lambda f: save_other(f, replace(CONFIG, mlp_width=96)),
-                    r"model\.blocks\.0\.mlp\.fc1\.\w+ has shape \(96.*\), not \(64"),
+    "wrong shape": (
+        lambda f: save_other(f, replace(CONFIG, mlp_width=96)),
+        r"model\.blocks\.0\.mlp\.fc1\.\w+ has shape \(96.*\), not \(64",
+    ),
     "garbage in the shard": (garbage_in_the_shard, r"no plain tensor lies at byte \d+ of __0_0"),
     "pickle in the shard": (pickle_in_the_shard, r"no plain tensor lies at byte \d+ of __0_0"),
     "of another step": (lambda f: edit_facts(f, lambda x: x.update(step=3)), r"is of step 3"),
     "step changed": (lambda f: change(f, '"step": 2', '"step": 3'), r"mismatch in checkpoint"),
-    "an object": (lambda f: save_other(f, more={"model.note": "text"}),
-                  r"model\.note is no tensor but a pickled object"),
-}  # fmt: skip
+    "an object": (
+        lambda f: save_other(f, more={"model.note": "text"}),
+        r"model\.note is no tensor but a pickled object",
+    ),
+}
 
 
 def test_the_good_one_loads(good, single):
@@ -725,8 +768,13 @@ def test_what_is_no_checkpoint_is_neither_counted_nor_removed(folder):
     (folder / "step_00000003").write_text("a file")
     assert [p.name for p in checkpoint.complete(folder)] == [f"step_{s:08d}" for s in (2, 4, 6)]
     assert run(folder, "--keep", "1", "--steps", "8", "--allow-changes") == 0
-    assert names(folder) == ["step_00000000x", "step_00000001.bak", "step_00000003",
-                             "step_00000008", "step_1"]  # fmt: skip
+    assert names(folder) == [
+        "step_00000000x",
+        "step_00000001.bak",
+        "step_00000003",
+        "step_00000008",
+        "step_1",
+    ]
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -745,14 +793,18 @@ DAMAGES = {
     "step": (lambda f: change(f, '"step": ', '"step": 1'), "checksum mismatch in checkpoint.json"),
     "10^15": (lambda f: edit_facts(f, lambda x: x.update(step=10**15)), "is not readable"),
     "flags": (lambda f: edit_facts(f, lambda x: x.update(flags=None)), "no sound 'flags'"),
-    "scaler": (lambda f: edit_facts(f, lambda x: x.update(scaler={"scale": 1})),
-               "no sound 'scaler'"),
-    "scaler's": (lambda f: edit_facts(f, lambda x: x.update(scaler=dict.fromkeys(SCALER, "1"))),
-                 "no sound 'scaler'"),
+    "scaler": (
+        lambda f: edit_facts(f, lambda x: x.update(scaler={"scale": 1})),
+        "no sound 'scaler'",
+    ),
+    "scaler's": (
+        lambda f: edit_facts(f, lambda x: x.update(scaler=dict.fromkeys(SCALER, "1"))),
+        "no sound 'scaler'",
+    ),
     "in_a_row": (lambda f: edit_facts(f, lambda x: x.update(in_a_row=[])), "no sound 'in_a_row'"),
     "facts": (lambda f: (f / "checkpoint.json").unlink(), "it has no checkpoint.json"),
     "a pipe": (lambda f: instead(f / SHARD, os.mkfifo), "__0_0.distcp is no regular file"),
-}  # fmt: skip
+}
 
 
 def instead(path: Path, make) -> None:
@@ -803,10 +855,12 @@ class Unreadable:
 
 
 ERRORS = [
-    (io, "open", errno.EIO, "step_00000006"), (io, "open", errno.ESTALE, "step_00000006/__0_0"),
-    (io, "open", errno.ENOENT, "step_00000006/.metadata"), (io, "open", errno.EACCES, "step_"),
+    (io, "open", errno.EIO, "step_00000006"),
+    (io, "open", errno.ESTALE, "step_00000006/__0_0"),
+    (io, "open", errno.ENOENT, "step_00000006/.metadata"),
+    (io, "open", errno.EACCES, "step_"),
     (os, "scandir", errno.EIO, ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("module", "name", "number", "where"), ERRORS)
@@ -912,8 +966,10 @@ def test_what_is_further_is_not_removed(single, tmp_path):
     assert [checkpoint.step_of(p) for p in checkpoint.complete(tmp_path)] == [6, *steps]
 
 
-@pytest.mark.parametrize("name", [".step_00000002.writing", ".step_00000002.removed",
-                                  ".step_00000001.removed", "latest.new"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [".step_00000002.writing", ".step_00000002.removed", ".step_00000001.removed", "latest.new"],
+)
 def test_nothing_is_written_or_removed_where_a_link_leads(name, single, tmp_path):
     model, optimizer = build("full_shard")
     out, outside = tmp_path / "out", tmp_path / "outside"
@@ -1018,8 +1074,10 @@ def test_no_flipped_bit_is_believed(single, tmp_path):
     found, problems = flips(tmp_path, seed=1, seconds=60, at_most=400)
     assert not problems
     assert {name for name, what in found if what == "found"} == {
-        "checkpoint.json", ".metadata", SHARD
-    }  # fmt: skip
+        "checkpoint.json",
+        ".metadata",
+        SHARD,
+    }
 
 
 # --- one rank alone sees it
@@ -1070,16 +1128,19 @@ def test_what_one_rank_sees_all_refuse(world, of_two_ranks, tmp_path, monkeypatc
     expected = [s["loss"] for s in read_log(of_two_ranks / "log.jsonl")[1]]
     results = {
         case.name: read_result(case, world, tmp_path / "runs" / case.name[:-1])
-        for case in (tmp_path / "ranks").iterdir() if (case / "status0").exists()
-    }  # fmt: skip
+        for case in (tmp_path / "ranks").iterdir()
+        if (case / "status0").exists()
+    }
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
         result = results[f"{name}0"]
         assert result.status == [0] * world, result.errors
         assert result.output.count("warning: skipping unreadable checkpoint") == 1
         assert f"checksum mismatch in {name}" in result.output and result.start["begin"] == 4
         assert [s["loss"] for s in result.steps] == pytest.approx(expected[4:], rel=1e-6)
-    for case, part in (("all0", "checksum mismatch in __1_0"),
-                       (f"unreadable {world - 1}0", "Input/output error")):  # fmt: skip
+    for case, part in (
+        ("all0", "checksum mismatch in __1_0"),
+        (f"unreadable {world - 1}0", "Input/output error"),
+    ):
         result = results[case]
         assert result.status == [1] * world and part in result.errors
         assert result.errors.count("train_fsdp.py: error: ") == 1
@@ -1149,10 +1210,11 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
     """A signal on one rank stops all; then the same ranks, and others, finish the same training."""
     sharded = changed(TWELVE, mode="full_shard")
     stopped, others = tmp_path / "stopped", {n: tmp_path / n for n in ("three", "hybrid")}
-    whole, first = run_ranks(2, [
-        Run(sharded),
-        Run(sharded, params=False, to=str(stopped), signal_rank=1, signal_step=4),
-    ], tmp_path / "first")  # fmt: skip
+    whole, first = run_ranks(
+        2,
+        [Run(sharded), Run(sharded, params=False, to=str(stopped), signal_rank=1, signal_step=4)],
+        tmp_path / "first",
+    )
     assert whole.status == first.status == [0, 0]
     assert whole.end["reason"] == "done" and first.end["reason"] == "signal"
     at = first.end["steps"]
@@ -1193,12 +1255,16 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
 def test_a_full_disk_on_one_rank(tmp_path):
     """Once: a warning, and the run goes on. Twice in a row: the end of all ranks."""
     argv = changed(ARGV, mode="full_shard", steps="8", save_every="2", keep="9")
-    once, twice, apart, last = run_ranks(2, [
-        Run(argv, params=False, full_rank=1, full_saves=(1,)),
-        Run(argv, params=False, full_rank=1, full_saves=(1, 2)),
-        Run(argv, params=False, full_rank=1, full_saves=(0, 2)),
-        Run(argv, params=False, full_rank=1, full_saves=(3,)),
-    ], tmp_path)  # fmt: skip
+    once, twice, apart, last = run_ranks(
+        2,
+        [
+            Run(argv, params=False, full_rank=1, full_saves=(1,)),
+            Run(argv, params=False, full_rank=1, full_saves=(1, 2)),
+            Run(argv, params=False, full_rank=1, full_saves=(0, 2)),
+            Run(argv, params=False, full_rank=1, full_saves=(3,)),
+        ],
+        tmp_path,
+    )
     assert once.status == [0, 0] and once.end["reason"] == "done"
     warnings = [line for line in once.output.splitlines() if line.startswith("warning: step")]
     assert len(warnings) == 1 and "step 4 was not saved" in warnings[0]
@@ -1224,8 +1290,13 @@ def test_bad_steps_in_a_row_are_counted_across_a_resume(tmp_path):
     """Stopped after two bad steps of which two may follow each other; the third ends it."""
     argv = changed(ARGV, mode="full_shard", steps="9", max_skips="2", save_every="4")
     bad = {"poison": "loss", "poison_rank": 1, "poison_steps": (5,), "params": False}
-    first = Run(argv, signal_rank=0, signal_step=3, to=str(tmp_path / "run"),
-                **bad | {"poison_steps": (3, 4)})  # fmt: skip
+    first = Run(
+        argv,
+        signal_rank=0,
+        signal_step=3,
+        to=str(tmp_path / "run"),
+        **bad | {"poison_steps": (3, 4)},
+    )
     (stopped,) = run_ranks(2, [first], tmp_path / "first")
     assert stopped.status == [0, 0] and stopped.end["reason"] == "signal"
     assert stopped.end["steps"] == 5  # told during the fourth, known in the next
@@ -1263,11 +1334,15 @@ def test_saving_in_the_background_changes_nothing(tmp_path):
 def test_a_full_disk_in_the_background(tmp_path):
     """As in the foreground, but a save that failed is learned of at the next one."""
     argv = [*changed(ARGV, mode="full_shard", steps="10", save_every="2", keep="9"), "--async-save"]
-    once, twice, last = run_ranks(2, [
-        Run(argv, params=False, full_rank=1, full_saves=(1,)),
-        Run(argv, params=False, full_rank=1, full_saves=(1, 2)),
-        Run(argv, params=False, full_rank=0, full_saves=(4,)),
-    ], tmp_path)  # fmt: skip
+    once, twice, last = run_ranks(
+        2,
+        [
+            Run(argv, params=False, full_rank=1, full_saves=(1,)),
+            Run(argv, params=False, full_rank=1, full_saves=(1, 2)),
+            Run(argv, params=False, full_rank=0, full_saves=(4,)),
+        ],
+        tmp_path,
+    )
     assert once.status == [0, 0] and once.end["reason"] == "done"
     assert once.output.count("warning: step 4 was not saved") == 1
     assert names(tmp_path / "0") == [f"step_{s:08d}" for s in (2, 6, 8, 10)]
@@ -1289,8 +1364,10 @@ def test_no_memory_for_the_copy_is_a_failed_save(single, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint._Writer, "stage", no_memory)
-        assert saver.save(1, {}) == ["step 1 was not saved: RuntimeError: not enough memory: you "
-                                     "tried to allocate 11 GB (rank 0)"]  # fmt: skip
+        assert saver.save(1, {}) == [
+            "step 1 was not saved: RuntimeError: not enough memory: you "
+            "tried to allocate 11 GB (rank 0)"
+        ]
     assert saver.failures == 1 and not names(tmp_path)
     assert saver.save(2, {}, wait=False) == saver.finish() == []
     assert saver.failures == 0 and names(tmp_path) == ["step_00000002"]
@@ -1355,16 +1432,22 @@ def catches(pid: int, number: int) -> bool:
 @pytest.fixture
 def two_processes(tmp_path):
     """Two ranks of train_fsdp.py with a worker each, that would train for hours."""
-    argv = changed(TWELVE, model="tiny", steps="100000", save_every="50000", workers="1",
-                   mode="full_shard")  # fmt: skip
+    argv = changed(
+        TWELVE, model="tiny", steps="100000", save_every="50000", workers="1", mode="full_shard"
+    )
     port, processes = free_port(), []
     for rank in range(2):
         with open(tmp_path / f"rank{rank}.txt", "w") as output:
-            processes.append(subprocess.Popen(
-                [sys.executable, "train_fsdp.py", *argv, "--out", str(tmp_path / "run")],
-                env=environment(rank, 2, port), stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, cwd=ROOT,
-            ))  # fmt: skip
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "train_fsdp.py", *argv, "--out", str(tmp_path / "run")],
+                    env=environment(rank, 2, port),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    cwd=ROOT,
+                )
+            )
     yield processes
     for p in processes:
         if members(p.pid):

@@ -65,15 +65,17 @@ TREES = {
     "class folders": {"lake/1.jpg": "lake", "lake/2.jpg": "lake", "dam/1.jpg": "dam"},
     "two levels": {"water/lake/1.jpg": "lake", "arable/paddy/1.jpg": "paddy"},
     "three levels": {
-        "land/arable/paddy/1.jpg": "paddy", "land/arable/field/1.jpg": "field",
-        "area/water/lake/1.jpg": "lake", "area/water/lake/2.jpg": "lake",
+        "land/arable/paddy/1.jpg": "paddy",
+        "land/arable/field/1.jpg": "field",
+        "area/water/lake/1.jpg": "lake",
+        "area/water/lake/2.jpg": "lake",
     },
     "flat": {"1.jpg": None, "2.jpg": None},
     "mixture": {"1.jpg": None, "z/2.jpg": "z", "a/b/c/3.jpg": "c", "a/4.jpg": "a"},
     "one name twice": {"x/lake/1.jpg": "lake", "y/lake/1.jpg": "lake", "y/dam/1.jpg": "dam"},
     "names": {"sea ice/a b.jpg": "sea ice", "Å/größe 雪.jpg": "Å", "a,'b/1.jpg": "a,'b"},
     "extensions": {f"c/1.{e}": "c" for e in ("JPG", "jpeg", "png", "Tif", "tiff", "bmp", "webp")},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -202,25 +204,59 @@ MODES = {
     "1 bit": (Image.frombytes("1", (4, 1), b"\xb0"), ".png", {}, "1", [WHITE, BLACK, WHITE, WHITE]),
     "palette": (palette(2, 1, 0), ".png", {}, "P", [BLUE, GREEN, RED]),
     "palette, one transparent": (
-        palette(2, 1, 0), ".png", {"transparency": 1}, "P", [BLUE, BLACK, RED]),
+        palette(2, 1, 0),
+        ".png",
+        {"transparency": 1},
+        "P",
+        [BLUE, BLACK, RED],
+    ),
     "palette, half transparent": (
-        palette(0, 1, 2), ".png", {"transparency": b"\xff\x80\x00"}, "P",
-        [RED, (0, 128, 0), BLACK]),
+        palette(0, 1, 2),
+        ".png",
+        {"transparency": b"\xff\x80\x00"},
+        "P",
+        [RED, (0, 128, 0), BLACK],
+    ),
     "grey, one transparent": (row("L", 9, 7), ".png", {"transparency": 7}, "L", [(9, 9, 9), BLACK]),
     "RGB, one transparent": (
-        row("RGB", *RED, *CYAN), ".png", {"transparency": CYAN}, "RGB", [RED, BLACK]),
-    "LA": (row("LA", 200, 255, 200, 128, 200, 0), ".png", {}, "LA",
-           [(200, 200, 200), (100, 100, 100), BLACK]),
-    "RGBA": (row("RGBA", 200, 100, 50, 255, 200, 100, 50, 128, 9, 9, 9, 0), ".png", {}, "RGBA",
-             [(200, 100, 50), (100, 50, 25), BLACK]),
-    "RGBA webp": (row("RGBA", *RED, 255, *RED, 0), ".webp", {"lossless": True, "exact": True},
-                  "RGBA", [RED, BLACK]),
-    "CMYK": (row("CMYK", 255, 0, 0, 0, 0, 255, 255, 0, 0, 0, 0, 255, 0, 0, 0, 0), ".tif", {},
-             "CMYK", [CYAN, RED, BLACK, WHITE]),
+        row("RGB", *RED, *CYAN),
+        ".png",
+        {"transparency": CYAN},
+        "RGB",
+        [RED, BLACK],
+    ),
+    "LA": (
+        row("LA", 200, 255, 200, 128, 200, 0),
+        ".png",
+        {},
+        "LA",
+        [(200, 200, 200), (100, 100, 100), BLACK],
+    ),
+    "RGBA": (
+        row("RGBA", 200, 100, 50, 255, 200, 100, 50, 128, 9, 9, 9, 0),
+        ".png",
+        {},
+        "RGBA",
+        [(200, 100, 50), (100, 50, 25), BLACK],
+    ),
+    "RGBA webp": (
+        row("RGBA", *RED, 255, *RED, 0),
+        ".webp",
+        {"lossless": True, "exact": True},
+        "RGBA",
+        [RED, BLACK],
+    ),
+    "CMYK": (
+        row("CMYK", 255, 0, 0, 0, 0, 255, 255, 0, 0, 0, 0, 255, 0, 0, 0, 0),
+        ".tif",
+        {},
+        "CMYK",
+        [CYAN, RED, BLACK, WHITE],
+    ),
     "16 bit png": (grey16("<"), ".png", {}, "I;16", GREY16),
     "16 bit tiff": (grey16("<"), ".tif", {}, "I;16", GREY16),
     "16 bit tiff, big endian": (grey16(">"), ".tif", {}, "I;16B", GREY16),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -333,17 +369,33 @@ def tiles():
 
 
 def stream(
-    files, *, ranks=1, workers=0, accum=1, global_batch=48, steps=range(6), seed=0, img_size=32,
+    files,
+    *,
+    ranks=1,
+    workers=0,
+    accum=1,
+    global_batch=48,
+    steps=range(6),
+    seed=0,
+    img_size=32,
     **options,
-):  # fmt: skip
+):
     """All rows that all ranks read, sorted by position."""
     rows = []
     for rank in range(ranks):
         loader = data.build_loader(
-            files, img_size=img_size, patches=16, seed=seed, global_batch=global_batch,
-            local_batch=global_batch // (ranks * accum), steps=steps, rank=rank, world_size=ranks,
-            workers=workers, **options,
-        )  # fmt: skip
+            files,
+            img_size=img_size,
+            patches=16,
+            seed=seed,
+            global_batch=global_batch,
+            local_batch=global_batch // (ranks * accum),
+            steps=steps,
+            rank=rank,
+            world_size=ranks,
+            workers=workers,
+            **options,
+        )
         batches = list(loader)
         assert len(loader) == len(batches) == len(steps) * accum
         for i, batch in enumerate(batches):
@@ -351,9 +403,17 @@ def stream(
                 image, noise, label, image_id, position, crop, flip, _, _ = sample
                 path = files.path(image_id) if files else str(int(image_id))
                 rows.append(
-                    Row(int(position), steps[i // accum], path, int(label), tuple(crop.tolist()),
-                        bool(flip), tuple(noise.argsort().tolist()), zlib.crc32(image.numpy()))
-                )  # fmt: skip
+                    Row(
+                        int(position),
+                        steps[i // accum],
+                        path,
+                        int(label),
+                        tuple(crop.tolist()),
+                        bool(flip),
+                        tuple(noise.argsort().tolist()),
+                        zlib.crc32(image.numpy()),
+                    )
+                )
     return sorted(rows)
 
 
@@ -365,18 +425,37 @@ def one_rank(global_batch, steps):
 @pytest.mark.parametrize(
     ("ranks", "workers", "accum", "global_batch"),
     [
-        (1, 0, 2, 48), (2, 0, 1, 48), (2, 0, 2, 48), (3, 0, 1, 48), (3, 0, 2, 48), (4, 0, 1, 48),
-        (4, 0, 2, 48), (2, 0, 1, 12), (2, 0, 2, 12), (3, 0, 2, 12), (4, 0, 1, 12),
-        (1, 1, 1, 48), (2, 1, 2, 48), (3, 1, 1, 12), (4, 1, 1, 48),
-        (1, 3, 1, 48), (2, 3, 1, 12), (3, 3, 2, 48), (4, 3, 1, 48),
+        (1, 0, 2, 48),
+        (2, 0, 1, 48),
+        (2, 0, 2, 48),
+        (3, 0, 1, 48),
+        (3, 0, 2, 48),
+        (4, 0, 1, 48),
+        (4, 0, 2, 48),
+        (2, 0, 1, 12),
+        (2, 0, 2, 12),
+        (3, 0, 2, 12),
+        (4, 0, 1, 12),
+        (1, 1, 1, 48),
+        (2, 1, 2, 48),
+        (3, 1, 1, 12),
+        (4, 1, 1, 48),
+        (1, 3, 1, 48),
+        (2, 3, 1, 12),
+        (3, 3, 2, 48),
+        (4, 3, 1, 48),
     ],
-)  # fmt: skip
+)
 def test_ranks_and_workers_change_nothing(ranks, workers, accum, global_batch):
     steps = 240 // global_batch  # one epoch and a quarter
     rows = stream(
-        tiles(), ranks=ranks, workers=workers, accum=accum, global_batch=global_batch,
+        tiles(),
+        ranks=ranks,
+        workers=workers,
+        accum=accum,
+        global_batch=global_batch,
         steps=range(steps),
-    )  # fmt: skip
+    )
     assert [r.position for r in rows] == list(range(240))
     assert all(r.step == r.position // global_batch for r in rows)
     assert rows == one_rank(global_batch, steps)
@@ -517,8 +596,16 @@ def test_reduction_by_hand(tmp_path):
     """The largest scale at which the shorter side of the crop still has the target's pixels."""
     Image.new("RGB", (8, 8)).save(tmp_path / "x.jpg")
     Image.new("RGB", (8, 8)).save(tmp_path / "x.png")
-    table = {(223, 999): 1, (224, 224): 1, (447, 900): 1, (448, 900): 2, (896, 896): 4,
-             (3000, 1791): 4, (1792, 1792): 8, (9000, 9000): 8}  # fmt: skip
+    table = {
+        (223, 999): 1,
+        (224, 224): 1,
+        (447, 900): 1,
+        (448, 900): 2,
+        (896, 896): 4,
+        (3000, 1791): 4,
+        (1792, 1792): 8,
+        (9000, 9000): 8,
+    }
     with Image.open(tmp_path / "x.jpg") as jpeg, Image.open(tmp_path / "x.png") as png:
         for (height, width), scale in table.items():
             assert data.reduction(jpeg, [5, 5, height, width], 224) == scale
@@ -544,9 +631,11 @@ def test_an_image_has_a_budget_of_memory_and_not_of_pixels(tmp_path, monkeypatch
     assert read("progressive.jpg", 8, 6 * 1600**2 + eighth) == (200, 200)
     sentence = r"^1600 x 1600 pixels take .* GiB to decode, more than .*: make it smaller by"
     for name, reduce, budget in (
-        ("plain.jpg", 1, whole), ("plain.jpg", 8, eighth), ("x.png", 8, whole),
+        ("plain.jpg", 1, whole),
+        ("plain.jpg", 8, eighth),
+        ("x.png", 8, whole),
         ("progressive.jpg", 8, 6 * 1600**2),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=sentence):
             read(name, reduce, budget - 1)
     assert Image.MAX_IMAGE_PIXELS == 1000  # as it was
@@ -782,9 +871,15 @@ def test_workers_inherit_neither_network_nor_device(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         loader = data.build_loader(
-            tiles(), img_size=32, patches=16, seed=0, global_batch=12, local_batch=12,
-            steps=range(2), workers=2,
-        )  # fmt: skip
+            tiles(),
+            img_size=32,
+            patches=16,
+            seed=0,
+            global_batch=12,
+            local_batch=12,
+            steps=range(2),
+            workers=2,
+        )
         loader.collate_fn = inside_worker
         told = list(loader)
     finally:
@@ -797,10 +892,21 @@ def test_workers_inherit_neither_network_nor_device(monkeypatch):
 
 def test_only_what_is_large_goes_by_shared_memory():
     """Each tensor there costs a file and a connection: half a millisecond of a step."""
-    (batch,) = data.build_loader(tiles(), img_size=96, patches=144, seed=0, global_batch=8,
-                                 local_batch=8, steps=range(1), workers=1)  # fmt: skip
-    shared = {name for name, value in batch._asdict().items()
-              if isinstance(value, torch.Tensor) and value.is_shared()}  # fmt: skip
+    (batch,) = data.build_loader(
+        tiles(),
+        img_size=96,
+        patches=144,
+        seed=0,
+        global_batch=8,
+        local_batch=8,
+        steps=range(1),
+        workers=1,
+    )
+    shared = {
+        name
+        for name, value in batch._asdict().items()
+        if isinstance(value, torch.Tensor) and value.is_shared()
+    }
     assert batch.image.nbytes > 2**16 and shared == {"image"}
     batch.noise.zero_()  # the others are memory like any
 
@@ -823,9 +929,15 @@ def test_workers_are_not_forked_from_a_rank_that_has_met_others():
 def test_workers_do_not_grow():
     """Three epochs of real tiles: what a worker holds at the end of each, but for the first."""
     loader = data.build_loader(
-        tiles(), img_size=96, patches=144, seed=0, global_batch=16, local_batch=16,
-        steps=range(36), workers=4,
-    )  # fmt: skip
+        tiles(),
+        img_size=96,
+        patches=144,
+        seed=0,
+        global_batch=16,
+        local_batch=16,
+        steps=range(36),
+        workers=4,
+    )
     held = []
     for i, _ in enumerate(batches := iter(loader)):
         if i % 12 == 11:
@@ -856,9 +968,12 @@ if __name__ == "__main__":
     (tmp_path / "job.py").write_text(code)
     job = subprocess.Popen(
         [sys.executable, "job.py", str(ROOT / "examples" / "tiles" / "train")],
-        cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
 
     assert job.stdout.readline() == "reading\n"
     assert len(processes_of(job.pid)) >= 4  # the job, its fork server, two workers

@@ -52,10 +52,15 @@ def simulated(ranks: int, flags: str, monkeypatch) -> dry_run.Simulation:
 
 CASES = [
     f"--mode {mode} --accum {accum}"
-    for mode in ("full_shard", "shard_grad_op", "hybrid --group 2", "hybrid_grad_op --group 2",
-                 "no_shard")
+    for mode in (
+        "full_shard",
+        "shard_grad_op",
+        "hybrid --group 2",
+        "hybrid_grad_op --group 2",
+        "no_shard",
+    )
     for accum in (1, 2)
-]  # fmt: skip
+]
 CASES += ["--mode full_shard --accum 2 --ac full --reduce-dtype bf16 --prefetch none --clip 1"]
 CASES = CASES if FULL else CASES[2::2]  # each mode once: the last of full_shard, accumulation there
 
@@ -130,10 +135,16 @@ def test_collectives_are_those_of_a_real_run(tmp_path, monkeypatch):
 # --- memory: against arithmetic
 
 
-@pytest.mark.parametrize(("ranks", "flags", "group"), [
-    (4, "--mode full_shard", 4), (6, "--mode hybrid --group 3", 3), (4, "--mode no_shard", 1),
-    (512, "--mode hybrid --group 8 --accum 2", 8), (5, "--mode shard_grad_op --ac full", 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "flags", "group"),
+    [
+        (4, "--mode full_shard", 4),
+        (6, "--mode hybrid --group 3", 3),
+        (4, "--mode no_shard", 1),
+        (512, "--mode hybrid --group 8 --accum 2", 8),
+        (5, "--mode shard_grad_op --ac full", 5),
+    ],
+)
 def test_what_a_rank_keeps_is_what_arithmetic_says(ranks, flags, group, monkeypatch):
     """fp32 parameters and gradients, two moments of AdamW: of the first of `group` shards."""
     shapes = [p.shape for p in vit.ViTMAE(vit.MODELS["tiny"], 32).parameters()]
@@ -161,13 +172,24 @@ def test_checkpointing_saves_activations(monkeypatch):
 # --- what is refused, as by a real run
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [
-    (3, "--group 2"), (12, ""), (3, "--mode full_shard --global-batch 16"), (3, "--img-size 30"),
-    (3, "--mask-ratio 0"), (1, "--data nowhere"), (3, "--mode ddp --group 3"), (3, "--keep 0"),
-    (1, f"--data {TILES} --epochs 1 --warmup-steps 97"), (1, f"--data {TILES} --batch 200"),
-    (1, "--out /dev/null"), (1, "--out /dev/null/below"),
-    (1, "--resume nothing-here"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (3, "--group 2"),
+        (12, ""),
+        (3, "--mode full_shard --global-batch 16"),
+        (3, "--img-size 30"),
+        (3, "--mask-ratio 0"),
+        (1, "--data nowhere"),
+        (3, "--mode ddp --group 3"),
+        (3, "--keep 0"),
+        (1, f"--data {TILES} --epochs 1 --warmup-steps 97"),
+        (1, f"--data {TILES} --batch 200"),
+        (1, "--out /dev/null"),
+        (1, "--out /dev/null/below"),
+        (1, "--resume nothing-here"),
+    ],
+)
 def test_a_command_that_would_fail_fails_with_the_same_sentence(ranks, flags, monkeypatch, capsys):
     argv = [*TINY, *flags.split()]
     if "--global-batch" in flags:
@@ -211,9 +233,9 @@ def test_flags_that_a_checkpoint_forbids_are_refused(tmp_path, capsys):
     }
 
 
-@pytest.mark.parametrize("variables", [
-    {"RANK": "0", "WORLD_SIZE": "1"}, {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "0", "WORLD_SIZE": "1"}, {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}]
+)
 def test_a_launcher_is_refused(variables, monkeypatch, capsys):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -245,17 +267,24 @@ def test_a_torch_without_the_private_parts_is_one_sentence(monkeypatch, capsys):
 def test_private_parts_are_imported_where_they_are_used():
     """In a function for each need: another PyTorch must not break a file by its import."""
     allowed = {("planner/dry_run.py", "private_parts"), ("runtime/comm_counter.py", "counting")}
-    private = ("torch._subclasses", "torch.testing._internal", "torch.distributed._tools",
-               "torch.utils._python_dispatch")  # fmt: skip
+    private = (
+        "torch._subclasses",
+        "torch.testing._internal",
+        "torch.distributed._tools",
+        "torch.utils._python_dispatch",
+    )
     rooms = [
         path for room in ("runtime", "planner", "sweeps") for path in (ROOT / room).glob("*.py")
     ]
     assert len(rooms) > 20
     for path in (*ROOT.glob("*.py"), *rooms):
         name, tree = path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
-        inside = {id(node) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)
-                  and (name, f.name) in allowed
-                  for node in ast.walk(f)}  # fmt: skip
+        inside = {
+            id(node)
+            for f in ast.walk(tree)
+            if isinstance(f, ast.FunctionDef) and (name, f.name) in allowed
+            for node in ast.walk(f)
+        }
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(private):
                 assert id(node) in inside, (name, node.lineno)
@@ -265,13 +294,23 @@ def test_private_parts_are_imported_where_they_are_used():
 
 
 PLAN = {
-    "memory_gib": {"parameters": 1.25, "gradients": 2.5, "optimizer": 3.75, "unsharded": 0.5,
-                   "activations": 4.125, "reduction": 0.25, "inputs": 0.125, "workspace": 0.5,
-                   "peak": 13.0, "peak_active": 14.0},
+    "memory_gib": {
+        "parameters": 1.25,
+        "gradients": 2.5,
+        "optimizer": 3.75,
+        "unsharded": 0.5,
+        "activations": 4.125,
+        "reduction": 0.25,
+        "inputs": 0.125,
+        "workspace": 0.5,
+        "peak": 13.0,
+        "peak_active": 14.0,
+    },
     "payload_bytes": {"all_gather": 1000, "reduce_scatter": 2000, "all_reduce": 3000},
     "collectives": {"all_gather": 13, "reduce_scatter": 7, "all_reduce": 9},
-    "traffic_bytes_per_rank": {}, "step_seconds_lower_bound": 1.5,
-}  # fmt: skip
+    "traffic_bytes_per_rank": {},
+    "step_seconds_lower_bound": 1.5,
+}
 
 
 def with_a_plan(monkeypatch) -> list:
@@ -297,24 +336,40 @@ def test_the_plan_is_printed_beside_and_nothing_is_written(tmp_path, monkeypatch
     rows = {line.split()[0]: line.split()[1:] for line in lines}
     for line in (
         "dry run: rank 0 of 4, on nodes of 4 ranks",
-        "tiny: 2,2", "4 ranks on cpu, mesh 2 x 2 (replicate x shard)",
-        "batch: 2 images x 4 ranks x 2 steps = 16", "lr: 0.00015 x 16 / 256 = 9.37e-06",
-        "data: ", "rank 0 reads the samples 0 to 1 first", "; 0 loader workers",
-        "one step of rank 0, simulated", "memory of a rank, GiB",
+        "tiny: 2,2",
+        "4 ranks on cpu, mesh 2 x 2 (replicate x shard)",
+        "batch: 2 images x 4 ranks x 2 steps = 16",
+        "lr: 0.00015 x 16 / 256 = 9.37e-06",
+        "data: ",
+        "rank 0 reads the samples 0 to 1 first",
+        "; 0 loader workers",
+        "one step of rank 0, simulated",
+        "memory of a rank, GiB",
         "  all_gather: planned 13 of 1,000 bytes, simulated 22 of ",
-    ):  # fmt: skip
+    ):
         assert line in out
     planned = [float(rows[part][-1]) for part in dry_run.PARTS]
     assert planned == [1.25, 2.5, 3.75, 0.75, 4.25, 0.5] and sum(planned) == 13.0
     assert rows["all"][2] == "13.000" and float(rows["all"][0]) > float(rows["all"][1]) > 0
     ((config, settings),) = asked  # once, for what the log begins with and for the report
     assert config == vit.MODELS["tiny"] and settings == {
-        "img_size": 32, "mask_ratio": 0.75, "mode": "hybrid", "group": 2, "fsdp": 2,
-        "world_size": 4, "local_batch": 2, "accum": 2, "precision": "bf16",
-        "reduce_dtype": "fp32", "ac": "none", "prefetch": "backward_pre",
-        "forward_prefetch": False, "limit_all_gathers": None, "cpu_offload": False,
+        "img_size": 32,
+        "mask_ratio": 0.75,
+        "mode": "hybrid",
+        "group": 2,
+        "fsdp": 2,
+        "world_size": 4,
+        "local_batch": 2,
+        "accum": 2,
+        "precision": "bf16",
+        "reduce_dtype": "fp32",
+        "ac": "none",
+        "prefetch": "backward_pre",
+        "forward_prefetch": False,
+        "limit_all_gathers": None,
+        "cpu_offload": False,
         "bucket_cap_mb": None,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("flags", ["--mode full_shard --ac full --accum 2", "--mode ddp"])
@@ -324,8 +379,11 @@ def test_the_rows_of_memory_add_up_to_the_last(flags, capsys):
     assert train_fsdp.main(argv) == 0
     table = capsys.readouterr().out.partition("memory of a rank, GiB")[2].splitlines()[1:]
     words = [line.split() for line in table if line[:2] == "  " != line[2:4]]
-    rows = {name: [float(size) for size in sizes] for name, *sizes in words
-            if name in (*dry_run.PARTS, "all")}  # fmt: skip
+    rows = {
+        name: [float(size) for size in sizes]
+        for name, *sizes in words
+        if name in (*dry_run.PARTS, "all")
+    }
     columns = zip(*(rows[part] for part in dry_run.PARTS), strict=True)
     assert rows["all"] == pytest.approx([sum(column) for column in columns], abs=0.0031)
 
@@ -337,12 +395,15 @@ def test_each_part_of_memory_stands_in_one_row(monkeypatch):
     assert sorted(parts) == sorted(memory.PARTS)
 
 
-@pytest.mark.parametrize(("flags", "reason"), [
-    ("--mode ddp", "--mode ddp: flags, mesh and batch are checked, but only an FSDP2 step"),
-    ("--mode zero1", "--mode zero1: flags, mesh and batch are checked"),
-    ("--mode full_shard --fsdp 1", "--fsdp 1: flags, mesh and batch are checked"),
-    ("--run io", "--run io: no model, no step"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--mode ddp", "--mode ddp: flags, mesh and batch are checked, but only an FSDP2 step"),
+        ("--mode zero1", "--mode zero1: flags, mesh and batch are checked"),
+        ("--mode full_shard --fsdp 1", "--fsdp 1: flags, mesh and batch are checked"),
+        ("--run io", "--run io: no model, no step"),
+    ],
+)
 def test_what_is_not_simulated_is_said_and_still_planned(flags, reason, monkeypatch, capsys):
     argv = [*TINY, *flags.split(), "--dry-run", "--world-size", "4", "--out", "never-made"]
     assert train_fsdp.main(argv) == 0
@@ -375,8 +436,12 @@ def test_15b_on_512_ranks_takes_no_cluster(tmp_path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "train_fsdp.py", *argv.split(), "--out", str(tmp_path / "out")],
-        cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment_alone(),
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment_alone(),
+    )
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime < 90

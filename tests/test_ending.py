@@ -67,23 +67,25 @@ def ended(tmp_path_factory) -> tuple[Path, dict[str, Result]]:
         "plain again": replace(plain, to=str(out / "plain")),
         "time": replace(plain, argv=[*lost, "--keep", "9"], due_rank=1),
         "none": replace(plain, argv=[*SHARDED, "--save-every", "none"]),
-        "none, signal": replace(plain, argv=[*SHARDED, "--save-every", "none"], signal_rank=1,
-                                signal_step=2),
+        "none, signal": replace(
+            plain, argv=[*SHARDED, "--save-every", "none"], signal_rank=1, signal_step=2
+        ),
         "nan": replace(plain, argv=bad, **NAN),
         "nan again": replace(plain, argv=bad, to=str(out / "nan"), **NAN),
         "nan resumed": replace(plain, argv=bad, to=str(out / "nan")),
         "lost": replace(plain, argv=lost, lost_rank=1, lost_step=3),
         "lost resumed": replace(plain, to=str(out / "lost")),
         "bug": replace(plain, lost_rank=1, lost_step=2, lost_by=KeyError),
-        "lost, saved": replace(plain, argv=[*SHARDED, "--save-every", "2", "--async-save"],
-                               lost_rank=0, lost_step=4),
+        "lost, saved": replace(
+            plain, argv=[*SHARDED, "--save-every", "2", "--async-save"], lost_rank=0, lost_step=4
+        ),
         "bad images": replace(plain, argv=[*images, "0"]),
         "bad images resumed": replace(plain, argv=[*images, "1"], to=str(out / "bad images")),
         "bad images allowed": replace(plain, argv=[*images, "1", "--save-every", "none"]),
         "full": replace(plain, full_rank=1, full_saves=(0,)),
         "folder": plain,
         "done": replace(plain, fault="done", fault_rank=0, fault_saves=(0,)),
-    }  # fmt: skip
+    }
     runs = {name: replace(run, to=run.to or str(out / name)) for name, run in runs.items()}
     found = run_ranks(2, list(runs.values()), out / "ranks", timeout=400)
     return out, dict(zip(runs, found, strict=True))

@@ -158,8 +158,10 @@ def train(folder, world, at, fault, *more):
             if process.is_alive():
                 os.killpg(process.pid, signal.SIGKILL)
                 process.join()
-    texts = [[(folder / f"{kind}{rank}").read_text() for kind in ("output", "errors")]
-             for rank in range(world)]  # fmt: skip
+    texts = [
+        [(folder / f"{kind}{rank}").read_text() for kind in ("output", "errors")]
+        for rank in range(world)
+    ]
     assert not hung, texts
     return [(process.exitcode, *text) for process, text in zip(ranks, texts, strict=True)]
 
@@ -170,48 +172,88 @@ STAGE = ["--stage-dir", "/tmp/nowhere-to-stage"]
 #        {rank: (status, a bug's last line or None, sentence or None)})
 FAULTS = {
     "a GPU error in the copy": (
-        1, 0, gpu_error_in_copy, [], {0: (1, "torch.OutOfMemoryError: HIP", None)}
+        1,
+        0,
+        gpu_error_in_copy,
+        [],
+        {0: (1, "torch.OutOfMemoryError: HIP", None)},
     ),
     "igloo": (1, 0, igloo_in_step, [], {0: (1, "RuntimeError: igloo", None)}),
     "igloo of two": (
-        2, 1, igloo_in_step, [], {0: (1, None, LOST), 1: (1, "RuntimeError: igloo", None)}
+        2,
+        1,
+        igloo_in_step,
+        [],
+        {0: (1, None, LOST), 1: (1, "RuntimeError: igloo", None)},
     ),
     "killed": (
-        2, 1, killed_in_step, ["--mode", "full_shard"], {0: (1, None, LOST), 1: (-9, None, None)}
+        2,
+        1,
+        killed_in_step,
+        ["--mode", "full_shard"],
+        {0: (1, None, LOST), 1: (-9, None, None)},
     ),
     "killed, ddp": (
-        2, 1, killed_in_step, ["--mode", "ddp"],
+        2,
+        1,
+        killed_in_step,
+        ["--mode", "ddp"],
         {0: (1, "RuntimeError: ", "lost contact with another"), 1: (-9, None, None)},
     ),
     "a bug while rank 0 lists": (
-        2, 0, bug_on_rank_0, [], {0: (2, "TypeError: a bug", "error: TypeError: a bug"),
-                                  1: (2, None, None)},
+        2,
+        0,
+        bug_on_rank_0,
+        [],
+        {0: (2, "TypeError: a bug", "error: TypeError: a bug"), 1: (2, None, None)},
     ),
     "a bug in staging": (
-        2, 1, bug_in_staging, STAGE, {0: (2, None, r"error: TypeError: a bug \(rank 1\)"),
-                                      1: (2, "TypeError: a bug", None)},
+        2,
+        1,
+        bug_in_staging,
+        STAGE,
+        {0: (2, None, r"error: TypeError: a bug \(rank 1\)"), 1: (2, "TypeError: a bug", None)},
     ),
     "a full node": (
-        2, 1, full_node_disk, STAGE, {0: (2, None, r"No space left on device.* \(rank 1\)"),
-                                      1: (2, None, None)},
+        2,
+        1,
+        full_node_disk,
+        STAGE,
+        {0: (2, None, r"No space left on device.* \(rank 1\)"), 1: (2, None, None)},
     ),
     "a bug in topology": (
-        2, 1, bug_in_topology, [], {0: (1, None, LOST), 1: (1, "KeyError: 'a bug'", None)}
+        2,
+        1,
+        bug_in_topology,
+        [],
+        {0: (1, None, LOST), 1: (1, "KeyError: 'a bug'", None)},
     ),
     "no folder": (
-        2, 1, no_folder, [], {0: (2, None, r"there is no folder .* \(rank 1\)"), 1: (2, None, None)}
+        2,
+        1,
+        no_folder,
+        [],
+        {0: (2, None, r"there is no folder .* \(rank 1\)"), 1: (2, None, None)},
     ),
     "out of files": (
-        2, 1, out_of_files, ["--workers", "1"],
+        2,
+        1,
+        out_of_files,
+        ["--workers", "1"],
         {0: (1, None, LOST), 1: (1, None, "rank 1 has no data .*Too many open files")},
     ),
     "a FIFO": (2, 0, fifo, [], {0: (2, None, "bad_images.csv is no file"), 1: (2, None, None)}),
     "one GPU": (
-        2, 0, a_gpu_here, [],
-        {0: (2, None, r"error: 1 of 2 ranks found no GPU, the others did: rank 1 \("),
-         1: (2, None, None)},
+        2,
+        0,
+        a_gpu_here,
+        [],
+        {
+            0: (2, None, r"error: 1 of 2 ranks found no GPU, the others did: rank 1 \("),
+            1: (2, None, None),
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)

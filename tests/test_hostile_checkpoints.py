@@ -118,16 +118,24 @@ def deflated(folder: Path) -> None:
 FACTS = r"checkpoint\.json is not readable"
 ILL = {
     "a tensor of a petabyte": (lambda f: edit_entry(f, [2**48], ([0], [2**48])), r"does not fit"),
-    "a size that overflows": (lambda f: edit_entry(f, [2**32] * 2, ([0, 0], [2**32] * 2)),
-                              rf"{NAME}"),
+    "a size that overflows": (
+        lambda f: edit_entry(f, [2**32] * 2, ([0, 0], [2**32] * 2)),
+        rf"{NAME}",
+    ),
     "negative offset": (lambda f: edit_entry(f, [32], ([-32], [32])), r"a part that lies outside"),
     "offset beyond": (lambda f: edit_entry(f, [32], ([32], [32])), r"a part that lies outside"),
-    "negative sizes": (lambda f: edit_entry(f, [32], ([0], [-32]), ([0], [64])),
-                       r"outside of it|not readable"),
-    "a hole under two parts": (lambda f: edit_entry(f, [32], ([0], [16]), ([0], [16])),
-                               r"lies over another"),
-    "a hole between columns": (lambda f: edit_entry(f, [2, 16], ([0, 0], [1, 16]), ([0, 8], [1, 8]),
-                                                    ([1, 0], [1, 8])), r"lies over another"),
+    "negative sizes": (
+        lambda f: edit_entry(f, [32], ([0], [-32]), ([0], [64])),
+        r"outside of it|not readable",
+    ),
+    "a hole under two parts": (
+        lambda f: edit_entry(f, [32], ([0], [16]), ([0], [16])),
+        r"lies over another",
+    ),
+    "a hole between columns": (
+        lambda f: edit_entry(f, [2, 16], ([0, 0], [1, 16]), ([0, 8], [1, 8]), ([1, 0], [1, 8])),
+        r"lies over another",
+    ),
     "of other dimensions": (lambda f: edit_entry(f, [32], ([0, 0], [32, 1])), r"not readable"),
     "place before the file": (lambda f: edit_place(f, offset=-1), r"does not fit"),
     "place behind the file": (lambda f: edit_place(f, offset=2**62), r"does not fit"),
@@ -151,17 +159,23 @@ ILL = {
     "deep": (lambda f: text_of_facts(f, "x", "[" * 200_000 + "]" * 200_000), FACTS),
     "step of 10^12": (lambda f: text_of_facts(f, "step", "1000000000000"), FACTS),
     "facts of 2 GiB": (lambda f: os.truncate(f / "checkpoint.json", 2**31), FACTS),
-    "index of a huge table": (lambda f: index(f, b"\x80\x04Nr\xff\xff\xff\x0f."),
-                              r"an opcode b'r'"),
+    "index of a huge table": (
+        lambda f: index(f, b"\x80\x04Nr\xff\xff\xff\x0f."),
+        r"an opcode b'r'",
+    ),
     "index of huge bytes": (lambda f: index(f, b"\x80\x05\x96" + bytes(7) + b"\1."), r"an opcode"),
-    "index of a huge frame": (lambda f: index(f, b"\x80\4\x95\0\0\0\0\1\0\0\0N.", 2**29),
-                              r"an argument of 4294967296 bytes"),
-    "index of a huge word": (lambda f: index(f, b"\x80\x04X\0\0\0\x10", 2**29),
-                             r"an argument of 268435456 bytes"),
+    "index of a huge frame": (
+        lambda f: index(f, b"\x80\4\x95\0\0\0\0\1\0\0\0N.", 2**29),
+        r"an argument of 4294967296 bytes",
+    ),
+    "index of a huge word": (
+        lambda f: index(f, b"\x80\x04X\0\0\0\x10", 2**29),
+        r"an argument of 268435456 bytes",
+    ),
     "index of zeros": (lambda f: index(f, b"", 2**29), r"an opcode b'\\x00'"),
     "deflated": (deflated, r"no plain tensor"),
     "step of many digits": (lambda f: text_of_facts(f, "step", "9" * 10_000), FACTS),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -18,18 +18,34 @@ CPU = torch.device("cpu")
 
 # Rank 6 of 8 on two nodes of four, and rank 17 of 20 on nodes of 8, 8 and 4
 TORCHRUN = {
-    "RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
-    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
-}  # fmt: skip
+    "RANK": "6",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "2",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
 SRUN = {
-    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3", "SLURM_PROCID": "17", "SLURM_NTASKS": "20",
-    "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_TASKS_PER_NODE": "8(x2),4",
-    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "3442",
-}  # fmt: skip
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "17",
+    "SLURM_NTASKS": "20",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_TASKS_PER_NODE": "8(x2),4",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "3442",
+}
 ONE_NODE = {  # rank 2 of 4, nothing exported by hand
-    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "4",
-    "SLURM_LOCALID": "2", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "4",
-}  # fmt: skip
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "4",
+}
 
 
 def without(environ, *names):
@@ -51,18 +67,29 @@ def numbers(environ):
         (SRUN | {"SLURM_PROCID": "9", "SLURM_NODEID": "1"}, (9, 20, 1, 8, 1, "srun")),
         (ONE_NODE, (2, 4, 2, 4, 0, "srun")),
         # a step of a part of the job: the job's own counts stand beside the step's
-        (ONE_NODE | {"SLURM_TASKS_PER_NODE": "8(x4)", "SLURM_STEP_TASKS_PER_NODE": "4"},
-         (2, 4, 2, 4, 0, "srun")),
+        (
+            ONE_NODE | {"SLURM_TASKS_PER_NODE": "8(x4)", "SLURM_STEP_TASKS_PER_NODE": "4"},
+            (2, 4, 2, 4, 0, "srun"),
+        ),
         # `srun torchrun`: Slurm counts agents, two here, and this one is the second
-        (ONE_NODE | {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1",
-                     "SLURM_LOCALID": "0", "SLURM_NODEID": "1"} | TORCHRUN,
-         (6, 8, 2, 4, 1, "torchrun")),
+        (
+            ONE_NODE
+            | {
+                "SLURM_NTASKS": "2",
+                "SLURM_TASKS_PER_NODE": "1(x2)",
+                "SLURM_PROCID": "1",
+                "SLURM_LOCALID": "0",
+                "SLURM_NODEID": "1",
+            }
+            | TORCHRUN,
+            (6, 8, 2, 4, 1, "torchrun"),
+        ),
         ({}, (0, 1, 0, 1, 0, "single")),
         ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "3442"}, (0, 1, 0, 1, 0, "single")),
         ({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1"}, (0, 1, 0, 1, 0, "single")),
         ({"SLURM_NTASKS": "4"}, (0, 1, 0, 1, 0, "single")),  # a preset for srun, outside of any job
     ],
-)  # fmt: skip
+)
 def test_read_ranks(environ, expected):
     assert numbers(environ) == expected
 
@@ -71,9 +98,12 @@ def test_all_ranks_of_an_uneven_slurm_job():
     nodes = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
     for rank, (node, local) in enumerate(nodes):
         environ = SRUN | {
-            "SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local),
-            "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "3(x2),1",
-        }  # fmt: skip
+            "SLURM_PROCID": str(rank),
+            "SLURM_NODEID": str(node),
+            "SLURM_LOCALID": str(local),
+            "SLURM_NTASKS": "7",
+            "SLURM_TASKS_PER_NODE": "3(x2),1",
+        }
         assert numbers(environ) == (rank, 7, local, (3, 3, 1)[node], node, "srun")
 
 
@@ -170,8 +200,13 @@ def test_slurm_variables_that_disagree(changes):
 
 def test_ranks_dealt_out_to_the_nodes_in_turn_are_refused():
     """`srun --distribution=cyclic`: the mesh would take ranks of two nodes for neighbours."""
-    cyclic = {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "1",
-              "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}  # fmt: skip
+    cyclic = {
+        "SLURM_NTASKS": "4",
+        "SLURM_TASKS_PER_NODE": "2(x2)",
+        "SLURM_PROCID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_LOCALID": "0",
+    }
     with pytest.raises(RuntimeError):
         mesh.read_ranks(SRUN | cyclic)
 
@@ -269,14 +304,21 @@ def test_more_ranks_than_gpus(gpus):
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("AMD Instinct MI250X", 191.5e12), ("AMD Instinct MI300X", 1307.4e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835.5e12), ("NVIDIA H200", 989e12),
-        ("AMD Instinct MI250", 181e12), ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA GB200", 2500e12), ("NVIDIA B200", 2250e12), ("AMD Instinct MI100", None),
+        ("AMD Instinct MI250X", 191.5e12),
+        ("AMD Instinct MI300X", 1307.4e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835.5e12),
+        ("NVIDIA H200", 989e12),
+        ("AMD Instinct MI250", 181e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B200", 2250e12),
+        ("AMD Instinct MI100", None),
         ("Tesla V100-SXM2-16GB", None),
     ],
-)  # fmt: skip
+)
 def test_peak_flops(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     number, source = mesh.peak_flops(torch.device("cuda", 0))

@@ -58,11 +58,28 @@ class Hosts:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
             del clean[name]
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.names[host], "unshare", "--uts", "sh", "-c",
-             f'hostname nowhere-{host}; exec "$@"', "-", sys.executable, "-u", *command],
-            cwd=ROOT, env=clean | {"GLOO_SOCKET_IFNAME": "right"} | environ, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [
+                "ip",
+                "netns",
+                "exec",
+                self.names[host],
+                "unshare",
+                "--uts",
+                "sh",
+                "-c",
+                f'hostname nowhere-{host}; exec "$@"',
+                "-",
+                sys.executable,
+                "-u",
+                *command,
+            ],
+            cwd=ROOT,
+            env=clean | {"GLOO_SOCKET_IFNAME": "right"} | environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         self.running.append(process)
         return process
 
@@ -142,15 +159,30 @@ def reference(tmp_path_factory) -> list[float]:
 def test_two_hosts_by_rank_variables(hosts, reference, tmp_path):
     for rank in range(4):
         hosts.start(
-            rank // 2, "train_fsdp.py", *TRAIN, "--mode", "hybrid", "--group", "2", "--out",
-            str(tmp_path), RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank % 2),
-            LOCAL_WORLD_SIZE="2", MASTER_ADDR=HERE, MASTER_PORT=str(PORT),
-        )  # fmt: skip
+            rank // 2,
+            "train_fsdp.py",
+            *TRAIN,
+            "--mode",
+            "hybrid",
+            "--group",
+            "2",
+            "--out",
+            str(tmp_path),
+            RANK=str(rank),
+            WORLD_SIZE="4",
+            LOCAL_RANK=str(rank % 2),
+            LOCAL_WORLD_SIZE="2",
+            MASTER_ADDR=HERE,
+            MASTER_PORT=str(PORT),
+        )
     outputs, talked = hosts.finish()
     assert "mesh 2 x 2 (replicate x shard): 4 ranks on 2 nodes" in outputs[0]
     assert re.findall(r"^(\d) +nowhere-(\d)", outputs[0], re.MULTILINE) == [
-        ("0", "0"), ("1", "0"), ("2", "1"), ("3", "1"),
-    ]  # fmt: skip
+        ("0", "0"),
+        ("1", "0"),
+        ("2", "1"),
+        ("3", "1"),
+    ]
     assert losses(tmp_path) == pytest.approx(reference, rel=1e-5)
     assert {(HERE, THERE), (THERE, HERE)} <= talked
     assert {own for own, _ in talked} <= {HERE, THERE, "127.0.0.1"}
@@ -161,11 +193,33 @@ def test_two_hosts_by_torchrun(hosts, reference, tmp_path):
     """--local-addr and is_host, because torchrun asks for names where it is not told."""
     for host, address in enumerate((HERE, THERE)):
         hosts.start(
-            host, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HERE}:{PORT}", "--rdzv-id", "mae",
-            "--local-addr", address, "--rdzv-conf", f"is_host={host == 0}", "--",
-            "train_fsdp.py", *TRAIN, "--mode", "hybrid", "--group", "4", "--out", str(tmp_path),
-        )  # fmt: skip
+            host,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "2",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"{HERE}:{PORT}",
+            "--rdzv-id",
+            "mae",
+            "--local-addr",
+            address,
+            "--rdzv-conf",
+            f"is_host={host == 0}",
+            "--",
+            "train_fsdp.py",
+            *TRAIN,
+            "--mode",
+            "hybrid",
+            "--group",
+            "4",
+            "--out",
+            str(tmp_path),
+        )
     outputs, talked = hosts.finish()
     assert any("mesh 1 x 4 (replicate x shard): 4 ranks on 2 nodes" in text for text in outputs)
     assert losses(tmp_path) == pytest.approx(reference, rel=1e-5)
@@ -178,13 +232,22 @@ def test_a_master_that_is_not_there_is_named(hosts, program):
     """Within its timeout, by the program and by the function."""
     by = {
         "mesh.py": ["mesh.py", "--device", "cpu", "--minutes", "0.1"],
-        "init_ranks": ["-c", "import os, torch, mesh; mesh.init_ranks(mesh.read_ranks(os.environ), "
-                       "torch.device('cpu'), timeout_minutes=0.1)"],
-    }  # fmt: skip
+        "init_ranks": [
+            "-c",
+            "import os, torch, mesh; mesh.init_ranks(mesh.read_ranks(os.environ), "
+            "torch.device('cpu'), timeout_minutes=0.1)",
+        ],
+    }
     process = hosts.start(
-        1, *by[program], RANK="1", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
-        MASTER_ADDR=NOBODY, MASTER_PORT=str(PORT),
-    )  # fmt: skip
+        1,
+        *by[program],
+        RANK="1",
+        WORLD_SIZE="2",
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR=NOBODY,
+        MASTER_PORT=str(PORT),
+    )
     assert process.wait(60) == 1
     (output,) = hosts.end()
     error = {"mesh.py": "mesh.py: error: rank 1: ", "init_ranks": "RuntimeError: "}[program]

@@ -21,15 +21,50 @@ from planner import machines
 from runtime import ranges
 
 PROGRAMS = {
-    "train_fsdp.py": train_fsdp, "plan.py": plan, "mesh.py": mesh, "prepare.py": prepare,
-    "checkpoint.py": checkpoint, "sweep.py": sweep,
-}  # fmt: skip
-NO_NUMBERS = ("many", "", " ", "nan", "inf", "-inf", "1e400", "9" * 5000, "-" + "9" * 400, "\u00b2",
-              "\u0661", "1_0", "+1", " 1", "1\n", "0x10", "1,0", "\udcff")  # fmt: skip
-TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # fmt: skip
-SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1",
-        "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "1"}  # fmt: skip
+    "train_fsdp.py": train_fsdp,
+    "plan.py": plan,
+    "mesh.py": mesh,
+    "prepare.py": prepare,
+    "checkpoint.py": checkpoint,
+    "sweep.py": sweep,
+}
+NO_NUMBERS = (
+    "many",
+    "",
+    " ",
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "9" * 5000,
+    "-" + "9" * 400,
+    "\u00b2",
+    "\u0661",
+    "1_0",
+    "+1",
+    " 1",
+    "1\n",
+    "0x10",
+    "1,0",
+    "\udcff",
+)
+TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "1",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -154,8 +189,13 @@ def test_both_ends_of_a_range_are_taken_and_every_number_has_one(name):
 
 def test_what_is_a_number():
     assert [ranges.number(0, 2e9)(t) for t in ("1", "1.", ".5", "0.5e-3", "1E9", "-0")] == [
-        1, 1, 0.5, 5e-4, 1e9, 0,
-    ]  # fmt: skip
+        1,
+        1,
+        0.5,
+        5e-4,
+        1e9,
+        0,
+    ]
     assert [ranges.whole(-3, 99)(t) for t in ("7", "-3", "007")] == [7, -3, 7]
 
 
@@ -163,41 +203,48 @@ BOTH = ("train_fsdp.py", "mesh.py")
 ALL = (*BOTH, "plan.py")
 
 
-@pytest.mark.parametrize(("programs", "line", "variables", "words"), [
-    (ALL, "--warmup-steps 101", {}, "101 is more than the 100 --steps"),
-    (ALL, "--steps 5 --warmup-steps 6", {}, "6 is more than the 5 --steps"),
-    (ALL, "--mode full_shard --group 5", {}, "--group is for --mode hybrid"),
-    (ALL, "--mode ddp --prefetch none", {}, "gathers nothing in backward"),
-    (ALL, "--group 3", {}, "shard groups of 3 do not divide"),
-    (ALL, "--batch 8 --global-batch 8", {}, "give one of them"),
-    (ALL, "--global-batch 9 --accum 2", {}, "does not divide over"),
-    (ALL, "--mode typo", {}, "invalid choice: 'typo'"),
-    (ALL, "--profile-ranks 99", {}, "unrecognized arguments"),
-    (ALL, "--profile --run io", {}, "--run io makes none"),
-    (ALL, "surplus", {}, "unrecognized arguments: surplus"),
-    (("train_fsdp.py", "plan.py"), "--img-size 225", {}, "is not a multiple of the patch size"),
-    (("train_fsdp.py", "plan.py"), "--mask-ratio 1", {}, "at least one must stay"),
-    (("train_fsdp.py", "plan.py"), "--mask-ratio 0", {}, "nothing to learn"),
-    (("train_fsdp.py",), "--dry-run --world-size 100000000", {}, "--dry-run steps at most"),
-    (BOTH, "", TORCHRUN | {"MASTER_PORT": "99999999"}, "MASTER_PORT is '99999999'"),
-    (BOTH, "", TORCHRUN | {"WORLD_SIZE": "\u0662"}, "WORLD_SIZE is "),
-    (BOTH, "", TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '999"),
-    (BOTH, "", TORCHRUN | {"LOCAL_WORLD_SIZE": "-1"}, "LOCAL_WORLD_SIZE is '-1'"),
-    (BOTH, "", SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x99999999999)"}, "variables disagree"),
-    (BOTH, "", SRUN | {"SLURM_TASKS_PER_NODE": "1(x\u00b2)"}, "should look like 8(x2)"),
-    (BOTH, "", SRUN | {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'"),
-    (("train_fsdp.py",), "--dry-run --world-size 8", {"LOCAL_WORLD_SIZE": "x"},
-     "LOCAL_WORLD_SIZE is 'x'"),
-    (("sweep.py",), "quick --nodes 1,,2", {}, "'' is not a whole number"),
-    (("sweep.py",), "", {}, "required: PLAN"),
-    (("prepare.py",), "", {}, "required: command"),
-    (("prepare.py",), "unpack a", {}, "invalid choice: 'unpack'"),
-    (("prepare.py",), "pack a", {}, "required: DST"),
-    (("checkpoint.py",), "", {}, "required: command"),
-    (("checkpoint.py",), "burn a", {}, "invalid choice: 'burn'"),
-    (("checkpoint.py",), "ls a b", {}, "unrecognized arguments: b"),
-    (("checkpoint.py",), "consolidate a", {}, "required: out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("programs", "line", "variables", "words"),
+    [
+        (ALL, "--warmup-steps 101", {}, "101 is more than the 100 --steps"),
+        (ALL, "--steps 5 --warmup-steps 6", {}, "6 is more than the 5 --steps"),
+        (ALL, "--mode full_shard --group 5", {}, "--group is for --mode hybrid"),
+        (ALL, "--mode ddp --prefetch none", {}, "gathers nothing in backward"),
+        (ALL, "--group 3", {}, "shard groups of 3 do not divide"),
+        (ALL, "--batch 8 --global-batch 8", {}, "give one of them"),
+        (ALL, "--global-batch 9 --accum 2", {}, "does not divide over"),
+        (ALL, "--mode typo", {}, "invalid choice: 'typo'"),
+        (ALL, "--profile-ranks 99", {}, "unrecognized arguments"),
+        (ALL, "--profile --run io", {}, "--run io makes none"),
+        (ALL, "surplus", {}, "unrecognized arguments: surplus"),
+        (("train_fsdp.py", "plan.py"), "--img-size 225", {}, "is not a multiple of the patch size"),
+        (("train_fsdp.py", "plan.py"), "--mask-ratio 1", {}, "at least one must stay"),
+        (("train_fsdp.py", "plan.py"), "--mask-ratio 0", {}, "nothing to learn"),
+        (("train_fsdp.py",), "--dry-run --world-size 100000000", {}, "--dry-run steps at most"),
+        (BOTH, "", TORCHRUN | {"MASTER_PORT": "99999999"}, "MASTER_PORT is '99999999'"),
+        (BOTH, "", TORCHRUN | {"WORLD_SIZE": "\u0662"}, "WORLD_SIZE is "),
+        (BOTH, "", TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '999"),
+        (BOTH, "", TORCHRUN | {"LOCAL_WORLD_SIZE": "-1"}, "LOCAL_WORLD_SIZE is '-1'"),
+        (BOTH, "", SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x99999999999)"}, "variables disagree"),
+        (BOTH, "", SRUN | {"SLURM_TASKS_PER_NODE": "1(x\u00b2)"}, "should look like 8(x2)"),
+        (BOTH, "", SRUN | {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'"),
+        (
+            ("train_fsdp.py",),
+            "--dry-run --world-size 8",
+            {"LOCAL_WORLD_SIZE": "x"},
+            "LOCAL_WORLD_SIZE is 'x'",
+        ),
+        (("sweep.py",), "quick --nodes 1,,2", {}, "'' is not a whole number"),
+        (("sweep.py",), "", {}, "required: PLAN"),
+        (("prepare.py",), "", {}, "required: command"),
+        (("prepare.py",), "unpack a", {}, "invalid choice: 'unpack'"),
+        (("prepare.py",), "pack a", {}, "required: DST"),
+        (("checkpoint.py",), "", {}, "required: command"),
+        (("checkpoint.py",), "burn a", {}, "invalid choice: 'burn'"),
+        (("checkpoint.py",), "ls a b", {}, "unrecognized arguments: b"),
+        (("checkpoint.py",), "consolidate a", {}, "required: out"),
+    ],
+)
 def test_values_that_do_not_go_together(programs, line, variables, words, monkeypatch, capsys):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -206,16 +253,44 @@ def test_values_that_do_not_go_together(programs, line, variables, words, monkey
         assert words in refused(name, [*own, *line.split()], capsys)
 
 
-@pytest.mark.parametrize("content", [
-    "", "{", "[" * 10**6, '{"a":' * 10**6, "null", "[]", "{}", "\ud800", "9" * 5000, "NaN", "\0",
-    *({field: value} for field, value in (
-        ("peak_flops", 10**400), ("peak_flops", float("nan")), ("peak_flops", "1e12"),
-        ("ranks_per_node", 10**400), ("ranks_per_node", 7.5), ("ranks_per_node", True),
-        ("ranks_per_package", 0), ("ranks_per_package", 3), ("memory_gib", -1), ("name", None),
-        ("name", "a\nb"), ("bandwidth_share", 0), ("fp32_share", 0), ("head_multiple", 0),
-        ("hop_seconds", float("inf")), ("hop_seconds", [[[]]]), ("nonsense" * 1000, 1),
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[" * 10**6,
+        '{"a":' * 10**6,
+        "null",
+        "[]",
+        "{}",
+        "\ud800",
+        "9" * 5000,
+        "NaN",
+        "\0",
+        *(
+            {field: value}
+            for field, value in (
+                ("peak_flops", 10**400),
+                ("peak_flops", float("nan")),
+                ("peak_flops", "1e12"),
+                ("ranks_per_node", 10**400),
+                ("ranks_per_node", 7.5),
+                ("ranks_per_node", True),
+                ("ranks_per_package", 0),
+                ("ranks_per_package", 3),
+                ("memory_gib", -1),
+                ("name", None),
+                ("name", "a\nb"),
+                ("bandwidth_share", 0),
+                ("fp32_share", 0),
+                ("head_multiple", 0),
+                ("hop_seconds", float("inf")),
+                ("hop_seconds", [[[]]]),
+                ("nonsense" * 1000, 1),
+            )
+        ),
+    ],
+)
 def test_odd_machine_files(content, tmp_path, capsys):
     if isinstance(content, dict):
         content = json.dumps(json.loads(machines.example_file()) | content)
@@ -224,27 +299,52 @@ def test_odd_machine_files(content, tmp_path, capsys):
     assert "the machine file" in refused("plan.py", ["--machine", str(path)], capsys)
 
 
-@pytest.mark.parametrize("line", [
-    "train_fsdp.py --img-size 100000", "train_fsdp.py --dry-run --timeout 1e14",
-    "mesh.py --minutes 1e300", "plan.py --mask-ratio inf", "prepare.py pack a b --quality 101",
-    "sweep.py quick --ranks 0", "planner/machines.py --odd", "checkpoint.py verify",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train_fsdp.py --img-size 100000",
+        "train_fsdp.py --dry-run --timeout 1e14",
+        "mesh.py --minutes 1e300",
+        "plan.py --mask-ratio inf",
+        "prepare.py pack a b --quality 101",
+        "sweep.py quick --ranks 0",
+        "planner/machines.py --odd",
+        "checkpoint.py verify",
+    ],
+)
 def test_a_process_of_its_own_does_the_same(line, tmp_path):
     program, *argv = line.split()
-    done = subprocess.run([sys.executable, str(ROOT / program), *argv], cwd=tmp_path, text=True,
-                          capture_output=True, timeout=120)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(ROOT / program), *argv],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
     assert ": error: " in done.stderr.splitlines()[-1] and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("program", "imported"), [
-    ("plan.py", "torch"), ("mesh.py", "torch"), ("prepare.py", "torch"), ("sweep.py", "argparse"),
-    ("checkpoint.py", "torch"), ("planner/machines.py", "argparse"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "imported"),
+    [
+        ("plan.py", "torch"),
+        ("mesh.py", "torch"),
+        ("prepare.py", "torch"),
+        ("sweep.py", "argparse"),
+        ("checkpoint.py", "torch"),
+        ("planner/machines.py", "argparse"),
+    ],
+)
 def test_ctrl_c_during_the_imports_leaves_no_traceback(program, imported, tmp_path):
     """A real SIGINT, while an import that does not end is under way."""
     code = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     (tmp_path / f"{imported}.py").write_text(code)
-    done = subprocess.run([sys.executable, str(ROOT / program)], text=True, capture_output=True,
-                          timeout=60, env=os.environ | {"PYTHONPATH": str(tmp_path)})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(ROOT / program)],
+        text=True,
+        capture_output=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

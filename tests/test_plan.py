@@ -37,8 +37,9 @@ CPU = torch.device("cpu")
 # Widths that 4, 6 and 8 ranks do not divide, so that everything is padded.
 # FSDP2 takes the decoder's two blocks as one unit.
 CONFIG = vit.ViTConfig(36, 3, 68, 2, 8, decoder_width=20, decoder_depth=2, decoder_heads=2)
-GATED = vit.ViTConfig(20, 2, 28, 2, 8, gated_mlp=True, decoder_width=12, decoder_depth=1,
-                      decoder_heads=2)  # fmt: skip
+GATED = vit.ViTConfig(
+    20, 2, 28, 2, 8, gated_mlp=True, decoder_width=12, decoder_depth=1, decoder_heads=2
+)
 
 
 # --- traffic
@@ -58,10 +59,12 @@ class Wire(TorchDispatchMode):
         namespace, _, op = function.name().partition("::")
         if namespace == "c10d":
             kind = {
-                "_allgather_base_": "all_gather", "allgather_": "all_gather",
-                "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce",
+                "_allgather_base_": "all_gather",
+                "allgather_": "all_gather",
+                "_reduce_scatter_base_": "reduce_scatter",
+                "allreduce_": "all_reduce",
                 "broadcast_": "broadcast",
-            }[op]  # fmt: skip
+            }[op]
             whole = args[1] if kind == "reduce_scatter" else args[0]
             tensors = [t for t in tree_leaves(whole) if isinstance(t, torch.Tensor)]
             full = sum(t.nbytes for t in tensors)
@@ -76,8 +79,9 @@ def traffic_cases(world: int) -> list[dict]:
     bytes, and what must not.
     """
     plain = [{"mode": mode} for mode in ("ddp", "zero1")]
-    plain += [{"mode": m, "fsdp": f} for m in ("no_shard", "shard_grad_op", "full_shard")
-              for f in (1, 2)]  # fmt: skip
+    plain += [
+        {"mode": m, "fsdp": f} for m in ("no_shard", "shard_grad_op", "full_shard") for f in (1, 2)
+    ]
     groups = [g for g in range(1, world + 1) if world % g == 0]
     plain += [{"mode": "hybrid", "group": g, "fsdp": f} for g in groups for f in (1, 2)]
     plain += [{"mode": "hybrid_grad_op", "group": 2, "fsdp": f} for f in (1, 2)]
@@ -88,8 +92,12 @@ def traffic_cases(world: int) -> list[dict]:
         cases += [c | {"precision": "fp32"} for c in full]
         cases += [c | {"reduce_dtype": "bf16", "accum": 2} for c in full]
         fsdp = [c for c in full if c["mode"] == "full_shard"]
-        for option in ({"ac": "full"}, {"ac": "selective"}, {"prefetch": "none"},
-                       {"forward_prefetch": True}):  # fmt: skip
+        for option in (
+            {"ac": "full"},
+            {"ac": "selective"},
+            {"prefetch": "none"},
+            {"forward_prefetch": True},
+        ):
             cases += [c | option for c in fsdp]
     return cases
 
@@ -104,19 +112,34 @@ def wire_of(case: dict, config: vit.ViTConfig, world: int, bucket_cap_mb: int | 
         model = vit.ViTMAE(config, 32)
     decay = shard.weight_decay_names(model)
     model = shard.apply(
-        model, mode, mesh.build_mesh(shard.mesh_shape(mode, world, group), CPU),
-        block_classes={vit.Block}, initial_value=partial(vit.initial_value, config), device=CPU,
-        param_dtype=dtype, reduce_dtype=reduce_dtype, bucket_cap_mb=bucket_cap_mb, **options,
-    )  # fmt: skip
+        model,
+        mode,
+        mesh.build_mesh(shard.mesh_shape(mode, world, group), CPU),
+        block_classes={vit.Block},
+        initial_value=partial(vit.initial_value, config),
+        device=CPU,
+        param_dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        bucket_cap_mb=bucket_cap_mb,
+        **options,
+    )
     optimizer = shard.build_optimizer(model, mode, decay, lr=1e-3, weight_decay=0.1)
-    finite = agreement.FiniteCheck(CPU)
+    finite = agreement.StepGuard(CPU)
     for step in range(3 if mode in ("ddp", "zero1") else 2):
         images = torch.randint(0, 255, (2, 3, 32, 32), dtype=torch.uint8)
         with Wire() as wire:
             train_fsdp.train_step(
-                model, optimizer, finite, None, [(images, torch.rand(2, 16))] * accum, step=step,
-                lr=1e-3, mask_ratio=0.75, clip=1.0, dtype=dtype,
-            )  # fmt: skip
+                model,
+                optimizer,
+                finite,
+                None,
+                [(images, torch.rand(2, 16))] * accum,
+                step=step,
+                lr=1e-3,
+                mask_ratio=0.75,
+                clip=1.0,
+                dtype=dtype,
+            )
     return wire.seen
 
 
@@ -173,9 +196,14 @@ def tracked_gib(config: vit.ViTConfig, world: int, mode: str, group: int | None,
             with torch.device("meta"):
                 model = vit.ViTMAE(config)
             model = shard.apply(
-                model, mode, grid, block_classes={vit.Block}, device=CPU, ac=ac,
+                model,
+                mode,
+                grid,
+                block_classes={vit.Block},
+                device=CPU,
+                ac=ac,
                 initial_value=lambda name, shape: torch.empty(shape),
-            )  # fmt: skip
+            )
             images = torch.empty(32, 3, 224, 224, dtype=torch.uint8)
             noise = torch.rand(32, vit.patch_count(config, 224))
             tracker = dry_run._tracker(model)  # PyTorch's, that knows of units of many blocks
@@ -191,8 +219,18 @@ def tracked_gib(config: vit.ViTConfig, world: int, mode: str, group: int | None,
 def live_gib(config: vit.ViTConfig, world: int, mode: str, group: int | None, ac: str) -> float:
     """The same by the plan: no optimizer, no workspace, and heads unpadded as on a CPU."""
     machine = replace(plan.MACHINES["frontier"], workspace_gib=0.0, head_multiple=1)
-    found = plan.estimate(config, img_size=224, mask_ratio=0.75, mode=mode, group=group, fsdp=2,
-                          world_size=world, local_batch=32, ac=ac, machine=machine)  # fmt: skip
+    found = plan.estimate(
+        config,
+        img_size=224,
+        mask_ratio=0.75,
+        mode=mode,
+        group=group,
+        fsdp=2,
+        world_size=world,
+        local_batch=32,
+        ac=ac,
+        machine=machine,
+    )
     return max(m.total - m.bytes["optimizer"] for m in found.moments) / 2**30
 
 
@@ -219,12 +257,16 @@ def test_memory_is_that_of_the_tracker(monkeypatch):
     ("world", "mode", "group", "ac"),
     [
         (512, "hybrid", 4, "none"),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in [
-            (8, "hybrid", 4, "full"), (64, "shard_grad_op", None, "none"),
-            (512, "full_shard", None, "full"),
-        ]),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                (8, "hybrid", 4, "full"),
+                (64, "shard_grad_op", None, "none"),
+                (512, "full_shard", None, "full"),
+            ]
+        ),
     ],
-)  # fmt: skip
+)
 def test_memory_is_that_of_the_tracker_on_many_ranks(monkeypatch, world, mode, group, ac):
     check_tracked(monkeypatch, "1b", (world,), [(mode, group)], (ac,))
 
@@ -241,8 +283,13 @@ def test_memory_is_that_of_the_tracker_for_large_models(monkeypatch):
 
 
 # Not bf16 without checkpointing: CUDA's autocast keeps fp32 inputs of norms, a CPU's does not.
-ALONE = [("fp32", "none"), ("fp32", "selective"), ("fp32", "full"), ("bf16", "selective"),
-         ("bf16", "full")]  # fmt: skip
+ALONE = [
+    ("fp32", "none"),
+    ("fp32", "selective"),
+    ("fp32", "full"),
+    ("bf16", "selective"),
+    ("bf16", "full"),
+]
 
 
 @pytest.mark.parametrize(("precision", "ac"), ALONE)
@@ -310,8 +357,10 @@ def test_ddp_holds_all_states_and_zero1_its_share():
             model, "zero1", shard.weight_decay_names(model), lr=1.0, weight_decay=0.1
         )
         assert isinstance(optimizer, ZeroRedundancyOptimizer)
-        load = [sum(p.numel() for group in part for p in group["params"])
-                for part in optimizer._partition_parameters()]  # fmt: skip
+        load = [
+            sum(p.numel() for group in part for p in group["params"])
+            for part in optimizer._partition_parameters()
+        ]
     finally:
         dist.destroy_process_group()
     assert memory.largest_partition(planned(CONFIG, 4, mode="zero1").run) == max(load)
@@ -330,9 +379,18 @@ def test_published_memory():
 def test_statements_of_the_published_page():
     def found(model: str, mode: str, group: int | None, world: int = 64) -> plan.Plan:
         config = vit.MODELS[model]
-        return plan.estimate(config, img_size=252, mask_ratio=0, encoder_only=True, mode=mode,
-                             group=group, fsdp=1, world_size=world, local_batch=32,
-                             ac="full")  # fmt: skip
+        return plan.estimate(
+            config,
+            img_size=252,
+            mask_ratio=0,
+            encoder_only=True,
+            mode=mode,
+            group=group,
+            fsdp=1,
+            world_size=world,
+            local_batch=32,
+            ac="full",
+        )
 
     alone, two = found("3b", "no_shard", None), found("3b", "hybrid", 2)
     assert alone.verdict == "FITS" and 57 < alone.peak_active_gib < 63
@@ -347,8 +405,10 @@ def test_largest_batch_is_the_largest_that_fits():
     options = {"mode": "hybrid", "group": 8, "img_size": 224}
     found = planned(vit.MODELS["15b"], 64, **options | {"local_batch": 32})
     largest = found.json()["max_local_batch"]
-    fits = [planned(vit.MODELS["15b"], 64, **options | {"local_batch": largest + more}).verdict
-            for more in (0, 1)]  # fmt: skip
+    fits = [
+        planned(vit.MODELS["15b"], 64, **options | {"local_batch": largest + more}).verdict
+        for more in (0, 1)
+    ]
     assert fits[0] == "FITS" and fits[1] != "FITS"
 
 
@@ -365,8 +425,14 @@ def test_published_speed():
 
 def test_full_shard_over_the_machine_is_no_tie_where_it_collapsed():
     """Published: it falls behind at 32 nodes (base), 64 (1b, 3b)."""
-    for model, nodes in (("base", 32), ("base", 128), ("1b", 64), ("1b", 128), ("3b", 64),
-                         ("3b", 128)):  # fmt: skip
+    for model, nodes in (
+        ("base", 32),
+        ("base", 128),
+        ("1b", 64),
+        ("1b", 128),
+        ("3b", 64),
+        ("3b", 128),
+    ):
         plans = plan.compare(check.planned(model, "full_shard", None, nodes))
         best = plans[0]
         tied = [p.run.mode for p in plans if p.images_per_second > 0.95 * best.images_per_second]
@@ -378,9 +444,13 @@ def test_full_shard_over_the_machine_is_no_tie_where_it_collapsed():
 def test_a_ring_splits_its_bytes_by_the_placement_of_ranks():
     frontier = plan.MACHINES["frontier"]
     for world, ranks, stride, links in (
-        (16, 2, 1, (1, 0, 0)), (16, 4, 1, (1 / 2, 1 / 2, 0)), (16, 16, 1, (1 / 2, 3 / 8, 1 / 8)),
-        (16, 2, 8, (0, 0, 1)), (16, 8, 2, (0, 3 / 4, 1 / 4)), (8, 8, 1, (1 / 2, 1 / 2, 0)),
-    ):  # fmt: skip
+        (16, 2, 1, (1, 0, 0)),
+        (16, 4, 1, (1 / 2, 1 / 2, 0)),
+        (16, 16, 1, (1 / 2, 3 / 8, 1 / 8)),
+        (16, 2, 8, (0, 0, 1)),
+        (16, 8, 2, (0, 3 / 4, 1 / 4)),
+        (8, 8, 1, (1 / 2, 1 / 2, 0)),
+    ):
         assert machines.ring(frontier, world, ranks, stride).share == pytest.approx(links)
     found = planned(CONFIG, 16, mode="full_shard").json()
     for kind, payload in found["payload_bytes"].items():
@@ -411,15 +481,29 @@ def test_keys_that_other_programs_rely_on(capsys):
     )
     found = json.loads(capsys.readouterr().out)
     assert found["params"] == 14_665_553_484
-    assert {"parameters", "gradients", "optimizer", "unsharded", "activations", "peak",
-            "peak_active"} <= {*found["memory_gib"]}  # fmt: skip
+    assert {
+        "parameters",
+        "gradients",
+        "optimizer",
+        "unsharded",
+        "activations",
+        "peak",
+        "peak_active",
+    } <= {*found["memory_gib"]}
     assert found["verdict"] in ("FITS", "TIGHT", "NO") and found["max_local_batch"] > 0
     assert {*found["traffic_bytes_per_rank"]} == {"all_gather", "reduce_scatter", "all_reduce"}
     for by in found["traffic_bytes_per_rank"].values():
         assert {*by} == {"package", "node", "network"}
-    assert {"step_seconds_lower_bound", "images_per_second_upper_bound", "efficiency",
-            "peak_moment", "margin_gib", "payload_bytes", "collectives",
-            "moments"} <= {*found}  # fmt: skip
+    assert {
+        "step_seconds_lower_bound",
+        "images_per_second_upper_bound",
+        "efficiency",
+        "peak_moment",
+        "margin_gib",
+        "payload_bytes",
+        "collectives",
+        "moments",
+    } <= {*found}
     assert 0 < found["efficiency"] <= 1
 
 
@@ -439,11 +523,18 @@ def test_compare_ranks_every_mode_and_says_why(capsys):
 
 def test_explain_begins_with_bytes_per_parameter(capsys):
     lines = printed("--model 1b --world-size 16 --group 4 --explain", capsys)
-    found = {" ".join(line.split()[:-4]): [float(x) for x in line.split()[-4:]]
-             for line in lines[2:9]}  # fmt: skip
+    found = {
+        " ".join(line.split()[:-4]): [float(x) for x in line.split()[-4:]] for line in lines[2:9]
+    }
     assert lines[0].startswith("bytes per parameter") and {*found} == {
-        "ddp", "zero1", "no_shard", "shard_grad_op", "full_shard", "hybrid 4", "hybrid_grad_op 4"
-    }  # fmt: skip
+        "ddp",
+        "zero1",
+        "no_shard",
+        "shard_grad_op",
+        "full_shard",
+        "hybrid 4",
+        "hybrid_grad_op 4",
+    }
     assert found["ddp"] == found["no_shard"] == [4, 4, 8, 16]
     assert found["full_shard"] == pytest.approx([4 / 16, 4 / 16, 8 / 16, 1], abs=0.01)
     assert found["hybrid 4"] == pytest.approx([1, 1, 2, 4], abs=0.01)
@@ -460,21 +551,42 @@ def test_it_answers_for_any_number_of_ranks_without_a_list_of_them(flags, capsys
     assert peak < 32 * 2**20
 
 
-@pytest.mark.parametrize("command", [
-    "", "--model 3b", "--mode full_shard", "--group 2 --accum 2", "--global-batch 64", "--fsdp 1",
-    "--mode ddp --group 2", "--group 3", "--mode zero1 --cpu-offload", "--global-batch 9",
-    "--warmup-steps 200", "--mode ddp --fsdp 1", "--prefetch backward_post", "--bucket-cap-mb 8",
-    "--batch 8 --global-batch 64", "--mode full_shard --limit-all-gathers", "--img-size 225",
-    "--mask-ratio 0", "--mask-ratio 1", "--batch 0", "--fsdp 3", "--mode zero3",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "--model 3b",
+        "--mode full_shard",
+        "--group 2 --accum 2",
+        "--global-batch 64",
+        "--fsdp 1",
+        "--mode ddp --group 2",
+        "--group 3",
+        "--mode zero1 --cpu-offload",
+        "--global-batch 9",
+        "--warmup-steps 200",
+        "--mode ddp --fsdp 1",
+        "--prefetch backward_post",
+        "--bucket-cap-mb 8",
+        "--batch 8 --global-batch 64",
+        "--mode full_shard --limit-all-gathers",
+        "--img-size 225",
+        "--mask-ratio 0",
+        "--mask-ratio 1",
+        "--batch 0",
+        "--fsdp 3",
+        "--mode zero3",
+    ],
+)
 def test_what_training_refuses_the_plan_refuses_and_so_with_defaults(command, monkeypatch, capsys):
     """By the dry run, which is the trainer's own reading of a command that no launcher started."""
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "SLURM_STEPID"):
         monkeypatch.delenv(name, raising=False)
     planned_with = []
     estimate = plan.estimate
-    monkeypatch.setattr(plan, "estimate", lambda config, **k: planned_with.append(k) or estimate(
-        config, **k))  # fmt: skip
+    monkeypatch.setattr(
+        plan, "estimate", lambda config, **k: planned_with.append(k) or estimate(config, **k)
+    )
     monkeypatch.setattr(dry_run, "simulate", lambda *a: None)
     for world in (1, 8):
         found = []

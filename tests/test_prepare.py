@@ -225,15 +225,38 @@ def train(out, root, *flags, ranks=2):
     """Train the smallest model on some ranks; the finished processes."""
     port = free_port()
     command = [
-        sys.executable, str(ROOT / "train_fsdp.py"), "--model", "tiny", "--img-size", "32",
-        "--device", "cpu", "--precision", "fp32", "--mode", "full_shard", "--data", str(root),
-        "--out", str(out), "--workers", "1", "--log-every", "2", *flags,
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "train_fsdp.py"),
+        "--model",
+        "tiny",
+        "--img-size",
+        "32",
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--mode",
+        "full_shard",
+        "--data",
+        str(root),
+        "--out",
+        str(out),
+        "--workers",
+        "1",
+        "--log-every",
+        "2",
+        *flags,
+    ]
     jobs = [
-        subprocess.Popen(command, env=environment(rank, ranks, port),
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command,
+            env=environment(rank, ranks, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     texts = [job.communicate(timeout=240) for job in jobs]
     return [
         subprocess.CompletedProcess(command, job.returncode, *text)
@@ -275,9 +298,17 @@ def test_too_many_bad_images_end_the_run_on_all_ranks(tmp_path):
     broken_tree(tmp_path / "root")
     out = tmp_path / "out"
     done = train(
-        out, tmp_path / "root", "--global-batch", "16", "--steps", "6", "--max-bad", "0.05",
-        "--save-every", "100",
-    )  # fmt: skip
+        out,
+        tmp_path / "root",
+        "--global-batch",
+        "16",
+        "--steps",
+        "6",
+        "--max-bad",
+        "0.05",
+        "--save-every",
+        "100",
+    )
     assert [job.returncode for job in done] == [1, 1]
     _, _, end = read_log(out / "log.jsonl")
     listed = len(ledger(out / "bad_images.csv"))
@@ -315,8 +346,12 @@ def test_a_pack_is_a_copy_that_tar_reads(tmp_path, capsys):
         expected = where.read_bytes() if where.exists() else b""  # one is a link to nothing
         assert packed.read(i) == content[packed.name(i)] == expected
     assert packed.labels.tolist() == files.labels.tolist() and packed.classes == files.classes
-    listed = subprocess.run(["tar", "tf", packed.path(0).split(".tar")[0] + ".tar"],
-                            check=True, capture_output=True, text=True).stdout  # fmt: skip
+    listed = subprocess.run(
+        ["tar", "tf", packed.path(0).split(".tar")[0] + ".tar"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     assert listed.splitlines()[0] == files.name(0)
 
 
@@ -434,23 +469,33 @@ DAMAGE = {
     "empty": (lambda shard, whole: shard.write_bytes(b""), "written again"),
     "junk": (lambda shard, whole: shard.write_bytes(b"\xa7" * 20480), "written again"),
     "gzipped": (lambda shard, whole: shard.write_bytes(gzip.compress(whole)), "written again"),
-    "other images": (lambda shard, whole: shutil.copy(shard.with_name("shard-000001.tar"), shard),
-                     "written again"),
+    "other images": (
+        lambda shard, whole: shutil.copy(shard.with_name("shard-000001.tar"), shard),
+        "written again",
+    ),
     "a FIFO": (lambda shard, whole: (shard.unlink(), os.mkfifo(shard)), "written again"),
     "a folder": (lambda shard, whole: (shard.unlink(), shard.mkdir()), "Is a directory"),
     "no pack.json": (lambda shard, whole: shard.with_name("pack.json").unlink(), "begun from"),
     "junk pack.json": (lambda shard, whole: shard.with_name("pack.json").write_text("{"), "begun"),
-    "other pack.json": (lambda shard, whole: shard.with_name("pack.json").write_text('{"a": 1}'),
-                        "begun from other images"),
-    "FIFO pack.json": (lambda shard, whole: (shard.with_name("pack.json").unlink(),
-                                             os.mkfifo(shard.with_name("pack.json"))), "begun"),
-}  # fmt: skip
+    "other pack.json": (
+        lambda shard, whole: shard.with_name("pack.json").write_text('{"a": 1}'),
+        "begun from other images",
+    ),
+    "FIFO pack.json": (
+        lambda shard, whole: (
+            shard.with_name("pack.json").unlink(),
+            os.mkfifo(shard.with_name("pack.json")),
+        ),
+        "begun",
+    ),
+}
 
 
 def test_packing_again_mends_or_refuses_what_is_damaged(tmp_path, capsys, monkeypatch):
     """A shard gets its name when it is whole: another one is damage, and its source is there."""
-    monkeypatch.setattr(prepare, "in_processes", lambda work, parts, workers: (
-        (part, work(part)) for part in parts))  # fmt: skip
+    monkeypatch.setattr(
+        prepare, "in_processes", lambda work, parts, workers: ((part, work(part)) for part in parts)
+    )
     root, target = tmp_path / "root", tmp_path / "pack"
     class_tree(root, width=300, height=300)
     command = ["pack", str(root), str(target), "--workers", "1", "--shard-mib", "1"]
@@ -505,8 +550,9 @@ def small_disk(folder, kib):
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small disk")
 def test_a_full_disk_is_named_and_nothing_half_is_left(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(prepare, "in_processes", lambda work, parts, workers: (
-        (part, work(part)) for part in parts))  # fmt: skip
+    monkeypatch.setattr(
+        prepare, "in_processes", lambda work, parts, workers: ((part, work(part)) for part in parts)
+    )
     with small_disk(tmp_path / "disk", 400) as disk:
         root = disk / "root"
         class_tree(root)
@@ -559,8 +605,9 @@ FIFOS = {
 
 @pytest.mark.parametrize("name", FIFOS)
 def test_a_fifo_in_the_place_of_a_list_is_not_waited_for(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(prepare, "in_processes", lambda work, parts, workers: (
-        (part, work(part)) for part in parts))  # fmt: skip
+    monkeypatch.setattr(
+        prepare, "in_processes", lambda work, parts, workers: ((part, work(part)) for part in parts)
+    )
     where, folder, refused = FIFOS[name]
     class_tree(tmp_path / "root")
     (tmp_path / "out").mkdir()
@@ -643,14 +690,32 @@ def test_a_resume_goes_on_with_the_same_images_only(tmp_path):
     one.rename(one.with_name("zzz.jpg"))
     one = next((tmp_path / "resized").rglob("*.jpg"))
     one.write_bytes(one.read_bytes() + b"\xff\xd9")
-    flags = ["--model", "tiny", "--img-size", "32", "--precision", "fp32", "--workers", "0",
-             "--steps", "2", "--batch", "4", "--save-every", "1"]  # fmt: skip
+    flags = [
+        "--model",
+        "tiny",
+        "--img-size",
+        "32",
+        "--precision",
+        "fp32",
+        "--workers",
+        "0",
+        "--steps",
+        "2",
+        "--batch",
+        "4",
+        "--save-every",
+        "1",
+    ]
     runs = [
         Run([*flags, "--data", str(tmp_path / name), *more], params=False, to=str(tmp_path / "out"))
         for name, *more in (
-            ("root",), ("copy",), ("renamed",), ("resized",), ("resized", "--allow-changes"),
+            ("root",),
+            ("copy",),
+            ("renamed",),
+            ("resized",),
+            ("resized", "--allow-changes"),
         )
-    ]  # fmt: skip
+    ]
     first, same, renamed, resized, allowed = run_ranks(1, runs, tmp_path / "ranks")
     assert first.status == same.status == allowed.status == [0], first.errors
     assert "resumed" in same.output and "resumed" in allowed.output
@@ -725,9 +790,16 @@ def test_wanted_on_a_node_is_what_its_ranks_read(tmp_path):
             read = set()
             for rank in ranks:
                 loader = data.build_loader(
-                    files, img_size=16, patches=4, seed=3, global_batch=16, local_batch=2,
-                    steps=steps, rank=rank, world_size=4,
-                )  # fmt: skip
+                    files,
+                    img_size=16,
+                    patches=4,
+                    seed=3,
+                    global_batch=16,
+                    local_batch=2,
+                    steps=steps,
+                    rank=rank,
+                    world_size=4,
+                )
                 read |= {int(i) for batch in loader for i in batch.image_id}
             wanted = prepare.wanted_on_node(50, 3, 16, 2, 4, ranks, steps)
             assert set(wanted.tolist()) == read
@@ -868,10 +940,14 @@ if __name__ == "__main__":
 """
     (tmp_path / "job.py").write_text(code)
     job = subprocess.Popen(
-        [sys.executable, "job.py", str(TILES), how], cwd=tmp_path, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, "job.py", str(TILES), how],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         start_new_session=True,
-    )  # fmt: skip
+    )
     assert job.stdout.readline() == "reading\n", job.stderr.read()
     pids = [line.split()[0] for line in processes_of(job.pid)] + [str(job.pid)]
     if how == "kill":
@@ -892,14 +968,38 @@ if __name__ == "__main__":
 def started(out, workers):
     """A run of one rank in a process group of its own, in its third step or later."""
     command = [
-        sys.executable, "-u", str(ROOT / "train_fsdp.py"), "--model", "tiny", "--img-size", "32",
-        "--device", "cpu", "--precision", "fp32", "--mode", "ddp", "--data", str(TILES), "--out",
-        str(out), "--workers", str(workers), "--batch", "4", "--steps", "100000",
-    ]  # fmt: skip
+        sys.executable,
+        "-u",
+        str(ROOT / "train_fsdp.py"),
+        "--model",
+        "tiny",
+        "--img-size",
+        "32",
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--mode",
+        "ddp",
+        "--data",
+        str(TILES),
+        "--out",
+        str(out),
+        "--workers",
+        str(workers),
+        "--batch",
+        "4",
+        "--steps",
+        "100000",
+    ]
     job = subprocess.Popen(
-        [*command, "--log-every", "1"], env=environment(0, 1, free_port()), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+        [*command, "--log-every", "1"],
+        env=environment(0, 1, free_port()),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
     while not re.match(r"step +2/", job.stdout.readline()):
         assert job.poll() is None
     return job

@@ -58,15 +58,28 @@ def test_shares_of_a_cpu():
 
 def test_kernels_are_ranked_without_what_they_call():
     assert step_profile.by_kernel(GPU, 2)[:2] == [
-        ("gemm", pytest.approx(55e-6)), ("ncclDevKernel_AllGather_RING_LL", pytest.approx(20e-6)),
-    ]  # fmt: skip
+        ("gemm", pytest.approx(55e-6)),
+        ("ncclDevKernel_AllGather_RING_LL", pytest.approx(20e-6)),
+    ]
     found = dict(step_profile.by_kernel(CPU, 1))
     assert found["aten::mm"] == pytest.approx(25e-6) and found["aten::empty"] == pytest.approx(5e-6)
     assert "autograd::engine::evaluate_function: X" not in found
 
 
-RUN = ["--model", "tiny", "--img-size", "32", "--batch", "2", "--workers", "0", "--device", "cpu",
-       "--save-every", "none"]  # fmt: skip
+RUN = [
+    "--model",
+    "tiny",
+    "--img-size",
+    "32",
+    "--batch",
+    "2",
+    "--workers",
+    "0",
+    "--device",
+    "cpu",
+    "--save-every",
+    "none",
+]
 
 
 def test_a_run_with_a_window(tmp_path, capsys):

@@ -30,8 +30,18 @@ FILES = {
     if path.name != "__init__.py"
 }
 # They work when copied alone.
-ALONE = ["vit", "data", "mesh", "shard", "runtime/agreement", "checkpoint", "planner/machines",
-         "runtime/cpu_kernels", "runtime/step_profile", "runtime/comm_counter"]  # fmt: skip
+ALONE = [
+    "vit",
+    "data",
+    "mesh",
+    "shard",
+    "runtime/agreement",
+    "checkpoint",
+    "planner/machines",
+    "runtime/cpu_kernels",
+    "runtime/step_profile",
+    "runtime/comm_counter",
+]
 LEAVES = ["runtime/ranges", "runtime/terminal"]  # of the standard library alone
 TOP = ["vit", "data", "mesh", "shard", "train_fsdp", "checkpoint", "prepare", "plan", "sweep"]
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
@@ -62,10 +72,16 @@ def flags_of(command: str) -> list[str]:
 def test_strategy_table_is_that_of_the_code():
     mesh = {"1": "world x 1", "group": "world/group x group", "world": "1 x world"}
     rows = [
-        [f"`{name}`", s.shards, mesh[s.group], "frees" if s.reshard else "keeps", s.traffic,
-         s.use_when]
+        [
+            f"`{name}`",
+            s.shards,
+            mesh[s.group],
+            "frees" if s.reshard else "keeps",
+            s.traffic,
+            s.use_when,
+        ]
         for name, s in shard.STRATEGIES.items()
-    ]  # fmt: skip
+    ]
     assert table("Which strategy") == rows
 
 
@@ -76,11 +92,20 @@ def test_size_table_is_that_of_the_code():
         with torch.device("meta"):
             count = sum(p.numel() for p in vit.ViTMAE(c).parameters())
         mlp = f"{c.mlp_width}{' gated' if c.gated_mlp else ''}"
-        rows.append([
-            f"`{name}`", str(c.width), str(c.depth), mlp, str(c.heads), str(c.patch),
-            str(published.get(name, "-")), f"{count:,}", f"{vit.flops_per_image(c) / 1e9:.1f}",
-            f"{16 * count / 2**30:.1f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"`{name}`",
+                str(c.width),
+                str(c.depth),
+                mlp,
+                str(c.heads),
+                str(c.patch),
+                str(published.get(name, "-")),
+                f"{count:,}",
+                f"{vit.flops_per_image(c) / 1e9:.1f}",
+                f"{16 * count / 2**30:.1f}",
+            ]
+        )
     assert table("Sizes") == rows
 
 
@@ -93,8 +118,9 @@ def test_file_table_names_the_top_level_and_nothing_else():
     tracked = {Path(name).parts[0] for name in listed.stdout.splitlines()}
     shown = {name.rstrip("/").partition("/")[0] for name in names}
     assert {name for name in tracked if name.endswith((".py", ".sh"))} == {
-        *(f"{name}.py" for name in TOP), "launch_frontier.sh"
-    }  # fmt: skip
+        *(f"{name}.py" for name in TOP),
+        "launch_frontier.sh",
+    }
     folders = {name for name in tracked if (ROOT / name).is_dir() and not name.startswith(".")}
     assert shown == folders | {name for name in tracked if name.endswith((".py", ".sh"))}
     assert names[:5] == ["vit.py", "data.py", "mesh.py", "shard.py", "train_fsdp.py"]
@@ -145,10 +171,24 @@ def test_torchrun_needs_the_two_dashes_of_readme(tmp_path):
     flags += ["--device", "cpu", "--out"]
     for dashes, status in (["--"], 0), ([], 2):
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-             *dashes, "train_fsdp.py", *flags, str(tmp_path)],
-            cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment(0, 1, 0),
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                *dashes,
+                "train_fsdp.py",
+                *flags,
+                str(tmp_path),
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment(0, 1, 0),
+        )
         assert done.returncode == status, done.stderr
     assert "error: ambiguous option: --run" in done.stderr
 
@@ -209,8 +249,9 @@ def test_launch_script_is_clean():
     assert max(map(len, LAUNCH.splitlines())) <= 100
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed: `make test-slurm` installs it")
-    found = subprocess.run(["shellcheck", "launch_frontier.sh", ".ci/run"], cwd=ROOT, text=True,
-                           capture_output=True)  # fmt: skip
+    found = subprocess.run(
+        ["shellcheck", "launch_frontier.sh", ".ci/run"], cwd=ROOT, text=True, capture_output=True
+    )
     assert found.returncode == 0, found.stdout
 
 
@@ -304,8 +345,14 @@ def test_nothing_runs_at_import():
             elif isinstance(node, ast.If):
                 assert ast.unparse(node.test) == "__name__ == '__main__'"
             else:
-                allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign,
-                           ast.AnnAssign)  # fmt: skip
+                allowed = (
+                    ast.Import,
+                    ast.ImportFrom,
+                    ast.FunctionDef,
+                    ast.ClassDef,
+                    ast.Assign,
+                    ast.AnnAssign,
+                )
                 assert isinstance(node, allowed), (name, node.lineno)
 
 
@@ -328,9 +375,13 @@ assert before == after, (before, after)
 """
     names = [name.replace("/", ".") for name in FILES]
     done = subprocess.run(
-        [sys.executable, "-B", "-c", code, *names], cwd=tmp_path, capture_output=True, text=True,
-        env=environment(0, 1, 0), timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-B", "-c", code, *names],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment(0, 1, 0),
+        timeout=120,
+    )
     assert done.returncode == 0 and done.stdout == "", done.stderr
 
 
@@ -341,9 +392,11 @@ def test_args_is_seen_by_main_and_the_parser_only():
                 given = [a.arg for a in (*function.args.args, *function.args.kwonlyargs)]
                 if "args" in given:
                     assert (name, function.name) in {
-                        ("runtime/flags", "flag_errors"), ("runtime/flags", "default_mode"),
-                        ("runtime/flags", "settled"), ("runtime/flags", "sizes"),
-                    }  # fmt: skip
+                        ("runtime/flags", "flag_errors"),
+                        ("runtime/flags", "default_mode"),
+                        ("runtime/flags", "settled"),
+                        ("runtime/flags", "sizes"),
+                    }
 
 
 def test_public_functions_have_docstrings_and_types():
@@ -435,8 +488,8 @@ torch.distributed.destroy_process_group()
     "agreement": """
 import torch, torch.distributed as dist, agreement
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-assert agreement.together(lambda: 7) == 7 and agreement.gathered(8) == [8]
-check = agreement.FiniteCheck(torch.device("cpu"))
+assert agreement.run_on_rank0(lambda: 7) == 7 and agreement.gather_to_rank0(8) == [8]
+check = agreement.StepGuard(torch.device("cpu"))
 assert check.update(0, torch.tensor(1.0), torch.tensor(1.0)) == 0
 assert check.update(1, torch.tensor(float("nan")), torch.tensor(1.0)) == 1
 assert check.read(0).in_a_row == 0 and check.read(1).in_a_row == 1
@@ -498,8 +551,12 @@ def test_each_file_works_alone_in_an_empty_folder(name, tmp_path):
         del env[variable]
     done = subprocess.run(
         [sys.executable, "job.py", str(ROOT / "examples" / "tiles" / "train")],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -524,8 +581,10 @@ def test_tiles():
     for name in classes:
         train, heldout = ([*(tiles / split / name).glob("*.jpg")] for split in ("train", "heldout"))
         assert len(train) == 24 and len(heldout) == 8
-        regions = [{p.stem.removeprefix(f"{name}_").rsplit("_", 1)[0] for p in split}
-                   for split in (train, heldout)]  # fmt: skip
+        regions = [
+            {p.stem.removeprefix(f"{name}_").rsplit("_", 1)[0] for p in split}
+            for split in (train, heldout)
+        ]
         assert len(regions[0]) >= 2 and not regions[0] & regions[1]
         for path in itertools.chain(train, heldout):
             with Image.open(path) as image:

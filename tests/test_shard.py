@@ -89,9 +89,15 @@ def build(mode: str, grid, *, dtype=torch.float32, config=CONFIG, **options) -> 
     with torch.device("meta"):
         model = vit.ViTMAE(config, 32)
     return shard.apply(
-        model, mode, grid, block_classes={vit.Block}, device=CPU, param_dtype=dtype,
-        initial_value=partial(vit.initial_value, config, seed=0), **options,
-    )  # fmt: skip
+        model,
+        mode,
+        grid,
+        block_classes={vit.Block},
+        device=CPU,
+        param_dtype=dtype,
+        initial_value=partial(vit.initial_value, config, seed=0),
+        **options,
+    )
 
 
 def batch(seed: int = 0) -> tuple:
@@ -115,8 +121,15 @@ def test_a_forgotten_parameter_is_found_by_name(single, mode, fsdp):
         model.blocks[1] = Scaled(32, 2, 64)
     values = partial(vit.initial_value, CONFIG)
     with pytest.raises(RuntimeError, match=r"no initial value was given to: blocks\.1\.gamma$"):
-        shard.apply(model, mode, single, block_classes={vit.Block, Scaled}, initial_value=values,
-                    device=CPU, fsdp=fsdp)  # fmt: skip
+        shard.apply(
+            model,
+            mode,
+            single,
+            block_classes={vit.Block, Scaled},
+            initial_value=values,
+            device=CPU,
+            fsdp=fsdp,
+        )
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1"])
@@ -138,8 +151,14 @@ def test_backward_post_is_refused_by_fsdp2(single):
 
 
 def test_fsdp1_gets_its_options(single):
-    on = build("full_shard", single, fsdp=1, prefetch="backward_post",
-               forward_prefetch=True, limit_all_gathers=False)  # fmt: skip
+    on = build(
+        "full_shard",
+        single,
+        fsdp=1,
+        prefetch="backward_post",
+        forward_prefetch=True,
+        limit_all_gathers=False,
+    )
     off = build("full_shard", single, fsdp=1, prefetch="none")
     assert str(on.backward_prefetch).endswith("BACKWARD_POST") and off.backward_prefetch is None
     assert on.forward_prefetch and not off.forward_prefetch
@@ -184,9 +203,15 @@ def test_flops_with_recomputation_are_those_executed(single, name):
         with torch.device("meta"):
             model = vit.ViTMAE(config, 32)
         model = shard.apply(
-            model, "full_shard", single, block_classes={vit.Block}, device=CPU, ac=ac,
-            param_dtype=torch.float32, initial_value=partial(vit.initial_value, config, seed=0),
-        )  # fmt: skip
+            model,
+            "full_shard",
+            single,
+            block_classes={vit.Block},
+            device=CPU,
+            ac=ac,
+            param_dtype=torch.float32,
+            initial_value=partial(vit.initial_value, config, seed=0),
+        )
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             model(*batch())[0].backward()
         formula = vit.flops_per_image(config, 32, recompute=ac == "full")
@@ -221,10 +246,12 @@ def test_the_optimizer_is_fused_decays_by_name_and_can_skip(single):
         assert all(g["fused"] and g["betas"] == (0.9, 0.95) for g in inner.param_groups)
 
         def values(model=model):
-            return torch.cat([
-                getattr(p, "full_tensor", lambda p=p: p)().detach().flatten().clone()
-                for p in model.parameters()
-            ])  # fmt: skip
+            return torch.cat(
+                [
+                    getattr(p, "full_tensor", lambda p=p: p)().detach().flatten().clone()
+                    for p in model.parameters()
+                ]
+            )
 
         before = values()
         model(*batch())[0].backward()
@@ -290,8 +317,11 @@ def facts_of_four_ranks() -> dict:
         return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
 
     def collectives(names: list[str]) -> dict[str, int]:
-        kinds = {"all_gather": "allgather", "reduce_scatter": "reduce_scatter",
-                 "all_reduce": "allreduce"}  # fmt: skip
+        kinds = {
+            "all_gather": "allgather",
+            "reduce_scatter": "reduce_scatter",
+            "all_reduce": "allreduce",
+        }
         c10d = [name for name in names if name.startswith("c10d::")]
         return {kind: sum(part in name for name in c10d) for kind, part in kinds.items()}
 
@@ -337,8 +367,15 @@ def facts_of_four_ranks() -> dict:
         with torch.device("meta"):
             model = vit.ViTMAE(vit.MODELS["tiny"], 32)  # 9 MiB of gradients
         values = partial(vit.initial_value, vit.MODELS["tiny"])
-        model = shard.apply(model, "ddp", mesh.build_mesh((4, 1), CPU), block_classes={vit.Block},
-                            initial_value=values, device=CPU, bucket_cap_mb=cap)  # fmt: skip
+        model = shard.apply(
+            model,
+            "ddp",
+            mesh.build_mesh((4, 1), CPU),
+            block_classes={vit.Block},
+            initial_value=values,
+            device=CPU,
+            bucket_cap_mb=cap,
+        )
         for _ in range(2):
             model(*batch())[0].backward()
         buckets.append(collectives(events(model))["all_reduce"])

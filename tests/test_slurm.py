@@ -42,11 +42,15 @@ STUBS = {
         [ "$2" != rccl-net-plugin ] || export NCCL_NET_PLUGIN=here
     }""",
     "BASH_FUNC_conda%%": '() { echo "conda $*" >> "$ASKED"; }',
-}  # fmt: skip
+}
 MODULES = [
-    "PrgEnv-gnu/8.7.0", "cpe/26.03", "miniforge3/23.11.0-0", "rocm/7.1.1", "rccl-net-plugin",
+    "PrgEnv-gnu/8.7.0",
+    "cpe/26.03",
+    "miniforge3/23.11.0-0",
+    "rocm/7.1.1",
+    "rccl-net-plugin",
     "craype-accel-amd-gfx90a",
-]  # fmt: skip
+]
 # What each rank is and sees, written down before it becomes Python.
 SEEN = """#!/bin/bash
 case "$*" in *--dry-run*) ;; *train_fsdp.py*) echo $$ > "$SEEN/pid.$SLURM_PROCID"
@@ -78,10 +82,15 @@ class Case:
         folder.mkdir(exist_ok=True)
         self.python = folder / "python"
         self.environ = {
-            **STUBS, "ASKED": str(folder / "asked"), "SEEN": str(folder),
-            "PYTHON": str(self.python), "REAL_PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
-            "PREFLIGHT": "no", "MASTER_PORT": str(free_port()),  # "": the script's own
-        }  # fmt: skip
+            **STUBS,
+            "ASKED": str(folder / "asked"),
+            "SEEN": str(folder),
+            "PYTHON": str(self.python),
+            "REAL_PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+            "PREFLIGHT": "no",
+            "MASTER_PORT": str(free_port()),  # "": the script's own
+        }
         self.runs(SEEN)
 
     def runs(self, script: str) -> None:
@@ -93,13 +102,21 @@ class Case:
         """PYTHON does not train: it obeys a few lines of bash."""
         self.runs(STAND_IN % orders)
 
-    def submit(self, *flags: str, sbatch: tuple[str, ...] = ("-N2",), script: str = LAUNCH,
-               **environ: str) -> int:  # fmt: skip
+    def submit(
+        self, *flags: str, sbatch: tuple[str, ...] = ("-N2",), script: str = LAUNCH, **environ: str
+    ) -> int:
         output = self.folder / "output-%j"
         return self.rig.sbatch(
-            *sbatch, "-o", str(output), script, *flags, "--out", str(self.out), cwd=ROOT,
+            *sbatch,
+            "-o",
+            str(output),
+            script,
+            *flags,
+            "--out",
+            str(self.out),
+            cwd=ROOT,
             env=self.environ | environ,
-        )  # fmt: skip
+        )
 
     def steps(self) -> list[dict]:
         with contextlib.suppress(FileNotFoundError, ValueError):  # not yet, or half a line
@@ -156,8 +173,9 @@ def reference(tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_nodes_of_two_ranks(case, reference, tmp_path):
-    job = case.submit(*TRAIN, *HYBRID, "--steps", "3", TASKS_PER_NODE="2", CONDA_ENV="mae",
-                      PREFLIGHT="yes")  # fmt: skip
+    job = case.submit(
+        *TRAIN, *HYBRID, "--steps", "3", TASKS_PER_NODE="2", CONDA_ENV="mae", PREFLIGHT="yes"
+    )
     case.rig.wait(job, "COMPLETED", 400)
     output = case.rig.output(job)
     assert case.asked() == [*(f"module load {name}" for name in MODULES), "conda activate mae"]
@@ -169,9 +187,15 @@ def test_two_nodes_of_two_ranks(case, reference, tmp_path):
     for rank, cells in enumerate(shown[:4]):
         first = rank - rank % 2
         assert cells == (
-            str(rank), node_name(1 + rank // 2), str(rank % 2), "45"[rank % 2], str(rank // 2),
-            f"{first} {first + 1}", str(rank % 2), " ".join(map(str, range(rank % 2, 4, 2))),
-        )  # fmt: skip
+            str(rank),
+            node_name(1 + rank // 2),
+            str(rank % 2),
+            "45"[rank % 2],
+            str(rank // 2),
+            f"{first} {first + 1}",
+            str(rank % 2),
+            " ".join(map(str, range(rank % 2, 4, 2))),
+        )
     assert "shard groups: 2 of 2 ranks, each in one package" in output
     assert "all-gather of 16 MiB among 2 ranks, all groups at once: " in output
     assert f"torch {torch.__version__}" in output
@@ -304,8 +328,9 @@ def test_a_port_in_use_ends_the_job(case, tmp_path, look):
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        job = case.submit(*TRAIN, *FOREVER, TASKS_PER_NODE="1", MASTER_PORT=str(port),
-                          PREFLIGHT=look)  # fmt: skip
+        job = case.submit(
+            *TRAIN, *FOREVER, TASKS_PER_NODE="1", MASTER_PORT=str(port), PREFLIGHT=look
+        )
         assert case.rig.ended(job, 60)["JobState"] == "FAILED"
     output = case.rig.output(job)
     who = {
@@ -452,9 +477,15 @@ def test_what_is_not_started_again(case, flags, environ, word):
 def test_a_chain_of_jobs(case):
     """AGAIN=chain: the next job has the same flags, limits and place, and waits for this one."""
     case.stands_in(f"[ -e {case.out}/latest ] && touch {case.out}/done; {CUT.format(case.out)}")
-    job = case.submit("--model", "tiny", sbatch=("-N2", "-t", "7", "-C", "nvme", "-J", "chained"),
-                      AGAIN="chain", TASKS_PER_NODE="4", MASTER_PORT="",
-                      **{"BASH_FUNC_hostname%%": "() { echo 10.0.0.$SLURM_JOB_ID; }"})  # fmt: skip
+    job = case.submit(
+        "--model",
+        "tiny",
+        sbatch=("-N2", "-t", "7", "-C", "nvme", "-J", "chained"),
+        AGAIN="chain",
+        TASKS_PER_NODE="4",
+        MASTER_PORT="",
+        **{"BASH_FUNC_hostname%%": "() { echo 10.0.0.$SLURM_JOB_ID; }"},
+    )
     case.rig.wait(job, "COMPLETED", 60)
     case.rig.wait(job + 1, "COMPLETED", 60)
     with pytest.raises(RuntimeError, match="Invalid job id"):
@@ -462,8 +493,10 @@ def test_a_chain_of_jobs(case):
     jobs = [case.rig.job(job), case.rig.job(job + 1)]
     for name in ("NumNodes", "TimeLimit", "Features", "JobName", "Partition", "WorkDir", "Network"):
         assert jobs[0][name] == jobs[1][name], name
-    rounds = [re.findall(r"a round: (.*)", Path(str(case.folder / f"output-{job}")).read_text()),
-              re.findall(r"a round: (.*)", Path(jobs[1]["StdOut"]).read_text())]  # fmt: skip
+    rounds = [
+        re.findall(r"a round: (.*)", Path(str(case.folder / f"output-{job}")).read_text()),
+        re.findall(r"a round: (.*)", Path(jobs[1]["StdOut"]).read_text()),
+    ]
     for number, one in zip((job, job + 1), rounds, strict=True):  # each has a first node of its own
         assert len(one) == 1 and f", 10.0.0.{number}:3442, NCCL_NET OFI, OMP 1" in one[0]
         assert "--model tiny --out" in one[0]
@@ -485,11 +518,24 @@ NODE = {
 @pytest.mark.full
 def test_groups_are_packages_pairs_of_them_and_nodes(rig, tmp_path):
     rig.run(
-        "srun", "-N2", "-n16", "-c7", "--gpus-per-task=1", "--gpu-bind=closest", "-K1",
-        sys.executable, str(ROOT / "tests" / "slurm" / "groups.py"), str(tmp_path),
-        env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
-             "PYTHONPATH": str(ROOT)}, seconds=180,
-    )  # fmt: skip
+        "srun",
+        "-N2",
+        "-n16",
+        "-c7",
+        "--gpus-per-task=1",
+        "--gpu-bind=closest",
+        "-K1",
+        sys.executable,
+        str(ROOT / "tests" / "slurm" / "groups.py"),
+        str(tmp_path),
+        env={
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        },
+        seconds=180,
+    )
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(16)]
     for group, (gcds, words) in NODE.items():
         for rank, mine in enumerate(told):
@@ -516,8 +562,11 @@ def test_two_jobs_on_one_host_one_that_sees_all_devices(rig, reference, tmp_path
     cases = [Case(rig, tmp_path / name) for name in ("one", "all")]
     jobs = []
     for case, machine in zip(cases, ("frontier", "slurm"), strict=True):
-        jobs.append(case.submit(*flags, sbatch=("-N1",), MACHINE=machine, TASKS_PER_NODE="2",
-                                MASTER_PORT=""))  # fmt: skip
+        jobs.append(
+            case.submit(
+                *flags, sbatch=("-N1",), MACHINE=machine, TASKS_PER_NODE="2", MASTER_PORT=""
+            )
+        )
     for job in jobs:
         rig.wait(job, "RUNNING", 30)
     for job in jobs:
@@ -541,8 +590,9 @@ def test_names_that_do_not_resolve(case):
 
 def test_what_a_plain_cluster_gets(case):
     case.stands_in(CUT.format(case.out))
-    job = case.submit(MACHINE="slurm", AGAIN="no", sbatch=("-N1",), OMP_NUM_THREADS="",
-                      MASTER_PORT="")  # fmt: skip
+    job = case.submit(
+        MACHINE="slurm", AGAIN="no", sbatch=("-N1",), OMP_NUM_THREADS="", MASTER_PORT=""
+    )
     case.rig.wait(job, "COMPLETED", 60)
     output = case.rig.output(job)
     assert f":{20000 + job}, NCCL_NET unset, OMP 7" in output and "1 x 8 ranks" in output
@@ -575,9 +625,11 @@ def test_a_rig_ends_when_its_test_is_killed():
         "import time; from rig import Rig\nwith Rig() as r: print(r.root, flush=1); time.sleep(99)"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
         env=clean_environment() | {"PYTHONPATH": str(ROOT / "tests" / "slurm")},
-    ) as test:  # fmt: skip
+    ) as test:
         assert test.stdout
         root = Path(test.stdout.readline().strip())
         assert len(processes(root)) > 4
@@ -596,8 +648,14 @@ def test_an_ordinary_user_can_have_a_rig():
         python.write_text(STAND_IN % f"id -un; touch {rig.root}/done")
         python.chmod(0o755)
         job = rig.sbatch(
-            "-N2", "-o", f"{rig.root}/out", LAUNCH, "--out", str(rig.root), cwd=rig.root,
+            "-N2",
+            "-o",
+            f"{rig.root}/out",
+            LAUNCH,
+            "--out",
+            str(rig.root),
+            cwd=rig.root,
             env={**STUBS, "ASKED": "/dev/null", "PYTHON": str(python)},
-        )  # fmt: skip
+        )
         rig.wait(job, "COMPLETED", 60)
         assert "\nnobody\n" in rig.output(job) and "finished" in rig.output(job)

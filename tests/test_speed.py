@@ -22,9 +22,19 @@ from runtime import agreement, assemble
 
 # What hands a number, or a number of numbers, to the host: on a GPU it would wait for the device.
 READS = {
-    "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "item", "unique",
-    "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave",
-}  # fmt: skip
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "equal",
+    "masked_select",
+    "item",
+    "unique",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+    "repeat_interleave",
+}
 SOME = [("ddp", 2), ("no_shard", 1), ("full_shard", 1), ("full_shard", 2), ("hybrid", 2)]
 COMPILED = ROWS if FULL else SOME
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -57,16 +67,34 @@ def stepper(mode: str, fsdp: int, precision: str, device=CPU, **options):
     group = world if "hybrid" in mode else None
     grid = mesh.build_mesh(shard.mesh_shape(mode, world, group), device)
     model, optimizer, scaler = assemble.spread(
-        assemble.blank_model(vit.MODELS["tiny"], 32, True, device), grid, seed=0, device=device,
-        mode=mode, precision=precision, reduce_dtype="fp32", lr=1e-4, weight_decay=0.05, fsdp=fsdp,
+        assemble.build_meta_model(vit.MODELS["tiny"], 32, True, device),
+        grid,
+        seed=0,
+        device=device,
+        mode=mode,
+        precision=precision,
+        reduce_dtype="fp32",
+        lr=1e-4,
+        weight_decay=0.05,
+        fsdp=fsdp,
         **options,
-    )  # fmt: skip
-    finite = agreement.FiniteCheck(device)
+    )
+    finite = agreement.StepGuard(device)
     batches = [tuple(t.to(device) for t in tiny_batch(rank))] * 2
 
     def step(number: int) -> None:
-        train_fsdp.train_step(model, optimizer, finite, scaler, batches, step=number, lr=1e-4,
-                              mask_ratio=0.75, clip=1.0, dtype=DTYPES[precision])  # fmt: skip
+        train_fsdp.train_step(
+            model,
+            optimizer,
+            finite,
+            scaler,
+            batches,
+            step=number,
+            lr=1e-4,
+            mask_ratio=0.75,
+            clip=1.0,
+            dtype=DTYPES[precision],
+        )
         if number:
             finite.read(number - 1)  # as the loop does
 
@@ -149,8 +177,20 @@ def test_no_mode_waits_for_a_gpu(mode, fsdp, precision):
         dist.destroy_process_group()
 
 
-RUN = ["--model", "tiny", "--img-size", "32", "--batch", "2", "--workers", "0", "--device", "cpu",
-       "--save-every", "none"]  # fmt: skip
+RUN = [
+    "--model",
+    "tiny",
+    "--img-size",
+    "32",
+    "--batch",
+    "2",
+    "--workers",
+    "0",
+    "--device",
+    "cpu",
+    "--save-every",
+    "none",
+]
 
 
 def test_the_collector_runs_between_log_steps_never(tmp_path, monkeypatch):

@@ -66,9 +66,13 @@ def environ(**more: str) -> dict[str, str]:
 def start(*words: object, **more: str) -> subprocess.Popen:
     """sweep.py as a process."""
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "sweep.py"), *map(str, words)], env=environ(**more),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-    )  # fmt: skip
+        [sys.executable, str(ROOT / "sweep.py"), *map(str, words)],
+        env=environ(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    )
 
 
 def finish(process: subprocess.Popen, status: int = 0, seconds: float = 300) -> str:
@@ -112,7 +116,10 @@ def test_the_studies_are_what_the_paper_varied():
     """Counted by hand; every flag is one of train_fsdp.py, and the plans are those of plan.py."""
     options = studies.finished(list(studies.options(["5b"], [(8, 8)])), {})
     assert {(p["mode"], p.get("group")) for p in options} == {
-        ("full_shard", None), ("hybrid", "2"), ("hybrid", "16")}  # fmt: skip
+        ("full_shard", None),
+        ("hybrid", "2"),
+        ("hybrid", "16"),
+    }
     assert len(options) == 3 * 3 * 2
     scaling = studies.finished(list(studies.scaling(["base", "15b"], [(1, 1), (1, 8), (2, 8)])), {})
     at_16 = {(p["mode"], p.get("group")) for p in scaling if p["nodes"] == "2"}
@@ -122,7 +129,12 @@ def test_the_studies_are_what_the_paper_varied():
     }
     inputs = studies.finished(list(studies.io(["base"], [(1, 1), (1, 2)], "DIR")), {})
     assert [(p["ranks"], p["run"]) for p in inputs] == [
-        ("1", "syn"), ("1", "syn"), ("2", "real"), ("2", "syn"), ("2", "io")]  # fmt: skip
+        ("1", "syn"),
+        ("1", "syn"),
+        ("2", "real"),
+        ("2", "syn"),
+        ("2", "io"),
+    ]
     quick = studies.finished(list(studies.quick(0, 4, None, "DIR")), {})
     shared = [p for p in quick if len(p["study"].split()) > 1]
     assert {p["ranks"] for p in quick} == {"1", "2", "4"} and shared  # one run serves two studies
@@ -137,9 +149,15 @@ def test_the_studies_are_what_the_paper_varied():
     assert too_large and all(by[p["id"]]["verdict"] == "NO" for p in too_large)
     point = next(p for p in scaling if p["model"] == "15b" and p.get("group") == "8")
     same = plan.estimate(
-        plan.vit.MODELS["15b"], img_size=224, mask_ratio=0.75, mode="hybrid", group=8, fsdp=2,
-        world_size=16, local_batch=32,
-    )  # fmt: skip
+        plan.vit.MODELS["15b"],
+        img_size=224,
+        mask_ratio=0.75,
+        mode="hybrid",
+        group=8,
+        fsdp=2,
+        world_size=16,
+        local_batch=32,
+    )
     assert by[point["id"]]["planned_gib"] == same.peak_gib
     assert by[point["id"]]["planned_images_per_second"] == same.images_per_second
 
@@ -149,7 +167,13 @@ def test_flags_become_cells_and_cells_flags():
     cells = studies.flags_of(words)
     assert cells == {"img_size": "32", "compile": "true", "norm_pix_loss": "false", "blr": "8e-3"}
     assert studies.argv_of(cells | {"nodes": "1", "ranks": "2", "study": "x", "mode": ""}) == [
-        "--img-size", "32", "--compile", "--no-norm-pix-loss", "--blr", "8e-3"]  # fmt: skip
+        "--img-size",
+        "32",
+        "--compile",
+        "--no-norm-pix-loss",
+        "--blr",
+        "8e-3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -216,8 +240,13 @@ def test_matplotlib_is_asked_for_only_where_it_draws(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
     env = environ()
     env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"
-    done = subprocess.run([sys.executable, "sweep.py", "figures", "examples/published"], cwd=ROOT,
-                          env=env, capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "sweep.py", "figures", "examples/published"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and "python -m pip install matplotlib" in done.stderr
     (tmp_path / "points.csv").write_text("id,study,nodes,ranks\n")
     done = subprocess.run([sys.executable, "sweep.py", "status", tmp_path], cwd=ROOT, env=env)
@@ -229,8 +258,10 @@ def test_matplotlib_is_asked_for_only_where_it_draws(tmp_path):
 
 def test_medians_and_quartiles_are_those_of_numpy_after_the_warm_up():
     rates = [7.0, 50, 10, 12, 11, 15, 13, 14, 19, 18]
-    steps = [{"step": 2 * i + 2, "images_per_second": r, "peak_allocated_gib": i / 2}
-             for i, r in enumerate(rates)]  # fmt: skip
+    steps = [
+        {"step": 2 * i + 2, "images_per_second": r, "peak_allocated_gib": i / 2}
+        for i, r in enumerate(rates)
+    ]
     row = results.measured(attempts.Log(start={"steps": 20}, steps=steps))
     kept = rates[2:]  # of 20 steps, those above 5: the lines of step 6, 8, ...
     assert row["measured_lines"] == 8
@@ -253,8 +284,9 @@ def test_a_log_cut_at_any_byte_can_be_read(tmp_path):
         log = attempts.read_log(path)
         complete = sum(whole[:length].startswith("\n".join(lines[: n + 1])) for n in range(5))
         assert len(log.steps) == max(0, complete - 1)
-        assert (log.cut is None) == (whole[:length].rstrip("\n") in
-                                     {"\n".join(lines[:n]) for n in range(6)})  # fmt: skip
+        assert (log.cut is None) == (
+            whole[:length].rstrip("\n") in {"\n".join(lines[:n]) for n in range(6)}
+        )
 
 
 def test_a_profile_in_the_log_decides(tmp_path):
@@ -267,7 +299,7 @@ def test_a_profile_in_the_log_decides(tmp_path):
         {"event": "profile", "steps": 3, "ranks": [0], **shares, "shares": {"data": 0.0}},
         *({"event": "step", "step": s, "images_per_second": 10} for s in (2, 4, 6, 8)),
         {"event": "end", "reason": "done"},
-    ]  # fmt: skip
+    ]
     (made / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     assert attempts.settle(made, 0, "")["state"] == "done"
     point = {"id": "id", "study": "mine", "nodes": "1", "ranks": "2", "run": "syn"}
@@ -302,10 +334,14 @@ def test_a_point_of_which_little_is_known_has_a_row_and_is_drawn(tmp_path):
     """A table may leave flags out, a run may end before its log begins."""
     point = {"id": "one", "study": "mine", "nodes": "1", "ranks": "2"}
     plans = {"planned_gib": 3.0, "memory_gib": 64.0, "why_not": "no"}
-    rows = [results.row_of(point, tmp_path, state, plans) | {"source": "mine"}
-            for state in ("waiting", "skipped", "failed")]  # fmt: skip
-    for ranks, row in ("2", rows[0]), ("1", results.row_of(point | {"ranks": "1"}, tmp_path,
-                                                           "waiting", plans)):  # fmt: skip
+    rows = [
+        results.row_of(point, tmp_path, state, plans) | {"source": "mine"}
+        for state in ("waiting", "skipped", "failed")
+    ]
+    for ranks, row in (
+        ("2", rows[0]),
+        ("1", results.row_of(point | {"ranks": "1"}, tmp_path, "waiting", plans)),
+    ):
         given = vars(flags.parse_args(["--dry-run", "--world-size", ranks]))
         assert all(row[name] == given[name] for name in ("model", "mode", "accum", "run"))
     assert rows[0]["batch"] == flags.batch_sizes(1, 1, None, None)[0]
@@ -328,8 +364,10 @@ def test_of_many_only_one_claims_an_attempt(tmp_path):
 
 def test_killed_and_restarted_no_point_is_lost_or_run_twice(tmp_path, stand_in):
     script, ran = stand_in
-    points = table(tmp_path / "mine.csv", "ranks,model,seed\n" + "".join(
-        f"1,tiny,{seed}\n" for seed in range(4)))  # fmt: skip
+    points = table(
+        tmp_path / "mine.csv",
+        "ranks,model,seed\n" + "".join(f"1,tiny,{seed}\n" for seed in range(4)),
+    )
     command = [points, "--out", tmp_path / "out", *script]
     first = start(*command, RAN=str(ran), NAP="0.3")
     deadline = time.monotonic() + 300
@@ -346,8 +384,11 @@ def test_killed_and_restarted_no_point_is_lost_or_run_twice(tmp_path, stand_in):
     said = finish(second, status=130)
     assert "the same command runs what is missing" in said and "Traceback" not in said
     time.sleep(0.2)
-    lines = [json.loads(line) for line in sorted((tmp_path / "out/runs").glob("*-*/*/state.json"))
-             for line in [line.read_text()]]  # fmt: skip
+    lines = [
+        json.loads(line)
+        for line in sorted((tmp_path / "out/runs").glob("*-*/*/state.json"))
+        for line in [line.read_text()]
+    ]
     assert sorted(s["state"] for s in lines) == ["done", "done", "interrupted"]
     assert not any(attempts.runs(s["child"]) for s in lines)
 
@@ -381,8 +422,16 @@ def swept(tmp_path_factory):
     """The folder of a finished sweep of one point, and the point's id."""
     folder = tmp_path_factory.mktemp("swept")
     script, out = table(folder / "stand_in.py", STAND_IN), folder / "out"
-    finish(start(table(folder / "mine.csv", "ranks,model,run\n1,tiny,syn\n"), "--out", out,
-                 "--script", script, RAN=str(folder / "ran")))  # fmt: skip
+    finish(
+        start(
+            table(folder / "mine.csv", "ranks,model,run\n1,tiny,syn\n"),
+            "--out",
+            out,
+            "--script",
+            script,
+            RAN=str(folder / "ran"),
+        )
+    )
     return out, rows_of(out)[0]["id"]
 
 
@@ -392,9 +441,11 @@ def test_tables_cut_anywhere_are_refused_or_read_and_stay_as_they_are(swept, tmp
     for length in range(0, len(whole), 3):
         path.write_bytes(whole[:length])
         refused = whole.index(b"\n") + 1 < length <= whole.rindex(b",")  # in the row
-        with pytest.raises(ValueError, match="csv, line 2 is damaged") if refused else (
-            contextlib.nullcontext()
-        ):  # fmt: skip
+        with (
+            pytest.raises(ValueError, match="csv, line 2 is damaged")
+            if refused
+            else (contextlib.nullcontext())
+        ):
             bottleneck.verdicts(results.read_folder(tmp_path))
         assert path.read_bytes() == whole[:length]
 
@@ -506,7 +557,9 @@ def test_results_of_other_machines_are_appended_and_stay(tmp_path, stand_in, mon
     with open(tmp_path / "both" / "figures" / "throughput.csv") as file:
         drawn = [row for row in csv.DictReader(file) if "planned" not in row["series"]]
     assert {row["series"]: row["y"] for row in drawn} == {
-        f"tiny: hybrid ({mine})": "113", f"tiny: hybrid ({other})": "213"}  # fmt: skip
+        f"tiny: hybrid ({mine})": "113",
+        f"tiny: hybrid ({other})": "213",
+    }
     for line, folder in zip(drawn, (mine, other), strict=True):  # a point leads to its run
         log = folder / "runs" / rows[0]["id"] / "1" / "log.jsonl"
         assert line["id"] == rows[0]["id"] and (tmp_path / "both" / line["log"]).samefile(log)
@@ -519,8 +572,24 @@ def test_a_point_of_two_ranks_runs_under_torchrun(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     points = table(tmp_path / "mine.csv", "ranks,model,mode,run\n2,tiny,full_shard,syn\n")
-    here(points, "--out", tmp_path / "out", "--", "--img-size", "32", "--batch", "2", "--steps",
-         "4", "--log-every", "1", "--device", "cpu", "--precision", "fp32")  # fmt: skip
+    here(
+        points,
+        "--out",
+        tmp_path / "out",
+        "--",
+        "--img-size",
+        "32",
+        "--batch",
+        "2",
+        "--steps",
+        "4",
+        "--log-every",
+        "1",
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+    )
     (found,) = rows_of(tmp_path / "out")
     assert (found["state"], found["world_size"], found["mode"]) == ("done", 2, "full_shard")
     assert found["images_per_second"] > 0 and found["payload_mb"] > 0
@@ -564,14 +633,22 @@ def test_each_trouble_is_recorded_as_what_it_is(tmp_path):
     script = table(tmp_path / "trouble.py", TROUBLE)
     points = table(tmp_path / "mine.csv", POINTS)
     out = tmp_path / "out"
-    said = finish(start(points, "--out", out, "--script", script, "--limit", 30, "--", "--run",
-                        "syn", *SMALL), status=1)  # fmt: skip
+    said = finish(
+        start(
+            points, "--out", out, "--script", script, "--limit", 30, "--", "--run", "syn", *SMALL
+        ),
+        status=1,
+    )
     with open(out / "points.csv") as file:
         seeds = {row["id"]: row["seed"] for row in csv.DictReader(file)}
     rows = {seeds[row["id"]]: row for row in rows_of(out)}
     assert {s: r["state"] for s, r in rows.items()} == {
-        "0": "done", "1": "timed out", "2": "failed", "3": "failed", "4": "out of memory",
-    }, said  # fmt: skip
+        "0": "done",
+        "1": "timed out",
+        "2": "failed",
+        "3": "failed",
+        "4": "out of memory",
+    }, said
     assert "its limit of 30 s, after step 6" in rows["1"]["reason"]
     assert "log.jsonl breaks off in line 5, after step 6; exit status -9" in rows["2"]["reason"]
     assert "the loss is not finite at step 9" in rows["3"]["reason"]
@@ -601,8 +678,10 @@ def test_the_verdict_is_right_where_the_cause_is_known(tmp_path, monkeypatch):
             state = attempts.settle(folder / "1", 0, "")["state"]
             point = {"id": folder.name, "study": "io", "nodes": "1", "ranks": ranks, "run": run}
             rows.append(results.row_of(point, folder, state, {}))
-        found = {row["id"]: limit and (limit.word, limit.why)
-                 for row, limit in zip(rows, bottleneck.verdicts(rows), strict=True)}  # fmt: skip
+        found = {
+            row["id"]: limit and (limit.word, limit.why)
+            for row, limit in zip(rows, bottleneck.verdicts(rows), strict=True)
+        }
         assert found["2-real"][0] == cause, (cause, found)
 
 
@@ -611,8 +690,17 @@ def test_the_verdict_is_right_where_the_cause_is_known(tmp_path, monkeypatch):
 
 def row(run: str, rate: float, world: int = 8, **more: object) -> results.Row:
     """Of a local batch of 10: a step takes 10 world / rate seconds."""
-    known = {"id": run, "study": "io", "state": "done", "run": run, "world_size": world,
-             "nodes": 1, "mode": "full_shard", "batch": 10, "images_per_second": rate}  # fmt: skip
+    known = {
+        "id": run,
+        "study": "io",
+        "state": "done",
+        "run": run,
+        "world_size": world,
+        "nodes": 1,
+        "mode": "full_shard",
+        "batch": 10,
+        "images_per_second": rate,
+    }
     return known | more
 
 
@@ -632,17 +720,33 @@ ALONE = row("syn", 10, 1, mode="no_shard")  # 1 s of compute
         ([row("io", 20)], "unknown", (None, None, None)),
         ([row("syn", 5, 1), row("syn", 10, 1, mode="ddp")], "compute", (2, None, 0)),
         ([row("real", 5, 1), row("syn", 10, 1), row("io", 7, 1)], "input", (1, None, 1)),
-        ([row("syn", 20, device="cpu", cores=2), row("syn", 10, 1, device="cpu", cores=2)],
-         "unknown", (None, None, None)),  # the ranks share the cores
+        (
+            [row("syn", 20, device="cpu", cores=2), row("syn", 10, 1, device="cpu", cores=2)],
+            "unknown",
+            (None, None, None),
+        ),  # the ranks share the cores
         ([row("real", 10, data_seconds=7.0)], "input", None),
         ([row("real", 10, data_seconds=7.0), ALONE], "input", (1, 0, 7)),
         ([row("syn", 20), row("syn", 20, 2)], "communication", (1, 3, 0)),
         ([row("syn", 80, alloc_retries=3), ALONE], "memory", None),
         ([row("syn", 0, state="out of memory"), ALONE], "memory", None),
-        ([row("real", 40, profile_compute=1, profile_communication=5, profile_optimizer=1,
-              profile_data=1, profile_idle=1)], "communication", (3, 5, 1)),
+        (
+            [
+                row(
+                    "real",
+                    40,
+                    profile_compute=1,
+                    profile_communication=5,
+                    profile_optimizer=1,
+                    profile_data=1,
+                    profile_idle=1,
+                )
+            ],
+            "communication",
+            (3, 5, 1),
+        ),
     ],
-)  # fmt: skip
+)
 def test_verdicts_by_hand(rows, word, parts):
     found = bottleneck.verdicts(rows)[0]
     assert found and found.word == word and found.advice and found.why
@@ -666,12 +770,19 @@ def test_advice_names_what_is_there():
     for text, words, others in zip(
         advices,
         (("--mode hybrid", "up to 64"), ("--mode ddp", "up to 64"), ("--batch",)),
-        (("--mode ddp",), ("--group",), ("--group", "full_shard")), strict=False,
-    ):  # fmt: skip
+        (("--mode ddp",), ("--group",), ("--group", "full_shard")),
+        strict=False,
+    ):
         assert all(word in text for word in words) and not any(word in text for word in others)
-    laptop = [row("syn", rate, world, device="cpu", cores=2, max_local_batch=4252, mode=mode)
-              for rate, world, mode in ((69, 1, "no_shard"), (100, 1, "ddp"), (99, 2, "full_shard"),
-                                        (70, 4, "hybrid"))]  # fmt: skip
+    laptop = [
+        row("syn", rate, world, device="cpu", cores=2, max_local_batch=4252, mode=mode)
+        for rate, world, mode in (
+            (69, 1, "no_shard"),
+            (100, 1, "ddp"),
+            (99, 2, "full_shard"),
+            (70, 4, "hybrid"),
+        )
+    ]
     found_here = [found for found in bottleneck.verdicts(laptop) if found]
     assert [found.word for found in found_here] == ["compute"] * 2 + ["communication", "unknown"]
     for found in found_here:
@@ -725,8 +836,10 @@ def test_published_curves_have_their_shapes(drawn):
         assert lines["16"] > 0.95 and lines["1024"] < 0.4  # and falls away
         assert list(lines.values())[4:] == sorted(list(lines.values())[4:], reverse=True)
     with open(PUBLISHED / "throughput.csv") as file:
-        told = {(r["model"], r["fsdp_mode_name"], r["gpus"]): float(r["images_per_second"])
-                for r in csv.DictReader(file)}  # fmt: skip
+        told = {
+            (r["model"], r["fsdp_mode_name"], r["gpus"]): float(r["images_per_second"])
+            for r in csv.DictReader(file)
+        }
     lines = series(out, "throughput")
     assert lines["3b: hybrid 2"]["1024"] == told["3b", "HYBRID_2GPUs", "1024"]
     assert sum(len(v) for k, v in lines.items() if "planned" not in k) == len(told)
@@ -751,8 +864,9 @@ def test_what_may_not_be_compared_says_so(drawn):
     rows = results.read_folder(PUBLISHED)
     doubted = [r for r in rows if r["mode"] == "ddp" or (r["mode"], r["group"]) == ("hybrid", 1)]
     assert len(doubted) == 60 == sum(bool(r.get("caveat")) for r in rows)
-    assert not any(found for r, found in zip(rows, bottleneck.verdicts(rows), strict=True)
-                   if r in doubted)  # fmt: skip
+    assert not any(
+        found for r, found in zip(rows, bottleneck.verdicts(rows), strict=True) if r in doubted
+    )
     assert bottleneck.ideal_rates(rows) == bottleneck.ideal_rates(
         [r for r in rows if r not in doubted]
     )
@@ -766,9 +880,17 @@ def test_the_plan_lies_over_them_with_its_error(drawn):
     expected = f"{statistics.median(errors):6.1%} in the median, {max(errors):6.1%} at worst"
     assert f"speed    3b    full_shard     off by {expected}, 8 points" in said
     one = plan.estimate(
-        plan.vit.MODELS["3b"], img_size=252, mask_ratio=0, encoder_only=True, mode="full_shard",
-        group=None, fsdp=1, world_size=64, local_batch=32, ac="full",
-    )  # fmt: skip
+        plan.vit.MODELS["3b"],
+        img_size=252,
+        mask_ratio=0,
+        encoder_only=True,
+        mode="full_shard",
+        group=None,
+        fsdp=1,
+        world_size=64,
+        local_batch=32,
+        ac="full",
+    )
     assert planned["64"] == pytest.approx(one.images_per_second, rel=1e-4)
     assert "memory   1b    full_shard" in said
     assert not [k for k in lines if k.startswith(("3b: ddp, p", "3b: hybrid 1, p"))]
@@ -779,7 +901,12 @@ def test_pictures_are_whole(drawn):
     report = (out / "report.md").read_text()
     names = re.findall(r"!\[.*?\]\((figures/.*?\.png)\)", report)
     assert [Path(n).stem for n in names] == [
-        "throughput", "efficiency", "memory", "options", "planned"]  # fmt: skip
+        "throughput",
+        "efficiency",
+        "memory",
+        "options",
+        "planned",
+    ]
     for name in names:
         with Image.open(out / name) as image:
             assert min(image.size) > 400 and len(image.convert("L").getcolors() or []) > 10
@@ -792,22 +919,37 @@ def test_pictures_are_whole(drawn):
 def test_texts_do_not_lie_on_each_other(drawn, tmp_path):
     """Boxes of all texts of a picture, as drawn; every axis has a name, with its unit."""
     rows = results.read_folder(PUBLISHED) + [
-        row("syn", rate * w, w, model="base", source="mine", device="cuda", mode=mode,
-            nodes=w // 8, study="scaling", group=None, state=state)
+        row(
+            "syn",
+            rate * w,
+            w,
+            model="base",
+            source="mine",
+            device="cuda",
+            mode=mode,
+            nodes=w // 8,
+            study="scaling",
+            group=None,
+            state=state,
+        )
         for w in (8, 16, 32)
         for mode, state, rate in (("full_shard", "done", 70), ("ddp", "out of memory", 0))
-    ]  # fmt: skip
+    ]
     for picture in figures.draw(rows, tmp_path):
         canvas = FigureCanvasAgg(picture.figure)
         canvas.draw()
         renderer = canvas.get_renderer()
-        texts = [t for panel in picture.panels for t in (
-            panel.title, panel.xaxis.label, panel.yaxis.label)]  # fmt: skip
+        texts = [
+            t
+            for panel in picture.panels
+            for t in (panel.title, panel.xaxis.label, panel.yaxis.label)
+        ]
         for panel in picture.panels:
             for axis in (panel.xaxis, panel.yaxis):
                 low, high = sorted(axis.get_view_interval())
-                texts += [tick.label1 for tick in axis.get_major_ticks()
-                          if low <= tick.get_loc() <= high]  # fmt: skip
+                texts += [
+                    tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high
+                ]
         texts += [t for legend in picture.figure.legends for t in legend.get_texts()]
         boxes = [(t.get_text(), t.get_window_extent(renderer)) for t in texts if t.get_text()]
         for i, (text, box) in enumerate(boxes):
@@ -834,9 +976,10 @@ def test_commands_of_readme_and_makefile_are_valid():
     for command in commands:
         words = command.split(" -- ")[0].replace('"-A PROJECT"', "-APROJECT").split()
         sweep.build_parser().parse_args(
-            [w for w in words if w != "--sbatch"] if "-APROJECT" not in words
+            [w for w in words if w != "--sbatch"]
+            if "-APROJECT" not in words
             else [*words[: words.index("--sbatch")], "--sbatch=-A"]
-        )  # fmt: skip
+        )
 
 
 # --- Slurm
@@ -863,9 +1006,21 @@ def test_scaling_through_slurm_killed_in_the_middle(tmp_path, stand_in):
     with Rig() as rig:
         env = rig.environ | {f"BASH_FUNC_{k}%%": v for k, v in shell.items()}
         env |= {"RAN": str(ran), "NAP": "0.4", "PYTHON": str(python), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(ROOT / "sweep.py"), "scaling", "--models", "tiny",
-                   "--nodes", "1,2", "--ranks", "2", "--out", str(tmp_path / "out"), "--sbatch",
-                   "-p batch"]  # fmt: skip
+        command = [
+            sys.executable,
+            str(ROOT / "sweep.py"),
+            "scaling",
+            "--models",
+            "tiny",
+            "--nodes",
+            "1,2",
+            "--ranks",
+            "2",
+            "--out",
+            str(tmp_path / "out"),
+            "--sbatch",
+            "-p batch",
+        ]
 
         def again(**more: str) -> str:
             done = subprocess.run(command, env=env | more, capture_output=True, text=True)
@@ -901,6 +1056,8 @@ def test_scaling_through_slurm_killed_in_the_middle(tmp_path, stand_in):
         rows = rows_of(tmp_path / "out")
         assert len(rows) == 11 and {row["state"] for row in rows} == {"done"}
         assert ran.read_text().count("\n") == 12  # the cancelled one again, no other
-        made = [sorted(p.name for p in (tmp_path / "out" / "runs" / row["id"]).glob("[0-9]*"))
-                for row in rows]  # fmt: skip
+        made = [
+            sorted(p.name for p in (tmp_path / "out" / "runs" / row["id"]).glob("[0-9]*"))
+            for row in rows
+        ]
         assert sorted(made) == [["1"]] * 10 + [["1", "2"]]

@@ -119,8 +119,13 @@ def names_listed(images, path):
 def test_a_reader_that_goes_away_does_not_end_a_scan(images, tmp_path):
     """As `python prepare.py scan DIR | head -1`."""
     scan = [sys.executable, "prepare.py", "scan", str(images), "--workers", "1", "--out"]
-    job = subprocess.Popen([*scan, str(tmp_path / "bad.csv")], cwd=ROOT, stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE, env=environment(0, 1, 0))  # fmt: skip
+    job = subprocess.Popen(
+        [*scan, str(tmp_path / "bad.csv")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(0, 1, 0),
+    )
     assert job.stdout and job.stderr and job.stdout.readline()
     job.stdout.close()
     assert job.stderr.read() == b"" and job.wait(60) == 1

@@ -21,10 +21,18 @@ FRONTIER = (4, 5, 2, 3, 6, 7, 0, 1)  # OLCF's map of local ranks to GCDs
 def places(nodes, order=FRONTIER, ranks=8):
     """Ranks of `nodes` nodes, with GCDs in this order, or none."""
     return [
-        mesh.Place(rank=ranks * n + i, node=n, local_rank=i, host=f"node{n}", device="cpu",
-                   gcd=order[i] if order else None, pci="")
-        for n in range(nodes) for i in range(ranks)
-    ]  # fmt: skip
+        mesh.Place(
+            rank=ranks * n + i,
+            node=n,
+            local_rank=i,
+            host=f"node{n}",
+            device="cpu",
+            gcd=order[i] if order else None,
+            pci="",
+        )
+        for n in range(nodes)
+        for i in range(ranks)
+    ]
 
 
 def said(where, group):
@@ -73,16 +81,40 @@ def test_groups_that_are_as_near_as_can_be(order, group, where):
 
 FAR = [
     # GCDs in numerical order, as srun without --gpu-bind=closest deals them out
-    (range(8), 8, 4, "4 of 4 shard groups", "group 0 (ranks 0 1 2 3) is in one node",
-     "two packages with a double link: give srun `--gpu-bind=closest`"),
-    ((4, 2, 5, 3, 6, 0, 7, 1), 8, 2, "8 of 8 shard", "group 0 (ranks 0 1) is in two packages with",
-     "can be in one package: give srun `--gpu-bind=closest` and 8 ranks a node"),
+    (
+        range(8),
+        8,
+        4,
+        "4 of 4 shard groups",
+        "group 0 (ranks 0 1 2 3) is in one node",
+        "two packages with a double link: give srun `--gpu-bind=closest`",
+    ),
+    (
+        (4, 2, 5, 3, 6, 0, 7, 1),
+        8,
+        2,
+        "8 of 8 shard",
+        "group 0 (ranks 0 1) is in two packages with",
+        "can be in one package: give srun `--gpu-bind=closest` and 8 ranks a node",
+    ),
     # groups over the edge of a node
-    (FRONTIER, 6, 4, "2 of 3 shard groups", "group 1 (ranks 4 5 6 7) is in 2 nodes",
-     "4 ranks can be in two packages with a double link: take a --group of 1, 2, 4 or 8"),
-    (None, 6, 4, "1 of 3 shard groups", "group 1 (ranks 4 5 6 7) is in 2 nodes",
-     "can be in one node: take a --group that divides the ranks of a node, or is a multiple"),
-]  # fmt: skip
+    (
+        FRONTIER,
+        6,
+        4,
+        "2 of 3 shard groups",
+        "group 1 (ranks 4 5 6 7) is in 2 nodes",
+        "4 ranks can be in two packages with a double link: take a --group of 1, 2, 4 or 8",
+    ),
+    (
+        None,
+        6,
+        4,
+        "1 of 3 shard groups",
+        "group 1 (ranks 4 5 6 7) is in 2 nodes",
+        "can be in one node: take a --group that divides the ranks of a node, or is a multiple",
+    ),
+]
 
 
 @pytest.mark.parametrize(("order", "ranks", "group", "count", "which", "advice"), FAR)
@@ -214,8 +246,14 @@ def test_the_command(flags, status, text):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del env[name]
     argv = flags.split() if "--device" in flags else ["--device", "cpu", *flags.split()]
-    done = subprocess.run([sys.executable, "mesh.py", *argv], cwd=ROOT, env=env, text=True,
-                          capture_output=True, timeout=120)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "mesh.py", *argv],
+        cwd=ROOT,
+        env=env,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
     assert done.returncode == status and "Traceback" not in done.stderr
     assert text in (done.stderr if status else done.stdout)
     if not status:

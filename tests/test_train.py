@@ -19,19 +19,51 @@ import data
 import train_fsdp
 from runtime.flags import batch_sizes, build_parser
 
-SMALL = ["--model", "tiny", "--img-size", "32", "--device", "cpu", "--workers", "0",
-         "--save-every", "none"]  # fmt: skip
+SMALL = [
+    "--model",
+    "tiny",
+    "--img-size",
+    "32",
+    "--device",
+    "cpu",
+    "--workers",
+    "0",
+    "--save-every",
+    "none",
+]
 
 START_KEYS = {
-    "versions", "world_size", "mesh", "params", "flops_per_image", "peak_flops_per_rank",
-    "hardware_flops_per_image", "sdpa", "peak_flops_source", "global_batch", "lr",
-}  # fmt: skip
+    "versions",
+    "world_size",
+    "mesh",
+    "params",
+    "flops_per_image",
+    "peak_flops_per_rank",
+    "hardware_flops_per_image",
+    "sdpa",
+    "peak_flops_source",
+    "global_batch",
+    "lr",
+}
 STEP_KEYS = {
-    "event", "step", "epoch", "loss", "grad_norm", "lr", "step_seconds", "data_seconds",
-    "images_per_second", "images_per_second_per_rank", "tflops_per_rank",
-    "hardware_tflops_per_rank", "mfu",
-    "peak_allocated_gib", "peak_reserved_gib", "alloc_retries", "bad_images",
-}  # fmt: skip
+    "event",
+    "step",
+    "epoch",
+    "loss",
+    "grad_norm",
+    "lr",
+    "step_seconds",
+    "data_seconds",
+    "images_per_second",
+    "images_per_second_per_rank",
+    "tflops_per_rank",
+    "hardware_tflops_per_rank",
+    "mfu",
+    "peak_allocated_gib",
+    "peak_reserved_gib",
+    "alloc_retries",
+    "bad_images",
+}
 END_KEYS = {"event", "reason", "steps", "images_per_second", "peak_allocated_gib"}
 
 
@@ -119,8 +151,14 @@ def test_errors_are_printed_by_rank_0_alone(tmp_path):
     ):
         for rank, lines in ranks.items():
             env = environment(rank, 3, free_port())
-            done = subprocess.run([sys.executable, "train_fsdp.py", *SMALL, *flags], cwd=ROOT,
-                                  env=env, capture_output=True, text=True, timeout=120)  # fmt: skip
+            done = subprocess.run(
+                [sys.executable, "train_fsdp.py", *SMALL, *flags],
+                cwd=ROOT,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
             assert done.returncode == 2
             assert len(done.stderr.splitlines()) == lines, done.stderr
             assert rank == 0 or not lines or done.stderr.endswith("(rank 2)\n")
@@ -155,15 +193,15 @@ def test_help_has_the_groups_of_the_data_flow():
     for heading, flags in {
         "model": "--model --img-size --mask-ratio --norm-pix-loss",
         "sharding": "--mode --group --fsdp --prefetch --forward-prefetch --limit-all-gathers "
-                    "--cpu-offload --bucket-cap-mb",
+        "--cpu-offload --bucket-cap-mb",
         "memory, speed": "--device --precision --reduce-dtype --ac --compile",
         "data": "--data --run --workers --stage-dir --max-bad --exact-decode",
         "optimisation": "--batch --global-batch --accum --blr --weight-decay --warmup-steps "
-                        "--steps --epochs --clip --max-skips --seed",
+        "--steps --epochs --clip --max-skips --seed",
         "output": "--out --log-every --save-every --async-save --keep --resume --allow-changes "
-                  "--timeout --profile",
+        "--timeout --profile",
         "plan": "--dry-run --world-size",
-    }.items():  # fmt: skip
+    }.items():
         found = re.findall(r"^  (--[a-z-]+)", in_group[heading], re.MULTILINE)
         assert found == flags.split(), heading
     for absent in ("--tp", "--tensorboard"):
@@ -199,8 +237,13 @@ def test_one_process_has_nothing_to_shard(monkeypatch):
     assert mode("--dry-run --world-size 1") == "ddp" != mode("--dry-run --world-size 2")
     assert mode("", RANK="0", WORLD_SIZE="2") == "hybrid"
     assert mode("", SLURM_STEP_ID="0", SLURM_NTASKS="2") == "hybrid"
-    for flags in ("--group 1", "--fsdp 1", "--prefetch none", "--forward-prefetch",
-                  "--fsdp 1 --no-limit-all-gathers"):  # fmt: skip
+    for flags in (
+        "--group 1",
+        "--fsdp 1",
+        "--prefetch none",
+        "--forward-prefetch",
+        "--fsdp 1 --no-limit-all-gathers",
+    ):
         assert mode(flags) == "hybrid", flags
     assert mode("--mode full_shard") == "full_shard"
 
@@ -291,8 +334,12 @@ def test_a_master_that_never_answers_is_one_sentence(tmp_path):
         port = deaf.getsockname()[1]
         done = subprocess.run(
             [sys.executable, "train_fsdp.py", *SMALL, "--timeout", "1", "--out", str(tmp_path)],
-            env=environment(1, 2, port), cwd=ROOT, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+            env=environment(1, 2, port),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
     assert done.returncode == 1
     expected = f"rank 1 of 2 has no answer from 127.0.0.1:{port}: rank 0 stands still, or the port"
     assert done.stderr.splitlines()[-1].startswith(f"train_fsdp.py: error: {expected}")
@@ -301,8 +348,9 @@ def test_a_master_that_never_answers_is_one_sentence(tmp_path):
 def test_run_syn_keeps_one_batch_and_run_io_builds_no_model(tmp_path, monkeypatch):
     seen = []
     step = train_fsdp.train_step
-    monkeypatch.setattr(train_fsdp, "train_step",
-                        lambda *a, **k: seen.append(a[4][0][0]) or step(*a, **k))  # fmt: skip
+    monkeypatch.setattr(
+        train_fsdp, "train_step", lambda *a, **k: seen.append(a[4][0][0]) or step(*a, **k)
+    )
     argv = [*SMALL, "--batch", "4", "--steps", "3", "--log-every", "1"]
     assert train_fsdp.main([*argv, "--run", "syn", "--out", str(tmp_path / "syn")]) == 0
     assert len(seen) == 3 and len({x.data_ptr() for x in seen}) == 1
@@ -395,15 +443,20 @@ def test_bad_steps_are_left_out_up_to_max_skips(tmp_path):
     assert [m == 0 for m in some.moved] == [s in (0, 2, 3, 6) for s in range(9)]  # 0: no earlier
     skips = events(tmp_path / "0", "skip")
     assert [(s["step"], s["what"], s["ranks"], s["in_a_row"]) for s in skips] == [
-        (3, "loss", [1], 1), (4, "loss", [1], 2), (7, "loss", [1], 1)]  # fmt: skip
+        (3, "loss", [1], 1),
+        (4, "loss", [1], 2),
+        (7, "loss", [1], 1),
+    ]
     local, accum = clean.start["batch"], clean.start["accum"]
     for skip in skips:  # of each accumulation step the second half is rank 1's
         starts = [(skip["step"] - 1) * batch + (2 * a + 1) * local for a in range(accum)]
         where = [start + i for start in starts for i in range(local)]
         assert skip["images"] == [files.path(orders[i // 192][i % 192]) for i in where]
     assert some.end["skipped"] == 3 and clean.end["skipped"] == 0
-    assert "warning: the loss is not finite at step 4 on rank 1, 2 bad steps in a row: not applied"\
-        in some.output  # fmt: skip
+    assert (
+        "warning: the loss is not finite at step 4 on rank 1, 2 bad steps in a row: not applied"
+        in some.output
+    )
     assert [s["step"] for s in some.steps if s["loss"] is None] == [4]  # JSON has no NaN
     assert math.isfinite(some.end["loss"])
 
@@ -422,9 +475,14 @@ def test_the_bytes_of_a_step_are_those_planned(tmp_path):
     base = changed(ARGV, steps="4")
     runs = [
         Run(changed(base, **flags), params=False)
-        for flags in ({"mode": "full_shard"}, {"mode": "ddp"}, {"mode": "no_shard", "fsdp": "1"},
-                      {"mode": "hybrid", "group": "2", "fsdp": "1"}, {"mode": "hybrid_grad_op"})
-    ]  # fmt: skip
+        for flags in (
+            {"mode": "full_shard"},
+            {"mode": "ddp"},
+            {"mode": "no_shard", "fsdp": "1"},
+            {"mode": "hybrid", "group": "2", "fsdp": "1"},
+            {"mode": "hybrid_grad_op"},
+        )
+    ]
     for result in run_ranks(4, runs, tmp_path, 240):
         planned, measured = result.start["planned"]["payload_bytes"], result.end["payload_bytes"]
         assert result.status == [0] * 4 and sum(planned.values()) > 1e5
@@ -447,8 +505,9 @@ def test_make_demo(tmp_path):
     if not (ROOT / ".venv" / "run.ok").exists():
         pytest.skip("no .venv here: make demo would install it (run the tests by make test)")
     out = tmp_path / "demo"
-    done = subprocess.run(["make", "demo", f"DEMO_OUT={out}"], cwd=ROOT, capture_output=True,
-                          text=True, timeout=600)  # fmt: skip
+    done = subprocess.run(
+        ["make", "demo", f"DEMO_OUT={out}"], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     start, steps, end = read_log(out / "log.jsonl")
     assert set(start) >= START_KEYS and all(set(s) == STEP_KEYS for s in steps)

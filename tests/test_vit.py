@@ -94,8 +94,9 @@ def test_patchify_takes_row_column_channel_order_and_back():
     assert patches.shape == (2, 4, 48)
     for patch, row, column, channel in ((0, 0, 0, 0), (1, 2, 3, 1), (2, 1, 0, 2), (3, 3, 3, 2)):
         y, x = (patch // 2) * 4 + row, (patch % 2) * 4 + column
-        assert torch.equal(patches[:, patch, (row * 4 + column) * 3 + channel],
-                           images[:, channel, y, x])  # fmt: skip
+        assert torch.equal(
+            patches[:, patch, (row * 4 + column) * 3 + channel], images[:, channel, y, x]
+        )
     assert torch.equal(vit.unpatchify(patches, 4), images)
 
 
@@ -228,10 +229,13 @@ def test_equal_to_transformers(norm_pix):
     mine = vit.ViTMAE(config, 224, norm_pix)
     theirs = transformers.ViTMAEForPreTraining(
         transformers.ViTMAEConfig(
-            num_hidden_layers=2, decoder_num_hidden_layers=2, norm_pix_loss=norm_pix,
-            layer_norm_eps=1e-6, attn_implementation="sdpa",
+            num_hidden_layers=2,
+            decoder_num_hidden_layers=2,
+            norm_pix_loss=norm_pix,
+            layer_norm_eps=1e-6,
+            attn_implementation="sdpa",
         )
-    )  # fmt: skip
+    )
     theirs.vit.embeddings.patch_embeddings.projection._is_hf_initialized = False
     theirs.vit.embeddings.position_embeddings._is_hf_initialized = False
     theirs.vit.embeddings.initialize_weights()  # else it leaves the positions at zero
@@ -262,10 +266,17 @@ def test_encoder_loads_into_timm(gated):
 
     mine = small(gated_mlp=gated)
     theirs = timm.models.VisionTransformer(
-        img_size=24, patch_size=4, embed_dim=48, depth=2, num_heads=4, mlp_ratio=2, num_classes=0,
-        global_pool="", act_layer=torch.nn.SiLU if gated else torch.nn.GELU,
+        img_size=24,
+        patch_size=4,
+        embed_dim=48,
+        depth=2,
+        num_heads=4,
+        mlp_ratio=2,
+        num_classes=0,
+        global_pool="",
+        act_layer=torch.nn.SiLU if gated else torch.nn.GELU,
         mlp_layer=timm.layers.SwiGLU if gated else timm.layers.Mlp,
-    ).eval()  # fmt: skip
+    ).eval()
     state = {k: v for k, v in mine.state_dict().items() if k in theirs.state_dict()}
     theirs.load_state_dict(state, strict=True)
     images = torch.randn(2, 3, 24, 24)
@@ -276,8 +287,11 @@ def test_encoder_loads_into_timm(gated):
 
 def test_state_names_are_those_of_the_release():
     names = set(vit.ViTMAE(replace(vit.MODELS["tiny"], depth=1, decoder_depth=1), 32).state_dict())
-    block = [f"{part}.{leaf}" for leaf in ("weight", "bias") for part in
-             ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")]  # fmt: skip
+    block = [
+        f"{part}.{leaf}"
+        for leaf in ("weight", "bias")
+        for part in ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+    ]
     expected = {"cls_token", "pos_embed", "mask_token", "decoder_pos_embed"}
     for stem in ("patch_embed.proj", "norm", "decoder_embed", "decoder_norm", "decoder_pred"):
         expected |= {f"{stem}.weight", f"{stem}.bias"}
@@ -290,8 +304,9 @@ def test_learns():
     """A few steps on one batch lower the loss well below what predicting zero gives."""
     model = vit.ViTMAE(vit.MODELS["tiny"], 32)
     ramp = np.linspace(-1, 1, 32)
-    images = torch.tensor(np.stack([np.add.outer(a * ramp, b * ramp) for a in (1, -2)
-                                    for b in (1, 3)])).float()  # fmt: skip
+    images = torch.tensor(
+        np.stack([np.add.outer(a * ramp, b * ramp) for a in (1, -2) for b in (1, 3)])
+    ).float()
     images = images[:, None].expand(-1, 3, -1, -1) + torch.tensor([0, 0.5, 1]).view(3, 1, 1)
     noise = torch.rand(4, 16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

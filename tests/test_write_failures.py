@@ -175,10 +175,14 @@ def test_what_a_killed_process_left_is_no_reason_not_to_save(results):
 def test_a_disk_that_is_full(tmpfs, tmp_path):
     """The kernel says so. What was written of the new checkpoint does not stay in the way."""
     argv = changed(ARGV, keep="1")
-    failed, resumed = run_ranks(2, [
-        Run(argv, params=False, to=str(tmpfs)),
-        Run(changed(argv, save_every="100"), params=False, to=str(tmpfs)),
-    ], tmp_path / "ranks")  # fmt: skip
+    failed, resumed = run_ranks(
+        2,
+        [
+            Run(argv, params=False, to=str(tmpfs)),
+            Run(changed(argv, save_every="100"), params=False, to=str(tmpfs)),
+        ],
+        tmp_path / "ranks",
+    )
     assert failed.status == [1, 1]
     (told,) = warnings(failed.output)
     assert "step 4 was not saved" in told and "[Errno 28] No space left on device" in told
@@ -216,8 +220,12 @@ def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path, tmpfs, cap
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o555)
     subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
-    for folder, reason in ((closed, "Permission denied"), (closed / "new", "Permission denied"),
-                           (tmpfs, "Read-only"), (tmpfs / "new", "Read-only")):  # fmt: skip
+    for folder, reason in (
+        (closed, "Permission denied"),
+        (closed / "new", "Permission denied"),
+        (tmpfs, "Read-only"),
+        (tmpfs / "new", "Read-only"),
+    ):
         with bound_by_permissions() if folder != tmpfs else contextlib.nullcontext():
             assert train_fsdp.main([*ARGV, "--out", str(folder)]) == 2
         printed = capsys.readouterr()

@@ -44,10 +44,18 @@ def planned(
     config = vit.MODELS[model]
     side = 16 if model == "base" else 18  # 257 or 325 tokens
     return plan.estimate(
-        config, img_size=side * config.patch, mask_ratio=0, encoder_only=True, mode=mode,
-        group=group, fsdp=1, world_size=8 * nodes, local_batch=32, ac="full",
+        config,
+        img_size=side * config.patch,
+        mask_ratio=0,
+        encoder_only=True,
+        mode=mode,
+        group=group,
+        fsdp=1,
+        world_size=8 * nodes,
+        local_batch=32,
+        ac="full",
         measured_ips=measured_ips,
-    )  # fmt: skip
+    )
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -70,8 +78,17 @@ def memory_cells() -> list[Cell]:
             continue
         found = planned(r["model"], r["mode"], whole(r["group"]), whole(r["nodes"]) or 1)
         gib = found.peak_gib if r["kind"] == "max_allocated" else found.peak_active_gib
-        cells.append(Cell(r["model"], r["mode"], whole(r["group"]), whole(r["nodes"]), r["kind"],
-                          float(r["gib"]), gib))  # fmt: skip
+        cells.append(
+            Cell(
+                r["model"],
+                r["mode"],
+                whole(r["group"]),
+                whole(r["nodes"]),
+                r["kind"],
+                float(r["gib"]),
+                gib,
+            )
+        )
     return cells
 
 
@@ -87,8 +104,17 @@ def speed_cells(measured: bool) -> list[Cell]:
     for r in table:
         given = first[r["model"], r["fsdp_mode_name"]] if measured else None
         found = planned(r["model"], r["mode"], whole(r["group"]), int(r["nodes"]), given)
-        cells.append(Cell(r["model"], r["mode"], whole(r["group"]), whole(r["nodes"]), "img/s",
-                          float(r["images_per_second"]), found.images_per_second))  # fmt: skip
+        cells.append(
+            Cell(
+                r["model"],
+                r["mode"],
+                whole(r["group"]),
+                whole(r["nodes"]),
+                "img/s",
+                float(r["images_per_second"]),
+                found.images_per_second,
+            )
+        )
     return cells
 
 
@@ -111,16 +137,22 @@ def main() -> int:
             f"\n{title}\nmodel mode         group nodes kind           published   planned  error"
         )
         for c in cells:
-            print(f"{c.model:5} {c.mode:12} {c.group or '':5} {c.nodes or '':5} {c.kind:13}"
-                  f"{c.published:11.2f}{c.planned:10.2f}{c.error:+7.1%}")  # fmt: skip
+            print(
+                f"{c.model:5} {c.mode:12} {c.group or '':5} {c.nodes or '':5} {c.kind:13}"
+                f"{c.published:11.2f}{c.planned:10.2f}{c.error:+7.1%}"
+            )
         for name, part in (
             ("max_allocated", [c for c in cells if c.kind == "max_allocated"]),
             ("peak_active", [c for c in cells if c.kind == "peak_active"]),
-            ("predicted, up to 16 nodes", [c for c in cells if c.kind == "img/s" and predicted(c)
-                                           and (c.nodes or 1) <= 16]),
-            ("predicted, 32 to 128 nodes", [c for c in cells if c.kind == "img/s"
-                                            and (c.nodes or 1) > 16]),
-        ):  # fmt: skip
+            (
+                "predicted, up to 16 nodes",
+                [c for c in cells if c.kind == "img/s" and predicted(c) and (c.nodes or 1) <= 16],
+            ),
+            (
+                "predicted, 32 to 128 nodes",
+                [c for c in cells if c.kind == "img/s" and (c.nodes or 1) > 16],
+            ),
+        ):
             if part:
                 errors = [abs(c.error) for c in part]
                 print(f"{name}: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")

@@ -24,9 +24,11 @@ def main(folder: Path) -> None:
         groups[size] = of
         lines[size] = mesh.topology(ranks, CPU, (16 // size, size), os.environ)
     told = {
-        "node": os.environ["SLURMD_NODENAME"], "gcd": int(os.environ["ROCR_VISIBLE_DEVICES"]),
-        "groups": groups, "lines": lines,
-    }  # fmt: skip
+        "node": os.environ["SLURMD_NODENAME"],
+        "gcd": int(os.environ["ROCR_VISIBLE_DEVICES"]),
+        "groups": groups,
+        "lines": lines,
+    }
     (folder / f"{ranks.rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
 

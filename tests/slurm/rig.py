@@ -67,9 +67,14 @@ class Rig:
             shutil.chown(self.root, self.as_user)
             command = ["runuser", "-u", self.as_user, "--", "/usr/bin/python3", *command[1:]]
         self.server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, env=clean_environment(), start_new_session=True,  # Ctrl-C is for the test
-        )  # fmt: skip
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=clean_environment(),
+            start_new_session=True,  # Ctrl-C is for the test
+        )
         assert self.server.stdout
         if not self.server.stdout.readline().startswith("Slurm is up"):
             text = self.server.communicate("")[0]
@@ -81,21 +86,32 @@ class Rig:
         left = processes(self.root) or (self.root.exists() and self.root)
         assert not left, f"left over: {left}"
 
-    def run(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None,
-            seconds: float = 30) -> str:  # fmt: skip
+    def run(
+        self,
+        *command: str,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        seconds: float = 30,
+    ) -> str:
         """What a command that talks to this Slurm prints; RuntimeError if it fails."""
         if self.as_user:
             command = ("runuser", "-u", self.as_user, "--", *command)
         done = subprocess.run(
-            command, env=self.environ | dict(env or {}), cwd=cwd, capture_output=True, text=True,
-            timeout=seconds, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            command,
+            env=self.environ | dict(env or {}),
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            stdin=subprocess.DEVNULL,
+        )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.returncode}\n{done.stderr}")
         return done.stdout
 
-    def sbatch(self, *args: str, env: Mapping[str, str] | None = None,
-               cwd: Path | None = None) -> int:  # fmt: skip
+    def sbatch(
+        self, *args: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> int:
         """Submit; the number of the job."""
         return int(self.run("sbatch", "--parsable", *args, env=env, cwd=cwd))
 
@@ -186,9 +202,13 @@ def write_files(root: Path, nodes: int) -> None:
     names = f"frontier[00001-{nodes:05d}]" if nodes > 1 else node_name(1)
     ports = f"[{port + 1}-{port + nodes}]" if nodes > 1 else str(port + 1)
     values = {
-        "ROOT": str(root), "HOST": socket.gethostname().split(".")[0], "USER": getpass.getuser(),
-        "PORT": str(port), "NODES": names, "PORTS": ports,
-    }  # fmt: skip
+        "ROOT": str(root),
+        "HOST": socket.gethostname().split(".")[0],
+        "USER": getpass.getuser(),
+        "PORT": str(port),
+        "NODES": names,
+        "PORTS": ports,
+    }
     for name in ("slurm.conf", "gres.conf"):
         text = (HERE / name).read_text()
         (root / name).write_text(re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], text))
