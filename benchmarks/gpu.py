@@ -30,9 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
 
 import mesh  # noqa: E402
-import plan  # noqa: E402
 import train_fsdp  # noqa: E402
 import vit  # noqa: E402
+from planner import estimate  # noqa: E402
 from planner.machines import MACHINES  # noqa: E402
 from runtime import agreement, assemble, step_profile  # noqa: E402
 
@@ -90,9 +90,9 @@ def cases(models: Sequence[str]) -> Iterator[Row]:
                 yield Row(model, compiled, ac)
 
 
-def planned(model: str, ac: str, img_size: int, batch: int, memory_gib: float) -> plan.Plan:
+def planned(model: str, ac: str, img_size: int, batch: int, memory_gib: float) -> estimate.Plan:
     """The plan of such a case on this GPU."""
-    return plan.estimate(
+    return estimate.estimate(
         vit.MODELS[model],
         img_size=img_size,
         mask_ratio=0.75,
@@ -110,7 +110,7 @@ def planned(model: str, ac: str, img_size: int, batch: int, memory_gib: float) -
 def largest_batch(model: str, ac: str, img_size: int, memory_gib: float, most: int) -> int:
     """The largest power of two that fits by the plan, at most `most`; 0 if none does."""
     run = planned(model, ac, img_size, 1, memory_gib).run
-    fits = min(plan.max_local_batch(run, MACHINES["dgx-h200"], memory_gib), most)
+    fits = min(estimate.max_local_batch(run, MACHINES["dgx-h200"], memory_gib), most)
     return 1 << (fits.bit_length() - 1) if fits else 0
 
 

@@ -31,11 +31,11 @@ sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != R
 
 import data  # noqa: E402
 import mesh  # noqa: E402
-import plan  # noqa: E402
 import shard  # noqa: E402
 import train_fsdp  # noqa: E402
 import vit  # noqa: E402
 from benchmarks import peers  # noqa: E402
+from planner import estimate  # noqa: E402
 from runtime import agreement, assemble, comm_counter  # noqa: E402
 
 OURS, PEER = ("ddp", "full_shard", "hybrid"), "transformers"
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     counted[c.kind] += c.size
             theory = "as plan.py says"
             if name != PEER:
-                told = plan.estimate(
+                told = estimate.estimate(
                     config,
                     img_size=args.img_size,
                     mask_ratio=0.75,

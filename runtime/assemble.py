@@ -16,7 +16,7 @@ from runtime import cpu_kernels
 from runtime.flags import DTYPES, STEPS
 from runtime.log import versions
 
-# What plan.estimate wants to know, under the names of the flags.
+# What planner.estimate wants to know, under the names of the flags.
 PLANNED_FLAGS = (
     "img_size",
     "mask_ratio",
@@ -156,10 +156,10 @@ def planned(
     `flags` are those of train_fsdp.py, completed.
     """
     try:
-        import plan
+        from planner import estimate
 
         settings = {name: flags[name] for name in PLANNED_FLAGS}
-        return plan.estimate(config, **settings, local_batch=flags["batch"]).json()
+        return estimate.estimate(config, **settings, local_batch=flags["batch"]).json()
     except Exception as error:  # an estimate decides nothing: no run ends for want of it
         warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
         return None

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import train_fsdp
 import vit
-from planner import dry_run, memory
+from planner import dry_run, estimate, memory
 
 TINY = ["--model", "tiny", "--img-size", "32", "--batch", "2", "--device", "cpu", "--workers", "0"]
 
@@ -317,11 +317,11 @@ def with_a_plan(monkeypatch) -> list:
     """Put a plan.py of made-up numbers in place; returns what it will be asked."""
     asked = []
 
-    def estimate(config, **settings):
+    def made_up(config, **settings):
         asked.append((config, settings))
         return types.SimpleNamespace(json=lambda: PLAN)
 
-    monkeypatch.setitem(sys.modules, "plan", types.SimpleNamespace(estimate=estimate))
+    monkeypatch.setattr(estimate, "estimate", made_up)
     return asked
 
 

@@ -72,9 +72,9 @@ def bug_in_topology():
 
 
 def planner_bug():
-    import plan
+    from planner import estimate
 
-    error_in(plan, "estimate", ZeroDivisionError("a bug"))
+    error_in(estimate, "estimate", ZeroDivisionError("a bug"))
 
 
 def no_folder():

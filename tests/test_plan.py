@@ -27,7 +27,7 @@ import plan
 import shard
 import train_fsdp
 import vit
-from planner import dry_run, machines, memory
+from planner import dry_run, estimate, machines, memory, traffic
 from runtime import agreement, flags
 
 sys.path.append(str(ROOT / "examples" / "published"))
@@ -155,9 +155,9 @@ def measure_traffic() -> list:
     return found
 
 
-def planned(config: vit.ViTConfig, world: int, **case) -> plan.Plan:
+def planned(config: vit.ViTConfig, world: int, **case) -> estimate.Plan:
     defaults = {"group": None, "fsdp": 2, "img_size": 32, "mask_ratio": 0.75, "local_batch": 2}
-    return plan.estimate(config, world_size=world, **defaults | case)
+    return estimate.estimate(config, world_size=world, **defaults | case)
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_traffic_is_exactly_that_of_a_real_run(world, tmp_path):
     by_rank = on_ranks(world, measure_traffic, tmp_path, 900)
     for i, (config, case) in enumerate(cases):
         expected: collections.Counter = collections.Counter()
-        for c in memory.collectives(planned(config, world, **case).run):
+        for c in traffic.collectives(planned(config, world, **case).run):
             expected[c.kind, c.payload] += c.count
         for seen in (found[i] for found in by_rank):
             assert seen == expected, case
@@ -218,8 +218,8 @@ def tracked_gib(config: vit.ViTConfig, world: int, mode: str, group: int | None,
 
 def live_gib(config: vit.ViTConfig, world: int, mode: str, group: int | None, ac: str) -> float:
     """The same by the plan: no optimizer, no workspace, and heads unpadded as on a CPU."""
-    machine = replace(plan.MACHINES["frontier"], workspace_gib=0.0, head_multiple=1)
-    found = plan.estimate(
+    machine = replace(machines.MACHINES["frontier"], workspace_gib=0.0, head_multiple=1)
+    found = estimate.estimate(
         config,
         img_size=224,
         mask_ratio=0.75,
@@ -310,7 +310,7 @@ def test_memory_of_one_rank_is_that_of_the_tracker(precision, ac):
                 loss, _, _ = model(data.normalize(images), 0.75, noise)
             loss.backward()
         seen = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
-    machine = replace(plan.MACHINES["frontier"], workspace_gib=0.0, head_multiple=1)
+    machine = replace(machines.MACHINES["frontier"], workspace_gib=0.0, head_multiple=1)
     found = planned(config, 1, mode="ddp", ac=ac, precision=precision, machine=machine, **world)
     live = max(m.total - m.bytes["optimizer"] for m in found.moments)
     assert live == pytest.approx(seen, rel=0.03)
@@ -345,7 +345,7 @@ def test_a_block_keeps_what_the_plan_counts(config, dtype):
 def test_ddp_holds_all_states_and_zero1_its_share():
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    numel = sum(u.numel for u in memory.model_units(CONFIG, False))
+    numel = sum(u.numel for u in traffic.model_units(CONFIG, False))
     ddp = planned(CONFIG, 4, mode="ddp").peak.bytes
     assert (ddp["parameters"], ddp["gradients"], ddp["optimizer"]) == (4 * numel,) * 2 + (
         8 * numel,
@@ -377,9 +377,9 @@ def test_published_memory():
 
 
 def test_statements_of_the_published_page():
-    def found(model: str, mode: str, group: int | None, world: int = 64) -> plan.Plan:
+    def found(model: str, mode: str, group: int | None, world: int = 64) -> estimate.Plan:
         config = vit.MODELS[model]
-        return plan.estimate(
+        return estimate.estimate(
             config,
             img_size=252,
             mask_ratio=0,
@@ -433,16 +433,16 @@ def test_full_shard_over_the_machine_is_no_tie_where_it_collapsed():
         ("3b", 64),
         ("3b", 128),
     ):
-        plans = plan.compare(check.planned(model, "full_shard", None, nodes))
+        plans = estimate.compare(check.planned(model, "full_shard", None, nodes))
         best = plans[0]
         tied = [p.run.mode for p in plans if p.images_per_second > 0.95 * best.images_per_second]
         assert "full_shard" not in tied, model
         (full,) = [p for p in plans if p.run.mode == "full_shard"]
-        assert "slower: exposed communication" in plan.reason(full, best)
+        assert "slower: exposed communication" in estimate.reason(full, best)
 
 
 def test_a_ring_splits_its_bytes_by_the_placement_of_ranks():
-    frontier = plan.MACHINES["frontier"]
+    frontier = machines.MACHINES["frontier"]
     for world, ranks, stride, links in (
         (16, 2, 1, (1, 0, 0)),
         (16, 4, 1, (1 / 2, 1 / 2, 0)),
@@ -583,9 +583,9 @@ def test_what_training_refuses_the_plan_refuses_and_so_with_defaults(command, mo
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "SLURM_STEPID"):
         monkeypatch.delenv(name, raising=False)
     planned_with = []
-    estimate = plan.estimate
+    original = estimate.estimate
     monkeypatch.setattr(
-        plan, "estimate", lambda config, **k: planned_with.append(k) or estimate(config, **k)
+        estimate, "estimate", lambda config, **k: planned_with.append(k) or original(config, **k)
     )
     monkeypatch.setattr(dry_run, "simulate", lambda *a: None)
     for world in (1, 8):
@@ -607,7 +607,9 @@ def test_what_training_refuses_the_plan_refuses_and_so_with_defaults(command, mo
 
 def test_links_of_a_ring_are_those_counted_rank_by_rank():
     for package, node in ((1, 8), (2, 8), (1, 1), (4, 4), (3, 6), (2, 12)):
-        machine = replace(plan.MACHINES["frontier"], ranks_per_package=package, ranks_per_node=node)
+        machine = replace(
+            machines.MACHINES["frontier"], ranks_per_package=package, ranks_per_node=node
+        )
         for ranks, stride, blocks in itertools.product((2, 3, 4, 8), (1, 2, 3, 8, 24), (1, 2, 5)):
             block = ranks * stride
             counts = [0, 0, 0]
@@ -644,7 +646,7 @@ def test_nonsense_gets_a_sentence(argv, sentence, capsys):
 def test_machine_files(tmp_path, capsys):
     path, good = tmp_path / "mine.json", json.loads(machines.example_file())
     path.write_text(json.dumps(good))
-    assert machines.read_machine(str(path)) == plan.MACHINES["frontier"]
+    assert machines.read_machine(str(path)) == machines.MACHINES["frontier"]
     needed = {k: good[k] for k in [*good][:9]}
     path.write_text(json.dumps(needed))
     assert machines.read_machine(str(path)).hop_seconds == machines.Machine.hop_seconds

@@ -24,8 +24,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 from ranks import environment, on_ranks
 
-import plan
 import sweep
+import vit
+from planner import estimate
 from runtime import flags
 from sweeps import attempts, bottleneck, drawing, figures, results, studies
 
@@ -148,8 +149,8 @@ def test_the_studies_are_what_the_paper_varied():
     too_large = [p for p in scaling if p["model"] == "15b" and p["mode"] in ("ddp", "no_shard")]
     assert too_large and all(by[p["id"]]["verdict"] == "NO" for p in too_large)
     point = next(p for p in scaling if p["model"] == "15b" and p.get("group") == "8")
-    same = plan.estimate(
-        plan.vit.MODELS["15b"],
+    same = estimate.estimate(
+        vit.MODELS["15b"],
         img_size=224,
         mask_ratio=0.75,
         mode="hybrid",
@@ -879,8 +880,8 @@ def test_the_plan_lies_over_them_with_its_error(drawn):
     errors = [abs(planned[x] / told[x] - 1) for x in told]
     expected = f"{statistics.median(errors):6.1%} in the median, {max(errors):6.1%} at worst"
     assert f"speed    3b    full_shard     off by {expected}, 8 points" in said
-    one = plan.estimate(
-        plan.vit.MODELS["3b"],
+    one = estimate.estimate(
+        vit.MODELS["3b"],
         img_size=252,
         mask_ratio=0,
         encoder_only=True,

@@ -13,8 +13,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 
-import plan  # noqa: E402
 import vit  # noqa: E402
+from planner import estimate  # noqa: E402
 
 FITTED = ("base", "3b")  # models the constants come from; their speed on 1 to 8 nodes only
 
@@ -39,11 +39,11 @@ class Cell:
 
 def planned(
     model: str, mode: str, group: int | None, nodes: int, measured_ips: float | None = None
-) -> plan.Plan:
+) -> estimate.Plan:
     """The plan of what was probably run (README.md)."""
     config = vit.MODELS[model]
     side = 16 if model == "base" else 18  # 257 or 325 tokens
-    return plan.estimate(
+    return estimate.estimate(
         config,
         img_size=side * config.patch,
         mask_ratio=0,
