@@ -67,9 +67,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
-FORMAT = 2  # of the folder; raised when older code could not read it. 1: no checksum of FACTS
-FACTS = "checkpoint.json"
-FACTS_LIMIT = 2**22  # bytes: enough for 80,000 ranks, and little memory for whatever they hold
+FORMAT = 2  # of the folder; raised when older code could not read it. 1: no checksum of MANIFEST
+MANIFEST = "checkpoint.json"
+MANIFEST_LIMIT = 2**22  # bytes: enough for 80,000 ranks, and little memory for whatever they hold
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -81,18 +81,18 @@ class Damaged(ValueError):
 # Model and optimizer as named tensors
 
 
-def _plain_name(name: str) -> str:
+def _unwrapped_name(name: str) -> str:
     """The name that a parameter or buffer had before it was wrapped."""
     wrappers = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module")
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer itself; within ZeRO-1's the one that updates this rank's parameters."""
     return getattr(optimizer, "optim", optimizer)
 
 
-def _make_states(
+def _create_adamw_state(
     optimizer: torch.optim.Optimizer, moment: Callable[[Tensor], Tensor] = torch.zeros_like
 ) -> None:
     """Give AdamW the states it lacks before its first step.
@@ -112,7 +112,7 @@ def _make_states(
 
 def _zero1_states(model: nn.Module, inner: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The states of the parameters that this rank updates."""
-    names = {p: _plain_name(n) for n, p in model.named_parameters()}
+    names = {p: _unwrapped_name(n) for n, p in model.named_parameters()}
     return {
         f"state.{names[p]}.{leaf}": value
         for group in inner.param_groups
@@ -128,9 +128,9 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     Collective.
     """
     tensors: dict[str, Any] = {f"model.{n}": t for n, t in get_model_state_dict(model).items()}
-    inner = _inner(optimizer)
+    inner = _local_optimizer(optimizer)
     if isinstance(inner, torch.optim.AdamW):
-        _make_states(inner)
+        _create_adamw_state(inner)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         states: dict[str, Any] = dict(_zero1_states(model, inner))
     else:
@@ -138,7 +138,7 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return tensors | {f"optim.{n}": t for n, t in states.items() if n.startswith("state.")}
 
 
-def _put_back(
+def _restore_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
 ) -> None:
     """Give model and optimizer what was loaded into their `named_tensors`. Collective."""
@@ -157,7 +157,7 @@ def _put_back(
 # Writing
 
 
-def _sum(path: Path) -> tuple[int, int]:
+def _size_and_crc(path: Path) -> tuple[int, int]:
     """Size and CRC-32 of a file; the next block is read while one is summed."""
     size = crc = turn = 0
     with _open(path) as file, ThreadPoolExecutor(1) as reader:
@@ -230,10 +230,11 @@ class _Writer(FileSystemWriter):
     a full disk on one of them fails the save on all.
     """
 
-    def __init__(self, folder: Path, step: int, facts: dict[str, Any], keep: int) -> None:
+    def __init__(self, folder: Path, step: int, run_state: dict[str, Any], keep: int) -> None:
         self.out, self.final = folder, folder / f"step_{step:08d}"
         self.temporary = folder / f".step_{step:08d}.writing"
-        self.facts, self.keep = facts, keep
+        self.manifest = run_state | {"format": FORMAT, "step": step}
+        self.keep = keep
         super().__init__(self.temporary, sync_files=True)
         self.fs: Any = _Files()
 
@@ -245,7 +246,7 @@ class _Writer(FileSystemWriter):
         try:
             future = super().write_data(plan, planner)
         except RuntimeError as error:
-            raise _first_cause(error) from None
+            raise _root_cause(error) from None
         finally:
             set_crc32_options(twice)
         for name, sums in self.fs.sums.items():
@@ -259,13 +260,13 @@ class _Writer(FileSystemWriter):
             files[path.stem] = json.loads(path.read_text())
             path.unlink()
         files[".metadata"] = self.fs.sums[".metadata.tmp"]
-        facts = json.loads(json.dumps(self.facts | {"files": files}))
-        facts["checksum"] = _checksum(facts)
-        _write_durably(self.temporary / FACTS, json.dumps(facts, indent=1))
+        manifest = json.loads(json.dumps(self.manifest | {"files": files}))
+        manifest["checksum"] = _checksum(manifest)
+        _write_durably(self.temporary / MANIFEST, json.dumps(manifest, indent=1))
         _sync_folder(self.temporary)
         gone = []
         if self.final.exists():  # the same step saved again
-            gone.append(_set_aside(self.final))
+            gone.append(_rename_for_removal(self.final))
         try:
             self.temporary.rename(self.final)
         except OSError:
@@ -274,13 +275,13 @@ class _Writer(FileSystemWriter):
             raise
         _write_durably(self.out / "latest", self.final.name + "\n")
         with suppress(OSError):
-            older = [p for p in complete(self.out) if step_of(p) <= self.facts["step"]]
-            gone += [_set_aside(old) for old in older[: -self.keep]]
+            older = [p for p in list_checkpoints(self.out) if step_of(p) <= self.manifest["step"]]
+            gone += [_rename_for_removal(old) for old in older[: -self.keep]]
         for path in gone:
             _remove(path)
 
 
-def _first_cause(error: Exception) -> Exception:
+def _root_cause(error: Exception) -> Exception:
     """What torch.save met first: ending its file on a full disk, it fails again."""
     first: BaseException = error
     while first.__context__:
@@ -288,9 +289,9 @@ def _first_cause(error: Exception) -> Exception:
     return first if isinstance(first, OSError) else error
 
 
-def _checksum(facts: dict[str, Any]) -> int:
-    """The CRC-32 of all facts but the checksum itself."""
-    rest = {key: value for key, value in facts.items() if key != "checksum"}
+def _checksum(manifest: dict[str, Any]) -> int:
+    """Return the CRC-32 of a manifest without its own checksum."""
+    rest = {key: value for key, value in manifest.items() if key != "checksum"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
@@ -300,17 +301,17 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    facts: dict[str, Any],
+    run_state: dict[str, Any],
     keep: int = 2,
     group: dist.ProcessGroup | None = None,
 ) -> str | None:
     """Write `folder`/step_XXXXXXXX from all ranks and name it in `latest`; keep the newest `keep`.
 
-    `facts` (JSON) is kept beside the tensors. `group` coordinates: one of gloo, so that nothing is
-    gathered in a GPU's memory. Returns None, or on every rank the same sentence why it could not be
-    written; then the older checkpoints are as they were. Collective.
+    `run_state` (JSON) is stored in the manifest. `group` coordinates: one of gloo, so that
+    nothing is gathered in GPU memory. Returns None, or on every rank the same sentence why it
+    could not be written; then the older checkpoints are as they were. Collective.
     """
-    writer = _Writer(Path(folder), step, facts | {"format": FORMAT, "step": step}, keep)
+    writer = _Writer(Path(folder), step, run_state, keep)
     return _write(named_tensors(model, optimizer), writer, group)
 
 
@@ -319,7 +320,7 @@ def _write(
 ) -> str | None:
     first = dist.get_rank() == 0
     if first:
-        _clear(writer.out)  # what a killed process left
+        _remove_partial_saves(writer.out)  # what a killed process left
     dist.barrier(group)  # nobody writes before that
     try:
         for name, tensor in tensors.items():  # in the order of their indices: so they are read
@@ -328,13 +329,13 @@ def _write(
         dcp.save(tensors, storage_writer=writer, process_group=group)
     except (Exception, CheckpointException) as error:  # the latter, no Exception, has all ranks'
         if first:
-            _clear(writer.out)
+            _remove_partial_saves(writer.out)
         failures = getattr(error, "failures", {0: (error,)})
-        return _sentence(writer.facts["step"], {r: f[0] for r, f in failures.items()})
+        return _failure_message(writer.manifest["step"], {r: f[0] for r, f in failures.items()})
     return None
 
 
-def _sentence(step: int, errors: dict[int, BaseException]) -> str:
+def _failure_message(step: int, errors: dict[int, BaseException]) -> str:
     reasons = sorted(f"{type(e).__name__}: {e} (rank {r})" for r, e in errors.items())
     return f"step {step} was not saved: {'; '.join(reasons)}"
 
@@ -364,7 +365,7 @@ class Saver:
         self.failures = 0  # in a row
         self.step = self.saved = 0  # of the newest attempt; of the newest that is on disk
 
-    def save(self, step: int, facts: dict[str, Any], wait: bool = True) -> list[str]:
+    def save(self, step: int, run_state: dict[str, Any], wait: bool = True) -> list[str]:
         """As the function `save`; `wait` for its end, in the background too. Collective.
 
         Returns a sentence for each save that turned out to have failed: this one and, in the
@@ -374,10 +375,10 @@ class Saver:
         if self.failures == 2 and not wait:
             return problems  # enough
         self.step = step
-        writer = _Writer(self.folder, step, facts | {"format": FORMAT, "step": step}, self.keep)
+        writer = _Writer(self.folder, step, run_state, self.keep)
         tensors = named_tensors(self.model, self.optimizer)
         if self.thread is None:
-            return problems + self._ended(_write(tensors, writer, self.group))
+            return problems + self._record(_write(tensors, writer, self.group))
         errors: list[Exception | None] = [None] * dist.get_world_size()
         mine = None
         try:
@@ -386,23 +387,23 @@ class Saver:
             mine = error
         dist.all_gather_object(errors, mine, group=self.group)
         if any(errors):
-            problem = _sentence(step, {r: e for r, e in enumerate(errors) if e})
-            return problems + self._ended(problem)
+            problem = _failure_message(step, {r: e for r, e in enumerate(errors) if e})
+            return problems + self._record(problem)
         self.pending = self.thread.submit(_write, tensors, writer, self.group)
         return problems + (self.finish() if wait else [])
 
     def finish(self) -> list[str]:
         """Wait for the save that is under way, if one is; as `save`. Collective."""
         pending, self.pending = self.pending, None
-        return self._ended(pending.result()) if pending else []
+        return self._record(pending.result()) if pending else []
 
-    def _ended(self, problem: str | None) -> list[str]:
+    def _record(self, problem: str | None) -> list[str]:
         self.failures = self.failures + 1 if problem else 0
         self.saved = self.saved if problem else self.step
         return [problem] if problem else []
 
 
-def _set_aside(checkpoint: Path) -> Path:
+def _rename_for_removal(checkpoint: Path) -> Path:
     """Rename what is to be removed: a kill meanwhile must not leave half of it under its name."""
     aside = checkpoint.with_name(f".{checkpoint.name}.removed")
     _remove(aside)
@@ -415,7 +416,7 @@ def _remove(folder: Path) -> None:
         folder.unlink() if folder.is_symlink() else shutil.rmtree(folder, ignore_errors=True)
 
 
-def _clear(folder: Path) -> None:
+def _remove_partial_saves(folder: Path) -> None:
     """Remove what a kill left: no reason to fail, or to hang."""
     with suppress(OSError):
         for left in folder.glob(".step_*"):
@@ -428,7 +429,7 @@ def _clear(folder: Path) -> None:
 
 
 # What DCP's own .metadata is made of. Everything else in a pickle is refused, unexecuted.
-_PLAIN = {
+_ALLOWED_GLOBALS = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath"},
     "torch": {"Size"},
@@ -447,14 +448,14 @@ _PLAIN = {
 }
 
 
-class _PlainUnpickler(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name in _PLAIN.get(module, ()):
+        if name in _ALLOWED_GLOBALS.get(module, ()):
             return super().find_class(module, name)
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype) and not name.startswith(("q", "bits")):  # no numbers
             return found
-        raise Damaged(f".metadata names {module}.{name}, which no checkpoint of ours does")
+        raise Damaged(f".metadata contains {module}.{name}, which this code never writes: refused")
 
 
 # Size of an opcode's argument, or of the length before it. Those that DCP never needs are absent:
@@ -474,7 +475,7 @@ def _check_pickle(file: Any) -> None:
         if not opcode:
             raise EOFError
         if opcode not in _ARGUMENTS:
-            raise Damaged(f".metadata has an opcode {opcode!r}, which no checkpoint of ours has")
+            raise Damaged(f".metadata has an opcode {opcode!r}, which this code never writes")
         size = _ARGUMENTS[opcode]
         if size < 0:
             size = int.from_bytes(file.read(_LENGTHS[size]), "little")
@@ -488,7 +489,7 @@ def _check_pickle(file: Any) -> None:
 def _open(path: Path, buffering: int = 0) -> Any:
     """A regular file of a checkpoint: a pipe would be waited for, a link lead elsewhere."""
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise Damaged(f"{path.parent}: {path.name} is no regular file")
+        raise Damaged(f"{path.parent}: {path.name} is not a regular file")
     return path.open("rb", buffering)
 
 
@@ -524,7 +525,7 @@ class _Reader(FileSystemReader):
         entry: Any = self.known.state_dict_metadata[item.storage_index.fqn]
         sizes = next(c.sizes for c in entry.chunks if c.offsets == item.storage_index.offset)
         dtype, lengths = entry.properties.dtype, tuple(item.lengths)
-        values = _find_values(file, self.storage_data[item.storage_index], sizes, dtype)
+        values = _values_offset(file, self.storage_data[item.storage_index], sizes, dtype)
         rows_above = item.storage_offsets[0] if sizes else 0
         begin = values + rows_above * math.prod(sizes[1:]) * dtype.itemsize
         rows, straight = target, target.device.type == "cpu" and target.dtype == dtype
@@ -545,7 +546,7 @@ class _Reader(FileSystemReader):
             os.posix_fadvise(file.fileno(), begin, rows.nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def _find_values(file: io.FileIO, place: Any, sizes: Sequence[int], dtype: torch.dtype) -> int:
+def _values_offset(file: io.FileIO, place: Any, sizes: Sequence[int], dtype: torch.dtype) -> int:
     """Where the values of a saved part begin, in the archive by torch.save that lies in a file.
 
     Nothing of the archive is executed. Damaged where it has not just these, uncompressed.
@@ -575,44 +576,46 @@ def _find_values(file: io.FileIO, place: Any, sizes: Sequence[int], dtype: torch
 def read_metadata(folder: Path) -> Metadata:
     """DCP's index of a checkpoint, read without executing anything.
 
-    Damaged unless it names whole tensors, and for each part a place in a file that the facts list.
+    Damaged unless it names whole tensors and, for each part, a place in a file of the manifest.
     """
-    files = read_facts(folder)["files"]
+    files = read_manifest(folder)["files"]
     try:
         with _open(folder / ".metadata", -1) as file:
             _check_pickle(file)
             file.seek(0)
-            metadata = _PlainUnpickler(file).load()
+            metadata = _RestrictedUnpickler(file).load()
         tensors, places = metadata.state_dict_metadata, metadata.storage_data
         if not (isinstance(tensors, dict) and isinstance(places, dict)):
             raise Damaged(".metadata holds no tables")
         room = sum(size for size, _ in files.values())
         for name, entry in tensors.items():
             if not isinstance(entry, TensorStorageMetadata):
-                raise Damaged(f"{name} is no tensor but a pickled object")
+                raise Damaged(f"{name} is not a tensor but a pickled object")
             # Python's own arithmetic, which does not overflow: what is read here is believed later.
             values = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if values != math.prod(entry.size):
                 raise Damaged(f"{name} has {values} of {math.prod(entry.size)} values")
             if _overlap(entry.chunks):  # then as many values are missing elsewhere
-                raise Damaged(f"{name} has a part that lies over another")
+                raise Damaged(f"{name} has overlapping parts")
             for chunk in entry.chunks:
                 ends = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
                 if any(not 0 <= start <= start + n <= size for start, n, size in ends):
-                    raise Damaged(f"{name} has a part that lies outside of it")
+                    raise Damaged(f"{name} has a part outside its shape")
                 index = MetadataIndex(name, chunk.offsets)
                 place = places[index].relative_path if index in places else "no file"
                 if not re.fullmatch(r"__\d+_\d+\.distcp", place) or place not in files:
-                    raise Damaged(f"{name} lies in {place}, which is no file of this checkpoint")
+                    raise Damaged(f"{name} has no valid file in this checkpoint ({place})")
                 start, length = places[index].offset, places[index].length
                 needed = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
                 if not 0 <= start <= start + length <= files[place][0] or needed > length:
-                    raise Damaged(f"{name} does not fit where it should lie in {place}")
+                    raise Damaged(f"{name} does not fit at its position in {place}")
                 if getattr(places[index], "transform_descriptors", None):
-                    raise Damaged(f"{name} is compressed or the like, which ours never are")
+                    raise Damaged(
+                        f"{name} is compressed or transformed, which this code never does"
+                    )
                 room -= needed
         if room < 0:
-            raise Damaged(f"{-room} more bytes of tensors than its files have")
+            raise Damaged(f"the tensors need {-room} bytes more than the files contain")
     except OSError:
         raise
     except Damaged as error:
@@ -636,17 +639,17 @@ def _overlap(chunks: Sequence[Any]) -> bool:
     return False
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
-    """The facts of a complete checkpoint; Damaged where one of them is not sound."""
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read and validate the manifest of a checkpoint; Damaged where a field is not valid."""
     try:
-        with _open(folder / FACTS) as file:
-            text = file.read(FACTS_LIMIT + 1)
-        facts = json.loads(text.decode() if len(text) <= FACTS_LIMIT else "")
-        version, step, files = facts["format"], facts["step"], facts["files"]
+        with _open(folder / MANIFEST) as file:
+            text = file.read(MANIFEST_LIMIT + 1)
+        manifest = json.loads(text.decode() if len(text) <= MANIFEST_LIMIT else "")
+        version, step, files = manifest["format"], manifest["step"], manifest["files"]
         if version not in (1, FORMAT):
             raise Damaged(f"{folder} has format {version}, this code reads {FORMAT}")
-        if version > 1 and facts.pop("checksum") != _checksum(facts):
-            raise Damaged(f"{folder}: checksum mismatch in {FACTS}")
+        if version > 1 and manifest.pop("checksum") != _checksum(manifest):
+            raise Damaged(f"{folder}: checksum mismatch in {MANIFEST}")
         numbers = [step, *(number for pair in files.values() for number in pair)]
         if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or step >= 10**12:
             raise ValueError("not numbers")
@@ -654,29 +657,29 @@ def read_facts(folder: Path) -> dict[str, Any]:
             raise ValueError("no index")  # it would be read unchecked
         for name in files:
             if not re.fullmatch(r"\.metadata|__[0-9]+_[0-9]+\.distcp", name):
-                raise Damaged(f"{folder}: {FACTS} names {name!r}, which no checkpoint of ours has")
+                raise Damaged(f"{folder}: {MANIFEST} names {name!r}, which this code never writes")
         if re.fullmatch(r"step_[0-9]{8,}", folder.name) and step != step_of(folder):
-            raise Damaged(f"{folder}: {FACTS} is of step {step}")
+            raise Damaged(f"{folder}: {MANIFEST} belongs to step {step}")
     except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(f"{folder} is no checkpoint: it has no {FACTS}") from None
+        raise Damaged(f"{folder} is not a checkpoint: it contains no {MANIFEST}") from None
     except (Damaged, OSError):
         raise
     except Exception as error:
-        raise Damaged(f"{folder}: {FACTS} is not readable ({type(error).__name__})") from None
-    return facts
+        raise Damaged(f"{folder}: {MANIFEST} is not readable ({type(error).__name__})") from None
+    return manifest
 
 
 def check(folder: Path, part: int = 0, parts: int = 1) -> tuple[dict[str, Any], Metadata]:
-    """Facts and index of a checkpoint; Damaged where every `parts`-th file is not what they say."""
-    facts = read_facts(folder)
-    shards = sorted(facts["files"].keys() - {".metadata"})[part::parts]
+    """Manifest and index of a checkpoint; Damaged where every `parts`-th file is not as listed."""
+    manifest = read_manifest(folder)
+    shards = sorted(manifest["files"].keys() - {".metadata"})[part::parts]
     for name in (".metadata", *shards):
-        size, crc = facts["files"][name]
+        size, crc = manifest["files"][name]
         with _open(folder / name) as file:
             found = os.fstat(file.fileno()).st_size
         if found != size:
             raise Damaged(f"{folder}: {name} has {found} bytes, not {size}")
-        if _sum(folder / name) != (size, crc):
+        if _size_and_crc(folder / name) != (size, crc):
             raise Damaged(f"{folder}: checksum mismatch in {name}")
     metadata = read_metadata(folder)
     entries: dict[str, Any] = metadata.state_dict_metadata
@@ -687,8 +690,8 @@ def check(folder: Path, part: int = 0, parts: int = 1) -> tuple[dict[str, Any], 
                 place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
                 if place.relative_path in opened:
                     file = opened[place.relative_path]
-                    _find_values(file, place, chunk.sizes, entry.properties.dtype)
-    return facts, metadata
+                    _values_offset(file, place, chunk.sizes, entry.properties.dtype)
+    return manifest, metadata
 
 
 def step_of(folder: Path) -> int:
@@ -696,7 +699,7 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-def complete(folder: str | Path) -> list[Path]:
+def list_checkpoints(folder: str | Path) -> list[Path]:
     """The checkpoints in a folder, by step: those that were renamed, damaged or not.
 
     OSError where the folder cannot be listed: that does not mean that there are none.
@@ -716,27 +719,29 @@ def load(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint into a sharded model and its optimizer; returns its facts. Collective.
+    """Load a checkpoint into a sharded model and its optimizer; returns its manifest. Collective.
 
     Everything is checked first, the checksums by all ranks in turns: Damaged or OSError, the same
     on all ranks, leaves model and optimizer as they were. Where reading fails after that, by
     OSError or RuntimeError, they hold a part of it: to be loaded again, or thrown away.
     """
     folder = Path(folder)
-    wanted = _shapes(model)
+    wanted = _expected_shapes(model)
     found: tuple[dict[str, Any], Metadata] | None = None
     problem: Exception | None = None
     try:
         found = check(folder, dist.get_rank(), dist.get_world_size())
-        _compare(folder, wanted, found[1])
+        _check_names_and_shapes(folder, wanted, found[1])
     except (Damaged, OSError) as error:
         problem = error
     problems: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem, group=group)
     _raise_first(folder, dict(enumerate(problems)))
     assert found
-    facts, metadata = found
-    _make_states(_inner(optimizer), torch.empty_like)  # all of it is about to be overwritten
+    manifest, metadata = found
+    _create_adamw_state(
+        _local_optimizer(optimizer), torch.empty_like
+    )  # all of it is about to be overwritten
     tensors = named_tensors(model, optimizer)
     states = (t for name, t in tensors.items() if name.startswith("optim.") and t.ndim)
     once = all(_is_sharded(tensor) for tensor in states)
@@ -745,8 +750,8 @@ def load(
     except CheckpointException as error:
         _raise_first(folder, {rank: wrapped[0] for rank, wrapped in error.failures.items()})
         raise RuntimeError(f"{folder} could not be loaded: {error.failures}") from None
-    _put_back(model, optimizer, tensors)
-    return facts
+    _restore_state(model, optimizer, tensors)
+    return manifest
 
 
 def _raise_first(folder: Path, problems: Mapping[int, BaseException | None]) -> None:
@@ -767,18 +772,20 @@ def _is_sharded(tensor: Tensor) -> bool:
     return all(size == 1 or placement.is_shard() for size, placement in dims)
 
 
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def _expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The names and whole shapes of all that `named_tensors` gives for AdamW. Collective."""
     whole: dict[str, Any] = dict(get_model_state_dict(model))
     shapes = {f"model.{name}": tuple(tensor.shape) for name, tensor in whole.items()}
-    for name in whole.keys() - {_plain_name(n) for n, _ in model.named_buffers()}:
+    for name in whole.keys() - {_unwrapped_name(n) for n, _ in model.named_buffers()}:
         shapes[f"optim.state.{name}.step"] = ()
         for leaf in ("exp_avg", "exp_avg_sq"):
             shapes[f"optim.state.{name}.{leaf}"] = shapes[f"model.{name}"]
     return shapes
 
 
-def _compare(folder: Path, wanted: dict[str, tuple[int, ...]], metadata: Metadata) -> None:
+def _check_names_and_shapes(
+    folder: Path, wanted: dict[str, tuple[int, ...]], metadata: Metadata
+) -> None:
     """Names and whole shapes must be the model's: nothing missing, nothing more; else Damaged."""
     entries: dict[str, Any] = metadata.state_dict_metadata
     found = {name: tuple(entry.size) for name, entry in entries.items()}
@@ -786,7 +793,7 @@ def _compare(folder: Path, wanted: dict[str, tuple[int, ...]], metadata: Metadat
         if name not in found:
             raise Damaged(f"{folder} has no {name}")
         if name not in wanted:
-            raise Damaged(f"{folder} has {name}, which this model has not")
+            raise Damaged(f"{folder} has {name}, which this model does not have")
         if found[name] != wanted[name]:
             raise Damaged(f"{folder}: {name} has shape {found[name]}, not {wanted[name]}")
 
@@ -795,19 +802,21 @@ def _compare(folder: Path, wanted: dict[str, tuple[int, ...]], metadata: Metadat
 # On a login node: no GPU, no ranks
 
 
-def listing(folder: str) -> list[str]:
+def ls(folder: str) -> list[str]:
     """A line for each checkpoint of a folder: step, bytes, files, how it was trained."""
     lines = []
-    for path in complete(folder):
+    for path in list_checkpoints(folder):
         try:
-            facts = read_facts(path)
+            manifest = read_manifest(path)
         except (Damaged, OSError) as error:
             lines.append(f"{path.name}  unreadable: {error}")
             continue
-        size = sum(size for size, _ in facts["files"].values())
-        flags = facts["flags"] if isinstance(facts.get("flags"), dict) else {}
+        size = sum(size for size, _ in manifest["files"].values())
+        flags = manifest["flags"] if isinstance(manifest.get("flags"), dict) else {}
         how = " ".join(str(flags[k]) for k in ("model", "mode", "world_size") if k in flags)
-        lines.append(f"{path.name}  {size / 2**30:8.3f} GiB  {len(facts['files']):5} files  {how}")
+        lines.append(
+            f"{path.name}  {size / 2**30:8.3f} GiB  {len(manifest['files']):5} files  {how}"
+        )
     return lines
 
 
@@ -841,16 +850,16 @@ def consolidate(folder: str | Path, out: str | Path) -> int:
     try:
         new.unlink(missing_ok=True)  # which may be a link, or a pipe
         with new.open("xb") as file:  # before minutes of reading
-            facts, metadata = check(folder)
+            manifest, metadata = check(folder)
             names = [n for n in metadata.state_dict_metadata if n.startswith("model.")]
             whole = _read_whole(folder, metadata, names)
             model = {n.removeprefix("model."): t for n, t in whole.items()}
-            torch.save({"model": model, "step": facts["step"]}, file)
+            torch.save({"model": model, "step": manifest["step"]}, file)
             file.flush()
             os.fsync(file.fileno())
         new.replace(out)
     except (OSError, RuntimeError) as error:
-        if isinstance(cause := _first_cause(error), OSError):
+        if isinstance(cause := _root_cause(error), OSError):
             raise OSError(f"{out} was not written: {cause}") from None
         raise
     finally:
@@ -881,7 +890,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{args.out} is a folder: give the file to write")
     try:
         if args.command == "ls":
-            print("\n".join(listing(args.dir)) or f"no checkpoint in {args.dir}")
+            print("\n".join(ls(args.dir)) or f"no checkpoint in {args.dir}")
         elif args.command == "verify":
             print(f"{args.dir} is complete: {verify(args.dir)} tensors")
         else:

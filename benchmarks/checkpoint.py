@@ -187,7 +187,7 @@ def write(args: argparse.Namespace, folder: Path, turn: int) -> dict[str, Any]:
     saved, written = [], []
 
     def save() -> None:
-        problem = checkpoint.save(str(folder), 1, model, optimizer, facts={})
+        problem = checkpoint.save(str(folder), 1, model, optimizer, run_state={})
         if problem:
             raise RuntimeError(problem)
 

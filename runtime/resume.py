@@ -28,7 +28,7 @@ def candidates(what: str, out: str, say: Callable[[str], None]) -> list[Path]:
 
     ValueError where `out` must not hold any and does, OSError where it cannot be listed.
     """
-    found = _on_rank0(partial(_patiently, partial(checkpoint.complete, out), say))[::-1]
+    found = _on_rank0(partial(_patiently, partial(checkpoint.list_checkpoints, out), say))[::-1]
     if what == "none" and found:
         raise ValueError(f"{out} holds checkpoints of another run: use another --out")
     return found if what in ("auto", "none") else [Path(what)]
@@ -110,7 +110,7 @@ def _patiently(work: Callable[[], T], say: Callable[[str], None]) -> T:
 def _read_facts(path: Path) -> dict[str, Any]:
     """A checkpoint's facts with those that `Saves` gave; Damaged where they are not sound."""
     facts: dict[str, Any] = {"flags": {}, "in_a_row": 0, "scaler": None}
-    facts |= checkpoint.read_facts(path)
+    facts |= checkpoint.read_manifest(path)
     flags, scaler, in_a_row = facts["flags"], facts["scaler"] or {}, facts["in_a_row"]
     sound = {
         "flags": isinstance(flags, dict),
@@ -120,7 +120,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
         "in_a_row": type(in_a_row) is int and 0 <= in_a_row <= facts["step"],
     }
     for name in (name for name, good in sound.items() if not good):
-        raise checkpoint.Damaged(f"{path}: {checkpoint.FACTS} has no sound {name!r}")
+        raise checkpoint.Damaged(f"{path}: {checkpoint.MANIFEST} has no sound {name!r}")
     return facts
 
 
@@ -148,7 +148,7 @@ def _move_aside(out: str, begin: Path, step: int) -> str | None:
     """
     further = [
         path
-        for path in checkpoint.complete(out)
+        for path in checkpoint.list_checkpoints(out)
         if checkpoint.step_of(path) >= step and not (begin.exists() and path.samefile(begin))
     ]
     if not further:

@@ -27,7 +27,7 @@ import mesh  # noqa: E402
 from runtime import resume  # noqa: E402
 
 FLAGS = {"model": "tiny", "seed": 0, "blr": 1e-3, "clip": None, "out": "a", "steps": 10}
-FACTS = {
+RUN_STATE = {
     "flags": FLAGS,
     "in_a_row": 1,
     "scaler": {
@@ -56,7 +56,7 @@ def flips(out: Path, seed: int, seconds: float, at_most: int = 10**9) -> tuple[C
     model(torch.ones(1, 16)).sum().backward()
     optimizer.step()
     expected = values(model, optimizer)
-    assert checkpoint.save(str(out), 4, model, optimizer, facts=FACTS) is None
+    assert checkpoint.save(str(out), 4, model, optimizer, run_state=RUN_STATE) is None
     folder = out / "step_00000004"
     files = [*sorted(folder.iterdir()), out / "latest"]
     other, its = small()
@@ -77,10 +77,16 @@ def flips(out: Path, seed: int, seconds: float, at_most: int = 10**9) -> tuple[C
                 tensor.fill_(float("nan"))
         what = f"bit {bit} of {path.name}"
         try:
-            paths = checkpoint.complete(out)[::-1]
-            facts = resume.resume(paths, True, str(out), load, scaler, FLAGS, False, lambda _: None)
+            paths = checkpoint.list_checkpoints(out)[::-1]
+            run_state = resume.resume(
+                paths, True, str(out), load, scaler, FLAGS, False, lambda _: None
+            )
             same = all(torch.equal(t, expected[n]) for n, t in values(other, its).items())
-            if not same or {key: facts[key] for key in FACTS} != FACTS or facts["step"] != 4:
+            if (
+                not same
+                or {key: run_state[key] for key in RUN_STATE} != RUN_STATE
+                or run_state["step"] != 4
+            ):
                 problems.append(f"{what}: another state was loaded")
             found[path.name, "harmless"] += 1
         except OSError as error:

@@ -124,7 +124,7 @@ def one_round(out: Path, choose: random.Random, report: Report, pipe_seconds: fl
     behind = choose.choice([[], ["--async-save"]])
     command = [sys.executable, "train_fsdp.py", *ARGV, "--mode", *mode.split(), *behind]
     begin = len(all_steps(out))
-    known, port = bool(checkpoint.complete(out)), free_port()
+    known, port = bool(checkpoint.list_checkpoints(out)), free_port()
     path = out / "output.txt"
     with open(path if pipe_seconds is None else closing_pipe(path, pipe_seconds), "ab") as output:
         ranks = [
@@ -163,7 +163,7 @@ def one_round(out: Path, choose: random.Random, report: Report, pipe_seconds: fl
             report.problems.append(f"{what}: processes left: {left}")
             os.killpg(p.pid, signal.SIGKILL)
         p.wait()
-    found = checkpoint.complete(out)
+    found = checkpoint.list_checkpoints(out)
     if not known <= len(found) <= 3:
         report.problems.append(f"{what}: {len(found)} checkpoints")
     for path in found:
@@ -181,7 +181,7 @@ def kill(rounds: int, seed: int, out: Path) -> Report:
     pipes = random.Random(seed)  # of its own: `choose` makes the rounds of a seed
     for report.rounds in range(1, rounds + 1):
         one_round(out, choose, report, pipes.uniform(0, 20) if report.rounds % 2 else None)
-        names = [p.name for p in checkpoint.complete(out)]
+        names = [p.name for p in checkpoint.list_checkpoints(out)]
         print(f"round {report.rounds}: {names} {report.problems[known:] or ''}", flush=True)
         known = len(report.problems)
     answers: dict[int, list[float]] = {}

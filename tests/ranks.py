@@ -377,7 +377,7 @@ FAULTS: dict[str, Callable] = {
     "written": failing("_Writer", "write_data", after=True),
     "fsync": failing("os", "fsync"),
     "metadata": failing("pickle", "dump"),
-    "facts": failing("", "_write_durably", lambda path, *_: path.name == "checkpoint.json"),
+    "manifest": failing("", "_write_durably", lambda path, *_: path.name == "checkpoint.json"),
     "rename": failing("Path", "rename", lambda path, *_: path.name.endswith(".writing")),
     "latest": failing("", "_write_durably", lambda path, *_: path.name == "latest"),
     "list": failing("Path", "glob", lambda path, pattern: pattern == ".step_*"),
@@ -411,7 +411,7 @@ def one_run(job: dict[str, Any], rank: int) -> None:
         return write_data(self, plan, planner)
 
     def write_with_fault(tensors, writer, group):
-        folder, step = writer.out, writer.facts["step"]
+        folder, step = writer.out, writer.manifest["step"]
         wrong = next(attempts) in job["fault_saves"] and job["fault_rank"] in (-1, rank)
         fault = FAULTS[job["fault"]](folder, step) if wrong else contextlib.nullcontext()
         dist.barrier()  # what is wrong with the folder is so for all

@@ -129,7 +129,7 @@ def write_rows(numbers: list[int]) -> dict:
         group = 2 if "hybrid" in mode else None
         model, optimizer = build(mode, fsdp, group, ac=("none", "full")[i % 2])
         train(model, optimizer, range(2))
-        problem = checkpoint.save(str(out / str(i)), 2, model, optimizer, facts={"row": i})
+        problem = checkpoint.save(str(out / str(i)), 2, model, optimizer, run_state={"row": i})
         values = full_parameters(model)
         found[i] = (problem, train(model, optimizer, range(2, 4)), values)
     dist.destroy_process_group()
@@ -145,9 +145,9 @@ def read_in_every_row() -> dict:
             group = None if "hybrid" not in mode else 2 if world % 4 == 0 else (1, world)[turn % 2]
             # the row's own checkpoint: activation checkpointing the other way round
             model, optimizer = build(mode, fsdp, group, seed=9, ac=("full", "none")[i % 2])
-            facts = checkpoint.load(out / str(source) / "step_00000002", model, optimizer)
+            manifest = checkpoint.load(out / str(source) / "step_00000002", model, optimizer)
             losses = train(model, optimizer, range(2, 4))
-            found[i, source] = (facts["row"], facts["step"], losses)
+            found[i, source] = (manifest["row"], manifest["step"], losses)
     dist.destroy_process_group()
     return found
 
@@ -271,7 +271,7 @@ def test_ls_and_verify(full_shard_of_four, tmp_path, capsys):
     for step in (2, 4, 6):
         source = folder / str(FULL_SHARD) / "step_00000002"
         copied = shutil.copytree(source, tmp_path / f"step_{step:08d}")
-        edit_facts(copied, lambda facts, step=step: facts.update(step=step))
+        edit_manifest(copied, lambda manifest, step=step: manifest.update(step=step))
     (tmp_path / ".step_00000008.writing").mkdir()
     (tmp_path / "step_00000004" / "checkpoint.json").unlink()
     flip(tmp_path / "step_00000006" / "__1_0.distcp")
@@ -282,7 +282,10 @@ def test_ls_and_verify(full_shard_of_four, tmp_path, capsys):
 
     assert checkpoint.main(["verify", str(tmp_path / "step_00000002")]) == 0
     assert "is complete" in capsys.readouterr().out
-    for step, sentence in ((4, "has no checkpoint.json"), (6, "checksum mismatch in __1_0.distcp")):
+    for step, sentence in (
+        (4, "contains no checkpoint.json"),
+        (6, "checksum mismatch in __1_0.distcp"),
+    ):
         damaged = tmp_path / f"step_{step:08d}"
         assert checkpoint.main(["verify", str(damaged)]) == 1
         printed = capsys.readouterr()
@@ -322,7 +325,7 @@ def good(tmp_path_factory):
     mesh.init_ranks(mesh.read_ranks({}), CPU)
     model, optimizer = build("full_shard")
     train(model, optimizer, range(2))
-    assert checkpoint.save(str(folder), 2, model, optimizer, facts={}) is None
+    assert checkpoint.save(str(folder), 2, model, optimizer, run_state={}) is None
     dist.destroy_process_group()
     return folder / "step_00000002"
 
@@ -348,36 +351,36 @@ def change(folder: Path, old: str, new: str) -> None:
     (folder / "checkpoint.json").write_text(text.replace(old, new))
 
 
-def edit_facts(folder: Path, edit) -> None:
-    facts = json.loads((folder / "checkpoint.json").read_text())
-    edit(facts)
-    write_facts(folder, json.dumps(facts))
+def edit_manifest(folder: Path, edit) -> None:
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    edit(manifest)
+    write_manifest(folder, json.dumps(manifest))
 
 
-def write_facts(folder: Path, text: str) -> None:
+def write_manifest(folder: Path, text: str) -> None:
     """Facts with the checksum that they ought to have, so that only a later check can help."""
-    with suppress(ValueError, RecursionError, AttributeError):  # where they are no facts at all
-        facts = json.loads(text)
-        text = json.dumps(facts | {"checksum": checkpoint._checksum(facts)})
+    with suppress(ValueError, RecursionError, AttributeError):  # where they are no manifest
+        manifest = json.loads(text)
+        text = json.dumps(manifest | {"checksum": checkpoint._checksum(manifest)})
     (folder / "checkpoint.json").write_text(text)
 
 
-def fix_sums(folder: Path, *names: str) -> None:
+def fix_checksums(folder: Path, *names: str) -> None:
     """Let checkpoint.json say of these files what they are, so that only a later check can help."""
 
-    def fix(facts):
+    def fix(manifest):
         for name in names:
             content = (folder / name).read_bytes()
-            facts["files"][name] = [len(content), zlib.crc32(content)]
+            manifest["files"][name] = [len(content), zlib.crc32(content)]
 
-    edit_facts(folder, fix)
+    edit_manifest(folder, fix)
 
 
 def edit_metadata(folder: Path, edit) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata = edit(metadata) or metadata
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    fix_sums(folder, ".metadata")
+    fix_checksums(folder, ".metadata")
 
 
 def save_other(folder: Path, config=CONFIG, more=None) -> None:
@@ -387,7 +390,7 @@ def save_other(folder: Path, config=CONFIG, more=None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         tensors = checkpoint.named_tensors
         patch.setattr(checkpoint, "named_tensors", lambda m, o: tensors(m, o) | (more or {}))
-        assert checkpoint.save(str(folder.parent), 2, model, optimizer, facts={}) is None
+        assert checkpoint.save(str(folder.parent), 2, model, optimizer, run_state={}) is None
 
 
 class Malicious:
@@ -406,12 +409,12 @@ def truncate(folder: Path, name: str = SHARD) -> None:
 
 def truncated_metadata(folder: Path) -> None:
     truncate(folder, ".metadata")
-    fix_sums(folder, ".metadata")
+    fix_checksums(folder, ".metadata")
 
 
 def hostile_pickle(folder: Path, function, *args) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(Malicious(function, *args)))
-    fix_sums(folder, ".metadata")
+    fix_checksums(folder, ".metadata")
 
 
 def hostile_within(folder: Path) -> None:
@@ -430,7 +433,7 @@ def dotted_pickle(folder: Path) -> None:
     word = b"\x8c" + bytes([len(command)]) + command
     code = b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93" + word + b"\x85R."
     (folder / ".metadata").write_bytes(code)
-    fix_sums(folder, ".metadata")
+    fix_checksums(folder, ".metadata")
 
 
 def out_of_the_folder(folder: Path, name: str) -> None:
@@ -446,7 +449,7 @@ def out_of_the_folder(folder: Path, name: str) -> None:
 def named_file(folder: Path, name: str) -> None:
     content = Path(folder, name).read_bytes()
     entry = [len(content), zlib.crc32(content)]
-    edit_facts(folder, lambda facts: facts["files"].update({name: entry}))
+    edit_manifest(folder, lambda manifest: manifest["files"].update({name: entry}))
 
 
 def linked(folder: Path) -> None:
@@ -461,12 +464,12 @@ def missing_chunk(folder: Path) -> None:
 def unlisted(folder: Path) -> None:
     """A shard that .metadata needs is neither there nor in checkpoint.json."""
     (folder / SHARD).unlink()
-    edit_facts(folder, lambda facts: facts["files"].pop(SHARD))
+    edit_manifest(folder, lambda manifest: manifest["files"].pop(SHARD))
 
 
 def unlisted_link(folder: Path) -> None:
     linked(folder)
-    edit_facts(folder, lambda facts: facts["files"].pop(SHARD))
+    edit_manifest(folder, lambda manifest: manifest["files"].pop(SHARD))
 
 
 def no_place(folder: Path) -> None:
@@ -485,7 +488,7 @@ def garbage_in_the_shard(folder: Path) -> None:
     """Right sums of a wrong content: what lies in the shard is no tensor."""
     size = (folder / SHARD).stat().st_size
     (folder / SHARD).write_bytes(b"x" * size)
-    fix_sums(folder, SHARD)
+    fix_checksums(folder, SHARD)
 
 
 def pickle_in_the_shard(folder: Path) -> None:
@@ -497,7 +500,7 @@ def pickle_in_the_shard(folder: Path) -> None:
     place = next(p for k, p in metadata.storage_data.items() if k.fqn == "model.norm.weight")
     evil = buffer.getvalue()
     (folder / SHARD).write_bytes(bytes(content) + evil)
-    fix_sums(folder, SHARD)
+    fix_checksums(folder, SHARD)
 
     def edit(metadata):
         for key, p in metadata.storage_data.items():
@@ -512,51 +515,51 @@ DEEPER, SHALLOWER = replace(CONFIG, depth=4), replace(CONFIG, depth=2)
 ILL = {
     "shard truncated": (truncate, r"__0_0\.distcp has \d+ bytes, not \d+"),
     "shard flipped": (lambda f: flip(f / SHARD), r"checksum mismatch in __0_0\.distcp"),
-    "shard linked": (linked, r"__0_0\.distcp is no regular file"),
-    "no facts": (lambda f: (f / "checkpoint.json").unlink(), r"it has no checkpoint\.json"),
-    "facts not JSON": (
+    "shard linked": (linked, r"__0_0\.distcp is not a regular file"),
+    "no manifest": (lambda f: (f / "checkpoint.json").unlink(), r"it contains no checkpoint\.json"),
+    "manifest not JSON": (
         lambda f: (f / "checkpoint.json").write_text("{"),
         r"checkpoint\.json is not readable",
     ),
-    "facts a list": (
+    "manifest a list": (
         lambda f: (f / "checkpoint.json").write_text("[1]"),
         r"checkpoint\.json is not readable",
     ),
-    "facts not UTF-8": (
+    "manifest not UTF-8": (
         lambda f: (f / "checkpoint.json").write_bytes(b"\xff\xfe\x00"),
         r"checkpoint\.json is not readable",
     ),
     "format 99": (
-        lambda f: edit_facts(f, lambda x: x.update(format=99)),
+        lambda f: edit_manifest(f, lambda x: x.update(format=99)),
         r"has format 99, this code reads 2",
     ),
-    "files without sums": (
-        lambda f: edit_facts(f, lambda x: x["files"].update({SHARD: 7})),
+    "files without checksums": (
+        lambda f: edit_manifest(f, lambda x: x["files"].update({SHARD: 7})),
         r"checkpoint\.json",
     ),
     "file of /etc": (
         lambda f: named_file(f, "../../../../../../../../../../etc/passwd"),
-        r"names '\S+/etc/passwd', which no",
+        r"names '\S+/etc/passwd'",
     ),
-    "file with a path": (lambda f: named_file(f, "/etc/passwd"), r"names '/etc/passwd', which no"),
+    "file with a path": (lambda f: named_file(f, "/etc/passwd"), r"names '/etc/passwd'"),
     "shard unlisted": (unlisted, r"__0_0\.distcp"),
     "shard unlisted and linked": (unlisted_link, r"__0_0\.distcp"),
     "metadata changed": (lambda f: flip(f / ".metadata"), r"checksum mismatch in \.metadata"),
     "metadata truncated": (truncated_metadata, r"\.metadata is not readable"),
     "metadata os.system": (
         lambda f: hostile_pickle(f, os.system, f"touch {f.parent}/marker"),
-        r"\.metadata names posix\.system, which no checkpoint of ours does",
+        r"\.metadata contains posix\.system",
     ),
     "metadata eval": (
         lambda f: hostile_pickle(f, eval, f"open('{f.parent}/marker', 'w')"),
-        r"\.metadata names builtins\.eval",
+        r"\.metadata contains builtins\.eval",
     ),
     "metadata touch": (
         lambda f: hostile_pickle(f, Path.touch, f.parent / "marker"),
-        r"\.metadata names builtins\.getattr|names pathlib",
+        r"\.metadata contains builtins\.getattr|contains pathlib",
     ),
-    "metadata within": (hostile_within, r"\.metadata names posix\.system"),
-    "metadata dotted": (dotted_pickle, r"\.metadata names torch\.os\.system"),
+    "metadata within": (hostile_within, r"\.metadata contains posix\.system"),
+    "metadata dotted": (dotted_pickle, r"\.metadata contains torch\.os\.system"),
     "metadata a list": (lambda f: edit_metadata(f, lambda m: [1]), r"\.metadata is not readable"),
     "metadata of lists": (
         lambda f: edit_metadata(f, lambda m: replace(m, state_dict_metadata=[])),
@@ -568,21 +571,24 @@ ILL = {
         ),
         r"model\.norm",
     ),
-    "place above": (lambda f: out_of_the_folder(f, "../x"), r"lies in \.\./x, which"),
-    "place at a root": (lambda f: out_of_the_folder(f, f"{f.parent}/x"), r"which is no file"),
+    "place above": (
+        lambda f: out_of_the_folder(f, "../x"),
+        r"no valid file in this checkpoint \(\.\./x",
+    ),
+    "place at a root": (lambda f: out_of_the_folder(f, f"{f.parent}/x"), r"no valid file"),
     "no place": (no_place, r"model\.norm\.weight"),
     "chunk missing": (missing_chunk, r"model\.norm\.weight"),
     "extra key": (
         lambda f: save_other(f, DEEPER),
-        r"has \S*blocks\.3\.\S+, which this model has not",
+        r"has \S*blocks\.3\.\S+, which this model does not have",
     ),
     "extra state": (
         lambda f: save_other(f, more={"optim.state.cls_token.sum": torch.ones(1)}),
-        r"has optim\.state\.cls_token\.sum, which this model has not",
+        r"has optim\.state\.cls_token\.sum, which this model does not have",
     ),
     "extra kind": (
         lambda f: save_other(f, more={"ema.cls_token": torch.ones(1)}),
-        r"has ema\.cls_token, which this model has not",
+        r"has ema\.cls_token, which this model does not have",
     ),
     "missing key": (lambda f: save_other(f, SHALLOWER), r"has no model\.blocks\.2\."),
     "wrong shape": (
@@ -591,11 +597,14 @@ ILL = {
     ),
     "garbage in the shard": (garbage_in_the_shard, r"no plain tensor lies at byte \d+ of __0_0"),
     "pickle in the shard": (pickle_in_the_shard, r"no plain tensor lies at byte \d+ of __0_0"),
-    "of another step": (lambda f: edit_facts(f, lambda x: x.update(step=3)), r"is of step 3"),
+    "of another step": (
+        lambda f: edit_manifest(f, lambda x: x.update(step=3)),
+        r"belongs to step 3",
+    ),
     "step changed": (lambda f: change(f, '"step": 2', '"step": 3'), r"mismatch in checkpoint"),
     "an object": (
         lambda f: save_other(f, more={"model.note": "text"}),
-        r"model\.note is no tensor but a pickled object",
+        r"model\.note is not a tensor but a pickled object",
     ),
 }
 
@@ -605,8 +614,8 @@ def test_the_good_one_loads(good, single):
     model, optimizer = build("full_shard", seed=9)
     before = full_parameters(model)
     edit_metadata(good, lambda m: None)
-    facts = checkpoint.load(good, model, optimizer)
-    assert facts["step"] == 2
+    manifest = checkpoint.load(good, model, optimizer)
+    assert manifest["step"] == 2
     assert any(not torch.equal(v, before[n]) for n, v in full_parameters(model).items())
 
 
@@ -635,7 +644,7 @@ def test_a_tensor_that_lies_otherwise_in_memory_is_saved_as_it_is(single, tmp_pa
         return model, torch.optim.AdamW(model.parameters())
 
     model, optimizer = conv()
-    assert checkpoint.save(str(tmp_path), 1, model, optimizer, facts={}) is None
+    assert checkpoint.save(str(tmp_path), 1, model, optimizer, run_state={}) is None
     other, its = conv()
     checkpoint.load(tmp_path / "step_00000001", other, its)
     assert torch.equal(other.weight, model.weight)
@@ -674,7 +683,7 @@ def test_after_a_refused_checkpoint_training_starts_as_if_it_were_not_there(
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, single, monkeypatch):
     model, optimizer = build("full_shard")
     train(model, optimizer, range(1))
-    assert checkpoint.save(str(tmp_path), 1, model, optimizer, facts={}) is None
+    assert checkpoint.save(str(tmp_path), 1, model, optimizer, run_state={}) is None
     values = full_parameters(model)
     train(model, optimizer, range(1, 2))
 
@@ -683,7 +692,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, single, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint._Writer, "write_data", full)
-    problem = checkpoint.save(str(tmp_path), 2, model, optimizer, facts={})
+    problem = checkpoint.save(str(tmp_path), 2, model, optimizer, run_state={})
     assert problem is not None and "No space left on device" in problem
     assert problem.startswith("step 2 was not saved: ") and "rank 0" in problem
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001"]
@@ -746,7 +755,7 @@ def test_a_kill_during_a_removal_leaves_no_half_checkpoint(again, single, tmp_pa
     """The oldest of too many, or one of the same step, of which a file is gone already."""
     model, optimizer = build("full_shard")
     for step in (1, 2):
-        assert checkpoint.save(str(tmp_path), step, model, optimizer, facts={}) is None
+        assert checkpoint.save(str(tmp_path), step, model, optimizer, run_state={}) is None
 
     def killed(path, ignore_errors=False):
         if Path(path).exists():
@@ -755,10 +764,10 @@ def test_a_kill_during_a_removal_leaves_no_half_checkpoint(again, single, tmp_pa
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(checkpoint.shutil, "rmtree", killed)
-        checkpoint.save(str(tmp_path), 2 if again else 3, model, optimizer, facts={})
-    left = [checkpoint.verify(path) for path in checkpoint.complete(tmp_path)]
+        checkpoint.save(str(tmp_path), 2 if again else 3, model, optimizer, run_state={})
+    left = [checkpoint.verify(path) for path in checkpoint.list_checkpoints(tmp_path)]
     assert len(left) == 2
-    assert checkpoint.save(str(tmp_path), 4, model, optimizer, facts={}) is None
+    assert checkpoint.save(str(tmp_path), 4, model, optimizer, run_state={}) is None
     assert names(tmp_path) == [f"step_{s:08d}" for s in ((2, 4) if again else (3, 4))]
 
 
@@ -766,7 +775,9 @@ def test_what_is_no_checkpoint_is_neither_counted_nor_removed(folder):
     for name in ("step_1", "step_00000001.bak", "step_00000000x", "steps"):
         (folder / name).mkdir()
     (folder / "step_00000003").write_text("a file")
-    assert [p.name for p in checkpoint.complete(folder)] == [f"step_{s:08d}" for s in (2, 4, 6)]
+    assert [p.name for p in checkpoint.list_checkpoints(folder)] == [
+        f"step_{s:08d}" for s in (2, 4, 6)
+    ]
     assert run(folder, "--keep", "1", "--steps", "8", "--allow-changes") == 0
     assert names(folder) == [
         "step_00000000x",
@@ -791,19 +802,22 @@ DAMAGES = {
     "shard": (lambda f: flip(f / SHARD), "checksum mismatch in __0_0.distcp"),
     "index": (lambda f: truncate(f, ".metadata"), ".metadata has"),
     "step": (lambda f: change(f, '"step": ', '"step": 1'), "checksum mismatch in checkpoint.json"),
-    "10^15": (lambda f: edit_facts(f, lambda x: x.update(step=10**15)), "is not readable"),
-    "flags": (lambda f: edit_facts(f, lambda x: x.update(flags=None)), "no sound 'flags'"),
+    "10^15": (lambda f: edit_manifest(f, lambda x: x.update(step=10**15)), "is not readable"),
+    "flags": (lambda f: edit_manifest(f, lambda x: x.update(flags=None)), "no sound 'flags'"),
     "scaler": (
-        lambda f: edit_facts(f, lambda x: x.update(scaler={"scale": 1})),
+        lambda f: edit_manifest(f, lambda x: x.update(scaler={"scale": 1})),
         "no sound 'scaler'",
     ),
     "scaler's": (
-        lambda f: edit_facts(f, lambda x: x.update(scaler=dict.fromkeys(SCALER, "1"))),
+        lambda f: edit_manifest(f, lambda x: x.update(scaler=dict.fromkeys(SCALER, "1"))),
         "no sound 'scaler'",
     ),
-    "in_a_row": (lambda f: edit_facts(f, lambda x: x.update(in_a_row=[])), "no sound 'in_a_row'"),
-    "facts": (lambda f: (f / "checkpoint.json").unlink(), "it has no checkpoint.json"),
-    "a pipe": (lambda f: instead(f / SHARD, os.mkfifo), "__0_0.distcp is no regular file"),
+    "in_a_row": (
+        lambda f: edit_manifest(f, lambda x: x.update(in_a_row=[])),
+        "no sound 'in_a_row'",
+    ),
+    "manifest": (lambda f: (f / "checkpoint.json").unlink(), "it contains no checkpoint.json"),
+    "a pipe": (lambda f: instead(f / SHARD, os.mkfifo), "__0_0.distcp is not a regular file"),
 }
 
 
@@ -828,14 +842,14 @@ def test_damage_of_one_is_skipped_and_of_all_refused(kind, folder, finished, cap
     assert losses(folder) == losses(finished)[4:]
     assert checkpoint.verify(folder / "step_00000006")
 
-    for path in checkpoint.complete(folder):
+    for path in checkpoint.list_checkpoints(folder):
         damage(path)
     (folder / "latest").unlink()
     before, steps = tree(folder), trained(folder)
     assert run(folder) == 1
     printed = capsys.readouterr().err
     assert printed.startswith("train_fsdp.py: error: no checkpoint in") and printed.count("\n") == 1
-    for path in checkpoint.complete(folder):
+    for path in checkpoint.list_checkpoints(folder):
         assert re.search(rf"{path.name}\b[^;]*{re.escape(reason)}", printed), printed
     assert "--resume PATH" in printed and "another --out" in printed
     assert tree(folder) == before and trained(folder) == steps
@@ -945,11 +959,11 @@ def test_initial_values_are_not_drawn_for_a_load(folder, finished, tmp_path, mon
 def test_what_an_older_checkpoint_does_not_tell_has_not_changed(folder, capsys):
     """A flag that decides the result, of a later version; and a format without its own checksum."""
 
-    def edit(facts):
-        del facts["flags"]["clip"], facts["flags"]["keep"]
-        facts["format"] = 1
+    def edit(manifest):
+        del manifest["flags"]["clip"], manifest["flags"]["keep"]
+        manifest["format"] = 1
 
-    edit_facts(folder / "step_00000006", edit)
+    edit_manifest(folder / "step_00000006", edit)
     change(folder / "step_00000006", '"checksum"', '"unknown"')
     assert run(folder) == 0
     (line,) = [x for x in capsys.readouterr().out.splitlines() if "step_00000006 at step 6" in x]
@@ -962,8 +976,10 @@ def test_what_is_further_is_not_removed(single, tmp_path):
     steps = (10, 99_999_999, 100_000_000)
     for step in (*steps, 5, 6):
         keep = 9 if step in steps else 1
-        assert checkpoint.save(str(tmp_path), step, model, optimizer, facts={}, keep=keep) is None
-    assert [checkpoint.step_of(p) for p in checkpoint.complete(tmp_path)] == [6, *steps]
+        assert (
+            checkpoint.save(str(tmp_path), step, model, optimizer, run_state={}, keep=keep) is None
+        )
+    assert [checkpoint.step_of(p) for p in checkpoint.list_checkpoints(tmp_path)] == [6, *steps]
 
 
 @pytest.mark.parametrize(
@@ -975,9 +991,9 @@ def test_nothing_is_written_or_removed_where_a_link_leads(name, single, tmp_path
     out, outside = tmp_path / "out", tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_text("mine")
-    assert checkpoint.save(str(out), 1, model, optimizer, facts={}) is None
+    assert checkpoint.save(str(out), 1, model, optimizer, run_state={}) is None
     (out / name).symlink_to(outside / "file" if name == "latest.new" else outside)
-    assert checkpoint.save(str(out), 2, model, optimizer, facts={}, keep=1) is None
+    assert checkpoint.save(str(out), 2, model, optimizer, run_state={}, keep=1) is None
     assert tree(outside) == {"file": b"mine"} and names(out) == ["step_00000002"]
     assert not (out / "step_00000002").is_symlink()
 
@@ -1018,8 +1034,11 @@ def test_a_named_checkpoint_is_insisted_on(folder, finished, tmp_path, capsys):
     capsys.readouterr()
     for path, sentence in (
         (folder / "step_00000006", "checksum mismatch in __0_0.distcp"),
-        (folder / "step_00000099", "step_00000099 is no checkpoint: it has no checkpoint.json"),
-        (folder, "is no checkpoint: it has no checkpoint.json"),
+        (
+            folder / "step_00000099",
+            "step_00000099 is not a checkpoint: it contains no checkpoint.json",
+        ),
+        (folder, "is not a checkpoint: it contains no checkpoint.json"),
     ):
         assert run(folder, "--resume", str(path)) == 2
         printed = capsys.readouterr()
@@ -1196,7 +1215,7 @@ def test_a_kill_at_any_point_of_a_save_loses_that_save_alone(of_two_ranks, tmp_p
         assert "warning" not in result.output and (tmp_path / point / "done").exists()
         assert [s["loss"] for s in result.steps[-(6 - begin) :]] == expected[begin:], point
         assert names(tmp_path / point) == [f"step_{s:08d}" for s in (2, 4, 6)], point
-        for path in checkpoint.complete(tmp_path / point):
+        for path in checkpoint.list_checkpoints(tmp_path / point):
             checkpoint.verify(path)
 
 

@@ -15,13 +15,13 @@ from test_checkpoint import (  # noqa: F401 - fixtures
     SHARD,
     build,
     copy,
-    edit_facts,
+    edit_manifest,
     edit_metadata,
     full_parameters,
     good,
     one_process,
     single,
-    write_facts,
+    write_manifest,
 )
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -85,10 +85,10 @@ def folder_instead(folder: Path, name: str) -> None:
     (folder / name).mkdir()
 
 
-def text_of_facts(folder: Path, key: str, text: str) -> None:
-    facts = json.loads((folder / "checkpoint.json").read_text())
-    facts[key] = "HERE"
-    write_facts(folder, json.dumps(facts).replace('"HERE"', text))
+def manifest_text(folder: Path, key: str, text: str) -> None:
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    manifest[key] = "HERE"
+    write_manifest(folder, json.dumps(manifest).replace('"HERE"', text))
 
 
 def index(folder: Path, code: bytes, size: int = 0) -> None:
@@ -96,8 +96,8 @@ def index(folder: Path, code: bytes, size: int = 0) -> None:
     (folder / ".metadata").write_bytes(code)
     if size:
         os.truncate(folder / ".metadata", size)
-    sums = list(checkpoint._sum(folder / ".metadata"))
-    edit_facts(folder, lambda facts: facts["files"].update({".metadata": sums}))
+    sums = list(checkpoint._size_and_crc(folder / ".metadata"))
+    edit_manifest(folder, lambda manifest: manifest["files"].update({".metadata": sums}))
 
 
 def deflated(folder: Path) -> None:
@@ -111,30 +111,30 @@ def deflated(folder: Path) -> None:
     with (folder / SHARD).open("ab") as file:
         file.write(packed.getvalue())
     edit_place(folder, offset=begin, length=packed.tell())
-    sums = list(checkpoint._sum(folder / SHARD))
-    edit_facts(folder, lambda facts: facts["files"].update({SHARD: sums}))
+    sums = list(checkpoint._size_and_crc(folder / SHARD))
+    edit_manifest(folder, lambda manifest: manifest["files"].update({SHARD: sums}))
 
 
-FACTS = r"checkpoint\.json is not readable"
+UNREADABLE = r"checkpoint\.json is not readable"
 ILL = {
     "a tensor of a petabyte": (lambda f: edit_entry(f, [2**48], ([0], [2**48])), r"does not fit"),
     "a size that overflows": (
         lambda f: edit_entry(f, [2**32] * 2, ([0, 0], [2**32] * 2)),
         rf"{NAME}",
     ),
-    "negative offset": (lambda f: edit_entry(f, [32], ([-32], [32])), r"a part that lies outside"),
-    "offset beyond": (lambda f: edit_entry(f, [32], ([32], [32])), r"a part that lies outside"),
+    "negative offset": (lambda f: edit_entry(f, [32], ([-32], [32])), r"a part outside its shape"),
+    "offset beyond": (lambda f: edit_entry(f, [32], ([32], [32])), r"a part outside its shape"),
     "negative sizes": (
         lambda f: edit_entry(f, [32], ([0], [-32]), ([0], [64])),
-        r"outside of it|not readable",
+        r"outside its shape|not readable",
     ),
     "a hole under two parts": (
         lambda f: edit_entry(f, [32], ([0], [16]), ([0], [16])),
-        r"lies over another",
+        r"overlapping parts",
     ),
     "a hole between columns": (
         lambda f: edit_entry(f, [2, 16], ([0, 0], [1, 16]), ([0, 8], [1, 8]), ([1, 0], [1, 8])),
-        r"lies over another",
+        r"overlapping parts",
     ),
     "of other dimensions": (lambda f: edit_entry(f, [32], ([0, 0], [32, 1])), r"not readable"),
     "place before the file": (lambda f: edit_place(f, offset=-1), r"does not fit"),
@@ -142,23 +142,26 @@ ILL = {
     "place of nothing": (lambda f: edit_place(f, length=0), r"does not fit"),
     "place of negative length": (lambda f: edit_place(f, length=-5), r"does not fit"),
     "place of no number": (lambda f: edit_place(f, length=float("nan")), r"does not fit"),
-    "quantized": (quantized, r"names torch\.qint32"),
+    "quantized": (quantized, r"contains torch\.qint32"),
     "compressed": (lambda f: edit_place(f, transform_descriptors=["zstd"]), r"is compressed"),
-    "many in one place": (shared_place, r"more bytes of tensors than its files have"),
-    "pipe as shard": (lambda f: pipe(f, SHARD), r"__0_0\.distcp is no regular file"),
-    "pipe as index": (lambda f: pipe(f, ".metadata"), r"\.metadata is no regular file"),
-    "pipe as facts": (lambda f: pipe(f, "checkpoint.json"), r"checkpoint\.json is no reg"),
-    "folder as shard": (lambda f: folder_instead(f, SHARD), r"__0_0\.distcp is no regular file"),
-    "folder as facts": (lambda f: folder_instead(f, "checkpoint.json"), r"json is no reg"),
-    "index unlisted": (lambda f: edit_facts(f, lambda x: x["files"].pop(".metadata")), FACTS),
-    "negative step": (lambda f: edit_facts(f, lambda x: x.update(step=-1)), FACTS),
-    "step NaN": (lambda f: text_of_facts(f, "step", "NaN"), FACTS),
-    "step 1e400": (lambda f: text_of_facts(f, "step", "1e400"), FACTS),
-    "step true": (lambda f: text_of_facts(f, "step", "true"), FACTS),
-    "files NaN": (lambda f: text_of_facts(f, "files", '{".metadata": [NaN, 0]}'), FACTS),
-    "deep": (lambda f: text_of_facts(f, "x", "[" * 200_000 + "]" * 200_000), FACTS),
-    "step of 10^12": (lambda f: text_of_facts(f, "step", "1000000000000"), FACTS),
-    "facts of 2 GiB": (lambda f: os.truncate(f / "checkpoint.json", 2**31), FACTS),
+    "many in one place": (shared_place, r"bytes more than the files contain"),
+    "pipe as shard": (lambda f: pipe(f, SHARD), r"__0_0\.distcp is not a regular file"),
+    "pipe as index": (lambda f: pipe(f, ".metadata"), r"\.metadata is not a regular file"),
+    "pipe as manifest": (lambda f: pipe(f, "checkpoint.json"), r"checkpoint\.json is not a reg"),
+    "folder as shard": (lambda f: folder_instead(f, SHARD), r"__0_0\.distcp is not a regular file"),
+    "folder as manifest": (lambda f: folder_instead(f, "checkpoint.json"), r"json is not a reg"),
+    "index unlisted": (
+        lambda f: edit_manifest(f, lambda x: x["files"].pop(".metadata")),
+        UNREADABLE,
+    ),
+    "negative step": (lambda f: edit_manifest(f, lambda x: x.update(step=-1)), UNREADABLE),
+    "step NaN": (lambda f: manifest_text(f, "step", "NaN"), UNREADABLE),
+    "step 1e400": (lambda f: manifest_text(f, "step", "1e400"), UNREADABLE),
+    "step true": (lambda f: manifest_text(f, "step", "true"), UNREADABLE),
+    "files NaN": (lambda f: manifest_text(f, "files", '{".metadata": [NaN, 0]}'), UNREADABLE),
+    "deep": (lambda f: manifest_text(f, "x", "[" * 200_000 + "]" * 200_000), UNREADABLE),
+    "step of 10^12": (lambda f: manifest_text(f, "step", "1000000000000"), UNREADABLE),
+    "manifest of 2 GiB": (lambda f: os.truncate(f / "checkpoint.json", 2**31), UNREADABLE),
     "index of a huge table": (
         lambda f: index(f, b"\x80\x04Nr\xff\xff\xff\x0f."),
         r"an opcode b'r'",
@@ -174,7 +177,7 @@ ILL = {
     ),
     "index of zeros": (lambda f: index(f, b"", 2**29), r"an opcode b'\\x00'"),
     "deflated": (deflated, r"no plain tensor"),
-    "step of many digits": (lambda f: text_of_facts(f, "step", "9" * 10_000), FACTS),
+    "step of many digits": (lambda f: manifest_text(f, "step", "9" * 10_000), UNREADABLE),
 }
 
 

@@ -531,9 +531,9 @@ def trained(seed):
     optimizer.step()
     return model, optimizer
 (model, optimizer), (other, its) = trained(1), trained(2)
-assert checkpoint.save(".", 7, model, optimizer, facts={}) is None
+assert checkpoint.save(".", 7, model, optimizer, run_state={}) is None
 assert not torch.equal(model.weight, other.weight)
-assert checkpoint.load(checkpoint.complete(".")[-1], other, its)["step"] == 7
+assert checkpoint.load(checkpoint.list_checkpoints(".")[-1], other, its)["step"] == 7
 assert torch.equal(model.weight, other.weight)
 assert torch.equal(optimizer.state[model.bias]["exp_avg"], its.state[other.bias]["exp_avg"])
 assert checkpoint.main(["verify", "step_00000007"]) == 0

@@ -37,7 +37,7 @@ FAULTS = {
     "rename": (0, rf"{EIO} \(rank 0\)"),
     "latest": (0, rf"{EIO} \(rank 0\)"),
 }
-LAST = {"limit": 0, "facts": 0, "permission": -1}
+LAST = {"limit": 0, "manifest": 0, "permission": -1}
 
 
 def can_mount() -> bool:
