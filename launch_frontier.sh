@@ -136,7 +136,7 @@ if [[ ${PREFLIGHT:-yes} == yes ]]; then
     ((status != 2)) || exit 2
     ((status == 0)) || say "warning: the dry run ended with status $status; trying the ranks"
     # Then all ranks look at their places and time a small all-gather.
-    each_rank mesh.py "${device[@]}" "$@" ||
+    each_rank -m runtime.topology "${device[@]}" "$@" ||
         fail "the ranks do not work together (PREFLIGHT=no skips this)"
 fi
 

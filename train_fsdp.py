@@ -52,7 +52,7 @@ import prepare
 import shard
 import vit
 from planner import dry_run
-from runtime import agreement, intake, step_profile
+from runtime import agreement, intake, step_profile, topology
 from runtime.assemble import build_meta_model, completed, planned, spread, start_record
 from runtime.comm_counter import Collective, counted_once, payload
 from runtime.flags import (
@@ -633,7 +633,7 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
     try:
         files, images, epoch_steps = intake.share_images(args.data, args.out, global_batch)
         log = open_log(args.out)
-        for line in mesh.topology(ranks, device, shape, os.environ):
+        for line in topology.topology(ranks, device, shape, os.environ):
             log.say(line)
         inputs = intake.Intake(
             os.path.join(args.out, "bad_images.csv"), images["images"], args.max_bad, log.say

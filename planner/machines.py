@@ -161,7 +161,7 @@ class Ring:
 def ring(machine: Machine, world_size: int, ranks: int, stride: int) -> Ring:
     """The rings of all groups of `ranks` ranks, `stride` apart, that fill the world.
 
-    Shard groups have stride 1, replicate groups the shard group's size (mesh.py's picture).
+    Shard groups have stride 1, replicate groups the shard group's size (see mesh.py).
     """
     if ranks == 1:
         return Ring(1, (0.0, 0.0, 0.0), 1.0)

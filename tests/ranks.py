@@ -197,8 +197,13 @@ def _all_runs(jobs: list[dict[str, Any]]) -> None:
 
 def run_script(argv: list[str]) -> None:
     """What `python argv...` does."""
-    sys.argv = argv
-    runpy.run_path(argv[0], run_name="__main__")
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        sys.modules.pop(argv[1], None)  # preloaded by the fork server
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
 
 
 def _call(function: Callable[[], Any], folder: Path) -> None:

@@ -66,9 +66,9 @@ def full_node_disk():
 
 
 def bug_in_topology():
-    import mesh
+    from runtime import topology
 
-    error_in(mesh, "find_place", KeyError("a bug"))
+    error_in(topology, "find_place", KeyError("a bug"))
 
 
 def planner_bug():

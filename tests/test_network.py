@@ -227,11 +227,13 @@ def test_two_hosts_by_torchrun(hosts, reference, tmp_path):
     assert {own for own, _ in talked} <= {HERE, THERE, "127.0.0.1"}
 
 
-@pytest.mark.parametrize("program", [pytest.param("mesh.py", marks=pytest.mark.full), "init_ranks"])
+@pytest.mark.parametrize(
+    "program", [pytest.param("topology", marks=pytest.mark.full), "init_ranks"]
+)
 def test_a_master_that_is_not_there_is_named(hosts, program):
     """Within its timeout, by the program and by the function."""
     by = {
-        "mesh.py": ["mesh.py", "--device", "cpu", "--minutes", "0.1"],
+        "topology": ["-m", "runtime.topology", "--device", "cpu", "--minutes", "0.1"],
         "init_ranks": [
             "-c",
             "import os, torch, mesh; mesh.init_ranks(mesh.read_ranks(os.environ), "
@@ -250,5 +252,5 @@ def test_a_master_that_is_not_there_is_named(hosts, program):
     )
     assert process.wait(60) == 1
     (output,) = hosts.end()
-    error = {"mesh.py": "mesh.py: error: rank 1: ", "init_ranks": "RuntimeError: "}[program]
+    error = {"topology": "error: rank 1: ", "init_ranks": "RuntimeError: "}[program]
     assert f"{error}{NOBODY}:{PORT}: " in output

@@ -12,18 +12,17 @@ import pytest
 from conftest import ROOT
 
 import checkpoint
-import mesh
 import plan
 import prepare
 import sweep
 import train_fsdp
 from planner import machines
-from runtime import ranges
+from runtime import ranges, topology
 
 PROGRAMS = {
     "train_fsdp.py": train_fsdp,
     "plan.py": plan,
-    "mesh.py": mesh,
+    "runtime.topology": topology,
     "prepare.py": prepare,
     "checkpoint.py": checkpoint,
     "sweep.py": sweep,
@@ -141,7 +140,8 @@ def odd_lines(name: str) -> list[list[str]]:
             continue
         else:
             values = [""]
-        if name in ("plan.py", "mesh.py") and action.dest in vars(train_fsdp.parse_args([])):
+        shared = name in ("plan.py", "runtime.topology")
+        if shared and action.dest in vars(train_fsdp.parse_args([])):
             values = values[:2]  # the very flag of train_fsdp.py
         flag = action.option_strings[0]
         lines += [[*words, *positional(words), f"{flag}={value}"] for value in values]
@@ -199,7 +199,7 @@ def test_what_is_a_number():
     assert [ranges.whole(-3, 99)(t) for t in ("7", "-3", "007")] == [7, -3, 7]
 
 
-BOTH = ("train_fsdp.py", "mesh.py")
+BOTH = ("train_fsdp.py", "runtime.topology")
 ALL = (*BOTH, "plan.py")
 
 
@@ -299,12 +299,17 @@ def test_odd_machine_files(content, tmp_path, capsys):
     assert "the machine file" in refused("plan.py", ["--machine", str(path)], capsys)
 
 
+def start(program: str) -> list[str]:
+    """The arguments of Python that start a script, or a module of a room."""
+    return [str(ROOT / program)] if program.endswith(".py") else ["-m", program]
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "train_fsdp.py --img-size 100000",
         "train_fsdp.py --dry-run --timeout 1e14",
-        "mesh.py --minutes 1e300",
+        "runtime.topology --minutes 1e300",
         "plan.py --mask-ratio inf",
         "prepare.py pack a b --quality 101",
         "sweep.py quick --ranks 0",
@@ -315,8 +320,9 @@ def test_odd_machine_files(content, tmp_path, capsys):
 def test_a_process_of_its_own_does_the_same(line, tmp_path):
     program, *argv = line.split()
     done = subprocess.run(
-        [sys.executable, str(ROOT / program), *argv],
+        [sys.executable, *start(program), *argv],
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         text=True,
         capture_output=True,
         timeout=120,
@@ -329,7 +335,7 @@ def test_a_process_of_its_own_does_the_same(line, tmp_path):
     ("program", "imported"),
     [
         ("plan.py", "torch"),
-        ("mesh.py", "torch"),
+        ("runtime.topology", "torch"),
         ("prepare.py", "torch"),
         ("sweep.py", "argparse"),
         ("checkpoint.py", "torch"),
@@ -341,10 +347,10 @@ def test_ctrl_c_during_the_imports_leaves_no_traceback(program, imported, tmp_pa
     code = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     (tmp_path / f"{imported}.py").write_text(code)
     done = subprocess.run(
-        [sys.executable, str(ROOT / program)],
+        [sys.executable, *start(program)],
         text=True,
         capture_output=True,
         timeout=60,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -334,7 +334,7 @@ def test_a_port_in_use_ends_the_job(case, tmp_path, look):
         assert case.rig.ended(job, 60)["JobState"] == "FAILED"
     output = case.rig.output(job)
     who = {
-        "yes": "mesh.py: error: rank 0",
+        "yes": "runtime.topology: error: rank 0",
         "no": "train_fsdp.py: error: rank 0 of 2 found no others",
     }
     assert re.search(rf"{who[look]}: [0-9.]+:{port}: .*address already in use", output)

@@ -104,7 +104,7 @@ def test_whatever_stdout_is_the_work_is_done(behind, images, small_disk, tmp_pat
         return
 
     # a tool of several ranks, and one whose only product is what it prints
-    assert ended(tmp_path, ["mesh.py", "--device", "cpu"], output)[0] == 0
+    assert ended(tmp_path, ["-m", "runtime.topology", "--device", "cpu"], output)[0] == 0
     status, text = ended(tmp_path, ["plan.py", "--model", "tiny", "--world-size", "8"], output)
     full = behind == "full disk"
     assert (status, text) == (full, "plan.py: error: stdout: No space left on device\n" * full)

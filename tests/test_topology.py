@@ -1,4 +1,4 @@
-"""mesh.py's topology: which ranks are near each other, the picture, the timed all-gather."""
+"""runtime/topology.py: which ranks are near each other, the picture, the timed all-gather."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from conftest import ROOT
 from ranks import environment, free_port, on_ranks
 
 import mesh
+from runtime import topology
 
 CPU = torch.device("cpu")
 FRONTIER = (4, 5, 2, 3, 6, 7, 0, 1)  # OLCF's map of local ranks to GCDs
@@ -21,7 +22,7 @@ FRONTIER = (4, 5, 2, 3, 6, 7, 0, 1)  # OLCF's map of local ranks to GCDs
 def places(nodes, order=FRONTIER, ranks=8):
     """Ranks of `nodes` nodes, with GCDs in this order, or none."""
     return [
-        mesh.Place(
+        topology.Place(
             rank=ranks * n + i,
             node=n,
             local_rank=i,
@@ -36,7 +37,7 @@ def places(nodes, order=FRONTIER, ranks=8):
 
 
 def said(where, group):
-    return list(mesh.warnings_of(where, (len(where) // group, group)))
+    return list(topology.warnings_of(where, (len(where) // group, group)))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def said(where, group):
     ],
 )
 def test_visible_gcd(environ, index, gcd):
-    assert mesh.visible_gcd(environ, index) == gcd
+    assert topology.visible_gcd(environ, index) == gcd
 
 
 @pytest.mark.parametrize(
@@ -130,11 +131,11 @@ def test_two_ranks_on_one_device():
     with pytest.raises(ValueError, match=r"^ranks 0 and 7 share one device, GCD 4 of node0: give"):
         said(where, 2)
     same = [
-        mesh.Place(r, r // 2, r % 2, f"n{r // 2}", "cuda:0", None, "0000:d1:00") for r in (0, 1)
+        topology.Place(r, r // 2, r % 2, f"n{r // 2}", "cuda:0", None, "0000:d1:00") for r in (0, 1)
     ]
     with pytest.raises(ValueError, match=r"^ranks 0 and 1 share one device, 0000:d1:00 of n0"):
         said(same, 1)
-    apart = [mesh.Place(r, r, 0, f"n{r}", "cuda:0", None, "0000:d1:00") for r in (0, 1)]
+    apart = [topology.Place(r, r, 0, f"n{r}", "cuda:0", None, "0000:d1:00") for r in (0, 1)]
     assert len(said(apart, 1)) == 1  # one address, two nodes
 
 
@@ -143,7 +144,7 @@ def words(line):
 
 
 def test_the_picture_of_two_nodes():
-    lines = list(mesh.picture(places(2), (4, 4)))
+    lines = list(topology.picture(places(2), (4, 4)))
     assert lines[0] == "mesh 4 x 4 (replicate x shard): 16 ranks on 2 nodes"
     assert words(lines[1]) == "rank host local device GCD shard group replicate group"
     assert len(lines) == 18
@@ -151,7 +152,7 @@ def test_the_picture_of_two_nodes():
 
 
 def test_the_picture_of_many_nodes_is_abbreviated():
-    lines = list(mesh.picture(places(1000), (1000, 8)))
+    lines = list(topology.picture(places(1000), (1000, 8)))
     assert len(lines) == 2 + 8 + 8 + 1 + 8
     assert words(lines[2]) == "0 node0 0 cpu 4 0: 0 1 2 .. 7 0: 0 8 16 .. 7992"
     assert words(lines[2 + 16]) == ".. 997 more nodes"
@@ -160,13 +161,13 @@ def test_the_picture_of_many_nodes_is_abbreviated():
 
 
 def test_slow_groups():
-    assert mesh.slow_groups([1.0, 1.1, 0.9, 2.5, 1.0]) == [3]
-    assert mesh.slow_groups([1.0, 3.0]) == [1]
-    assert mesh.slow_groups([1.0, 1.9, 1.0]) == [] == mesh.slow_groups([5.0])
-    lines = list(mesh.timing_lines([0.001, 0.002, 0.01], 4))
+    assert topology.slow_groups([1.0, 1.1, 0.9, 2.5, 1.0]) == [3]
+    assert topology.slow_groups([1.0, 3.0]) == [1]
+    assert topology.slow_groups([1.0, 1.9, 1.0]) == [] == topology.slow_groups([5.0])
+    lines = list(topology.timing_lines([0.001, 0.002, 0.01], 4))
     assert "1.00 to 10.00 ms, in the middle 6.29 GB/s into a rank" in lines[0]  # 12 MiB in 2 ms
     assert lines[1:] == ["warning: shard group 2 (ranks 8 9 10 11) is slow: 10.00 ms"]
-    assert list(mesh.timing_lines([0.1] * 4, 1)) == [
+    assert list(topology.timing_lines([0.1] * 4, 1)) == [
         "all-gather: nothing to time, every rank is a shard group of its own"
     ]
 
@@ -184,7 +185,7 @@ def join():
 def gather_on_four():
     """Times of all groups; again with a slow rank 3; and what a broken all-gather leads to."""
     ranks, real = join(), dist.all_gather_into_tensor
-    told = [mesh.time_all_gather((2, 2), CPU, mib=1)]
+    told = [topology.time_all_gather((2, 2), CPU, mib=1)]
 
     def slow(*args, **kwargs):
         time.sleep(0.3 if ranks.rank == 3 else 0)
@@ -194,10 +195,10 @@ def gather_on_four():
         real(whole, piece + (ranks.rank == 2), group=group)
 
     dist.all_gather_into_tensor = slow
-    told.append(mesh.time_all_gather((2, 2), CPU, mib=1))
+    told.append(topology.time_all_gather((2, 2), CPU, mib=1))
     dist.all_gather_into_tensor = broken
     try:
-        told.append(mesh.time_all_gather((2, 2), CPU, mib=1))
+        told.append(topology.time_all_gather((2, 2), CPU, mib=1))
     except RuntimeError as error:
         told.append(str(error))
     finally:
@@ -206,7 +207,7 @@ def gather_on_four():
     own = dict(os.environ, ROCR_VISIBLE_DEVICES=str(FRONTIER[ranks.rank]))
     for environ in (shared, own):
         try:
-            told.append(mesh.topology(ranks, CPU, (2, 2), environ))
+            told.append(topology.topology(ranks, CPU, (2, 2), environ))
         except ValueError as error:
             told.append(str(error))
     return told
@@ -216,7 +217,7 @@ def test_a_slow_group_is_named_and_wrong_numbers_are_an_error(tmp_path):
     told = on_ranks(4, gather_on_four, tmp_path)
     times, slow = told[0][0], told[0][1]
     assert len(times) == 2 and min(times) > 0
-    assert slow[1] >= 0.3 and mesh.slow_groups([slow[0], slow[1]]) == [1]
+    assert slow[1] >= 0.3 and topology.slow_groups([slow[0], slow[1]]) == [1]
     for rank, mine in enumerate(told):
         assert mine[2] == "an all-gather brought wrong numbers to rank 2"
         assert mine[3].startswith("ranks 0 and 1 share one device, GCD 3 of ")  # on every rank
@@ -233,21 +234,29 @@ def test_a_slow_group_is_named_and_wrong_numbers_are_an_error(tmp_path):
             0,
             "nothing to time, every rank is a shard",
         ),
-        ("--group 3", 2, "mesh.py: error: rank 0: shard groups of 3 do not divide 1 ranks: use 1"),
-        ("--device cuda", 2, "mesh.py: error: rank 0: --device cuda: no GPU is visible"),
-        ("--mode typo", 2, "mesh.py: error: argument --mode: invalid choice: 'typo'"),
-        ("--blr -1", 2, "mesh.py: error: argument --blr: '-1' is not a number from 0 to 1000"),
-        ("--mode ddp --group 2", 2, "mesh.py: error: --group is for --mode hybrid and"),
+        (
+            "--group 3",
+            2,
+            "runtime.topology: error: rank 0: shard groups of 3 do not divide 1 ranks: use 1",
+        ),
+        ("--device cuda", 2, "runtime.topology: error: rank 0: --device cuda: no GPU is visible"),
+        ("--mode typo", 2, "runtime.topology: error: argument --mode: invalid choice: 'typo'"),
+        (
+            "--blr -1",
+            2,
+            "runtime.topology: error: argument --blr: '-1' is not a number from 0 to 1000",
+        ),
+        ("--mode ddp --group 2", 2, "runtime.topology: error: --group is for --mode hybrid and"),
     ],
 )
 def test_the_command(flags, status, text):
-    """mesh.py with the flags of train_fsdp.py, by a single process."""
+    """The command with the flags of train_fsdp.py, by a single process."""
     env = environment(0, 1, free_port())
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del env[name]
     argv = flags.split() if "--device" in flags else ["--device", "cpu", *flags.split()]
     done = subprocess.run(
-        [sys.executable, "mesh.py", *argv],
+        [sys.executable, "-m", "runtime.topology", *argv],
         cwd=ROOT,
         env=env,
         text=True,
