@@ -52,7 +52,8 @@ import prepare
 import shard
 import vit
 from planner import dry_run
-from runtime import agreement, intake, step_profile, topology
+from runtime import agreement, step_profile, topology
+from runtime import bad_images as intake
 from runtime.assemble import build_meta_model, completed, planned, spread, start_record
 from runtime.comm_counter import Collective, counted_once, payload
 from runtime.flags import (

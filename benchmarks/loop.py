@@ -33,7 +33,8 @@ import data  # noqa: E402
 import mesh  # noqa: E402
 import train_fsdp  # noqa: E402
 import vit  # noqa: E402
-from runtime import agreement, assemble, flags, intake  # noqa: E402
+from runtime import agreement, assemble, flags  # noqa: E402
+from runtime import bad_images as intake  # noqa: E402
 from runtime.log import open_log  # noqa: E402
 
 BEFORE = 3  # steps that nobody counts

@@ -33,7 +33,8 @@ import data
 import mesh
 import shard
 import vit
-from runtime import agreement, intake
+from runtime import agreement
+from runtime import bad_images as intake
 from runtime.assemble import build_meta_model, completed, planned, start_record
 from runtime.comm_counter import Collective, Unsupported, counting
 from runtime.flags import print_error

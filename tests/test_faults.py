@@ -48,7 +48,7 @@ def igloo_in_step():
 
 
 def bug_on_rank_0():
-    from runtime import intake
+    from runtime import bad_images as intake
 
     error_in(intake, "find_images", TypeError("a bug"))
 
@@ -78,7 +78,7 @@ def planner_bug():
 
 
 def no_folder():
-    from runtime import intake
+    from runtime import bad_images as intake
 
     there = intake.os.path.isdir
     intake.os.path.isdir = lambda path: str(path) != str(TILES) and there(path)

@@ -40,7 +40,7 @@ from test_data import flat_folder, noise_image, stream
 import checkpoint
 import data
 import prepare
-from runtime import intake
+from runtime import bad_images as intake
 
 TILES = ROOT / "examples/tiles/train"
 
