@@ -48,12 +48,10 @@ from torch import Tensor, nn
 import checkpoint
 import data
 import mesh
-import prepare
 import shard
 import vit
 from planner import dry_run
-from runtime import agreement, step_profile, topology
-from runtime import bad_images as intake
+from runtime import agreement, bad_images, device_batches, image_source, step_profile, topology
 from runtime.assemble import build_meta_model, completed, planned, spread, start_record
 from runtime.comm_counter import Collective, counted_once, payload
 from runtime.flags import (
@@ -172,7 +170,7 @@ class Job:
 
 def loop(
     job: Job,
-    batches: Iterator[intake.Batch],
+    batches: Iterator[device_batches.Batch],
     log: Log,
     train: Callable[..., tuple[Tensor, Tensor]] | None,
     finite: agreement.StepGuard,
@@ -181,7 +179,7 @@ def loop(
     told_to_stop: Callable[[], bool],
     moved: Callable[[str, int], None],
     name_of: Callable[[int], str],
-    inputs: intake.Intake,
+    inputs: bad_images.BadImageLog,
 ) -> dict[str, Any]:
     """Run the steps; `train` None reads only, `saves` None keeps nothing. Returns the end's record.
 
@@ -190,7 +188,7 @@ def loop(
     """
     rates: list[float] = []
     last_losses: deque[Tensor] = deque(maxlen=10)
-    last_batches: deque[intake.Batch] = deque(maxlen=2)
+    last_batches: deque[device_batches.Batch] = deque(maxlen=2)
     started = mark = time.perf_counter()
     waited = all_waited = 0.0
     loss = norm = problem = failure = None
@@ -210,7 +208,7 @@ def loop(
                 last_batches.append(next(batches))
         except Exception as error:  # this rank alone: the others must not lose what was trained
             failure = f"(reading data in step {step + 1}): {loader_error(error)}"
-            if not isinstance(error, intake.NoData):
+            if not isinstance(error, device_batches.LoaderFailed):
                 traceback.print_exc()  # a bug
         if failure:  # the batch before stands in until all ranks know, in steps not applied
             last_batches.append(last_batches[-1])
@@ -218,13 +216,13 @@ def loop(
         batch = last_batches[-1]
         if failure is None:
             bad = [(name_of(index), why) for index, why in batch.bad]
-            inputs.met(step, bad, batch.cost, len(batch.image_ids))
+            inputs.record(step, bad, batch.cost, len(batch.image_ids))
 
         # step
         moved("training", step)
         flags = agreement.StepFlags(
             stop=told_to_stop(),
-            bad_images=inputs.news,
+            bad_images=inputs.pending,
             save=saves is not None and saves.due_by_clock(),
             no_batch=failure is not None,
         )
@@ -260,7 +258,7 @@ def loop(
         # bad images: told when the host has waited for the device anyway
         too_many = None
         if news and unread == step + 1:
-            news, too_many = False, inputs.share()
+            news, too_many = False, inputs.sync()
             stop = stop or bool(too_many)
 
         # log
@@ -317,7 +315,7 @@ def loop(
         else:
             saves.save_last(done, in_a_row)
     seconds = time.perf_counter() - started
-    inputs.share()  # what was met since
+    inputs.sync()  # what was met since
     record: dict[str, Any] = {"reason": reason, "problem": problem, "steps": done}
     rate = statistics.median(rates[1:] or rates) if rates else None
     record |= {"skipped": skipped, "bad_images": inputs.count, "images_per_second": rate}
@@ -417,7 +415,7 @@ class Crew:
     def abandon(self, error: RuntimeError) -> NoReturn:
         """Leave at once where the others are lost or this rank has no data; other errors go up."""
         lost = agreement.is_peer_failure(error)
-        if isinstance(error, intake.NoData):
+        if isinstance(error, device_batches.LoaderFailed):
             what = "has no data"
         elif lost:
             what = "lost contact with another"
@@ -445,7 +443,7 @@ def garbage_kept() -> Iterator[None]:
         gc.unfreeze()
 
 
-def zero_loss(batch: intake.Batch, patch: int, norm_pix: bool) -> Tensor:
+def zero_loss(batch: device_batches.Batch, patch: int, norm_pix: bool) -> Tensor:
     """The loss () of predicting zero for every patch of a batch: what a model has to beat."""
     patches = vit.patchify(data.normalize(batch.parts[0][0]), patch)
     return vit.reconstruction_target(patches, norm_pix).square().mean()
@@ -494,7 +492,7 @@ def tell_profile(log: Log, first: int, steps: int, found: dict[str, float] | str
 def tell_end(
     log: Log,
     end: dict[str, Any],
-    inputs: intake.Intake,
+    inputs: bad_images.BadImageLog,
     io: bool,
     steps: int,
     out: str,
@@ -503,7 +501,7 @@ def tell_end(
     """The records `io` and `end`; what was read, how it went, where the weights are. Collective."""
     read = inputs.report(end["seconds"], end["data_share"])
     log.write("io", **read)
-    for line in intake.describe(read["ranks"]) if io and read else []:
+    for line in bad_images.describe(read["ranks"]) if io and read else []:
         log.say(line)
     if "loss_of_zero" in end:
         log.say(
@@ -570,7 +568,7 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
         device = dry_run.CPU if args.dry_run else mesh.pick_device(args.device, ranks)
         world = ranks.world_size
         if world == 1:  # several look for it together, once they have met
-            intake.check_folder(args.data)
+            image_source.check_folder(args.data)
     except (ValueError, RuntimeError) as error:
         return usage_error(str(error), local=True)
     try:
@@ -632,11 +630,11 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
 
     # what rank 0 does for all: list the images, open the log
     try:
-        files, images, epoch_steps = intake.share_images(args.data, args.out, global_batch)
+        files, images, epoch_steps = image_source.share_images(args.data, args.out, global_batch)
         log = open_log(args.out)
         for line in topology.topology(ranks, device, shape, os.environ):
             log.say(line)
-        inputs = intake.Intake(
+        inputs = bad_images.BadImageLog(
             os.path.join(args.out, "bad_images.csv"), images["images"], args.max_bad, log.say
         )
         chosen = completed(flags | images, epoch_steps)
@@ -707,8 +705,10 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
     workers = min(6, mesh.cpu_cores(ranks) - 1) if args.workers is None else args.workers
     source: data.Files | None = files
     if files and args.stage_dir and args.run != "syn":
+        from storage import staging
+
         wanted = partial(
-            prepare.wanted_on_node,
+            staging.wanted_on_node,
             chosen["images"],
             args.seed,
             global_batch,
@@ -717,7 +717,7 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
             steps=range(begin, steps),
         )
         try:
-            source = intake.stage(files, args.stage_dir, ranks, log.say, wanted)
+            source = staging.stage(files, args.stage_dir, ranks, log.say, wanted)
         except ValueError as error:
             return crew.refuse(error)
     loader = data.build_loader(
@@ -734,7 +734,7 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
         pin_memory=device.type == "cuda",
         exact=args.exact_decode,
     )
-    batches = intake.device_batches(loader, args.accum, device)
+    batches = device_batches.device_batches(loader, args.accum, device)
     first = list(islice(batches, 1))  # none where nothing is left to do
     batches = repeat(first[0]) if args.run == "syn" else chain(first, batches)
 

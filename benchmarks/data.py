@@ -36,6 +36,7 @@ sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != R
 
 import data  # noqa: E402
 import prepare  # noqa: E402
+from storage import image_list  # noqa: E402
 
 SIDE, BATCH, PATCHES = 224, 32, 196
 MEAN, STD = data.IMAGENET_MEAN, data.IMAGENET_STD
@@ -323,7 +324,7 @@ def index_of(count: int) -> Iterator[str]:
         files = data.load_index(path, folder)
         loaded = time.perf_counter() - started
         started = time.perf_counter()
-        problem = prepare.outdated(files)
+        problem = image_list.outdated(files)
         checked = time.perf_counter() - started
         assert problem is None, problem
         size = os.path.getsize(path) / 2**20

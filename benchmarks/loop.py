@@ -33,8 +33,7 @@ import data  # noqa: E402
 import mesh  # noqa: E402
 import train_fsdp  # noqa: E402
 import vit  # noqa: E402
-from runtime import agreement, assemble, flags  # noqa: E402
-from runtime import bad_images as intake  # noqa: E402
+from runtime import agreement, assemble, bad_images, device_batches, flags  # noqa: E402
 from runtime.log import open_log  # noqa: E402
 
 BEFORE = 3  # steps that nobody counts
@@ -98,13 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         workers=args.workers if files else 0,
         pin_memory=device.type == "cuda",
     )
-    read = intake.device_batches(loader, 1, device)
+    read = device_batches.device_batches(loader, 1, device)
     batch = next(read)
     folder = tempfile.TemporaryDirectory()
     log = open_log(folder.name)
     log.say = lambda text: None  # type: ignore[method-assign] # the table alone is for people
 
-    inputs = intake.Intake(f"{folder.name}/bad_images.csv", 1, 1.0, log.say)
+    inputs = bad_images.BadImageLog(f"{folder.name}/bad_images.csv", 1, 1.0, log.say)
 
     def wait() -> None:
         if device.type == "cuda":
@@ -118,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wait()
         return time.perf_counter() - started
 
-    def looped(batches: Iterator[intake.Batch], train: Callable[..., Any] = train) -> float:
+    def looped(batches: Iterator[device_batches.Batch], train: Callable[..., Any] = train) -> float:
         job = train_fsdp.Job(
             device, 1, range(args.steps), 10, args.batch, args.batch * 100, 1, None, None
         )

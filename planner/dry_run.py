@@ -33,8 +33,7 @@ import data
 import mesh
 import shard
 import vit
-from runtime import agreement
-from runtime import bad_images as intake
+from runtime import agreement, image_source
 from runtime.assemble import build_meta_model, completed, planned, start_record
 from runtime.comm_counter import Collective, Unsupported, counting
 from runtime.flags import print_error
@@ -119,7 +118,9 @@ def rehearse(
     """Lines that tell what a real run would be: in the order of `main`, and with its errors."""
     yield f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks"
     said: list[str] = []
-    scan = partial(intake.find_images, flags["data"], None, flags["global_batch"], said.append)
+    scan = partial(
+        image_source.find_images, flags["data"], None, flags["global_batch"], said.append
+    )
     files, images, epoch_steps = agreement.run_on_rank0(scan)
     agreement.run_on_rank0(partial(check_folder, flags["out"]))
     chosen = completed(flags | images | {"dry_run": False}, epoch_steps)

@@ -48,21 +48,21 @@ def igloo_in_step():
 
 
 def bug_on_rank_0():
-    from runtime import bad_images as intake
+    from runtime import image_source
 
-    error_in(intake, "find_images", TypeError("a bug"))
+    error_in(image_source, "find_images", TypeError("a bug"))
 
 
 def bug_in_staging():
-    import prepare
+    from storage import staging
 
-    error_in(prepare, "Staged", TypeError("a bug"))
+    error_in(staging, "Staged", TypeError("a bug"))
 
 
 def full_node_disk():
-    import prepare
+    from storage import staging
 
-    error_in(prepare, "Staged", OSError(28, "No space left on device", "/node"))
+    error_in(staging, "Staged", OSError(28, "No space left on device", "/node"))
 
 
 def bug_in_topology():
@@ -78,10 +78,10 @@ def planner_bug():
 
 
 def no_folder():
-    from runtime import bad_images as intake
+    from runtime import image_source
 
-    there = intake.os.path.isdir
-    intake.os.path.isdir = lambda path: str(path) != str(TILES) and there(path)
+    there = image_source.os.path.isdir
+    image_source.os.path.isdir = lambda path: str(path) != str(TILES) and there(path)
 
 
 def out_of_files():

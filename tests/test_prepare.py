@@ -40,7 +40,8 @@ from test_data import flat_folder, noise_image, stream
 import checkpoint
 import data
 import prepare
-from runtime import bad_images as intake
+from runtime import bad_images
+from storage import checking, image_list, packing, staging
 
 TILES = ROOT / "examples/tiles/train"
 
@@ -109,18 +110,18 @@ def test_a_list_is_used_while_it_is_true(tmp_path):
     root, out = tmp_path / "root", str(tmp_path / "out")
     class_tree(root)
     said = []
-    files = prepare.find_images(str(root), out, said.append)
+    files = image_list.find_list(str(root), out, said.append)
     assert files.index_file == f"{out}/images.index" and said == []
     made = os.stat(files.index_file).st_mtime_ns
-    again = prepare.find_images(f"{root}/", out, said.append)
+    again = image_list.find_list(f"{root}/", out, said.append)
     assert os.stat(again.index_file).st_mtime_ns == made and said == []
     assert [again.name(i) for i in range(24)] == [files.name(i) for i in range(24)]
 
     def remade(why):
         said.clear()
-        files = prepare.find_images(str(root), out, said.append)
+        files = image_list.find_list(str(root), out, said.append)
         assert said == [f"{out}/images.index is not used: {why}"]
-        assert prepare.outdated(files) is None
+        assert image_list.outdated(files) is None
         return files
 
     (root / "area0/class0/new.jpg").write_bytes(b"x")
@@ -136,7 +137,7 @@ def test_a_list_is_used_while_it_is_true(tmp_path):
     assert len(remade("the folder area1/part has changed")) == 17 or True
     Path(out, "images.index").write_bytes(b"no list")
     said.clear()
-    prepare.find_images(str(root), out, said.append)
+    image_list.find_list(str(root), out, said.append)
     assert "is no list of ours, or damaged" in said[0]
 
 
@@ -145,12 +146,12 @@ def test_a_list_beside_the_data_is_found_and_nothing_is_written(tmp_path, capsys
     class_tree(root)
     assert prepare.main(["index", f"{root}/"]) == 0
     assert capsys.readouterr().out == f"{root}.index: 24 images, 3 classes\n"
-    files = prepare.find_images(str(root), str(out), silent)
+    files = image_list.find_list(str(root), str(out), silent)
     assert files.index_file == f"{root}.index"
-    assert prepare.find_images(str(root), None, silent).index_file == f"{root}.index"
+    assert image_list.find_list(str(root), None, silent).index_file == f"{root}.index"
     assert not out.exists()
     os.remove(f"{root}.index")
-    assert prepare.find_images(str(root), None, silent).index_file is None  # listed, not kept
+    assert image_list.find_list(str(root), None, silent).index_file is None  # listed, not kept
     assert os.listdir(tmp_path) == ["root"]
 
 
@@ -359,7 +360,7 @@ def test_webdataset_reads_a_pack(tmp_path):
     import webdataset as wds
 
     files = class_tree(tmp_path / "root", width=300, height=300)
-    prepare.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, 1, 2, silent)
+    packing.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, 1, 2, silent)
     shards = sorted(str(p) for p in (tmp_path / "pack").glob("*.tar"))
     assert len(shards) > 1
     found = {
@@ -372,7 +373,7 @@ def test_webdataset_reads_a_pack(tmp_path):
 def test_the_stream_from_a_pack_is_that_of_its_tree(tmp_path):
     """The listed substitutes of broken images included."""
     broken_tree(tmp_path / "root")
-    prepare.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, None, 2, silent)
+    packing.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, None, 2, silent)
     packed, tree = data.scan(str(tmp_path / "pack")), data.scan(str(tmp_path / "root"))
 
     def plain(rows, files):
@@ -396,7 +397,7 @@ def test_packing_makes_large_images_smaller(tmp_path):
     for name, size in sizes.items():
         smooth.resize(size, Image.Resampling.BICUBIC).save(root / name)
     (root / "e.jpg").write_bytes(b"broken")
-    prepare.pack(str(root), str(tmp_path / "pack"), 256, 90, None, 1, silent)
+    packing.pack(str(root), str(tmp_path / "pack"), 256, 90, None, 1, silent)
     content = tar_content(tmp_path / "pack")
     assert list(content) == ["a.jpg", "b.png.jpg", "c.jpg", "d.tif", "e.jpg"]
     assert content["c.jpg"] == (root / "c.jpg").read_bytes()  # not larger: as it was
@@ -419,16 +420,17 @@ def test_a_cut_pack_goes_on(tmp_path, monkeypatch):
     root, target = str(tmp_path / "root"), str(tmp_path / "pack")
     class_tree(tmp_path / "root", width=300, height=300)
     code = f"""
-import os, prepare
-whole = prepare.write_shard
+import os
+from storage import packing
+whole = packing.write_shard
 def write(files, target, max_side, quality, part):
     if part[0] == 1:
         os.environ["CUT"] = "1"
     return whole(files, target, max_side, quality, part)
 if __name__ == "__main__":
-    prepare.in_processes = cut = lambda work, parts, workers: (
+    packing.in_processes = cut = lambda work, parts, workers: (
         (part, work(part)) if part[0] < 1 else os._exit(9) for part in parts)
-    prepare.pack({root!r}, {target!r}, None, 90, 1, 1, print)
+    packing.pack({root!r}, {target!r}, None, 90, 1, 1, print)
 """
     killed = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=120
@@ -441,7 +443,7 @@ if __name__ == "__main__":
     first = os.stat(Path(target, "shard-000000.tar")).st_mtime_ns
 
     said = []
-    prepare.pack(root, target, None, 90, 1, 2, said.append)
+    packing.pack(root, target, None, 90, 1, 2, said.append)
     assert said[0].startswith("1 of ") and said[0].endswith(" shards are there already")
     assert os.stat(Path(target, "shard-000000.tar")).st_mtime_ns == first
     assert not list(Path(target).glob(".shard*"))
@@ -449,17 +451,17 @@ if __name__ == "__main__":
     assert [packed.read(i) for i in range(24)] == [files.read(i) for i in range(24)]
     for options in ((256, 90), (None, 80)):
         with pytest.raises(ValueError, match="was begun from other images or with other options"):
-            prepare.pack(root, target, *options, 1, 1, silent)
+            packing.pack(root, target, *options, 1, 1, silent)
 
     # a shard that is lost or cut later is noticed before a run begins
     shard = Path(target, packed.shards[-1])
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 3])
     with pytest.raises(ValueError, match=r"\.tar is missing or cut: pack again"):
-        prepare.find_images(target, None, silent)
+        image_list.find_list(target, None, silent)
     with pytest.raises(ValueError, match="is cut: pack again"):
         data.scan(target).read(23)
-    prepare.pack(root, target, None, 90, 1, 1, silent)
+    packing.pack(root, target, None, 90, 1, 1, silent)
     assert data.scan(target).read(23) == files.read(23)
 
 
@@ -494,7 +496,7 @@ DAMAGE = {
 def test_packing_again_mends_or_refuses_what_is_damaged(tmp_path, capsys, monkeypatch):
     """A shard gets its name when it is whole: another one is damage, and its source is there."""
     monkeypatch.setattr(
-        prepare, "in_processes", lambda work, parts, workers: ((part, work(part)) for part in parts)
+        packing, "in_processes", lambda work, parts, workers: ((part, work(part)) for part in parts)
     )
     root, target = tmp_path / "root", tmp_path / "pack"
     class_tree(root, width=300, height=300)
@@ -517,9 +519,9 @@ def test_packing_again_mends_or_refuses_what_is_damaged(tmp_path, capsys, monkey
 def test_two_packs_do_not_write_into_one_folder(tmp_path):
     class_tree(tmp_path / "root")
     (tmp_path / "pack").mkdir()
-    with prepare.locked_folder(str(tmp_path / "pack")):
+    with packing.locked_folder(str(tmp_path / "pack")):
         with pytest.raises(ValueError, match="another process packs into"):
-            prepare.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, 1, 1, silent)
+            packing.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, 1, 1, silent)
         assert list((tmp_path / "pack").iterdir()) == []
 
 
@@ -530,7 +532,7 @@ def test_a_pack_does_not_take_what_vanishes_for_broken(tmp_path):
     Path(files.path(0)).write_bytes(b"longer or shorter than it was")
     for part, sentence in ((range(1), "has changed meanwhile"), (range(20, 21), "No such file")):
         with pytest.raises((ValueError, OSError), match=sentence):
-            prepare.write_shard(files, str(tmp_path), None, 90, (0, part))
+            packing.write_shard(files, str(tmp_path), None, 90, (0, part))
     assert not list(tmp_path.glob("*shard*"))
 
 
@@ -551,7 +553,7 @@ def small_disk(folder, kib):
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small disk")
 def test_a_full_disk_is_named_and_nothing_half_is_left(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        prepare, "in_processes", lambda work, parts, workers: ((part, work(part)) for part in parts)
+        packing, "in_processes", lambda work, parts, workers: ((part, work(part)) for part in parts)
     )
     with small_disk(tmp_path / "disk", 400) as disk:
         root = disk / "root"
@@ -568,11 +570,11 @@ def test_a_full_disk_is_named_and_nothing_half_is_left(tmp_path, capsys, monkeyp
             told = capsys.readouterr().err
             assert told == (f"prepare.py: error: [Errno 28] No space left on device: '{named}'\n")
         with pytest.raises(OSError, match=r"No space left on device: .*/images\.index'"):
-            prepare.find_images(str(root), str(disk), silent)
+            image_list.find_list(str(root), str(disk), silent)
         filled = (disk / "filler").stat().st_size
         os.truncate(disk / "filler", filled - 16 * 2**10)  # room for pack.json, not for a shard
         with pytest.raises(OSError, match=r"No space left on device: .*/pack/shard-000000\.tar'"):
-            prepare.pack(str(root), str(disk / "pack"), None, 90, None, 1, silent)
+            packing.pack(str(root), str(disk / "pack"), None, 90, None, 1, silent)
         assert sorted(path.name for path in disk.iterdir()) == sorted([*there, "pack"])
         assert [path.name for path in (disk / "pack").iterdir()] == ["pack.json"]
         assert not [path for path in root.iterdir() if path.is_file()]
@@ -590,7 +592,7 @@ def test_everything_works_below_a_name_that_is_not_utf_8(tmp_path, capfdbinary):
         done = subprocess.run([sys.executable, str(ROOT / "prepare.py"), *command], env=environ)
         assert done.returncode == 0, capfdbinary.readouterr().err
     for folder in ("root", "pack"):
-        listed = prepare.find_images(str(base / folder), str(base / "out"), silent)
+        listed = image_list.find_list(str(base / folder), str(base / "out"), silent)
         copy = pickle.loads(pickle.dumps(listed))  # as a worker gets it
         assert [copy.read(i) for i in range(24)] == [files.read(i) for i in range(24)]
 
@@ -606,12 +608,12 @@ FIFOS = {
 @pytest.mark.parametrize("name", FIFOS)
 def test_a_fifo_in_the_place_of_a_list_is_not_waited_for(tmp_path, name, monkeypatch):
     monkeypatch.setattr(
-        prepare, "in_processes", lambda work, parts, workers: ((part, work(part)) for part in parts)
+        packing, "in_processes", lambda work, parts, workers: ((part, work(part)) for part in parts)
     )
     where, folder, refused = FIFOS[name]
     class_tree(tmp_path / "root")
     (tmp_path / "out").mkdir()
-    prepare.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, 1, 1, silent)
+    packing.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, 1, 1, silent)
     (tmp_path / where).unlink(missing_ok=True)
     os.mkfifo(tmp_path / where)
     said = []
@@ -619,9 +621,9 @@ def test_a_fifo_in_the_place_of_a_list_is_not_waited_for(tmp_path, name, monkeyp
     try:
         if refused:
             with pytest.raises(ValueError, match=refused):
-                prepare.find_images(str(tmp_path / folder), str(tmp_path / "out"), said.append)
+                image_list.find_list(str(tmp_path / folder), str(tmp_path / "out"), said.append)
         else:
-            files = prepare.find_images(str(tmp_path / folder), str(tmp_path / "out"), said.append)
+            files = image_list.find_list(str(tmp_path / folder), str(tmp_path / "out"), said.append)
             assert len(files) == 24 and "is not a regular file" in said[0]
     finally:
         signal.alarm(0)
@@ -642,7 +644,7 @@ def test_what_is_no_regular_file_is_an_unreadable_image(tmp_path, kind):
     signal.alarm(20)
     try:
         files = data.scan(str(tmp_path))
-        assert [index for index, _ in prepare.problems_of(files, range(len(files)))] == [2]
+        assert [index for index, _ in checking.problems_of(files, range(len(files)))] == [2]
         images = data.Images(files, 8, 4, 0, 4)
         met = {index for p in range(4) for index, _ in json.loads(images[p].bad or "[]")}
         assert met == {2}
@@ -658,7 +660,7 @@ def test_too_many_open_files_are_not_the_images_fault(tmp_path, monkeypatch):
 
     monkeypatch.setattr(data.ImageFiles, "read", read)
     with pytest.raises(OSError, match="Too many open files"):
-        prepare.problems_of(files, range(2))
+        checking.problems_of(files, range(2))
 
 
 # --- the same images
@@ -666,11 +668,11 @@ def test_too_many_open_files_are_not_the_images_fault(tmp_path, monkeypatch):
 
 def test_the_fingerprint_is_of_names_and_sizes(tmp_path):
     def of(folder):
-        return prepare.fingerprint(data.scan(str(folder)), times=False)
+        return image_list.fingerprint(data.scan(str(folder)), times=False)
 
     class_tree(tmp_path / "root")
     shutil.copytree(tmp_path / "root", tmp_path / "copy", copy_function=shutil.copy)
-    prepare.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, 1, 1, silent)
+    packing.pack(str(tmp_path / "root"), str(tmp_path / "pack"), None, 90, 1, 1, silent)
     first = of(tmp_path / "root")
     assert first == of(tmp_path / "copy") == of(tmp_path / "pack")
     one = next((tmp_path / "copy").rglob("*.jpg"))
@@ -732,13 +734,14 @@ def test_a_node_reads_each_image_once(tmp_path):
     root, stage = tmp_path / "root", tmp_path / "stage"
     class_tree(root, each=20)
     code = """
-import os, sys, data, prepare
+import os, sys, data
+from storage import staging
 def reading(files, index, read=data.ImageFiles.read):
     with open(sys.argv[3], "ab", buffering=0) as log:
         log.write(b"%d\\n" % index)  # one write: whole lines, from any process
     return read(files, index)
 data.ImageFiles.read = reading
-staged = prepare.Staged(data.load_index(sys.argv[1] + ".index", sys.argv[1]), sys.argv[2])
+staged = staging.Staged(data.load_index(sys.argv[1] + ".index", sys.argv[1]), sys.argv[2])
 for turn in range(2):
     for i in range(len(staged)):
         assert staged.read(i) == open(staged.files.path(i), "rb").read(), i
@@ -752,7 +755,7 @@ for turn in range(2):
     assert sorted(map(int, log.read_text().split())) == list(range(60))
 
     # a later process needs the tree no more
-    staged = prepare.Staged(data.load_index(f"{root}.index", str(root)), str(stage))
+    staged = staging.Staged(data.load_index(f"{root}.index", str(root)), str(stage))
     whole = [staged.read(i) for i in range(60)]
     root.rename(tmp_path / "gone")
     assert [staged.read(i) for i in range(60)] == whole
@@ -762,7 +765,7 @@ for turn in range(2):
 
 def test_a_full_disk_means_a_part(tmp_path):
     files = class_tree(tmp_path / "root")
-    staged = prepare.Staged(files, str(tmp_path / "stage"))
+    staged = staging.Staged(files, str(tmp_path / "stage"))
     staged.places[-1] = int(files.sizes[:10].sum())
     sentence = staged.shortage()
     assert sentence.startswith(f"{tmp_path}/stage has room for 0.00 of 0.00 GiB: the images that ")
@@ -776,7 +779,7 @@ def test_a_full_disk_means_a_part(tmp_path):
 
 def test_a_file_that_has_changed_is_not_staged(tmp_path):
     files = class_tree(tmp_path / "root")
-    staged = prepare.Staged(files, str(tmp_path / "stage"))
+    staged = staging.Staged(files, str(tmp_path / "stage"))
     Path(files.path(3)).write_bytes(b"other")
     assert staged.read(3) == staged.read(3) == b"other"
     assert staged.places[3] == 0
@@ -801,7 +804,7 @@ def test_wanted_on_a_node_is_what_its_ranks_read(tmp_path):
                     world_size=4,
                 )
                 read |= {int(i) for batch in loader for i in batch.image_id}
-            wanted = prepare.wanted_on_node(50, 3, 16, 2, 4, ranks, steps)
+            wanted = staging.wanted_on_node(50, 3, 16, 2, 4, ranks, steps)
             assert set(wanted.tolist()) == read
 
 
@@ -818,7 +821,7 @@ def test_training_with_a_node_local_copy_is_the_same_and_fills_it(tmp_path):
         for out in ("plain", "staged")
     ]
     assert losses[0] == losses[1]
-    copy = prepare.Staged(data.scan(str(root)), str(tmp_path / "stage"))
+    copy = staging.Staged(data.scan(str(root)), str(tmp_path / "stage"))
     assert (copy.places[:48] > 0).all()
     root.rename(tmp_path / "gone")
     assert len(copy.read(47)) == copy.files.sizes[47]
@@ -896,7 +899,7 @@ def test_io_tells_what_each_rank_read(tmp_path):
         read = files.sizes[order[:, rank]].sum()  # bytes, by the file system
         assert row["mb_per_second"] == pytest.approx(read / end["seconds"] / 1e6)
         assert row["images_per_second"] == pytest.approx(48 / end["seconds"])
-        assert min(row[f"{stage}_seconds"] for stage in intake.STAGES) > 0
+        assert min(row[f"{stage}_seconds"] for stage in bad_images.STAGES) > 0
         assert 0 <= row["data_share"] <= 1
     table = done[0].stdout.split("rank   images/s")[1].splitlines()
     assert [line.split()[0] for line in table[1:5]] == ["0", "1", "worst", "rank"]
