@@ -34,6 +34,7 @@ import train_fsdp  # noqa: E402
 import vit  # noqa: E402
 from planner import estimate  # noqa: E402
 from planner.machines import MACHINES  # noqa: E402
+from planner.traffic import PlannedRun  # noqa: E402
 from runtime import agreement, assemble, step_profile  # noqa: E402
 
 WARM, TIMED = 3, 5  # steps
@@ -92,19 +93,8 @@ def cases(models: Sequence[str]) -> Iterator[Row]:
 
 def planned(model: str, ac: str, img_size: int, batch: int, memory_gib: float) -> estimate.Plan:
     """The plan of such a case on this GPU."""
-    return estimate.estimate(
-        vit.MODELS[model],
-        img_size=img_size,
-        mask_ratio=0.75,
-        mode="ddp",
-        group=None,
-        fsdp=2,
-        world_size=1,
-        local_batch=batch,
-        ac=ac,
-        memory_gib=memory_gib,
-        machine=MACHINES["dgx-h200"],
-    )
+    run = PlannedRun(vit.MODELS[model], "ddp", 1, batch, img_size, mask_ratio=0.75, ac=ac)
+    return estimate.make_plan(run, MACHINES["dgx-h200"], memory_gib)
 
 
 def largest_batch(model: str, ac: str, img_size: int, memory_gib: float, most: int) -> int:

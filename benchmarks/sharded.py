@@ -36,6 +36,7 @@ import train_fsdp  # noqa: E402
 import vit  # noqa: E402
 from benchmarks import peers  # noqa: E402
 from planner import estimate  # noqa: E402
+from planner.traffic import PlannedRun  # noqa: E402
 from runtime import agreement, assemble, comm_counter  # noqa: E402
 
 OURS, PEER = ("ddp", "full_shard", "hybrid"), "transformers"
@@ -198,17 +199,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                     counted[c.kind] += c.size
             theory = "as plan.py says"
             if name != PEER:
-                told = estimate.estimate(
+                run = PlannedRun(
                     config,
-                    img_size=args.img_size,
+                    name,
+                    world,
+                    args.batch,
+                    args.img_size,
                     mask_ratio=0.75,
-                    mode=name,
                     group=2 if name == "hybrid" else None,
-                    fsdp=2,
-                    world_size=world,
-                    local_batch=args.batch,
                     precision="fp32",
-                ).json()["payload_bytes"]
+                )
+                told = estimate.make_plan(run).json()["payload_bytes"]
                 theory += "" if told == dict(counted) else f" NOT: {told}"
             else:
                 theory = "4 bytes a trained parameter"

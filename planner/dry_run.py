@@ -1,12 +1,14 @@
-"""The command of a job, stepped once by one CPU process that plays its rank 0, before it is queued.
+"""Step a job's command once in one CPU process that simulates its rank 0, before it is queued.
 
     python train_fsdp.py --model 15b --mode hybrid --group 4 --dry-run --world-size 512
 
-The ranks are a process group that sends nothing, the tensors have shapes but no memory; flags,
-mesh, wrapping and step are those of the real run. What that shows is what a rank holds at its peak
-and every collective it takes part in. Only FSDP2 runs so: the step of other engines is left out.
+The process group is fake and sends nothing; the tensors are fake: they have shapes but no memory.
+Flags, mesh, wrapping and step are those of the real run. The result is what a rank holds at its
+peak and every collective it takes part in. Only FSDP2 steps are simulated, not those of DDP or
+FSDP1.
 
-All that is private in PyTorch stands in `private_parts`, so that the next version breaks one place.
+Private parts of PyTorch are imported in `private_parts` alone, so that a new version breaks one
+place.
 """
 
 import errno
@@ -16,16 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -33,6 +32,8 @@ import data
 import mesh
 import shard
 import vit
+from planner.machines import MACHINES
+from planner.memory import GIB
 from runtime import agreement, image_source
 from runtime.assemble import build_meta_model, completed, planned, start_record
 from runtime.comm_counter import Collective, Unsupported, counting
@@ -40,12 +41,11 @@ from runtime.flags import print_error
 from runtime.log import describe
 from runtime.resume import candidates, resume
 
-RANKS_PER_NODE = 8  # of Frontier (GCDs) and of DGX machines
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same
 
-# Rows of the table of memory: the tracker's categories and plan.py's parts that belong to each.
-# Every category and every part stands in one row, so that the rows add up to the last.
-PARTS = {
+# Rows of the table of memory, each with the tracker's categories that belong to it. Every category
+# and every part of the plan is in one row, so that the rows add up to the last.
+TABLE_ROWS = {
     "parameters": ("Sharded Param",),
     "gradients": ("Sharded Grad",),
     "optimizer": ("OptState",),
@@ -57,23 +57,18 @@ PLANNED_PARTS = {"unsharded": ("unsharded", "reduction"), "activations": ("activ
 ON_HOST = ("parameters", "gradients", "optimizer")  # with --cpu-offload
 
 
-def private_parts() -> SimpleNamespace:
-    """The classes of PyTorch used here that have no public name; Unsupported where one is gone."""
+def private_parts() -> tuple[Any, Any, Any]:
+    """Import FakeTensorMode, FSDPMemTracker and FakeStore; Unsupported where one does not exist."""
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
+        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
         raise Unsupported(
-            f"--dry-run uses parts of PyTorch that are not public, and torch {torch.__version__} "
-            f"has not all of them ({error}): it was written for torch 2.10 to 2.15"
+            f"--dry-run uses private parts of PyTorch, and torch {torch.__version__} does not "
+            f"have all of them ({error}): it was written for torch 2.10 to 2.15"
         ) from None
-    return SimpleNamespace(
-        FakeTensorMode=FakeTensorMode,
-        FSDPMemTracker=FSDPMemTracker,
-        FSDPRefType=_FSDPRefType,
-        FakeStore=FakeStore,
-    )
+    return FakeTensorMode, FSDPMemTracker, FakeStore
 
 
 # ---------------------------------------------------------------------------------------------
@@ -90,14 +85,14 @@ def dry_run(
     gradients: Callable[..., Tensor],
     update: Callable[..., Tensor],
 ) -> int:
-    """The same command up to one step without numbers; prints a plan, trains and writes nothing.
+    """Run the command up to one step without numbers; print, but train and write nothing.
 
     `build(model, grid)` as assemble.spread; `gradients` and `update` are the two halves of
     train_fsdp.py's step. Returns the exit status.
     """
     try:
-        with pretended_world(ranks.world_size):
-            for line in rehearse(flags, config, ranks, shape, lr, build, gradients, update):
+        with fake_world(ranks.world_size):
+            for line in run_dry(flags, config, ranks, shape, lr, build, gradients, update):
                 print(line, flush=True)
     except (ValueError, OSError, Unsupported) as error:
         print_error(str(error))
@@ -105,7 +100,7 @@ def dry_run(
     return 0
 
 
-def rehearse(
+def run_dry(
     flags: dict[str, Any],
     config: vit.ViTConfig,
     ranks: mesh.Ranks,
@@ -115,7 +110,7 @@ def rehearse(
     gradients: Callable[..., Tensor],
     update: Callable[..., Tensor],
 ) -> Iterator[str]:
-    """Lines that tell what a real run would be: in the order of `main`, and with its errors."""
+    """Yield lines that describe the real run, in the order of `main`, and raise its errors."""
     yield f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks"
     said: list[str] = []
     scan = partial(
@@ -190,12 +185,12 @@ def rehearse(
 
 
 # ---------------------------------------------------------------------------------------------
-# Pretended ranks
+# Fake ranks
 
 
 def fake_ranks(world_size: int, environ: Mapping[str, str]) -> mesh.Ranks:
-    """Rank 0 of so many, which fill nodes of LOCAL_WORLD_SIZE (8); launch_frontier.sh sets it."""
-    on_node = RANKS_PER_NODE
+    """Make rank 0 of so many, on nodes of LOCAL_WORLD_SIZE (set by launch_frontier.sh) or 8."""
+    on_node = MACHINES["frontier"].ranks_per_node
     if "LOCAL_WORLD_SIZE" in environ:
         (on_node,) = mesh.whole_numbers(environ, ["LOCAL_WORLD_SIZE"], "launch_frontier.sh", low=1)
     on_node = min(on_node, world_size)
@@ -203,10 +198,10 @@ def fake_ranks(world_size: int, environ: Mapping[str, str]) -> mesh.Ranks:
 
 
 @contextmanager
-def pretended_world(world_size: int) -> Iterator[None]:
-    """A default process group of so many ranks, of which this is the first; it sends nothing."""
-    parts = private_parts()
-    dist.init_process_group("fake", store=parts.FakeStore(), rank=0, world_size=world_size)
+def fake_world(world_size: int) -> Iterator[None]:
+    """Make this process rank 0 of a fake default process group, which sends nothing."""
+    _, _, fake_store = private_parts()
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
     try:
         yield
     finally:
@@ -214,7 +209,7 @@ def pretended_world(world_size: int) -> Iterator[None]:
 
 
 def check_folder(path: str) -> None:
-    """The OSError that a run would meet which wants to write below `path`, without writing."""
+    """Raise the OSError that a run would get from writing below `path`, without writing."""
     there = Path(path).absolute()
     while not there.exists():
         there = there.parent
@@ -226,7 +221,7 @@ def check_folder(path: str) -> None:
 
 
 def first_samples(loader: DataLoader[Any], workers: int | None) -> Iterator[str]:
-    """Lines on what rank 0 reads first, of a loader of train_fsdp.py, and with how many workers."""
+    """Describe what rank 0 reads first from the loader, and with how many workers."""
     sampler, images = loader.batch_sampler, cast(Any, loader.dataset)
     first = next(iter(sampler), None) if sampler else None
     if first is None:
@@ -239,7 +234,7 @@ def first_samples(loader: DataLoader[Any], workers: int | None) -> Iterator[str]
 
 
 def unsimulated(mode: str, fsdp: int | None, run: str) -> str | None:
-    """Why the step of this mode, engine and --run is not simulated; None where it can be."""
+    """Say why the step of this mode, engine and --run is not simulated; None where it is."""
     if run == "io":
         return "--run io: no model, no step"
     if shard.STRATEGIES[mode].fsdp1 is None or fsdp == 1:
@@ -254,10 +249,10 @@ def unsimulated(mode: str, fsdp: int | None, run: str) -> str | None:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What one step of rank 0 showed."""
+    """The result of one simulated step of rank 0."""
 
     peak: dict[str, int]  # bytes by the tracker's categories, at the peak
-    after: dict[str, int]  # the same when backward has ended
+    after: dict[str, int]  # the same after backward
     collectives: list[Collective]  # in their order
 
 
@@ -269,96 +264,84 @@ def simulate(
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
     accum: int,
 ) -> Simulation:
-    """One step on fake tensors, in a pretended world.
+    """Run one step on fake tensors, inside `fake_world`.
 
     `build()` -> (model wrapped over `grid`, optimizer, scaler); `gradients(model, scaler, batches)`
-    -> loss is forward and backward, `update(model, optimizer, scaler, loss)` all that follows.
+    -> loss is forward and backward, `update(model, optimizer, scaler, loss)` the rest of the step.
     `shapes`: (shape, dtype) of each tensor of one accumulation step.
     """
-    parts, found = private_parts(), list[Collective]()
-    with parts.FakeTensorMode():
+    fake_tensor_mode, _, _ = private_parts()
+    found: list[Collective] = []
+    with fake_tensor_mode():
         model, optimizer, scaler = build()
         batches = [tuple(torch.empty(s, dtype=t) for s, t in shapes) for _ in range(accum)]
         with counting(grid, found):
-            tracker = _tracker(model)
+            tracker = memory_tracker(model)
             tracker.track_inputs(tuple(batches))
             with tracker:
-                # it takes a second forward pass for a mistake, unless it forgets the first
-                forget = model.register_forward_pre_hook(
+                # without a reset the tracker refuses a second forward pass
+                reset = model.register_forward_pre_hook(
                     lambda *_: tracker.reset_mod_stats(), prepend=True
                 )
                 loss = gradients(model, scaler, batches)
-                forget.remove()
+                reset.remove()
                 after = _snapshot(tracker, "current")
-            # Not tracked, because under DTensor the tracker counts whole tensors that only their
-            # shapes are taken of; and not stepped, because AdamW's fused step takes no memory but
-            # its states, which are there from the second step on.
+            # Not tracked: under DTensor the tracker counts full tensors of which only the shape is
+            # used. Not stepped: AdamW's fused step takes no memory except its states, which exist
+            # from the second step on.
             optimizer.step = lambda *_: None  # type: ignore[assignment, method-assign]
             update(model, optimizer, scaler, loss)
         states = {"OptState": optimizer_bytes(model)}
     return Simulation(_snapshot(tracker, "peak") | states, after | states, found)
 
 
-def _tracker(model: nn.Module) -> Any:
-    """PyTorch's tracker of memory by category, for units of several blocks too.
+def memory_tracker(model: nn.Module) -> Any:
+    """Build PyTorch's tracker of memory by category, for units of several blocks.
 
-    And without its peaks of every module: twice as fast. For one forward and backward pass.
+    PyTorch's own hooks every block of a unit, which would then be gathered and freed with every
+    block. Here the hooks are on the first block, the one after forward on the last.
     """
+    _, fsdp_tracker, _ = private_parts()
 
-    class Tracker(private_parts().FSDPMemTracker):  # type: ignore[misc]
-        memory_tracking: Any
+    def unit(module: Any) -> Sequence[nn.Module]:
+        return module._get_fsdp_state()._modules
 
-        def _instrument_fsdp_module(self) -> None:
-            # As in torch, where every block of a unit would gather and free it: here the unit is
-            # gathered before its first block and freed after its last.
-            states = {
-                id(m._get_fsdp_state()): m for m in model.modules() if isinstance(m, FSDPModule)
-            }
-            for module in states.values():
-                state = cast(Any, module._get_fsdp_state())
-                unit = state._fsdp_param_group
-                if not unit:
-                    continue
-                self._instrument_fsdp_sharded_params_grads(unit)
-                state._pre_forward_hook_handle.remove()
-                state._post_forward_hook_handle.remove()
-                state._modules[0].register_forward_pre_hook(
-                    self._fsdp_state_pre_forward(module, state._pre_forward),
-                    prepend=True,
-                    with_kwargs=True,
-                )
-                state._modules[-1].register_forward_hook(
-                    self._fsdp_state_post_forward(module, state._post_forward), always_call=True
-                )
-                unit.pre_backward = self._fsdp_param_group_pre_backward(module, unit.pre_backward)
-                unit.post_backward = self._fsdp_param_group_post_backward(
-                    module, unit.post_backward
-                )
-            for buffer in model.buffers():
-                self._update_and_maybe_create_winfos(buffer, private_parts().FSDPRefType.BUFFER)
+    class Tracker(fsdp_tracker):  # type: ignore[misc, valid-type]
+        def _fsdp_state_pre_forward(self, module: Any, hook: Any) -> Any:
+            if module is unit(module)[0]:
+                return super()._fsdp_state_pre_forward(module, hook)
+            return lambda _, args, kwargs: (args, kwargs)
 
-        def _update_peak_stats(self, peak_state: Any) -> None:
-            modules, self.memory_tracking = self.memory_tracking, {}
-            super()._update_peak_stats(peak_state)
-            self.memory_tracking = modules
+        def _fsdp_state_post_forward(self, module: Any, hook: Any) -> Any:
+            if module is unit(module)[-1]:
+                return super()._fsdp_state_post_forward(unit(module)[0], hook)
+            return lambda _, args, output: output
+
+        def _fsdp_param_group_pre_backward(self, module: Any, hook: Any) -> Any:
+            first = module is unit(module)[0]
+            return super()._fsdp_param_group_pre_backward(module, hook) if first else hook
+
+        def _fsdp_param_group_post_backward(self, module: Any, hook: Any) -> Any:
+            first = module is unit(module)[0]
+            return super()._fsdp_param_group_post_backward(module, hook) if first else hook
 
     return Tracker(model)
 
 
 def _snapshot(tracker: Any, which: str) -> dict[str, int]:
-    """Bytes by category, "current" or "peak"; of the one device there is."""
+    """Read the bytes by category, "current" or "peak", of the only device."""
     (found,) = tracker.get_tracker_snapshot(which).values()
     return {category.value: size for category, size in found.items() if category != "Total"}
 
 
 def optimizer_bytes(model: nn.Module) -> int:
-    """Of AdamW on this rank: two moments for each value of its shards, a step for each tensor."""
+    """Count AdamW's states on this rank: two moments per value, one step count per tensor."""
     tensors = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     return sum(2 * t.numel() * t.element_size() + 4 for t in tensors)
 
 
 # ---------------------------------------------------------------------------------------------
-# What is told
+# What is printed
 
 
 def report(
@@ -367,58 +350,55 @@ def report(
     shape: tuple[int, int],
     cpu_offload: bool,
 ) -> Iterator[str]:
-    """Lines for the terminal: memory by part, collectives; `plan` as plan.py's --json."""
-    yield from _memory_lines(simulation, (plan or {}).get("memory_gib"))
+    """Yield lines for the terminal: memory by part, collectives; `plan` as of plan.py --json."""
+    columns: dict[str, Mapping[str, float]] = {}
+    if simulation:
+        columns["at peak"] = row_gib(simulation.peak)
+        columns["after backward"] = row_gib(simulation.after)
+    if plan:
+        gib = plan["memory_gib"]
+        parts = {row: PLANNED_PARTS.get(row, (row,)) for row in TABLE_ROWS}
+        planned_gib = {row: sum(gib[part] for part in names) for row, names in parts.items()}
+        columns["planned peak"] = planned_gib | {"all": gib["peak"]}
+    if columns:
+        yield f"{'memory per rank, GiB':26}" + "".join(f"{head:>16}" for head in columns)
+    for row, categories in [*TABLE_ROWS.items(), ("all", ())] if columns else []:
+        yield f"  {row:24}" + "".join(f"{column[row]:16.3f}" for column in columns.values())
+        for name in categories if simulation and len(categories) > 1 else ():
+            cells = [f"{column[name]:16.3f}" for column in columns.values() if name in column]
+            yield f"    {name.lower():22}" + "".join(cells)
     if simulation and cpu_offload:
-        host = sum(part_of(simulation.peak, part) for part in ON_HOST)
-        yield f"at the peak {host / 2**30:.3f} GiB of that, {', '.join(ON_HOST)}, are host memory"
+        host = sum(columns["at peak"][row] for row in ON_HOST)
+        yield f"at the peak {host:.3f} GiB of that, {', '.join(ON_HOST)}, are host memory"
     if simulation:
         yield from _collective_lines(simulation.collectives, shape)
     if plan:
         yield from _planned_lines(plan, simulation)
 
 
-def part_of(memory: Mapping[str, int], name: str) -> int:
-    """Bytes of one of PARTS, or of all: "peak"."""
-    if name == "peak":
-        return sum(memory.values())
-    return sum(memory.get(category, 0) for category in PARTS[name])
-
-
-def _memory_lines(simulation: Simulation | None, plan: Mapping[str, float] | None) -> Iterator[str]:
-    """A row for each part, with its categories below; a column for each source there is."""
-    moments = [simulation.peak, simulation.after] if simulation else []
-    heads = ["at peak", "after backward"] * bool(simulation) + ["planned peak"] * bool(plan)
-    if heads:
-        yield f"{'memory of a rank, GiB':26}" + "".join(f"{head:>16}" for head in heads)
-    for part in [*PARTS, "peak"] if heads else []:
-        sizes = [part_of(moment, part) / 2**30 for moment in moments]
-        sizes += [sum(plan[name] for name in PLANNED_PARTS.get(part, (part,)))] if plan else []
-        label = "all" if part == "peak" else part
-        yield f"  {label:24}" + "".join(f"{size:16.3f}" for size in sizes)
-        categories = PARTS.get(part, ())
-        for category in categories if moments and len(categories) > 1 else ():
-            cells = [f"{moment.get(category, 0) / 2**30:16.3f}" for moment in moments]
-            yield f"    {category.lower():22}" + "".join(cells)
+def row_gib(memory: Mapping[str, int]) -> dict[str, float]:
+    """Convert bytes by category -> GiB by category, by row of the table, and of all."""
+    gib = {name: memory.get(name, 0) / GIB for names in TABLE_ROWS.values() for name in names}
+    rows = {row: sum(gib[name] for name in names) for row, names in TABLE_ROWS.items()}
+    return gib | rows | {"all": sum(gib.values())}
 
 
 def _collective_lines(collectives: Sequence[Collective], shape: tuple[int, int]) -> Iterator[str]:
     sizes = {"replicate": shape[0], "shard": shape[1], "world": shape[0] * shape[1]}
     counts = Counter((c.kind, c.group) for c in collectives)
-    heads = f"{'in groups of':>18}{'count':>8}{'GiB of whole tensors':>24}"
-    yield f"{'collectives of a step':26}{heads}"
+    heads = f"{'in groups of':>18}{'count':>8}{'GiB of full tensors':>24}"
+    yield f"{'collectives per step':26}{heads}"
     for (kind, group), count in sorted(counts.items()):
         size = sum(c.size for c in collectives if (c.kind, c.group) == (kind, group))
-        yield f"  {kind:18}{f'{group}, {sizes[group]}':>24}{count:8}{size / 2**30:24.6f}"
+        yield f"  {kind:18}{f'{group}, {sizes[group]}':>24}{count:8}{size / GIB:24.6f}"
 
 
 def _planned_lines(plan: Mapping[str, Any], simulation: Simulation | None) -> Iterator[str]:
     found = simulation.collectives if simulation else []
-    kinds = chain(plan["payload_bytes"], (c.kind for c in found))
-    for kind in dict.fromkeys(kinds):  # each once, in this order
+    for kind in dict.fromkeys([*plan["payload_bytes"], *(c.kind for c in found)]):  # each once
         size, count = plan["payload_bytes"].get(kind, 0), plan["collectives"].get(kind, 0)
         text = f"  {kind}: planned {count} of {size:,} bytes"
         if simulation:
-            mine = [c.size for c in found if c.kind == kind]
-            text += f", simulated {len(mine)} of {sum(mine):,}"
+            sizes = [c.size for c in found if c.kind == kind]
+            text += f", simulated {len(sizes)} of {sum(sizes):,}"
         yield text

@@ -1,6 +1,17 @@
-"""Does a run fit, with which local batch at most, how much does it send, how fast can it be."""
+"""The plan of a run: does it fit, what does it send, how fast can it be at best.
+
+The plan is made by arithmetic alone, for any number of ranks: no GPU, no process group.
+planner/traffic.py and planner/memory.py say what a step needs, planner/machines.py what a machine
+gives.
+
+`peak` is live tensors (CUDA's max_memory_allocated); `peak_active` also counts freed memory that
+another stream still uses, as under FSDP1. The allocator's fragmentation, the context and RCCL's or
+NCCL's buffers are in neither: `margin_gib` stands for them. The step time is a lower bound: nothing
+waits for data, a slow rank or a disk.
+"""
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -8,9 +19,9 @@ from typing import Any
 import mesh
 import shard
 import vit
-from planner.machines import MACHINES, Machine, collective_seconds, ring
-from planner.memory import GIB, Moment, StepMemory, largest_partition, pending_bytes
-from planner.traffic import Run, collectives, link_bytes, model_units, token_count
+from planner.machines import MACHINES, Machine, build_ring, collective_seconds
+from planner.memory import GIB, MemorySnapshot, StepMemory, largest_partition, pending_bytes
+from planner.traffic import PlannedRun, collectives, link_bytes, model_units
 from runtime import flags
 
 # ---------------------------------------------------------------------------------------------
@@ -19,132 +30,125 @@ from runtime import flags
 # What no tensor shows: the device's context and RCCL's or NCCL's buffers, then the allocator's
 # fragmentation as a share of the peak. Experience, not fitted.
 CONTEXT_GIB, FRAGMENTATION = 1.5, 0.04
+VERDICTS = ("FITS", "TIGHT", "NO")  # with the whole margin, with the context alone, not at all
+MOST_IMAGES = 2**20  # largest local batch that is tried
 
 
-def verdict(peak_gib: float, memory_gib: float) -> str:
-    """FITS with the whole margin; TIGHT with the context alone; else NO."""
+def fit_verdict(peak_gib: float, memory_gib: float) -> str:
+    """Compare a peak of live tensors with the memory of a rank: one of VERDICTS."""
     if peak_gib * (1 + FRAGMENTATION) + CONTEXT_GIB <= memory_gib:
         return "FITS"
     return "TIGHT" if peak_gib + CONTEXT_GIB <= memory_gib else "NO"
 
 
-def peak_moment(run: Run, machine: Machine) -> Moment:
-    """The moment with most live memory."""
-    return max(StepMemory(run, machine).moments(), key=lambda moment: moment.total)
+def max_local_batch(run: PlannedRun, machine: Machine, memory_gib: float) -> int:
+    """Find the largest local batch with the verdict FITS, 0 if there is none."""
 
+    def too_large(batch: int) -> bool:
+        snapshots = StepMemory(replace(run, batch=batch), machine).snapshots()
+        return fit_verdict(max(s.total for s in snapshots) / GIB, memory_gib) != "FITS"
 
-def max_local_batch(run: Run, machine: Machine, memory_gib: float) -> int:
-    """The largest local batch with the verdict FITS, 0 if there is none; by halving."""
-
-    def fits(batch: int) -> bool:
-        peak = peak_moment(replace(run, local_batch=batch), machine).total / GIB
-        return verdict(peak, memory_gib) == "FITS"
-
-    low, high = 0, 1
-    while high < 2**20 and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, MOST_IMAGES), True, key=too_large)
 
 
 # ---------------------------------------------------------------------------------------------
-# Speed
+# Time
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Seconds of a step: a lower bound, as nothing here waits for data, a slow rank or a disk."""
+class StepTime:
+    """Seconds per step: a lower bound, as nothing waits for data, a slow rank or a disk."""
 
     compute: float
-    communication: float  # of all collectives, one after the other
-    exposed: float  # what of it does not run behind compute
+    communication: float  # all collectives, one after the other
+    exposed: float  # the part of it that does not overlap with compute
     optimizer: float
     step: float
 
 
-def compute_seconds(run: Run, machine: Machine) -> float:
-    """Forward and backward of all accumulation steps.
+def compute_seconds(run: PlannedRun, machine: Machine) -> float:
+    """Seconds per step of forward and backward, over all accumulation steps.
 
-    Matrix products at a share of the peak, and for all else (norms, GELU, softmax, sums) a time
-    for each token and block. Full checkpointing runs the blocks' forward again: 4 passes for 3.
+    Matmuls run at a share of the peak; everything else (norms, GELU, softmax, sums) takes a time
+    per token and block. Full checkpointing runs the blocks' forward again: 4 passes instead of 3.
     """
     config = run.config
     if run.encoder_only:
         config = replace(config, decoder_width=0, decoder_depth=0)
     flops = vit.flops_per_image(config, run.img_size, run.mask_ratio)
-    tokens = token_count(run, "encoder") * config.depth
-    if config.decoder_depth:
-        tokens += token_count(run, "decoder") * config.decoder_depth
-    again = 4 / 3 if run.ac == "full" else 1
+    layers = {"encoder": config.depth, "decoder": config.decoder_depth}
+    tokens = sum(run.tokens(part) * depth for part, depth in layers.items())
+    passes = 4 / 3 if run.ac == "full" else 1
     peak = machine.peak_flops * (1 if run.precision != "fp32" else machine.fp32_share)
-    each = flops / (peak * machine.efficiency) + tokens * machine.token_layer_seconds
-    return run.accum * run.local_batch * again * each
+    per_image = flops / (peak * machine.efficiency) + tokens * machine.token_layer_seconds
+    return run.accum * run.batch * passes * per_image
 
 
-def speed(run: Run, machine: Machine, measured_ips: float | None = None) -> Speed:
-    """Of a step; with `measured_ips`, images/s of one node under the same flags, from there on.
+def communication_seconds(run: PlannedRun, machine: Machine) -> float:
+    """Seconds per step of all collectives, one after the other."""
+    total = 0.0
+    for c in collectives(run):
+        ring = build_ring(machine, run.world_size, c.ranks, c.stride)
+        total += c.count * collective_seconds(machine, c.kind, c.payload, ring)
+    return total
 
-    What could run behind compute does so but for a share; what is longer than compute never can.
-    From node to node a job loses a little more, whatever it sends.
+
+def optimizer_seconds(run: PlannedRun, machine: Machine) -> float:
+    """Seconds per step of AdamW, which reads 4 + 4 + 8 and writes 4 + 8 bytes per parameter."""
+    numel = sum(unit.numel for unit in model_units(run.config, run.encoder_only))
+    held = largest_partition(run) if run.mode == "zero1" else numel / run.shard
+    on_host = machine.host_bytes_per_second
+    return 28 * held / (on_host if run.cpu_offload else machine.optimizer_bytes_per_second)
+
+
+def step_time(run: PlannedRun, machine: Machine, measured_ips: float | None = None) -> StepTime:
+    """Estimate the time of a step.
+
+    Communication overlaps with compute, except for a share of it and for what is longer than
+    compute. From node to node a job loses a little more, whatever it sends. With `measured_ips`,
+    images/s measured on one node under the same flags, the estimate starts from there.
     """
-    compute = compute_seconds(run, machine)
-    communication = sum(
-        c.count
-        * collective_seconds(
-            machine, c.kind, c.payload, ring(machine, run.world_size, c.ranks, c.stride)
-        )
-        for c in collectives(run)
-    )
-    held = (
-        largest_partition(run)
-        if run.mode == "zero1"
-        else (sum(u.numel for u in model_units(run.config, run.encoder_only)) / run.shard)
-    )
-    rate = (
-        machine.optimizer_bytes_per_second
-        if not run.cpu_offload
-        else (machine.host_bytes_per_second)
-    )
-    optimizer = 28 * held / rate  # reads 4 + 4 + 8, writes 4 + 8 bytes a parameter
+    compute, communication = compute_seconds(run, machine), communication_seconds(run, machine)
+    optimizer = optimizer_seconds(run, machine)
     if measured_ips:
         node = one_node(run, machine)
-        compute += node.world_size * run.local_batch * run.accum / measured_ips
-        compute = max(0.0, compute - speed(node, machine).step)
-    hidden = min(communication, compute) * machine.hidden_share
-    exposed = communication - hidden
+        compute += node.world_size * run.batch * run.accum / measured_ips
+        compute = max(0.0, compute - step_time(node, machine).step)
+    exposed = communication - min(communication, compute) * machine.hidden_share
     nodes = max(1.0, run.world_size / machine.ranks_per_node)
     step = (compute + exposed + optimizer) * (1 + machine.doubling_loss * math.log2(nodes))
-    return Speed(compute, communication, exposed, optimizer, step)
+    return StepTime(compute, communication, exposed, optimizer, step)
 
 
-def one_node(run: Run, machine: Machine) -> Run:
-    """The same run on one node; a shard group wider than it becomes the node."""
+def one_node(run: PlannedRun, machine: Machine) -> PlannedRun:
+    """Make the same run on one node; a shard group wider than the node becomes the node."""
     ranks = min(machine.ranks_per_node, run.world_size)
-    size = min(run.shard, ranks) if run.shard < run.world_size else ranks
-    size = size if run.shard > 1 else 1
-    return replace(run, replicate=ranks // size, shard=size)
+    if run.group is None:
+        return replace(run, world_size=ranks)
+    group = min(run.group, ranks)
+    return replace(run, group=group, world_size=ranks // group * group)
 
 
 # ---------------------------------------------------------------------------------------------
 # The plan
 
+PHASES = ("forward", "loss", "backward", "reduction", "optimizer")
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found for one run."""
+    """Memory, traffic and time of one run."""
 
-    run: Run
+    run: PlannedRun
     machine: Machine
-    memory_gib: float
-    moments: list[Moment] = field(repr=False)
-    speed: Speed
+    memory_gib: float  # per rank
+    snapshots: list[MemorySnapshot] = field(repr=False)
+    time: StepTime
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemorySnapshot:
         """The moment with most live memory."""
-        return max(self.moments, key=lambda moment: moment.total)
+        return max(self.snapshots, key=lambda snapshot: snapshot.total)
 
     @property
     def peak_gib(self) -> float:
@@ -153,35 +157,46 @@ class Plan:
 
     @property
     def peak_active_gib(self) -> float:
-        """Live tensors and freed ones that wait for another stream."""
-        return max(m.total + pending_bytes(self.run, m) for m in self.moments) / GIB
+        """Live tensors and freed ones that another stream still uses."""
+        return max(s.total + pending_bytes(self.run, s) for s in self.snapshots) / GIB
 
     @property
     def verdict(self) -> str:
         """FITS, TIGHT or NO."""
-        return verdict(self.peak_gib, self.memory_gib)
+        return fit_verdict(self.peak_gib, self.memory_gib)
 
     @property
     def images_per_second(self) -> float:
-        """Of the whole job, at most."""
-        run = self.run
-        return run.world_size * run.local_batch * run.accum / self.speed.step
+        """Images per second of the whole job, at most."""
+        return self.run.world_size * self.run.batch * self.run.accum / self.time.step
 
     @property
     def efficiency(self) -> float:
         """Images/s of a rank against one that does the same work alone and sends nothing."""
-        return (self.speed.compute + self.speed.optimizer) / self.speed.step
+        return (self.time.compute + self.time.optimizer) / self.time.step
+
+    @property
+    def label(self) -> str:
+        """Mode and group: `hybrid 4`, or the mode alone."""
+        return self.run.mode if self.run.group is None else f"{self.run.mode} {self.run.group}"
+
+    def phase_peaks(self) -> list[MemorySnapshot]:
+        """Find the largest moment of each of PHASES, the largest of all where it has none."""
+        found = []
+        for phase in PHASES:
+            moments = [s for s in self.snapshots if s.name.startswith(phase)] or self.snapshots
+            found.append(max(moments, key=lambda snapshot: snapshot.total))
+        return found
 
     def json(self) -> dict[str, Any]:
-        """The keys that other programs rely on; see `python plan.py --json`."""
+        """Collect all numbers, under keys that other programs rely on (`plan.py --json`)."""
         run, sent = self.run, collectives(self.run)
         kinds = sorted({c.kind for c in sent})
-        parts = {key: value / GIB for key, value in self.peak.bytes.items()}
-        shown = [phase_peak(self.moments, phase) for phase in PHASES]
+        memory = {part: size / GIB for part, size in self.peak.bytes.items()}
         return {
             "params": sum(u.numel for u in model_units(run.config, run.encoder_only)),
             "mesh": {"replicate": run.replicate, "shard": run.shard},
-            "memory_gib": parts | {"peak": self.peak_gib, "peak_active": self.peak_active_gib},
+            "memory_gib": memory | {"peak": self.peak_gib, "peak_active": self.peak_active_gib},
             "peak_moment": self.peak.name,
             "margin_gib": CONTEXT_GIB + FRAGMENTATION * self.peak_gib,
             "available_gib": self.memory_gib,
@@ -192,130 +207,69 @@ class Plan:
                 k: sum(c.payload * c.count for c in sent if c.kind == k) for k in kinds
             },
             "collectives": {k: sum(c.count for c in sent if c.kind == k) for k in kinds},
-            "seconds": asdict(self.speed),
-            "step_seconds_lower_bound": self.speed.step,
+            "seconds": asdict(self.time),
+            "step_seconds_lower_bound": self.time.step,
             "images_per_second_upper_bound": self.images_per_second,
             "efficiency": self.efficiency,
             "moments": [
-                {"name": m.name, "gib": {k: v / GIB for k, v in m.bytes.items()}} for m in shown
+                {"name": s.name, "gib": {part: size / GIB for part, size in s.bytes.items()}}
+                for s in self.phase_peaks()
             ],
         }
 
 
-PHASES = ("forward", "loss", "backward", "reduction", "optimizer")
-
-
-def phase_peak(moments: Sequence[Moment], phase: str) -> Moment:
-    """The largest moment of a phase, the largest of all where the phase has none."""
-    found = [m for m in moments if m.name.startswith(phase)] or list(moments)
-    return max(found, key=lambda moment: moment.total)
-
-
-def estimate(
-    config: vit.ViTConfig,
-    *,
-    img_size: int,
-    mask_ratio: float,
-    mode: str,
-    group: int | None,
-    fsdp: int | None,
-    world_size: int,
-    local_batch: int,
-    accum: int = 1,
-    precision: str = "bf16",
-    reduce_dtype: str = "fp32",
-    ac: str = "none",
-    prefetch: str | None = "backward_pre",
-    forward_prefetch: bool = False,
-    limit_all_gathers: bool = True,
-    cpu_offload: bool = False,
-    bucket_cap_mb: float | None = None,
-    encoder_only: bool = False,
-    memory_gib: float | None = None,
+def make_plan(
+    run: PlannedRun,
     machine: Machine = MACHINES["frontier"],
+    memory_gib: float | None = None,
     measured_ips: float | None = None,
 ) -> Plan:
-    """The plan of a run, from the flags of train_fsdp.py; ValueError, a sentence, for nonsense.
+    """Plan a run. ValueError, one sentence, where its flags clash.
 
-    `group` is for the hybrid modes, None there: the ranks of a node. `memory_gib` is of one rank,
-    None: the machine's. `limit_all_gathers` changes neither bytes nor live memory.
+    `memory_gib` is that of a rank, by default the machine's. `measured_ips`: see `step_time`.
     """
+    mesh.check_group(run.world_size, run.shard)
+    if not run.encoder_only:
+        flags.check_masking(run.config, run.img_size, run.mask_ratio)
     memory_gib = machine.memory_gib if memory_gib is None else memory_gib
-    if mode in shard.STRATEGIES and shard.STRATEGIES[mode].group == "group" and group is None:
-        group = min(machine.ranks_per_node, world_size)
-    replicate, size = shard.mesh_shape(mode, world_size, group)
-    mesh.check_group(world_size, size)
-    if not encoder_only:
-        flags.check_masking(config, img_size, mask_ratio)
-    run = Run(
-        config,
-        img_size,
-        mask_ratio,
-        mode,
-        fsdp or 2,
-        replicate,
-        size,
-        local_batch,
-        accum,
-        precision,
-        reduce_dtype,
-        ac,
-        prefetch or "backward_pre",
-        forward_prefetch,
-        cpu_offload,
-        bucket_cap_mb,
-        encoder_only,
-    )
-    return plan_of(run, machine, memory_gib, measured_ips)
-
-
-def plan_of(
-    run: Run, machine: Machine, memory_gib: float, measured_ips: float | None = None
-) -> Plan:
-    """The plan of a run that makes sense."""
-    moments = list(StepMemory(run, machine).moments())
-    return Plan(run, machine, memory_gib, moments, speed(run, machine, measured_ips))
+    snapshots = list(StepMemory(run, machine).snapshots())
+    return Plan(run, machine, memory_gib, snapshots, step_time(run, machine, measured_ips))
 
 
 # ---------------------------------------------------------------------------------------------
 # Comparing
 
+TIE = 0.05  # runs with the same flags differ by more than this from day to day
+
 
 def group_sizes(world_size: int, machine: Machine) -> list[int]:
-    """Shard groups worth a look: they divide the world, and a node or are made of whole nodes."""
+    """List the shard groups to compare: divisors of the world that fit into nodes or fill them."""
     node = machine.ranks_per_node
     sizes = mesh.divisors(world_size)[1:-1]
     return [g for g in sizes if node % g == 0 or g % node == 0]
 
 
 def compare(base: Plan, measured_ips: float | None = None) -> list[Plan]:
-    """Every mode and group for the run of a plan, best first; what does not fit last."""
+    """Plan every mode and group for the run of a plan; best first, what does not fit last."""
     run, plans = base.run, []
     for mode, row in shard.STRATEGIES.items():
-        groups = group_sizes(run.world_size, base.machine) if row.group == "group" else [None]
-        for group in groups:
-            replicate, size = shard.mesh_shape(mode, run.world_size, group)
-            # what the mode has not is left at its default
-            offload = run.cpu_offload and row.fsdp1 is not None
-            cap = run.bucket_cap_mb if row.fsdp1 is None else None
+        grouped, ddp = row.group == "group", row.fsdp1 is None
+        for group in group_sizes(run.world_size, base.machine) if grouped else [None]:
             other = replace(
                 run,
                 mode=mode,
-                replicate=replicate,
-                shard=size,
-                cpu_offload=offload,
-                bucket_cap_mb=cap,
+                group=group,
+                # an option that the mode does not have is left at its default
+                cpu_offload=run.cpu_offload and not ddp,
+                bucket_cap_mb=run.bucket_cap_mb if ddp else None,
             )
-            plans.append(plan_of(other, base.machine, base.memory_gib, measured_ips))
-    order = ["FITS", "TIGHT", "NO"]
-    return sorted(plans, key=lambda p: (order.index(p.verdict), -p.images_per_second))
+            plans.append(make_plan(other, base.machine, base.memory_gib, measured_ips))
+    return sorted(plans, key=lambda p: (VERDICTS.index(p.verdict), -p.images_per_second))
 
 
-TIE = 0.05  # runs of one setting scatter by more than this from day to day
-
-
-def reason(plan: Plan, best: Plan) -> str:
-    """Why a row of the comparison is not the one to take, or that it is as good."""
+def reason(plan: Plan, plans: Sequence[Plan]) -> str:
+    """Say why a plan of a comparison is not the one to take, or that it is as good as the first."""
+    best = plans[0]
     if plan.verdict == "NO":
         over = plan.peak_gib + CONTEXT_GIB - plan.memory_gib
         return f"out: {over:.1f} GiB too much in {plan.peak.name}"
@@ -324,5 +278,5 @@ def reason(plan: Plan, best: Plan) -> str:
     behind = 1 - plan.images_per_second / best.images_per_second
     if behind <= TIE:
         return "best" if plan is best else f"tie: {behind:.0%} behind"
-    why = "exposed communication" if plan.speed.exposed > best.speed.exposed else "optimizer"
+    why = "exposed communication" if plan.time.exposed > best.time.exposed else "optimizer"
     return f"{behind:.0%} slower: {why}"

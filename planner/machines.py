@@ -1,20 +1,13 @@
-"""Machines: memory and speed of one device, what a collective costs on its links.
+"""Machines: memory and speed of one device, and the time of a collective on its links.
 
-A rank is one device: on Frontier one GCD, half of an MI250X. Links have three levels: inside a
-package (the two GCDs of an MI250X), inside a node, over the network. A collective is planned as a
-ring over the ranks of its group in their order, each of which sends to its right neighbour; NCCL
-and RCCL build such rings, and with other algorithms the bytes of a rank are the same.
+One rank is one device: on Frontier one GCD, half of an MI250X. Links have three levels: inside a
+package (the two GCDs of an MI250X), inside a node, over the network. A collective is modelled as a
+ring over the ranks of its group in their order, in which each rank sends to the next; NCCL and RCCL
+build such rings, and other algorithms send as many bytes per rank.
 
-Describe a machine of your own as a JSON file with the fields of `Machine` (those with a default may
-be left out) and give it to `plan.py --machine FILE`. Copy this one file: it needs nothing.
+To describe your own machine, write a JSON file with the fields of `Machine` (those with a default
+may be left out) and pass it as `plan.py --machine FILE`. This file works when copied alone.
 """
-
-if __name__ == "__main__":
-    # Above the imports, which take seconds: Ctrl-C meanwhile ends the program without a traceback.
-    import os
-    import signal
-
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
 import json
@@ -29,28 +22,28 @@ LINKS = ("package", "node", "network")
 
 @dataclass(frozen=True)
 class Machine:
-    """Published figures first, then constants that were fitted; bandwidths are one direction's."""
+    """Published figures, then fitted constants; bandwidths are those of one direction."""
 
     name: str
     ranks_per_package: int  # ranks joined by the fastest link; 1 where there is no such pair
     ranks_per_node: int
-    memory_gib: float  # of one rank
-    peak_flops: float  # dense bf16, of one rank
+    memory_gib: float  # per rank
+    peak_flops: float  # dense bf16, per rank
     package_bytes_per_second: float  # from one rank to the next inside a package
     node_bytes_per_second: float  # from one rank to the next inside a node
     network_bytes_per_second: float  # of a whole node, shared by its ranks
     host_bytes_per_second: float  # between a rank and the memory of its host
-    fp32_share: float = 0.25  # of the peak, without tensor cores for fp32 (47.9 of 191.5 on a GCD)
+    fp32_share: float = 0.25  # of the peak, without tensor cores (47.9 of 191.5 on a GCD)
     # Fitted, or a guess from experience where a machine was not measured (see MACHINES):
-    efficiency: float = 0.5  # share of the peak that matrix products reach
-    token_layer_seconds: float = 1.0e-6  # all else in a block, for each token that goes through it
-    optimizer_bytes_per_second: float = 0.8e12  # AdamW reads and writes 28 bytes a parameter
+    efficiency: float = 0.5  # share of the peak that matmuls reach
+    token_layer_seconds: float = 1.0e-6  # all else in a block, per token
+    optimizer_bytes_per_second: float = 0.8e12  # AdamW: 28 bytes per parameter
     launch_seconds: float = 50e-6  # of a collective, before its first byte
     hop_seconds: float = 10e-6  # from rank to rank in a ring that leaves the node
     node_hop_seconds: float = 5e-6  # the same inside a node
     bandwidth_share: float = 0.7  # of the bandwidths above that a collective reaches
-    hidden_share: float = 0.9  # of the communication that could run behind compute and does
-    doubling_loss: float = 0.01  # of the step's speed with each doubling of nodes
+    hidden_share: float = 0.9  # of the communication that could overlap with compute
+    doubling_loss: float = 0.01  # of the step's speed per doubling of nodes
     workspace_gib: float = 0.1  # that libraries and the input hold in the allocator
     head_multiple: int = 8  # attention kernels pad the features of a head to a multiple of this
 
@@ -59,8 +52,8 @@ class Machine:
 # one link of 50 GB/s; the four NICs of a node carry 25 GB/s each. Its fitted constants: least
 # squares of the relative error of the published step times (examples/published) of `base` and `3b`
 # on 1 to 8 nodes, all modes but ddp and hybrid of group 1; workspace_gib on their memory. 1b and
-# more nodes took no part. bandwidth_share and optimizer_bytes_per_second are known badly: the
-# data tell their sum only. DGX: NVIDIA's data sheets of the H100/H200 (989 TFLOP/s) and of the node
+# more nodes were not used. bandwidth_share and optimizer_bytes_per_second are uncertain: the data
+# determine only their sum. DGX: NVIDIA's data sheets of the H100/H200 (989 TFLOP/s) and of the node
 # (NVLink 450 GB/s each way, 8 NICs of 400 Gbit/s); nothing was fitted, the defaults stand.
 MACHINES: dict[str, Machine] = {
     machine.name: machine
@@ -91,7 +84,7 @@ MACHINES: dict[str, Machine] = {
 
 
 def read_machine(name: str) -> Machine:
-    """A machine by its name, or from a JSON file; ValueError with what is wrong in it."""
+    """Find a machine by its name or read a JSON file; ValueError says what is wrong in it."""
     if name in MACHINES:
         return MACHINES[name]
     if not Path(name).is_file():
@@ -125,7 +118,7 @@ def read_machine(name: str) -> Machine:
 
 
 def _check_field(file: str, key: str, value: Any, kind: Any) -> None:
-    """ValueError unless a field of a machine file is in its range."""
+    """Raise ValueError unless a field of a machine file is in its range."""
     if kind is str:
         if not (isinstance(value, str) and value.isprintable()):
             raise ValueError(f"the machine file {file}: {key} must be printable text")
@@ -140,7 +133,7 @@ def _check_field(file: str, key: str, value: Any, kind: Any) -> None:
 
 
 def example_file() -> str:
-    """Frontier as a machine file, to start from."""
+    """Write Frontier as a machine file, to start from."""
     return json.dumps(asdict(MACHINES["frontier"]), indent=2)
 
 
@@ -150,16 +143,16 @@ def example_file() -> str:
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks of one collective, `stride` apart, and where their links run."""
+    """The ranks of one collective, and which links connect them."""
 
     ranks: int
-    share: tuple[float, float, float]  # of the links, by LINKS: mean over all groups of the job
-    local: float  # ranks of one group on a node
+    share: tuple[float, float, float]  # of connections by LINKS: mean over all groups of the job
+    local: float  # ranks of one group per node
 
 
 @lru_cache(maxsize=1024)
-def ring(machine: Machine, world_size: int, ranks: int, stride: int) -> Ring:
-    """The rings of all groups of `ranks` ranks, `stride` apart, that fill the world.
+def build_ring(machine: Machine, world_size: int, ranks: int, stride: int) -> Ring:
+    """Place all groups of `ranks` ranks, `stride` apart, that fill the world.
 
     Shard groups have stride 1, replicate groups the shard group's size (see mesh.py).
     """
@@ -178,12 +171,12 @@ def ring(machine: Machine, world_size: int, ranks: int, stride: int) -> Ring:
 
 
 def pairs_inside(unit: int, world_size: int, block: int, distance: int) -> int:
-    """Count pairs of ranks, `distance` apart in one block, that one unit (package, node) holds.
+    """Count pairs of ranks, `distance` apart in a block, that share a unit (package or node).
 
     Blocks and units fill the world in order of rank, so the count of a block depends only on where
-    in a unit the block begins: no more than `unit` blocks have to be looked at.
+    in a unit the block begins: at most `unit` blocks have to be counted.
     """
-    starts = max(0, unit - distance)  # places in a unit that have their partner in it
+    starts = max(0, unit - distance)  # positions in a unit whose partner is in it too
 
     def below(rank: int) -> int:
         return rank // unit * starts + min(rank % unit, starts)
@@ -195,33 +188,33 @@ def pairs_inside(unit: int, world_size: int, block: int, distance: int) -> int:
 
 
 def wire_bytes(kind: str, payload: float, ranks: int) -> float:
-    """Bytes that a rank sends for a collective on a full tensor of `payload` bytes.
+    """Bytes that a rank sends in a collective on a full tensor of `payload` bytes.
 
     In a ring a rank sends n - 1 of n parts: (n - 1) / n of the tensor. An all-reduce is a
     reduce-scatter and an all-gather, twice that (Patarasuk & Yuan 2009). In a pipelined broadcast
-    all but the last rank send the tensor once, in the mean (n - 1) / n of it.
+    all ranks but the last send the tensor once: (n - 1) / n of it on average.
     """
     return (2 if kind == "all_reduce" else 1) * payload * (ranks - 1) / ranks
 
 
-def collective_seconds(machine: Machine, kind: str, payload: float, where: Ring) -> float:
-    """Time of one collective alone: launch, one latency a hop, bytes over the slowest link."""
-    if where.ranks == 1:
+def collective_seconds(machine: Machine, kind: str, payload: float, ring: Ring) -> float:
+    """Seconds of one collective: launch, one latency per hop, bytes over the slowest link."""
+    if ring.ranks == 1:
         return 0.0
-    package, node, network = where.share
+    package, node, network = ring.share
     rates = [machine.package_bytes_per_second] if package else []
     hop = machine.node_hop_seconds
     if node:
         rates.append(machine.node_bytes_per_second)
-    if network:  # groups that have few ranks on a node share its network with the others
+    if network:  # groups with few ranks on a node share its network with the others
         rates.append(
-            machine.network_bytes_per_second * min(1.0, where.local / machine.ranks_per_node)
+            machine.network_bytes_per_second * min(1.0, ring.local / machine.ranks_per_node)
         )
         hop = machine.hop_seconds
-    hops = where.ranks - 1
-    if kind == "all_reduce":  # up and down a tree, which NCCL and RCCL build for it alone
-        hops = 2 * math.ceil(math.log2(where.ranks))
-    sent = wire_bytes(kind, payload, where.ranks)
+    hops = ring.ranks - 1
+    if kind == "all_reduce":  # up and down a tree: NCCL and RCCL use one for all-reduce
+        hops = 2 * math.ceil(math.log2(ring.ranks))
+    sent = wire_bytes(kind, payload, ring.ranks)
     return machine.launch_seconds + hops * hop + sent / (min(rates) * machine.bandwidth_share)
 
 

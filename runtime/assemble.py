@@ -16,25 +16,6 @@ from runtime import cpu_kernels
 from runtime.flags import DTYPES, STEPS
 from runtime.log import versions
 
-# What planner.estimate wants to know, under the names of the flags.
-PLANNED_FLAGS = (
-    "img_size",
-    "mask_ratio",
-    "mode",
-    "group",
-    "fsdp",
-    "world_size",
-    "accum",
-    "precision",
-    "reduce_dtype",
-    "ac",
-    "prefetch",
-    "forward_prefetch",
-    "limit_all_gathers",
-    "cpu_offload",
-    "bucket_cap_mb",
-)
-
 
 def completed(flags: dict[str, Any], epoch_steps: int) -> dict[str, Any]:
     """The flags of a run with the numbers that follow from its data; ValueError if they clash."""
@@ -156,10 +137,9 @@ def planned(
     `flags` are those of train_fsdp.py, completed.
     """
     try:
-        from planner import estimate
+        from planner import estimate, traffic
 
-        settings = {name: flags[name] for name in PLANNED_FLAGS}
-        return estimate.estimate(config, **settings, local_batch=flags["batch"]).json()
+        return estimate.make_plan(traffic.PlannedRun.from_flags(config, flags)).json()
     except Exception as error:  # an estimate decides nothing: no run ends for want of it
         warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
         return None

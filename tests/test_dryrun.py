@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 import train_fsdp
 import vit
 from planner import dry_run, estimate, memory
+from planner.traffic import PlannedRun
 
 TINY = ["--model", "tiny", "--img-size", "32", "--batch", "2", "--device", "cpu", "--workers", "0"]
 
@@ -164,7 +165,7 @@ def test_what_a_rank_keeps_is_what_arithmetic_says(ranks, flags, group, monkeypa
 def test_checkpointing_saves_activations(monkeypatch):
     flags = "--mode full_shard --img-size 96 --batch 16"
     none, full = (simulated(4, f"{flags} --ac {ac}", monkeypatch) for ac in ("none", "full"))
-    mine = [dry_run.part_of(s.peak, "activations") for s in (none, full)]
+    mine = [dry_run.row_gib(s.peak)["activations"] for s in (none, full)]
     # 4 blocks of 37 tokens and 2 of 145; all but the one worked on keep their input alone
     assert mine[1] < 0.6 * mine[0] and full.after == none.after
 
@@ -202,14 +203,14 @@ def test_a_command_that_would_fail_fails_with_the_same_sentence(ranks, flags, mo
             status = leave.code
         return status, capsys.readouterr().err
 
-    pretended = run(["--dry-run", "--world-size", str(ranks)])
+    dry = run(["--dry-run", "--world-size", str(ranks)])
     if ranks > 1:
         for name, value in environment(0, ranks, 1).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(8, ranks)))
     real = run([])
     assert real[0] == 2 and real[1].count("\n") == 1
-    assert pretended == real
+    assert dry == real
 
 
 def test_flags_that_a_checkpoint_forbids_are_refused(tmp_path, capsys):
@@ -220,9 +221,9 @@ def test_flags_that_a_checkpoint_forbids_are_refused(tmp_path, capsys):
     capsys.readouterr()
     for more in (["--seed", "1"], ["--resume", "none"]):
         assert train_fsdp.main([*argv, *more, *dry]) == 2
-        pretended = capsys.readouterr().err
+        refused = capsys.readouterr().err
         assert train_fsdp.main([*argv, *more]) == 2
-        assert capsys.readouterr().err == pretended
+        assert capsys.readouterr().err == refused
     assert train_fsdp.main([*argv, "--mode", "full_shard", *dry]) == 0
     out = capsys.readouterr().out
     assert "step_00000002 at step 2; changed: " in out and "mode ddp -> full_shard" in out
@@ -261,7 +262,7 @@ def test_a_torch_without_the_private_parts_is_one_sentence(monkeypatch, capsys):
     assert train_fsdp.main([*TINY, "--dry-run", "--world-size", "8"]) == 1
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1 and printed.out == ""
-    assert f"torch {torch.__version__} has not all of them" in printed.err
+    assert f"torch {torch.__version__} does not have all of them" in printed.err
 
 
 def test_private_parts_are_imported_where_they_are_used():
@@ -314,14 +315,14 @@ PLAN = {
 
 
 def with_a_plan(monkeypatch) -> list:
-    """Put a plan.py of made-up numbers in place; returns what it will be asked."""
+    """Replace the planner by made-up numbers; returns the list of the runs it will be given."""
     asked = []
 
-    def made_up(config, **settings):
-        asked.append((config, settings))
+    def made_up(run):
+        asked.append(run)
         return types.SimpleNamespace(json=lambda: PLAN)
 
-    monkeypatch.setattr(estimate, "estimate", made_up)
+    monkeypatch.setattr(estimate, "make_plan", made_up)
     return asked
 
 
@@ -344,32 +345,15 @@ def test_the_plan_is_printed_beside_and_nothing_is_written(tmp_path, monkeypatch
         "rank 0 reads the samples 0 to 1 first",
         "; 0 loader workers",
         "one step of rank 0, simulated",
-        "memory of a rank, GiB",
+        "memory per rank, GiB",
         "  all_gather: planned 13 of 1,000 bytes, simulated 22 of ",
     ):
         assert line in out
-    planned = [float(rows[part][-1]) for part in dry_run.PARTS]
+    planned = [float(rows[part][-1]) for part in dry_run.TABLE_ROWS]
     assert planned == [1.25, 2.5, 3.75, 0.75, 4.25, 0.5] and sum(planned) == 13.0
     assert rows["all"][2] == "13.000" and float(rows["all"][0]) > float(rows["all"][1]) > 0
-    ((config, settings),) = asked  # once, for what the log begins with and for the report
-    assert config == vit.MODELS["tiny"] and settings == {
-        "img_size": 32,
-        "mask_ratio": 0.75,
-        "mode": "hybrid",
-        "group": 2,
-        "fsdp": 2,
-        "world_size": 4,
-        "local_batch": 2,
-        "accum": 2,
-        "precision": "bf16",
-        "reduce_dtype": "fp32",
-        "ac": "none",
-        "prefetch": "backward_pre",
-        "forward_prefetch": False,
-        "limit_all_gathers": None,
-        "cpu_offload": False,
-        "bucket_cap_mb": None,
-    }
+    # once, for what the log begins with and for the report
+    assert asked == [PlannedRun(vit.MODELS["tiny"], "hybrid", 4, 2, 32, 0.75, group=2, accum=2)]
 
 
 @pytest.mark.parametrize("flags", ["--mode full_shard --ac full --accum 2", "--mode ddp"])
@@ -377,22 +361,22 @@ def test_the_rows_of_memory_add_up_to_the_last(flags, capsys):
     """Each column: at the peak, after backward, planned."""
     argv = [*TINY, *flags.split(), "--dry-run", "--world-size", "4", "--out", "never-made"]
     assert train_fsdp.main(argv) == 0
-    table = capsys.readouterr().out.partition("memory of a rank, GiB")[2].splitlines()[1:]
+    table = capsys.readouterr().out.partition("memory per rank, GiB")[2].splitlines()[1:]
     words = [line.split() for line in table if line[:2] == "  " != line[2:4]]
     rows = {
         name: [float(size) for size in sizes]
         for name, *sizes in words
-        if name in (*dry_run.PARTS, "all")
+        if name in (*dry_run.TABLE_ROWS, "all")
     }
-    columns = zip(*(rows[part] for part in dry_run.PARTS), strict=True)
+    columns = zip(*(rows[part] for part in dry_run.TABLE_ROWS), strict=True)
     assert rows["all"] == pytest.approx([sum(column) for column in columns], abs=0.0031)
 
 
 def test_each_part_of_memory_stands_in_one_row(monkeypatch):
     peak = simulated(4, "--mode full_shard", monkeypatch).peak
-    assert set(peak) <= {category for row in dry_run.PARTS.values() for category in row}
-    parts = [name for row in dry_run.PARTS for name in dry_run.PLANNED_PARTS.get(row, (row,))]
-    assert sorted(parts) == sorted(memory.PARTS)
+    assert set(peak) <= {category for row in dry_run.TABLE_ROWS.values() for category in row}
+    parts = [name for row in dry_run.TABLE_ROWS for name in dry_run.PLANNED_PARTS.get(row, (row,))]
+    assert sorted(parts) == sorted(memory.MEMORY_PARTS)
 
 
 @pytest.mark.parametrize(

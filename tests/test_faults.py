@@ -74,7 +74,7 @@ def bug_in_topology():
 def planner_bug():
     from planner import estimate
 
-    error_in(estimate, "estimate", ZeroDivisionError("a bug"))
+    error_in(estimate, "make_plan", ZeroDivisionError("a bug"))
 
 
 def no_folder():

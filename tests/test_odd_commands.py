@@ -339,7 +339,6 @@ def test_a_process_of_its_own_does_the_same(line, tmp_path):
         ("prepare.py", "torch"),
         ("sweep.py", "argparse"),
         ("checkpoint.py", "torch"),
-        ("planner/machines.py", "argparse"),
     ],
 )
 def test_ctrl_c_during_the_imports_leaves_no_traceback(program, imported, tmp_path):

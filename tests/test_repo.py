@@ -455,7 +455,7 @@ assert cpu_kernels.attention_kernel(2, 4, 5, q.dtype, q.device) == "plain"
     "machines": """
 import machines
 frontier = machines.read_machine("frontier")
-where = machines.ring(frontier, 16, 8, 1)
+where = machines.build_ring(frontier, 16, 8, 1)
 assert where.share == (0.5, 0.5, 0.0)
 assert machines.wire_bytes("all_reduce", 8.0, 8) == 14.0
 assert machines.collective_seconds(frontier, "all_gather", 1e9, where) > 0.875e9 / 50e9

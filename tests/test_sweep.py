@@ -27,6 +27,7 @@ from ranks import environment, on_ranks
 import sweep
 import vit
 from planner import estimate
+from planner.traffic import PlannedRun
 from runtime import flags
 from sweeps import attempts, bottleneck, drawing, figures, results, studies
 
@@ -149,16 +150,7 @@ def test_the_studies_are_what_the_paper_varied():
     too_large = [p for p in scaling if p["model"] == "15b" and p["mode"] in ("ddp", "no_shard")]
     assert too_large and all(by[p["id"]]["verdict"] == "NO" for p in too_large)
     point = next(p for p in scaling if p["model"] == "15b" and p.get("group") == "8")
-    same = estimate.estimate(
-        vit.MODELS["15b"],
-        img_size=224,
-        mask_ratio=0.75,
-        mode="hybrid",
-        group=8,
-        fsdp=2,
-        world_size=16,
-        local_batch=32,
-    )
+    same = estimate.make_plan(PlannedRun(vit.MODELS["15b"], "hybrid", 16, 32, 224, 0.75, group=8))
     assert by[point["id"]]["planned_gib"] == same.peak_gib
     assert by[point["id"]]["planned_images_per_second"] == same.images_per_second
 
@@ -880,18 +872,10 @@ def test_the_plan_lies_over_them_with_its_error(drawn):
     errors = [abs(planned[x] / told[x] - 1) for x in told]
     expected = f"{statistics.median(errors):6.1%} in the median, {max(errors):6.1%} at worst"
     assert f"speed    3b    full_shard     off by {expected}, 8 points" in said
-    one = estimate.estimate(
-        vit.MODELS["3b"],
-        img_size=252,
-        mask_ratio=0,
-        encoder_only=True,
-        mode="full_shard",
-        group=None,
-        fsdp=1,
-        world_size=64,
-        local_batch=32,
-        ac="full",
+    run = PlannedRun(
+        vit.MODELS["3b"], "full_shard", 64, 32, 252, 0.0, fsdp=1, ac="full", encoder_only=True
     )
+    one = estimate.make_plan(run)
     assert planned["64"] == pytest.approx(one.images_per_second, rel=1e-4)
     assert "memory   1b    full_shard" in said
     assert not [k for k in lines if k.startswith(("3b: ddp, p", "3b: hybrid 1, p"))]

@@ -15,6 +15,7 @@ sys.path.insert(0, str(HERE.parent.parent))
 
 import vit  # noqa: E402
 from planner import estimate  # noqa: E402
+from planner.traffic import PlannedRun  # noqa: E402
 
 FITTED = ("base", "3b")  # models the constants come from; their speed on 1 to 8 nodes only
 
@@ -42,20 +43,11 @@ def planned(
 ) -> estimate.Plan:
     """The plan of what was probably run (README.md)."""
     config = vit.MODELS[model]
-    side = 16 if model == "base" else 18  # 257 or 325 tokens
-    return estimate.estimate(
-        config,
-        img_size=side * config.patch,
-        mask_ratio=0,
-        encoder_only=True,
-        mode=mode,
-        group=group,
-        fsdp=1,
-        world_size=8 * nodes,
-        local_batch=32,
-        ac="full",
-        measured_ips=measured_ips,
+    side = (16 if model == "base" else 18) * config.patch  # 257 or 325 tokens
+    run = PlannedRun(
+        config, mode, 8 * nodes, 32, side, 0, group, fsdp=1, ac="full", encoder_only=True
     )
+    return estimate.make_plan(run, measured_ips=measured_ips)
 
 
 def rows(name: str) -> list[dict[str, str]]:
