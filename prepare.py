@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 
 import data
+import mesh
 from runtime import terminal
 from runtime.ranges import Parser, filled, whole
 from storage.checking import scan
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The three commands; exit status 1 where images are broken or it failed, 2 for bad usage."""
     parser = Parser("prepare.py", description="List, check and pack images.")
     commands = parser.add_subparsers(dest="command", required=True)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = mesh.process_cores()
     for name, helped in (
         ("index", "list the images once, in DIR.index, which training then uses"),
         ("scan", "decode every image and name the broken ones"),

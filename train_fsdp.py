@@ -632,7 +632,7 @@ def run(argv: Sequence[str] | None, received: Sequence[int], joined: Callable[[C
     try:
         files, images, epoch_steps = image_source.share_images(args.data, args.out, global_batch)
         log = open_log(args.out)
-        for line in topology.topology(ranks, device, shape, os.environ):
+        for line in topology.describe_topology(ranks, device, shape, os.environ):
             log.say(line)
         inputs = bad_images.BadImageLog(
             os.path.join(args.out, "bad_images.csv"), images["images"], args.max_bad, log.say

@@ -35,7 +35,7 @@ import vit  # noqa: E402
 from planner import estimate  # noqa: E402
 from planner.machines import MACHINES  # noqa: E402
 from planner.traffic import PlannedRun  # noqa: E402
-from runtime import agreement, assemble, step_profile  # noqa: E402
+from runtime import agreement, assemble, peak_flops, step_profile  # noqa: E402
 
 WARM, TIMED = 3, 5  # steps
 SECONDS = {False: 15.0, True: 60.0}  # that a case takes, about: eager, compiled
@@ -179,7 +179,7 @@ def measure(row: Row, img_size: int, device: torch.device, folder: Path | None) 
     row.step_seconds = statistics.median(seconds)
     row.images_per_second = row.batch / row.step_seconds
     row.tflops = row.images_per_second * flops / 1e12
-    peak, _ = mesh.peak_flops(device)
+    peak, _ = peak_flops.peak_flops(device)
     row.mfu = row.tflops * 1e12 / peak if peak else None
     if device.type == "cuda":
         row.peak_gib = torch.cuda.max_memory_allocated(device) / 2**30

@@ -192,7 +192,7 @@ def fake_ranks(world_size: int, environ: Mapping[str, str]) -> mesh.Ranks:
     """Make rank 0 of so many, on nodes of LOCAL_WORLD_SIZE (set by launch_frontier.sh) or 8."""
     on_node = MACHINES["frontier"].ranks_per_node
     if "LOCAL_WORLD_SIZE" in environ:
-        (on_node,) = mesh.whole_numbers(environ, ["LOCAL_WORLD_SIZE"], "launch_frontier.sh", low=1)
+        (on_node,) = mesh.read_integers(environ, ["LOCAL_WORLD_SIZE"], "launch_frontier.sh", low=1)
     on_node = min(on_node, world_size)
     return mesh.Ranks(0, world_size, 0, on_node, 0, "dry run", {})
 

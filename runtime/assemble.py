@@ -15,6 +15,7 @@ import vit
 from runtime import cpu_kernels
 from runtime.flags import DTYPES, STEPS
 from runtime.log import versions
+from runtime.peak_flops import peak_flops
 
 
 def completed(flags: dict[str, Any], epoch_steps: int) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def start_record(
     workers: int,
 ) -> dict[str, Any]:
     """What this run is: its flags (`chosen`, completed), its `planned` and what follows."""
-    peak, peak_source = mesh.peak_flops(device)
+    peak, peak_source = peak_flops(device)
     counted = config, chosen["img_size"], chosen["mask_ratio"]
     keys = ("memory_gib", "payload_bytes", "traffic_bytes_per_rank", "step_seconds_lower_bound")
     return chosen | {

@@ -1,10 +1,10 @@
-"""Show which ranks are near each other: a picture of the mesh, warnings, a timed all-gather.
+"""Show which ranks are near each other: a table of the mesh, warnings, a timed all-gather.
 
     srun python -m runtime.topology --mode hybrid --group 2
 
-This is the pre-flight check of launch_frontier.sh. It takes train_fsdp.py's flags, in the folder of
-train_fsdp.py, and shows on which host and device each rank runs, which ranks share a copy of the
-parameters, and how fast each of these shard groups gathers 16 MiB.
+This is the pre-flight check of launch_frontier.sh. It takes train_fsdp.py's flags and is started in
+the same folder. It shows the host and device of each rank, which ranks share one copy of the
+parameters, and how fast each of these shard groups gathers 16 MiB. Nothing is read or trained.
 """
 
 if __name__ == "__main__":
@@ -31,47 +31,51 @@ from mesh import Ranks, build_mesh, init_ranks, pick_device, read_ranks
 from runtime import flags, terminal
 from runtime.ranges import number
 
-# The GCD of local rank 0, 1, ... 7 under Frontier's srun line (`-c7 --gpus-per-task=1
-# --gpu-bind=closest`). GCDs 0 1, 2 3, 4 5, 6 7 are a package: 200 GB/s each way inside. Between the
-# packages of a pair below run two links, 100 GB/s, between others one or none; off the node a GCD
-# has 12.5 GB/s. So neighbours in rank are neighbours by wire, and no rank needs another number.
+# The GCDs of local ranks 0 to 7 under Frontier's srun line (`-c7 --gpus-per-task=1
+# --gpu-bind=closest`), from OLCF's Frontier user guide. GCDs 0 1, 2 3, 4 5, 6 7 are a package: 200
+# GB/s each way inside. Between the packages of a pair below run two links, 100 GB/s, between others
+# one or none; a GCD's share of the network is 12.5 GB/s. So neighbours in rank are neighbours by
+# wire, and no rank needs another number.
 GCD_ORDER = (4, 5, 2, 3, 6, 7, 0, 1)
-PAIRS = ({4, 5, 2, 3}, {6, 7, 0, 1})
-REACH = ("one device", "one package", "two packages with a double link", "one node")
+NEAR_GCDS = {1: ({4, 5}, {2, 3}, {6, 7}, {0, 1}), 2: ({4, 5, 2, 3}, {6, 7, 0, 1})}  # by span
+SPANS = ("one device", "one package", "two packages with a double link", "one node")
+
+# ---------------------------------------------------------------------------------------------
+# Where a rank runs
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank runs."""
+class Placement:
+    """The host and device of one rank."""
 
     rank: int
     node: int
     local_rank: int
     host: str
     device: str
-    gcd: int | None  # of the node's eight, on MI250X or wherever Slurm says so
-    pci: str  # address; empty where not known
+    gcd: int | None  # 0 to 7, the node's own number; None if this is not an MI250X
+    pci: str  # address; empty if unknown
 
 
-def find_place(ranks: Ranks, device: torch.device, environ: Mapping[str, str]) -> Place:
-    """This process's own place."""
+def find_placement(ranks: Ranks, device: torch.device, environ: Mapping[str, str]) -> Placement:
+    """Find where this process runs."""
     host = environ.get("SLURMD_NODENAME") or platform.node()
     index, gcd, pci, name = ranks.local_rank, None, "", ""
     if device.type == "cuda":
-        index, known = device.index or 0, torch.cuda.get_device_properties(device)
-        name = known.name
-        numbers = [getattr(known, f"pci_{n}_id", -1) for n in ("domain", "bus", "device")]
-        if min(numbers) >= 0:  # not in every build
+        index, properties = device.index or 0, torch.cuda.get_device_properties(device)
+        name = properties.name
+        numbers = [getattr(properties, f"pci_{n}_id", -1) for n in ("domain", "bus", "device")]
+        if min(numbers) >= 0:  # not every build of torch has them
             pci = "{:04x}:{:02x}:{:02x}".format(*numbers)
     if "MI250" in name or (device.type == "cpu" and environ.get("ROCR_VISIBLE_DEVICES")):
         gcd = visible_gcd(environ, index)
-    return Place(ranks.rank, ranks.node, ranks.local_rank, host, str(device), gcd, pci)
+    return Placement(ranks.rank, ranks.node, ranks.local_rank, host, str(device), gcd, pci)
 
 
 def visible_gcd(environ: Mapping[str, str], index: int) -> int | None:
-    """The node's own number of the device that this process sees as `index`; None if not told.
+    """Return the node's own number of the device that this process sees as `index`, if known.
 
-    ROCr leaves a process some of the node's devices, HIP some of those; each counts from 0 again.
+    ROCr hides some of the node's devices, HIP some of the rest; each numbers what is left from 0.
     """
     left = list(range(8))
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
@@ -86,119 +90,117 @@ def visible_gcd(environ: Mapping[str, str], index: int) -> int | None:
     return left[index] if index < len(left) else None
 
 
-def reach(places: Sequence[Place]) -> int:
-    """How far apart ranks are: an index of REACH, and one more for each further node."""
-    nodes, gcds = {p.node for p in places}, {p.gcd for p in places}
+# ---------------------------------------------------------------------------------------------
+# How far apart the ranks of a group are
+
+
+def span(placements: Sequence[Placement]) -> int:
+    """Measure how far apart ranks are: an index of SPANS, plus one for each further node."""
+    nodes, gcds = {p.node for p in placements}, {p.gcd for p in placements}
     if len(nodes) > 1:
-        return len(REACH) - 2 + len(nodes)
-    if len(places) == 1:
+        return len(SPANS) - 2 + len(nodes)
+    if len(placements) == 1:
         return 0
-    if None in gcds:
-        return 3
-    if len({gcd // 2 for gcd in gcds if gcd is not None}) == 1:
-        return 1
-    return 2 if any(gcds <= pair for pair in PAIRS) else 3
+    near = (level for level, sets in NEAR_GCDS.items() if any(gcds <= one for one in sets))
+    return next(near, len(SPANS) - 1)
 
 
-def least_reach(size: int, local_world_size: int, gcds: bool) -> int:
-    """The smallest `reach` that so many ranks can have, on nodes of MI250X (`gcds`) or others."""
+def smallest_span(size: int, local_world_size: int, gcds: bool) -> int:
+    """Return the smallest `span` that `size` ranks can have, on nodes of MI250X or of others."""
     if size == 1:
         return 0
     nodes = -(-size // local_world_size)
     near = 1 if size <= 2 else 2 if size <= 4 else 3
-    return len(REACH) - 2 + nodes if nodes > 1 else near if gcds else 3
+    return len(SPANS) - 2 + nodes if nodes > 1 else near if gcds else 3
 
 
-def reach_text(level: int) -> str:
-    """`reach` in words."""
-    return REACH[level] if level < len(REACH) else f"{level - len(REACH) + 2} nodes"
+def format_span(level: int) -> str:
+    """Put a `span` into words."""
+    return SPANS[level] if level < len(SPANS) else f"{level - len(SPANS) + 2} nodes"
 
 
-def some(numbers: Sequence[int]) -> str:
-    """0 1 2 3, or 0 1 2 .. 15 where there are more."""
+def format_ranks(numbers: Sequence[int]) -> str:
+    """List up to four ranks as 0 1 2 3, more as 0 1 2 .. 15."""
     shown = [str(n) for n in numbers]
     return " ".join(shown if len(shown) < 5 else [*shown[:3], "..", shown[-1]])
 
 
-def picture(places: Sequence[Place], shape: Sequence[int]) -> Iterator[str]:
-    """Lines: every rank, its place and its groups; of more than four nodes three are shown."""
+def format_topology(placements: Sequence[Placement], shape: Sequence[int]) -> Iterator[str]:
+    """Yield a table of all ranks, one per line; of more than four nodes three are shown."""
     replicas, size = shape
-    nodes = sorted({p.node for p in places})
-    on = f"{len(places)} ranks on {len(nodes)} node{'s' * (len(nodes) > 1)}"
-    yield f"mesh {replicas} x {size} (replicate x shard): {on}"
+    nodes = sorted({p.node for p in placements})
+    where = f"{len(placements)} ranks on {len(nodes)} node{'s' * (len(nodes) > 1)}"
+    yield f"mesh {replicas} x {size} (replicate x shard): {where}"
     shown = nodes if len(nodes) < 5 else [*nodes[:2], nodes[-1]]
     rows = [["rank", "host", "local", "device", "GCD", "PCI", "shard group", "replicate group"]]
-    for p in places:
+    for p in placements:
         row, column = divmod(p.rank, size)
         if p.node in shown:
-            rows.append(
-                [
-                    str(p.rank),
-                    p.host,
-                    str(p.local_rank),
-                    p.device,
-                    "" if p.gcd is None else str(p.gcd),
-                    p.pci,
-                    f"{row}: {some(range(row * size, (row + 1) * size))}",
-                    f"{column}: {some(range(column, len(places), size))}",
-                ]
-            )
+            gcd = "" if p.gcd is None else str(p.gcd)
+            shard_group = f"{row}: {format_ranks(range(row * size, (row + 1) * size))}"
+            replicas_of = f"{column}: {format_ranks(range(column, len(placements), size))}"
+            cells = [str(p.rank), p.host, str(p.local_rank), p.device, gcd, p.pci]
+            rows.append([*cells, shard_group, replicas_of])
         elif p.node == shown[-1] - 1 and p.local_rank == 0:
             rows.append(["..", f"{len(nodes) - 3} more nodes", *[""] * 6])
     used = [i for i in range(8) if any(row[i] for row in rows[1:])]  # no empty column
-    wide = [max(len(row[i]) for row in rows) for i in range(8)]
+    widths = [max(len(row[i]) for row in rows) for i in range(8)]
     for cells in rows:
-        yield "  ".join(cells[i].ljust(wide[i]) for i in used).rstrip()
+        yield "  ".join(cells[i].ljust(widths[i]) for i in used).rstrip()
 
 
-def warnings_of(places: Sequence[Place], shape: Sequence[int]) -> Iterator[str]:
-    """What there is to say of how far shard groups reach; ValueError where ranks share a device."""
-    taken: dict[tuple[int, str], int] = {}
-    for p in places:
-        own = p.pci if p.pci else None if p.gcd is None else f"GCD {p.gcd}"
-        other = taken.setdefault((p.node, own), p.rank) if own else p.rank
+def check_devices_differ(placements: Sequence[Placement]) -> None:
+    """Raise ValueError if two ranks use the same device."""
+    users: dict[tuple[int, str], int] = {}
+    for p in placements:
+        name = p.pci if p.pci else None if p.gcd is None else f"GCD {p.gcd}"
+        other = users.setdefault((p.node, name), p.rank) if name else p.rank
         if other != p.rank:
             raise ValueError(
-                f"ranks {other} and {p.rank} share one device, {own} of {p.host}: "
+                f"ranks {other} and {p.rank} share one device, {name} of {p.host}: "
                 "give srun `--gpus-per-task=1 --gpu-bind=closest`"
             )
+
+
+def placement_warnings(placements: Sequence[Placement], shape: Sequence[int]) -> Iterator[str]:
+    """Yield a warning if shard groups span more of the machine than needed, else where they are."""
     size = shape[1]
-    gcds = all(p.gcd is not None for p in places)
-    least = least_reach(size, max(p.local_rank for p in places) + 1, gcds)
-    groups = [places[i : i + size] for i in range(0, len(places), size)]
-    far = [(reach(group), i) for i, group in enumerate(groups) if reach(group) > least]
-    if not far:
-        yield f"shard groups: {shape[0]} of {size} ranks, each in {reach_text(least)}"
+    gcds = all(p.gcd is not None for p in placements)
+    least = smallest_span(size, max(p.local_rank for p in placements) + 1, gcds)
+    groups = [placements[i : i + size] for i in range(0, len(placements), size)]
+    wide = [(span(group), i) for i, group in enumerate(groups) if span(group) > least]
+    if not wide:
+        yield f"shard groups: {shape[0]} of {size} ranks, each in {format_span(least)}"
         return
-    level, worst = max(far, key=lambda one: (one[0], -one[1]))
-    ranks = some([p.rank for p in groups[worst]])
-    use = "give srun `--gpu-bind=closest` and 8 ranks a node"
-    if gcds and all(p.local_rank < 8 and p.gcd == GCD_ORDER[p.local_rank] for p in places):
-        use = "take a --group of 1, 2, 4 or 8"
-    elif level >= len(REACH):
-        use = "take a --group that divides the ranks of a node, or is a multiple of them"
+    level, worst = max(wide, key=lambda one: (one[0], -one[1]))
+    advice = "give srun `--gpu-bind=closest` and 8 ranks per node"
+    if gcds and all(p.local_rank < 8 and p.gcd == GCD_ORDER[p.local_rank] for p in placements):
+        advice = "use a --group of 1, 2, 4 or 8"
+    elif level >= len(SPANS):
+        advice = "use a --group that divides the ranks of a node, or is a multiple of them"
     yield (
-        f"warning: {len(far)} of {shape[0]} shard groups reach further than they have to: group "
-        f"{worst} (ranks {ranks}) is in {reach_text(level)}, {size} ranks can be in "
-        f"{reach_text(least)}: {use}"
+        f"warning: {len(wide)} of {shape[0]} shard groups span more of the machine than needed: "
+        f"group {worst} (ranks {format_ranks([p.rank for p in groups[worst]])}) spans "
+        f"{format_span(level)}, but {size} ranks fit into {format_span(least)}: {advice}"
     )
 
 
-def topology(
+def describe_topology(
     ranks: Ranks, device: torch.device, shape: Sequence[int], environ: Mapping[str, str]
 ) -> list[str]:
-    """The picture of the mesh and what is wrong with it, on rank 0; no lines elsewhere. Collective.
+    """Return the table and the warnings on rank 0, no lines on the others. Collective.
 
-    ValueError, on all ranks, where two of them have one device.
+    Raises ValueError, on all ranks, if two of them use the same device.
     """
     if ranks.world_size == 1:
         return []
-    mine, lines, problem = find_place(ranks, device, environ), list[str](), [""]
-    places: list[Place] | None = [mine] * ranks.world_size if ranks.rank == 0 else None
-    dist.gather_object(mine, places)
-    if places:
+    mine, lines, problem = find_placement(ranks, device, environ), list[str](), [""]
+    placements: list[Placement] | None = [mine] * ranks.world_size if ranks.rank == 0 else None
+    dist.gather_object(mine, placements)
+    if placements:
         try:
-            lines = [*picture(places, shape), *warnings_of(places, shape)]
+            check_devices_differ(placements)
+            lines = [*format_topology(placements, shape), *placement_warnings(placements, shape)]
         except ValueError as error:
             problem = [str(error)]
     dist.broadcast_object_list(problem)
@@ -207,53 +209,57 @@ def topology(
     return lines
 
 
-def time_all_gather(shape: tuple[int, int], device: torch.device, mib: int = 16) -> list[float]:
-    """Seconds that each shard group needs to gather `mib` MiB, all at once. Collective.
+# ---------------------------------------------------------------------------------------------
+# Timed all-gather
 
-    The slowest rank of a group counts, in the middle one of five rounds. What arrives is checked:
-    RuntimeError, on all ranks, where it is not what the ranks of the group sent.
+
+def time_all_gather(shape: tuple[int, int], device: torch.device, mib: int = 16) -> list[float]:
+    """Return the seconds that each shard group needs to gather `mib` MiB. Collective.
+
+    All groups gather at once; a group's time is that of its slowest rank, the median of five
+    rounds. Raises RuntimeError, on all ranks, if the data that arrives is not what was sent.
     """
     group = build_mesh(shape, device).get_group("shard")
     members = dist.get_process_group_ranks(group)
     piece = torch.full((mib * 2**18 // shape[1],), float(dist.get_rank()), device=device)  # fp32
     whole = torch.empty(piece.numel() * shape[1], device=device)
     rounds = []
-    for _ in range(7):  # the first two connect
+    for _ in range(7):  # the first two open the connections
         start = time.perf_counter()
         dist.all_gather_into_tensor(whole, piece, group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         rounds.append(time.perf_counter() - start)
     sent = torch.tensor(members, dtype=torch.float32, device=device)[:, None]  # (ranks, 1)
-    right = bool((whole.view(shape[1], -1) == sent).all())
-    every: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(every, statistics.median(rounds[2:]) if right else math.inf)
-    if math.inf in every:
-        raise RuntimeError(f"an all-gather brought wrong numbers to rank {every.index(math.inf)}")
-    return [max(every[i : i + shape[1]]) for i in range(0, len(every), shape[1])]
+    correct = bool((whole.view(shape[1], -1) == sent).all())
+    seconds: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(seconds, statistics.median(rounds[2:]) if correct else math.inf)
+    if math.inf in seconds:
+        rank = seconds.index(math.inf)
+        raise RuntimeError(f"an all-gather returned wrong data on rank {rank}: faulty GPU or link?")
+    return [max(seconds[i : i + shape[1]]) for i in range(0, len(seconds), shape[1])]
 
 
 def slow_groups(seconds: Sequence[float], factor: float = 2.0) -> list[int]:
-    """Groups that need more than `factor` times what the middle group needs."""
-    middle = statistics.median_low(seconds)
-    return [i for i, s in enumerate(seconds) if s > factor * middle]
+    """List the groups that need more than `factor` times the median group's seconds."""
+    median = statistics.median_low(seconds)
+    return [i for i, s in enumerate(seconds) if s > factor * median]
 
 
-def timing_lines(seconds: Sequence[float], size: int, mib: int = 16) -> Iterator[str]:
-    """What `time_all_gather` found, in words."""
+def format_timing(seconds: Sequence[float], size: int, mib: int = 16) -> Iterator[str]:
+    """Yield the result of `time_all_gather` for groups of `size` ranks, then slow groups."""
     if size == 1:
-        yield "all-gather: nothing to time, every rank is a shard group of its own"
+        yield "all-gather: nothing to time, every rank is its own shard group"
         return
+    # A rank receives all but its own part.
     rate = mib * 2**20 * (size - 1) / size / statistics.median_low(seconds) / 1e9
     yield (
         f"all-gather of {mib} MiB among {size} ranks, all groups at once: {1e3 * min(seconds):.2f} "
-        f"to {1e3 * max(seconds):.2f} ms, in the middle {rate:.2f} GB/s into a rank"
+        f"to {1e3 * max(seconds):.2f} ms, median {rate:.2f} GB/s per rank"
     )
     for group in slow_groups(seconds):
-        yield (
-            f"warning: shard group {group} (ranks {some(range(group * size, (group + 1) * size))}) "
-            f"is slow: {1e3 * seconds[group]:.2f} ms"
-        )
+        members, ms = format_ranks(range(group * size, (group + 1) * size)), 1e3 * seconds[group]
+        yield f"warning: shard group {group} (ranks {members}) is slow: {ms:.2f} ms"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -261,7 +267,7 @@ def timing_lines(seconds: Sequence[float], size: int, mib: int = 16) -> Iterator
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look at the mesh of a command before it burns node-hours; 1 where it fails, 2 refused."""
+    """Check the mesh of a command line; returns 1 if the check fails, 2 if flags are refused."""
     parser = flags.build_parser("runtime.topology")
     parser.description = (
         "Show the mesh that train_fsdp.py would use with the same flags, and time a small "
@@ -277,27 +283,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, device = str(ranks.rank), pick_device(args.device, ranks)
         shape = flags.sizes(args, ranks.world_size, ranks.local_world_size)[1]
         if rank == "0":
-            print(
-                f"python {platform.python_version()}, torch {torch.__version__}, CUDA "
-                f"{torch.version.cuda}, HIP {torch.version.hip}",
-                flush=True,
-            )
+            built_for = f"CUDA {torch.version.cuda}, HIP {torch.version.hip}"
+            print(f"python {platform.python_version()}, torch {torch.__version__}, {built_for}")
         status = 1
         init_ranks(ranks, device, args.minutes)
-        for line in topology(ranks, device, shape, os.environ):
-            print(line, flush=True)
+        for line in describe_topology(ranks, device, shape, os.environ):
+            print(line)
         seconds = time_all_gather(shape, device)
     except (RuntimeError, ValueError, OSError) as error:
-        # Rank 0 speaks for all; the first to leave has the launcher end the others, so they wait a
-        # little, and then say what may be their own trouble.
+        # The launcher ends all ranks when the first one leaves: rank 0 reports first, the others
+        # wait and then report what may be a problem of their own node.
         if rank != "0":
-            time.sleep(5)
+            time.sleep(flags.RANK0_REPORT_GRACE_SECONDS)
         text = str(error).splitlines()[0]
         print(f"runtime.topology: error: rank {rank}: {text}", file=sys.stderr, flush=True)
         return status
     if rank == "0":
-        for line in timing_lines(seconds, shape[1]):
-            print(line, flush=True)
+        for line in format_timing(seconds, shape[1]):
+            print(line)
     dist.destroy_process_group()
     return 0
 

@@ -68,7 +68,7 @@ def full_node_disk():
 def bug_in_topology():
     from runtime import topology
 
-    error_in(topology, "find_place", KeyError("a bug"))
+    error_in(topology, "find_placement", KeyError("a bug"))
 
 
 def planner_bug():

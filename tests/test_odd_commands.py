@@ -210,7 +210,7 @@ ALL = (*BOTH, "plan.py")
         (ALL, "--steps 5 --warmup-steps 6", {}, "6 is more than the 5 --steps"),
         (ALL, "--mode full_shard --group 5", {}, "--group is for --mode hybrid"),
         (ALL, "--mode ddp --prefetch none", {}, "gathers nothing in backward"),
-        (ALL, "--group 3", {}, "shard groups of 3 do not divide"),
+        (ALL, "--group 3", {}, "cannot be split into shard groups of 3"),
         (ALL, "--batch 8 --global-batch 8", {}, "give one of them"),
         (ALL, "--global-batch 9 --accum 2", {}, "does not divide over"),
         (ALL, "--mode typo", {}, "invalid choice: 'typo'"),
@@ -226,7 +226,7 @@ ALL = (*BOTH, "plan.py")
         (BOTH, "", TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '999"),
         (BOTH, "", TORCHRUN | {"LOCAL_WORLD_SIZE": "-1"}, "LOCAL_WORLD_SIZE is '-1'"),
         (BOTH, "", SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x99999999999)"}, "variables disagree"),
-        (BOTH, "", SRUN | {"SLURM_TASKS_PER_NODE": "1(x\u00b2)"}, "should look like 8(x2)"),
+        (BOTH, "", SRUN | {"SLURM_TASKS_PER_NODE": "1(x\u00b2)"}, "must look like 8(x2)"),
         (BOTH, "", SRUN | {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'"),
         (
             ("train_fsdp.py",),

@@ -604,7 +604,7 @@ def test_links_of_a_ring_are_those_counted_rank_by_rank():
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ("--group 3 --world-size 64", "shard groups of 3 do not divide 64 ranks: use 1, 2, 4"),
+        ("--group 3 --world-size 64", "cannot be split into shard groups of 3: use 1, 2, 4"),
         ("--mode full_shard --group 2", "--group is for --mode hybrid and hybrid_grad_op"),
         ("--machine nowhere", "there is no machine nowhere: use one of frontier, dgx-h100"),
         ("--img-size 225", "image size 225 is not a multiple of the patch size 16"),

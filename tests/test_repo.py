@@ -41,6 +41,7 @@ ALONE = [
     "runtime/cpu_kernels",
     "runtime/step_profile",
     "runtime/comm_counter",
+    "runtime/peak_flops",
 ]
 LEAVES = ["runtime/ranges", "runtime/terminal"]  # of the standard library alone
 TOP = ["vit", "data", "mesh", "shard", "train_fsdp", "checkpoint", "prepare", "plan", "sweep"]
@@ -485,6 +486,10 @@ grid = mesh.build_mesh((1, 1), torch.device("cpu"))
 assert grid.mesh_dim_names == ("replicate", "shard")
 del grid  # or its groups would be taken apart as the interpreter is
 torch.distributed.destroy_process_group()
+""",
+    "peak_flops": """
+import torch, peak_flops
+assert peak_flops.peak_flops(torch.device("cpu")) == (None, "not known for a CPU")
 """,
     "agreement": """
 import torch, torch.distributed as dist, agreement

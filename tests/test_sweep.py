@@ -177,7 +177,7 @@ def test_flags_become_cells_and_cells_flags():
         ("ranks,model\n", [], "has no points: a head line"),
         ("ranks,out\n1,here\n", [], "--out is set by the sweep"),
         ("ranks,group,mode\n1,2,ddp\n", [], "--group is for --mode hybrid and hybrid_grad_op"),
-        ("ranks,group\n4,3\n", [], "shard groups of 3 do not divide 4 ranks: use 1, 2, 4"),
+        ("ranks,group\n4,3\n", [], "4 ranks cannot be split into shard groups of 3: use 1, 2, 4"),
         ("ranks,colour\n1,red\n", [], "unrecognized arguments: --colour"),
         ("ranks\n1\n", ["--", "red"], "red after -- is no flag of train_fsdp.py"),
         ("nodes,ranks\n2,1\n", [], "needs 2 nodes: add --sbatch"),

@@ -22,7 +22,7 @@ FRONTIER = (4, 5, 2, 3, 6, 7, 0, 1)  # OLCF's map of local ranks to GCDs
 def places(nodes, order=FRONTIER, ranks=8):
     """Ranks of `nodes` nodes, with GCDs in this order, or none."""
     return [
-        topology.Place(
+        topology.Placement(
             rank=ranks * n + i,
             node=n,
             local_rank=i,
@@ -36,8 +36,9 @@ def places(nodes, order=FRONTIER, ranks=8):
     ]
 
 
-def said(where, group):
-    return list(topology.warnings_of(where, (len(where) // group, group)))
+def warnings_for(placements, group):
+    topology.check_devices_differ(placements)
+    return list(topology.placement_warnings(placements, (len(placements) // group, group)))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_visible_gcd(environ, index, gcd):
 )
 def test_groups_that_are_as_near_as_can_be(order, group, where):
     count = 32 // group
-    assert said(places(4, order), group) == [
+    assert warnings_for(places(4, order), group) == [
         f"shard groups: {count} of {group} ranks, each in {where}"
     ]
 
@@ -87,7 +88,7 @@ FAR = [
         8,
         4,
         "4 of 4 shard groups",
-        "group 0 (ranks 0 1 2 3) is in one node",
+        "group 0 (ranks 0 1 2 3) spans one node",
         "two packages with a double link: give srun `--gpu-bind=closest`",
     ),
     (
@@ -95,8 +96,8 @@ FAR = [
         8,
         2,
         "8 of 8 shard",
-        "group 0 (ranks 0 1) is in two packages with",
-        "can be in one package: give srun `--gpu-bind=closest` and 8 ranks a node",
+        "group 0 (ranks 0 1) spans two packages with",
+        "fit into one package: give srun `--gpu-bind=closest`",
     ),
     # groups over the edge of a node
     (
@@ -104,16 +105,16 @@ FAR = [
         6,
         4,
         "2 of 3 shard groups",
-        "group 1 (ranks 4 5 6 7) is in 2 nodes",
-        "4 ranks can be in two packages with a double link: take a --group of 1, 2, 4 or 8",
+        "group 1 (ranks 4 5 6 7) spans 2 nodes",
+        "4 ranks fit into two packages with a double link: use a --group of 1, 2, 4 or 8",
     ),
     (
         None,
         6,
         4,
         "1 of 3 shard groups",
-        "group 1 (ranks 4 5 6 7) is in 2 nodes",
-        "can be in one node: take a --group that divides the ranks of a node, or is a multiple",
+        "group 1 (ranks 4 5 6 7) spans 2 nodes",
+        "fit into one node: use a --group that divides the ranks of a node, or is a multiple",
     ),
 ]
 
@@ -121,7 +122,7 @@ FAR = [
 @pytest.mark.parametrize(("order", "ranks", "group", "count", "which", "advice"), FAR)
 def test_groups_that_reach_too_far(order, ranks, group, count, which, advice):
     order = None if order is None else tuple(order)
-    (sentence,) = said(places(2, order, ranks), group)
+    (sentence,) = warnings_for(places(2, order, ranks), group)
     assert sentence.startswith(f"warning: {count}")
     assert which in sentence and advice in sentence
 
@@ -129,14 +130,13 @@ def test_groups_that_reach_too_far(order, ranks, group, count, which, advice):
 def test_two_ranks_on_one_device():
     where = places(2, (4, 5, 2, 3, 6, 7, 0, 4))
     with pytest.raises(ValueError, match=r"^ranks 0 and 7 share one device, GCD 4 of node0: give"):
-        said(where, 2)
-    same = [
-        topology.Place(r, r // 2, r % 2, f"n{r // 2}", "cuda:0", None, "0000:d1:00") for r in (0, 1)
-    ]
+        warnings_for(where, 2)
+    where = ("cuda:0", None, "0000:d1:00")
+    same = [topology.Placement(r, r // 2, r % 2, f"n{r // 2}", *where) for r in (0, 1)]
     with pytest.raises(ValueError, match=r"^ranks 0 and 1 share one device, 0000:d1:00 of n0"):
-        said(same, 1)
-    apart = [topology.Place(r, r, 0, f"n{r}", "cuda:0", None, "0000:d1:00") for r in (0, 1)]
-    assert len(said(apart, 1)) == 1  # one address, two nodes
+        warnings_for(same, 1)
+    apart = [topology.Placement(r, r, 0, f"n{r}", *where) for r in (0, 1)]
+    assert len(warnings_for(apart, 1)) == 1  # one address, two nodes
 
 
 def words(line):
@@ -144,7 +144,7 @@ def words(line):
 
 
 def test_the_picture_of_two_nodes():
-    lines = list(topology.picture(places(2), (4, 4)))
+    lines = list(topology.format_topology(places(2), (4, 4)))
     assert lines[0] == "mesh 4 x 4 (replicate x shard): 16 ranks on 2 nodes"
     assert words(lines[1]) == "rank host local device GCD shard group replicate group"
     assert len(lines) == 18
@@ -152,7 +152,7 @@ def test_the_picture_of_two_nodes():
 
 
 def test_the_picture_of_many_nodes_is_abbreviated():
-    lines = list(topology.picture(places(1000), (1000, 8)))
+    lines = list(topology.format_topology(places(1000), (1000, 8)))
     assert len(lines) == 2 + 8 + 8 + 1 + 8
     assert words(lines[2]) == "0 node0 0 cpu 4 0: 0 1 2 .. 7 0: 0 8 16 .. 7992"
     assert words(lines[2 + 16]) == ".. 997 more nodes"
@@ -164,11 +164,11 @@ def test_slow_groups():
     assert topology.slow_groups([1.0, 1.1, 0.9, 2.5, 1.0]) == [3]
     assert topology.slow_groups([1.0, 3.0]) == [1]
     assert topology.slow_groups([1.0, 1.9, 1.0]) == [] == topology.slow_groups([5.0])
-    lines = list(topology.timing_lines([0.001, 0.002, 0.01], 4))
-    assert "1.00 to 10.00 ms, in the middle 6.29 GB/s into a rank" in lines[0]  # 12 MiB in 2 ms
+    lines = list(topology.format_timing([0.001, 0.002, 0.01], 4))
+    assert "1.00 to 10.00 ms, median 6.29 GB/s per rank" in lines[0]  # 12 MiB in 2 ms
     assert lines[1:] == ["warning: shard group 2 (ranks 8 9 10 11) is slow: 10.00 ms"]
-    assert list(topology.timing_lines([0.1] * 4, 1)) == [
-        "all-gather: nothing to time, every rank is a shard group of its own"
+    assert list(topology.format_timing([0.1] * 4, 1)) == [
+        "all-gather: nothing to time, every rank is its own shard group"
     ]
 
 
@@ -207,7 +207,7 @@ def gather_on_four():
     own = dict(os.environ, ROCR_VISIBLE_DEVICES=str(FRONTIER[ranks.rank]))
     for environ in (shared, own):
         try:
-            told.append(topology.topology(ranks, CPU, (2, 2), environ))
+            told.append(topology.describe_topology(ranks, CPU, (2, 2), environ))
         except ValueError as error:
             told.append(str(error))
     return told
@@ -219,7 +219,7 @@ def test_a_slow_group_is_named_and_wrong_numbers_are_an_error(tmp_path):
     assert len(times) == 2 and min(times) > 0
     assert slow[1] >= 0.3 and topology.slow_groups([slow[0], slow[1]]) == [1]
     for rank, mine in enumerate(told):
-        assert mine[2] == "an all-gather brought wrong numbers to rank 2"
+        assert mine[2].startswith("an all-gather returned wrong data on rank 2")
         assert mine[3].startswith("ranks 0 and 1 share one device, GCD 3 of ")  # on every rank
         assert (mine[4] == []) == (rank > 0)
     assert told[0][4][-1] == "shard groups: 2 of 2 ranks, each in one package"
@@ -229,16 +229,8 @@ def test_a_slow_group_is_named_and_wrong_numbers_are_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "status", "text"),
     [
-        (
-            "--mode ddp --model 3b --data DIR --resume PATH",
-            0,
-            "nothing to time, every rank is a shard",
-        ),
-        (
-            "--group 3",
-            2,
-            "runtime.topology: error: rank 0: shard groups of 3 do not divide 1 ranks: use 1",
-        ),
+        ("--mode ddp --model 3b --data DIR --resume PATH", 0, "nothing to time"),
+        ("--group 3", 2, "rank 0: 1 ranks cannot be split into shard groups of 3: use 1"),
         ("--device cuda", 2, "runtime.topology: error: rank 0: --device cuda: no GPU is visible"),
         ("--mode typo", 2, "runtime.topology: error: argument --mode: invalid choice: 'typo'"),
         (

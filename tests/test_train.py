@@ -103,7 +103,7 @@ NONSENSE = [
     ("--img-size 30", "image size 30 is not a multiple of the patch size 8: use 24 or 32"),
     ("--mask-ratio 0", "--mask-ratio 0.0 removes no patch"),
     ("--mask-ratio 1", "at least one must stay"),
-    ("--mode hybrid --group 2", "shard groups of 2 do not divide 1 ranks: use 1"),
+    ("--mode hybrid --group 2", "1 ranks cannot be split into shard groups of 2: use 1"),
     ("--global-batch 9 --accum 2", "does not divide over 1 ranks x 2 accumulation steps: use 8 or"),
     ("--data nowhere", "there is no folder nowhere"),
     ("--dry-run", "--dry-run: of how many ranks? add --world-size"),

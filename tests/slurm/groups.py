@@ -23,7 +23,7 @@ def main(folder: Path) -> None:
         grid = mesh.build_mesh((16 // size, size), CPU)
         of = [dist.get_process_group_ranks(grid.get_group(d)) for d in ("replicate", "shard")]
         groups[size] = of
-        lines[size] = topology.topology(ranks, CPU, (16 // size, size), os.environ)
+        lines[size] = topology.describe_topology(ranks, CPU, (16 // size, size), os.environ)
     told = {
         "node": os.environ["SLURMD_NODENAME"],
         "gcd": int(os.environ["ROCR_VISIBLE_DEVICES"]),
