@@ -259,7 +259,7 @@ def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         left, right = args[-2:]
         keep = left.shape[-1] <= right.shape[-1]
-    elif "linear_pointwise" in str(op):  # oneDNN's product, of a weight (D', D)
+    elif "linear" in str(op):  # F.linear as one operator, with the weight (D', D)
         keep = args[0].shape[-1] <= args[1].shape[0]
     else:  # bmm: attention in plain products
         keep = "scaled_dot_product" in str(op) or op is torch.ops.aten.bmm.default

@@ -33,10 +33,11 @@ def build_meta_model(
     config: vit.ViTConfig, img_size: int, norm_pix_loss: bool, device: torch.device
 ) -> nn.Module:
     """The model, for a device but not on it yet: shapes alone."""
-    cpu = device.type == "cpu"  # the fast products and attention of a GPU are PyTorch's own
-    own = vit.Kernels(cpu_kernels.Linear, cpu_kernels.attention) if cpu else vit.PYTORCH
     with torch.device("meta"):
-        return vit.ViTMAE(config, img_size, norm_pix_loss, own)
+        model = vit.ViTMAE(config, img_size, norm_pix_loss)
+    if device.type == "cpu":  # on a GPU PyTorch's own kernels are the fast ones
+        cpu_kernels.apply(model)
+    return model
 
 
 def spread(

@@ -1,17 +1,15 @@
-"""Which kernel computes a product or an attention, where PyTorch's own choice is a slow one.
+"""Replace the slow matrix products and attention of a model on a CPU; name the attention kernel.
 
-On a GPU nothing is changed: cuBLAS and PyTorch's fused attention are the fast ones there, and this
-file only says which of the fused kernels attention gets (`attention_kernel`). On a CPU two choices
-are made otherwise (measured by benchmarks/step.py; AMD EPYC Zen 5, two cores, torch 2.15):
+PyTorch's own choices are the fast ones on a GPU. On a CPU two are not (measured by
+benchmarks/step.py: AMD EPYC Zen 5, two cores, torch 2.15):
 
-- fp32 products: PyTorch sends them to MKL, which does not use all of an AMD core. oneDNN, in the
-  same PyTorch, does, and is on par elsewhere: 190 against 400 GFLOP/s.
-- attention of few tokens: two plain products and a softmax, 1.5 and 11 ms instead of 8 and 35 of
-  the fused kernel in bf16 (50 and 197 tokens), 2.7 instead of 5.6 ms in fp32 (50).
+- fp32 matrix products go to MKL, which does not use all of an AMD core; oneDNN, in the same
+  PyTorch, does, and is no slower elsewhere: 190 against 400 GFLOP/s.
+- fused attention is slow for few tokens. Two matrix products and a softmax take 1.5 and 11 ms
+  instead of 8 and 35 in bf16 (50 and 197 tokens), 2.7 instead of 5.6 ms in fp32 (50 tokens).
 
-`Linear` and `attention` take the place of nn.Linear and F.scaled_dot_product_attention in a model;
-they compute the same, and fall back to them wherever a choice does not apply. Copy this one file:
-it needs torch alone.
+`apply` edits a finished model from outside; what it computes stays the same. Copy this one file: it
+needs torch alone.
 """
 
 from typing import Any
@@ -21,74 +19,86 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-# Up to so many tokens plain attention is faster on a CPU; above, the scores leave the caches.
+# Up to this many tokens plain attention is faster on a CPU; above, the scores leave the caches.
 PLAIN_TOKENS = {torch.bfloat16: 320, torch.float32: 100}
-# PyTorch has MKL, and oneDNN to go past it; asked once, because torch.compile cannot ask.
+# Whether there is MKL to avoid and oneDNN to use; constants, because torch.compile cannot ask.
 ONEDNN = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-PLAIN = (Tensor, nn.Parameter)  # not DTensor, not fake tensors: they have their own rules
+PLAIN_TYPES = (Tensor, nn.Parameter)  # not DTensor, not fake tensors: they have their own rules
+
+
+def apply(model: nn.Module) -> None:
+    """Give a model's nn.Linear layers and attention the CPU kernels of this file, in place.
+
+    Attention is replaced in every module with an attribute `attend` (vit.Attention). Names and
+    values of parameters do not change. Works on the meta device too; before sharding.
+    """
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = OneDNNLinear
+        if hasattr(module, "attend"):
+            module.attend = cpu_attention  # type: ignore[assignment]
+
 
 # ---------------------------------------------------------------------------------------------
-# Products
+# Matrix products
 
 
-class Linear(nn.Linear):
-    """nn.Linear, by oneDNN where it would be MKL's: (..., D) -> (..., D')."""
+class OneDNNLinear(nn.Linear):
+    """nn.Linear, computed by oneDNN where PyTorch would use MKL: (..., D) -> (..., D')."""
 
     def forward(self, x: Tensor) -> Tensor:
         w, b = self.weight, self.bias
-        if x.is_cpu and x.dtype == w.dtype == torch.float32 and _by_onednn(x, w):
-            return _Product.apply(x, w, b)  # type: ignore[no-any-return]
+        fp32 = x.dtype == w.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        if ONEDNN and fp32 and x.is_cpu and type(w) in PLAIN_TYPES and type(x) in PLAIN_TYPES:
+            return _LinearFunction.apply(x, w, b)  # type: ignore[no-any-return]
         return F.linear(x, w, b)
 
 
-def _by_onednn(x: Tensor, w: Tensor) -> bool:
-    """Whether fp32 products go past MKL: it is there, and they are to stay fp32."""
-    return type(w) in PLAIN and type(x) in PLAIN and ONEDNN and not torch.is_autocast_enabled("cpu")
-
-
-def _product(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """x w^T + b: (R, D), (D', D), (D',) -> (R, D'), fp32 on a CPU."""
+def _matmul(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """x w^T + b: (R, D), (D', D), (D',) -> (R, D'), fp32."""
     if torch.compiler.is_compiling():
-        return product_op(x, w, b)
+        return linear_op(x, w, b)
     return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")  # type: ignore[no-any-return]
 
 
-# torch.compile has a rule of its own for oneDNN's operator, which takes constant weights only;
-# behind another name it is called as it is.
-@torch.library.custom_op("vit_mae::product", mutates_args=())
-def product_op(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """`_product` as one operator."""
+# torch.compile has a rule for oneDNN's operator that takes constant weights only; under another
+# name the operator is called as it is.
+@torch.library.custom_op("vit_mae::linear", mutates_args=())
+def linear_op(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """`_matmul` as one operator."""
     return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")  # type: ignore[no-any-return]
 
 
-@product_op.register_fake
-def _shape_of_product(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+@linear_op.register_fake
+def _linear_shape(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[0])  # (R, D')
 
 
-class _Product(torch.autograd.Function):
-    """The same with its gradients; oneDNN's operator has none of its own."""
+class _LinearFunction(torch.autograd.Function):
+    """F.linear with its gradients; oneDNN's operator has none of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, w)
-        y = _product(x.reshape(-1, x.shape[-1]), w, b)  # (B T, D')
-        # As F.linear: not a view to autograd, or FSDP2 warns of what is done to views in place.
+        y = _matmul(x.reshape(-1, x.shape[-1]), w, b)  # (B T, D')
+        # As F.linear: not a view to autograd, or FSDP2 warns about views modified in place.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], w.shape[0]])  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, w = ctx.saved_tensors
         rows = g.reshape(-1, g.shape[-1])  # (B T, D')
-        dx = _product(rows, w.t()).view_as(x) if ctx.needs_input_grad[0] else None
-        return dx, _product(rows.t(), x.reshape(-1, x.shape[-1]).t()), rows.sum(0)
+        need_x, need_w, need_b = ctx.needs_input_grad
+        dx = _matmul(rows, w.t()).view_as(x) if need_x else None
+        dw = _matmul(rows.t(), x.reshape(-1, x.shape[-1]).t()) if need_w else None
+        return dx, dw, rows.sum(0) if need_b else None
 
 
 # ---------------------------------------------------------------------------------------------
 # Attention
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(E)) v, 3 x (B, N, T, E) -> (B, N, T, E)."""
     if q.is_cpu and q.shape[-2] <= PLAIN_TOKENS.get(q.dtype, 0):
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, N, T, T)
@@ -99,13 +109,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def attention_kernel(
     heads: int, head_dim: int, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """What computes `attention` in training: plain, or the name of PyTorch's kernel, in lower case.
+    """Name the kernel that computes attention in training: `plain`, or PyTorch's in lower case.
 
-    PyTorch is asked with tensors of that shape. "math" stands for no fused kernel at all: slow and,
-    with its T x T scores kept for backward, large.
+    "math" means that there is no fused kernel: slow, and it keeps T x T scores for backward.
     """
     shape = (1, heads, tokens, head_dim)
     q = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
     if q.is_cpu and tokens <= PLAIN_TOKENS.get(dtype, 0):
         return "plain"
+    # PyTorch decides by shape, dtype and device of the tensors, and by requires_grad.
     return SDPBackend(torch._fused_sdp_choice(q, q, q)).name.lower().removesuffix("_attention")

@@ -1,6 +1,7 @@
-"""runtime/cpu_kernels.py: the same numbers as PyTorch's own choice, and the choice really made."""
+"""runtime/cpu_kernels.py: the same numbers as PyTorch's own kernels, by other kernels."""
 
 import collections
+import copy
 
 import pytest
 import torch
@@ -12,7 +13,11 @@ import vit
 from runtime import cpu_kernels
 
 CPU = torch.device("cpu")
-OWN = vit.Kernels(cpu_kernels.Linear, cpu_kernels.attention)
+
+
+def with_kernels(model: nn.Module) -> nn.Module:
+    cpu_kernels.apply(model)
+    return model
 
 
 class Ops(TorchDispatchMode):
@@ -32,8 +37,8 @@ class Ops(TorchDispatchMode):
 def test_fp32_products_go_to_onednn_and_give_the_same(first):
     """`first`: the input needs no gradient, as that of a first layer."""
     torch.manual_seed(0)
-    mine, theirs = cpu_kernels.Linear(48, 20), nn.Linear(48, 20)
-    theirs.load_state_dict(mine.state_dict())
+    theirs = nn.Linear(48, 20)
+    mine = with_kernels(copy.deepcopy(theirs))
     results = []
     for layer in (mine, theirs):
         x = torch.linspace(-1, 1, 2 * 5 * 48).reshape(2, 5, 48).requires_grad_(not first)
@@ -48,8 +53,21 @@ def test_fp32_products_go_to_onednn_and_give_the_same(first):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_a_layer_without_bias_and_frozen_weights():
+    """What other models than ours have."""
+    theirs = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4))
+    theirs[1].weight.requires_grad_(False)
+    mine = with_kernels(copy.deepcopy(theirs))
+    for model in (mine, theirs):
+        model(torch.linspace(-1, 1, 18).reshape(3, 6)).square().sum().backward()
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None) == (not b.requires_grad)
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5)
+
+
 def test_other_products_are_pytorchs_own():
-    layer = cpu_kernels.Linear(8, 4)
+    layer = with_kernels(nn.Linear(8, 4))
     with Ops() as ops, torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.ones(3, 8)).dtype == torch.bfloat16
     layer.to(torch.float64)(torch.ones(3, 8, dtype=torch.float64))
@@ -62,7 +80,7 @@ def test_attention_is_attention(dtype, close, tokens):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, tokens, 16).to(dtype).requires_grad_() for _ in range(3))
     with Ops() as ops:
-        mine = cpu_kernels.attention(q, k, v)
+        mine = cpu_kernels.cpu_attention(q, k, v)
     name = cpu_kernels.attention_kernel(3, 16, tokens, dtype, CPU)
     assert (
         ("aten::bmm" in ops.seen)
@@ -80,7 +98,11 @@ def test_attention_is_attention(dtype, close, tokens):
 def test_a_model_with_them_is_the_same_model():
     config = vit.ViTConfig(48, 2, 96, 4, 4, decoder_width=32, decoder_depth=2, decoder_heads=2)
     images, noise = torch.randn(2, 3, 24, 24), torch.rand(2, 36)
-    plain, own = vit.ViTMAE(config, 24), vit.ViTMAE(config, 24, kernels=OWN)
+    plain = vit.ViTMAE(config, 24)
+    own = with_kernels(copy.deepcopy(plain))
+    assert {type(m) for m in own.modules()} - {type(m) for m in plain.modules()} == {
+        cpu_kernels.OneDNNLinear
+    }
     assert list(plain.state_dict()) == list(own.state_dict())
     for model in (plain, own):
         model(images, 0.75, noise)[0].backward()

@@ -446,11 +446,13 @@ dist.destroy_process_group()
     "cpu_kernels": """
 import torch
 import cpu_kernels
-layer = cpu_kernels.Linear(4, 3)
+layer = torch.nn.Linear(4, 3)
+cpu_kernels.apply(layer)
+assert type(layer) is cpu_kernels.OneDNNLinear
 layer(torch.ones(2, 4)).sum().backward()
 assert layer.weight.grad.tolist() == [[2.0] * 4] * 3
 q = torch.zeros(1, 2, 5, 4)
-assert torch.equal(cpu_kernels.attention(q, q, q + 7), q + 7)
+assert torch.equal(cpu_kernels.cpu_attention(q, q, q + 7), q + 7)
 assert cpu_kernels.attention_kernel(2, 4, 5, q.dtype, q.device) == "plain"
 """,
     "machines": """

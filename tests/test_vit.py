@@ -23,6 +23,14 @@ COUNTS = {
 }
 
 
+def unpatchify(patches: torch.Tensor, patch: int) -> torch.Tensor:
+    """(B, L, P*P*3) -> (B, 3, H, W), the inverse of `patchify` for square images."""
+    b, length, values = patches.shape
+    side, c = math.isqrt(length), values // patch**2
+    x = patches.reshape(b, side, side, patch, patch, c).permute(0, 5, 1, 3, 2, 4)
+    return x.reshape(b, c, side * patch, side * patch)
+
+
 def on_meta(config: vit.ViTConfig, img_size: int = 224) -> vit.ViTMAE:
     with torch.device("meta"):
         return vit.ViTMAE(config, img_size)
@@ -97,7 +105,7 @@ def test_patchify_takes_row_column_channel_order_and_back():
         assert torch.equal(
             patches[:, patch, (row * 4 + column) * 3 + channel], images[:, channel, y, x]
         )
-    assert torch.equal(vit.unpatchify(patches, 4), images)
+    assert torch.equal(unpatchify(patches, 4), images)
 
 
 def test_positions_have_golden_values():
@@ -112,6 +120,13 @@ def test_positions_have_golden_values():
     assert table[0, 1 + 7].tolist() == pytest.approx(two_down_one_right, abs=1e-7)
     with pytest.raises(ValueError, match="multiple of 4"):
         vit.sincos_positions(6, 3)
+
+
+def test_a_width_that_its_heads_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"width 48 is not a multiple of .* 5"):
+        vit.ViTConfig(48, 2, 96, 5, 4)
+    with pytest.raises(ValueError, match=r"width 512 is not a multiple of .* 7"):
+        vit.ViTConfig(48, 2, 96, 4, 4, decoder_heads=7)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +173,7 @@ def test_removed_patches_do_not_reach_the_encoder():
     _, pred, mask = model(images, 0.75, noise)
     other = vit.patchify(images, 4).clone()
     other[mask == 1] = 123.0
-    assert torch.equal(model(vit.unpatchify(other, 4), 0.75, noise)[1], pred)
+    assert torch.equal(model(unpatchify(other, 4), 0.75, noise)[1], pred)
 
 
 def test_without_noise_masks_are_random_and_differ_by_sample():
