@@ -121,7 +121,7 @@ def _collective_lines(plan: Plan) -> Iterator[str]:
 # Command line
 
 
-def build_parser() -> flags.Parser:
+def plan_parser() -> flags.Parser:
     """Add the flags of the plan to those of train_fsdp.py."""
     parser = flags.build_parser("plan.py")
     parser.description = (
@@ -145,7 +145,7 @@ def build_parser() -> flags.Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan; exit status 2 and one sentence where the flags clash."""
-    parser = build_parser()
+    parser = plan_parser()
     args = flags.settled(parser, parser.parse_args(argv))
     try:
         machine = read_machine(args.machine)

@@ -66,7 +66,7 @@ class StepTime:
     step: float
 
 
-def compute_seconds(run: PlannedRun, machine: Machine) -> float:
+def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
     """Seconds per step of forward and backward, over all accumulation steps.
 
     Matmuls run at a share of the peak; everything else (norms, GELU, softmax, sums) takes a time
@@ -108,7 +108,8 @@ def step_time(run: PlannedRun, machine: Machine, measured_ips: float | None = No
     compute. From node to node a job loses a little more, whatever it sends. With `measured_ips`,
     images/s measured on one node under the same flags, the estimate starts from there.
     """
-    compute, communication = compute_seconds(run, machine), communication_seconds(run, machine)
+    compute = forward_backward_seconds(run, machine)
+    communication = communication_seconds(run, machine)
     optimizer = optimizer_seconds(run, machine)
     if measured_ips:
         node = one_node(run, machine)

@@ -12,6 +12,7 @@ may be left out) and pass it as `plan.py --machine FILE`. This file works when c
 import argparse
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -97,39 +98,38 @@ def read_machine(name: str) -> Machine:
             values = json.loads(file.read(10**6))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"the machine file {name} is not JSON: {error}") from None
-    known = {field.name: field for field in fields(Machine)}
-    needed = [n for n, field in known.items() if field.default is MISSING]
-    if not isinstance(values, dict):
-        raise ValueError(f"the machine file {name} must hold one object with {', '.join(needed)}")
-    missing = [n for n in needed if n not in values]
-    unknown = [n for n in values if n not in known]
-    if missing:
-        raise ValueError(f"the machine file {name} lacks {', '.join(missing)}")
-    if unknown:
-        raise ValueError(
-            f"the machine file {name} has the unknown field {unknown[0]!r:.40}: "
-            f"use {', '.join(known)}"
-        )
-    for key, value in values.items():
-        _check_field(name, key, value, known[key].type)
-    if values["ranks_per_node"] % values["ranks_per_package"]:
-        raise ValueError(f"the machine file {name}: ranks_per_package must divide ranks_per_node")
+    problem = next(_problems(values), None)
+    if problem:
+        raise ValueError(f"the machine file {name}: {problem}")
     return Machine(**values)
 
 
-def _check_field(file: str, key: str, value: Any, kind: Any) -> None:
-    """Raise ValueError unless a field of a machine file is in its range."""
-    if kind is str:
-        if not (isinstance(value, str) and value.isprintable()):
-            raise ValueError(f"the machine file {file}: {key} must be printable text")
-        return
-    low, high = (1, 10**6) if kind is int else (0.001, 1e21)
-    if key.endswith(("_seconds", "_loss", "workspace_gib", "hidden_share")):
-        low, high = 0, 1 if key == "hidden_share" else 1000
-    types = int if kind is int else int | float
-    if not isinstance(value, types) or isinstance(value, bool) or not low <= value <= high:
-        must = f"must be a {'whole ' * (kind is int)}number from {low:g} to {high:g}"
-        raise ValueError(f"the machine file {file}: {key} is {value!r:.40}, but {must}")
+def _problems(values: Any) -> Iterator[str]:
+    """Yield what is wrong with the content of a machine file; later checks need the earlier."""
+    known = {field.name: field for field in fields(Machine)}
+    needed = [n for n, field in known.items() if field.default is MISSING]
+    if not isinstance(values, dict):
+        yield f"it must hold one object with {', '.join(needed)}"
+    missing = [n for n in needed if n not in values]
+    if missing:
+        yield f"it lacks {', '.join(missing)}"
+    for key, value in values.items():
+        if key not in known:
+            yield f"it has the unknown field {key!r:.40}: use {', '.join(known)}"
+        kind = known[key].type
+        if kind is str:
+            if not (isinstance(value, str) and value.isprintable()):
+                yield f"{key} must be printable text"
+            continue
+        low, high = (1, 10**6) if kind is int else (0.001, 1e21)
+        if key.endswith(("_seconds", "_loss", "workspace_gib", "hidden_share")):
+            low, high = 0, 1 if key == "hidden_share" else 1000
+        types = int if kind is int else int | float
+        if not isinstance(value, types) or isinstance(value, bool) or not low <= value <= high:
+            must = f"must be a {'whole ' * (kind is int)}number from {low:g} to {high:g}"
+            yield f"{key} is {value!r:.40}, but {must}"
+    if values["ranks_per_node"] % values["ranks_per_package"]:
+        yield "ranks_per_package must divide ranks_per_node"
 
 
 def example_file() -> str:
