@@ -1,5 +1,6 @@
-"""Many runs and what they show; nothing here trains or plans, it starts programs that do.
+"""Run many trainings and show what they measured; nothing here trains, it starts programs that do.
 
-Read studies (which runs), attempts (one run), results (what was measured), bottleneck (what limits
-a run), figures (drawn with drawing), report. sweep.py, on the top level, is the command.
+Read studies (which runs), attempts (one run), slurm (runs in job arrays), results (what was
+measured), folder (all of a sweep), bottleneck (what limits a run), figures (made with drawing),
+report. sweep.py, on the top level, is the command.
 """

@@ -1,7 +1,7 @@
-"""What limits each point of a sweep, in one word: input, compute, communication or memory.
+"""Find what limits each point of a sweep: input, compute, communication or memory.
 
-Found from what was run side by side: `real` trains on images, `syn` on one batch kept on the
-device, `io` reads only; one device alone sends nothing. Or from a profile in the log. Rows are
+Compared are the runs of one setting: `real` trains on images, `syn` on one batch kept on the
+device, `io` reads only; a single rank sends nothing. Or a profile in the log decides. Rows are
 those of sweeps/results.py. Needs nothing but Python.
 """
 
@@ -11,12 +11,14 @@ from typing import Any
 
 from sweeps.results import PROFILE, SETTINGS, SHARDING, Row
 
+Ideal = tuple[float, int]  # images/s of one device, measured on so many ranks
+
 
 @dataclass(frozen=True)
-class Verdict:
-    """What limits a point, how that was found, what to try; seconds of a step by cause."""
+class Bottleneck:
+    """What limits a point, how that was found, what to try; seconds per step by cause."""
 
-    word: str
+    limit: str
     why: str
     advice: str
     compute: float | None = None
@@ -34,65 +36,87 @@ CPU_ADVICE = {
     "input": "images on a nearer disk, fewer and larger files",
     "memory": "a smaller `--batch`, fewer ranks: they share one memory",
     "compute": "a GPU, or a smaller `--model` or `--img-size`",
-    "communication": "fewer ranks; what the links between GPUs cost, only GPUs can tell",
+    "communication": "fewer ranks; the cost of links between GPUs can only be measured on GPUs",
     "unknown": "no more ranks than cores; " + ADVICE["unknown"],
 }
-ALONE = "one rank alone"
+ONE_RANK = "one rank alone"
 HIDDEN = 1.05  # a real step may take so many times a synthetic one before its input is blamed
 
 
-def seconds(row: Mapping[str, Any]) -> float:
-    """Of a step."""
-    return row["batch"] * (row.get("accum") or 1) * row["world_size"] / row["images_per_second"]
+# ---------------------------------------------------------------------------------------------
+# Which rows are compared
 
 
-def devices(row: Mapping[str, Any]) -> int:
-    """That work at once: the ranks, but on a CPU no more than there are cores."""
+def images_per_step(row: Mapping[str, Any]) -> int:
+    """Count the images per step of all ranks."""
+    return row["batch"] * (row.get("accum") or 1) * row["world_size"]
+
+
+def step_seconds(row: Mapping[str, Any]) -> float:
+    """Return the seconds per step."""
+    return images_per_step(row) / row["images_per_second"]
+
+
+def device_count(row: Mapping[str, Any]) -> int:
+    """Count the devices that work at once: the ranks, but on a CPU at most its cores."""
     world = row["world_size"]
     if row.get("device") == "cpu" and row.get("cores"):
         return min(world, (row.get("nodes") or 1) * row["cores"])
     return world
 
 
-def key(row: Mapping[str, Any], but: Sequence[str] = ()) -> tuple:
-    """What the real, syn and io runs of one setting have in common; `but` may differ too.
+def setting_key(row: Mapping[str, Any], but: Sequence[str] = ()) -> tuple:
+    """Return what the real, syn and io runs of one setting share; columns in `but` may differ.
 
-    The type of the machine, not the host: the tasks of a job array run wherever there is room.
+    It has the type of the machine, not the host: a job array runs wherever there is room.
     """
     names = ("source", "nodes", "ranks", "world_size", *SETTINGS)
     return tuple(row.get(name) for name in names if name not in but)
 
 
 def ideal_key(row: Mapping[str, Any]) -> tuple:
-    """What the points of one ideal line have in common: all but sharding and devices."""
-    return key(row, (*SHARDING, "nodes", "ranks", "world_size"))
+    """Return what the points below one ideal line share: all but sharding and devices."""
+    return setting_key(row, (*SHARDING, "nodes", "ranks", "world_size"))
 
 
-def ideal_rates(rows: Iterable[Row]) -> dict[tuple, tuple[float, int]]:
-    """By ideal_key, (images/s of one device, measured on how many).
+def ideal_rates(rows: Iterable[Row]) -> dict[tuple, Ideal]:
+    """Find the speed of a device without communication, by ideal_key.
 
-    Where communication costs nothing: the fastest `syn` run on one device; else on the fewest.
+    That is the fastest `syn` run on one rank; if there is none, on the fewest ranks.
     """
-    found: dict[tuple, tuple[float, int]] = {}
+    found: dict[tuple, Ideal] = {}
     for row in rows:
         if row["run"] != "syn" or not row.get("images_per_second") or row.get("caveat"):
             continue
-        world, rate = row["world_size"], row["images_per_second"] / devices(row)
+        world, rate = row["world_size"], row["images_per_second"] / device_count(row)
         before = found.get(ideal_key(row))
         if before is None or (-world, rate) > (-before[1], before[0]):
             found[ideal_key(row)] = (rate, world)
     return found
 
 
-def verdicts(rows: Sequence[Row]) -> list[Verdict | None]:
-    """One for each row that has come to a result; none for what may not be compared."""
+def ideal_seconds(row: Row, ideal: Ideal | None) -> tuple[float | None, str]:
+    """Return (seconds per step without communication, where that was measured)."""
+    if not ideal or 1 < ideal[1] >= row["world_size"]:
+        return None, ""
+    rate, count = ideal
+    source = ONE_RANK if count == 1 else f"on {count} ranks"
+    return images_per_step(row) / (rate * device_count(row)), source
+
+
+# ---------------------------------------------------------------------------------------------
+# What limits a row
+
+
+def find_bottlenecks(rows: Sequence[Row]) -> list[Bottleneck | None]:
+    """Find the bottleneck of each row; None without a result, or if it may not be compared."""
     ideal = ideal_rates(rows)
-    together: dict[tuple, dict[str, Row]] = {}
+    runs: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         if row.get("images_per_second"):
-            together.setdefault(key(row), {})[row["run"]] = row
+            runs.setdefault(setting_key(row), {})[row["run"]] = row
     return [
-        verdict(row, together.get(key(row), {}), ideal.get(ideal_key(row)))
+        find_bottleneck(row, runs.get(setting_key(row), {}), ideal.get(ideal_key(row)))
         if row["state"] in ("done", "out of memory", "skipped")
         and not (row.get("kind") or row.get("caveat"))
         else None
@@ -100,102 +124,79 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict | None]:
     ]
 
 
-def compute_seconds(row: Row, ideal: tuple[float, int] | None) -> tuple[float | None, str]:
-    """(compute of a step, where that was measured): on one device, else on the fewest."""
-    if not ideal or 1 < ideal[1] >= row["world_size"]:
-        return None, ""
-    rate, count = ideal
-    source = ALONE if count == 1 else f"on {count} ranks"
-    images = row["batch"] * (row.get("accum") or 1) * row["world_size"]
-    return images / (rate * devices(row)), source
+def find_bottleneck(row: Row, runs: Mapping[str, Row], ideal: Ideal | None) -> Bottleneck:
+    """Find the bottleneck of a row; `runs` are the real, syn and io runs of its setting.
 
-
-def verdict(row: Row, runs: Mapping[str, Row], ideal: tuple[float, int] | None) -> Verdict:
-    """Of one row; `runs` are the real, syn and io runs of its setting, `ideal` of ideal_rates.
-
-    A step is compute (what a device alone takes), communication (what `syn` takes longer) and input
-    (what `real` takes longer than that); the largest is the limit. But a loader that alone is
-    slower than the training alone is the limit, however much of it is hidden. What was not measured
-    is left open: ranks that share the cores of a CPU say nothing of compute and communication.
+    A step is compute (what one device alone takes), communication (the rest of `syn`) and input
+    (what `real` takes longer than `syn`); the largest is the limit. But a loader that alone is
+    slower than training without it is the limit, however much of it is hidden. What was not
+    measured stays open: ranks that share CPU cores tell nothing about communication.
     """
     if row["state"] != "done":
-        return limit_of(row, "memory", row.get("reason") or row["state"])
+        return bottleneck_of(row, "memory", row.get("reason") or row["state"])
     if row.get("alloc_retries"):
         why = f"the CUDA allocator had to free its cache and retry {row['alloc_retries']} times"
-        return limit_of(row, "memory", why)
+        return bottleneck_of(row, "memory", why)
     if not row.get("images_per_second"):
-        return Verdict("unknown", "too few steps were measured", "more `--steps`")
+        return Bottleneck("unknown", "too few steps were measured", "more `--steps`")
     compared = row["run"] != "syn" and {"real", "syn", "io"} <= {*runs}
     if not compared and all(row.get(f"profile_{name}") is not None for name in PROFILE):
         own, sent, optimizer, data, idle = (float(row[f"profile_{name}"]) for name in PROFILE)
-        return largest(row, "its profile", own + optimizer + idle, sent, data)
+        return largest_part(row, "its profile", own + optimizer + idle, sent, data)
     if row["run"] == "io" and not compared:
-        return limit_of(row, "unknown", "reading alone was run, and nothing to compare it with")
-    step, waited = seconds(row), row.get("data_seconds") or 0.0
-    why, slow = f"seconds per step: {row['run']} {step:.3g}", None
+        return bottleneck_of(row, "unknown", "only reading was run, and nothing to compare it with")
+    step, waited = step_seconds(row), row.get("data_seconds") or 0.0
+    why, slow_input = f"seconds per step: {row['run']} {step:.3g}", None
     if compared:
-        real, syn, io = (seconds(runs[name]) for name in ("real", "syn", "io"))
+        real, syn, io = (step_seconds(runs[name]) for name in ("real", "syn", "io"))
         why = f"seconds per step: real {real:.3g}, syn {syn:.3g}, io {io:.3g}"
         step, waited = max(real, syn), max(0.0, real - syn)
-        slow = io > syn and real > HIDDEN * syn
+        slow_input = io > syn and real > HIDDEN * syn
     elif waited > 0.01 * step:
-        why += f", of that waiting for data {waited:.3g}"
-    return divided(row, why, step, waited, slow, ideal)
+        why += f", of which waiting for data {waited:.3g}"
 
-
-def divided(
-    row: Row,
-    why: str,
-    step: float,
-    waited: float,
-    slow: bool | None,
-    ideal: tuple[float, int] | None,
-) -> Verdict:
-    """The verdict on a step of which `waited` was for input; `slow`: reading alone takes longer."""
-    compute, source = compute_seconds(row, ideal)
+    compute, source = ideal_seconds(row, ideal)
     if row["world_size"] == 1:
-        compute, source = step, ALONE  # sends nothing
-    elif devices(row) < row["world_size"]:
-        compute, why = None, f"{why}; {row['world_size']} ranks share {devices(row)} cores"
+        compute, source = step, ONE_RANK
+    elif device_count(row) < row["world_size"]:
+        compute, why = None, f"{why}; {row['world_size']} ranks share {device_count(row)} cores"
     else:
         why += f", {source} {compute:.3g}" if compute else "; no run on one rank"
     if compute is None:
-        return limit_of(row, "input" if slow or waited > step / 2 else "unknown", why)
+        return bottleneck_of(row, "input" if slow_input or waited > step / 2 else "unknown", why)
     compute = min(compute, step - waited)
-    found = largest(row, why, compute, step - waited - compute, waited)
-    if slow:
-        return replace(found, word="input", advice=advice(row, "input"))
-    if found.word == "input" and slow is False:
-        return replace(
-            found,
-            advice="fewer `--workers`: reading alone keeps up, beside the model it lacks cores",
-        )
-    if found.word == "compute" and source != ALONE:
-        return limit_of(row, "unknown", f"{why}, communication included")
+    found = largest_part(row, why, compute, step - waited - compute, waited)
+    if slow_input:
+        return replace(found, limit="input", advice=advice(row, "input"))
+    if found.limit == "input" and slow_input is False:
+        text = "fewer `--workers`: reading alone is fast enough, next to the model it lacks cores"
+        return replace(found, advice=text)
+    if found.limit == "compute" and source != ONE_RANK:
+        return bottleneck_of(row, "unknown", f"{why}, communication included")
     return found
 
 
-def largest(row: Row, why: str, compute: float, sent: float, waited: float) -> Verdict:
-    """The verdict for the largest part, all in seconds or in shares; one rank sends nothing."""
-    word = max((compute, "compute"), (sent, "communication"), (waited, "input"))[1]
-    return limit_of(row, word, why, compute, sent if row["world_size"] > 1 else None, waited)
+def largest_part(row: Row, why: str, compute: float, sent: float, waited: float) -> Bottleneck:
+    """Name the largest part of a step, all three in the same unit; one rank sends nothing."""
+    limit = max((compute, "compute"), (sent, "communication"), (waited, "input"))[1]
+    return bottleneck_of(row, limit, why, compute, sent if row["world_size"] > 1 else None, waited)
 
 
-def limit_of(row: Row, word: str, why: str, *parts: float | None) -> Verdict:
-    """A verdict with the advice that fits the machine and its ranks; `parts` as in Verdict."""
-    return Verdict(word, why, advice(row, word), *parts)
+def bottleneck_of(row: Row, limit: str, why: str, *parts: float | None) -> Bottleneck:
+    """Add the advice that fits the machine and the number of ranks."""
+    return Bottleneck(limit, why, advice(row, limit), *parts)
 
 
-def advice(row: Row, word: str) -> str:
-    """What to try next."""
+def advice(row: Row, limit: str) -> str:
+    """Say what to try next."""
     if row.get("device") == "cpu":
-        return CPU_ADVICE[word]
-    if word == "memory" and (row.get("world_size") or 1) > 1:
-        return f"{ADVICE[word]}, sharding over more ranks (`--group`, `--mode full_shard`)"
-    if word != "communication":
-        return ADVICE[word]
-    batch = row.get("max_local_batch") or 0  # of a GPU: what sends less, or less far
-    more = "a larger local batch" + (f" (by plan up to {batch})" if batch > row["batch"] else "")
+        return CPU_ADVICE[limit]
+    if limit == "memory" and (row.get("world_size") or 1) > 1:
+        return f"{ADVICE[limit]}, sharding over more ranks (`--group`, `--mode full_shard`)"
+    if limit != "communication":
+        return ADVICE[limit]
+    batch = row.get("max_local_batch") or 0
+    more = "a larger local batch" + (f" (planned: up to {batch})" if batch > row["batch"] else "")
     more += ", or `--accum`"
     if row["mode"] in ("ddp", "zero1", "no_shard"):
         return more

@@ -1,104 +1,80 @@
-"""What the figures of sweeps are drawn with: colours, marks, axes, names of series, files.
+"""Provide what the figures of sweeps are drawn with: pictures, names of series, parts of a panel.
 
-Colours are those of Okabe and Ito, which the colour-blind tell apart; marks and hatches say the
-same without colour. Needs matplotlib.
+Colours are those of a style sheet for colour-blind readers; marks and hatches say the same without
+colour. Needs matplotlib.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from sweeps import results
 from sweeps.results import Row
 
-BLACK, ORANGE, SKY, GREEN, BLUE, RED, PINK, GREY = (
-    "#000000",
-    "#e69f00",
-    "#56b4e9",
-    "#009e73",
-    "#0072b2",
-    "#d55e00",
-    "#cc79a7",
-    "#808080",
-)
-STYLES: dict[str, tuple[str, str]] = {  # colour, mark
-    "ddp": (GREY, "x"),
-    "zero1": (GREY, "+"),
-    "no_shard": (ORANGE, "s"),
-    "shard_grad_op": (PINK, "v"),
-    "full_shard": (RED, "o"),
-    "hybrid 1": (SKY, "^"),
-    "hybrid 2": (BLUE, "D"),
-    "hybrid 4": (GREEN, "P"),
-    "hybrid 8": (BLACK, "*"),
-}
-OTHERS = [(GREEN, "<"), (BLACK, ">"), (PINK, "h"), (SKY, "d"), (BLUE, "p"), (ORANGE, "X")]
+Quartiles = tuple[float, float, float]
+Styles = dict[str, tuple[str, str]]  # sharding -> colour, mark
+
+STYLE_SHEET = "tableau-colorblind10"  # the first six colours stand out on white
+MARKS = "os^DvPX*<>dhp"
+LINES = ("-", "-.", "--")  # one per source
+RUN_HATCHES = {"real": "", "syn": "//", "io": ".."}
 HATCHES = {"none": "", "backward_pre": "//", "backward_post": ".."}
 LETTERS = {"out of memory": "M", "skipped": "S", "timed out": "T", "failed": "F"}
-LOOK: Any = {
+RC_PARAMS: Any = {
     "font.size": 9,
-    "axes.titlesize": 10,
-    "legend.fontsize": 8,
     "axes.grid": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.6,
     "axes.axisbelow": True,
-    "savefig.dpi": 160,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    "grid.color": "#dddddd",
+    "lines.linewidth": 1.2,
     "lines.markersize": 5,
-    "svg.hashsalt": "sweep",
-    "legend.handlelength": 3,
-    "hatch.linewidth": 0.6,
     "errorbar.capsize": 2,
+    "legend.frameon": False,
+    "legend.handlelength": 3,
+    "savefig.dpi": 160,
+    "savefig.bbox": "tight",  # the legend below the panels enlarges the picture
 }
+PANEL_INCHES = (3.4, 2.9)
 
 
 class Picture:
-    """A figure of panels in rows of three, and the points drawn in it."""
+    """A figure with panels in rows of three, and the points drawn in it."""
 
     def __init__(self, name: str, title: str, panels: int) -> None:
         self.name, self.title = name, title
         self.points: list[list[Any]] = []
-        columns, lines = min(panels, 3), -(-panels // 3)
-        self.figure = Figure(
-            figsize=(max(4.6, 3.3 * columns), 2.9 * lines + 0.4), layout="constrained"
-        )
-        grid = self.figure.subplots(lines, columns, squeeze=False).flatten()
+        self.columns, lines = min(panels, 3), -(-panels // 3)
+        size = (max(4.6, PANEL_INCHES[0] * self.columns), PANEL_INCHES[1] * lines)
+        self.figure = Figure(figsize=size, layout="constrained")
+        grid = list(self.figure.subplots(lines, self.columns, squeeze=False).flatten())
         for empty in grid[panels:]:
             empty.set_axis_off()
-        self.panels: list[Axes] = list(grid[:panels])
-        self.figure.suptitle(title, fontsize=11)
+        self.panels: list[Axes] = grid[:panels]
+        self.figure.suptitle(title)
 
-    def drew(self, series: str, row: Row, x: Any, y: Any) -> None:
-        """Remember where a drawn point comes from."""
+    def record_point(self, series: str, row: Row, x: Any, y: Any) -> None:
+        """Keep a drawn point and where it comes from."""
         self.points.append([self.name, series, x, y, row["id"], row.get("log") or ""])
 
     def save(self, folder: Path) -> None:
-        """PNG, SVG and CSV; logs as seen from the folder above."""
+        """Write NAME.png and NAME.csv; logs are relative to the folder above."""
         entries: dict[str, Any] = {}
         for panel in self.panels:
             for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
                 entries.setdefault(label, handle)
-        if entries:
-            inches = 0.65 + 0.056 * max(map(len, entries))  # of the longest label, and its mark
-            columns = max(1, int(self.figure.get_figwidth() / inches))
-            lines = -(-len(entries) // columns)
-            self.figure.set_figheight(self.figure.get_figheight() + 0.18 * lines)
-            self.figure.legend(
-                entries.values(),
-                entries.keys(),
-                loc="outside lower center",
-                ncols=columns,
-                frameon=False,
-            )
+        self.figure.legend(
+            entries.values(),
+            entries.keys(),
+            loc="upper center",
+            bbox_to_anchor=(0.5, 0),
+            ncols=max(2, self.columns),
+        )
         self.figure.savefig(folder / f"{self.name}.png")
-        self.figure.savefig(folder / f"{self.name}.svg", metadata={"Date": None})
         names = ("figure", "series", "x", "y", "id", "log")
         table = [dict(zip(names, point, strict=True)) for point in self.points]
         for point in table:
@@ -107,54 +83,49 @@ class Picture:
 
 
 # ---------------------------------------------------------------------------------------------
-# What belongs together
+# Series
 
 
-def groups(rows: Iterable[Row], name: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Rows by a name, in their order."""
+def group_by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Group rows by a key, in their order."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
-        found.setdefault(name(row), []).append(row)
+        found.setdefault(key(row), []).append(row)
     return found
 
 
 def sharding(row: Row) -> str:
-    """`hybrid 2`."""
+    """Name the sharding of a row, like `hybrid 2`."""
     grouped = row["mode"].startswith("hybrid") and row.get("group")
     return f"{row['mode']} {row['group']}" if grouped else row["mode"]
 
 
-def labels(rows: Sequence[Row], source: bool) -> list[str]:
-    """Of the series that each row belongs to: its sharding, and in what else the rows differ.
-
-    `source`: where it comes from in any case.
-    """
-    but = {"model", "mode", "group", "prefetch", "limit_all_gathers"}
-    names = [n for n in ("source", "run", *results.SETTINGS) if n not in but]
+def series_labels(rows: Sequence[Row]) -> list[str]:
+    """Label the series of each row: its sharding, its caveat, and all in which the rows differ."""
+    same = {"model", "mode", "group", "prefetch", "limit_all_gathers"}
+    names = [n for n in ("source", "run", *results.SETTINGS) if n not in same]
     differ = [n for n in names if len({r.get(n) for r in rows if r.get(n) is not None}) > 1]
-    if source:
-        differ = ["source", *(n for n in differ if n != "source")]
-    found = []
+    labels = []
     for row in rows:
         more = [
-            f"{row[n]}" if n in ("source", "run") else f"{n} {results.text_of(row[n])}"
+            f"{row[n]}" if n in ("source", "run") else f"{n} {results.format_cell(row[n])}"
             for n in differ
             if row.get(n) is not None
         ]
         more += [row["caveat"]] if row.get("caveat") else []
-        found.append(sharding(row) + (f" ({', '.join(more)})" if more else ""))
-    return found
+        labels.append(sharding(row) + (f" ({', '.join(more)})" if more else ""))
+    return labels
 
 
-def style(name: str, known: dict[str, tuple[str, str]]) -> tuple[str, str]:
-    """(colour, mark) of a sharding, the same in every picture of one call."""
-    if name not in known:
-        known[name] = STYLES.get(name) or OTHERS[len(known) % len(OTHERS)]
-    return known[name]
+def style_of(row: Row, styles: Styles) -> dict[str, Any]:
+    """Return colour and mark of a row's sharding, the same in all pictures of one call."""
+    count = len(styles)
+    colour, mark = styles.setdefault(sharding(row), (f"C{count % 6}", MARKS[count % len(MARKS)]))
+    return {"color": colour, "marker": mark}
 
 
-def of_study(rows: Sequence[Row], study: str) -> list[Row]:
-    """The `syn` rows of a study, and all that train of tables of one's own."""
+def rows_of_study(rows: Sequence[Row], study: str) -> list[Row]:
+    """Select the `syn` rows of a study, and the training rows of users' tables."""
     named = {"options", "scaling", "io"}
     return [
         row
@@ -164,82 +135,61 @@ def of_study(rows: Sequence[Row], study: str) -> list[Row]:
     ]
 
 
+def rate_quartiles(row: Row) -> Quartiles | None:
+    """Return (lower quartile, median, upper quartile) of images/s; the median where unknown."""
+    middle = row.get("images_per_second")
+    if not middle or not row.get("world_size"):
+        return None
+    lower, upper = row.get("images_per_second_q1"), row.get("images_per_second_q3")
+    return lower or middle, middle, upper or middle
+
+
+# ---------------------------------------------------------------------------------------------
+# Parts of a panel
+
+
+def plain_log(axis: Any, base: float, subs: Sequence[float] = (1.0,)) -> None:
+    """Label a logarithmic axis with plain numbers, at `subs` times each power of `base`."""
+    axis.set_major_locator(LogLocator(base=base, subs=subs))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
+
+
 def device_axis(panel: Axes, rows: Iterable[Row]) -> None:
-    """Devices, in powers of two."""
+    """Make the x axis that of devices, in powers of two."""
     worlds = sorted({row["world_size"] for row in rows if row.get("world_size")})
     panel.set_xscale("log", base=2)
-    panel.set_xticks(
-        worlds, [str(world) for world in worlds], fontsize=9 if worlds[6:] == [] else 7.5
-    )
+    panel.set_xticks(worlds, [str(world) for world in worlds], fontsize=8)
     panel.xaxis.set_minor_locator(NullLocator())
     panel.set_xlim(worlds[0] / 1.3, worlds[-1] * 1.3)
     cpu = all(row.get("device") == "cpu" for row in rows)
     panel.set_xlabel("ranks (CPU)" if cpu else "devices (GPUs or GCDs)")
 
 
-def plain_log(axis: Any, base: float, sparse: bool = False) -> None:
-    """A logarithmic axis with plain numbers: each power of 2, or 1, 2, 5, 10, or each power."""
-    steps = (1.0, 2.0, 5.0) if base == 10 and not sparse else (1.0,)
-    axis.set_major_locator(LogLocator(base=base, subs=steps))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_locator(NullLocator())
+def draw_quartiles(panel: Axes, xs: Sequence[float], values: list[Quartiles], **look: Any) -> None:
+    """Draw medians with bars from the lower to the upper quartile."""
+    lower = [middle - low for low, middle, _ in values]
+    upper = [high - middle for _, middle, high in values]
+    panel.errorbar(xs, [middle for _, middle, _ in values], [lower, upper], elinewidth=0.9, **look)
 
 
-def lost(panel: Axes, rows: Sequence[Row], known: dict) -> None:
-    """A letter at the foot for each point without a number."""
-    some = [r for r in rows if r["state"] in LETTERS and r.get("world_size")]
-    at: dict[Any, int] = {}
-    for row in some:
-        letter, world = LETTERS[row["state"]], row["world_size"]
-        at[world] = at.get(world, -1) + 1
-        panel.plot(
-            world,
-            0.05 + 0.08 * at[world],
-            transform=panel.get_xaxis_transform(),
-            marker=f"$\\mathbf{{{letter}}}$",
-            color=style(sharding(row), known)[0],
-            linestyle="",
-            markersize=6,
-            label=f"{letter}: {row['state']}" + (" by plan" if letter == "S" else ""),
-        )
-    low, high = panel.get_ylim()
-    if some and panel.get_yscale() == "log":  # room for them
-        panel.set_ylim(low / (high / low) ** (0.08 * (1 + max(at.values()))), high)
+def draw_bar(panel: Axes, x: float, value: Quartiles, **look: Any) -> None:
+    """Draw a bar with its quartiles."""
+    panel.bar(x, value[1], edgecolor="black", linewidth=0.6, **look)
+    draw_quartiles(panel, [x], [value], color="black")
 
 
-def error_marks(
-    panel: Axes, xs: Sequence[float], values: Sequence[tuple[float, float, float]], colour: str
-) -> None:
-    """From lower to upper quartile, where those are known."""
-    for x, (lower, middle, upper) in zip(xs, values, strict=True):
-        if lower < upper:
-            panel.errorbar(
-                [x],
-                [middle],
-                yerr=[[middle - lower], [upper - middle]],
-                color=colour,
-                linewidth=0.9,
-            )
-
-
-def bars(
-    panel: Axes,
-    heights: Sequence[tuple[float, float, float, float]],
-    colour: str,
-    hatch: str,
-    label: str,
-    width: float,
-) -> None:
-    """Bars at (x, lower, height, upper)."""
-    if heights:
-        panel.bar(
-            [h[0] for h in heights],
-            [h[2] for h in heights],
-            width,
-            color=colour,
-            hatch=hatch,
-            edgecolor=BLACK,
-            linewidth=0.6,
-            label=label,
-        )
-        error_marks(panel, [h[0] for h in heights], [h[1:] for h in heights], BLACK)
+def mark_failed_points(panel: Axes, rows: Sequence[Row], styles: Styles) -> None:
+    """Mark each point without a result by a letter at the foot of the panel."""
+    marked: Counter[int] = Counter()
+    for row in rows:
+        if row["state"] in LETTERS and row.get("world_size"):
+            letter, world = LETTERS[row["state"]], row["world_size"]
+            look = style_of(row, styles) | {"marker": f"$\\mathbf{{{letter}}}$"}
+            label = f"{letter}: {row['state']}" + (" by plan" if letter == "S" else "")
+            foot = panel.get_xaxis_transform()  # y is a share of the panel's height
+            height = 0.05 + 0.08 * marked[world]
+            panel.plot(world, height, transform=foot, linestyle="", label=label, **look)
+            marked[world] += 1
+    if marked:
+        panel.margins(y=0.1 + 0.08 * max(marked.values()))

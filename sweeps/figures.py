@@ -1,403 +1,282 @@
-"""The figures of sweeps, published ones among them: PNG for the web, SVG for print.
+"""Draw the figures of sweeps by matplotlib: a PNG file each, and a CSV of the points in it.
 
     python sweep.py figures DIR [DIR ...]
 
-Beside each picture lies a CSV with every drawn point and the log it comes from. Needs matplotlib.
+The CSV names the log of every drawn point.
 """
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import matplotlib
+from matplotlib import style
 from matplotlib.axes import Axes
 
-from sweeps import bottleneck
-from sweeps.drawing import (
-    BLACK,
-    BLUE,
-    GREEN,
-    HATCHES,
-    LETTERS,
-    LOOK,
-    ORANGE,
-    SKY,
-    Picture,
-    bars,
-    device_axis,
-    error_marks,
-    groups,
-    labels,
-    lost,
-    of_study,
-    plain_log,
-    sharding,
-    style,
-)
+from sweeps import bottleneck, drawing
+from sweeps.drawing import Picture, Quartiles, Styles, group_by, rate_quartiles, sharding
 from sweeps.results import Row
 
 
-def scaling_lines(
-    name: str,
-    title: str,
-    axis: str,
-    rows: Sequence[Row],
-    value: Callable[[Row], tuple[float, float, float] | None],
-    planned: Callable[[Row], float | None],
-    known: dict,
-    ideal: Callable[[Picture, Axes, list[Row]], None],
-) -> Picture | None:
-    """A panel for each model: a line for each sharding over the devices, the plan dotted.
-
-    `value` gives (lower, middle, upper) of a row.
-    """
-    models = groups(of_study(rows, "scaling"), lambda row: row["model"])
-    models = {m: rs for m, rs in models.items() if any(value(r) or planned(r) for r in rs)}
-    if not models:
-        return None
-    picture, several = Picture(name, title, len(models)), len({r.get("source") for r in rows}) > 1
-    some = [row for mine in models.values() for row in mine]
-    named = dict(zip(map(id, some), labels(some, several), strict=True))
-    for panel, (model, mine) in zip(picture.panels, models.items(), strict=True):
-        device_axis(panel, mine)
-        ideal(picture, panel, mine)
-        names = [named[id(row)] for row in mine]
-        for label in dict.fromkeys(names):
-            some = [r for r, name in zip(mine, names, strict=True) if name == label]
-            some = sorted((r for r in some if r.get("world_size")), key=lambda r: r["world_size"])
-            if not some:
-                continue
-            colour, mark = style(sharding(some[0]), known)
-            old = several and some[0].get("source") == "published"
-            drawn = [(r, v) for r in some if (v := value(r))]
-            for row, (_, middle, _) in drawn:
-                picture.drew(f"{model}: {label}", row, row["world_size"], middle)
-            if drawn:
-                xs, ys = [r["world_size"] for r, _ in drawn], [v[1] for _, v in drawn]
-                panel.plot(
-                    xs,
-                    ys,
-                    color=colour,
-                    marker=mark,
-                    linestyle="-." if old else "-",
-                    label=label,
-                    linewidth=1.2,
-                )
-                error_marks(panel, xs, [v for _, v in drawn], colour)
-            forecast = [(r, p) for r in some if (p := planned(r))]
-            for row, at in forecast:
-                picture.drew(f"{model}: {label}, planned", row, row["world_size"], at)
-            if forecast:
-                panel.plot(
-                    [r["world_size"] for r, _ in forecast],
-                    [p for _, p in forecast],
-                    color=colour,
-                    linestyle=":",
-                    marker=mark,
-                    markerfacecolor="none",
-                    linewidth=1.0,
-                    label=None if drawn else label,
-                )
-                panel.plot(
-                    [],
-                    [],
-                    color=BLACK,
-                    linestyle=":",
-                    marker="o",
-                    markerfacecolor="none",
-                    label="hollow, dotted: planned",
-                )
-        lost(panel, mine, known)
-        panel.set_title(model)
-        panel.set_ylabel(axis)
-    return picture
-
-
-def throughput(rows: Sequence[Row], known: dict) -> Picture | None:
-    """Images/s against devices, the ideal dashed."""
-    rates = bottleneck.ideal_rates(rows)
-
-    def ideal(_: Picture, panel: Axes, mine: list[Row]) -> None:
-        panel.set_yscale("log")
-        plain_log(panel.yaxis, 10)
-        key_of = bottleneck.ideal_key
-        found = groups((r for r in mine if key_of(r) in rates and r.get("world_size")), key_of)
-        for key, some in found.items():
-            rate, of = rates[key]
-            shown = sorted({(r["world_size"], rate * bottleneck.devices(r)) for r in some})
-            source = (
-                f", {some[0].get('source')}" if len({r.get("source") for r in rows}) > 1 else ""
-            )
-            label = f"ideal: {of} rank{'s' * (of > 1)}, multiplied{source}"
-            panel.plot(
-                [x for x, _ in shown],
-                [y for _, y in shown],
-                "--",
-                color=BLACK,
-                linewidth=1,
-                label=label,
-            )
-
-    return scaling_lines(
-        "throughput",
-        "Weak scaling: images/s of the whole job",
-        "images/s",
-        rows,
-        spread,
-        lambda row: row.get("planned_images_per_second"),
-        known,
-        ideal,
-    )
-
-
-def spread(row: Row) -> tuple[float, float, float] | None:
-    """Quartiles and median of the speed; without quartiles, the median."""
-    middle = row.get("images_per_second")
-    if not middle or not row.get("world_size"):
-        return None
-    return (
-        row.get("images_per_second_q1") or middle,
-        middle,
-        row.get("images_per_second_q3") or middle,
-    )
-
-
-def efficiency(rows: Sequence[Row], known: dict) -> Picture | None:
-    """Speed of a device against the ideal."""
-    rates = bottleneck.ideal_rates(rows)
-
-    def share(row: Row) -> tuple[float, float, float] | None:
-        rate, rates_of = spread(row), rates.get(bottleneck.ideal_key(row))
-        if not rate or not rates_of:
-            return None
-        best = rates_of[0] * bottleneck.devices(row)
-        return rate[0] / best, rate[1] / best, rate[2] / best
-
-    def ideal(_: Picture, panel: Axes, mine: list[Row]) -> None:
-        panel.axhline(1, linestyle="--", color=BLACK, linewidth=1, label="ideal")
-        highest = max([s[2] for s in map(share, mine) if s] or [1.0])
-        panel.set_ylim(0, max(1.1, 1.05 * highest))
-
-    return scaling_lines(
-        "efficiency",
-        "Weak scaling: share of the ideal speed",
-        "share of ideal",
-        rows,
-        share,
-        lambda row: None,
-        known,
-        ideal,
-    )
-
-
-def memory(rows: Sequence[Row], known: dict) -> Picture | None:
-    """Peak of a device, with its limit."""
-
-    def limit(picture: Picture, panel: Axes, mine: list[Row]) -> None:
-        panel.set_yscale("log", base=2)
-        plain_log(panel.yaxis, 2)
-        limits = {
-            (r["world_size"], r["memory_gib"])
-            for r in mine
-            if r.get("memory_gib") and r.get("world_size")
-        }
-        values = sorted({gib for _, gib in limits})
-        if len(values) == 1:
-            panel.axhline(values[0], color=BLACK, linewidth=2, label="memory of a rank")
-        elif values:
-            panel.plot(
-                *zip(*sorted(limits), strict=True),
-                color=BLACK,
-                linewidth=2,
-                label="memory of a rank",
-            )
-        flat = [r for r in mine if r.get("kind") == "max_allocated" and not r.get("world_size")]
-        for i, row in enumerate(flat):  # dashes beside each other, where two lines are one
-            label = f"{sharding(row)} ({row.get('caveat') or 'devices not named'})"
-            panel.axhline(
-                row["peak_allocated_gib"],
-                color=style(sharding(row), known)[0],
-                linestyle=(5 * i, (5, 5)),
-                linewidth=1.6,
-                label=label,
-            )
-            picture.drew(f"{row['model']}: {label}", row, "", row["peak_allocated_gib"])
-
-    def peak(row: Row) -> tuple[float, float, float] | None:
-        value = row.get("peak_allocated_gib")
-        return (value, value, value) if value else None
-
-    def planned(row: Row) -> float | None:
-        return None if row["state"] == "skipped" else row.get("planned_gib")
-
-    return scaling_lines(
-        "memory", "Peak memory of a rank", "GiB", rows, peak, planned, known, limit
-    )
-
-
-def options(rows: Sequence[Row], known: dict) -> Picture | None:
-    """Backward prefetch and limit_all_gathers, for each sharding."""
-    some = [r for r in of_study(rows, "options") if r.get("limit_all_gathers") is not None]
-    parts = groups(some, lambda r: (r["model"], r.get("source"), r.get("world_size")))
-    if not parts:
-        return None
-    picture = Picture("options", "Communication options of FSDP1: images/s", len(parts))
-    choices = [(p, lim) for p in HATCHES for lim in (False, True)]
-    for panel, ((model, source, world), mine) in zip(picture.panels, parts.items(), strict=True):
-        modes = list(groups(mine, sharding))
-        for i, (prefetch, limit) in enumerate(choices):
-            heights = []
-            for row in mine:
-                if (row.get("prefetch"), bool(row.get("limit_all_gathers"))) != (prefetch, limit):
-                    continue
-                x = modes.index(sharding(row)) + (i - 2.5) * 0.13
-                values = spread(row)
-                if values:
-                    heights.append((x, *values))
-                    name = f"{model}: {prefetch}, {'limit' if limit else 'no limit'}"
-                    picture.drew(name, row, sharding(row), values[1])
-                elif row["state"] in LETTERS:
-                    panel.text(x, 0, LETTERS[row["state"]], ha="center", va="bottom")
-            bars(
-                panel,
-                heights,
-                SKY if limit else ORANGE,
-                HATCHES[prefetch],
-                f"prefetch {prefetch}, {'limit' if limit else 'no limit'}",
-                0.12,
-            )
-        panel.set_xticks(range(len(modes)), modes)
-        panel.grid(axis="x", visible=False)
-        panel.set_title(f"{model}, {world} ranks" + (f", {source}" if len(parts) > 1 else ""))
-        panel.set_ylabel("images/s")
-    return picture
-
-
-def io(rows: Sequence[Row], known: dict) -> Picture | None:
-    """Seconds of a step: training, without input, input alone, and on one device alone."""
-    together = groups((r for r in rows if spread(r)), bottleneck.key)
-    together = {k: rs for k, rs in together.items() if {"real", "io"} & {r["run"] for r in rs}}
-    if not together:
-        return None
-    picture = Picture("io", "What limits a step: real, synthetic, input alone", 1)
-    picture.figure.set_figwidth(max(5.0, 1.9 * len(together) + 1.6))
-    (panel,), rates = picture.panels, bottleneck.ideal_rates(rows)
-    for i, (run, colour, hatch) in enumerate(
-        (("real", BLUE, ""), ("syn", ORANGE, "//"), ("io", GREEN, ".."))
-    ):
-        heights = []
-        for place, some in enumerate(together.values()):
-            for row in (r for r in some if r["run"] == run):
-                lower, middle, upper = spread(row) or (1.0, 1.0, 1.0)
-                step = bottleneck.seconds(row)
-                heights.append(
-                    (place + (i - 1) * 0.25, step * middle / upper, step, step * middle / lower)
-                )
-                picture.drew(run, row, sharding(row), step)
-        bars(panel, heights, colour, hatch, run, 0.23)
-    names, words = [], bottleneck.verdicts(rows)
-    of = {id(row): word for row, word in zip(rows, words, strict=True)}
-    for place, some in enumerate(together.values()):
-        row = next((r for r in some if r["run"] == "real"), some[0])
-        names.append(
-            f"{row['model']}, {row['world_size']} ranks\n{sharding(row)}\n"
-            f"limit: {getattr(of[id(row)], 'word', 'unknown')}"
-        )
-        alone = bottleneck.compute_seconds(row, rates.get(bottleneck.ideal_key(row)))
-        if alone[0] is not None:
-            panel.hlines(
-                alone[0],
-                place - 0.4,
-                place + 0.4,
-                colors=BLACK,
-                linestyles="--",
-                label=f"compute: {alone[1]}",
-            )
-    panel.set_xticks(range(len(names)), names)
-    panel.grid(axis="x", visible=False)
-    panel.set_xlim(-0.6, len(names) - 0.4)
-    panel.set_ylabel("seconds per step")
-    return picture
-
-
-def planned(rows: Sequence[Row], known: dict) -> Picture | None:
-    """Measured against planned: speed, memory, traffic, as far as both are known."""
-    kinds = (
-        ("images/s", "images_per_second", "planned_images_per_second"),
-        ("GiB at the peak", "peak_allocated_gib", "planned_gib"),
-        ("MB in the collectives of a step", "payload_mb", "planned_payload_mb"),
-    )
-    found = [
-        (title, [r for r in rows if r.get(measured) and r.get(plan)], measured, plan)
-        for title, measured, plan in kinds
-    ]
-    found = [entry for entry in found if entry[1]]
-    if not found:
-        return None
-    picture = Picture("planned", "Measured against planned", len(found))
-    for panel, (title, some, measured, plan) in zip(picture.panels, found, strict=True):
-        panel.set_xscale("log")
-        panel.set_yscale("log")
-        for name, mine in groups(some, sharding).items():
-            colour, mark = style(name, known)
-            panel.plot(
-                [r[plan] for r in mine],
-                [r[measured] for r in mine],
-                mark,
-                color=colour,
-                label=name,
-                alpha=0.8,
-            )
-            for row in mine:
-                picture.drew(f"{title}: {name}", row, row[plan], row[measured])
-        ends = [v for r in some for v in (r[plan], r[measured])]
-        low, high = min(ends) / 1.5, max(ends) * 1.5
-        panel.fill_between(
-            [low, high],
-            [low * 0.8, high * 0.8],
-            [low * 1.25, high * 1.25],
-            color="#eeeeee",
-            label="within 20 %",
-            zorder=0,
-        )
-        panel.plot([low, high], [low, high], "--", color=BLACK, linewidth=1, label="as planned")
-        panel.set_xlim(low, high)
-        panel.set_ylim(low, high)
-        for axis in (panel.xaxis, panel.yaxis):
-            plain_log(axis, 10, sparse=high / low > 30)
-        panel.set_xlabel("planned")
-        panel.set_ylabel("measured")
-        panel.set_title(
-            f"{title}\nmedian error {median_error(some, measured, plan)[0]:.1%}", fontsize=9
-        )
-    return picture
-
-
 def median_error(rows: Iterable[Row], measured: str, plan: str) -> tuple[float, float]:
-    """(median, worst) of how far the plan is from what was measured, relative to that."""
+    """Return (median, largest) relative error of the plan."""
     errors = [abs(row[plan] / row[measured] - 1) for row in rows]
     return statistics.median(errors), max(errors)
 
 
-PICTURES: tuple[Callable[[Sequence[Row], dict], Picture | None], ...] = (
-    throughput,
-    efficiency,
-    memory,
-    options,
-    io,
-    planned,
+# ---------------------------------------------------------------------------------------------
+# Weak scaling: throughput, efficiency, memory
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What a figure over the number of devices shows."""
+
+    name: str
+    title: str
+    unit: str
+    value: Callable[[Row], Quartiles | None]
+    planned: Callable[[Row], float | None]
+    decorate: Callable[[Picture, Axes, list[Row]], None]  # scale, ideal line, limit
+
+
+def draw_chart(chart: Chart, rows: Sequence[Row], styles: Styles) -> Picture | None:
+    """Draw a panel per model and a line per sharding, the plan dotted."""
+    models = group_by(drawing.rows_of_study(rows, "scaling"), lambda row: row["model"])
+    models = {
+        model: mine
+        for model, mine in models.items()
+        if any(chart.value(row) or chart.planned(row) for row in mine)
+    }
+    if not models:
+        return None
+    picture = Picture(chart.name, chart.title, len(models))
+    drawn = [row for mine in models.values() for row in mine]
+    labels = dict(zip(map(id, drawn), drawing.series_labels(drawn), strict=True))
+    for panel, (model, mine) in zip(picture.panels, models.items(), strict=True):
+        panel.set(title=model, ylabel=chart.unit)
+        drawing.device_axis(panel, mine)
+        chart.decorate(picture, panel, mine)
+        named = group_by((r for r in mine if r.get("world_size")), lambda row: labels[id(row)])
+        sources = list(dict.fromkeys(row.get("source") for row in drawn))
+        for label, some in named.items():
+            some = sorted(some, key=lambda row: row["world_size"])
+            line = drawing.LINES[sources.index(some[0].get("source")) % len(drawing.LINES)]
+            draw_series(chart, picture, panel, label, some, drawing.style_of(some[0], styles), line)
+        drawing.mark_failed_points(panel, mine, styles)
+    return picture
+
+
+def draw_series(
+    chart: Chart, picture: Picture, panel: Axes, label: str, rows: list[Row], look: Any, line: str
+) -> None:
+    """Draw the measured line of a series, and the planned one."""
+    name = f"{rows[0]['model']}: {label}"
+    measured = [(row, value) for row in rows if (value := chart.value(row))]
+    if measured:
+        xs, values = [row["world_size"] for row, _ in measured], [v for _, v in measured]
+        drawing.draw_quartiles(panel, xs, values, linestyle=line, label=label, **look)
+    for row, value in measured:
+        picture.record_point(name, row, row["world_size"], value[1])
+    planned = [(row, rate) for row in rows if (rate := chart.planned(row))]
+    if planned:
+        xs, ys = [row["world_size"] for row, _ in planned], [rate for _, rate in planned]
+        hollow: Any = {"linestyle": ":", "markerfacecolor": "none", "linewidth": 1.0}
+        panel.plot(xs, ys, label=None if measured else label, **hollow, **look)
+        panel.plot([], [], color="black", marker="o", label="hollow, dotted: planned", **hollow)
+    for row, rate in planned:
+        picture.record_point(f"{name}, planned", row, row["world_size"], rate)
+
+
+def draw_throughput(rows: Sequence[Row], styles: Styles) -> Picture | None:
+    """Draw images/s over devices, the ideal dashed."""
+    rates, key = bottleneck.ideal_rates(rows), bottleneck.ideal_key
+    several = len({row.get("source") for row in rows}) > 1
+
+    def ideal(_: Picture, panel: Axes, mine: list[Row]) -> None:
+        panel.set_yscale("log")
+        drawing.plain_log(panel.yaxis, 10, (1.0, 2.0, 5.0))
+        comparable = [row for row in mine if key(row) in rates and row.get("world_size")]
+        for setting, some in group_by(comparable, key).items():
+            rate, count = rates[setting]
+            counts = {row["world_size"]: bottleneck.device_count(row) for row in some}
+            label = f"ideal: {count} rank{'s' * (count > 1)}, multiplied"
+            label += f", {some[0].get('source')}" if several else ""
+            line = [(world, rate * devices) for world, devices in sorted(counts.items())]
+            panel.plot(*zip(*line, strict=True), "--", color="black", linewidth=1, label=label)
+
+    def planned(row: Row) -> float | None:
+        return row.get("planned_images_per_second")
+
+    title = "Weak scaling: images/s of the whole job"
+    chart = Chart("throughput", title, "images/s", rate_quartiles, planned, ideal)
+    return draw_chart(chart, rows, styles)
+
+
+def draw_efficiency(rows: Sequence[Row], styles: Styles) -> Picture | None:
+    """Draw the speed per device as a share of the ideal one."""
+    rates = bottleneck.ideal_rates(rows)
+
+    def share(row: Row) -> Quartiles | None:
+        quartiles, ideal_rate = rate_quartiles(row), rates.get(bottleneck.ideal_key(row))
+        if not quartiles or not ideal_rate:
+            return None
+        low, middle, high = quartiles
+        best = ideal_rate[0] * bottleneck.device_count(row)
+        return low / best, middle / best, high / best
+
+    def ideal(_: Picture, panel: Axes, mine: list[Row]) -> None:
+        panel.axhline(1, linestyle="--", color="black", linewidth=1, label="ideal")
+        panel.set_ylim(0, max([1.1, *(1.05 * found[2] for found in map(share, mine) if found)]))
+
+    title = "Weak scaling: share of the ideal speed"
+    chart = Chart("efficiency", title, "share of ideal", share, lambda row: None, ideal)
+    return draw_chart(chart, rows, styles)
+
+
+def draw_memory(rows: Sequence[Row], styles: Styles) -> Picture | None:
+    """Draw the peak memory per rank, and its limit."""
+
+    def limit(picture: Picture, panel: Axes, mine: list[Row]) -> None:
+        panel.set_yscale("log", base=2)
+        drawing.plain_log(panel.yaxis, 2)
+        known = [row for row in mine if row.get("memory_gib") and row.get("world_size")]
+        limits = sorted({(row["world_size"], row["memory_gib"]) for row in known})
+        look: Any = {"color": "black", "linewidth": 2, "label": "memory per rank"}
+        if len({gib for _, gib in limits}) == 1:
+            panel.axhline(limits[0][1], **look)
+        elif limits:
+            panel.plot(*zip(*limits, strict=True), **look)
+        flat = [r for r in mine if r.get("kind") == "max_allocated" and not r.get("world_size")]
+        for i, row in enumerate(flat):  # published without device counts; shift the dashes
+            label = f"{sharding(row)} ({row.get('caveat') or 'devices not named'})"
+            look = {"color": drawing.style_of(row, styles)["color"], "linestyle": (5 * i, (5, 5))}
+            panel.axhline(row["peak_allocated_gib"], linewidth=1.6, label=label, **look)
+            picture.record_point(f"{row['model']}: {label}", row, "", row["peak_allocated_gib"])
+
+    def peak(row: Row) -> Quartiles | None:
+        gib = row.get("peak_allocated_gib")
+        return (gib, gib, gib) if gib else None
+
+    def planned(row: Row) -> float | None:
+        return None if row["state"] == "skipped" else row.get("planned_gib")
+
+    chart = Chart("memory", "Peak memory per rank", "GiB", peak, planned, limit)
+    return draw_chart(chart, rows, styles)
+
+
+# ---------------------------------------------------------------------------------------------
+# Options, input, plan
+
+
+def draw_options(rows: Sequence[Row], _: Styles) -> Picture | None:
+    """Draw images/s for each backward prefetch and limit_all_gathers, by sharding."""
+    some = [
+        r for r in drawing.rows_of_study(rows, "options") if r.get("limit_all_gathers") is not None
+    ]
+    parts = group_by(some, lambda r: (r["model"], r.get("source"), r.get("world_size")))
+    if not parts:
+        return None
+    picture = Picture("options", "Communication options of FSDP1: images/s", len(parts))
+    for panel, ((model, source, world), mine) in zip(picture.panels, parts.items(), strict=True):
+        modes = list(group_by(mine, sharding))
+        for row in mine:
+            prefetch, limit = row.get("prefetch") or "none", row["limit_all_gathers"]
+            place = 2 * list(drawing.HATCHES).index(prefetch) + limit
+            x = modes.index(sharding(row)) + 0.13 * (place - 2.5)
+            if value := rate_quartiles(row):
+                name = f"{prefetch}, {'limit' if limit else 'no limit'}"
+                look = {"color": f"C{int(limit)}", "hatch": drawing.HATCHES[prefetch]}
+                drawing.draw_bar(panel, x, value, width=0.12, label=f"prefetch {name}", **look)
+                picture.record_point(f"{model}: {name}", row, sharding(row), value[1])
+            elif row["state"] in drawing.LETTERS:
+                panel.text(x, 0, drawing.LETTERS[row["state"]], ha="center", va="bottom")
+        panel.set_xticks(range(len(modes)), modes)
+        panel.grid(axis="x", visible=False)
+        title = f"{model}, {world} ranks" + (f", {source}" if len(parts) > 1 else "")
+        panel.set(title=title, ylabel="images/s")
+    return picture
+
+
+def draw_io(rows: Sequence[Row], _: Styles) -> Picture | None:
+    """Draw the seconds per step of real, syn and io runs, and of one rank alone."""
+    settings = group_by((row for row in rows if rate_quartiles(row)), bottleneck.setting_key)
+    settings = {k: rs for k, rs in settings.items() if {"real", "io"} & {r["run"] for r in rs}}
+    if not settings:
+        return None
+    picture = Picture("io", "What limits a step: real, synthetic, input alone", 1)
+    picture.figure.set_figwidth(max(5.0, 1.9 * len(settings) + 1.6))
+    (panel,), rates = picture.panels, bottleneck.ideal_rates(rows)
+    limits = dict(zip(map(id, rows), bottleneck.find_bottlenecks(rows), strict=True))
+    names = []
+    for place, some in enumerate(settings.values()):
+        for row in some:
+            i, step = list(drawing.RUN_HATCHES).index(row["run"]), bottleneck.step_seconds(row)
+            low, middle, high = rate_quartiles(row) or (1.0, 1.0, 1.0)
+            value = (step * middle / high, step, step * middle / low)
+            look = {"color": f"C{i}", "hatch": drawing.RUN_HATCHES[row["run"]], "label": row["run"]}
+            drawing.draw_bar(panel, place + 0.25 * (i - 1), value, width=0.23, **look)
+            picture.record_point(row["run"], row, sharding(row), step)
+        row = next((row for row in some if row["run"] == "real"), some[0])
+        limit = getattr(limits[id(row)], "limit", "unknown")
+        names.append(f"{row['model']}, {row['world_size']} ranks\n{sharding(row)}\nlimit: {limit}")
+        alone, source = bottleneck.ideal_seconds(row, rates.get(bottleneck.ideal_key(row)))
+        if alone is not None:
+            ends, label = (place - 0.4, place + 0.4), f"compute: {source}"
+            panel.plot(ends, (alone, alone), "--", color="black", label=label)
+    panel.set_xticks(range(len(names)), names)
+    panel.grid(axis="x", visible=False)
+    panel.set(xlim=(-0.6, len(names) - 0.4), ylabel="seconds per step")
+    return picture
+
+
+PLANNED_KINDS = (  # unit, measured column, planned column
+    ("images/s", "images_per_second", "planned_images_per_second"),
+    ("GiB at the peak", "peak_allocated_gib", "planned_gib"),
+    ("MB of collectives per step", "payload_mb", "planned_payload_mb"),
 )
 
 
+def draw_planned(rows: Sequence[Row], styles: Styles) -> Picture | None:
+    """Draw measured against planned speed, memory and traffic."""
+    kinds = [
+        (kind, [r for r in rows if r.get(kind[1]) and r.get(kind[2])]) for kind in PLANNED_KINDS
+    ]
+    kinds = [(kind, some) for kind, some in kinds if some]
+    if not kinds:
+        return None
+    picture = Picture("planned", "Measured against planned", len(kinds))
+    for panel, ((unit, measured, plan), some) in zip(picture.panels, kinds, strict=True):
+        panel.set(xscale="log", yscale="log", xlabel=f"planned {unit}", ylabel="measured")
+        for name, mine in group_by(some, sharding).items():
+            xs, ys = [r[plan] for r in mine], [r[measured] for r in mine]
+            look = drawing.style_of(mine[0], styles)
+            panel.plot(xs, ys, linestyle="", label=name, alpha=0.8, **look)
+            for row in mine:
+                picture.record_point(f"{unit}: {name}", row, row[plan], row[measured])
+        values = [v for r in some for v in (r[plan], r[measured])]
+        ends = low, high = min(values) / 1.5, max(values) * 1.5
+        band = [0.8 * v for v in ends], [1.25 * v for v in ends]
+        panel.fill_between(ends, *band, color="#eeeeee", label="within 20 %", zorder=0)
+        panel.plot(ends, ends, "--", color="black", linewidth=1, label="as planned")
+        panel.set(xlim=ends, ylim=ends)
+        for axis in (panel.xaxis, panel.yaxis):
+            drawing.plain_log(axis, 10, (1.0,) if high / low > 30 else (1.0, 2.0, 5.0))
+        error = median_error(some, measured, plan)[0]
+        panel.set_title(f"{unit}\nmedian error {error:.1%}", fontsize=9)
+    return picture
+
+
+FIGURES = (draw_throughput, draw_efficiency, draw_memory, draw_options, draw_io, draw_planned)
+
+
 def draw(rows: Sequence[Row], folder: Path) -> list[Picture]:
-    """Every picture that the rows have something for."""
+    """Draw every figure for which there are rows."""
     folder.mkdir(parents=True, exist_ok=True)
-    known: dict[str, tuple[str, str]] = {}
-    drawn = []
-    with matplotlib.rc_context(LOOK):
-        for make in PICTURES:
-            picture = make(rows, known)
-            if picture:
-                picture.save(folder)
-                drawn.append(picture)
-    return drawn
+    styles: Styles = {}
+    with style.context([drawing.STYLE_SHEET, drawing.RC_PARAMS]):
+        pictures = [picture for make in FIGURES if (picture := make(rows, styles))]
+        for picture in pictures:
+            picture.save(folder)
+    return pictures

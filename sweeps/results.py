@@ -1,9 +1,7 @@
-"""What the runs of a sweep have found: one row a point.
+"""Collect what the runs of a sweep measured: results.csv, one row per point.
 
-    results.csv     tidy: a row a point; rows of other machines may be appended
-
-Numbers come from log.jsonl alone. The published measurements (examples/published) are read as rows
-of the same kind. Needs nothing but Python.
+Rows of other machines may be appended. Numbers come from log.jsonl alone. The published
+measurements (examples/published) are read as rows of the same kind. Needs nothing but Python.
 """
 
 import csv
@@ -52,56 +50,23 @@ SHARDING = (
     "limit_all_gathers",
     "bucket_cap_mb",
 )
-MEASURED = (
-    "step_seconds",
-    "data_seconds",
-    "tflops_per_rank",
-    "mfu",
-    "peak_allocated_gib",
-    "peak_reserved_gib",
-    "alloc_retries",
-)
-VERSIONS = ("python", "torch", "torchvision", "cuda", "hip")
-PROFILE = ("compute", "communication", "optimizer", "data", "idle")
-NUMBERS = (
-    "images_per_second",
-    "images_per_second_q1",
-    "images_per_second_q3",
-    "measured_lines",
-    *MEASURED,
-    *(f"profile_{name}" for name in PROFILE),
-    "planned_images_per_second",
-    "planned_gib",
-    "payload_mb",
-    "planned_payload_mb",
-    "memory_gib",
-    "max_local_batch",
-)
-COLUMNS = (
-    "id",
-    "study",
-    "state",
-    "reason",
-    "run",
-    "nodes",
-    "ranks",
-    "world_size",
-    *SETTINGS,
-    "workers",
-    *NUMBERS,
-    "source",
-    "caveat",
-    "host",
-    "cores",
-    *VERSIONS,
-    "started",
-    "log",
-)
-REQUIRED = ("id", "study", "state", "run", "model", "mode", "world_size", "batch")  # of every row
-WORDS = ("id", "study", "reason", "model", "host", "source", "caveat", "started", "log", *VERSIONS)
-DEFAULTS = {"model": "base", "mode": "hybrid", "batch": 32, "accum": 1}  # of train_fsdp.py
 OF_FSDP = ("group", "fsdp", "prefetch", "forward_prefetch", "limit_all_gathers", "cpu_offload")
-# Why published rows are left out of every comparison (examples/published/README.md).
+DEFAULTS = {"model": "base", "mode": "hybrid", "batch": 32, "accum": 1}  # of train_fsdp.py
+# Columns copied from a run's log. Peaks and counters grow: their maximum is kept, else the median.
+STEP_COLUMNS = ["step_seconds", "data_seconds", "tflops_per_rank", "mfu"]
+GROWING_COLUMNS = ["peak_allocated_gib", "peak_reserved_gib", "alloc_retries"]
+PROFILE = ["compute", "communication", "optimizer", "data", "idle"]  # seconds per step
+VERSIONS = ["python", "torch", "torchvision", "cuda", "hip"]
+NUMBERS = ["images_per_second", "images_per_second_q1", "images_per_second_q3", "measured_lines"]
+NUMBERS += [*STEP_COLUMNS, *GROWING_COLUMNS, *(f"profile_{name}" for name in PROFILE)]
+NUMBERS += ["planned_images_per_second", "planned_gib", "payload_mb", "planned_payload_mb"]
+NUMBERS += ["memory_gib", "max_local_batch"]
+COLUMNS = ["id", "study", "state", "reason", "run", "nodes", "ranks", "world_size"]
+COLUMNS += [*SETTINGS, "workers", *NUMBERS, "source", "caveat", "host", "cores"]
+COLUMNS += [*VERSIONS, "started", "log"]
+REQUIRED = ("id", "study", "state", "run", "model", "mode", "world_size", "batch")  # in every row
+TEXTS = {"id", "study", "reason", "model", "host", "source", "caveat", "started", "log", *VERSIONS}
+# Why these published rows are not compared with others (examples/published/README.md).
 CAVEATS = {("ddp", None): "probably not bf16", ("hybrid", 1): "gradients probably not reduced"}
 WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, counted collectives
 
@@ -110,59 +75,55 @@ WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, counted c
 # One run
 
 
-def measured(log: attempts.Log) -> Row:
-    """Medians over the lines of a log after its warm-up, and the quartiles of the speed."""
+def measured(log: attempts.RunLog) -> Row:
+    """Summarise the lines of a log after its warm-up: medians, and quartiles of the speed."""
     total = log.start.get("steps") or (log.steps[-1]["step"] if log.steps else 0)
     kept = [s for s in log.steps[1:] if s["step"] > WARM_UP * total]
-    rates = sorted(s["images_per_second"] for s in kept)
+    rates = [s["images_per_second"] for s in kept]
     row: Row = {"measured_lines": len(kept)}
     if rates:
         quartiles = statistics.quantiles(rates, n=4, method="inclusive") if rates[1:] else rates * 3
-        row["images_per_second_q1"], row["images_per_second"], row["images_per_second_q3"] = (
-            quartiles
-        )
-    for name in MEASURED:
+        names = ("images_per_second_q1", "images_per_second", "images_per_second_q3")
+        row |= zip(names, quartiles, strict=True)
+    for name in (*STEP_COLUMNS, *GROWING_COLUMNS):
         values = [s[name] for s in kept if s.get(name) is not None]
-        if values:  # a peak since the start, and what has been counted since, not a mean
-            middle = max if name.startswith(("peak", "alloc")) else statistics.median
-            row[name] = middle(values)
+        if values:
+            row[name] = max(values) if name in GROWING_COLUMNS else statistics.median(values)
     return row
 
 
-def start_of(facts: Mapping[str, Any]) -> str:
-    """When an attempt was started, from its state: seconds, UTC."""
-    return datetime.fromtimestamp(facts["started"], timezone.utc).isoformat(timespec="seconds")
+def start_time(state: Mapping[str, Any]) -> str:
+    """Format when an attempt was started: UTC, to the second."""
+    return datetime.fromtimestamp(state["started"], timezone.utc).isoformat(timespec="seconds")
 
 
-def row_of(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[str, Any]) -> Row:
-    """The row of a point: what was asked, what its newest attempt says, what was planned."""
-    row: Row = dict(DEFAULTS) | {k: cell(k, v) for k, v in point.items() if k in COLUMNS}
-    nodes, ranks = int(point["nodes"]), int(point["ranks"])
-    if nodes * ranks == 1 and not point.get("mode") and not any(map(point.get, OF_FSDP)):
+def make_row(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[str, Any]) -> Row:
+    """Make the row of a point: its flags, its plan, and what its newest attempt measured."""
+    row: Row = DEFAULTS | {k: parse_cell(k, v) for k, v in point.items() if k in COLUMNS}
+    world_size = int(point["nodes"]) * int(point["ranks"])
+    if world_size == 1 and not point.get("mode") and not any(map(point.get, OF_FSDP)):
         row["mode"] = "ddp"  # one process has nothing to shard (flags.default_mode)
-    row |= {"state": state, "run": point.get("run") or "real", "world_size": nodes * ranks}
+    row |= {"state": state, "run": point.get("run") or "real", "world_size": world_size}
     row |= {key: value for key, value in plan.items() if key in COLUMNS}
-    made = attempts.attempts(folder)
+    made = attempts.list_attempts(folder)
     if not made or state in ("waiting", "skipped"):
         return row | {"reason": plan.get("why_not", "") if state == "skipped" else ""}
-    facts, log = attempts.read_state(made[-1]), attempts.read_log(made[-1] / "log.jsonl")
-    row |= {"reason": facts["reason"], "host": facts["host"], "cores": facts["cores"]}
-    row |= {"started": start_of(facts), "log": f"runs/{folder.name}/{made[-1].name}/log.jsonl"}
+    known, log = attempts.read_state(made[-1]), attempts.read_log(made[-1] / "log.jsonl")
+    row |= {"reason": known["reason"], "host": known["host"], "cores": known["cores"]}
+    row |= {"started": start_time(known), "log": f"runs/{folder.name}/{made[-1].name}/log.jsonl"}
     row |= {key: value for key, value in log.start.items() if key in (*SETTINGS, "workers", "host")}
     row |= {k: v for k, v in (log.start.get("versions") or {}).items() if k in VERSIONS}
-    named = (plan.get("asked") or [None])[0] or ""
-    if row.get("device") == "cpu" and not named.endswith(".json"):  # the machines known are of GPUs
+    machine = (plan.get("asked") or [None])[0] or ""
+    if row.get("device") == "cpu" and not machine.endswith(".json"):  # known machines have GPUs
         row["planned_images_per_second"] = None
-    if state == "done":  # what did not come to its end has measured nothing to be compared
+    if state == "done":  # a run that ended early has no comparable speed
         row |= measured(log)
+        row |= {f"profile_{k}": v for k, v in log.profile.items() if k in PROFILE}
         planned = (log.start.get("planned") or {}).get("payload_bytes")
         sent = log.end.get("payload_bytes")
-        if planned and sent:  # of a step; a few scalars that no plan counts are left out
+        if planned and sent:  # per step, without the few scalars that no plan counts
             row["planned_payload_mb"] = sum(planned.values()) / 1e6
             row["payload_mb"] = sum(sent.get(kind, 0) for kind in planned) / 1e6
-        seconds = [log.profile.get(name) for name in PROFILE]
-        if all(isinstance(value, int | float) for value in seconds):
-            row |= {f"profile_{k}": v for k, v in zip(PROFILE, seconds, strict=True)}
     return row
 
 
@@ -170,8 +131,8 @@ def row_of(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[str
 # Tables
 
 
-def text_of(value: Any) -> str:
-    """A cell: numbers as short as they are exact enough."""
+def format_cell(value: Any) -> str:
+    """Write a value as the text of a cell; floats with six digits."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -179,19 +140,11 @@ def text_of(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def write_table(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """A CSV file, at once or not at all."""
-    with attempts.replacing(path) as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        writer.writerows([text_of(row.get(name)) for name in columns] for row in rows)
-
-
-def cell(name: str, text: str) -> Any:
-    """What a cell of a column was written from."""
+def parse_cell(name: str, text: str) -> Any:
+    """Read the text of a cell in column `name`; an empty cell is None."""
     if text in ("true", "false"):
         return text == "true"
-    for kind in (int, float) if name not in WORDS else ():
+    for kind in (int, float) if name not in TEXTS else ():
         try:
             return kind(text)
         except ValueError:
@@ -199,59 +152,67 @@ def cell(name: str, text: str) -> Any:
     return text or None
 
 
-def read_cells(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, cells) of each row of a table that a sweep wrote; ValueError where it was cut.
+def write_table(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Write a CSV file, completely or not at all."""
+    with attempts.atomic_write(path) as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows([format_cell(row.get(name)) for name in columns] for row in rows)
 
-    A head line in between, of an appended file, holds for the rows below it.
+
+def read_cells(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield (line, cells) of a table that a sweep wrote; ValueError if a row was cut.
+
+    A header line in between, from an appended file, holds for the rows below it.
     """
-    reader, head = csv.reader(io.StringIO(attempts.read_text(path), newline="")), list[str]()
+    reader, header = csv.reader(io.StringIO(attempts.read_text(path), newline="")), list[str]()
     try:
         for cells in reader:
             if cells[:1] == ["id"]:
-                head = cells
-            elif cells and len(cells) == len(head):
-                yield reader.line_num, dict(zip(head, cells, strict=True))
+                header = cells
+            elif cells and len(cells) == len(header):
+                yield reader.line_num, dict(zip(header, cells, strict=True))
             elif cells:
-                raise csv.Error(f"it has {len(cells)} cells, its head line {len(head)}")
+                raise csv.Error(f"it has {len(cells)} cells, its header line {len(header)}")
     except csv.Error as error:
         raise damaged(path, reader.line_num, str(error)) from None
 
 
 def damaged(path: Path, line: int, why: str) -> ValueError:
-    """The sentence for a table that nobody could have meant so."""
+    """Make the error for a broken table."""
     return ValueError(
-        f"{path}, line {line} is damaged, {why}: mend it, or move the file away and "
-        "give the sweep's command again, which writes it anew"
+        f"{path}, line {line} is damaged, {why}: repair it, or move the file away and "
+        "run the sweep's command again, which writes it anew"
     )
 
 
 def read_table(path: Path) -> list[Row]:
-    """The rows of a results.csv; ValueError, a sentence, where one is cut or junk."""
+    """Read the rows of a results.csv; ValueError, a sentence, for a broken row."""
     rows = []
     for line, cells in read_cells(path):
-        row = {name: cell(name, text) for name, text in cells.items()}
+        row = {name: parse_cell(name, text) for name, text in cells.items()}
         for name in REQUIRED:
             if row.get(name) is None:
                 raise damaged(path, line, f"{name} is missing")
         for name in (*NUMBERS, "nodes", "ranks", "world_size", "batch", "accum", "cores"):
             value = row.get(name) or 0
             if isinstance(value, str) or not math.isfinite(value) or value < 0:
-                raise damaged(path, line, f"{name} is {cells[name]!r}, which is no number")
+                raise damaged(path, line, f"{name} is {cells[name]!r}, which is not a number")
         rows.append(row)
     return rows
 
 
 def published(folder: Path) -> list[Row]:
-    """The rows of examples/published: where each stands is its log."""
+    """Read the rows of examples/published; the log of a row is its place in the CSV file."""
     rows: list[Row] = []
-    planned = predicted(folder) if (folder / "check.py").exists() else {}
+    plans = published_plans(folder) if (folder / "check.py").exists() else {}
     for name, study in (("throughput", "scaling"), ("prefetch", "options"), ("memory", "scaling")):
         table = folder / f"{name}.csv"
         with open(table, newline="") as file:
             for line, cells in enumerate(csv.DictReader(file), 2):
                 if cells.get("kind", "max_allocated") == "max_reserved":
                     continue
-                row = {k: cell(k, v) for k, v in cells.items()}
+                row = {k: parse_cell(k, v) for k, v in cells.items()}
                 row |= {"id": f"{name}.csv:{line}", "study": study, "state": "done", "run": "syn"}
                 row |= {"source": folder.name, "log": f"{table}:{line}", "batch": 32}
                 row |= {"world_size": row["nodes"] and 8 * row["nodes"], "memory_gib": 64.0}
@@ -261,13 +222,13 @@ def published(folder: Path) -> list[Row]:
                 kind = row.get("kind") or {"throughput": "img/s"}.get(name)
                 place = (row["model"], row["mode"], row.get("group"), row["nodes"], kind)
                 plan = "planned_gib" if name == "memory" else "planned_images_per_second"
-                row[plan] = planned.get(place)
+                row[plan] = plans.get(place)
                 rows.append(row)
     return rows
 
 
-def predicted(folder: Path) -> dict[tuple, float]:
-    """What the folder's check.py plans for its cells: by model, mode, group, nodes and kind."""
+def published_plans(folder: Path) -> dict[tuple, float]:
+    """Plan the published runs by the folder's check.py: by model, mode, group, nodes and kind."""
     done = subprocess.run(
         [sys.executable, str(folder / "check.py"), "--json"], text=True, capture_output=True
     )
@@ -278,7 +239,7 @@ def predicted(folder: Path) -> dict[tuple, float]:
 
 
 def read_folder(folder: Path) -> list[Row]:
-    """All rows of a sweep's folder, or of the published data; ValueError where there are none."""
+    """Read all rows of a sweep's folder or of examples/published; ValueError if it is neither."""
     if (folder / "results.csv").exists():
         rows = read_table(folder / "results.csv")
         for row in rows:

@@ -1,235 +1,114 @@
-"""The points of a sweep: the published studies, or a table of one's own; what plan.py says of them.
+"""Make the points of a sweep, from a built-in study or a CSV file, and plan each of them.
 
-A point is a row of a table: `nodes`, `ranks` (of a node), `study`, and any flag of train_fsdp.py.
+A point is a row of a table: `nodes`, `ranks` (per node), `study`, and any flag of train_fsdp.py.
 """
 
 import contextlib
 import csv
 import hashlib
+import io
+import itertools
 import json
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sweeps.attempts import core_count, last_error, read_text
 
-HERE = Path(__file__).resolve().parent.parent
 Point = dict[str, str]
+Layout = tuple[int, int]  # nodes, ranks per node
 
-OWN = ("id", "study", "nodes", "ranks")  # columns that are no flags
-PLANNED = (
-    "model",
-    "img_size",
-    "mask_ratio",
-    "mode",
-    "group",
-    "fsdp",
-    "batch",
-    "accum",
-    "precision",
-    "reduce_dtype",
-    "ac",
-    "prefetch",
-    "forward_prefetch",
-    "cpu_offload",
-    "bucket_cap_mb",
-)
-OURS = ("out", "resume", "save_every", "async_save", "dry_run", "world_size")  # never the user's
+OWN_COLUMNS = ("id", "study", "nodes", "ranks")  # all other columns are flags
+RESERVED = ("out", "resume", "save_every", "async_save", "dry_run", "world_size")  # set by sweeps
 LENGTH = {"steps": "60", "log_every": "5"}
 PREFETCHES = ("none", "backward_pre", "backward_post")
+DEFAULT_MODELS = {"options": "5b", "scaling": "base,1b,3b,5b,15b", "io": "base"}  # without --models
+CPU_SIZE = {"img_size": "64", "batch": "8", "precision": "fp32", "device": "cpu"}
+CPU_SIZE |= {"steps": "32", "log_every": "2"}
 
 
-def sizes(largest: int) -> list[int]:
-    """1, 2, 4, ... and the largest itself."""
+# ---------------------------------------------------------------------------------------------
+# Studies
+
+
+def powers_up_to(largest: int) -> list[int]:
+    """List 1, 2, 4, ... and `largest` itself."""
     powers = [2**i for i in range(largest.bit_length()) if 2**i < largest]
     return [*powers, largest]
 
 
-def options(models: Sequence[str], layouts: Sequence[tuple[int, int]]) -> Iterator[Point]:
-    """Figure 1: sharding x backward prefetch x limit_all_gathers, which FSDP1 alone has."""
-    for model in models:
-        nodes, ranks = layouts[-1]
+def make_point(study: str, model: str, layout: Layout, **cells: str) -> Point:
+    """Make a point of a study; empty cells mean that a flag is left out."""
+    nodes, ranks = map(str, layout)
+    return {"study": study, "nodes": nodes, "ranks": ranks, "model": model, **cells, **LENGTH}
+
+
+def options_points(models: Sequence[str], layouts: Sequence[Layout]) -> Iterator[Point]:
+    """Vary sharding x backward prefetch x limit_all_gathers (FSDP1 only) on the largest layout."""
+    nodes, ranks = layouts[-1]
+    world = nodes * ranks
+    groups = [g for g in (2, 2 * ranks) if world % g == 0 and g < world]
+    shardings = [("full_shard", ""), *(("hybrid", str(g)) for g in groups)]
+    choices = itertools.product(models, shardings, PREFETCHES, ("false", "true"))
+    for model, (mode, group), prefetch, limit in choices:
+        flags = {"mode": mode, "group": group, "fsdp": "1", "run": "syn"}
+        flags |= {"prefetch": prefetch, "limit_all_gathers": limit}
+        yield make_point("options", model, layouts[-1], **flags)
+
+
+def scaling_points(models: Sequence[str], layouts: Sequence[Layout]) -> Iterator[Point]:
+    """Run every sharding on more and more devices; the local batch stays (weak scaling)."""
+    for model, (nodes, ranks) in itertools.product(models, layouts):
         world = nodes * ranks
-        groups = [g for g in (2, 2 * ranks) if world % g == 0 and g < world]
-        for mode, group in [("full_shard", ""), *(("hybrid", str(g)) for g in groups)]:
-            for prefetch in PREFETCHES:
-                for limit in ("false", "true"):
-                    yield {
-                        "study": "options",
-                        "nodes": str(nodes),
-                        "ranks": str(ranks),
-                        "model": model,
-                        "mode": mode,
-                        "group": group,
-                        "fsdp": "1",
-                        "prefetch": prefetch,
-                        "limit_all_gathers": limit,
-                        "run": "syn",
-                        **LENGTH,
-                    }
+        groups = [g for g in sorted({2, 4, ranks, 2 * ranks}) if 1 < g < world > 1]
+        modes = [(m, "") for m in ("ddp", "no_shard", "shard_grad_op", "full_shard")]
+        modes += [("hybrid", str(g)) for g in groups if world % g == 0]
+        for mode, group in modes if world > 1 else modes[:2]:  # one rank has nothing to shard
+            yield make_point("scaling", model, (nodes, ranks), mode=mode, group=group, run="syn")
 
 
-def scaling(models: Sequence[str], layouts: Sequence[tuple[int, int]]) -> Iterator[Point]:
-    """Figures 2 and 3: every sharding on more and more devices, local batch kept."""
-    for model in models:
-        for nodes, ranks in layouts:
-            world = nodes * ranks
-            groups = [g for g in sorted({2, 4, ranks, 2 * ranks}) if 1 < g < world > 1]
-            modes = [(m, "") for m in ("ddp", "no_shard", "shard_grad_op", "full_shard")]
-            modes += [("hybrid", str(g)) for g in groups if world % g == 0]
-            for mode, group in modes if world > 1 else modes[:2]:  # the rest is the same on one
-                yield {
-                    "study": "scaling",
-                    "nodes": str(nodes),
-                    "ranks": str(ranks),
-                    "model": model,
-                    "mode": mode,
-                    "group": group,
-                    "run": "syn",
-                    **LENGTH,
-                }
+def io_points(models: Sequence[str], layouts: Sequence[Layout], data: str) -> Iterator[Point]:
+    """Train on images, on one batch kept on the device, and read only (`--run real, syn, io`).
+
+    The points of a single rank measure the compute of a step, because one rank sends nothing.
+    """
+    for model, layout in itertools.product(models, layouts):
+        one_rank = layout == (1, 1)
+        for mode in ("ddp", "no_shard") if one_rank else ("full_shard",):
+            baseline = mode == "ddp" or (one_rank and len(layouts) > 1)
+            for run in ("syn",) if baseline else ("real", "syn", "io"):
+                images = "" if run == "syn" else data
+                yield make_point("io", model, layout, mode=mode, run=run, data=images)
 
 
-def io(models: Sequence[str], layouts: Sequence[tuple[int, int]], data: str) -> Iterator[Point]:
-    """Training, the same without input, input alone; one device alone tells what is computed."""
-    for model in models:
-        for nodes, ranks in layouts:
-            modes = ("full_shard",) if nodes * ranks > 1 else ("ddp", "no_shard")
-            compared = nodes * ranks > 1 or len(layouts) == 1
-            for mode in modes:
-                for run in ("real", "syn", "io") if compared and mode != "ddp" else ("syn",):
-                    yield {
-                        "study": "io",
-                        "nodes": str(nodes),
-                        "ranks": str(ranks),
-                        "model": model,
-                        "mode": mode,
-                        "run": run,
-                        "data": data if run != "syn" else "",
-                        **LENGTH,
-                    }
+def quick_points(gpus: int, ranks: int, models: str | None, data: str) -> Iterator[Point]:
+    """Run a few points of each study on the GPUs of this node, or on 1, 2 and 4 CPU ranks."""
+    names = (models or ("base" if gpus else "tiny")).split(",")
+    layouts, pair = [(1, r) for r in powers_up_to(ranks)], (1, min(2, ranks))
+    modes = ("ddp", "no_shard", "full_shard", "hybrid")
+    found = [p for p in scaling_points(names, layouts) if p["mode"] in modes]
+    found += options_points(names, [pair])
+    found += io_points(names, list(dict.fromkeys([(1, 1), pair])), data)
+    yield from (point | ({} if gpus else CPU_SIZE) for point in found)
 
 
-def quick(gpus: int, ranks: int, chosen: str | None, data: str) -> Iterator[Point]:
-    """A little of each of the others: on 1, 2 and 4 CPU ranks, or on the GPUs of this node."""
-    layouts = [(1, r) for r in sizes(ranks)]
-    small = (
-        {}
-        if gpus
-        else {
-            "img_size": "64",
-            "batch": "8",
-            "precision": "fp32",
-            "device": "cpu",
-            "steps": "32",
-            "log_every": "2",
-        }
-    )
-    models = (chosen or ("base" if gpus else "tiny")).split(",")
-    kept = ("ddp", "no_shard", "full_shard", "hybrid")
-    for point in scaling(models, layouts):
-        if point["mode"] in kept:
-            yield point | small
-    middle = [(1, min(2, ranks))]
-    yield from (point | small for point in options(models, middle))
-    yield from (point | small for point in io(models, [(1, 1), *middle][-min(2, ranks) :], data))
-
-
-def table(path: Path) -> list[Point]:
-    """A CSV of one's own; ValueError, a sentence, for what makes no point."""
-    try:
-        lines = csv.DictReader(read_text(path).splitlines(keepends=True))
-        rows = [{k.strip(): (v or "").strip() for k, v in row.items() if k} for row in lines]
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except csv.Error as error:
-        raise ValueError(f"{path} is no table: {error}") from None
-    for line, row in enumerate(rows, 2):
-        row.setdefault("nodes", "1")
-        row.setdefault("study", path.stem)
-        for name in ("nodes", "ranks"):
-            if not re.fullmatch("[1-9][0-9]{0,5}", row.get(name, "")):
-                raise ValueError(
-                    f"{path}, line {line}: {name} is {row.get(name, '')!r}, but must be a whole "
-                    "number above zero: `ranks` are those of a node"
-                )
-    if not rows:
-        raise ValueError(
-            f"{path} has no points: a head line with nodes, ranks and flags, then rows"
-        )
-    return rows
-
-
-def flags_of(words: Sequence[str]) -> Point:
-    """`--img-size 96 --compile --no-norm-pix-loss` as the cells of a table."""
-    found: Point = {}
-    name = ""
-    for word in words:
-        if word.startswith("--"):
-            name, given, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            off = name.startswith("no_") and not given
-            name = name[3:] if off else name
-            found[name] = value if given else "false" if off else "true"
-        elif name and found[name] == "true":
-            found[name] = word
-        else:
-            raise ValueError(f"{word} after -- is no flag of train_fsdp.py: they begin with --")
-    return found
-
-
-def argv_of(point: Mapping[str, str]) -> list[str]:
-    """The flags of a point as train_fsdp.py takes them."""
-    words = []
-    for name, value in point.items():
-        flag = name.replace("_", "-")
-        if name in OWN or not value:
-            continue
-        if value in ("true", "false"):
-            words += [f"--{flag}" if value == "true" else f"--no-{flag}"]
-        else:
-            words += [f"--{flag}", value]
-    return words
-
-
-def finished(points: Sequence[Point], extra: Mapping[str, str]) -> list[Point]:
-    """Each point once, with its id: names to read, and a sum of all its flags."""
-    found: dict[str, Point] = {}
-    for point in points:
-        cells = {k: v for k, v in {**point, **extra}.items() if v and k not in ("id", "study")}
-        wrong = [name for name in OURS if name in cells]
-        if wrong:
-            raise ValueError(f"--{wrong[0].replace('_', '-')} is set by the sweep: leave it out")
-        text = json.dumps(sorted(cells.items()))
-        name = f"{cells.get('model', 'base')}-{cells.get('mode', 'hybrid')}{cells.get('group', '')}"
-        name += f"-{cells['nodes']}x{cells['ranks']}-{cells.get('run', 'real')}"
-        name = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
-        studies = {*found.get(name, {}).get("study", "").split(), *point["study"].split()}
-        found[name] = {"id": name, "study": " ".join(sorted(studies)), **cells}
-    return list(found.values())
-
-
-def choose(
+def choose_points(
     what: str,
     models: str | None,
     nodes: Sequence[int] | None,
     ranks: int | None,
     data: str,
     slurm: bool,
-    count_gpus: Callable[[], int],
 ) -> list[Point]:
-    """The points of a study or of a table; ValueError, a sentence, where there are none."""
-    given = {"--models": models, "--nodes": nodes, "--ranks": ranks}
+    """List the points of a study or of a CSV file; ValueError, a sentence, for bad input."""
     if what.endswith(".csv"):
-        for flag, value in given.items():
+        for flag, value in {"--models": models, "--nodes": nodes, "--ranks": ranks}.items():
             if value:
-                raise ValueError(f"{flag} is for the studies: {what} has columns for it")
-        return table(Path(what))
-    if what not in ("quick", "options", "scaling", "io"):
+                raise ValueError(f"{flag} applies to the built-in studies: {what} has a column")
+        return read_points(Path(what))
+    if what not in ("quick", *DEFAULT_MODELS):
         raise ValueError(
             f"there is no study {what}: use quick, options, scaling, io, a CSV file, or status, "
             "figures, report with a folder"
@@ -239,120 +118,153 @@ def choose(
     if models is not None and not all(models.split(",")):
         raise ValueError(f"--models {models!r} is not a list of names like base,3b")
     if what in ("quick", "io"):
-        data = images_in(data)
-    gpus = 0 if slurm else count_gpus()
+        data = image_folder(data)
+    gpus = 0 if slurm else local_gpus()[0]
     per_node = ranks or (8 if slurm else gpus or min(4, max(2, core_count())))
-    layouts = [(n, per_node) for n in nodes or (1, 2, 4, 8)]
-    layouts = [(1, 1), *layouts] if slurm else [(1, r) for r in sizes(per_node)]
-    layouts = list(dict.fromkeys(layouts))
+    layouts = [(1, 1), *((n, per_node) for n in nodes or (1, 2, 4, 8))]
+    layouts = list(dict.fromkeys(layouts)) if slurm else [(1, r) for r in powers_up_to(per_node)]
+    names = (models or DEFAULT_MODELS.get(what, "")).split(",")
     if what == "quick":
-        return list(quick(gpus, ranks or gpus or 4, models, data))
+        return list(quick_points(gpus, ranks or gpus or 4, models, data))
     if what == "options":
-        return list(options((models or "5b").split(","), layouts))
+        return list(options_points(names, layouts))
     if what == "scaling":
-        return list(scaling((models or "base,1b,3b,5b,15b").split(","), layouts))
-    ends = layouts if slurm else list(dict.fromkeys((layouts[0], layouts[-1])))
-    return list(io((models or "base").split(","), ends, data))
+        return list(scaling_points(names, layouts))
+    ends = list(dict.fromkeys((layouts[0], layouts[-1])))
+    return list(io_points(names, layouts if slurm else ends, data))
 
 
-def images_in(data: str) -> str:
-    """--data as a point takes it, which runs in another folder; ValueError where nothing is."""
+def image_folder(data: str) -> str:
+    """Make --data absolute, as points run in another folder; ValueError for an empty folder."""
     if data == "synthetic":
         return data
     if not any(files for _, _, files in os.walk(data)):
-        raise ValueError(f"--data {data!r} is no folder with images: name one, or synthetic")
+        raise ValueError(f"--data {data!r} is not a folder with images: name one, or synthetic")
     return os.path.abspath(data)
 
 
 # ---------------------------------------------------------------------------------------------
-# Asking first
-
-# Most of the time of `plan.py --json` is the import of torch: one process answers for all points.
-ANSWERS = """
-import contextlib, io, json, sys
-import torch
-import plan
-from runtime import flags
-def said(main, argv):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main(argv)
-        except SystemExit:
-            return None, err.getvalue().strip().splitlines()[-1]
-    return out.getvalue(), ""
-for line in sys.stdin:
-    asked = json.loads(line)
-    if asked == "device":
-        n = torch.cuda.device_count()
-        gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if n else 0
-        print(json.dumps([n, gib]), flush=True)
-        continue
-    wrong = said(flags.parse_args, asked[0])[1]
-    text, why = (None, wrong) if wrong else said(plan.main, asked[1])
-    print(json.dumps([text and json.loads(text), why]), flush=True)
-"""
+# Tables and flags
 
 
-class Planner:
-    """plan.py's answers, and which device is here; the process starts when first asked."""
+def read_points(path: Path) -> list[Point]:
+    """Read the points of a user's CSV file; ValueError, a sentence, for rows that are not."""
+    try:
+        lines = csv.DictReader(read_text(path).splitlines(keepends=True))
+        rows = [{k.strip(): (v or "").strip() for k, v in row.items() if k} for row in lines]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except csv.Error as error:
+        raise ValueError(f"{path} is not a table: {error}") from None
+    for line, row in enumerate(rows, 2):
+        row.setdefault("nodes", "1")
+        row.setdefault("study", path.stem)
+        for name in ("nodes", "ranks"):
+            if not re.fullmatch("[1-9][0-9]{0,5}", row.get(name, "")):
+                raise ValueError(
+                    f"{path}, line {line}: {name} is {row.get(name, '')!r}, but must be a whole "
+                    "number above zero (`ranks` is per node)"
+                )
+    if not rows:
+        raise ValueError(f"{path} has no points: a header line with ranks and flags, then rows")
+    return rows
 
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
 
-    def ask(self, question: Any) -> Any:
-        """RuntimeError where it does not answer."""
-        if self.process is None:
-            rank = ("SLURM_", "RANK")  # of a surrounding job, of which we are no rank
-            own = {k: v for k, v in os.environ.items() if not k.startswith(rank)}
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", ANSWERS],
-                cwd=HERE,
-                env=own,
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-        process = self.process
-        assert process.stdin and process.stdout
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(question) + "\n")
-            process.stdin.flush()
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"planning failed: {last_error(process.communicate()[1])}")
-        return json.loads(line)
+def cells_from_flags(words: Sequence[str]) -> Point:
+    """Convert `--img-size 96 --compile --no-norm-pix-loss` to the cells of a table."""
+    cells: Point = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, given, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            off = name.startswith("no_") and not given
+            name = name.removeprefix("no_") if off else name
+            cells[name] = value if given else "false" if off else "true"
+        elif name and cells[name] == "true":
+            cells[name] = word
+        else:
+            raise ValueError(f"{word} after -- is not a flag of train_fsdp.py")
+    return cells
 
-    def close(self) -> None:
-        """End the process."""
-        if self.process:
-            self.process.communicate()
 
-    def plan(
-        self, point: Mapping[str, str], machine: str | None, memory_gib: float | None
-    ) -> dict[str, Any]:
-        """What results.csv keeps of a point's plan; ValueError where its flags are refused."""
-        world = str(int(point["nodes"]) * int(point["ranks"]))
-        train = [*argv_of(point), "--dry-run", "--world-size", world]
-        chosen = argv_of({k: v for k, v in point.items() if k in PLANNED})
-        chosen += ["--world-size", world, "--json"]
-        chosen += ["--machine", machine] if machine else []
-        chosen += ["--memory-gib", f"{memory_gib:.3f}"] if memory_gib else []
-        plan, why = self.ask((train, chosen))
-        if plan is None:
-            raise ValueError(f"point {point['id']}: {why.partition('error: ')[2] or why}")
-        peak, margin, limit = plan["memory_gib"]["peak"], plan["margin_gib"], plan["available_gib"]
-        facts = {"verdict": plan["verdict"], "planned_gib": peak, "memory_gib": limit}
-        facts["max_local_batch"] = plan["max_local_batch"]
-        facts["why_not"] = f"plan.py: {peak:.1f} GiB + {margin:.1f} margin, of {limit:.1f}"
-        if machine:  # else its speed is another machine's
-            facts["planned_images_per_second"] = plan["images_per_second_upper_bound"]
-        return facts
+def flags_from_cells(point: Mapping[str, str]) -> list[str]:
+    """Convert a point to the command-line flags of train_fsdp.py."""
+    words = []
+    for name, value in point.items():
+        flag = name.replace("_", "-")
+        if name in OWN_COLUMNS or not value:
+            continue
+        if value in ("true", "false"):
+            words += [f"--{flag}" if value == "true" else f"--no-{flag}"]
+        else:
+            words += [f"--{flag}", value]
+    return words
+
+
+def with_ids(points: Sequence[Point], extra: Mapping[str, str]) -> list[Point]:
+    """Add `extra` cells and an id to each point; equal points of several studies become one.
+
+    An id is a readable name and a hash of all flags: the same run has the same id everywhere.
+    """
+    found: dict[str, Point] = {}
+    for point in points:
+        cells = {k: v for k, v in {**point, **extra}.items() if v and k not in ("id", "study")}
+        for name in RESERVED:
+            if name in cells:
+                raise ValueError(f"--{name.replace('_', '-')} is set by the sweep: leave it out")
+        text = json.dumps(sorted(cells.items()))
+        name = f"{cells.get('model', 'base')}-{cells.get('mode', 'hybrid')}{cells.get('group', '')}"
+        name += f"-{cells['nodes']}x{cells['ranks']}-{cells.get('run', 'real')}"
+        name += f"-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+        studies = {*found.get(name, {}).get("study", "").split(), *point["study"].split()}
+        found[name] = {"id": name, "study": " ".join(sorted(studies)), **cells}
+    return list(found.values())
+
+
+# ---------------------------------------------------------------------------------------------
+# Planning
+
+
+def plan_point(
+    point: Mapping[str, str], machine: str | None, memory_gib: float | None
+) -> dict[str, Any]:
+    """Plan a point by plan.py: what results.csv keeps of it; ValueError for refused flags.
+
+    plan.py takes the command line of train_fsdp.py and refuses what that refuses.
+    """
+    import plan  # imports torch, which takes seconds and only planning needs
+
+    world_size = int(point["nodes"]) * int(point["ranks"])
+    words = [*flags_from_cells(point), "--world-size", str(world_size), "--json"]
+    words += ["--machine", machine] if machine else []
+    words += ["--memory-gib", f"{memory_gib:.3f}"] if memory_gib else []
+    output, errors = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            plan.main(words)
+    except SystemExit:
+        raise ValueError(f"point {point['id']}: {last_error(errors.getvalue())}") from None
+    found = json.loads(output.getvalue())
+    peak, margin, limit = found["memory_gib"]["peak"], found["margin_gib"], found["available_gib"]
+    kept = {"verdict": found["verdict"], "planned_gib": peak, "memory_gib": limit}
+    kept["max_local_batch"] = found["max_local_batch"]
+    kept["why_not"] = f"plan.py: {peak:.1f} GiB + {margin:.1f} margin, of {limit:.1f}"
+    if machine:  # the default machine's speed says nothing about this host
+        kept["planned_images_per_second"] = found["images_per_second_upper_bound"]
+    return kept
+
+
+def local_gpus() -> tuple[int, float]:
+    """(number of GPUs of this host, memory of the first in GiB); (0, 0.0) without any."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    return gpus, torch.cuda.get_device_properties(0).total_memory / 2**30 if gpus else 0.0
 
 
 def host_gib() -> float:
-    """Memory of this host, or of the container that we are in."""
+    """Return the memory of this host in GiB, or the limit of its container (cgroup v2)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and limit.read_text().strip().isdigit():

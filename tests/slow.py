@@ -1,11 +1,12 @@
-"""Runs of train_fsdp.main that are slow for a known reason: really so, not by a flag of theirs.
+"""Train with train_fsdp.main, slowed down by a known cause.
 
-`runs` is executed on each rank, by `ranks.on_ranks`: every cause, every kind of run, in one set of
-processes. $SLOW_RUNS is the folder that they write to: CAUSE/WORLD-RUN/1/log.jsonl.
+`slow_runs` runs on each rank, by `ranks.on_ranks`: every cause and kind of run in the same
+processes. They write to $SLOW_RUNS: CAUSE/WORLD-RUN/1/log.jsonl.
 """
 
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,44 +21,26 @@ import vit
 from runtime import comm_counter
 
 CAUSES = ("input", "communication", "compute")
-FLAGS = [
-    "--model",
-    "tiny",
-    "--img-size",
-    "32",
-    "--device",
-    "cpu",
-    "--precision",
-    "fp32",
-    "--batch",
-    "4",
-    "--steps",
-    "10",
-    "--log-every",
-    "2",
-    "--workers",
-    "0",
-    "--resume",
-    "none",
-    "--save-every",
-    "none",
-]
+FLAGS = shlex.split(
+    "--model tiny --img-size 32 --device cpu --precision fp32 --batch 4 --steps 8 --log-every 2 "
+    "--workers 0 --resume none --save-every none"
+)
 
 
 class Links(TorchDispatchMode):
-    """Every collective takes 40 ms longer."""
+    """Delay every collective by 100 ms."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if comm_counter.kind_of(func):
-            time.sleep(0.04)
+            time.sleep(0.1)
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def slowed(cause: str) -> Iterator[None]:
-    """A slow disk, slow links or a slow model.
+    """Slow down the disk, the links or the model.
 
-    The disk is that of a loader without workers: those are processes in which nothing is slowed.
+    Only for a loader without workers: those are processes of their own.
     """
     step, forward, index = train_fsdp.train_step, vit.Block.forward, data.Images.index
 
@@ -81,8 +64,8 @@ def slowed(cause: str) -> Iterator[None]:
         yield
 
 
-def runs() -> None:
-    """Of several ranks: real, syn and io for each cause; of one, syn."""
+def slow_runs() -> None:
+    """Run real, syn and io for each cause on several ranks, syn on one."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for cause in CAUSES:
         for run in ("real", "syn", "io") if world > 1 else ("syn",):
