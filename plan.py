@@ -29,6 +29,7 @@ from planner.machines import LINKS, MACHINES, build_ring, collective_seconds, re
 from planner.memory import GIB, MEMORY_PARTS, StepMemory
 from planner.traffic import PlannedRun, collectives, link_bytes, model_part
 from runtime import flags, terminal
+from runtime.config import resolve
 from runtime.ranges import filled, number
 
 # ---------------------------------------------------------------------------------------------
@@ -146,11 +147,12 @@ def plan_parser() -> flags.Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan; exit status 2 and one sentence where the flags clash."""
     parser = plan_parser()
-    args = flags.settled(parser, parser.parse_args(argv))
+    args = parser.parse_args(argv)
+    config = flags.check(parser, args)
     try:
         machine = read_machine(args.machine)
-        group, _, batch, _ = flags.sizes(args, args.world_size, machine.ranks_per_node)
-        resolved = vars(args) | {"group": group, "batch": batch}
+        resolved = resolve(config, args.world_size, machine.ranks_per_node).record()
+        resolved["encoder_only"] = args.encoder_only
         run = PlannedRun.from_flags(vit.MODELS[args.model], resolved)
         plan = make_plan(run, machine, args.memory_gib, args.measured_ips)
     except ValueError as error:

@@ -35,7 +35,9 @@ import vit  # noqa: E402
 from planner import estimate  # noqa: E402
 from planner.machines import MACHINES  # noqa: E402
 from planner.traffic import PlannedRun  # noqa: E402
-from runtime import agreement, assemble, peak_flops, step_profile  # noqa: E402
+from runtime import peak_flops, step_profile  # noqa: E402
+from runtime.config import Config, resolve  # noqa: E402
+from runtime.step_guard import StepGuard  # noqa: E402
 
 WARM, TIMED = 3, 5  # steps
 SECONDS = {False: 15.0, True: 60.0}  # that a case takes, about: eager, compiled
@@ -107,20 +109,10 @@ def largest_batch(model: str, ac: str, img_size: int, memory_gib: float, most: i
 def build(row: Row, img_size: int, device: torch.device) -> Callable[[], None]:
     """A function that makes one step of a case."""
     grid, config = mesh.build_mesh((1, 1), device), vit.MODELS[row.model]
-    model, optimizer, scaler = assemble.spread(
-        assemble.build_meta_model(config, img_size, True, device),
-        grid,
-        seed=0,
-        device=device,
-        mode="ddp",
-        precision="bf16",
-        reduce_dtype="fp32",
-        lr=1e-5,
-        weight_decay=0.05,
-        ac=row.ac,
-        compile_blocks=row.compiled,
-    )
-    finite, steps = agreement.StepGuard(device), iter(range(10**6))
+    options = Config(row.model, img_size, mode="ddp", ac=row.ac, compile=row.compiled)
+    run = resolve(options, 1, 1)
+    model, optimizer, scaler = train_fsdp.build_model_and_optimizer(run, grid, device)
+    guard = StepGuard(device)
     images = torch.randint(0, 256, (row.batch, 3, img_size, img_size), device=device)
     noise = torch.rand(row.batch, vit.patch_count(config, img_size), device=device)
     batches = [(images.to(torch.uint8), noise)]
@@ -130,10 +122,9 @@ def build(row: Row, img_size: int, device: torch.device) -> Callable[[], None]:
         train_fsdp.train_step(
             model,
             optimizer,
-            finite,
             scaler,
+            guard,
             batches,
-            step=next(steps),
             lr=1e-5,
             mask_ratio=0.75,
             clip=None,

@@ -17,10 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,8 +35,13 @@ import data  # noqa: E402
 import mesh  # noqa: E402
 import train_fsdp  # noqa: E402
 import vit  # noqa: E402
-from runtime import agreement, assemble, bad_images, device_batches, flags  # noqa: E402
+from runtime import bad_images, device_batches  # noqa: E402
+from runtime.config import Config, resolve, with_images  # noqa: E402
 from runtime.log import open_log  # noqa: E402
+from runtime.meter import Meter  # noqa: E402
+from runtime.resume import Saves  # noqa: E402
+from runtime.session import Session  # noqa: E402
+from runtime.step_guard import StepGuard  # noqa: E402
 
 BEFORE = 3  # steps that nobody counts
 
@@ -61,27 +68,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = mesh.pick_device(args.device, ranks)
     mesh.init_ranks(ranks, device)
     grid, config = mesh.build_mesh((1, 1), device), vit.MODELS[args.model]
-    model, optimizer, scaler = assemble.spread(
-        assemble.build_meta_model(config, args.img_size, True, device),
-        grid,
-        seed=0,
-        device=device,
+    options = Config(
+        args.model,
+        args.img_size,
         mode=args.mode,
         precision=args.precision,
-        reduce_dtype="fp32",
-        lr=1e-5,
-        weight_decay=0.05,
+        batch=args.batch,
+        steps=args.steps,
     )
-    finite = agreement.StepGuard(device)
+    run = with_images(resolve(options, 1, 1), 100 * args.batch, None)
+    model, optimizer, scaler = train_fsdp.build_model_and_optimizer(run, grid, device)
+    guard = StepGuard(device)
     train = partial(
         train_fsdp.train_step,
         model,
         optimizer,
-        finite,
         scaler,
+        guard,
         mask_ratio=0.75,
         clip=None,
-        dtype=flags.DTYPES[args.precision],
+        dtype=run.dtype,
     )
     files = data.scan(args.data) if args.data else None
     patches = vit.patch_count(config, args.img_size)
@@ -103,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = open_log(folder.name)
     log.say = lambda text: None  # type: ignore[method-assign] # the table alone is for people
 
-    inputs = bad_images.BadImageLog(f"{folder.name}/bad_images.csv", 1, 1.0, log.say)
+    inputs = bad_images.BadImageLog(folder.name, 1, 1.0, log, str)
 
     def wait() -> None:
         if device.type == "cuda":
@@ -112,29 +118,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     def bare() -> float:
         wait()
         started = time.perf_counter()
-        for step in range(args.steps):
-            train(batch.parts, step=step, lr=1e-5)
+        for _ in range(args.steps):
+            train(batch.parts, lr=1e-5)
         wait()
         return time.perf_counter() - started
 
     def looped(batches: Iterator[device_batches.Batch], train: Callable[..., Any] = train) -> float:
-        job = train_fsdp.Job(
-            device, 1, range(args.steps), 10, args.batch, args.batch * 100, 1, None, None
-        )
+        session = SimpleNamespace(log=log, heartbeat=lambda phase, step: None)
+        guard.begin(0, 0)
         wait()
         started = time.perf_counter()
-        train_fsdp.loop(
-            job,
+        train_fsdp.train(
+            run,
+            cast(Session, session),
             batches,
-            log,
             train,
-            finite,
-            lambda step: 1e-5,
-            None,
-            lambda: False,
-            lambda doing, step: None,
-            str,
+            guard,
+            Meter(0, args.batch),
+            Saves(run, log),
             inputs,
+            nullcontext,
         )
         wait()
         return time.perf_counter() - started

@@ -73,7 +73,7 @@ def main() -> int:
         loss.backward()
         shard.optimizer_step(optimizer, nothing)
         optimizer.zero_grad()
-        agreement.mean_over_ranks(loss)
+        agreement.mean_over_ranks(loss[None])
         return time.perf_counter() - started
 
     folder = args.dir or agreement.run_on_rank0(tempfile.mkdtemp)
@@ -92,7 +92,7 @@ def main() -> int:
             beside.append(step())  # began while it was written
             # the same on all ranks: as long as one of them writes
             busy = torch.tensor(float(saver.pending is not None and not saver.pending.done()))
-            writing = agreement.mean_over_ranks(busy.to(device)) > 0
+            writing = agreement.mean_over_ranks(busy.to(device)[None])[0] > 0
         saver.finish()
         saves.append(time.perf_counter() - started)
     if ranks.rank == 0:

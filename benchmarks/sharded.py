@@ -37,38 +37,31 @@ import vit  # noqa: E402
 from benchmarks import peers  # noqa: E402
 from planner import estimate  # noqa: E402
 from planner.traffic import PlannedRun  # noqa: E402
-from runtime import agreement, assemble, comm_counter  # noqa: E402
+from runtime import comm_counter  # noqa: E402
+from runtime.config import Config, resolve  # noqa: E402
+from runtime.step_guard import StepGuard  # noqa: E402
 
 OURS, PEER = ("ddp", "full_shard", "hybrid"), "transformers"
 SMALL = 1000  # bytes: norms and checks, not parameters
 
 
 def ours(
-    mode: str, grid: DeviceMesh, config: vit.ViTConfig, batch: tuple[Tensor, Tensor], img_size: int
+    mode: str, grid: DeviceMesh, model: str, batch: tuple[Tensor, Tensor], img_size: int
 ) -> Callable[[], object]:
-    """A step of train_fsdp in a mode."""
-    device = batch[0].device
-    model, optimizer, scaler = assemble.spread(
-        assemble.build_meta_model(config, img_size, True, device),
-        grid,
-        seed=0,
-        device=device,
-        mode=mode,
-        precision="fp32",
-        reduce_dtype="fp32",
-        lr=1e-5,
-        weight_decay=0.05,
-    )
-    finite, steps = agreement.StepGuard(device), iter(range(10**6))
+    """Make a step of train_fsdp in a mode."""
+    device, world = batch[0].device, dist.get_world_size()
+    group = grid.size(1) if mode == "hybrid" else None
+    run = resolve(Config(model, img_size, mode=mode, group=group, precision="fp32"), world, world)
+    sharded, optimizer, scaler = train_fsdp.build_model_and_optimizer(run, grid, device)
+    guard = StepGuard(device)
 
     def step() -> object:
         return train_fsdp.train_step(
-            model,
+            sharded,
             optimizer,
-            finite,
             scaler,
+            guard,
             [batch],
-            step=next(steps),
             lr=1e-5,
             mask_ratio=0.75,
             clip=None,
@@ -99,7 +92,7 @@ def theirs(
     return step
 
 
-def alone(grid: DeviceMesh, sent: Sequence[comm_counter.Collective], rounds: int) -> float:
+def alone(grid: DeviceMesh, sent: Sequence[comm_counter.CommEvent], rounds: int) -> float:
     """Seconds of these collectives and nothing else, one after the other; median of the rounds."""
     groups = {
         "shard": grid.get_group("shard"),
@@ -159,13 +152,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         grids[mode] = mesh.build_mesh(
             shard.mesh_shape(mode, world, 2 if mode == "hybrid" else None), device
         )
-        built[mode] = ours(mode, grids[mode], config, batch, args.img_size)
+        built[mode] = ours(mode, grids[mode], args.model, batch, args.img_size)
     built[PEER] = theirs(config, batch, args.img_size)
-    sent: dict[str, list[comm_counter.Collective]] = {}
+    sent: dict[str, list[comm_counter.CommEvent]] = {}
     for name, step in built.items():
         for _ in range(3):  # DDP builds its buckets anew after the first
             step()
-        found: list[comm_counter.Collective] = []
+        found: list[comm_counter.CommEvent] = []
         with comm_counter.counting(grids[name], found):
             step()
         sent[name] = [c for c in found if c.size > SMALL]

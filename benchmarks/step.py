@@ -42,7 +42,8 @@ import data  # noqa: E402
 import mesh  # noqa: E402
 import train_fsdp  # noqa: E402
 import vit  # noqa: E402
-from runtime import agreement, assemble, flags  # noqa: E402
+from runtime.config import DTYPES, Config, resolve  # noqa: E402
+from runtime.step_guard import StepGuard  # noqa: E402
 
 CONTESTANTS = ("vit", "ddp", "hybrid", "transformers", "timm")
 OURS = ("vit", "ddp", "hybrid")
@@ -100,7 +101,7 @@ def plain_step(
         {"params": [p for p in parameters if not decay(p)], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-5, betas=(0.9, 0.95), fused=True)
-    dtype = flags.DTYPES[case.precision]
+    dtype = DTYPES[case.precision]
 
     def step() -> tuple[float, float, float]:
         synchronize(case.device)
@@ -136,20 +137,12 @@ def script_step(mode: str, case: Case) -> Step:
         mesh.init_ranks(mesh.read_ranks({}), torch.device(case.device))
     device = torch.device(case.device)
     grid = mesh.build_mesh((1, 1), device)
-    model, optimizer, scaler = assemble.spread(
-        assemble.build_meta_model(case.config, case.img_size, True, device),
-        grid,
-        seed=0,
-        device=device,
-        mode=mode,
-        precision=case.precision,
-        reduce_dtype="fp32",
-        lr=1e-5,
-        weight_decay=0.05,
-        compile_blocks=case.compiled,
+    options = Config(
+        case.model, case.img_size, mode=mode, precision=case.precision, compile=case.compiled
     )
-    finite, batch, count = agreement.StepGuard(device), inputs(case), [0]
-    dtype, forward = flags.DTYPES[case.precision], [0.0]
+    run = resolve(options, 1, 1)
+    model, optimizer, scaler = train_fsdp.build_model_and_optimizer(run, grid, device)
+    guard, batch, forward = StepGuard(device), inputs(case), [0.0]
 
     def mark(*_: Any) -> None:
         synchronize(case.device)
@@ -163,19 +156,17 @@ def script_step(mode: str, case: Case) -> Step:
         loss, _ = train_fsdp.train_step(
             model,
             optimizer,
-            finite,
             scaler,
+            guard,
             [batch],
-            step=count[0],
             lr=1e-5,
             mask_ratio=MASK_RATIO,
             clip=None,
-            dtype=dtype,
+            dtype=run.dtype,
         )
         synchronize(case.device)
         seconds = time.perf_counter() - start
-        finite.read(count[0])
-        count[0] += 1
+        guard.read(guard.voted - 1)
         return forward[0] - start, seconds, loss.item()
 
     return step
@@ -185,7 +176,8 @@ def contestant(name: str, case: Case) -> Step:
     """Build one, with the weights of seed 0."""
     if name in ("hybrid", "ddp"):
         return script_step(name, case)
-    mine = assemble.build_meta_model(case.config, case.img_size, True, torch.device(case.device))
+    run = resolve(Config(case.model, case.img_size, mode="ddp"), 1, 1)
+    mine = train_fsdp.build_meta_model(run, torch.device(case.device))
     assert isinstance(mine, vit.ViTMAE)
     vit.initialize(mine.to_empty(device=case.device), seed=0)
     if name == "vit":

@@ -12,34 +12,34 @@ place.
 """
 
 import errno
+import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import data
 import mesh
 import shard
-import vit
 from planner.machines import MACHINES
 from planner.memory import GIB
 from runtime import agreement, image_source
-from runtime.assemble import build_meta_model, completed, planned, start_record
-from runtime.comm_counter import Collective, Unsupported, counting
+from runtime.comm_counter import CommEvent, Unsupported, counting
+from runtime.config import Config, Run, check_masking, resolve, with_images
 from runtime.flags import print_error
-from runtime.log import describe
-from runtime.resume import candidates, resume
+from runtime.record import describe, planned, start_record
+from runtime.resume import list_newest_first, read_run_state
+from runtime.step_guard import StepGuard
 
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same
 
@@ -75,113 +75,57 @@ def private_parts() -> tuple[Any, Any, Any]:
 # The whole command
 
 
-def dry_run(
-    flags: dict[str, Any],
-    config: vit.ViTConfig,
-    ranks: mesh.Ranks,
-    shape: tuple[int, int],
-    lr: float,
-    build: Callable[..., Any],
-    gradients: Callable[..., Tensor],
-    update: Callable[..., Tensor],
-) -> int:
-    """Run the command up to one step without numbers; print, but train and write nothing.
+def dry_run(config: Config) -> int:
+    """Run the command up to one step on fake tensors; print a plan, train and write nothing.
 
-    `build(model, grid)` as assemble.spread; `gradients` and `update` are the two halves of
-    train_fsdp.py's step. Returns the exit status.
+    Returns the exit status.
     """
     try:
+        ranks = fake_ranks(int(config.world_size or 0), os.environ)
+        image_source.check_folder(config.data)
+        run = resolve(config, ranks.world_size, ranks.local_world_size)
+        check_masking(run.model, config.img_size, config.mask_ratio)
         with fake_world(ranks.world_size):
-            for line in run_dry(flags, config, ranks, shape, lr, build, gradients, update):
+            for line in run_dry(run, ranks):
                 print(line, flush=True)
-    except (ValueError, OSError, Unsupported) as error:
+    except (ValueError, OSError, Unsupported, agreement.AgreedError) as error:
         print_error(str(error))
         return 1 if isinstance(error, Unsupported) else 2
     return 0
 
 
-def run_dry(
-    flags: dict[str, Any],
-    config: vit.ViTConfig,
-    ranks: mesh.Ranks,
-    shape: tuple[int, int],
-    lr: float,
-    build: Callable[..., Any],
-    gradients: Callable[..., Tensor],
-    update: Callable[..., Tensor],
-) -> Iterator[str]:
-    """Yield lines that describe the real run, in the order of `main`, and raise its errors."""
+def run_dry(run: Run, ranks: mesh.Ranks) -> Iterator[str]:
+    """Yield lines on what a real run would be, in its order and with its errors."""
+    config = replace(run.config, dry_run=False)
     yield f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks"
     said: list[str] = []
-    scan = partial(
-        image_source.find_images, flags["data"], None, flags["global_batch"], said.append
-    )
-    files, images, epoch_steps = agreement.run_on_rank0(scan)
-    agreement.run_on_rank0(partial(check_folder, flags["out"]))
-    chosen = completed(flags | images | {"dry_run": False}, epoch_steps)
-    begin = 0
-    if flags["run"] == "real":
-        found = candidates(flags["resume"], flags["out"], said.append)
-        begin = resume(
-            found,
-            flags["resume"] == "auto",
-            flags["out"],
-            None,
-            None,
-            chosen,
-            flags["allow_changes"],
-            said.append,
-        )["step"]
+    files, found, _ = image_source.find_images(config.data, None, run.global_batch, said.append)
+    check_folder(config.out)
+    run = with_images(replace(run, config=config), **found)
+    state = read_run_state(list_newest_first(run, said.append), run, said.append)
     yield from said
 
-    gpu = torch.device("cuda" if flags["device"] != "cpu" else "cpu")  # of the job, not of here
-    blank = partial(build_meta_model, config, flags["img_size"], flags["norm_pix_loss"], gpu)
-    params = sum(p.numel() for p in blank().parameters())
-    plan = planned(config, chosen, partial(print, "warning:", flush=True))
-    start = start_record(
-        chosen,
-        config,
-        ranks,
-        CPU,
-        shape,
-        plan,
-        params=params,
-        lr=lr,
-        epoch_steps=epoch_steps,
-        begin=begin,
-        workers=0,
-    )
-    elsewhere = {} if flags["device"] == "cpu" else {"device": "a GPU each", "sdpa": None}
+    plan = planned(run, partial(print, "warning:", flush=True))
+    start = start_record(run, ranks, CPU, plan, begin=state["step"], workers=0)
+    elsewhere = {} if config.device == "cpu" else {"device": "a GPU each", "sdpa": None}
     yield from describe(start | elsewhere)
-    patches = vit.patch_count(config, flags["img_size"])
     loader = data.build_loader(
         files,
-        img_size=flags["img_size"],
-        patches=patches,
-        seed=flags["seed"],
-        global_batch=flags["global_batch"],
-        local_batch=flags["batch"],
-        steps=range(begin, chosen["steps"]),
+        img_size=config.img_size,
+        patches=run.patches,
+        seed=config.seed,
+        global_batch=run.global_batch,
+        local_batch=run.local_batch,
+        steps=range(state["step"], run.steps),
         world_size=ranks.world_size,
-        workers=flags["workers"] or 0,
+        workers=config.workers or 0,
     )
-    yield from first_samples(loader, flags["workers"])
+    yield from first_samples(loader, config.workers)
 
-    why_not, simulation = unsimulated(flags["mode"], flags["fsdp"], flags["run"]), None
-    if why_not is None:
-        grid, side = mesh.build_mesh(shape, CPU), flags["img_size"]
-        pixels, noise = (flags["batch"], 3, side, side), (flags["batch"], patches)
-        check = agreement.StepGuard  # made in the simulation: its tensors must be fake too
-        simulation = simulate(
-            grid,
-            lambda: build(blank(), grid, seed=None, compile_blocks=False),
-            gradients,
-            lambda model, optimizer, *rest: update(model, optimizer, check(CPU), *rest),
-            [(pixels, torch.uint8), (noise, torch.float32)],
-            flags["accum"],
-        )
-    yield why_not or "one step of rank 0, simulated" + ", without --compile" * flags["compile"]
-    yield from report(simulation, plan, shape, flags["cpu_offload"])
+    why_not = unsimulated(str(config.mode), config.fsdp, config.run)
+    simulation = None if why_not else simulate(run)
+    yield why_not or "one step of rank 0, simulated" + ", without --compile" * config.compile
+    yield from report(simulation, plan, run.mesh_shape, config.cpu_offload)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -253,28 +197,26 @@ class Simulation:
 
     peak: dict[str, int]  # bytes by the tracker's categories, at the peak
     after: dict[str, int]  # the same after backward
-    collectives: list[Collective]  # in their order
+    collectives: list[CommEvent]  # in their order
 
 
-def simulate(
-    grid: DeviceMesh,
-    build: Callable[[], tuple[nn.Module, torch.optim.Optimizer, Any]],
-    gradients: Callable[..., Tensor],
-    update: Callable[..., Tensor],
-    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
-    accum: int,
-) -> Simulation:
-    """Run one step on fake tensors, inside `fake_world`.
+def simulate(run: Run) -> Simulation:
+    """Run one step on fake tensors, inside `fake_world`, without torch.compile."""
+    from train_fsdp import build_meta_model, build_model_and_optimizer, forward_backward
 
-    `build()` -> (model wrapped over `grid`, optimizer, scaler); `gradients(model, scaler, batches)`
-    -> loss is forward and backward, `update(model, optimizer, scaler, loss)` the rest of the step.
-    `shapes`: (shape, dtype) of each tensor of one accumulation step.
-    """
+    run = replace(run, config=replace(run.config, compile=False))
+    config, side, batch = run.config, run.config.img_size, run.local_batch
+    job_device = torch.device("cpu" if config.device == "cpu" else "cuda")
+    grid = mesh.build_mesh(run.mesh_shape, CPU)
     fake_tensor_mode, _, _ = private_parts()
-    found: list[Collective] = []
+    found: list[CommEvent] = []
     with fake_tensor_mode():
-        model, optimizer, scaler = build()
-        batches = [tuple(torch.empty(s, dtype=t) for s, t in shapes) for _ in range(accum)]
+        model, optimizer, scaler = build_model_and_optimizer(
+            run, grid, CPU, initialise=False, meta_model=build_meta_model(run, job_device)
+        )
+        guard = StepGuard(CPU)  # here, so that its tensors are fake too
+        images = [torch.empty(batch, 3, side, side, dtype=torch.uint8) for _ in range(config.accum)]
+        batches = [(x, torch.empty(batch, run.patches)) for x in images]
         with counting(grid, found):
             tracker = memory_tracker(model)
             tracker.track_inputs(tuple(batches))
@@ -283,14 +225,18 @@ def simulate(
                 reset = model.register_forward_pre_hook(
                     lambda *_: tracker.reset_mod_stats(), prepend=True
                 )
-                loss = gradients(model, scaler, batches)
+                loss = forward_backward(
+                    model, scaler, batches, mask_ratio=config.mask_ratio, dtype=run.dtype
+                )
                 reset.remove()
                 after = _snapshot(tracker, "current")
             # Not tracked: under DTensor the tracker counts full tensors of which only the shape is
             # used. Not stepped: AdamW's fused step takes no memory except its states, which exist
             # from the second step on.
-            optimizer.step = lambda *_: None  # type: ignore[assignment, method-assign]
-            update(model, optimizer, scaler, loss)
+            if scaler:
+                scaler.unscale_(optimizer)
+            norm = shard.clip_grad_norm(model, config.clip or math.inf)
+            guard.vote(loss, norm, scaled=scaler is not None)
         states = {"OptState": optimizer_bytes(model)}
     return Simulation(_snapshot(tracker, "peak") | states, after | states, found)
 
@@ -391,7 +337,7 @@ def row_gib(memory: Mapping[str, int]) -> dict[str, float]:
     return gib | rows | {"all": sum(gib.values())}
 
 
-def _collective_lines(collectives: Sequence[Collective], shape: tuple[int, int]) -> Iterator[str]:
+def _collective_lines(collectives: Sequence[CommEvent], shape: tuple[int, int]) -> Iterator[str]:
     sizes = {"replicate": shape[0], "shard": shape[1], "world": shape[0] * shape[1]}
     counts = Counter((c.kind, c.group) for c in collectives)
     heads = f"{'in groups of':>18}{'count':>8}{'GiB of full tensors':>24}"

@@ -22,7 +22,7 @@ import vit
 from planner.machines import MACHINES, Machine, build_ring, collective_seconds
 from planner.memory import GIB, MemorySnapshot, StepMemory, largest_partition, pending_bytes
 from planner.traffic import PlannedRun, collectives, link_bytes, model_units
-from runtime import flags
+from runtime.config import check_masking
 
 # ---------------------------------------------------------------------------------------------
 # Does it fit
@@ -231,7 +231,7 @@ def make_plan(
     """
     mesh.check_group(run.world_size, run.shard)
     if not run.encoder_only:
-        flags.check_masking(run.config, run.img_size, run.mask_ratio)
+        check_masking(run.config, run.img_size, run.mask_ratio)
     memory_gib = machine.memory_gib if memory_gib is None else memory_gib
     snapshots = list(StepMemory(run, machine).snapshots())
     return Plan(run, machine, memory_gib, snapshots, step_time(run, machine, measured_ips))

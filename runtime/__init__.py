@@ -1,6 +1,6 @@
-"""What keeps a run alive and observable; it never changes a number of the training.
+"""What keeps a run alive and observable; nothing here changes a number of the training.
 
-In the order of a run: flags (with ranges), terminal, agreement, topology, image_source,
-device_batches, bad_images, assemble, resume, log (with peak_flops); then cpu_kernels,
-comm_counter, step_profile.
+Read config, flags, session (with agreement and watchdog), step_guard, meter, log, record, resume,
+image_source, device_batches, bad_images; then topology, run_profile (with step_profile and
+comm_counter), cpu_kernels, peak_flops, and the small ones: ranges, signals, terminal.
 """

@@ -11,10 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import data
 from runtime import agreement
+from runtime.device_batches import Batch
+from runtime.log import Log
+from runtime.step_guard import StepVerdict
 
 BAD_COLUMNS = ("path", "reason", "step")
 STAGES = ("read", "decode", "resize", "collate")
@@ -43,16 +45,22 @@ def append_rows(path: str, rows: Sequence[tuple[str, str, int | None]]) -> None:
 class BadImageLog:
     """The bad images of all ranks, and the time that this rank's loader took, in its workers."""
 
-    def __init__(self, path: str, images: int, max_bad: float, say: Callable[[str], None]) -> None:
-        """`path` of the list, which a resumed run goes on with. Collective.
+    def __init__(
+        self, out: str, images: int, max_bad: float, log: Log, name_of: Callable[[int], str]
+    ) -> None:
+        """Continue the list in the folder `out`. Collective.
 
-        `max_bad` is the share of the `images` of the data set that may be bad.
+        `max_bad` is the share of the `images` of the data set that may be bad; `name_of` gives the
+        path of an image.
         """
-        self.path, self.images, self.max_bad, self.say = path, images, max_bad, say
+        self.path = os.path.join(out, "bad_images.csv")
+        self.images, self.max_bad, self.log, self.name_of = images, max_bad, log, name_of
+        self.say = log.say
         self.unreported: list[tuple[str, str, int]] = []  # found by this rank since `sync`
         self.known: set[str] = set()  # on rank 0: paths listed
         self.cost = torch.zeros(5, dtype=torch.float64)  # bytes, seconds of each stage
         self.read = 0  # images
+        self.too_many: str | None = None  # an error message
         self.count = agreement.run_on_rank0(self._known)
 
     def _known(self) -> int:
@@ -63,26 +71,26 @@ class BadImageLog:
                 self.known = {row["path"] for row in csv.DictReader(file) if row.get("path")}
         return len(self.known)
 
-    def record(self, step: int, bad: list[tuple[str, str]], cost: Tensor, images: int) -> None:
-        """A step's batch came in: (path, reason) of what it stands in for, its cost (5,)."""
-        self.unreported += [(path, reason, step + 1) for path, reason in bad]
-        self.cost += cost
-        self.read += images
+    def record(self, step: int, batch: Batch) -> None:
+        """Note the bad images of a step's batch, and what it took to load."""
+        self.unreported += [(self.name_of(i), reason, step + 1) for i, reason in batch.bad]
+        self.cost += batch.cost
+        self.read += len(batch.image_ids)
+
+    def log_skipped_step(self, step: int, verdict: StepVerdict, image_ids: list[int]) -> str:
+        """Log a step that was not applied and its images, by name; return a message. Collective."""
+        return self.log.skip(step, verdict, [self.name_of(i) for i in image_ids])
 
     @property
     def pending(self) -> bool:
         """Whether this rank has images to report."""
         return bool(self.unreported)
 
-    def sync(self) -> str | None:
-        """All ranks tell what they met; a sentence, on all of them, where it is too much.
-
-        Collective.
-        """
+    def sync(self) -> None:
+        """Collect the bad images of all ranks; set `too_many` on all where they are. Collective."""
         every = agreement.gather_to_rank0(self.unreported)
         self.unreported = []
-        self.count, problem = agreement.run_on_rank0(partial(self._listed, every or []))
-        return problem
+        self.count, self.too_many = agreement.run_on_rank0(partial(self._listed, every or []))
 
     def _listed(self, every: list[list[tuple[str, str, int]]]) -> tuple[int, str | None]:
         """On rank 0: list what is new."""
@@ -122,7 +130,7 @@ class BadImageLog:
         return {"ranks": rows} if rows else {}
 
 
-def describe(ranks: list[dict[str, float]]) -> Iterator[str]:
+def describe_loaders(ranks: list[dict[str, float]]) -> Iterator[str]:
     """Lines of a table of `report`: the ranks, and the worst of them in each column."""
     yield "rank   images/s     MB/s  waiting" + "".join(f"{name + ' ms':>12}" for name in STAGES)
 

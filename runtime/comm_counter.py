@@ -1,12 +1,11 @@
-"""Which collectives a process takes part in, and how large they are: of a real step or a fake one.
+"""Count the collectives of a process and their bytes, in a real step or a simulated one.
 
-Every call that PyTorch makes of a process group passes through a dispatch mode, which sees its
-arguments; nothing is changed and nothing waits. Copy this one file: it needs torch alone.
+Every collective that PyTorch calls passes through a dispatch mode, which sees its arguments;
+nothing is changed and nothing waits. Copy this one file: it needs torch alone.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +18,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class Unsupported(RuntimeError):
-    """This version of PyTorch has not what is needed here."""
+    """This version of PyTorch lacks what is needed here."""
 
 
 @dataclass(frozen=True)
-class Collective:
-    """One call: its kind, over which groups, the bytes of the tensor that is whole after it.
+class CommEvent:
+    """One collective: its kind, its group, the bytes of the whole tensor.
 
-    Before it, for a reduce-scatter. `group` is "shard", "replicate" or "world".
+    Whole is the tensor after an all-gather and before a reduce-scatter. `group` is "shard",
+    "replicate" or "world".
     """
 
     kind: str
@@ -34,10 +34,10 @@ class Collective:
     size: int
 
 
-def counting(grid: DeviceMesh, found: list[Collective]) -> Any:
-    """A context that adds every collective of this process to `found`.
+def counting(grid: DeviceMesh, found: list[CommEvent]) -> Any:
+    """Make a context that adds every collective of this process to `found`.
 
-    Unsupported where this version of PyTorch has no dispatch mode under the name of today.
+    Unsupported where this version of PyTorch has no TorchDispatchMode where it is expected.
     """
     try:
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,38 +50,20 @@ def counting(grid: DeviceMesh, found: list[Collective]) -> Any:
             self, func: Any, types: Any, given: Any = (), named: Any = None
         ) -> Any:
             if DTensor in types:
-                return NotImplemented  # comes back in pieces, as plain tensors
+                return NotImplemented  # comes back as plain local tensors
             result = func(*given, **(named or {}))
             kind = kind_of(func)
             if kind:
                 sizes = [_bytes(argument) for argument in [*given, result]]
                 group = groups.get(_group_name(given), "world")
-                found.append(Collective(kind, group, max(sizes)))  # the whole tensor is the larger
+                found.append(CommEvent(kind, group, max(sizes)))  # the whole tensor is the larger
             return result
 
     return Counting()
 
 
-def counted_once(
-    train: Callable[..., Any], grid: DeviceMesh, found: list[Collective], at: int
-) -> Callable[..., Any]:
-    """`train(batches, step=...)`, whose collectives go to `found` in step `at`, if they can."""
-
-    def step_and_count(batches: Any, *, step: int, **rest: Any) -> Any:
-        if step != at:
-            return train(batches, step=step, **rest)
-        try:
-            context = counting(grid, found)
-        except Unsupported:
-            context = nullcontext()
-        with context:
-            return train(batches, step=step, **rest)
-
-    return step_and_count
-
-
-def payload(found: Sequence[Collective], shape: tuple[int, int]) -> dict[str, int] | None:
-    """Bytes of whole tensors by kind, in groups of several ranks; None if nothing was counted.
+def payload(found: Sequence[CommEvent], shape: tuple[int, int]) -> dict[str, int] | None:
+    """Sum the bytes of whole tensors by kind, in groups of several ranks; None if there are none.
 
     `shape` is that of the (replicate, shard) mesh.
     """
@@ -94,7 +76,7 @@ def payload(found: Sequence[Collective], shape: tuple[int, int]) -> dict[str, in
 
 
 def kind_of(func: Any) -> str | None:
-    """all_gather, reduce_scatter, all_reduce or broadcast; None for other operations."""
+    """Classify as all_gather, reduce_scatter, all_reduce, broadcast; None for other operators."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = func.name().partition("::")[2].replace("_", "")
@@ -110,7 +92,7 @@ def _bytes(argument: Any) -> int:
 
 
 def _group_name(given: Sequence[Any]) -> str:
-    """Of the process group among a collective's arguments: an object, or its name as the last."""
+    """Find the process group among a collective's arguments: an object, or its name as the last."""
     for argument in given:
         if isinstance(argument, torch.ScriptObject):
             return str(dist.ProcessGroup.unbox(argument).group_name)

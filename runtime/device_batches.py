@@ -2,10 +2,10 @@
 
 import json
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 import data
+import mesh
+from runtime.config import Run
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,52 @@ class Batch:
     cost: Tensor  # (5,) as in data.Sample, of all its images
 
 
+NO_BATCH = Batch([], [], [], torch.zeros(5))
+
+
 class LoaderFailed(RuntimeError):
     """The data loader of this rank failed or ended early."""
+
+
+def open_batches(
+    run: Run,
+    ranks: mesh.Ranks,
+    device: torch.device,
+    files: data.ImageFiles | None,
+    steps: range,
+    say: Callable[[str], None],
+) -> tuple[Iterator[Batch], Batch, int]:
+    """Start the loader; return the batches of `steps`, the first of them, the number of workers.
+
+    The first batch is fetched here, before the loop's clock starts.
+    """
+    config, workers = run.config, run.config.workers
+    if workers is None:
+        workers = min(6, mesh.cpu_cores(ranks) - 1)
+    source: data.Files | None = files
+    if files and config.stage_dir and config.run != "syn":
+        from storage import staging
+
+        source = staging.stage(run, files, ranks, say, steps)
+    loader = data.build_loader(
+        source,
+        img_size=config.img_size,
+        patches=run.patches,
+        seed=config.seed,
+        global_batch=run.global_batch,
+        local_batch=run.local_batch,
+        steps=steps[:1] if config.run == "syn" else steps,
+        rank=ranks.rank,
+        world_size=run.world_size,
+        workers=workers,
+        pin_memory=device.type == "cuda",
+        exact=config.exact_decode,
+    )
+    batches = device_batches(loader, config.accum, device)
+    first = next(batches, NO_BATCH)  # none where no step is left
+    if config.run == "syn":  # compute and communication alone: the same batch again and again
+        return repeat(first), first, workers
+    return chain([first], batches), first, workers
 
 
 def device_batches(

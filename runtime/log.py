@@ -1,51 +1,52 @@
-"""What a run tells: log.jsonl for programs, lines on the terminal for people, both by rank 0."""
+"""The log of a run: log.jsonl for programs, lines on the terminal for people, both by rank 0."""
 
 import json
 import math
 import os
-import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from datetime import timedelta
 from itertools import count
 from typing import Any, TextIO
 
-import numpy as np
 import torch
-import torchvision
 from torch import Tensor
 
-import mesh
-import shard
-from runtime import agreement
-
-# MAE's own recipe ends at 1.5e-4 x 4096 / 256 = 2.4e-3; above twice that AdamW tends to diverge.
-LARGE_LR = 4.8e-3
+from runtime.agreement import gather_to_rank0, run_on_rank0
+from runtime.config import Run
+from runtime.peak_flops import peak_flops
+from runtime.step_guard import StepVerdict
 
 
 class Log:
-    """log.jsonl, one object a line, and the lines on the terminal; silent on all ranks but 0."""
+    """Write log.jsonl, one object per line, and the terminal; silent on all ranks but 0."""
 
     def __init__(self, file: TextIO | None) -> None:
         self.file = file
 
     def say(self, text: str) -> None:
-        """A line for the terminal."""
+        """Print a line on the terminal."""
         if self.file:
             print(text, flush=True)
 
+    def say_all(self, lines: Iterable[str]) -> None:
+        """Print lines on the terminal."""
+        for line in lines:
+            self.say(line)
+
     def warn(self, text: str) -> None:
+        """Print a warning on the terminal."""
         self.say(f"warning: {text}")
 
     def write(self, event: str, **record: Any) -> None:
-        """A line for log.jsonl; one that the disk refuses waits in memory, training goes on."""
+        """Add a line to log.jsonl; one that the disk refuses waits in memory."""
         if self.file:
             clean = {
                 k: None if isinstance(v, float) and not math.isfinite(v) else v
                 for k, v in record.items()
             }  # JSON has no NaN
             text = json.dumps({"event": event, **clean}, ensure_ascii=False)
-            # bytes of a file name that are no text, as the terminal shows them
+            # bytes of a file name that are not text, as the terminal shows them
             text = re.sub("[\ud800-\udfff]", lambda byte: rf"\\u{ord(byte[0]):04x}", text)
             try:
                 self.file.write(text + "\n")
@@ -55,90 +56,95 @@ class Log:
 
     def step(
         self,
+        run: Run,
         step: int,
-        steps: int,
-        *,
-        loss: float | None,
-        norm: Tensor | None,
+        loss: float,
+        norm: Tensor,
         lr: float,
-        epoch: int,
         seconds: float,
         waited: float,
-        global_batch: int,
-        world_size: int,
-        flops_per_image: int | None,
-        hardware_flops_per_image: int | None,
-        peak_flops: float | None,
-        device: torch.device,
-        bad_images: int = 0,
+        bad_images: int,
     ) -> None:
-        """One line for log.jsonl and one for the terminal; times in seconds a step.
-
-        `loss`, `norm` and `flops_per_image` (of one image, forward and backward) are None where
-        nothing is trained, `hardware_flops_per_image` (what is recomputed counts too) where nothing
-        is recomputed.
-        """
-        rate = global_batch / seconds
-        flops = rate * flops_per_image / world_size if flops_per_image else None
+        """Log a step, counted from 0; `norm` () on the device, `seconds`, `waited` per step."""
+        device, trained = norm.device, run.config.run != "io"
+        steps, rate = run.steps, run.global_batch / seconds
+        per_rank = rate / run.world_size
+        flops = per_rank * (run.flops_per_image() or 0) if trained else None
+        recomputed = run.flops_per_image(recomputed=True)
+        peak = peak_flops(device)[0]
         memory = device_memory(device)
-        grad_norm = None if norm is None else norm.item()
+        grad_norm = norm.item() if trained else None
         self.write(
             "step",
             step=step + 1,
-            epoch=epoch,
-            loss=loss,
+            epoch=step // run.epoch_steps,
+            loss=loss if trained else None,
             grad_norm=grad_norm,
             lr=lr,
             step_seconds=seconds,
             data_seconds=waited,
             images_per_second=rate,
-            images_per_second_per_rank=rate / world_size,
+            images_per_second_per_rank=per_rank,
             tflops_per_rank=flops and flops / 1e12,
-            hardware_tflops_per_rank=rate * hardware_flops_per_image / world_size / 1e12
-            if flops and hardware_flops_per_image
-            else None,
-            mfu=flops / peak_flops if flops and peak_flops else None,
+            hardware_tflops_per_rank=per_rank * recomputed / 1e12 if flops and recomputed else None,
+            mfu=flops / peak if flops and peak else None,
             **memory,
             bad_images=bad_images,
         )
         shown = ""
-        if loss is not None:
+        if trained:
             shown = f"loss {loss:7.4f}  norm {grad_norm:8.3f}  lr {lr:.2e}  "
-        peak = memory["peak_allocated_gib"]
+        gib = memory["peak_allocated_gib"]
         left = timedelta(seconds=min(round(seconds * (steps - step - 1)), 10**9))
         self.say(
             f"step {step + 1:{len(str(steps))}}/{steps}  {shown}{rate:8.1f} img/s  "
-            f"{'' if peak is None else f'{peak:6.2f} GiB  '}data wait {1e3 * waited:7.1f} ms "
+            f"{'' if gib is None else f'{gib:6.2f} GiB  '}data wait {1e3 * waited:7.1f} ms "
             f"{waited / seconds:4.0%}  ETA {left}"
         )
 
-    def skip(self, step: int, verdict: agreement.StepVerdict, images: list[str]) -> str:
-        """A step that was not applied: which ranks, which images. Collective.
+    def first_step(self, run: Run, step: int, loss: Tensor) -> None:
+        """Say that the first step is made: a sign of life where the first line may be minutes away.
+
+        `step` counts from 0, `loss` () is this rank's.
+        """
+        if self.file and run.config.run != "io":
+            self.say(
+                f"first step: {step + 1} of {run.steps}, loss {loss.item():.4f} on rank 0; a line "
+                f"follows every {run.config.log_every} steps"
+            )
+
+    def skip(self, step: int, verdict: StepVerdict, images: list[str]) -> str:
+        """Log a step that was not applied: which ranks, which images; return a message. Collective.
 
         `images` are the paths of this rank's part of the batch, or none where another rank's loss
-        was at fault. Returns the sentence.
+        was at fault.
         """
-        every = agreement.gather_to_rank0((verdict.mine, images)) or []
-        ranks = [rank for rank, (mine, _) in enumerate(every) if mine]
+        every = gather_to_rank0((verdict.own_loss, images)) or []
+        ranks = [rank for rank, (own_loss, _) in enumerate(every) if own_loss]
         paths = [path for _, paths in every for path in paths]
         if verdict.loss:
             named = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
             text = f"the loss is not finite at step {step + 1} on rank {named}"
         else:
             text = f"the gradient norm is not finite at step {step + 1}, though the losses are"
-        if verdict.in_a_row > 1:
-            text += f", {verdict.in_a_row} bad steps in a row"
+        if verdict.consecutive > 1:
+            text += f", {verdict.consecutive} consecutive bad steps"
         what = "loss" if verdict.loss else "gradient norm"
         self.write(
-            "skip", step=step + 1, what=what, ranks=ranks, images=paths, in_a_row=verdict.in_a_row
+            "skip",
+            step=step + 1,
+            what=what,
+            ranks=ranks,
+            images=paths,
+            in_a_row=verdict.consecutive,
         )
         more = f" and {len(paths) - 3} more, all in log.jsonl" if len(paths) > 3 else ""
-        self.warn(f"{text}: not applied; images {', '.join(paths[:3])}{more}")
+        self.warn(f"{text}: optimizer step skipped; images {', '.join(paths[:3])}{more}")
         return text
 
 
 def device_memory(device: torch.device) -> dict[str, float | int | None]:
-    """Peak GiB of this rank's GPU since the start, and how often the allocator had to retry."""
+    """Return the peak GiB of this rank's GPU since the start, and the allocator's retries."""
     names = ("peak_allocated_gib", "peak_reserved_gib", "alloc_retries")
     if device.type != "cuda":
         return dict.fromkeys(names)
@@ -149,12 +155,15 @@ def device_memory(device: torch.device) -> dict[str, float | int | None]:
 
 
 def open_log(out: str) -> Log:
-    """Rank 0 makes the folder and opens the log to append; ValueError on all ranks if it cannot."""
+    """Open the log in the folder `out` to append, on rank 0; AgreedError if not. Collective."""
     path, log = os.path.join(out, "log.jsonl"), Log(None)
 
-    def try_it() -> None:
-        os.makedirs(out, exist_ok=True)
-        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+    def make() -> None:
+        try:
+            os.makedirs(out, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{error}: give --out a folder that can be made") from None
+        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would block
             raise ValueError(f"{path} is no regular file: move it away, or give another --out")
         log.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         with open(path, "rb") as old:
@@ -163,14 +172,14 @@ def open_log(out: str) -> Log:
             # the run before may have been killed while it wrote
             log.file.write("\n" if old.read().strip() else "")
 
-    agreement.run_on_rank0(try_it)
+    run_on_rank0(make)
     return log
 
 
-def start_over(log: Log, out: str) -> None:
-    """Give an earlier run's log another name, where this run begins at step 0. Collective.
+def rename_old_log(log: Log, out: str) -> None:
+    """Rename an earlier run's log, where this run begins at step 0. Collective.
 
-    ValueError on all ranks where that cannot be done.
+    AgreedError, status 1, where that cannot be done.
     """
     path = os.path.join(out, "log.jsonl")
 
@@ -184,47 +193,5 @@ def start_over(log: Log, out: str) -> None:
         log.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         return other
 
-    if other := agreement.run_on_rank0(rename):
+    if other := run_on_rank0(rename):
         log.say(f"note: this run begins at step 0; the log of an earlier one is now {other}")
-
-
-def describe(start: dict[str, Any]) -> Iterator[str]:
-    """The start record in lines for the terminal: what runs, its arithmetic, what to watch."""
-    s, row, world = start, shard.STRATEGIES[start["mode"]], start["world_size"]
-    copies, group = s["mesh"]["replicate"], s["mesh"]["shard"]
-    gflop = s["flops_per_image"] / 1e9
-    again = s["hardware_flops_per_image"]
-    more = f", {again / 1e9:.1f} with what is recomputed" if again else ""
-    yield f"{s['model']}: {s['params']:,} parameters, {gflop:.1f} GFLOP an image{more}"
-    if s["sdpa"]:
-        yield "attention: " + ", ".join(f"{part} {name}" for part, name in s["sdpa"].items())
-        if "math" in s["sdpa"].values():
-            yield "warning: no fused attention for these heads in this precision: it will be slow"
-    yield f"{world} ranks on {s['device']}, mesh {copies} x {group} (replicate x shard)"
-    traffic = row.traffic if world > 1 else "nothing to send"
-    yield f"{s['mode']}: shards {row.shards}; a step: {traffic}"
-    if mesh.straddles(group, s["local_world_size"]):
-        node = s["local_world_size"]
-        yield f"note: shard groups of {group} on nodes of {node}: gathers go over the network"
-    yield f"batch: {s['batch']} images x {world} ranks x {s['accum']} steps = {s['global_batch']}"
-    yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['lr']:.3g}, reached in step " + str(
-        s["warmup_steps"] or 1
-    )
-    if s["lr"] > LARGE_LR:
-        yield f"warning: lr {s['lr']:.3g} is very large (MAE's recipe: 2.4e-3); lower --blr"
-    left = s["images"] % s["global_batch"]
-    yield f"data: {s['data']}, {s['images']} images, {s['epoch_steps']} steps an epoch"
-    if left:
-        yield f"note: {left} images, others each time, are left out of an epoch"
-
-
-def versions() -> dict[str, str | None]:
-    """Of Python and of the packages that decide about numbers and speed."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "numpy": np.__version__,
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-    }

@@ -1,6 +1,6 @@
-"""Where a run goes on from, and what it leaves behind: --resume, --save-every, --allow-changes.
+"""Where a run resumes from, and the checkpoints that it saves: --resume, --save-every.
 
-checkpoint.py writes and reads; what may change between two runs is decided here.
+checkpoint.py reads and writes; which flags may change between two runs is decided here.
 """
 
 import json
@@ -13,78 +13,131 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import checkpoint
-from runtime.flags import RESULT, save_interval
-from runtime.log import Log
+from runtime.agreement import AgreedError, run_on_rank0
+from runtime.config import DECISIVE, Run, save_interval
+from runtime.log import Log, rename_old_log
+from runtime.session import Session
 
 T = TypeVar("T")
-PAUSES = (1.0, 3.0, 8.0, 20.0)  # seconds before each new try to read what cannot be read now
+PAUSES = (1.0, 3.0, 8.0, 20.0)  # seconds before each new attempt at a read that failed
 SCALER = torch.amp.GradScaler("cpu").state_dict().keys()
+Say = Callable[[str], None]  # prints a line, on rank 0
 
 
-def candidates(what: str, out: str, say: Callable[[str], None]) -> list[Path]:
-    """The checkpoints to try, best first; `what` as --resume. Collective.
+def list_newest_first(run: Run, say: Say) -> list[Path]:
+    """List the checkpoints that --resume allows, the furthest first. Collective.
 
-    ValueError where `out` must not hold any and does, OSError where it cannot be listed.
+    None for --run-mode syn. AgreedError where --out must not hold any, or cannot be listed.
     """
-    found = _on_rank0(partial(_patiently, partial(checkpoint.list_checkpoints, out), say))[::-1]
+    what, out = run.config.resume, run.config.out
+    if run.config.run != "real":
+        return []
+    try:
+        found = _on_rank0(partial(_retry, partial(checkpoint.list_checkpoints, out), say))[::-1]
+    except OSError as error:
+        raise AgreedError(str(error)) from error
     if what == "none" and found:
-        raise ValueError(f"{out} holds checkpoints of another run: use another --out")
+        raise AgreedError(f"{out} holds checkpoints of another run: use another --out", 2)
     return found if what in ("auto", "none") else [Path(what)]
 
 
 def resume(
     found: Sequence[Path],
-    auto: bool,
-    out: str,
+    run: Run,
+    session: Session,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+) -> tuple["Saves", int, int]:
+    """Load the first whole checkpoint of `found` and make --out ready to continue. Collective.
+
+    Returns the saves to come, the step to begin at and the consecutive bad steps before it; 0 and 0
+    if `found` is empty. AgreedError as of `read_run_state`, or where --out cannot be made ready.
+    """
+    config, log = run.config, session.log
+    load = partial(checkpoint.load, model=model, optimizer=optimizer, group=session.gloo)
+    state = read_run_state(found, run, log.say, load, scaler)
+    begin = state["step"]
+    if begin < run.steps:
+        mark_done(config.out, False)
+    if begin == 0:
+        rename_old_log(log, config.out)
+    saver = checkpoint.Saver(
+        config.out,
+        model,
+        optimizer,
+        keep=config.keep,
+        group=session.gloo,
+        background=config.async_save,
+    )
+    return Saves(run, log, saver, scaler, begin), begin, state["in_a_row"]
+
+
+def read_run_state(
+    found: Sequence[Path],
+    run: Run,
+    say: Say,
+    load: Callable[[Path], Any] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> dict[str, Any]:
+    """Load the first whole checkpoint of `found`; return its run state. Collective.
+
+    The run state has "step", "flags", "in_a_row" (consecutive bad steps) and "scaler"; step 0 if
+    `found` is empty. Checkpoints that are further than it are moved aside. The flags that decide
+    the result must be those of `run`, unless --allow-changes. Without `load` nothing is changed.
+    AgreedError where the flags differ, where the one checkpoint that was asked for or all of them
+    are damaged, or where one cannot be read at the moment.
+    """
+    try:
+        return _resume(found, run, say, load, scaler)
+    except (ValueError, OSError) as error:
+        raise AgreedError(str(error), 2 if isinstance(error, ValueError) else 1) from error
+
+
+def _resume(
+    found: Sequence[Path],
+    run: Run,
+    say: Say,
     load: Callable[[Path], Any] | None,
     scaler: torch.amp.GradScaler | None,
-    flags: dict[str, Any],
-    allow_changes: bool,
-    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """`load` the first of the `candidates` that is whole; its facts, of step 0 if there are none.
-
-    Checkpoints in `out` that are further than it are moved aside. `flags` are this run's; those
-    that decide the result must be the checkpoint's unless `allow_changes`. Without `load` nothing
-    is changed. ValueError where the flags are others or the one checkpoint that was asked for is
-    damaged; OSError where all are, or one cannot be read now. The same on all ranks. Collective.
-    """
-    skipped = []
+    config, skipped = run.config, []
     for path in found:
         try:
-            facts = _on_rank0(partial(_patiently, partial(_read_facts, path), say))
-            changes = _changes(path, facts["flags"], flags, allow_changes)
+            state = _on_rank0(partial(_retry, partial(_read_run_state, path), say))
+            changes = _changes(path, state["flags"], run.record(), config.allow_changes)
             if load:
-                _patiently(partial(load, path), say)
+                _retry(partial(load, path), say)
         except checkpoint.Damaged as error:
-            if not auto:
+            if config.resume != "auto":
                 raise
             say(f"warning: skipping unreadable checkpoint {error}")
             skipped.append(str(error))
             continue
-        if scaler and facts["scaler"]:
-            scaler.load_state_dict(facts["scaler"])
-        if load and (moved := _on_rank0(partial(_move_aside, out, path, facts["step"]))):
-            say(moved)
-        say(f"resumed {path} at step {facts['step']}; changed: {', '.join(changes) or '-'}")
-        return facts
+        if scaler and state["scaler"]:
+            scaler.load_state_dict(state["scaler"])
+        if load and (renamed := _on_rank0(partial(_move_aside, config.out, path, state["step"]))):
+            say(renamed)
+        say(f"resumed {path} at step {state['step']}; changed: {', '.join(changes) or '-'}")
+        return state
     if skipped:
         raise OSError(
-            f"no checkpoint in {out} can be read ({'; '.join(skipped)}): give --resume PATH to "
-            "begin at another one, or another --out to begin anew"
+            f"no checkpoint in {config.out} can be read ({'; '.join(skipped)}): give --resume PATH "
+            "to begin at another one, or another --out to begin anew"
         )
-    return {"step": 0}
+    return {"step": 0, "in_a_row": 0}
 
 
 def _on_rank0(work: Callable[[], T]) -> T:
-    """`work()` of rank 0, or its OSError or ValueError, on every rank. Collective."""
+    """Run `work` on rank 0; its result, or its OSError or ValueError, on every rank. Collective."""
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             found[0] = work()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # with its type, unlike agreement.run_on_rank0
             found[1] = error
     dist.broadcast_object_list(found, src=0)
     if found[1]:
@@ -92,8 +145,8 @@ def _on_rank0(work: Callable[[], T]) -> T:
     return found[0]
 
 
-def _patiently(work: Callable[[], T], say: Callable[[str], None]) -> T:
-    """`work()`; after an OSError, which may pass, again after each of the PAUSES."""
+def _retry(work: Callable[[], T], say: Say) -> T:
+    """Run `work`; after an OSError, which may pass, again after each of the PAUSES."""
     pauses = iter(PAUSES)
     while True:
         try:
@@ -107,44 +160,44 @@ def _patiently(work: Callable[[], T], say: Callable[[str], None]) -> T:
             time.sleep(pause)
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
-    """A checkpoint's facts with those that `Saves` gave; Damaged where they are not sound."""
-    facts: dict[str, Any] = {"flags": {}, "in_a_row": 0, "scaler": None}
-    facts |= checkpoint.read_manifest(path)
-    flags, scaler, in_a_row = facts["flags"], facts["scaler"] or {}, facts["in_a_row"]
+def _read_run_state(path: Path) -> dict[str, Any]:
+    """Read and validate the run state that `Saves` wrote; Damaged where it is not sound."""
+    state: dict[str, Any] = {"flags": {}, "in_a_row": 0, "scaler": None}
+    state |= checkpoint.read_manifest(path)
+    flags, scaler, bad_steps = state["flags"], state["scaler"] or {}, state["in_a_row"]
     sound = {
         "flags": isinstance(flags, dict),
         "scaler": isinstance(scaler, dict)
         and scaler.keys() in (set(), SCALER)
         and all(type(v) in (int, float) and 0 <= v < 2**63 for v in scaler.values()),
-        "in_a_row": type(in_a_row) is int and 0 <= in_a_row <= facts["step"],
+        "in_a_row": type(bad_steps) is int and 0 <= bad_steps <= state["step"],
     }
     for name in (name for name, good in sound.items() if not good):
         raise checkpoint.Damaged(f"{path}: {checkpoint.MANIFEST} has no sound {name!r}")
-    return facts
+    return state
 
 
 def _changes(path: Path, then: dict[str, Any], flags: dict[str, Any], allowed: bool) -> list[str]:
-    """The flags that are not as they were; ValueError where they may not change.
+    """List the flags that differ from the checkpoint's; ValueError where they must not.
 
-    What an older checkpoint does not tell is not known to have changed.
+    A flag that an older checkpoint does not have counts as unchanged.
     """
     now = json.loads(json.dumps(flags))
     changed = [key for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
-    told = {key: f"{key} {then[key]} -> {now[key]}" for key in changed}
-    decisive = [] if allowed else [told[key] for key in RESULT if key in told]
+    changes = {key: f"{key} {then[key]} -> {now[key]}" for key in changed}
+    decisive = [] if allowed else [changes[key] for key in DECISIVE if key in changes]
     if decisive:
         raise ValueError(
             f"{path} was trained with other flags ({', '.join(decisive)}): add --allow-changes "
-            "to go on with these, or take another --out"
+            "to continue with these, or use another --out"
         )
-    return list(told.values())
+    return list(changes.values())
 
 
 def _move_aside(out: str, begin: Path, step: int) -> str | None:
-    """Rename the checkpoints in `out` that a run beginning at `begin` has not reached; a sentence.
+    """Move the checkpoints in `out` that a run from `begin` has not reached; return a message.
 
-    So none of them is mistaken for its own, and none is removed.
+    So that none is mistaken for its own, and none is removed.
     """
     further = [
         path
@@ -162,71 +215,93 @@ def _move_aside(out: str, begin: Path, step: int) -> str | None:
 
 
 class Saves:
-    """The checkpoints of a run: when one is due, and what it means that one has failed.
+    """Save the checkpoints of a run, when one is due, and remember where the weights are.
 
-    With --save-every none there are none.
+    Nothing is saved by `--run-mode syn` and `io`, which have no saver, or with --save-every none.
     """
 
     def __init__(
         self,
-        saver: checkpoint.Saver,
+        run: Run,
         log: Log,
-        flags: dict[str, Any],
-        scaler: torch.amp.GradScaler | None,
-        begin: int,
+        saver: checkpoint.Saver | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        begin: int = 0,
     ) -> None:
-        """`flags` as the checkpoints keep them; `begin` is the step that was resumed, or 0."""
-        self.saver, self.log, self.flags, self.scaler = saver, log, flags, scaler
-        self.off = flags["save_every"] == "none"
-        self.steps, self.seconds = save_interval(flags["save_every"])
-        self.begin = saver.saved = begin
+        """`begin` is the step that was resumed, or 0."""
+        self.saver, self.run, self.log, self.scaler, self.begin = saver, run, log, scaler, begin
         self.since, self.problem = time.monotonic(), ""
-        if self.off:
+        self.steps, self.seconds = save_interval(run.config.save_every if saver else "none")
+        self.off = not (self.steps or self.seconds)
+        if saver:
+            saver.saved = begin
+        if saver and self.off:
             log.warn("--save-every none: no checkpoint is saved, whatever ends this run")
 
     def due_after(self, step: int) -> bool:
-        """Whether so many steps ask for one."""
+        """Tell whether a checkpoint is due after so many steps."""
         return self.steps is not None and step % self.steps == 0
 
     def due_by_clock(self) -> bool:
-        """Whether this rank's clock asks for one; the ranks agree on the step by their flags."""
+        """Tell whether one is due by this rank's clock; the step guard agrees on the step."""
         return self.seconds is not None and time.monotonic() - self.since > self.seconds
 
-    def save(self, step: int, in_a_row: int, wait: bool) -> str | None:
-        """A checkpoint after so many steps; why the run cannot go on, if it cannot. Collective."""
-        if self.off:
+    def save(self, step: int, consecutive_bad: int, wait: bool) -> str | None:
+        """Save after so many steps; return why the run cannot continue, if so. Collective."""
+        if self.off or self.saver is None:
             return None
-        begun = time.monotonic()
-        facts = {"flags": self.flags, "in_a_row": in_a_row}
-        facts["scaler"] = self.scaler.state_dict() if self.scaler else None
-        problems = self.saver.save(step, facts, wait)
+        start = time.monotonic()
+        state = {"flags": self.run.record(), "in_a_row": consecutive_bad}
+        state["scaler"] = self.scaler.state_dict() if self.scaler else None
+        problems = self.saver.save(step, state, wait)
         self.since = time.monotonic()
-        self.log.write("save", step=step, seconds=self.since - begun)
+        self.log.write("save", step=step, seconds=self.since - start)
         failures = self.saver.failures
         self.problem = problems[-1] if failures else ""
         fatal = problems.pop() if failures == 2 or (failures and wait) else None
         for problem in problems:
-            self.log.warn(f"{problem}; the run goes on, the older checkpoints are kept")
+            self.log.warn(f"{problem}; the run continues, the older checkpoints are kept")
         return fatal
 
-    def save_last(self, step: int, in_a_row: int) -> None:
-        """That state, unless it is saved already, before a run that has failed ends. Collective."""
-        problems = self.saver.finish()  # of the one under way
+    def save_last(self, step: int, consecutive_bad: int) -> None:
+        """Save before a failed run ends, unless that step is saved already. Collective."""
+        if self.off or self.saver is None:
+            return
+        problems = self.saver.finish()  # of the save in the background
         if self.saver.saved < step:
-            problems.append(self.save(step, in_a_row, wait=True) or "")
+            problems.append(self.save(step, consecutive_bad, wait=True) or "")
         for problem in filter(None, problems):
             self.log.warn(problem)
 
     def where(self, finished: bool) -> str:
-        """Where the weights are, in a sentence for the end."""
-        if self.off:
+        """Say where the weights are, for the end."""
+        if self.off or self.saver is None:
             return "nothing saved: --save-every none"
         if not self.saver.saved:
             return f"nothing saved: {self.problem or 'no step was applied'}"
         path, how = self.saver.folder / f"step_{self.saver.saved:08d}", "the same command"
-        if self.flags["resume"] != "auto":
+        asked = self.run.config.resume
+        if asked != "auto":
             if self.saver.saved == self.begin:
-                path = Path(self.flags["resume"])
+                path = Path(asked)
             else:
                 how += " with --resume auto"
         return f"saved {path}" if finished else f"saved {path}; {how} continues from there"
+
+
+def mark_done(out: str, done: bool) -> None:
+    """Make OUT/done, or remove a shorter run's; AgreedError, status 1, if it cannot. Collective."""
+    path = Path(out, "done")
+
+    def change() -> None:
+        try:
+            path.unlink(missing_ok=True)
+            if done:
+                path.touch()
+        except OSError as error:
+            raise OSError(
+                f"{path} cannot be {'written' if done else 'removed'} ({error}): move it away, or "
+                "make its folder writable"
+            ) from None
+
+    run_on_rank0(change)

@@ -1,30 +1,29 @@
 """Where the time of a step goes: some steps under PyTorch's profiler, as a trace and a table.
 
-`Window` wraps the two things a training loop calls, the iterator of batches and the step, and does
-nothing before its first step and after its last. Each chosen rank leaves a trace in `folder` (for
-https://ui.perfetto.dev or chrome://tracing) and, on a GPU, a snapshot of its memory (for
-https://pytorch.org/memory_viz). The table is read from the traces by `shares`: every moment of the
-window belongs to one kind, so the kinds add up to the step.
+`StepProfile` surrounds each step of a training loop and does nothing before its first step and
+after its last. It leaves a trace in `folder` (for https://ui.perfetto.dev or chrome://tracing) and,
+on a GPU, a snapshot of its memory (for https://pytorch.org/memory_viz). The table is read from the
+trace by `shares`: every moment of the window belongs to one kind, so the kinds add up to the step.
 
     optimizer      a kernel (CPU: an operator) runs inside the optimizer's step
     compute        another one runs
     communication  none runs, a collective does: communication that is exposed
     data           none of these, and the loop waits for its next batch
-    idle           nothing of all that: a GPU waits for Python, a CPU runs it
+    idle           nothing of these: a GPU waits for Python, a CPU runs it
 
-Copy this one file: it needs torch alone.
+Copy this one file: it needs torch alone. The loop names its wait for data by `record_function`.
 """
 
 import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 
-T = TypeVar("T")
 KINDS = ("compute", "communication", "optimizer", "data", "idle")
 WARM = 5  # steps before the window: DDP builds its buckets, blocks are compiled, memory settles
 DATA, OPTIMIZER = "wait for data", "Optimizer.step#"  # names of ranges; the latter is PyTorch's own
@@ -39,7 +38,7 @@ Interval = tuple[float, float]  # from, to
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time without overlaps, in order."""
+    """Merge intervals that overlap; return them in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -50,7 +49,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """The time that is in both; two results of `union`."""
+    """Intersect two results of `union`."""
     found, i, j = [], 0, 0
     while i < len(left) and j < len(right):
         start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
@@ -64,7 +63,7 @@ def common(left: list[Interval], right: list[Interval]) -> list[Interval]:
 
 
 def length(intervals: list[Interval]) -> float:
-    """How long a result of `union` is."""
+    """Add up a result of `union`."""
     return sum(end - start for start, end in intervals)
 
 
@@ -73,14 +72,14 @@ def length(intervals: list[Interval]) -> float:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace file that have a duration."""
+    """Read the events of a trace file that have a duration."""
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
     return [e for e in events if e.get("ph") == "X" and "dur" in e]
 
 
 def is_collective(event: dict[str, Any]) -> bool:
-    """Whether it is a collective at work: NCCL's or RCCL's kernel, gloo's thread."""
+    """Tell whether an event is a collective at work: NCCL's or RCCL's kernel, gloo's thread."""
     name = event["name"]
     if event.get("cat") == "kernel":
         return name.startswith(("ncclDevKernel", "ncclKernel", "rccl", "mscclKernel"))
@@ -88,7 +87,7 @@ def is_collective(event: dict[str, Any]) -> bool:
 
 
 def shares(events: Sequence[dict[str, Any]], steps: int) -> dict[str, float]:
-    """Seconds a step of each kind, from the trace of a window of so many steps; see above.
+    """Compute seconds per step of each kind from the trace of a window of `steps`; see above.
 
     The window begins with the first wait for data and ends with the last event.
     """
@@ -124,7 +123,7 @@ def shares(events: Sequence[dict[str, Any]], steps: int) -> dict[str, float]:
 
 
 def by_kernel(events: Sequence[dict[str, Any]], steps: int) -> list[tuple[str, float]]:
-    """(name, seconds a step) of each GPU kernel or CPU operator, longest first.
+    """Rank GPU kernels or CPU operators by (name, seconds per step), longest first.
 
     An operator without what it calls; kernels that run at the same time count each.
     """
@@ -153,59 +152,47 @@ def by_kernel(events: Sequence[dict[str, Any]], steps: int) -> list[tuple[str, f
 # The window
 
 
-class Window:
-    """Profiles steps `first` to `first + steps - 1` on this rank, if it is one of those chosen.
+class StepProfile:
+    """Profile steps `first` to `first + steps - 1` of this rank, and count one step's collectives.
 
-    `report(found)` is called on every rank when the window closes, with `shares` of this rank, None
-    where it was not chosen, or a sentence where its trace could not be written or read.
+    The loop runs each step inside `with profile.step(step):`.
     """
 
     def __init__(
         self,
-        *,
-        first: int,
+        begin: int,
         steps: int,
-        rank: int,
-        ranks: Sequence[int],
         device: torch.device,
         folder: str,
-        report: Callable[[dict[str, float] | str | None], None],
+        count: Callable[[], AbstractContextManager],
+        report: Callable[[dict[str, float] | str], None],
     ) -> None:
-        self.first, self.steps, self.rank, self.report = first, steps, rank, report
-        self.chosen, self.device, self.folder = rank in ranks, device, Path(folder)
+        """Count at the third step of a process that begins at `begin`, profile from the sixth on.
+
+        `count()` is entered around one step before the window: by then DDP's buckets are final.
+        `report(found)` is called when the window closes, with `shares` of the trace, or an error
+        message where it could not be written or read.
+        """
+        self.first, self.steps, self.device, self.folder = begin + WARM, steps, device, Path(folder)
+        self.count_at, self.count, self.report = begin + 2, count, report
         self.profiler: profile | None = None
 
-    def batches(self, batches: Iterator[T], begin: int) -> Iterator[T]:
-        """The same batches, of step `begin` and on; opens the window, and names the waiting."""
-        step = begin
-        while True:
-            if step == self.first - 1 and self.chosen:
-                self._open()
-            with record_function(DATA):
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-            yield batch
-            step += 1
-
-    def train(self, train: Callable[..., T]) -> Callable[..., T]:
-        """The same step; closes the window after the last one."""
-
-        def train_and_look(*args: Any, step: int, **rest: Any) -> T:
-            result = train(*args, step=step, **rest)
-            if self.profiler and self.first - 1 <= step < self.first + self.steps:
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)  # nothing of a step is outside
-                self.profiler.step()
-            if step == self.first + self.steps - 1:
-                self.report(self._close() if self.chosen else None)
-            return result
-
-        return train_and_look
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Surround one step, its wait for data included."""
+        if step == self.first - 1:
+            self._open()
+        with self.count() if step == self.count_at else nullcontext():
+            yield
+        if self.profiler:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # all of the step's kernels are inside
+            self.profiler.step()
+        if step == self.first + self.steps - 1:
+            self.report(self._close())
 
     def _open(self) -> None:
-        """One step before the first: the profiler itself is slow when it begins."""
+        """Start one step before the first: the profiler itself is slow when it begins."""
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -217,7 +204,7 @@ class Window:
     def _close(self) -> dict[str, float] | str:
         try:
             return self._write()
-        except (OSError, ValueError, RuntimeError) as error:  # a full disk: training goes on
+        except (OSError, ValueError, RuntimeError) as error:  # a full disk: training continues
             return f"{type(error).__name__}: {error}"
         finally:
             self.profiler = None
@@ -226,17 +213,16 @@ class Window:
         assert self.profiler is not None
         self.profiler.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"rank_{self.rank:05d}.json.gz"
+        path = self.folder / "rank_00000.json.gz"
         self.profiler.export_chrome_trace(str(path))
         if self.device.type == "cuda":
-            snapshot = self.folder / f"memory_{self.rank:05d}.pickle"
-            torch.cuda.memory._dump_snapshot(str(snapshot))
+            torch.cuda.memory._dump_snapshot(str(self.folder / "memory_00000.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         return shares(read_trace(path), self.steps)
 
 
-def table(found: dict[int, dict[str, float]], first: int) -> list[str]:
-    """Seconds a step and share of each kind, a line for each rank."""
+def table(seconds: dict[str, float], first: int) -> list[str]:
+    """Format seconds per step and share of each kind, profiled on rank 0 from step `first` on."""
     titles = {
         "compute": "compute",
         "communication": "exposed comm.",
@@ -244,10 +230,10 @@ def table(found: dict[int, dict[str, float]], first: int) -> list[str]:
         "data": "data wait",
         "idle": "idle",
     }
-    lines = [f"profile from step {first + 1}: seconds a step, and share"]
-    lines.append("        " + "".join(f"{titles[kind]:>17}" for kind in KINDS) + f"{'step':>9}")
-    for rank, seconds in sorted(found.items()):
-        whole = sum(seconds.values())
-        cells = "".join(f"{seconds[kind]:10.4f} {seconds[kind] / whole:6.1%}" for kind in KINDS)
-        lines.append(f"rank {rank:3}{cells}{whole:9.4f}")
-    return lines
+    whole = sum(seconds.values())
+    cells = "".join(f"{seconds[kind]:10.4f} {seconds[kind] / whole:6.1%}" for kind in KINDS)
+    return [
+        f"profile from step {first + 1}: seconds per step, and share",
+        "        " + "".join(f"{titles[kind]:>17}" for kind in KINDS) + f"{'step':>9}",
+        f"rank   0{cells}{whole:9.4f}",
+    ]

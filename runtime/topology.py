@@ -29,6 +29,8 @@ import torch.distributed as dist
 
 from mesh import Ranks, build_mesh, init_ranks, pick_device, read_ranks
 from runtime import flags, terminal
+from runtime.agreement import AgreedError, gather_to_rank0, run_on_rank0
+from runtime.config import resolve
 from runtime.ranges import number
 
 # The GCDs of local ranks 0 to 7 under Frontier's srun line (`-c7 --gpus-per-task=1
@@ -188,25 +190,19 @@ def placement_warnings(placements: Sequence[Placement], shape: Sequence[int]) ->
 def describe_topology(
     ranks: Ranks, device: torch.device, shape: Sequence[int], environ: Mapping[str, str]
 ) -> list[str]:
-    """Return the table and the warnings on rank 0, no lines on the others. Collective.
+    """Return the table and the warnings as lines. Collective.
 
-    Raises ValueError, on all ranks, if two of them use the same device.
+    Raises AgreedError, status 2, if two ranks use the same device.
     """
     if ranks.world_size == 1:
         return []
-    mine, lines, problem = find_placement(ranks, device, environ), list[str](), [""]
-    placements: list[Placement] | None = [mine] * ranks.world_size if ranks.rank == 0 else None
-    dist.gather_object(mine, placements)
-    if placements:
-        try:
-            check_devices_differ(placements)
-            lines = [*format_topology(placements, shape), *placement_warnings(placements, shape)]
-        except ValueError as error:
-            problem = [str(error)]
-    dist.broadcast_object_list(problem)
-    if problem[0]:
-        raise ValueError(problem[0])
-    return lines
+    placements = gather_to_rank0(find_placement(ranks, device, environ)) or []
+
+    def lines() -> list[str]:
+        check_devices_differ(placements)
+        return [*format_topology(placements, shape), *placement_warnings(placements, shape)]
+
+    return run_on_rank0(lines)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -276,21 +272,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=number(0.01, 1440), default=3, help="wait for all ranks (default 3)"
     )
-    args = flags.settled(parser, parser.parse_args(argv))
+    config = flags.check(parser, args := parser.parse_args(argv))
     rank, status = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0", 2
     try:
         ranks = read_ranks(os.environ)
         rank, device = str(ranks.rank), pick_device(args.device, ranks)
-        shape = flags.sizes(args, ranks.world_size, ranks.local_world_size)[1]
+        shape = resolve(config, ranks.world_size, ranks.local_world_size).mesh_shape
         if rank == "0":
             built_for = f"CUDA {torch.version.cuda}, HIP {torch.version.hip}"
             print(f"python {platform.python_version()}, torch {torch.__version__}, {built_for}")
         status = 1
         init_ranks(ranks, device, args.minutes)
-        for line in describe_topology(ranks, device, shape, os.environ):
-            print(line)
+        lines = describe_topology(ranks, device, shape, os.environ)
+        if rank == "0":
+            print("\n".join(lines))
         seconds = time_all_gather(shape, device)
-    except (RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, AgreedError) as error:
         # The launcher ends all ranks when the first one leaves: rank 0 reports first, the others
         # wait and then report what may be a problem of their own node.
         if rank != "0":

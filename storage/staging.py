@@ -15,6 +15,7 @@ import numpy as np
 import data
 import mesh
 from runtime import agreement
+from runtime.config import Run
 from runtime.device_batches import signals_blocked
 from storage.image_list import fingerprint
 
@@ -127,20 +128,25 @@ class Staged:
 
 
 def stage(
-    files: data.ImageFiles,
-    folder: str,
-    ranks: mesh.Ranks,
-    say: Callable[[str], None],
-    wanted: Callable[..., Any],
+    run: Run, files: data.ImageFiles, ranks: mesh.Ranks, say: Callable[[str], None], steps: range
 ) -> Staged:
     """The same images by way of a node-local folder, which one process a node begins to fill.
 
     ValueError, on all ranks, where some rank cannot write there. Collective.
     """
-    staged = agreement.run_on_all_ranks(partial(Staged, files, folder))
+    staged = agreement.run_on_all_ranks(partial(Staged, files, str(run.config.stage_dir)))
     first = ranks.rank - ranks.local_rank
     if ranks.local_rank == 0:
-        mine = partial(wanted, ranks=range(first, first + ranks.local_world_size))
+        mine = partial(
+            wanted_on_node,
+            run.images,
+            run.config.seed,
+            run.global_batch,
+            run.local_batch,
+            run.world_size,
+            range(first, first + ranks.local_world_size),
+            steps,
+        )
         with signals_blocked():
             fill_in_background(staged, mine)
     told = agreement.gather_to_rank0(staged.shortage() if ranks.local_rank == 0 else None) or []

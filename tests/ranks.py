@@ -426,12 +426,12 @@ def one_run(job: dict[str, Any], rank: int) -> None:
             dist.barrier()
             return problem
 
-    def train_step(model, *args, step, **kwargs):
+    def train_step(model, optimizer, scaler, guard, *args, **kwargs):
         nonlocal step_now, differ, params, before
-        step_now = step
+        step = step_now = guard.voted
         if (rank, step) == (job["signal_rank"], job["signal_step"]):
             received.append(signal.SIGTERM)
-        result = original[0](model, *args, step=step, **kwargs)
+        result = original[0](model, optimizer, scaler, guard, *args, **kwargs)
         if job["params"]:
             params = full_parameters(model)
             mine = torch.cat([v.flatten() for v in params.values()])

@@ -1,6 +1,7 @@
 """runtime/agreement.py: what all ranks decide together, and who is named when nothing moves."""
 
 import json
+import operator
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from ranks import environment, free_port, processes_of, read_log
 from test_mesh import CPU, on_ranks, result_or_error
 
 from runtime import agreement
+from runtime.step_guard import StepGuard, StepVerdict
 
 # --- once for all
 
@@ -50,7 +52,7 @@ def four_ranks(rank):
         "nothing": agreement.run_on_rank0(lambda: None),
         "calls": calls,
         "gathered": agreement.gather_to_rank0({"rank": rank}),
-        "mean": agreement.mean_over_ranks(torch.tensor(float(rank))),
+        "mean": agreement.mean_over_ranks(torch.tensor([float(rank)])),
     }
 
 
@@ -103,7 +105,6 @@ FINITE = {
 }
 FLAGS = {  # (rank, step)
     "stop": {(1, 3), (1, 4)},
-    "bad_images": {(0, 2), (2, 4)},
     "save": {(0, 5)},
     "no_batch": {(2, 7), (0, 8), (2, 8)},
 }
@@ -113,13 +114,15 @@ def three_ranks(rank):
     """By name: for each step whether it is left out, the verdict of the one before and its own."""
     told = {}
     for name, (max_skips, scaled, losses, norms, *_) in FINITE.items():
-        check = agreement.StepGuard(CPU, max_skips)
+        check = StepGuard(CPU, max_skips)
         told[name] = []
         for step in range(9):  # in the last two a rank has no batch
             loss = torch.tensor(losses.get((rank, step), 1.0))
             norm = torch.tensor(norms.get(step, 1.0))
-            raised = {flag: (rank, step) in where for flag, where in FLAGS.items()}
-            skip = check.update(step, loss, norm, scaled, agreement.StepFlags(**raised))
+            check.stop_requested = partial(operator.contains, FLAGS["stop"], (rank, step))
+            check.save_due = partial(operator.contains, FLAGS["save"], (rank, step))
+            check.loader_error = OSError() if (rank, step) in FLAGS["no_batch"] else None
+            skip = check.vote(loss, norm, scaled)
             assert (skip.shape, skip.dtype) == ((), torch.float32)
             told[name].append((skip.item(), check.read(step - 1), check.read(step)))
     return told
@@ -136,17 +139,14 @@ def test_finite_check(three, name):
     for rank, told in enumerate(three):
         for step, (skip, before, now) in enumerate(told[name]):
             assert skip == float((skips + "11")[step]), step
-            assert now == agreement.StepVerdict(
-                mine=(rank, step) in losses,
+            assert now == StepVerdict(
+                own_loss=(rank, step) in losses,
                 loss=any((r, step) in losses for r in range(3)),
                 norm=step in norms and not scaled,
-                in_a_row=int(rows[min(step, 6)]),
-                flags=agreement.StepFlags(
-                    **{
-                        flag: any((r, step) in where for r in range(3))
-                        for flag, where in FLAGS.items()
-                    }
-                ),
+                consecutive=int(rows[min(step, 6)]),
+                **{
+                    flag: any((r, step) in where for r in range(3)) for flag, where in FLAGS.items()
+                },
             )
             assert step == 0 or before == told[name][step - 1][2]
 
@@ -156,20 +156,20 @@ def test_finite_check(three, name):
 WAIT = """
 import os, sys, time, torch, torch.distributed as dist
 import mesh
-from runtime import agreement
+from runtime import watchdog
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ranks = mesh.read_ranks(os.environ)
 os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
 mesh.init_ranks(ranks, torch.device("cpu"))
-watch = agreement.Watchdog(rank, world, ranks.init, seconds=2, patience=2, folder="stalled",
+watch = watchdog.Watchdog(rank, world, ranks.init, seconds=2, startup_factor=2, folder="stalled",
                        give_up=lambda text: print("GIVEN UP:", text, flush=True))
 def sleeps_here():
     time.sleep(1000)
 for step in range(1000):
-    watch.moved("reading data", step)
+    watch.heartbeat("reading data", step)
     if (rank, step) in {stuck}:
         sleeps_here()
-    watch.moved("training", step)
+    watch.heartbeat("training", step)
     dist.all_reduce(torch.ones(3))
     if step == {last}:
         break
@@ -220,8 +220,8 @@ def test_a_rank_that_stands_still_is_named_with_its_code(tmp_path):
     status, texts = run_waiting(tmp_path, 3, stuck=[(2, 4)])
     assert status == [1, 1, 1], texts
     assert re.search(
-        r"GIVEN UP: nothing has moved for \d+ s: rank 2 \(reading data in step 5, on .*\) stands "
-        r"still, rank 0 \(training in step 5, on .*\) waits",
+        r"GIVEN UP: no progress for \d+ s: rank 2 \(reading data in step 5, on .*\) is "
+        r"stuck, rank 0 \(training in step 5, on .*\) waits",
         texts[0],
     )
     assert "in sleeps_here" in texts[2] and "Thread" in texts[2]
@@ -237,7 +237,10 @@ def test_a_limit_grows_by_experience(tmp_path):
     """All save; that may take three times what it once took: 2.5 s, so 7.5 s instead of 2."""
     started = time.monotonic()
     then = """
-watch.moved('saving', 3); time.sleep(2.5); watch.moved('training', 3); watch.moved('saving', 9)
+watch.heartbeat('saving', 3)
+time.sleep(2.5)
+watch.heartbeat('training', 3)
+watch.heartbeat('saving', 9)
 if rank:
     sleeps_here()
 dist.all_reduce(torch.ones(3))
@@ -251,9 +254,9 @@ dist.all_reduce(torch.ones(3))
 @pytest.mark.slow
 def test_a_save_may_be_slow_though_the_one_before_was_not(tmp_path):
     then = """
-watch.moved('saving', 3); watch.moved('training', 3); watch.moved('saving', 9)
+watch.heartbeat('saving', 3); watch.heartbeat('training', 3); watch.heartbeat('saving', 9)
 time.sleep(3)
-watch.moved('training', 9)
+watch.heartbeat('training', 9)
 """
     status, texts = run_waiting(tmp_path, 2, last=3, then=then)
     assert status == [0, 0] and "GIVEN UP" not in "".join(texts), texts
@@ -262,7 +265,7 @@ watch.moved('training', 9)
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_is_named(stopped, tmp_path):
-    first = "print('going', flush=True)\nwhile True:\n    watch.moved('training', 7)\n"
+    first = "print('going', flush=True)\nwhile True:\n    watch.heartbeat('training', 7)\n"
     first += "    dist.all_reduce(torch.ones(3))\n    time.sleep(0.05)"
     status, texts = run_waiting(tmp_path, 3, last=3, then=first, stop=stopped)
     assert [s for r, s in enumerate(status) if r != stopped] == [1, 1], texts
@@ -275,7 +278,7 @@ def test_a_rank_that_is_stopped_is_named(stopped, tmp_path):
         ), texts
     else:
         assert re.search(
-            r"rank 1 \(training in step 8, on .*\) gave no more sign of life, rank 0 "
+            r"rank 1 \(training in step 8, on .*\) stopped sending heartbeats, rank 0 "
             r"\(training in step 8, on .*\) waits",
             texts[0],
         ), texts
@@ -357,8 +360,8 @@ def test_a_training_whose_rank_is_stopped_ends_and_can_be_resumed(tmp_path):
         assert processes[0].wait(60) == 1
         text = (tmp_path / "rank0.txt").read_text()
         named = re.search(
-            r"(?m)^train_fsdp.py: error: nothing has moved for .* rank 1 \(.* in "
-            r"step (\d+), on .*\) gave no more sign of life",
+            r"(?m)^train_fsdp.py: error: no progress for .* rank 1 \(.* in "
+            r"step (\d+), on .*\) stopped sending heartbeats",
             text,
         )
         assert named, text

@@ -17,7 +17,7 @@ from ranks import Result, Run, read_log, run_ranks
 import checkpoint
 import train_fsdp
 from runtime import resume
-from runtime.flags import save_interval
+from runtime.config import save_interval
 
 TILES = ROOT / "examples" / "tiles" / "train"
 BATCH = 8
@@ -143,7 +143,9 @@ def test_a_run_that_failed_goes_on_as_if_it_had_not(ended):
         resumed = found[f"{name} resumed"]
         assert resumed.status == [0, 0] and resumed.start["begin"] == begin
         assert losses(resumed)[-3:] == whole[3:] and (out / name / "done").exists()
-    assert f"rank 1 has no data (reading data in step 4): {EIO}" in the_error(found["lost"].errors)
+    assert f"rank 1: the data loader failed (reading data in step 4): {EIO}" in the_error(
+        found["lost"].errors
+    )
 
     allowed, resumed = found["bad images allowed"], found["bad images resumed"]
     begin = resumed.start["begin"]

@@ -166,7 +166,7 @@ def train(folder, world, at, fault, *more):
     return [(process.exitcode, *text) for process, text in zip(ranks, texts, strict=True)]
 
 
-LOST = r"error: rank \d lost contact with another \("
+LOST = r"error: rank \d: lost connection to another rank \("
 STAGE = ["--stage-dir", "/tmp/nowhere-to-stage"]
 # name: (ranks, the one with the fault, fault, more flags,
 #        {rank: (status, a bug's last line or None, sentence or None)})
@@ -198,7 +198,7 @@ FAULTS = {
         1,
         killed_in_step,
         ["--mode", "ddp"],
-        {0: (1, "RuntimeError: ", "lost contact with another"), 1: (-9, None, None)},
+        {0: (1, "RuntimeError: ", "lost connection to another rank"), 1: (-9, None, None)},
     ),
     "a bug while rank 0 lists": (
         2,
@@ -240,7 +240,7 @@ FAULTS = {
         1,
         out_of_files,
         ["--workers", "1"],
-        {0: (1, None, LOST), 1: (1, None, "rank 1 has no data .*Too many open files")},
+        {0: (1, None, LOST), 1: (1, None, "rank 1: the data loader failed .*Too many open files")},
     ),
     "a FIFO": (2, 0, fifo, [], {0: (2, None, "bad_images.csv is no file"), 1: (2, None, None)}),
     "one GPU": (

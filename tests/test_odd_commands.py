@@ -18,6 +18,7 @@ import sweep
 import train_fsdp
 from planner import machines
 from runtime import ranges, topology
+from runtime.flags import parse
 
 PROGRAMS = {
     "train_fsdp.py": train_fsdp,
@@ -141,7 +142,7 @@ def odd_lines(name: str) -> list[list[str]]:
         else:
             values = [""]
         shared = name in ("plan.py", "runtime.topology")
-        if shared and action.dest in vars(train_fsdp.parse_args([])):
+        if shared and action.dest in vars(parse([])):
             values = values[:2]  # the very flag of train_fsdp.py
         flag = action.option_strings[0]
         lines += [[*words, *positional(words), f"{flag}={value}"] for value in values]

@@ -28,7 +28,8 @@ import shard
 import train_fsdp
 import vit
 from planner import dry_run, estimate, machines, memory, traffic
-from runtime import agreement, flags
+from runtime.config import DTYPES
+from runtime.step_guard import StepGuard
 
 sys.path.append(str(ROOT / "examples" / "published"))
 import check
@@ -120,8 +121,8 @@ def wire_of(case: dict, config: vit.ViTConfig, world: int, bucket_cap_mb: int | 
     """What the last of a few steps of this case sends: DDP's buckets are final in the third."""
     options = dict(case)
     mode, group, accum = options.pop("mode"), options.pop("group", None), options.pop("accum", 1)
-    dtype = flags.DTYPES[options.pop("precision", "bf16")]
-    reduce_dtype = flags.DTYPES[options.pop("reduce_dtype", "fp32")]
+    dtype = DTYPES[options.pop("precision", "bf16")]
+    reduce_dtype = DTYPES[options.pop("reduce_dtype", "fp32")]
     with torch.device("meta"):
         model = vit.ViTMAE(config, 32)
     decay = shard.weight_decay_names(model)
@@ -138,17 +139,16 @@ def wire_of(case: dict, config: vit.ViTConfig, world: int, bucket_cap_mb: int | 
         **options,
     )
     optimizer = shard.build_optimizer(model, mode, decay, lr=1e-3, weight_decay=0.1)
-    finite = agreement.StepGuard(CPU)
-    for step in range(3 if mode in ("ddp", "zero1") else 1):
+    guard = StepGuard(CPU)
+    for _ in range(3 if mode in ("ddp", "zero1") else 1):
         images = torch.randint(0, 255, (2, 3, 32, 32), dtype=torch.uint8)
         with Wire() as wire:
             train_fsdp.train_step(
                 model,
                 optimizer,
-                finite,
                 None,
+                guard,
                 [(images, torch.rand(2, 16))] * accum,
-                step=step,
                 lr=1e-3,
                 mask_ratio=0.75,
                 clip=1.0,
@@ -309,7 +309,7 @@ def test_memory_of_one_rank_is_that_of_the_tracker(precision, ac):
         tracker = MemTracker()
         tracker.track_external(model)
         with tracker:
-            with shard.autocast(model, CPU, flags.DTYPES[precision]):
+            with shard.autocast(model, CPU, DTYPES[precision]):
                 loss, _, _ = model(data.normalize(images), 0.75, noise)
             loss.backward()
         seen = tracker.get_tracker_snapshot("peak")[CPU]["Total"]

@@ -1022,7 +1022,9 @@ def test_a_killed_worker_ends_the_run_with_its_cause(tmp_path):
     kill_a_worker(job.pid)
     _, told = job.communicate(timeout=180)
     assert job.returncode == 1
-    sentence = r"train_fsdp.py: error: rank 0 has no data \(.*in step \d+.*DataLoader worker"
+    sentence = (
+        r"train_fsdp.py: error: rank 0: the data loader failed \(.*in step \d+.*DataLoader worker"
+    )
     assert re.search(sentence, told), told
     steps = read_log(tmp_path / "out/log.jsonl")[2]["steps"]  # what was trained is kept
     assert checkpoint.verify(tmp_path / "out" / f"step_{steps:08d}") > 0

@@ -19,6 +19,7 @@ import plan
 import shard
 import train_fsdp
 import vit
+from runtime.flags import parse
 
 README = (ROOT / "README.md").read_text()
 FRONTIER = (ROOT / "docs/frontier.md").read_text()
@@ -155,7 +156,7 @@ def test_commands_of_readme_are_valid():
     training = [c for c in commands() if "train_fsdp.py" in c or "launch_frontier.sh" in c]
     assert len(training) == 4
     for command in training:
-        train_fsdp.parse_args(flags_of(command))  # SystemExit if not
+        parse(flags_of(command))  # SystemExit if not
     targets = {c.split()[1] for c in commands() if c.startswith("make ")}
     makefile = (ROOT / "Makefile").read_text()
     assert targets == {"demo", "test"}
@@ -293,7 +294,7 @@ def test_commands_of_frontier_md():
     starts = [c for c in (*commands(FRONTIER), *prose) if "train_fsdp.py -" in c or "sh -" in c]
     assert len(starts) == 3
     for command in starts:
-        train_fsdp.parse_args(flags_of(command))  # SystemExit if not
+        parse(flags_of(command))  # SystemExit if not
     first = re.search(r"```bash\n(.*?)```", FRONTIER, re.DOTALL)
     assert first and len(first[1].strip().splitlines()) <= 6 and "sbatch -A PROJECT" in first[1]
     for block in re.findall(r"```bash\n(.*?)```", FRONTIER, re.DOTALL):
@@ -394,10 +395,9 @@ def test_args_is_seen_by_main_and_the_parser_only():
                 given = [a.arg for a in (*function.args.args, *function.args.kwonlyargs)]
                 if "args" in given:
                     assert (name, function.name) in {
-                        ("runtime/flags", "flag_errors"),
+                        ("runtime/flags", "clashes"),
                         ("runtime/flags", "default_mode"),
-                        ("runtime/flags", "settled"),
-                        ("runtime/flags", "sizes"),
+                        ("runtime/flags", "check"),
                     }
 
 
@@ -413,17 +413,15 @@ def test_public_functions_have_docstrings_and_types():
 
 JOBS = {
     "step_profile": """
-import torch
+import contextlib, torch
 import step_profile
 w = torch.ones(8, 8)
-def train(batch, step):
-    return w @ batch
-window = step_profile.Window(first=1, steps=2, rank=0, ranks=[0], device=torch.device("cpu"),
-                          folder="traces", report=lambda found: print(found))
-train = window.train(train)
-for step, batch in enumerate(window.batches(iter([w] * 4), 0)):
-    train(batch, step=step)
-events = step_profile.read_trace(window.folder / "rank_00000.json.gz")
+profile = step_profile.StepProfile(0, 2, torch.device("cpu"), "traces", contextlib.nullcontext,
+                                   report=print)
+for step in range(8):
+    with profile.step(step):
+        w @ w
+events = step_profile.read_trace(profile.folder / "rank_00000.json.gz")
 assert sum(e["name"] == "aten::mm" for e in events) == 2
 """,
     "comm_counter": """
@@ -431,12 +429,11 @@ import torch, torch.distributed as dist, comm_counter
 from torch.distributed.device_mesh import init_device_mesh
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 grid, found = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")), []
-def train(batches, step):
-    dist.all_reduce(batches)
-    dist.all_gather_into_tensor(torch.empty(6), batches, group=grid.get_group("shard"))
-counted = comm_counter.counted_once(train, grid, found, at=1)
-for step in range(3):
-    counted(torch.ones(6), step=step)
+batch = torch.ones(6)
+with comm_counter.counting(grid, found):
+    dist.all_reduce(batch)
+    dist.all_gather_into_tensor(torch.empty(6), batch, group=grid.get_group("shard"))
+dist.all_reduce(batch)
 assert [(c.kind, c.size) for c in found] == [("all_reduce", 24), ("all_gather", 24)]
 assert comm_counter.payload(found, (2, 2)) == {"all_reduce": 24, "all_gather": 24}
 assert comm_counter.payload(found, (1, 1)) is None
@@ -497,12 +494,42 @@ assert peak_flops.peak_flops(torch.device("cpu")) == (None, "not known for a CPU
 import torch, torch.distributed as dist, agreement
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 assert agreement.run_on_rank0(lambda: 7) == 7 and agreement.gather_to_rank0(8) == [8]
-check = agreement.StepGuard(torch.device("cpu"))
-assert check.update(0, torch.tensor(1.0), torch.tensor(1.0)) == 0
-assert check.update(1, torch.tensor(float("nan")), torch.tensor(1.0)) == 1
-assert check.read(0).in_a_row == 0 and check.read(1).in_a_row == 1
-watch = agreement.Watchdog(0, 1, {}, seconds=60, patience=4, folder="x", give_up=print)
-watch.moved("training", 3)
+try:
+    agreement.run_on_all_ranks(lambda: [][0])
+except agreement.AgreedError as error:
+    assert error.status == 1
+else:
+    raise SystemExit("no error")
+dist.destroy_process_group()
+""",
+    "step_guard": """
+import torch, torch.distributed as dist, step_guard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+guard = step_guard.StepGuard(torch.device("cpu"))
+assert guard.vote(torch.tensor(1.0), torch.tensor(1.0)) == 0
+assert guard.vote(torch.tensor(float("nan")), torch.tensor(1.0)) == 1
+assert guard.read(0).consecutive == 0 and guard.read(1).consecutive == 1
+dist.destroy_process_group()
+""",
+    "meter": """
+import meter
+clocks = meter.Meter(0, 4)
+with clocks.data_wait():
+    pass
+seconds, waited = clocks.interval(2)
+assert 0 <= waited <= seconds and clocks.summary()["images_per_second"] == 4 / seconds
+""",
+    "signals": """
+import os, signal, signals
+received = signals.collect()
+os.kill(os.getpid(), signal.SIGUSR1)
+assert received == [signal.SIGUSR1]
+""",
+    "watchdog": """
+import torch, torch.distributed as dist, watchdog
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+watch = watchdog.Watchdog(0, 1, {}, seconds=60, startup_factor=4, folder="x", give_up=print)
+watch.heartbeat("training", 3)
 assert watch.where().startswith("training in step 4, on ")
 watch.stop()
 dist.destroy_process_group()

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mesh
 import shard
 import train_fsdp
-import vit
-from runtime import agreement, assemble
+from runtime.config import Config, resolve
+from runtime.step_guard import StepGuard
 
 # What hands a number, or a number of numbers, to the host: on a GPU it would wait for the device.
 READS = {
@@ -66,37 +66,29 @@ def stepper(mode: str, fsdp: int, precision: str, device=CPU, **options):
     rank, world = dist.get_rank(), dist.get_world_size()
     group = world if "hybrid" in mode else None
     grid = mesh.build_mesh(shard.mesh_shape(mode, world, group), device)
-    model, optimizer, scaler = assemble.spread(
-        assemble.build_meta_model(vit.MODELS["tiny"], 32, True, device),
-        grid,
-        seed=0,
-        device=device,
-        mode=mode,
-        precision=precision,
-        reduce_dtype="fp32",
-        lr=1e-4,
-        weight_decay=0.05,
-        fsdp=fsdp,
-        **options,
+    ac_and_more = {"compile": options.pop("compile_blocks", False), **options}
+    config = Config(
+        "tiny", 32, mode=mode, group=group, fsdp=fsdp, precision=precision, batch=2, **ac_and_more
     )
-    finite = agreement.StepGuard(device)
+    run = resolve(config, world, world)
+    model, optimizer, scaler = train_fsdp.build_model_and_optimizer(run, grid, device)
+    guard = StepGuard(device)
     batches = [tuple(t.to(device) for t in tiny_batch(rank))] * 2
 
     def step(number: int) -> None:
         train_fsdp.train_step(
             model,
             optimizer,
-            finite,
             scaler,
+            guard,
             batches,
-            step=number,
             lr=1e-4,
             mask_ratio=0.75,
             clip=1.0,
-            dtype=DTYPES[precision],
+            dtype=run.dtype,
         )
         if number:
-            finite.read(number - 1)  # as the loop does
+            guard.read(number - 1)  # as the loop does
 
     return step
 

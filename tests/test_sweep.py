@@ -30,6 +30,7 @@ import vit
 from planner import estimate
 from planner.traffic import PlannedRun
 from runtime import flags
+from runtime.config import batch_sizes
 from sweeps import attempts, bottleneck, drawing, figures, results, studies
 
 PUBLISHED = ROOT / "examples" / "published"
@@ -319,7 +320,7 @@ def test_a_profile_in_the_log_decides(tmp_path):
     [
         (0, {"reason": "done"}, "", "", False, "done"),
         (1, {"reason": "nan", "problem": "the loss is"}, "", "", False, "failed"),
-        (1, {"reason": "timeout", "problem": "nothing has moved"}, "", "", False, "timed out"),
+        (1, {"reason": "timeout", "problem": "no progress"}, "", "", False, "timed out"),
         (-9, {}, "", "ran longer than", False, "timed out"),
         (1, {}, "torch.OutOfMemoryError: HIP out of memory.", "", False, "out of memory"),
         (1, {}, "slurmstepd: error: Detected 1 oom_kill event", "", False, "out of memory"),
@@ -347,9 +348,9 @@ def test_a_point_of_which_little_is_known_has_a_row_and_is_drawn(tmp_path):
         ("2", rows[0]),
         ("1", results.make_row(point | {"ranks": "1"}, tmp_path, "waiting", plans)),
     ):
-        given = vars(flags.parse_args(["--dry-run", "--world-size", ranks]))
+        given = vars(flags.parse(["--dry-run", "--world-size", ranks]))
         assert all(row[name] == given[name] for name in ("model", "mode", "accum", "run"))
-    assert rows[0]["batch"] == flags.batch_sizes(1, 1, None, None)[0]
+    assert rows[0]["batch"] == batch_sizes(1, 1, None, None)[0]
     results.write_table(tmp_path / "results.csv", rows, results.COLUMNS)
     again = results.read_folder(tmp_path)
     assert [p.name for p in figures.draw(again, tmp_path / "figures")] == ["memory"]

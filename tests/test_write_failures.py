@@ -128,7 +128,7 @@ def test_a_failure_leaves_the_older_checkpoints_and_a_run_that_ends_in_order(fau
     for line, step in zip(told, (2, 4), strict=True):
         assert re.search(sentence, line), line
         assert line.startswith(f"warning: step {step} was not saved: "), line
-        assert line.endswith("; the run goes on, the older checkpoints are kept"), line
+        assert line.endswith("; the run continues, the older checkpoints are kept"), line
     assert struck.status == [1, 1]
     assert re.search(f"error: step 5 was not saved: .*{sentence}", the_error(struck.errors))
 

@@ -1,0 +1,382 @@
+"""The one table of flags, and what follows from them: `Config` is what was typed, `Run` the rest.
+
+Both are frozen. To add a flag, add a field to `Config` and use it: parser, --help, resume check,
+plan, sweep and log read the table. What a flag means is the business of the file that uses it.
+"""
+
+import argparse
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+
+import mesh
+import shard
+import vit
+from runtime.ranges import MOST_SECONDS, MOST_STEPS, filled, number, whole
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DEFAULT_STEPS = 100  # where neither --steps nor --epochs is given
+DEFAULT_BATCH = 32
+
+# ---------------------------------------------------------------------------------------------
+# The table
+
+
+def save_interval(text: str) -> tuple[int | None, float | None]:
+    """Parse --save-every into (steps, seconds); None for the one that was not given."""
+    if text == "none":
+        return None, None
+    with suppress(argparse.ArgumentTypeError):
+        if text.endswith("m"):
+            return None, 60 * number(0.001, 10**5)(text[:-1])
+        return whole(1, MOST_STEPS)(text), None
+    raise argparse.ArgumentTypeError(
+        f"{text!r:.40} is neither steps (500) nor minutes (30m) nor `none`"
+    )
+
+
+def save_every(text: str) -> str:
+    """Check the text of --save-every, for argparse."""
+    save_interval(text)
+    return text
+
+
+def flag(
+    default: Any,
+    kind: Callable[[str], Any] | Collection[str],
+    help: str,
+    *,
+    unit: str | None = None,
+    group: str | None = None,
+    result: bool = False,
+    plan: bool = False,
+    sweep: str | None = None,
+    **argparse_options: Any,
+) -> Any:
+    """Describe one flag as a dataclass field.
+
+    `kind` converts the text, or lists the choices; `bool` is a switch. `group` is the heading that
+    begins here. `result`: decides the result, so that a resumed run must not change it. `plan`:
+    plan.py needs it. `sweep`: a sweep compares runs only where it is equal ("setting"), or draws
+    one line for each value of it ("sharding").
+    """
+    return field(
+        default=default,
+        metadata={
+            "kind": kind,
+            "help": help,
+            "unit": unit,
+            "group": group,
+            "result": result,
+            "plan": plan,
+            "sweep": sweep,
+            "argparse": argparse_options,
+        },
+    )
+
+
+SHARDING: Mapping[str, Any] = {"plan": True, "sweep": "sharding"}
+SETTING: Mapping[str, Any] = {"plan": True, "sweep": "setting"}
+RESULT: Mapping[str, Any] = {"result": True}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Hold what was typed. None: not given; the mode, the ranks or the data decide."""
+
+    model: str = flag("base", vit.MODELS, "size", group="model", **RESULT, **SETTING)
+    img_size: int = flag(224, whole(1, 4096), "side", unit="PIXELS", **RESULT, **SETTING)
+    mask_ratio: float = flag(0.75, number(0, 1), "share removed", **RESULT, **SETTING)
+    norm_pix_loss: bool = flag(True, bool, "predict patches normalised one by one", **RESULT)
+
+    mode: str | None = flag(
+        None,
+        shard.STRATEGIES,
+        "strategy (default hybrid; ddp for a single process, which has nothing to shard)",
+        group="sharding",
+        **SHARDING,
+    )
+    group: int | None = flag(
+        None,
+        whole(1, 10**8),
+        "hybrid modes: ranks that share one copy of the parameters (default: the ranks of a node)",
+        unit="RANKS",
+        **SHARDING,
+    )
+    fsdp: Literal[1, 2] | None = flag(
+        None,
+        whole(1, 2),
+        "engine: 2 for fully_shard, 1 for FullyShardedDataParallel (default 2)",
+        unit="ENGINE",
+        **SHARDING,
+    )
+    prefetch: Literal["none", "backward_pre", "backward_post"] | None = flag(
+        None,
+        ("none", "backward_pre", "backward_post"),
+        "when backward all-gathers the next unit (default backward_pre; backward_post: --fsdp 1 "
+        "only, and it prefetches the wrong unit where MAE's decoder meets its encoder)",
+        **SHARDING,
+    )
+    forward_prefetch: bool = flag(False, bool, "all-gather the next unit in forward", **SHARDING)
+    limit_all_gathers: bool | None = flag(
+        None, bool, "--fsdp 1: limit the all-gathers in flight (default on)", **SHARDING
+    )
+    cpu_offload: bool = flag(
+        False, bool, "keep parameters, gradients and optimizer states in host memory", **SETTING
+    )
+    bucket_cap_mb: int | None = flag(
+        None, whole(1, 2**16), "ddp, zero1: bucket size (default 25)", unit="MIB", **SHARDING
+    )
+
+    device: str = flag(
+        "auto", ("auto", "cpu", "cuda"), "cuda is ROCm too", group="memory, speed", sweep="setting"
+    )
+    precision: str = flag("bf16", DTYPES, "of the computation", **RESULT, **SETTING)
+    reduce_dtype: str = flag("fp32", DTYPES, "of gradient sums", **RESULT, **SETTING)
+    ac: Literal["none", "selective", "full"] = flag(
+        "none",
+        ("none", "selective", "full"),
+        "activation checkpointing: recompute norms and GELU, or whole blocks",
+        **SETTING,
+    )
+    compile: bool = flag(False, bool, "torch.compile every block", sweep="setting")
+
+    data: str = flag("synthetic", filled, "folder of images", unit="DIR", group="data", **RESULT)
+    run: str = flag(
+        "real",
+        ("real", "syn", "io"),
+        "real: train; syn: the same with one batch kept on the device, compute and communication "
+        "only; io: loader and copy only, no model. The other flags may stay as they are",
+    )
+    workers: int | None = flag(
+        None,
+        whole(0, 1024),
+        "loader processes per rank (default: its CPU cores less one, at most 6)",
+        unit="N",
+    )
+    stage_dir: str | None = flag(
+        None,
+        filled,
+        "node-local folder: images are copied there when first read, the rest in the background, "
+        "so that a node reads each from the shared file system once",
+        unit="DIR",
+    )
+    max_bad: float = flag(
+        0.01, number(0, 1), "share of unreadable images that ends the run", unit="SHARE"
+    )
+    exact_decode: bool = flag(
+        False, bool, "decode JPEGs whole, not at the scale their crop needs: half as fast", **RESULT
+    )
+
+    batch: int | None = flag(
+        None,
+        whole(1, 10**6),
+        f"local batch, per rank and step (default {DEFAULT_BATCH})",
+        unit="IMAGES",
+        group="optimisation",
+        **SETTING,
+    )
+    global_batch: int | None = flag(
+        None,
+        whole(1, 10**8),
+        "of all ranks and accumulation steps, instead of --batch",
+        unit="IMAGES",
+        **RESULT,
+    )
+    accum: int = flag(1, whole(1, 10**4), "accumulation steps", unit="STEPS", **SETTING)
+    blr: float = flag(1.5e-4, number(0, 1000), "lr = blr x global batch / 256", **RESULT)
+    weight_decay: float = flag(0.05, number(0, 1000), "of matrices", **RESULT)
+    warmup_steps: int | None = flag(
+        None, whole(0, MOST_STEPS), "linear (default: 5 % of the steps)", unit="STEPS", **RESULT
+    )
+    steps: int | None = flag(
+        None, whole(1, MOST_STEPS), f"optimizer steps (default {DEFAULT_STEPS})", **RESULT
+    )
+    epochs: int | None = flag(None, whole(1, MOST_STEPS), "passes over the data, not --steps")
+    clip: float | None = flag(
+        None, number(1e-6, 1e6), "largest gradient norm (default: none)", unit="NORM", **RESULT
+    )
+    max_skips: int = flag(
+        0,
+        whole(0, 10**6),
+        "consecutive bad steps (loss or norm not finite) that are skipped before the run ends",
+        unit="STEPS",
+    )
+    seed: int = flag(0, whole(0, 2**63 - 1), "of weights, order, crops and masks", **RESULT)
+
+    out: str = flag("out", filled, "log and checkpoints go here", unit="DIR", group="output")
+    log_every: int = flag(10, whole(1, MOST_STEPS), "a line every so many steps", unit="STEPS")
+    save_every: str = flag(
+        "30m",
+        save_every,
+        "a checkpoint every so many steps (500) or minutes (30m), and always of the last step; "
+        "none: no checkpoint at all",
+        unit="STEPS|MINUTESm",
+    )
+    async_save: bool = flag(
+        False, bool, "write checkpoints in the background; needs host memory for a copy"
+    )
+    keep: int = flag(2, whole(1, 10**6), "newest checkpoints to keep", unit="N")
+    resume: str = flag(
+        "auto", filled, "auto: newest good checkpoint in --out, if any; none; or PATH", unit="WHAT"
+    )
+    allow_changes: bool = flag(False, bool, "resume although flags that change the result changed")
+    timeout: int = flag(
+        300,
+        whole(1, MOST_SECONDS),
+        "end the run if a rank makes no progress for so long (four times as long for start-up, "
+        "compiling and saves)",
+        unit="SECONDS",
+    )
+    profile: int | None = flag(
+        None,
+        whole(1, 1000),
+        "profile so many steps (3) of rank 0 from the sixth on: a trace in --out/profile, a table "
+        "of where the time goes, bytes of the collectives, a GPU's memory",
+        unit="STEPS",
+        nargs="?",
+        const=3,
+    )
+
+    dry_run: bool = flag(
+        False,
+        bool,
+        "simulate rank 0 of --world-size in one CPU process, without a launcher: check the "
+        "command, step once on fake tensors, print memory and traffic, train nothing",
+        group="plan",
+    )
+    world_size: int | None = flag(
+        None,
+        whole(1, 10**8),
+        "ranks to plan for, on nodes of 8; --device auto is a GPU then",
+        unit="RANKS",
+    )
+
+
+def names(mark: str, value: Any = None) -> tuple[str, ...]:
+    """List the flags that have a mark in the table: names("result"), names("sweep", "sharding")."""
+    rows = ((row.name, row.metadata[mark]) for row in fields(Config))
+    return tuple(name for name, found in rows if (found == value if value else found))
+
+
+# ---------------------------------------------------------------------------------------------
+# What follows
+
+
+@dataclass(frozen=True)
+class Run:
+    """Hold what follows from the flags, the ranks and the data; the same on every rank."""
+
+    config: Config
+    world_size: int
+    group: int | None  # ranks of a shard group, in the hybrid modes
+    mesh_shape: tuple[int, int]  # (replicate, shard)
+    local_batch: int  # images per rank and accumulation step
+    global_batch: int
+    patches: int  # of an image
+    images: int = 0  # of the data set; this and the rest are known once the images are listed
+    image_names_and_sizes: str | None = None  # their fingerprint; None for synthetic images
+    steps: int = 0  # optimizer steps
+    warmup_steps: int = 0
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate: the base rate scaled to the global batch, as in MAE's recipe."""
+        return self.config.blr * self.global_batch / 256
+
+    @property
+    def model(self) -> vit.ViTConfig:
+        return vit.MODELS[self.config.model]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.config.precision]
+
+    @property
+    def epoch_steps(self) -> int:
+        return self.images // self.global_batch
+
+    def flops_per_image(self, recomputed: bool = False) -> int | None:
+        """Count the FLOPs of a step per image; `recomputed` ones too, None where none are."""
+        c = self.config
+        if recomputed and c.ac != "full":
+            return None
+        return vit.flops_per_image(self.model, c.img_size, c.mask_ratio, recompute=recomputed)
+
+    def record(self) -> dict[str, Any]:
+        """Return the flags and what follows, by the names that checkpoints and the log use."""
+        return asdict(self.config) | {
+            "group": self.group,
+            "batch": self.local_batch,
+            "global_batch": self.global_batch,
+            "world_size": self.world_size,
+            "images": self.images,
+            "image_names_and_sizes": self.image_names_and_sizes,
+            "steps": self.steps,
+            "warmup_steps": self.warmup_steps,
+        }
+
+
+# Keys of Run.record() that decide the result: a resumed run must have the same.
+DECISIVE = (*names("result"), "images", "image_names_and_sizes")
+
+
+def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
+    """Work out what follows from the flags for so many ranks; ValueError, one sentence, if nothing.
+
+    `node_ranks`, the ranks per node, is the size of a shard group that --group does not give.
+    """
+    group = None
+    if shard.STRATEGIES[str(config.mode)].group == "group":
+        group = config.group or min(node_ranks, world_size)
+    mesh.check_group(world_size, group or 1)
+    batches = batch_sizes(world_size, config.accum, config.batch, config.global_batch)
+    patches = vit.patch_count(vit.MODELS[config.model], config.img_size)
+    shape = shard.mesh_shape(str(config.mode), world_size, group)
+    return Run(config, world_size, group, shape, *batches, patches)
+
+
+def with_images(run: Run, images: int, image_names_and_sizes: str | None) -> Run:
+    """Add what follows from the data; ValueError where its epochs are shorter than the warm-up."""
+    config, epoch_steps = run.config, images // run.global_batch
+    steps = config.steps or (config.epochs or 0) * epoch_steps or DEFAULT_STEPS
+    warmup = steps // 20 if config.warmup_steps is None else config.warmup_steps
+    if warmup > steps:
+        raise ValueError(
+            f"--warmup-steps {warmup} is more than {steps}, those of --epochs {config.epochs}"
+        )
+    return replace(
+        run,
+        images=images,
+        image_names_and_sizes=image_names_and_sizes,
+        steps=steps,
+        warmup_steps=warmup,
+    )
+
+
+def batch_sizes(
+    world_size: int, accum: int, batch: int | None, global_batch: int | None
+) -> tuple[int, int]:
+    """Return (local batch, global batch) in images; ValueError where the latter does not divide."""
+    if global_batch is None:
+        batch = batch or DEFAULT_BATCH
+        return batch, batch * accum * world_size
+    share = world_size * accum
+    if global_batch % share:
+        below = max(global_batch // share, 1) * share
+        raise ValueError(
+            f"--global-batch {global_batch} does not divide over {world_size} ranks x {accum} "
+            f"accumulation steps: use {below} or {below + share}"
+        )
+    return global_batch // share, global_batch
+
+
+def check_masking(config: vit.ViTConfig, img_size: int, mask_ratio: float) -> int:
+    """Count the patches of an image; ValueError where none of them is left to predict."""
+    patches = vit.patch_count(config, img_size)
+    if vit.kept_patches(patches, mask_ratio) == patches:
+        raise ValueError(f"--mask-ratio {mask_ratio} removes no patch: nothing to learn")
+    return patches
