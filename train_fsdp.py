@@ -5,8 +5,7 @@
     srun python train_fsdp.py --model 3b --mode hybrid --group 2 --data DIR         # Slurm
 
 Read vit.py, data.py, mesh.py and shard.py first. What keeps a run alive and observable is in
-runtime/, and changes no number: flags and config, the session of the ranks, the step guard, the
-log, resume. The story is here: flags -> ranks -> mesh -> model -> shard -> resume -> data -> train.
+runtime/ and changes no number. Here is the story: flags, ranks, mesh, model, shard, resume, train.
 """
 
 if __name__ == "__main__":
@@ -23,7 +22,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ import vit
 from runtime import cpu_kernels, image_source, topology
 from runtime.agreement import mean_over_ranks, run_on_rank0
 from runtime.bad_images import BadImageLog
-from runtime.config import DTYPES, Run, with_images
+from runtime.config import Run, with_images
 from runtime.device_batches import NO_BATCH, Batch, open_batches
 from runtime.flags import parse
 from runtime.log import open_log
@@ -53,7 +52,7 @@ from runtime.step_guard import StepGuard
 def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
     """Schedule of steps 0 .. steps-1: linear warm-up, then half a cosine down towards 0."""
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return peak * (step + 1) / warmup  # not from 0, which would waste a step
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
@@ -75,7 +74,7 @@ def forward_backward(
         with shard.accumulation(model, last=i == len(micro_batches) - 1):
             with shard.autocast(model, images.device, dtype):
                 loss, _, _ = model(data.normalize(images), mask_ratio, noise)
-            loss = loss / len(micro_batches)
+            loss = loss / len(micro_batches)  # so that the sum is the mean of the whole batch
             (scaler.scale(loss) if scaler else loss).backward()
         total += loss.detach()
     return total
@@ -100,16 +99,16 @@ def train_step(
     """
     loss = forward_backward(model, scaler, micro_batches, mask_ratio=mask_ratio, dtype=dtype)
     if scaler:
-        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)  # the norm must be that of the true gradients
     norm = shard.clip_grad_norm(model, clip or math.inf)  # over all shards: the same on every rank
     # one small all-reduce: all ranks skip a step with a bad value, or none does
     skip = guard.vote(loss, norm, scaled=scaler is not None)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr  # the same for all: MAE has no layer-wise decay in pretraining
     shard.optimizer_step(optimizer, skip)  # skipped on the device, without asking the host
     if scaler:
         scaler.update()
-    optimizer.zero_grad()
+    optimizer.zero_grad()  # to None: their memory is free until the next backward
     return loss, norm
 
 
@@ -151,16 +150,7 @@ def build_model_and_optimizer(
         block_classes={vit.Block},
         initial_value=values,
         device=device,
-        param_dtype=run.dtype,
-        reduce_dtype=DTYPES[c.reduce_dtype],
-        fsdp=c.fsdp or 2,
-        prefetch=c.prefetch or "backward_pre",
-        forward_prefetch=c.forward_prefetch,
-        limit_all_gathers=bool(c.limit_all_gathers),
-        cpu_offload=c.cpu_offload,
-        bucket_cap_mb=c.bucket_cap_mb,
-        ac=c.ac,
-        compile_blocks=c.compile,
+        **run.sharding_options(),
     )
     # after sharding: its states are sharded as the parameters are
     optimizer = shard.build_optimizer(
@@ -171,13 +161,6 @@ def build_model_and_optimizer(
 
 # ---------------------------------------------------------------------------------------------
 # The loop
-
-
-def read_only_step(guard: StepGuard, micro_batches: Any, *, lr: float) -> tuple[Tensor, Tensor]:
-    """Stand in for `train_step` with --run-mode io, which reads images and trains nothing."""
-    zero = torch.zeros_like(guard.consecutive_bad, dtype=torch.float32)
-    guard.vote(zero, zero)
-    return zero, zero
 
 
 def log_step(
@@ -215,8 +198,7 @@ def train(
 ) -> tuple[str, str | None]:
     """Train the steps that are left; return why the run ends, and an error message if it failed.
 
-    The reason is done, signal, nan, data, bad or save. `observe(step)` surrounds fetch and step:
-    nothing, or a profiler.
+    Reasons: done, signal, nan, data, bad, save. `observe(step)` surrounds a step, for a profiler.
     """
     batch, steps = NO_BATCH, range(guard.done, run.steps)
     for step in steps:
@@ -268,25 +250,16 @@ def prepare_training(
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Saves, DeviceMesh]:
     """Make the model, with a checkpoint's values or initial ones; return step, saves and mesh."""
     config, log = run.config, session.log
-    grid = mesh.build_mesh(run.mesh_shape, session.device)
+    grid = mesh.build_mesh(run.mesh_shape, session.device)  # replicate x shard, ranks in rows
     found = list_newest_first(run, log.say)
     model, optimizer, scaler = build_model_and_optimizer(
         run, grid, session.device, initialise=not found
     )
-    saves = Saves(run, log)
+    saves = Saves(run, log)  # saves nothing
     if config.run == "real":
         saves, step, consecutive_bad = resume(found, run, session, model, optimizer, scaler)
         guard.begin(step, consecutive_bad)
-    step_fn = partial(
-        train_step,
-        model,
-        optimizer,
-        scaler,
-        guard,
-        mask_ratio=config.mask_ratio,
-        clip=config.clip,
-        dtype=run.dtype,
-    )
+    step_fn = partial(train_step, model, optimizer, scaler, guard, **run.step_options())
     return step_fn, saves, grid
 
 
@@ -302,16 +275,16 @@ def run_training(run: Run, session: Session) -> str | None:
     bad_images = BadImageLog(config.out, run.images, config.max_bad, log, name_of)
 
     guard, grid = StepGuard(device, config.max_skips), None
-    step_fn: Callable[..., Any] = partial(read_only_step, guard)
+    step_fn: Callable[..., tuple[Tensor, Tensor]] = guard.read_only_step
     saves = Saves(run, log)
     if config.run != "io":
         step_fn, saves, grid = prepare_training(run, session, guard)
     guard.stop_requested, guard.save_due = session.stop_requested, saves.due_by_clock
-    session.where_saved = saves.where
+    session.where_saved = saves.where if config.run == "real" else None
 
     steps = range(guard.done, run.steps)
     batches, first, workers = open_batches(run, ranks, device, files, steps, log.say)
-    zero = loss_of_zero(first, run)
+    zero = loss_of_zero(first, run)  # what a model that learns nothing would score
     plan = planned(run, log.warn) if ranks.rank == 0 else None
     start = start_record(run, ranks, device, plan, begin=guard.done, workers=workers)
     log.write("start", **start)
@@ -326,18 +299,11 @@ def run_training(run: Run, session: Session) -> str | None:
     compiled_before, meter = shard.compile_seconds(), Meter(guard.done, run.global_batch)
     with manual_gc():
         ended = train(run, session, batches, step_fn, guard, meter, saves, bad_images, observe)
-    return finish(
-        run,
-        session,
-        *ended,
-        guard,
-        meter,
-        saves,
-        bad_images,
-        loss_of_zero=zero,
-        compile_seconds=shard.compile_seconds() - compiled_before if config.compile else None,
-        payload_bytes=profile.payload_bytes() if profile else None,
-    )
+    measured = {
+        "compile_seconds": shard.compile_seconds() - compiled_before if config.compile else None,
+        "payload_bytes": profile.payload_bytes() if profile else None,
+    }
+    return finish(run, session, ended, guard, meter, saves, bad_images, zero, measured)
 
 
 def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int:

@@ -152,21 +152,19 @@ def versions() -> dict[str, str | None]:
 def finish(
     run: Run,
     session: Session,
-    reason: str,
-    problem: str | None,
+    ended: tuple[str, str | None],
     guard: StepGuard,
     meter: Meter,
     saves: Saves,
     bad_images: BadImageLog,
-    *,
     loss_of_zero: Tensor | None,
-    **more: Any,
+    measured: Mapping[str, Any],
 ) -> str | None:
     """Save what is not saved, log how the run ended; return its error message, if any. Collective.
 
-    `reason` and `problem` are those of the training loop, `more` is added to the end record.
+    `ended` is what the training loop returned, `measured` is added to the end record.
     """
-    config, log = run.config, session.log
+    (reason, problem), config, log = ended, run.config, session.log
     if reason == "data":
         problem = session.first_loader_error(guard.loader_error, guard.done)
     session.heartbeat("saving")
@@ -178,7 +176,8 @@ def finish(
     bad_images.sync()  # what was found since the last log line
     end: dict[str, Any] = {"reason": reason, "problem": problem, "steps": guard.done}
     end |= {"skipped": guard.skipped, "bad_images": bad_images.count}
-    end |= meter.summary() | device_memory(session.device) | more
+    end |= meter.summary() | device_memory(session.device)
+    end |= measured
     if reason == "done" and meter.losses and loss_of_zero is not None and config.run != "io":
         last = torch.stack([torch.stack(list(meter.losses)).nanmean(), loss_of_zero])
         end["loss"], end["loss_of_zero"] = mean_over_ranks(last)

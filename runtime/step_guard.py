@@ -9,7 +9,7 @@ has long arrived. Copy this one file: it needs torch alone.
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,12 @@ class StepGuard:
             self.copied[slot].record()
         self.voted += 1
         return (bad | infinite | no_batch).float()
+
+    def read_only_step(self, micro_batches: Any, *, lr: float) -> tuple[Tensor, Tensor]:
+        """Vote alone, in the place of a training step, for a run that only reads images."""
+        zero = torch.zeros_like(self.consecutive_bad, dtype=torch.float32)
+        self.vote(zero, zero)
+        return zero, zero
 
     def read(self, step: int) -> StepVerdict:
         """Read the verdict of one of the last two steps; of the earlier one without waiting."""
