@@ -150,7 +150,7 @@ def build_model_and_optimizer(
         block_classes={vit.Block},
         initial_value=values,
         device=device,
-        **run.sharding_options(),
+        options=run.sharding_options(),
     )
     # after sharding: its states are sharded as the parameters are
     optimizer = shard.build_optimizer(

@@ -64,9 +64,8 @@ def build(model: str, fsdp: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         grid,
         block_classes={vit.Block},
         device=CPU,
-        fsdp=2 if fsdp == 2 else 1,
         initial_value=lambda name, shape: torch.zeros(shape),
-        param_dtype=torch.float32,
+        options=shard.ShardingOptions(fsdp=2 if fsdp == 2 else 1, param_dtype=torch.float32),
     )
     return sharded, shard.build_optimizer(sharded, MODE, decay, lr=1e-3, weight_decay=0.05)
 

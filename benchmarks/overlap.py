@@ -58,8 +58,8 @@ def main() -> int:
         mesh.build_mesh((1, ranks.world_size), device),
         device=device,
         block_classes={vit.Block},
-        param_dtype=dtype,
         initial_value=partial(vit.initial_value, config, seed=0),
+        options=shard.ShardingOptions(param_dtype=dtype),
     )
     optimizer = shard.build_optimizer(model, "full_shard", decay, lr=1e-4, weight_decay=0.05)
     images = torch.randint(0, 256, (args.batch, 3, args.img_size, args.img_size), device=device)

@@ -181,7 +181,7 @@ def unsimulated(mode: str, fsdp: int | None, run: str) -> str | None:
     """Say why the step of this mode, engine and --run is not simulated; None where it is."""
     if run == "io":
         return "--run io: no model, no step"
-    if shard.STRATEGIES[mode].fsdp1 is None or fsdp == 1:
+    if shard.STRATEGIES[mode].engine != "fsdp" or fsdp == 1:
         engine = f"--mode {mode}" if fsdp is None else "--fsdp 1"
         return f"{engine}: flags, mesh and batch are checked, but only an FSDP2 step is simulated"
     return None

@@ -254,7 +254,7 @@ def compare(base: Plan, measured_ips: float | None = None) -> list[Plan]:
     """Plan every mode and group for the run of a plan; best first, what does not fit last."""
     run, plans = base.run, []
     for mode, row in shard.STRATEGIES.items():
-        grouped, ddp = row.group == "group", row.fsdp1 is None
+        grouped, ddp = row.group == "group", row.engine != "fsdp"
         for group in group_sizes(run.world_size, base.machine) if grouped else [None]:
             other = replace(
                 run,

@@ -71,7 +71,7 @@ class PlannedRun:
     @property
     def engine(self) -> Literal["ddp", "fsdp1", "fsdp2"]:
         """Which wrapper is applied to the model."""
-        if shard.STRATEGIES[self.mode].fsdp1 is None:
+        if shard.STRATEGIES[self.mode].engine != "fsdp":
             return "ddp"
         return "fsdp1" if self.fsdp == 1 else "fsdp2"
 

@@ -306,21 +306,21 @@ class Run:
             return None
         return vit.flops_per_image(self.model, c.img_size, c.mask_ratio, recompute=recomputed)
 
-    def sharding_options(self) -> dict[str, Any]:
+    def sharding_options(self) -> shard.ShardingOptions:
         """Return the options of shard.apply that flags give."""
         c = self.config
-        return {
-            "param_dtype": self.dtype,
-            "reduce_dtype": DTYPES[c.reduce_dtype],
-            "fsdp": c.fsdp or 2,
-            "prefetch": c.prefetch or "backward_pre",
-            "forward_prefetch": c.forward_prefetch,
-            "limit_all_gathers": bool(c.limit_all_gathers),
-            "cpu_offload": c.cpu_offload,
-            "bucket_cap_mb": c.bucket_cap_mb,
-            "ac": c.ac,
-            "compile_blocks": c.compile,
-        }
+        return shard.ShardingOptions(
+            fsdp=c.fsdp or 2,
+            param_dtype=self.dtype,
+            reduce_dtype=DTYPES[c.reduce_dtype],
+            prefetch=c.prefetch or "backward_pre",
+            forward_prefetch=c.forward_prefetch,
+            limit_all_gathers=bool(c.limit_all_gathers),
+            cpu_offload=c.cpu_offload,
+            bucket_cap_mb=c.bucket_cap_mb,
+            ac=c.ac,
+            compile_blocks=c.compile,
+        )
 
     def step_options(self) -> dict[str, Any]:
         """Return the options of train_fsdp.train_step that stay the same in all steps."""

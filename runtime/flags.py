@@ -137,7 +137,7 @@ def check(parser: Parser, args: argparse.Namespace) -> Config:
         parser.error(sentence)
     # What has no meaning in this mode stays None, so that the log does not claim it.
     row = shard.STRATEGIES[args.mode]
-    if row.fsdp1 is not None:
+    if row.engine == "fsdp":
         args.fsdp = args.fsdp or 2
     if row.reshard:
         args.prefetch = args.prefetch or "backward_pre"
@@ -149,7 +149,7 @@ def check(parser: Parser, args: argparse.Namespace) -> Config:
 def clashes(args: argparse.Namespace, device_type: str) -> Iterator[str]:
     """Yield a sentence for each flag, given explicitly, that has no meaning with the others."""
     mode, row, fsdp1 = args.mode, shard.STRATEGIES[args.mode], args.fsdp == 1
-    ddp = row.fsdp1 is None
+    ddp = row.engine != "fsdp"
     use = "leave it out"
     if args.group and row.group != "group":
         yield f"--group is for --mode hybrid and hybrid_grad_op, not {mode}: {use}"

@@ -81,10 +81,8 @@ def build(mode, fsdp=2, group=None, *, seed=0, ac="none", config=CONFIG):
         grid,
         block_classes={vit.Block},
         device=CPU,
-        fsdp=fsdp,
-        ac=ac,
         initial_value=partial(vit.initial_value, config, seed=seed),
-        param_dtype=torch.float32,
+        options=shard.ShardingOptions(fsdp=fsdp, ac=ac, param_dtype=torch.float32),
     )
     return model, shard.build_optimizer(model, mode, decay, lr=1e-3, weight_decay=0.05)
 

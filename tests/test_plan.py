@@ -133,10 +133,9 @@ def wire_of(case: dict, config: vit.ViTConfig, world: int, bucket_cap_mb: int | 
         block_classes={vit.Block},
         initial_value=partial(vit.initial_value, config),
         device=CPU,
-        param_dtype=dtype,
-        reduce_dtype=reduce_dtype,
-        bucket_cap_mb=bucket_cap_mb,
-        **options,
+        options=shard.ShardingOptions(
+            param_dtype=dtype, reduce_dtype=reduce_dtype, bucket_cap_mb=bucket_cap_mb, **options
+        ),
     )
     optimizer = shard.build_optimizer(model, mode, decay, lr=1e-3, weight_decay=0.1)
     guard = StepGuard(CPU)
@@ -224,8 +223,8 @@ def tracked_gib(config: vit.ViTConfig, world: int, mode: str, group: int | None,
                 grid,
                 block_classes={vit.Block},
                 device=CPU,
-                ac=ac,
                 initial_value=lambda name, shape: torch.empty(shape),
+                options=shard.ShardingOptions(ac=ac),
             )
             images = torch.empty(32, 3, 224, 224, dtype=torch.uint8)
             noise = torch.rand(32, vit.patch_count(config, 224))

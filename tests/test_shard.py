@@ -94,9 +94,8 @@ def build(mode: str, grid, *, dtype=torch.float32, config=CONFIG, **options) -> 
         grid,
         block_classes={vit.Block},
         device=CPU,
-        param_dtype=dtype,
         initial_value=partial(vit.initial_value, config, seed=0),
-        **options,
+        options=shard.ShardingOptions(param_dtype=dtype, **options),
     )
 
 
@@ -120,7 +119,7 @@ def test_a_forgotten_parameter_is_found_by_name(single, mode, fsdp):
         model = vit.ViTMAE(CONFIG, 32)
         model.blocks[1] = Scaled(32, 2, 64)
     values = partial(vit.initial_value, CONFIG)
-    with pytest.raises(RuntimeError, match=r"no initial value was given to: blocks\.1\.gamma$"):
+    with pytest.raises(RuntimeError, match=r"no initial value for: blocks\.1\.gamma$"):
         shard.apply(
             model,
             mode,
@@ -128,7 +127,7 @@ def test_a_forgotten_parameter_is_found_by_name(single, mode, fsdp):
             block_classes={vit.Block, Scaled},
             initial_value=values,
             device=CPU,
-            fsdp=fsdp,
+            options=shard.ShardingOptions(fsdp=fsdp),
         )
 
 
@@ -143,6 +142,15 @@ def test_a_single_rank_is_not_wrapped(single, mode):
     assert pred.dtype == torch.bfloat16
     grads = [p.grad for p in model.parameters() if p.requires_grad]
     assert all(g.dtype == torch.float32 and g._base is None for g in grads)  # a bucket's are views
+
+
+def test_block_classes_that_match_no_module_are_refused(single):
+    with torch.device("meta"):
+        model = vit.ViTMAE(CONFIG, 32)
+    with pytest.raises(ValueError, match="block_classes match no module: Conv1d"):
+        shard.apply(
+            model, "full_shard", single, block_classes={nn.Conv1d}, initial_value=None, device=CPU
+        )
 
 
 def test_backward_post_is_refused_by_fsdp2(single):
@@ -208,9 +216,8 @@ def test_flops_with_recomputation_are_those_executed(single, name):
             single,
             block_classes={vit.Block},
             device=CPU,
-            ac=ac,
-            param_dtype=torch.float32,
             initial_value=partial(vit.initial_value, config, seed=0),
+            options=shard.ShardingOptions(ac=ac, param_dtype=torch.float32),
         )
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             model(*batch())[0].backward()
@@ -374,7 +381,7 @@ def facts_of_four_ranks() -> dict:
             block_classes={vit.Block},
             initial_value=values,
             device=CPU,
-            bucket_cap_mb=cap,
+            options=shard.ShardingOptions(bucket_cap_mb=cap),
         )
         for _ in range(2):
             model(*batch())[0].backward()
