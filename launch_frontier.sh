@@ -5,17 +5,18 @@
 #   MACHINE=slurm sbatch -N 2 --exclusive --gpus-per-node=8 launch_frontier.sh ...   NVIDIA GPUs
 #
 # Submit from the folder of the scripts. docs/frontier.md explains each flag and each variable:
-# whatever stands below as NAME:-default is taken from the environment of sbatch, if set there.
+# what appears below as NAME:-default is taken from the environment of sbatch, if it is set there.
 #SBATCH -J vit-mae
 #SBATCH -N 2
 #SBATCH -t 2:00:00
 #SBATCH -o %x-%j.out
-# The next round writes on below the last, and Slurm itself may start one after a node has failed.
+# A round is one job of a run. The next one appends to the same file; after a node has failed Slurm
+# itself starts one.
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# To the ranks, not to this shell: 5 minutes before the end they save and leave with status 0.
+# To the ranks, not to this shell: 5 minutes before the end they save and exit with status 0.
 #SBATCH --signal=USR1@300
-# Slingshot: half of a setting of which the module rccl-net-plugin is the other half.
+# Slingshot: one half of a setting; the other half is the module rccl-net-plugin.
 #SBATCH --network=disable_rdzv_get
 set -euo pipefail
 
@@ -23,7 +24,7 @@ say() { echo "launch_frontier.sh: $*"; }
 fail() { say "error: $*" >&2; exit 1; }
 
 [[ -n ${SLURM_JOB_ID:-} ]] || fail "not in a Slurm job: sbatch -A PROJECT launch_frontier.sh ..."
-cd "${SCRIPTS:-$SLURM_SUBMIT_DIR}" # Slurm runs a copy of this file, which lies elsewhere
+cd "${SCRIPTS:-$SLURM_SUBMIT_DIR}" # Slurm runs a copy of this file from another folder
 [[ -f train_fsdp.py ]] || fail "no train_fsdp.py in $PWD: submit from its folder, or set SCRIPTS"
 
 out=out run=real last=
@@ -39,15 +40,15 @@ done
 nodes=$SLURM_JOB_NUM_NODES
 case ${MACHINE:=frontier} in
     frontier)
-        # One rank for each GCD, near the 7 cores that are left of its L3 region's 8.
+        # One rank per GCD, next to its L3 region, which has 7 free cores of 8.
         tasks=${TASKS_PER_NODE:-8} cores=${CPUS_PER_TASK:-7} port=${MASTER_PORT:-3442}
         gpu=(--gpus-per-task=1 --gpu-bind="${GPU_BIND:-closest}")
         nvme=${NVME_DIR:-/mnt/bb/$(id -un)}
-        # OLCF's list, in its order: the plugin and the target follow the ROCm that is loaded.
+        # OLCF's list, in its order: plugin and target depend on the ROCm that is loaded.
         modules="PrgEnv-gnu/8.7.0 cpe/26.03 miniforge3/23.11.0-0 rocm/7.1.1 rccl-net-plugin"
         modules=${MODULES-$modules craype-accel-amd-gfx90a}
-        # Without the plugin RCCL would crawl over TCP: OFI makes that an error. On one node there
-        # is no network to start the plugin on.
+        # Without the plugin RCCL would use TCP, very slowly: OFI makes that an error. On one node
+        # there is no network to start the plugin on.
         if ((nodes > 1)); then net=OFI; else net=Socket; fi
         ;;
     slurm)
@@ -72,9 +73,11 @@ esac
 
 set +u # Lmod and conda are not written for it
 for name in $modules; do
-    module load "$name" || fail "module load $name failed; not on Frontier: MACHINE=slurm"
+    module load "$name" ||
+        fail "module load $name failed; if this is not Frontier, set MACHINE=slurm"
 done
-[[ -z ${CONDA_ENV:-} ]] || conda activate "$CONDA_ENV" || fail "conda activate $CONDA_ENV failed"
+[[ -z ${CONDA_ENV:-} ]] || conda activate "$CONDA_ENV" ||
+    fail "conda activate $CONDA_ENV failed: is conda set up for scripts? else set PYTHON"
 set -u
 
 # The libraries of the cpe that was loaded, which is not the default one.
@@ -83,16 +86,16 @@ set -u
 # RCCL's network; nothing else of RCCL is set: OLCF finds its own choices the best.
 [[ -z ${NCCL_NET:=$net} ]] || export NCCL_NET
 address=$(hostname -i 2>/dev/null || hostname -I || true)
-# Rank 0 runs on the first node, as this shell does. Node names need not resolve, addresses do.
+# Rank 0 runs on the first node, as this shell does. An address, because node names may not resolve.
 export MASTER_ADDR=${MASTER_ADDR:-${address%% *}}
 # Where rank 0 listens for the others.
 export MASTER_PORT=$port
-# For saving and --cpu-offload; loader processes (at most cores - 1) keep to one thread each.
+# For saving and --cpu-offload; loader processes (at most cores - 1) use one thread each.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
 # No MIOpen cache folders: patches are embedded by a linear layer, nothing here is a convolution.
 
 # Every flag on the srun line, which inherits hardly any of sbatch's. Never torchrun: it would put
-# all ranks of a node on one core. -K1: a dead rank ends the step, or the others would wait for it.
+# all ranks of a node on one core. -K1: a dead rank ends the step, or the others wait for it.
 python=${PYTHON:-python3}
 each_rank() {
     srun -N"$nodes" -n"$((nodes * tasks))" -c"$cores" "${gpu[@]}" -K1 "$python" -u "$@"
@@ -121,7 +124,7 @@ if [[ -n ${ENV_TARBALL:-} ]]; then
     fi
 fi
 
-# ---- a minute that may save node-hours
+# ---- pre-flight check: a minute that may save node-hours
 
 if [[ ${PREFLIGHT:-yes} == yes ]]; then
     if [[ $MACHINE == frontier && ${NCCL_NET} == OFI && -z ${NCCL_NET_PLUGIN:-} ]]; then
@@ -129,28 +132,28 @@ if [[ ${PREFLIGHT:-yes} == yes ]]; then
         [[ $libraries == *ccl-net*.so* ]] ||
             fail "no plugin librccl-net.so for RCCL: load rccl-net-plugin, or set NCCL_NET=Socket"
     fi
-    # One process plays rank 0 of all: flags, images, memory. Only a refusal (2) ends the job here.
+    # One process simulates rank 0: flags, images, memory. Only refused flags (2) end the job here.
     status=0
     LOCAL_WORLD_SIZE=$tasks srun -N1 -n1 -c"$cores" "${gpu[@]}" "$python" -u \
         train_fsdp.py "${device[@]}" "$@" --dry-run --world-size "$((nodes * tasks))" || status=$?
     ((status != 2)) || exit 2
     ((status == 0)) || say "warning: the dry run ended with status $status; trying the ranks"
-    # Then all ranks look at their places and time a small all-gather.
+    # Then all ranks report where they run and time a small all-gather.
     each_rank -m runtime.topology "${device[@]}" "$@" ||
-        fail "the ranks do not work together (PREFLIGHT=no skips this)"
+        fail "the pre-flight check of the ranks failed (PREFLIGHT=no skips it)"
 fi
 
 # ---- rounds: one run over as many jobs as it takes
 
-# OUT/.rounds: the first job, the newest checkpoint as this round began, rounds without a new one.
-# This round counts as one until it has saved, so that a node that keeps failing counts as well.
+# OUT/.rounds: the first job, the newest checkpoint when this round began, rounds without a new one.
+# This round counts as one until it has saved: rounds that a failing node ends count too.
 newest() { if [[ -f $out/latest ]]; then cat "$out/latest"; else echo none; fi; }
 mkdir -p "$out" || fail "cannot write to $out: give --out another folder"
 first=${FIRST_JOB:-$SLURM_JOB_ID} job='' before='' idle=0
 [[ ! -f $out/.rounds ]] || read -r job before idle <"$out/.rounds" || true
 [[ $job == "$first" && $before == "$(newest)" ]] || idle=0
 before=$(newest)
-stuck="two rounds without a new checkpoint: not started again; longer rounds? --save-every none?"
+stuck="two rounds without a new checkpoint: not requeued; use a longer -t, or --save-every none"
 ((idle < 2)) || fail "$stuck"
 echo "$first $before $((++idle))" >"$out/.rounds"
 
@@ -159,12 +162,12 @@ status=0
 each_rank train_fsdp.py "${device[@]}" "$@" || status=$?
 [[ $python != "$env"/* ]] || unstage
 if ((status)); then
-    say "error: the run ended with status $status: not started again" >&2
+    say "error: the run ended with status $status: not requeued" >&2
     exit "$status"
 fi
 [[ $run == real && ! -e $out/done ]] || { say "finished"; exit 0; }
 
-# Cut by the signal: ranks that were told to stop leave with 0, only OUT tells what is left to do.
+# Stopped by the signal: the ranks exit with 0 then too; only OUT shows what is left to do.
 [[ $(newest) == "$before" ]] || idle=0
 echo "$first $(newest) $idle" >"$out/.rounds"
 ((idle < 2)) || fail "$stuck"
@@ -187,5 +190,5 @@ case $AGAIN in
         FIRST_JOB=$first env -u MASTER_ADDR \
             sbatch -d "afterany:$SLURM_JOB_ID" "${options[@]}" "$0" "$@"
         ;;
-    no) say "newest checkpoint $(newest), not done: the same sbatch command goes on from there" ;;
+    no) say "newest checkpoint $(newest), not done: submit the same command again to resume" ;;
 esac
