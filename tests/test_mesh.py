@@ -2,13 +2,12 @@
 
 import os
 import re
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import environment, fork_server, free_port
+from ranks import on_ranks
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mesh
 
@@ -345,67 +344,56 @@ def test_a_single_process_needs_no_address(monkeypatch):
         dist.destroy_process_group()
 
 
-def as_rank(work, world, port, rank):
-    torch.set_num_threads(1)
-    mesh.init_ranks(mesh.read_ranks(environment(rank, world, port)), CPU, timeout_minutes=1)
-    try:
-        return work(rank)
-    finally:
+@pytest.fixture
+def fake_rank():
+    """Make this process one rank of many, whose collectives do nothing."""
+
+    def become(rank, world):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+
+    yield become
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def on_ranks(world, work):
-    """work(rank) on `world` gloo ranks -> results by rank."""
-    with ProcessPoolExecutor(world, mp_context=fork_server()) as pool:
-        return list(pool.map(partial(as_rank, work, world, free_port()), range(world), timeout=120))
-
-
-def result_or_error(call):
-    try:
-        return call()
-    except ValueError as error:
-        return f"ValueError: {error}"
-
-
-def eight_ranks(rank):
-    told = {"rank": dist.get_rank(), "world": dist.get_world_size()}
-    for shape in ((4, 2), (2, 4), (1, 8), (8, 1)):
-        grid = mesh.build_mesh(shape, CPU)
-        groups = [grid.get_group(dimension) for dimension in ("replicate", "shard")]
-        told[shape] = [dist.get_process_group_ranks(group) for group in groups]
-    told["errors"] = [result_or_error(partial(mesh.build_mesh, s, CPU)) for s in ((2, 3), (2, 2))]
-    return told
-
-
-@pytest.fixture(scope="module")
-def eight():
-    return on_ranks(8, eight_ranks)
-
-
-def test_init_ranks_joins_all_ranks(eight):
-    assert [t["rank"] for t in eight] == list(range(8))
-    assert {t["world"] for t in eight} == {8}
-
-
 @pytest.mark.parametrize(
-    ("shape", "rows"),  # of the picture in mesh.py: the shard groups
+    ("shape", "rows"),  # the shard groups
     [
-        ((2, 4), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ((2, 4), [[0, 1, 2, 3], [4, 5, 6, 7]]),  # the example in mesh.py's docstring
         ((4, 2), [[0, 1], [2, 3], [4, 5], [6, 7]]),
         ((1, 8), [[0, 1, 2, 3, 4, 5, 6, 7]]),
         ((8, 1), [[0], [1], [2], [3], [4], [5], [6], [7]]),
     ],
 )
-def test_the_mesh_is_the_picture_in_the_docstring(eight, shape, rows):
-    for rank, told in enumerate(eight):
+def test_the_mesh_is_the_one_of_the_docstring(fake_rank, shape, rows):
+    for rank in range(8):
+        fake_rank(rank, 8)
+        grid = mesh.build_mesh(shape, CPU)
+        groups = [grid.get_group(dimension) for dimension in ("replicate", "shard")]
         row = next(row for row in rows if rank in row)
         column = [row_[row.index(rank)] for row_ in rows]
-        assert told[shape] == [column, row]
+        assert [dist.get_process_group_ranks(group) for group in groups] == [column, row]
 
 
-def test_a_mesh_of_another_size_is_refused(eight):
-    for told in eight:
-        assert told["errors"] == [
-            "ValueError: 8 ranks cannot be split into shard groups of 3: use 1, 2, 4, 8",
-            "ValueError: a 2 x 2 mesh does not hold 8 ranks",
-        ]
+def test_a_mesh_of_another_size_is_refused(fake_rank):
+    fake_rank(3, 8)
+    with pytest.raises(ValueError, match="8 ranks cannot be split into shard groups of 3: use 1"):
+        mesh.build_mesh((2, 3), CPU)
+    with pytest.raises(ValueError, match="a 2 x 2 mesh does not hold 8 ranks"):
+        mesh.build_mesh((2, 2), CPU)
+
+
+def joined():
+    """Join the others; the rank, the world size and the sum of all ranks as gloo finds it."""
+    mesh.init_ranks(mesh.read_ranks(os.environ), CPU, timeout_minutes=1)
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    found = dist.get_rank(), dist.get_world_size(), total.item()
+    dist.destroy_process_group()
+    return found
+
+
+def test_init_ranks_joins_all_ranks(tmp_path):
+    assert on_ranks(3, joined, tmp_path) == [(0, 3, 3.0), (1, 3, 3.0), (2, 3, 3.0)]

@@ -227,35 +227,42 @@ def test_a_slow_group_is_named_and_wrong_numbers_are_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "status", "text"),
+    ("flags", "text"),
     [
-        ("--mode ddp --model 3b --data DIR --resume PATH", 0, "nothing to time"),
-        ("--group 3", 2, "rank 0: 1 ranks cannot be split into shard groups of 3: use 1"),
-        ("--device cuda", 2, "runtime.topology: error: rank 0: --device cuda: no GPU is visible"),
-        ("--mode typo", 2, "runtime.topology: error: argument --mode: invalid choice: 'typo'"),
-        (
-            "--blr -1",
-            2,
-            "runtime.topology: error: argument --blr: '-1' is not a number from 0 to 1000",
-        ),
-        ("--mode ddp --group 2", 2, "runtime.topology: error: --group is for --mode hybrid and"),
+        ("--group 3", "rank 0: 1 ranks cannot be split into shard groups of 3: use 1"),
+        ("--device cuda", "rank 0: --device cuda: no GPU is visible"),
+        ("--mode typo", "argument --mode: invalid choice: 'typo'"),
+        ("--blr -1", "argument --blr: '-1' is not a number from 0 to 1000"),
+        ("--mode ddp --group 2", "--group is for --mode hybrid and"),
     ],
 )
-def test_the_command(flags, status, text):
-    """The command with the flags of train_fsdp.py, by a single process."""
+def test_the_command_refuses_what_training_refuses(flags, text, monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    argv = flags.split() if "--device" in flags else ["--device", "cpu", *flags.split()]
+    try:
+        status = topology.main(argv)
+    except SystemExit as exit_:
+        status = exit_.code
+    printed = capsys.readouterr()
+    assert status == 2 and printed.err.startswith("runtime.topology: error: ")
+    assert text in printed.err
+
+
+def test_the_command_takes_the_flags_of_training(tmp_path):
+    """By a single process, from another folder than that of the scripts."""
     env = environment(0, 1, free_port())
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del env[name]
-    argv = flags.split() if "--device" in flags else ["--device", "cpu", *flags.split()]
+    flags = "--device cpu --mode ddp --model 3b --data DIR --resume PATH"
     done = subprocess.run(
-        [sys.executable, "-m", "runtime.topology", *argv],
-        cwd=ROOT,
-        env=env,
+        [sys.executable, "-m", "runtime.topology", *flags.split()],
+        cwd=tmp_path,
+        env=env | {"PYTHONPATH": str(ROOT)},
         text=True,
         capture_output=True,
         timeout=120,
     )
-    assert done.returncode == status and "Traceback" not in done.stderr
-    assert text in (done.stderr if status else done.stdout)
-    if not status:
-        assert f"torch {torch.__version__}" in done.stdout
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert f"torch {torch.__version__}" in done.stdout and "nothing to time" in done.stdout
