@@ -63,27 +63,28 @@ def draw_chart(chart: Chart, rows: Sequence[Row], styles: Styles) -> Picture | N
         for label, some in named.items():
             some = sorted(some, key=lambda row: row["world_size"])
             line = drawing.LINES[sources.index(some[0].get("source")) % len(drawing.LINES)]
-            draw_series(chart, picture, panel, label, some, drawing.style_of(some[0], styles), line)
+            look = drawing.style_of(some[0], styles) | {"linestyle": line}
+            draw_series(chart, picture, panel, label, some, look)
         drawing.mark_failed_points(panel, mine, styles)
     return picture
 
 
 def draw_series(
-    chart: Chart, picture: Picture, panel: Axes, label: str, rows: list[Row], look: Any, line: str
+    chart: Chart, picture: Picture, panel: Axes, label: str, rows: list[Row], look: Any
 ) -> None:
     """Draw the measured line of a series, and the planned one."""
     name = f"{rows[0]['model']}: {label}"
     measured = [(row, value) for row in rows if (value := chart.value(row))]
     if measured:
         xs, values = [row["world_size"] for row, _ in measured], [v for _, v in measured]
-        drawing.draw_quartiles(panel, xs, values, linestyle=line, label=label, **look)
+        drawing.draw_quartiles(panel, xs, values, label=label, **look)
     for row, value in measured:
         picture.record_point(name, row, row["world_size"], value[1])
     planned = [(row, rate) for row in rows if (rate := chart.planned(row))]
     if planned:
         xs, ys = [row["world_size"] for row, _ in planned], [rate for _, rate in planned]
         hollow: Any = {"linestyle": ":", "markerfacecolor": "none", "linewidth": 1.0}
-        panel.plot(xs, ys, label=None if measured else label, **hollow, **look)
+        panel.plot(xs, ys, label=None if measured else label, **(look | hollow))
         panel.plot([], [], color="black", marker="o", label="hollow, dotted: planned", **hollow)
     for row, rate in planned:
         picture.record_point(f"{name}, planned", row, row["world_size"], rate)
