@@ -13,7 +13,8 @@ A point is a run of train_fsdp.py under torchrun, or under launch_frontier.sh in
 number of nodes. The same command runs what is missing, however the last one ended; a point with a
 result (done, out of memory, failed, timed out) is not run again. Points that cannot fit according
 to plan.py are skipped. A table has the columns `nodes` and `ranks` (per node); every other column
-is a flag: `true` and `false` are switches, empty cells are left out. Needs psutil and matplotlib.
+is a flag: `true` and `false` are switches, empty cells are left out. `-- --profile` adds where the
+time goes and the bytes sent. Needs psutil and matplotlib.
 """
 
 if __name__ == "__main__":

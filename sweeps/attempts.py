@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+import mesh
+
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|can.t allocate memory|cannot allocate memory|MemoryError|"
     r"oom[-_]kill|OUT_OF_MEMORY",
@@ -157,13 +159,6 @@ def oom_kills() -> int:
     return 0
 
 
-def core_count() -> int:
-    """Count the CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 # ---------------------------------------------------------------------------------------------
 # Files
 
@@ -228,7 +223,7 @@ def update_state(attempt: Path, **facts: Any) -> dict[str, Any]:
 def claim(folder: Path, number: int, **facts: Any) -> Path | None:
     """Create the folder of attempt `number`; None if another process was first."""
     known = {"state": "running", "reason": "", "host": platform.node(), "started": time.time()}
-    known |= {"runner": identify(os.getpid()), "cores": core_count()}
+    known |= {"runner": identify(os.getpid()), "cores": mesh.process_cores()}
     folder.mkdir(parents=True, exist_ok=True)
     mine = Path(tempfile.mkdtemp(prefix=".claim", dir=folder))
     mine.chmod(0o755)

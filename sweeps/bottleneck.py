@@ -2,7 +2,7 @@
 
 Compared are the runs of one setting: `real` trains on images, `syn` on one batch kept on the
 device, `io` reads only; a single rank sends nothing. Or a profile in the log decides. Rows are
-those of sweeps/results.py. Needs nothing but Python.
+those of sweeps/results.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

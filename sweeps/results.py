@@ -1,7 +1,7 @@
 """Collect what the runs of a sweep measured: results.csv, one row per point.
 
 Rows of other machines may be appended. Numbers come from log.jsonl alone. The published
-measurements (examples/published) are read as rows of the same kind. Needs nothing but Python.
+measurements (examples/published) are read as rows of the same kind.
 """
 
 import csv
@@ -16,54 +16,27 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from runtime.config import DEFAULT_BATCH, Config, names
 from sweeps import attempts
 
 Row = dict[str, Any]
 
-# What makes two runs comparable, by the names of train_fsdp.py's flags.
-SETTINGS = (
-    "model",
-    "img_size",
-    "mask_ratio",
-    "mode",
-    "group",
-    "fsdp",
-    "prefetch",
-    "forward_prefetch",
-    "limit_all_gathers",
-    "cpu_offload",
-    "bucket_cap_mb",
-    "device",
-    "precision",
-    "reduce_dtype",
-    "ac",
-    "compile",
-    "batch",
-    "accum",
-)
-SHARDING = (
-    "mode",
-    "group",
-    "fsdp",
-    "prefetch",
-    "forward_prefetch",
-    "limit_all_gathers",
-    "bucket_cap_mb",
-)
-OF_FSDP = ("group", "fsdp", "prefetch", "forward_prefetch", "limit_all_gathers", "cpu_offload")
-DEFAULTS = {"model": "base", "mode": "hybrid", "batch": 32, "accum": 1}  # of train_fsdp.py
+SETTINGS = names("sweep")  # the flags that make two runs comparable: equal in both
+SHARDING = names("sweep", "sharding")  # those of them that tell the lines of a figure apart
+DEFAULTS = {"model": Config.model, "mode": "hybrid", "batch": DEFAULT_BATCH, "accum": Config.accum}
 # Columns copied from a run's log. Peaks and counters grow: their maximum is kept, else the median.
 STEP_COLUMNS = ["step_seconds", "data_seconds", "tflops_per_rank", "mfu"]
 GROWING_COLUMNS = ["peak_allocated_gib", "peak_reserved_gib", "alloc_retries"]
 PROFILE = ["compute", "communication", "optimizer", "data", "idle"]  # seconds per step
 VERSIONS = ["python", "torch", "torchvision", "cuda", "hip"]
-NUMBERS = ["images_per_second", "images_per_second_q1", "images_per_second_q3", "measured_lines"]
-NUMBERS += [*STEP_COLUMNS, *GROWING_COLUMNS, *(f"profile_{name}" for name in PROFILE)]
-NUMBERS += ["planned_images_per_second", "planned_gib", "payload_mb", "planned_payload_mb"]
-NUMBERS += ["memory_gib", "max_local_batch"]
-COLUMNS = ["id", "study", "state", "reason", "run", "nodes", "ranks", "world_size"]
-COLUMNS += [*SETTINGS, "workers", *NUMBERS, "source", "caveat", "host", "cores"]
-COLUMNS += [*VERSIONS, "started", "log"]
+RATES = ["images_per_second", "images_per_second_q1", "images_per_second_q3"]
+PLANS = ["planned_images_per_second", "planned_gib", "payload_mb", "planned_payload_mb"]
+PLANS = [*PLANS, "memory_gib", "max_local_batch"]
+PROFILE_COLUMNS = [f"profile_{name}" for name in PROFILE]
+NUMBERS = [*RATES, "measured_lines", *STEP_COLUMNS, *GROWING_COLUMNS, *PROFILE_COLUMNS, *PLANS]
+IDENTITY = ["id", "study", "state", "reason", "run", "nodes", "ranks", "world_size"]
+ORIGIN = ["source", "caveat", "host", "cores", *VERSIONS, "started", "log"]
+COLUMNS = [*IDENTITY, *SETTINGS, "workers", *NUMBERS, *ORIGIN]
 REQUIRED = ("id", "study", "state", "run", "model", "mode", "world_size", "batch")  # in every row
 TEXTS = {"id", "study", "reason", "model", "host", "source", "caveat", "started", "log", *VERSIONS}
 # Why these published rows are not compared with others (examples/published/README.md).
@@ -83,8 +56,8 @@ def measured(log: attempts.RunLog) -> Row:
     row: Row = {"measured_lines": len(kept)}
     if rates:
         quartiles = statistics.quantiles(rates, n=4, method="inclusive") if rates[1:] else rates * 3
-        names = ("images_per_second_q1", "images_per_second", "images_per_second_q3")
-        row |= zip(names, quartiles, strict=True)
+        middle, lower, upper = RATES
+        row |= zip((lower, middle, upper), quartiles, strict=True)
     for name in (*STEP_COLUMNS, *GROWING_COLUMNS):
         values = [s[name] for s in kept if s.get(name) is not None]
         if values:
@@ -101,7 +74,8 @@ def make_row(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[s
     """Make the row of a point: its flags, its plan, and what its newest attempt measured."""
     row: Row = DEFAULTS | {k: parse_cell(k, v) for k, v in point.items() if k in COLUMNS}
     world_size = int(point["nodes"]) * int(point["ranks"])
-    if world_size == 1 and not point.get("mode") and not any(map(point.get, OF_FSDP)):
+    fsdp = {*SHARDING, "cpu_offload"} - {"mode", "bucket_cap_mb"}
+    if world_size == 1 and not point.get("mode") and not any(map(point.get, fsdp)):
         row["mode"] = "ddp"  # one process has nothing to shard (flags.default_mode)
     row |= {"state": state, "run": point.get("run") or "real", "world_size": world_size}
     row |= {key: value for key, value in plan.items() if key in COLUMNS}
@@ -234,8 +208,8 @@ def published_plans(folder: Path) -> dict[tuple, float]:
     )
     if done.returncode:
         raise RuntimeError(f"{folder / 'check.py'} failed: {attempts.last_error(done.stderr)}")
-    names = ("model", "mode", "group", "nodes", "kind")
-    return {tuple(cell[n] for n in names): cell["planned"] for cell in json.loads(done.stdout)}
+    columns = ("model", "mode", "group", "nodes", "kind")
+    return {tuple(cell[n] for n in columns): cell["planned"] for cell in json.loads(done.stdout)}
 
 
 def read_folder(folder: Path) -> list[Row]:

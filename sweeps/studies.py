@@ -15,7 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sweeps.attempts import core_count, last_error, read_text
+import torch
+
+import mesh
+from sweeps.attempts import last_error, read_text
 
 Point = dict[str, str]
 Layout = tuple[int, int]  # nodes, ranks per node
@@ -26,7 +29,7 @@ LENGTH = {"steps": "60", "log_every": "5"}
 PREFETCHES = ("none", "backward_pre", "backward_post")
 DEFAULT_MODELS = {"options": "5b", "scaling": "base,1b,3b,5b,15b", "io": "base"}  # without --models
 CPU_SIZE = {"img_size": "64", "batch": "8", "precision": "fp32", "device": "cpu"}
-CPU_SIZE |= {"steps": "32", "log_every": "2"}
+CPU_LENGTH = {"steps": "32", "log_every": "2"}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -91,7 +94,7 @@ def quick_points(gpus: int, ranks: int, models: str | None, data: str) -> Iterat
     found = [p for p in scaling_points(names, layouts) if p["mode"] in modes]
     found += options_points(names, [pair])
     found += io_points(names, list(dict.fromkeys([(1, 1), pair])), data)
-    yield from (point | ({} if gpus else CPU_SIZE) for point in found)
+    yield from (point | ({} if gpus else CPU_SIZE | CPU_LENGTH) for point in found)
 
 
 def choose_points(
@@ -120,7 +123,7 @@ def choose_points(
     if what in ("quick", "io"):
         data = image_folder(data)
     gpus = 0 if slurm else local_gpus()[0]
-    per_node = ranks or (8 if slurm else gpus or min(4, max(2, core_count())))
+    per_node = ranks or (8 if slurm else gpus or min(4, max(2, mesh.process_cores())))
     layouts = [(1, 1), *((n, per_node) for n in nodes or (1, 2, 4, 8))]
     layouts = list(dict.fromkeys(layouts)) if slurm else [(1, r) for r in powers_up_to(per_node)]
     names = (models or DEFAULT_MODELS.get(what, "")).split(",")
@@ -233,7 +236,7 @@ def plan_point(
 
     plan.py takes the command line of train_fsdp.py and refuses what that refuses.
     """
-    import plan  # imports torch, which takes seconds and only planning needs
+    import plan  # only planning needs it
 
     world_size = int(point["nodes"]) * int(point["ranks"])
     words = [*flags_from_cells(point), "--world-size", str(world_size), "--json"]
@@ -257,8 +260,6 @@ def plan_point(
 
 def local_gpus() -> tuple[int, float]:
     """(number of GPUs of this host, memory of the first in GiB); (0, 0.0) without any."""
-    import torch
-
     gpus = torch.cuda.device_count()
     return gpus, torch.cuda.get_device_properties(0).total_memory / 2**30 if gpus else 0.0
 

@@ -574,8 +574,8 @@ def test_a_point_of_two_ranks_runs_under_torchrun(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     points = table(tmp_path / "mine.csv", "ranks,model,mode,run\n2,tiny,full_shard,syn\n")
-    flags = "--img-size 32 --batch 2 --steps 4 --log-every 1 --device cpu --precision fp32"
-    here(points, "--out", tmp_path / "out", "--", *flags.split())
+    flags = "--img-size 32 --batch 2 --steps 9 --log-every 1 --device cpu --precision fp32"
+    here(points, "--out", tmp_path / "out", "--", *flags.split(), "--profile", "1")
     (found,) = rows_of(tmp_path / "out")
     assert (found["state"], found["world_size"], found["mode"]) == ("done", 2, "full_shard")
     assert found["images_per_second"] > 0 and found["payload_mb"] > 0
