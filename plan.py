@@ -122,9 +122,9 @@ def _collective_lines(plan: Plan) -> Iterator[str]:
 # Command line
 
 
-def plan_parser() -> flags.Parser:
+def plan_parser() -> flags.TrainingParser:
     """Add the flags of the plan to those of train_fsdp.py."""
-    parser = flags.build_parser("plan.py")
+    parser = flags.training_parser("plan.py")
     parser.description = (
         f"{(__doc__ or '').splitlines()[0]} It takes the whole command line of train_fsdp.py, "
         "refuses what that refuses, and plans --world-size ranks (default 8)."
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan; exit status 2 and one sentence where the flags clash."""
     parser = plan_parser()
     args = parser.parse_args(argv)
-    config = flags.check(parser, args)
+    config = flags.make_config(parser, args)
     try:
         machine = read_machine(args.machine)
         resolved = resolve(config, args.world_size, machine.ranks_per_node).record()

@@ -307,20 +307,11 @@ class Run:
         return vit.flops_per_image(self.model, c.img_size, c.mask_ratio, recompute=recomputed)
 
     def sharding_options(self) -> shard.ShardingOptions:
-        """Return the options of shard.apply that flags give."""
-        c = self.config
-        return shard.ShardingOptions(
-            fsdp=c.fsdp or 2,
-            param_dtype=self.dtype,
-            reduce_dtype=DTYPES[c.reduce_dtype],
-            prefetch=c.prefetch or "backward_pre",
-            forward_prefetch=c.forward_prefetch,
-            limit_all_gathers=bool(c.limit_all_gathers),
-            cpu_offload=c.cpu_offload,
-            bucket_cap_mb=c.bucket_cap_mb,
-            ac=c.ac,
-            compile_blocks=c.compile,
-        )
+        """Return the options of shard.apply: the flags of the same names, where they are given."""
+        known = {option.name for option in fields(shard.ShardingOptions)}
+        given = {k: v for k, v in asdict(self.config).items() if k in known and v is not None}
+        given |= {"param_dtype": self.dtype, "reduce_dtype": DTYPES[self.config.reduce_dtype]}
+        return shard.ShardingOptions(**given, compile_blocks=self.config.compile)
 
     def step_options(self) -> dict[str, Any]:
         """Return the options of train_fsdp.train_step that stay the same in all steps."""

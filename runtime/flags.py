@@ -24,7 +24,7 @@ TORCHRUN_NOTE = "note: what torchrun prints below this, its traceback too, means
 MAX_FAKE_RANKS = 2**17  # the process group of a dry run lists them all
 
 
-class Parser(ranges.Parser):
+class TrainingParser(ranges.Parser):
     """Print an error as one sentence, by rank 0 alone; exit status 2."""
 
     def error(self, message: str) -> NoReturn:
@@ -56,9 +56,9 @@ def usage_error(message: str, local: bool = False, program: str = "train_fsdp.py
     return 2
 
 
-def build_parser(program: str = "train_fsdp.py") -> Parser:
+def training_parser(program: str = "train_fsdp.py") -> TrainingParser:
     """Make the parser from the table. * marks what changes the result."""
-    parser = Parser(
+    parser = TrainingParser(
         program,
         description="Pretrain a ViT-MAE. * marks flags that change the result of the training; the "
         "others change its speed and memory only.",
@@ -106,8 +106,8 @@ def default_mode(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
 
 def parse(argv: Sequence[str] | None) -> Config:
     """Read the flags of a training run; one sentence and exit status 2 where they clash."""
-    parser = build_parser()
-    config = check(parser, parser.parse_args(argv))
+    parser = training_parser()
+    config = make_config(parser, parser.parse_args(argv))
     if config.dry_run and not config.world_size:
         parser.error("--dry-run: of how many ranks? add --world-size")
     if config.world_size and not config.dry_run:
@@ -123,7 +123,7 @@ def parse(argv: Sequence[str] | None) -> Config:
     return config
 
 
-def check(parser: Parser, args: argparse.Namespace) -> Config:
+def make_config(parser: TrainingParser, args: argparse.Namespace) -> Config:
     """Make a Config of what the parser read, with the defaults that follow from the mode.
 
     For every program that takes the flags of training; the namespace may have more.

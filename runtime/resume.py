@@ -21,7 +21,7 @@ from runtime.config import DECISIVE, Run, save_interval
 from runtime.log import Log, rename_old_log
 from runtime.session import Session
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 PAUSES = (1.0, 3.0, 8.0, 20.0)  # seconds before each new attempt at a read that failed
 SCALER = torch.amp.GradScaler("cpu").state_dict().keys()
 Say = Callable[[str], None]  # prints a line, on rank 0
@@ -131,7 +131,7 @@ def _resume(
     return {"step": 0, "in_a_row": 0}
 
 
-def _on_rank0(work: Callable[[], T]) -> T:
+def _on_rank0(work: Callable[[], Result]) -> Result:
     """Run `work` on rank 0; its result, or its OSError or ValueError, on every rank. Collective."""
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -145,7 +145,7 @@ def _on_rank0(work: Callable[[], T]) -> T:
     return found[0]
 
 
-def _retry(work: Callable[[], T], say: Say) -> T:
+def _retry(work: Callable[[], Result], say: Say) -> Result:
     """Run `work`; after an OSError, which may pass, again after each of the PAUSES."""
     pauses = iter(PAUSES)
     while True:

@@ -264,7 +264,7 @@ def format_timing(seconds: Sequence[float], size: int, mib: int = 16) -> Iterato
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the mesh of a command line; returns 1 if the check fails, 2 if flags are refused."""
-    parser = flags.build_parser("runtime.topology")
+    parser = flags.training_parser("runtime.topology")
     parser.description = (
         "Show the mesh that train_fsdp.py would use with the same flags, and time a small "
         "all-gather in every shard group. Nothing is read, trained or written."
@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=number(0.01, 1440), default=3, help="wait for all ranks (default 3)"
     )
-    config = flags.check(parser, args := parser.parse_args(argv))
+    config = flags.make_config(parser, args := parser.parse_args(argv))
     rank, status = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0", 2
     try:
         ranks = read_ranks(os.environ)

@@ -149,7 +149,7 @@ def test_the_studies_are_what_the_paper_varied():
         assert len({p["id"] for p in points}) == len(points)
         for point in points:
             world_size = str(int(point["nodes"]) * int(point["ranks"]))
-            plan.build_parser().parse_args(
+            plan.plan_parser().parse_args(
                 [*studies.flags_from_cells(point), "--world-size", world_size]
             )
     too_large = [p for p in scaling if p["model"] == "15b" and p["mode"] == "no_shard"]
@@ -777,7 +777,7 @@ def test_advice_names_what_is_there():
     for found in found_here:
         assert not re.search("batch|group|GCD|package|bf16", found.advice), found
     text = " ".join((*bottleneck.ADVICE.values(), *bottleneck.CPU_ADVICE.values(), *advices))
-    help_text = flags.build_parser().format_help()
+    help_text = flags.training_parser().format_help()
     assert all(flag in help_text for flag in re.findall(r"`(--[a-z-]+)", text))
 
 

@@ -18,7 +18,7 @@ from ranks import Run, environment, free_port, read_log, run_ranks
 import data
 import train_fsdp
 from runtime.config import batch_sizes
-from runtime.flags import build_parser, parse
+from runtime.flags import parse
 
 SMALL = [
     "--model",
@@ -185,7 +185,7 @@ def test_log_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
 
 
 def test_help_has_the_groups_of_the_data_flow():
-    text = build_parser().format_help()
+    text = training_parser().format_help()
     headings = re.findall(r"^([a-z, ]+):$", text, re.MULTILINE)
     wanted = ["model", "sharding", "memory, speed", "data", "optimisation", "output", "plan"]
     assert [h for h in headings if h != "options"] == wanted
