@@ -18,7 +18,7 @@ from ranks import Run, environment, free_port, read_log, run_ranks
 import data
 import train_fsdp
 from runtime.config import batch_sizes
-from runtime.flags import parse
+from runtime.flags import parse, training_parser
 
 SMALL = [
     "--model",
