@@ -35,9 +35,9 @@ quick: $(VENV)/dev.ok
 	$(BIN)/python -m pytest -m "not slow"
 
 bench-gpu: $(VENV)/dev.ok
-	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "no GPU is visible: benchmarks/step.py runs on a CPU" >&2; exit 1; }
-	$(BIN)/python benchmarks/gpu.py --minutes 5 --out out/bench-gpu
-	timeout 170 $(BIN)/python benchmarks/step.py --device cuda --model huge --batch 128 --precision bf16 \
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "no GPU is visible: benchmarks.step runs on a CPU" >&2; exit 1; }
+	$(BIN)/python -m benchmarks.gpu --minutes 5 --out out/bench-gpu
+	timeout 170 $(BIN)/python -m benchmarks.step --device cuda --model huge --batch 128 --precision bf16 \
 	  --compile eager compiled | tee out/bench-gpu/peers.txt
 
 # Debian's Slurm is built for several pretended nodes on one host; make test uses it where it is.

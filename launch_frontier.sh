@@ -29,9 +29,8 @@ cd "${SCRIPTS:-$SLURM_SUBMIT_DIR}" # Slurm runs a copy of this file from another
 
 out=out run=real last=
 for word in "$@"; do # two flags that this script has to know as well
-    case $last in --o | --ou | --out) out=$word ;; --ru | --run) run=$word ;; esac
-    case $word in --o=* | --ou=* | --out=*) out=${word#*=} ;; --ru=* | --run=*) run=${word#*=} ;;
-    esac
+    case $last in --out) out=$word ;; --run | --run-mode) run=$word ;; esac
+    case $word in --out=*) out=${word#*=} ;; --run=* | --run-mode=*) run=${word#*=} ;; esac
     last=$word
 done
 

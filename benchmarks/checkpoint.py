@@ -1,7 +1,7 @@
 """Saving and loading a training state, against writing and reading the same bytes as plain files.
 
-    python benchmarks/checkpoint.py                        # 1b on 2 ranks: 11.2 GB, some minutes
-    python benchmarks/checkpoint.py --model base --repeat 5
+    python -m benchmarks.checkpoint                        # 1b on 2 ranks: 11.2 GB, some minutes
+    python -m benchmarks.checkpoint --model base --repeat 5
 
 No training: parameters and AdamW moments get cheap values, which are compared after each load. The
 plain side is the least that moves the same bytes: each rank one file, one fsync, and memory to read
@@ -20,7 +20,6 @@ import os
 import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +32,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-
-ROOT = Path(__file__).resolve().parent.parent
-# Behind this folder, or `import checkpoint` would find this file.
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
 
 import checkpoint
 import mesh

@@ -1,8 +1,8 @@
 """data.py beside its peers: images a second from one core, from two workers, and out of a pack.
 
-    python benchmarks/data.py                    # a generated tree, six rounds; some ten minutes
-    python benchmarks/data.py --data DIR         # your own tree: class folders below DIR
-    python benchmarks/data.py --index 1000000    # the list of so many files instead
+    python -m benchmarks.data                    # a generated tree, six rounds; some ten minutes
+    python -m benchmarks.data --data DIR         # your own tree: class folders below DIR
+    python -m benchmarks.data --index 1000000    # the list of so many files instead
 
 Every round has a turn of each loader, so that what else the machine does hits all alike; a ratio
 is taken within a round. Peers: torchvision's ImageFolder with the transforms of MAE's recipe, v1
@@ -30,13 +30,9 @@ from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-ROOT = Path(__file__).resolve().parent.parent
-# Behind this folder, or `import data` would find this very file.
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
-
-import data  # noqa: E402
-import prepare  # noqa: E402
-from storage import image_list  # noqa: E402
+import data
+import prepare
+from storage import image_list
 
 SIDE, BATCH, PATCHES = 224, 32, 196
 MEAN, STD = data.IMAGENET_MEAN, data.IMAGENET_STD
@@ -257,7 +253,7 @@ def one_large(rounds: int) -> Iterator[str]:
         seen: dict[str, list[list[float]]] = {"ours": [], "classic": []}
         for _ in range(rounds):
             for how in seen:
-                command = [sys.executable, __file__, "--read-once", folder, how]
+                command = [sys.executable, "-m", "benchmarks.data", "--read-once", folder, how]
                 told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
                 seen[how].append([float(x) for x in told.split()])
         ours_s, ours_m = (statistics.median(x) for x in zip(*seen["ours"], strict=True))

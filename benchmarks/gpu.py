@@ -1,21 +1,19 @@
-"""Sizes x {eager, compiled} x {no, selective, full checkpointing} on one GPU: speed, memory, floor.
+"""Measure sizes x {eager, compiled} x {no, selective, full checkpointing} on one GPU.
 
-    python benchmarks/gpu.py --minutes 5 --out out/bench-gpu            # `make bench-gpu` does more
+    python -m benchmarks.gpu --minutes 5 --out out/bench-gpu            # `make bench-gpu` does more
 
-Each case is train_fsdp.train_step as one process makes it, bf16, at the largest power of two of
-images that the plan says will fit (halved where it does not), at most --most. The table has the
-plan's memory beside the measured one. Then, for each size, where the time of the eager step
-goes by kind of kernel, and the floor: the model's FLOPs at the rate that a large bf16 product
-reaches here, and the optimizer's 28 bytes a parameter at the rate of a large copy. A case that the
-time does not suffice for is named in the table; what matters most comes first. Runs on a CPU too,
-to see that it does.
+Each case is train_fsdp.train_step in one process, bf16, with the largest power of two of images
+that fits according to the plan (halved if it does not), at most --most. The table has the planned
+memory next to the measured one. Then, for each size, where the time of the eager step goes by kind
+of kernel, and the floor: the model's FLOPs at the rate that a large bf16 matmul reaches here, and
+the optimizer's 28 bytes per parameter at the rate of a large copy. What matters most comes first;
+cases that there is no time for are named in the table. Runs on a CPU too, as a test of itself.
 """
 
 import argparse
 import gc
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,24 +23,20 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-ROOT = Path(__file__).resolve().parent.parent
-# Behind this folder, or `import checkpoint` would find its namesake beside this file.
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
-
-import mesh  # noqa: E402
-import train_fsdp  # noqa: E402
-import vit  # noqa: E402
-from planner import estimate  # noqa: E402
-from planner.machines import MACHINES  # noqa: E402
-from planner.traffic import PlannedRun  # noqa: E402
-from runtime import peak_flops, step_profile  # noqa: E402
-from runtime.config import Config, resolve  # noqa: E402
-from runtime.step_guard import StepGuard  # noqa: E402
+import mesh
+import train_fsdp
+import vit
+from planner import estimate
+from planner.machines import MACHINES
+from planner.traffic import PlannedRun
+from runtime import peak_flops, step_profile
+from runtime.config import Config, resolve
+from runtime.step_guard import StepGuard
 
 WARM, TIMED = 3, 5  # steps
-SECONDS = {False: 15.0, True: 60.0}  # that a case takes, about: eager, compiled
-KINDS = {  # of kernels, by parts of their names; the first that fits
-    "products": (
+SECONDS = {False: 15.0, True: 60.0}  # per case, roughly: eager, compiled
+KINDS = {  # of kernels, by parts of their names; the first match counts
+    "matmul": (
         "gemm",
         "nvjet",
         "cutlass",
@@ -52,7 +46,6 @@ KINDS = {  # of kernels, by parts of their names; the first that fits
         "aten::addmm",
         "aten::bmm",
         "linear_pointwise",
-        "product",
     ),
     "attention": ("flash", "fmha", "attention", "attn", "softmax"),
     "optimizer": ("adam", "Adam"),
@@ -64,7 +57,7 @@ OTHER = "elementwise and the rest"
 
 @dataclass
 class Row:
-    """One case and what was found; None where it did not run."""
+    """One case and its results; None if it did not run."""
 
     model: str
     compiled: bool
@@ -81,7 +74,7 @@ class Row:
 
 
 def cases(models: Sequence[str]) -> Iterator[Row]:
-    """The grid, what matters most first."""
+    """Yield the grid, what matters most first."""
     for compiled, acs in (
         (False, ("none", "full")),
         (True, ("none",)),
@@ -100,14 +93,14 @@ def planned(model: str, ac: str, img_size: int, batch: int, memory_gib: float) -
 
 
 def largest_batch(model: str, ac: str, img_size: int, memory_gib: float, most: int) -> int:
-    """The largest power of two that fits by the plan, at most `most`; 0 if none does."""
+    """Find the largest power of two that fits according to the plan, at most `most`; 0 if none."""
     run = planned(model, ac, img_size, 1, memory_gib).run
     fits = min(estimate.max_local_batch(run, MACHINES["dgx-h200"], memory_gib), most)
     return 1 << (fits.bit_length() - 1) if fits else 0
 
 
 def build(row: Row, img_size: int, device: torch.device) -> Callable[[], None]:
-    """A function that makes one step of a case."""
+    """Build a function that makes one step of a case."""
     grid, config = mesh.build_mesh((1, 1), device), vit.MODELS[row.model]
     options = Config(row.model, img_size, mode="ddp", ac=row.ac, compile=row.compiled)
     run = resolve(options, 1, 1)
@@ -135,13 +128,13 @@ def build(row: Row, img_size: int, device: torch.device) -> Callable[[], None]:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device is done."""
+    """Wait until the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def clear(device: torch.device) -> None:
-    """Free what a case has left."""
+    """Free the memory of the last case."""
     gc.collect()
     torch._dynamo.reset()
     if device.type == "cuda":
@@ -187,7 +180,7 @@ def measure(row: Row, img_size: int, device: torch.device, folder: Path | None) 
 def attempt(
     row: Row, img_size: int, device: torch.device, memory_gib: float, most: int, folder: Path | None
 ) -> None:
-    """`measure`, with half the batch where the memory does not suffice."""
+    """Measure a row, with half the batch as long as the memory does not suffice."""
     row.batch = largest_batch(row.model, row.ac, img_size, memory_gib, most)
     while row.batch:
         row.plan_gib = planned(row.model, row.ac, img_size, row.batch, memory_gib).json()[
@@ -198,12 +191,12 @@ def attempt(
         except torch.cuda.OutOfMemoryError:
             row.note = f"out of memory at {row.batch}"
             row.batch //= 2
-    row.note = row.note or "does not fit, says the plan"
+    row.note = row.note or "does not fit according to the plan"
     return None
 
 
 def rates(device: torch.device) -> tuple[float, float]:
-    """(bf16 FLOP/s of a large product, bytes/s of a large copy, read and written), measured."""
+    """Measure the FLOP/s of a large bf16 matmul and the bytes/s, both ways, of a large copy."""
     side = 8192 if device.type == "cuda" else 512
     a = torch.randn(side, side, device=device).bfloat16()
     b = torch.empty(2**28 if device.type == "cuda" else 2**22, device=device)  # fp32
@@ -223,12 +216,12 @@ def rates(device: torch.device) -> tuple[float, float]:
 
 
 def kind_of(kernel: str) -> str:
-    """The kind of a kernel by its name."""
+    """Find the kind of a kernel by its name."""
     return next((k for k, parts in KINDS.items() if any(p in kernel for p in parts)), OTHER)
 
 
 def by_kind(trace: Path) -> dict[str, float]:
-    """Seconds a step of each kind of kernel in a trace of two steps."""
+    """Sum the seconds per step of each kind of kernel in a trace of two steps."""
     found = dict.fromkeys([*KINDS, OTHER], 0.0)
     for name, seconds in step_profile.by_kernel(step_profile.read_trace(trace), 2):
         found[kind_of(name)] += seconds
@@ -236,7 +229,7 @@ def by_kind(trace: Path) -> dict[str, float]:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The grid in lines."""
+    """Format the grid as lines."""
     lines = [
         f"{'model':6}{'':10}{'recompute':>11}{'batch':>7}{'img/s':>10}{'TFLOP/s':>9}{'MFU':>7}"
         f"{'GiB':>8}{'plan':>8}{'first step s':>14}  note"
@@ -261,34 +254,34 @@ def table(rows: Sequence[Row]) -> list[str]:
 def floor_lines(
     row: Row, kinds: dict[str, float], img_size: int, flops_rate: float, copy_rate: float
 ) -> list[str]:
-    """Where a step's time goes beside the floor, and what part of the gap each kind holds."""
+    """Format where a step's time goes, the floor, and each kind's part of the gap between them."""
     assert row.step_seconds is not None
     config = vit.MODELS[row.model]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in vit.ViTMAE(config, img_size).parameters())
-    products = row.batch * vit.flops_per_image(config, img_size) / flops_rate
+    matmul = row.batch * vit.flops_per_image(config, img_size) / flops_rate
     updates = 28 * parameters / copy_rate
-    gap = row.step_seconds - products - updates
-    least = {"products": products, "optimizer": updates}
+    gap = row.step_seconds - matmul - updates
+    least = {"matmul": matmul, "optimizer": updates}
     over = {kind: seconds - least.get(kind, 0.0) for kind, seconds in kinds.items()}
     over["no kernel"] = max(0.0, row.step_seconds - sum(kinds.values()))
     shares = ", ".join(f"{kind} {1e3 * s:.1f} ms ({s / gap:.0%})" for kind, s in over.items())
     return [
         f"{row.model}, batch {row.batch}: step {1e3 * row.step_seconds:.1f} ms, floor "
-        f"{1e3 * (products + updates):.1f} (products {1e3 * products:.1f}, optimizer "
+        f"{1e3 * (matmul + updates):.1f} (matmul {1e3 * matmul:.1f}, optimizer "
         f"{1e3 * updates:.1f})",
         f"    over the floor: {shares}",
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The table, on the terminal, as table.txt and rows.json."""
+    """Print the table and write it to table.txt and rows.json."""
     parser = argparse.ArgumentParser(description="Sizes x compile x checkpointing on one GPU.")
     add = parser.add_argument
     add("--models", nargs="+", choices=vit.MODELS, default=["base", "huge", "1b", "3b", "5b"])
     add("--img-size", type=int, default=224, metavar="PIXELS")
     add("--most", type=int, default=512, metavar="IMAGES", help="largest batch (default 512)")
-    add("--minutes", type=float, default=7, help="no case begins that would end later (default 7)")
+    add("--minutes", type=float, default=7, help="start no case that would end later (default 7)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--out", default="out/bench-gpu", metavar="DIR")
     args = parser.parse_args(argv)
@@ -304,14 +297,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     total = torch.cuda.get_device_properties(device).total_memory / 2**30 if gpu else 16.0
     flops_rate, copy_rate = rates(device)
     lines = [
-        f"{name}, torch {torch.__version__}, {args.img_size} px, bf16: a product reaches "
+        f"{name}, torch {torch.__version__}, {args.img_size} px, bf16: a matmul reaches "
         f"{flops_rate / 1e12:.0f} TFLOP/s, a copy {copy_rate / 1e9:.0f} GB/s"
     ]
     print(lines[0], flush=True)
     rows, floors = [], list[str]()
     for row in cases(args.models):
         if time.monotonic() + SECONDS[row.compiled] > ends:
-            row.note = "not run: the time was up"
+            row.note = "not run: out of time"
         else:
             traced = folder if not row.compiled and row.ac == "none" else None
             attempt(row, args.img_size, device, total, args.most, traced)

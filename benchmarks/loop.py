@@ -1,7 +1,7 @@
 """What the training loop adds to the bare step, and reading images to the loop; in one run.
 
-    python benchmarks/loop.py --model tiny --img-size 96 --batch 16 --threads 1
-    python benchmarks/loop.py --data examples/tiles/train --workers 1 --threads 1 ...
+    python -m benchmarks.loop --model tiny --img-size 96 --batch 16 --threads 1
+    python -m benchmarks.loop --data examples/tiles/train --workers 1 --threads 1 ...
 
 Three kinds of segments take turns on one rank: `bare` calls train_fsdp.train_step again and again
 and does nothing else; `syn` lets train_fsdp.loop make the same steps with one batch, as --run syn
@@ -13,35 +13,29 @@ and --workers 1 want two.
 import argparse
 import gc
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import repeat
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-# Behind this folder, or `import checkpoint` would find its namesake beside this file.
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
-
-import data  # noqa: E402
-import mesh  # noqa: E402
-import train_fsdp  # noqa: E402
-import vit  # noqa: E402
-from runtime import bad_images, device_batches  # noqa: E402
-from runtime.config import Config, resolve, with_images  # noqa: E402
-from runtime.log import open_log  # noqa: E402
-from runtime.meter import Meter  # noqa: E402
-from runtime.resume import Saves  # noqa: E402
-from runtime.session import Session  # noqa: E402
-from runtime.step_guard import StepGuard  # noqa: E402
+import data
+import mesh
+import train_fsdp
+import vit
+from runtime import bad_images, device_batches
+from runtime.config import Config, resolve, with_images
+from runtime.log import open_log
+from runtime.meter import Meter
+from runtime.resume import Saves
+from runtime.session import Session
+from runtime.step_guard import StepGuard
 
 BEFORE = 3  # steps that nobody counts
 

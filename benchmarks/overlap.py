@@ -1,17 +1,16 @@
-"""How much a save in the background slows the steps that it overlaps, in one run.
+"""Measure how much a save in the background slows the steps that it overlaps.
 
-    torchrun --nproc-per-node 2 -- benchmarks/overlap.py --model base --batch 8
+    torchrun --nproc-per-node 2 -m benchmarks.overlap --model base --batch 8
 
-Each turn trains some steps with nothing else, then begins a save and times the steps until it has
-ended (the last overlaps in part); the turns alternate, so that both kinds see the same machine. The
-copy in host memory, which training waits for, is timed on its own. Give each rank a core more than
-it has threads, as a node does: on a machine without one, writing and computing share it.
+Each turn times some steps alone, then starts a save and times the steps until it has ended (the
+last one overlaps in part); both kinds alternate, so that they see the same machine. The copy to
+host memory, for which training waits, is timed separately. Give each rank one core more than it
+has threads: otherwise writing and computing share a core.
 """
 
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from functools import partial
@@ -20,25 +19,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-# Behind this folder, or `import checkpoint` would find its namesake beside this file.
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
-
-import checkpoint  # noqa: E402
-import data  # noqa: E402
-import mesh  # noqa: E402
-import shard  # noqa: E402
-import vit  # noqa: E402
-from runtime import agreement  # noqa: E402
+import checkpoint
+import data
+import mesh
+import shard
+import vit
+from runtime import agreement
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Steps beside a save, against steps alone.")
+    parser = argparse.ArgumentParser(description="Time steps during a save against steps alone.")
     parser.add_argument("--model", choices=vit.MODELS, default="base")
     parser.add_argument("--img-size", type=int, default=224)
-    parser.add_argument("--batch", type=int, default=8, help="images a rank and step")
+    parser.add_argument("--batch", type=int, default=8, help="images per rank and step")
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--alone", type=int, default=6, help="steps alone in a turn")
+    parser.add_argument("--alone", type=int, default=6, help="steps alone per turn")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dir", help="where to save (default: a temporary folder)")
     args = parser.parse_args()
@@ -67,7 +62,7 @@ def main() -> int:
     nothing = torch.zeros((), device=device)
 
     def step() -> float:
-        """Seconds of one step, which ends on all ranks together."""
+        """Return the seconds of one step, which ends on all ranks together."""
         started = time.perf_counter()
         loss, _, _ = model(data.normalize(images), 0.75, noise)
         loss.backward()
@@ -78,7 +73,7 @@ def main() -> int:
 
     folder = args.dir or agreement.run_on_rank0(tempfile.mkdtemp)
     saver = checkpoint.Saver(folder, model, optimizer, keep=1, group=gloo, background=True)
-    alone, beside, copies, saves = [], [], [], []
+    alone, during, copies, saves = [], [], [], []
     for _ in range(3):
         step()
     saver.save(0, {})  # the first one also makes folders, threads, connections
@@ -89,20 +84,20 @@ def main() -> int:
         copies.append(time.perf_counter() - started)
         writing = True
         while writing:
-            beside.append(step())  # began while it was written
+            during.append(step())  # began while it was written
             # the same on all ranks: as long as one of them writes
             busy = torch.tensor(float(saver.pending is not None and not saver.pending.done()))
             writing = agreement.mean_over_ranks(busy.to(device)[None])[0] > 0
         saver.finish()
         saves.append(time.perf_counter() - started)
     if ranks.rank == 0:
-        medians = [statistics.median(kind) for kind in (alone, beside or [float("nan")])]
+        medians = [statistics.median(kind) for kind in (alone, during or [float("nan")])]
         size = sum(f.stat().st_size for f in Path(folder).glob("step_*/*")) / 1e9
         print(f"{args.model} on {ranks.world_size} ranks, {size:.2f} GB, torch {torch.__version__}")
         print(f"copy {statistics.median(copies):.2f} s, save {statistics.median(saves):.2f} s")
         print(
-            f"step alone {medians[0]:.3f} s ({len(alone)}), beside a save {medians[1]:.3f} s "
-            f"({len(beside)}), ratio {medians[1] / medians[0]:.3f}"
+            f"step alone {medians[0]:.3f} s ({len(alone)}), during a save {medians[1]:.3f} s "
+            f"({len(during)}), ratio {medians[1] / medians[0]:.3f}"
         )
     dist.barrier()
     if ranks.rank == 0 and not args.dir:

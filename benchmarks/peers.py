@@ -1,8 +1,8 @@
-"""Masked autoencoders of other libraries with our shapes and our weights, to compare with.
+"""Build the masked autoencoders of other libraries with our shapes and our weights.
 
-`transformers_mae` is the one of Hugging Face (attention by sdpa), `timm_mae` is put together here
-from timm's patch embedding and blocks, as MAE code that builds on timm does it. Both give the loss
-that vit.ViTMAE gives for the same images and masking order.
+`transformers_mae` is Hugging Face's (attention by sdpa). `timm_mae` is built here from timm's patch
+embedding and blocks, as in MAE code based on timm. Both compute the loss that vit.ViTMAE computes
+for the same images and masking order.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ import vit
 
 
 def to_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our (the official) names -> those of transformers' ViTMAEForPreTraining."""
+    """Translate our names (the official ones) into those of transformers' ViTMAEForPreTraining."""
     fixed = {
         "cls_token": "vit.embeddings.cls_token",
         "pos_embed": "vit.embeddings.position_embeddings",
@@ -54,7 +54,7 @@ def to_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class TransformersMAE(nn.Module):
-    """transformers' model behind the interface of ours; the loss alone."""
+    """Give transformers' model the interface of ours; returns the loss alone."""
 
     def __init__(self, config: vit.ViTConfig, img_size: int, mask_ratio: float) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ class TransformersMAE(nn.Module):
 
 
 def transformers_mae(mine: vit.ViTMAE, mask_ratio: float) -> TransformersMAE:
-    """With the weights of `mine`."""
+    """Build transformers' model with the weights of `mine`."""
     theirs = TransformersMAE(mine.config, mine.img_size, mask_ratio)
     theirs.model.load_state_dict(to_transformers(mine.state_dict()), strict=True)
     return theirs
 
 
 class TimmMAE(nn.Module):
-    """An MAE of timm's parts; names of parameters as in the official release."""
+    """An MAE built from timm's parts, with the official release's parameter names."""
 
     def __init__(self, config: vit.ViTConfig, img_size: int, mask_ratio: float) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class TimmMAE(nn.Module):
 
 
 def timm_mae(mine: vit.ViTMAE, mask_ratio: float) -> TimmMAE:
-    """With the weights of `mine`."""
+    """Build timm's model with the weights of `mine`."""
     theirs = TimmMAE(mine.config, mine.img_size, mask_ratio)
     theirs.load_state_dict(mine.state_dict(), strict=True)
     return theirs

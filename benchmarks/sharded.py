@@ -1,23 +1,22 @@
-"""Sharded steps on several ranks against plain DDP of transformers' model: bytes and seconds.
+"""Compare sharded steps on several ranks with plain DDP of transformers' model: bytes and seconds.
 
-    torchrun --nproc-per-node 4 -- benchmarks/sharded.py --model tiny --img-size 96 --batch 32
+    torchrun --nproc-per-node 4 -m benchmarks.sharded --model tiny --img-size 96 --batch 32
 
 Every contestant makes the same fp32 step on the same images; ours are train_fsdp.train_step in the
-modes `ddp`, `full_shard` and `hybrid` of two ranks a group, by FSDP2. Counted: the bytes of whole
-tensors that one step's collectives move, beside plan.py's. Timed: steps in interleaved rounds, and
-the counted collectives alone, one after the other. A sharded step may take longer than DDP's by
-what its collectives take longer alone; `allowed` is that, `x ddp` what it really takes.
+modes `ddp`, `full_shard` and `hybrid` with two ranks per group, in FSDP2. Counted: the bytes of
+whole tensors that one step's collectives move, next to those of plan.py. Timed: steps in
+interleaved rounds, and the counted collectives alone, one after the other. A sharded step may be
+slower than DDP's by as much as its collectives alone are: `allowed` is that ratio, `x ddp` the
+measured one.
 """
 
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,21 +24,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-ROOT = Path(__file__).resolve().parent.parent
-# Behind this folder, or `import checkpoint` would find its namesake beside this file.
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
-
-import data  # noqa: E402
-import mesh  # noqa: E402
-import shard  # noqa: E402
-import train_fsdp  # noqa: E402
-import vit  # noqa: E402
-from benchmarks import peers  # noqa: E402
-from planner import estimate  # noqa: E402
-from planner.traffic import PlannedRun  # noqa: E402
-from runtime import comm_counter  # noqa: E402
-from runtime.config import Config, resolve  # noqa: E402
-from runtime.step_guard import StepGuard  # noqa: E402
+import data
+import mesh
+import shard
+import train_fsdp
+import vit
+from benchmarks import peers
+from planner import estimate
+from planner.traffic import PlannedRun
+from runtime import comm_counter
+from runtime.config import Config, resolve
+from runtime.step_guard import StepGuard
 
 OURS, PEER = ("ddp", "full_shard", "hybrid"), "transformers"
 SMALL = 1000  # bytes: norms and checks, not parameters
@@ -74,7 +69,7 @@ def ours(
 def theirs(
     config: vit.ViTConfig, batch: tuple[Tensor, Tensor], img_size: int
 ) -> Callable[[], object]:
-    """A step of transformers' model under DDP, with fused AdamW and nothing else."""
+    """Make a step of transformers' model under DDP, with fused AdamW and nothing else."""
     mine = vit.ViTMAE(config, img_size)
     model = DistributedDataParallel(
         peers.transformers_mae(mine, 0.75), gradient_as_bucket_view=True
@@ -93,7 +88,7 @@ def theirs(
 
 
 def alone(grid: DeviceMesh, sent: Sequence[comm_counter.CommEvent], rounds: int) -> float:
-    """Seconds of these collectives and nothing else, one after the other; median of the rounds."""
+    """Time these collectives alone, one after the other; seconds, median of the rounds."""
     groups = {
         "shard": grid.get_group("shard"),
         "replicate": grid.get_group("replicate"),
@@ -114,8 +109,18 @@ def alone(grid: DeviceMesh, sent: Sequence[comm_counter.CommEvent], rounds: int)
     return statistics.median(timed(lambda: [call() for call in work]) for _ in range(rounds))
 
 
+def count_bytes(sent: Sequence[comm_counter.CommEvent], grid: DeviceMesh) -> Counter[str]:
+    """Sum the bytes by kind of collective; one in a group of a single rank sends nothing."""
+    sizes = {name: grid[name].size() for name in ("shard", "replicate")} | {"world": grid.size()}
+    counted = Counter[str]()
+    for c in sent:
+        if sizes[c.group] > 1:
+            counted[c.kind] += c.size
+    return counted
+
+
 def timed(work: Callable[[], object]) -> float:
-    """Seconds from the first rank's start to the last rank's end."""
+    """Return the seconds from the first rank's start to the last rank's end."""
     dist.barrier()
     started = time.perf_counter()
     work()
@@ -124,20 +129,20 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a line for each contestant."""
+    """Print a line for each contestant."""
     parser = argparse.ArgumentParser(description="Sharded steps against DDP of transformers.")
     add = parser.add_argument
     add("--model", choices=vit.MODELS, default="tiny")
     add("--img-size", type=int, default=96, metavar="PIXELS")
-    add("--batch", type=int, default=32, metavar="IMAGES", help="a rank and step")
+    add("--batch", type=int, default=32, metavar="IMAGES", help="per rank and step")
     add("--rounds", type=int, default=10)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     ranks, device = mesh.read_ranks(os.environ), torch.device("cpu")
     if ranks.world_size % 2:
         parser.error(
-            f"{ranks.world_size} ranks make no groups of two: start it by "
-            "torchrun --nproc-per-node 4 -- benchmarks/sharded.py"
+            f"{ranks.world_size} ranks cannot be split into groups of two: start it with "
+            "torchrun --nproc-per-node 4 -m benchmarks.sharded"
         )
     mesh.init_ranks(ranks, device)
     world, config = ranks.world_size, vit.MODELS[args.model]
@@ -156,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     built[PEER] = theirs(config, batch, args.img_size)
     sent: dict[str, list[comm_counter.CommEvent]] = {}
     for name, step in built.items():
-        for _ in range(3):  # DDP builds its buckets anew after the first
+        for _ in range(3):  # DDP rebuilds its buckets after the first
             step()
         found: list[comm_counter.CommEvent] = []
         with comm_counter.counting(grids[name], found):
@@ -176,41 +181,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         base = statistics.median(seconds[PEER])
         for name, taken in seconds.items():
-            middle = statistics.median(taken)
-            counted = Counter[str]()
-            for c in sent[name]:
-                if (
-                    len(
-                        dist.get_process_group_ranks(
-                            grids[name].get_group(c.group)
-                            if c.group != "world"
-                            else dist.group.WORLD
-                        )
-                    )
-                    > 1
-                ):
-                    counted[c.kind] += c.size
-            theory = "as plan.py says"
+            counted = count_bytes(sent[name], grids[name])
+            theory = "4 bytes per trained parameter"
             if name != PEER:
-                run = PlannedRun(
-                    config,
-                    name,
-                    world,
-                    args.batch,
-                    args.img_size,
-                    mask_ratio=0.75,
-                    group=2 if name == "hybrid" else None,
-                    precision="fp32",
-                )
-                told = estimate.make_plan(run).json()["payload_bytes"]
-                theory += "" if told == dict(counted) else f" NOT: {told}"
-            else:
-                theory = "4 bytes a trained parameter"
+                group = 2 if name == "hybrid" else None
+                shape = args.batch, args.img_size
+                run = PlannedRun(config, name, world, *shape, 0.75, group=group, precision="fp32")
+                planned = estimate.make_plan(run).json()["payload_bytes"]
+                theory = "as planned" if planned == dict(counted) else f"NOT as planned: {planned}"
             allowed = 1 + max(0.0, only[name] - only[PEER]) / base
             sizes = ", ".join(f"{kind} {size:,}" for kind, size in sorted(counted.items()))
+            median = statistics.median(taken)
             print(
-                f"{name:13} {middle:7.3f} s ({min(taken):.3f}-{max(taken):.3f})  x ddp "
-                f"{middle / base:5.2f}, allowed {allowed:5.2f}; collectives alone "
+                f"{name:13} {median:7.3f} s ({min(taken):.3f}-{max(taken):.3f})  x ddp "
+                f"{median / base:5.2f}, allowed {allowed:5.2f}; collectives alone "
                 f"{only[name]:6.3f} s; bytes: {sizes} ({theory})"
             )
     dist.barrier()

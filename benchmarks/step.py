@@ -1,19 +1,19 @@
-"""One training step of this project against its peers': time and memory, measured in one run.
+"""Compare one training step of this project with its peers': time and memory, in one run.
 
-    python benchmarks/step.py --model base --batch 8 --threads 2                # CPU, eager
-    python benchmarks/step.py --device cuda --batch 128 --precision bf16 --compile eager compiled
+    python -m benchmarks.step --model base --batch 8 --threads 2                # CPU, eager
+    python -m benchmarks.step --device cuda --batch 128 --precision bf16 --compile eager compiled
 
-Peers are transformers' ViTMAE (attention by sdpa) and an MAE put together from timm's parts
-(peers.py), with the same weights, images, masks, precision (bf16: autocast over fp32 weights) and
-fused AdamW. `vit` is our model in that same loop; `ddp` is the script's own train_step as one
-process makes it, with all it does beside: uint8 images normalised, gradient norm, finite check;
-`hybrid` (by --only) the same as a unit of FSDP2, which shards nothing here but copies as if it did.
-Before anything is timed all must find the same loss.
+Peers are transformers' ViTMAE (attention by sdpa) and an MAE built from timm's parts (peers.py),
+with the same weights, images, masks, precision (bf16: autocast over fp32 weights) and fused AdamW.
+`vit` is our model in that same loop. `ddp` is train_fsdp.train_step in one process, with all that
+it does besides: normalise uint8 images, gradient norm, check for bad values. `hybrid` (with --only)
+is the same in FSDP2, which shards nothing here but copies as if it did. Before anything is timed,
+all must compute the same loss.
 
-Rounds are interleaved and begin with another contestant each, so all see the same machine; medians
-are compared, the spread is from the smallest to the largest. A forward ends with the loss. Memory
-is the highest of a process of its own (CPU: resident; GPU: allocated) above what it held before
-the model. Where compiled, peers are compiled whole, ours by block as the script does it.
+Rounds are interleaved and each begins with another contestant, so that all see the same machine;
+medians are compared, the spread is from the smallest to the largest. A forward pass ends with the
+loss. Memory is the peak of a separate process (CPU: resident; GPU: allocated) above what it held
+before the model. If compiled, peers are compiled whole, ours block by block as in training.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,16 +33,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent.parent
-# Behind this folder, or `import checkpoint` would find its namesake beside this file.
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
-
-import data  # noqa: E402
-import mesh  # noqa: E402
-import train_fsdp  # noqa: E402
-import vit  # noqa: E402
-from runtime.config import DTYPES, Config, resolve  # noqa: E402
-from runtime.step_guard import StepGuard  # noqa: E402
+import data
+import mesh
+import train_fsdp
+import vit
+from runtime.config import DTYPES, Config, resolve
+from runtime.step_guard import StepGuard
 
 CONTESTANTS = ("vit", "ddp", "hybrid", "transformers", "timm")
 OURS = ("vit", "ddp", "hybrid")
@@ -52,11 +47,11 @@ MASK_RATIO = 0.75
 
 @dataclass(frozen=True)
 class Case:
-    """What all contestants do."""
+    """The step that all contestants make."""
 
     model: str
     img_size: int
-    batch: int  # images a step
+    batch: int  # images per step
     device: str
     precision: str
     compiled: bool
@@ -68,7 +63,7 @@ class Case:
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor]:
-    """(B, 3, H, W) uint8 images and (B, L) noise on the device; the same for everyone."""
+    """Draw images (B, 3, H, W) uint8 and noise (B, L) on the device, the same for all."""
     draw = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (case.batch, 3, case.img_size, case.img_size), generator=draw)
     noise = torch.rand(case.batch, vit.patch_count(case.config, case.img_size), generator=draw)
@@ -76,7 +71,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def synchronize(device: str) -> None:
-    """Wait for a GPU; a CPU is done when its call returns."""
+    """Wait for a GPU; a CPU has finished when its call returns."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -93,7 +88,7 @@ def plain_step(
     decay: Callable[[Tensor], bool],
     case: Case,
 ) -> Step:
-    """The loop that peers and our model share: forward, backward, fused AdamW."""
+    """Make the step that peers and our model share: forward, backward, fused AdamW."""
     images, noise = inputs(case)
     images, parameters = data.normalize(images), list(parameters)
     groups = [
@@ -120,7 +115,7 @@ def plain_step(
 
 
 class LossOnly(nn.Module):
-    """Our model behind the peers' interface."""
+    """Give our model the peers' interface."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -132,7 +127,7 @@ class LossOnly(nn.Module):
 
 
 def script_step(mode: str, case: Case) -> Step:
-    """train_fsdp.train_step, in a group of one rank."""
+    """Make a train_fsdp.train_step with one rank."""
     if not dist.is_initialized():
         mesh.init_ranks(mesh.read_ranks({}), torch.device(case.device))
     device = torch.device(case.device)
@@ -173,7 +168,7 @@ def script_step(mode: str, case: Case) -> Step:
 
 
 def contestant(name: str, case: Case) -> Step:
-    """Build one, with the weights of seed 0."""
+    """Build a contestant with the weights of seed 0."""
     if name in ("hybrid", "ddp"):
         return script_step(name, case)
     run = resolve(Config(case.model, case.img_size, mode="ddp"), 1, 1)
@@ -199,13 +194,13 @@ def contestant(name: str, case: Case) -> Step:
 
 
 def resident(what: str) -> int:
-    """VmRSS or VmHWM (the highest since it was cleared) of this process, bytes."""
+    """Read VmRSS or VmHWM (the peak since it was cleared) of this process, in bytes."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split(f"{what}:")[1].split()[0])
 
 
 def peak_memory(name: str, case: Case) -> float:
-    """GiB that a contestant's steps need at their highest; in a process of its own."""
+    """Measure the peak memory of a contestant's steps in GiB; call it in a separate process."""
     torch.set_num_threads(case.threads)
     if name not in OURS:
         from benchmarks import peers  # noqa: F401 (what an import holds is not the model's)
@@ -223,14 +218,14 @@ def peak_memory(name: str, case: Case) -> float:
 
 
 def alone(name: str, case: Case) -> float:
-    """`peak_memory` in a new process, whose C library gives freed memory back at once (glibc)."""
+    """Call `peak_memory` in a new process whose C library returns freed memory at once (glibc)."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     with get_context("spawn").Pool(1) as pool:
         return pool.apply(peak_memory, (name, case))
 
 
 def measure(case: Case, names: Sequence[str], rounds: int, memory: bool) -> dict[str, Any]:
-    """Seconds of each round by contestant; RuntimeError where they compute different things."""
+    """Time each round of each contestant; RuntimeError if their losses differ."""
     peaks = {name: alone(name, case) if memory else None for name in names}
     built, losses, compiling = {}, {}, {}
     for name in names:
@@ -258,7 +253,7 @@ def measure(case: Case, names: Sequence[str], rounds: int, memory: bool) -> dict
 
 
 def table(case: Case, found: dict[str, Any]) -> list[str]:
-    """Medians, spreads, and how many times as fast as each peer ours are."""
+    """Format medians, spreads, and the speed relative to each peer."""
     peers = [name for name in found if name not in OURS]
     lines = [
         f"{case.precision}, {'compiled' if case.compiled else 'eager'}, {case.device}: "
@@ -286,14 +281,14 @@ def table(case: Case, found: dict[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """All cases asked for; the tables, then everything on one line of JSON."""
+    """Measure all cases; print the tables, then everything as one line of JSON."""
     parser = argparse.ArgumentParser(description="Time a training step against the peers'.")
     add = parser.add_argument
     add("--model", choices=vit.MODELS, default="base")
     add("--img-size", type=int, default=224, metavar="PIXELS")
     add("--batch", type=int, default=8, metavar="IMAGES")
-    add("--rounds", type=int, default=6, help="of each contestant (default 6)")
-    add("--threads", type=int, default=2, help="of a CPU (default 2)")
+    add("--rounds", type=int, default=6, help="per contestant (default 6)")
+    add("--threads", type=int, default=2, help="CPU threads (default 2)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     add("--compile", nargs="+", choices=("eager", "compiled"), default=["eager"])
@@ -310,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     torch.set_num_threads(args.threads)
     result = {"torch": torch.__version__, "cpu": platform.processor(), "cases": []}
-    cores = len(os.sched_getaffinity(0))
+    cores = mesh.process_cores()
     name = torch.cuda.get_device_name() if gpu else f"{args.threads} threads on {cores} cores"
     print(f"torch {torch.__version__}, {name}, {args.rounds} rounds", flush=True)
     for how in args.compile:

@@ -11,14 +11,17 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 MOST_SECONDS = 7 * 24 * 3600  # of any limit that waits
 MOST_STEPS = 10**8 - 1  # a checkpoint's name has eight digits
 
 
 class Parser(argparse.ArgumentParser):
-    """Print an error as one sentence; exit status 2."""
+    """Print an error as one sentence; exit status 2. Flags are written out, not abbreviated."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **({"allow_abbrev": False} | kwargs))
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {message}", file=sys.stderr, flush=True)

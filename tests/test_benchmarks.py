@@ -13,8 +13,8 @@ from ranks import environment, free_port, run_script, start_ranks
 import vit
 
 
-def run(script: str, *argv: str) -> str:
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *argv, "--device", "cpu"]
+def run(name: str, *argv: str) -> str:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *argv, "--device", "cpu"]
     env = environment(0, 1, 0)
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del env[variable]
@@ -46,7 +46,7 @@ def test_peers_compute_what_we_do(name):
 @pytest.mark.full
 def test_step_benchmark():
     out = run(
-        "step.py",
+        "step",
         "--model",
         "tiny",
         "--img-size",
@@ -71,23 +71,23 @@ def test_step_benchmark():
 @pytest.mark.full
 def test_gpu_benchmark_runs_its_whole_path_on_a_cpu(tmp_path):
     argv = ["--models", "tiny", "--img-size", "32", "--most", "2", "--minutes", "0.9"]
-    run("gpu.py", *argv, "--out", str(tmp_path))
+    run("gpu", *argv, "--out", str(tmp_path))
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {(r["compiled"], r["ac"]) for r in rows} == {
         (compiled, ac) for compiled in (False, True) for ac in ("none", "selective", "full")
     }
     by = {(r["compiled"], r["ac"]): r for r in rows}
     assert by[False, "none"]["batch"] == 2 and by[False, "none"]["images_per_second"] > 0
-    assert by[True, "full"]["note"] == "not run: the time was up"
+    assert by[True, "full"]["note"] == "not run: out of time"
     text = (tmp_path / "table.txt").read_text()
-    assert "over the floor: products" in text and "not run: the time was up" in text
+    assert "over the floor: matmul" in text and "not run: out of time" in text
 
 
 @pytest.mark.full
 def test_bytes_of_sharded_steps_are_those_of_theory_and_of_ddp_of_transformers(tmp_path):
     """Four ranks: our ddp moves what that of transformers' model moves, others what plan says."""
     argv = ["--img-size", "32", "--batch", "2", "--rounds", "1"]
-    command = [str(ROOT / "benchmarks" / "sharded.py"), *argv]
+    command = ["-m", "benchmarks.sharded", *argv]
     start_ranks(4, partial(run_script, command), tmp_path, free_port(), 300)
     text = (tmp_path / "rank0.txt").read_text()
     with torch.device("meta"):
@@ -96,14 +96,14 @@ def test_bytes_of_sharded_steps_are_those_of_theory_and_of_ddp_of_transformers(t
     assert {*lines} == {"ddp", "full_shard", "hybrid", "transformers"}
     for name in ("ddp", "transformers"):
         assert f"bytes: all_reduce {4 * trained:,} (" in lines[name]
-    assert text.count("(as plan.py says)") == 3 and "NOT" not in text
+    assert text.count("(as planned)") == 3 and "NOT" not in text
 
 
 @pytest.mark.slow
 def test_loop_benchmark():
     data = str(ROOT / "examples" / "tiles" / "train")
     out = run(
-        "loop.py",
+        "loop",
         "--img-size",
         "32",
         "--batch",
