@@ -21,20 +21,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -148,11 +139,9 @@ def apply(
     `initial_value` gives the value of each parameter and buffer by its name in the model. If it is
     None their memory stays uninitialised: load a checkpoint before the first step.
 
-    Follow each forward pass in training mode by its backward pass: a unit that is not resharded
-    after forward would otherwise start its next forward with outdated parameters.
-
-    Raises ValueError if no module is of a block class, or for an option that the engine does not
-    have; RuntimeError that names the parameters without an initial value.
+    Follow each forward pass in training mode by its backward pass, or a unit that is not resharded
+    after forward starts the next one with outdated parameters. Raises ValueError if no module is of
+    a block class or the engine lacks an option; RuntimeError that names parameters without a value.
     """
     strategy = STRATEGIES[mode]
     names = {module: name for name, module in model.named_modules()}
@@ -302,17 +291,17 @@ def _fsdp1(
             device_mesh=submesh,
             sharding_strategy=name,
             auto_wrap_policy=ModuleWrapPolicy({type(block) for unit in units for block in unit}),
-            mixed_precision=MixedPrecision(
+            mixed_precision=fsdp.MixedPrecision(
                 options.param_dtype,
                 options.reduce_dtype,
                 buffer_dtype=torch.float32,  # position tables stay exact
                 cast_forward_inputs=False,
                 cast_root_forward_inputs=False,  # so do the targets
             ),
-            backward_prefetch=getattr(BackwardPrefetch, options.prefetch.upper(), None),
+            backward_prefetch=getattr(fsdp.BackwardPrefetch, options.prefetch.upper(), None),
             forward_prefetch=options.forward_prefetch,
             limit_all_gathers=options.limit_all_gathers,
-            cpu_offload=CPUOffload(offload_params=options.cpu_offload),
+            cpu_offload=fsdp.CPUOffload(offload_params=options.cpu_offload),
             use_orig_params=True,  # weight decay differs by parameter
             param_init_fn=init,
             device_id=device,  # needed for a CPU too
@@ -325,15 +314,15 @@ def _fsdp2(
     """FSDP2: the strategy is the mesh and `reshard_after_forward`; parameters become DTensors."""
     if options.prefetch == "backward_post":
         raise ValueError("prefetch backward_post exists in FSDP1 only")
-    pinned = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    pinned = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     shard_unit = partial(
         fully_shard,
         # Two dimensions: sharded over the second, replicated over the first. One: sharded over it.
         mesh=mesh["shard"] if strategy.group == "world" else mesh,
-        mp_policy=MixedPrecisionPolicy(
+        mp_policy=fsdp.MixedPrecisionPolicy(
             options.param_dtype, options.reduce_dtype, cast_forward_inputs=False
         ),
-        offload_policy=pinned if options.cpu_offload else OffloadPolicy(),
+        offload_policy=pinned if options.cpu_offload else fsdp.OffloadPolicy(),
     )
     for blocks in units:
         shard_unit(blocks, reshard_after_forward=strategy.reshard)
