@@ -23,14 +23,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import shard
-import vit
-from planner.estimate import Plan, compare, make_plan, reason
-from planner.machines import LINKS, MACHINES, build_ring, collective_seconds, read_machine
+from planner.command import read_command
+from planner.estimate import Plan, compare, reason
+from planner.machines import LINKS, build_ring, collective_seconds
 from planner.memory import GIB, MEMORY_PARTS, StepMemory
-from planner.traffic import PlannedRun, collectives, link_bytes, model_part
-from runtime import flags, terminal
-from runtime.config import resolve
-from runtime.ranges import filled, number
+from planner.traffic import collectives, link_bytes, model_part
+from runtime import terminal
 
 # ---------------------------------------------------------------------------------------------
 # What is printed
@@ -118,45 +116,9 @@ def _collective_lines(plan: Plan) -> Iterator[str]:
         yield f"{kind:16}{part:20}{ranks:6}{count:9}{payload / 1e6:10.1f}{ms:9.2f}"
 
 
-# ---------------------------------------------------------------------------------------------
-# Command line
-
-
-def plan_parser() -> flags.TrainingParser:
-    """Add the flags of the plan to those of train_fsdp.py."""
-    parser = flags.training_parser("plan.py")
-    parser.description = (
-        f"{(__doc__ or '').splitlines()[0]} It takes the whole command line of train_fsdp.py, "
-        "refuses what that refuses, and plans --world-size ranks (default 8)."
-    )
-    parser.set_defaults(world_size=8)
-    add = parser.add_argument_group("the plan itself").add_argument
-    add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")
-    names = f"{', '.join(MACHINES)}, or a JSON file (default frontier)"
-    add("--machine", type=filled, default="frontier", metavar="NAME", help=names)
-    gib = "per rank (default: the machine's)"
-    add("--memory-gib", type=number(0.1, 10**6), metavar="GIB", help=gib)
-    ips = "images/s of one whole node, measured under the same flags"
-    add("--measured-ips", type=number(0.001, 10**9), metavar="IMAGES", help=ips)
-    add("--compare", action="store_true", help="every mode and group, best first")
-    add("--explain", action="store_true", help="where the numbers come from")
-    add("--json", action="store_true", help="one JSON object")
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan; exit status 2 and one sentence where the flags clash."""
-    parser = plan_parser()
-    args = parser.parse_args(argv)
-    config = flags.make_config(parser, args)
-    try:
-        machine = read_machine(args.machine)
-        resolved = resolve(config, args.world_size, machine.ranks_per_node).record()
-        resolved["encoder_only"] = args.encoder_only
-        run = PlannedRun.from_flags(vit.MODELS[args.model], resolved)
-        plan = make_plan(run, machine, args.memory_gib, args.measured_ips)
-    except ValueError as error:
-        parser.error(str(error))
+    args, plan = read_command(argv)
     plans = compare(plan, args.measured_ips) if args.compare else []
     if args.json:
         rows = [p.json() | {"mode": p.label, "why": reason(p, plans)} for p in plans]

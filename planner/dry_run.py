@@ -98,12 +98,12 @@ def run_dry(run: Run, ranks: mesh.Ranks) -> Iterator[str]:
     """Yield lines on what a real run would be, in its order and with its errors."""
     config = replace(run.config, dry_run=False)
     yield f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks"
-    said: list[str] = []
-    files, found, _ = image_source.find_images(config.data, None, run.global_batch, said.append)
-    check_folder(config.out)
+    messages: list[str] = []
+    files, found, _ = image_source.find_images(config.data, None, run.global_batch, messages.append)
+    check_out_writable(config.out)
     run = with_images(replace(run, config=config), **found)
-    state = read_run_state(list_newest_first(run, said.append), run, said.append)
-    yield from said
+    state = read_run_state(list_newest_first(run, messages.append), run, messages.append)
+    yield from messages
 
     plan = planned(run, partial(print, "warning:", flush=True))
     start = start_record(run, ranks, CPU, plan, begin=state["step"], workers=0)
@@ -122,7 +122,7 @@ def run_dry(run: Run, ranks: mesh.Ranks) -> Iterator[str]:
     )
     yield from first_samples(loader, config.workers)
 
-    why_not = unsimulated(str(config.mode), config.fsdp, config.run)
+    why_not = unsimulated(config)
     simulation = None if why_not else simulate(run)
     yield why_not or "one step of rank 0, simulated" + ", without --compile" * config.compile
     yield from report(simulation, plan, run.mesh_shape, config.cpu_offload)
@@ -152,7 +152,7 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def check_folder(path: str) -> None:
+def check_out_writable(path: str) -> None:
     """Raise the OSError that a run would get from writing below `path`, without writing."""
     there = Path(path).absolute()
     while not there.exists():
@@ -177,12 +177,12 @@ def first_samples(loader: DataLoader[Any], workers: int | None) -> Iterator[str]
     yield f"rank 0 reads the samples {numbers} first{path}; {count} loader workers"
 
 
-def unsimulated(mode: str, fsdp: int | None, run: str) -> str | None:
+def unsimulated(config: Config) -> str | None:
     """Say why the step of this mode, engine and --run is not simulated; None where it is."""
-    if run == "io":
+    if config.run == "io":
         return "--run io: no model, no step"
-    if shard.STRATEGIES[mode].engine != "fsdp" or fsdp == 1:
-        engine = f"--mode {mode}" if fsdp is None else "--fsdp 1"
+    if shard.STRATEGIES[str(config.mode)].engine != "fsdp" or config.fsdp == 1:
+        engine = f"--mode {config.mode}" if config.fsdp is None else "--fsdp 1"
         return f"{engine}: flags, mesh and batch are checked, but only an FSDP2 step is simulated"
     return None
 
@@ -325,7 +325,7 @@ def report(
         host = sum(columns["at peak"][row] for row in ON_HOST)
         yield f"at the peak {host:.3f} GiB of that, {', '.join(ON_HOST)}, are host memory"
     if simulation:
-        yield from _collective_lines(simulation.collectives, shape)
+        yield from _simulated_lines(simulation.collectives, shape)
     if plan:
         yield from _planned_lines(plan, simulation)
 
@@ -337,7 +337,7 @@ def row_gib(memory: Mapping[str, int]) -> dict[str, float]:
     return gib | rows | {"all": sum(gib.values())}
 
 
-def _collective_lines(collectives: Sequence[CommEvent], shape: tuple[int, int]) -> Iterator[str]:
+def _simulated_lines(collectives: Sequence[CommEvent], shape: tuple[int, int]) -> Iterator[str]:
     sizes = {"replicate": shape[0], "shard": shape[1], "world": shape[0] * shape[1]}
     counts = Counter((c.kind, c.group) for c in collectives)
     heads = f"{'in groups of':>18}{'count':>8}{'GiB of full tensors':>24}"

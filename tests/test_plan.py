@@ -29,6 +29,7 @@ import train_fsdp
 import vit
 from planner import dry_run, estimate, machines, memory, traffic
 from runtime.config import DTYPES
+from runtime.peak_flops import PEAK_FLOPS
 from runtime.step_guard import StepGuard
 
 sys.path.append(str(ROOT / "examples" / "published"))
@@ -622,6 +623,11 @@ def test_wrong_flags_get_one_sentence(argv, sentence, capsys):
     shown = capsys.readouterr().err
     assert leave.value.code == 2 and shown.startswith("plan.py: error: ") and sentence in shown
     assert len(shown.splitlines()) == 1
+
+
+def test_peak_flops_are_those_that_a_run_measures_against():
+    for name, device in (("frontier", "MI250X"), ("dgx-h100", "H100"), ("dgx-h200", "H200")):
+        assert machines.MACHINES[name].peak_flops == PEAK_FLOPS[device][0]
 
 
 def test_machine_files(tmp_path, capsys):
