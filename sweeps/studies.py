@@ -236,19 +236,19 @@ def plan_point(
 
     plan.py takes the command line of train_fsdp.py and refuses what that refuses.
     """
-    import plan  # only planning needs it
+    from planner.command import read_command  # only planning needs it
 
     world_size = int(point["nodes"]) * int(point["ranks"])
-    words = [*flags_from_cells(point), "--world-size", str(world_size), "--json"]
+    words = [*flags_from_cells(point), "--world-size", str(world_size)]
     words += ["--machine", machine] if machine else []
     words += ["--memory-gib", f"{memory_gib:.3f}"] if memory_gib else []
-    output, errors = io.StringIO(), io.StringIO()
+    errors = io.StringIO()
     try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            plan.main(words)
+        with contextlib.redirect_stderr(errors):
+            _, plan = read_command(words)
     except SystemExit:
         raise ValueError(f"point {point['id']}: {last_error(errors.getvalue())}") from None
-    found = json.loads(output.getvalue())
+    found = plan.json()
     peak, margin, limit = found["memory_gib"]["peak"], found["margin_gib"], found["available_gib"]
     kept = {"verdict": found["verdict"], "planned_gib": peak, "memory_gib": limit}
     kept["max_local_batch"] = found["max_local_batch"]

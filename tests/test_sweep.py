@@ -24,10 +24,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 from ranks import environment, on_ranks
 
-import plan
 import sweep
 import vit
 from planner import estimate
+from planner.command import plan_parser
 from planner.traffic import PlannedRun
 from runtime import flags
 from runtime.config import batch_sizes
@@ -149,9 +149,7 @@ def test_the_studies_are_what_the_paper_varied():
         assert len({p["id"] for p in points}) == len(points)
         for point in points:
             world_size = str(int(point["nodes"]) * int(point["ranks"]))
-            plan.plan_parser().parse_args(
-                [*studies.flags_from_cells(point), "--world-size", world_size]
-            )
+            plan_parser().parse_args([*studies.flags_from_cells(point), "--world-size", world_size])
     too_large = [p for p in scaling if p["model"] == "15b" and p["mode"] == "no_shard"]
     assert too_large
     assert studies.plan_point(too_large[0], "frontier", None)["verdict"] == "NO"
