@@ -153,15 +153,18 @@ def fake_world(world_size: int) -> Iterator[None]:
 
 
 def check_out_writable(path: str) -> None:
-    """Raise the OSError that a run would get from writing below `path`, without writing."""
-    there = Path(path).absolute()
+    """Raise the ValueError that a run gets where --out cannot be made, without making it."""
+    folder = there = Path(path).absolute()
     while not there.exists():
         there = there.parent
+    code = 0
     if not there.is_dir():
-        code = errno.ENOTDIR if there != Path(path).absolute() else errno.EEXIST
-        raise OSError(code, os.strerror(code), path)
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+        code = errno.EEXIST if there == folder else errno.ENOTDIR
+    elif not os.access(there, os.W_OK | os.X_OK):
+        code = errno.EACCES
+    if code:
+        error = OSError(code, os.strerror(code), path)
+        raise ValueError(f"{error}: give --out a folder that can be made")
 
 
 def first_samples(loader: DataLoader[Any], workers: int | None) -> Iterator[str]:

@@ -137,7 +137,7 @@ def test_each_room_says_what_is_in_it():
 
 
 def test_imports_point_down():
-    """A room imports files to read or copy, and runtime; nobody imports the main job."""
+    """A room imports files to read or copy, and runtime; the dry run alone imports the main job."""
     below = {"vit", "data", "mesh", "shard", "checkpoint"}
     allowed = {
         "runtime": below | {"runtime", "storage", "planner"},
@@ -148,6 +148,8 @@ def test_imports_point_down():
     for name, tree in TREES.items():
         found = {module.partition(".")[0] for module in imported_by(tree.body)}
         ours = found & {*TOP, *ROOMS}
+        if name == "planner/dry_run":  # it steps the model of a real run
+            ours -= {"train_fsdp"}
         assert "train_fsdp" not in ours, name
         assert ours <= allowed.get(name.partition("/")[0], {*TOP, *ROOMS}), (name, ours)
 
