@@ -146,7 +146,7 @@ def apply(
     strategy = STRATEGIES[mode]
     names = {module: name for name, module in model.named_modules()}
     units = _prepare_units(model, block_classes, options)
-    fill = partial(_fill, names=names, initial_value=initial_value, device=device)
+    fill = partial(_materialize, names=names, initial_value=initial_value, device=device)
     if strategy.engine != "fsdp":
         sharded = _ddp(model.apply(fill), mesh, device, options)
     elif options.fsdp == 1:
@@ -351,7 +351,7 @@ def original_name(name: str) -> str:
 
 
 @torch.no_grad()
-def _fill(
+def _materialize(
     module: nn.Module,
     names: dict[nn.Module, str],
     initial_value: InitialValue | None,

@@ -121,7 +121,7 @@ def build_meta_model(run: Run, device: torch.device) -> nn.Module:
     with torch.device("meta"):
         model = vit.ViTMAE(run.model, run.config.img_size, run.config.norm_pix_loss)
     if device.type == "cpu":  # on a GPU PyTorch's own kernels are the fast ones
-        cpu_kernels.apply(model)
+        cpu_kernels.apply_to(model)
     return model
 
 

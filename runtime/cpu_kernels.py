@@ -8,8 +8,8 @@ benchmarks/step.py: AMD EPYC Zen 5, two cores, torch 2.15):
 - fused attention is slow for few tokens. Two matrix products and a softmax take 1.5 and 11 ms
   instead of 8 and 35 in bf16 (50 and 197 tokens), 2.7 instead of 5.6 ms in fp32 (50 tokens).
 
-`apply` edits a finished model from outside; what it computes stays the same. Copy this one file: it
-needs torch alone.
+`apply_to` edits a finished model from outside; what it computes stays the same. Copy this one file:
+it needs torch alone.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ ONEDNN = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_availabl
 PLAIN_TYPES = (Tensor, nn.Parameter)  # not DTensor, not fake tensors: they have their own rules
 
 
-def apply(model: nn.Module) -> None:
+def apply_to(model: nn.Module) -> None:
     """Give a model's nn.Linear layers and attention the CPU kernels of this file, in place.
 
     Attention is replaced in every module with an attribute `attend` (vit.Attention). Names and

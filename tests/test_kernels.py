@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def with_kernels(model: nn.Module) -> nn.Module:
-    cpu_kernels.apply(model)
+    cpu_kernels.apply_to(model)
     return model
 
 
