@@ -81,7 +81,7 @@ def classify(
     """Return (state, reason) of an attempt whose processes have ended.
 
     `code` is the exit status, None if unknown; `late` a sentence if the time limit was passed;
-    `oom` tells that the system killed some process for memory meanwhile.
+    `oom` is set if the system killed some process for memory meanwhile.
     """
     reason, problem = log.end.get("reason"), log.end.get("problem") or ""
     where = f"after step {log.steps[-1].get('step')}" if log.steps else "before the first step"
@@ -118,7 +118,7 @@ def identify(pid: int) -> list[float]:
 
 
 def is_alive(process: Sequence[float] | None) -> bool:
-    """Tell whether the process that `identify` described still runs."""
+    """Return whether the process that `identify` described still runs."""
     import psutil
 
     if not process:
@@ -241,7 +241,7 @@ def point_state(folder: Path, in_queue: Callable[[str], bool]) -> tuple[str, int
     """Return (state of a point, its number of attempts).
 
     States: waiting, running, orphaned (the sweep that started the run was killed, the run was not),
-    or the final ones: done, out of memory, failed, timed out. `in_queue` tells whether a Slurm job
+    or the final ones: done, out of memory, failed, timed out. `in_queue` says whether a Slurm job
     waits or runs.
     """
     made = list_attempts(folder)

@@ -130,7 +130,7 @@ def find_bottleneck(row: Row, runs: Mapping[str, Row], ideal: Ideal | None) -> B
     A step is compute (what one device alone takes), communication (the rest of `syn`) and input
     (what `real` takes longer than `syn`); the largest is the limit. But a loader that alone is
     slower than training without it is the limit, however much of it is hidden. What was not
-    measured stays open: ranks that share CPU cores tell nothing about communication.
+    measured stays open: ranks that share CPU cores say nothing about communication.
     """
     if row["state"] != "done":
         return bottleneck_of(row, "memory", row.get("reason") or row["state"])

@@ -74,7 +74,7 @@ class Sweep:
     def collect(self) -> list[results.Row]:
         """Write results.csv: a row per point, and the rows of other machines appended to it.
 
-        The same point has the same id on every machine: rows are told apart by their start time.
+        The same point has the same id on every machine: their start times differ.
         """
         points, table, own = self.points(), self.out / "results.csv", set[tuple[str, str]]()
         for point in points:

@@ -70,7 +70,7 @@ def bottleneck_lines(rows: Sequence[Row]) -> Iterator[str]:
     if cells:
         yield from markdown_table(header, cells)
     for advice, count in unknown.items():
-        yield f"\nFor {count} points too little was measured to tell. Try {advice}."
+        yield f"\nFor {count} points too little was measured. Try {advice}."
 
 
 def point_lines(rows: Sequence[Row], out: Path) -> Iterator[str]:

@@ -22,7 +22,7 @@ from sweeps import attempts
 Row = dict[str, Any]
 
 SETTINGS = names("sweep")  # the flags that make two runs comparable: equal in both
-SHARDING = names("sweep", "sharding")  # those of them that tell the lines of a figure apart
+SHARDING = names("sweep", "sharding")  # of these, what the lines of a figure differ in
 DEFAULTS = {"model": Config.model, "mode": "hybrid", "batch": DEFAULT_BATCH, "accum": Config.accum}
 # Columns copied from a run's log. Peaks and counters grow: their maximum is kept, else the median.
 STEP_COLUMNS = ["step_seconds", "data_seconds", "tflops_per_rank", "mfu"]
@@ -156,7 +156,7 @@ def damaged(path: Path, line: int, why: str) -> ValueError:
     """Make the error for a broken table."""
     return ValueError(
         f"{path}, line {line} is damaged, {why}: repair it, or move the file away and "
-        "run the sweep's command again, which writes it anew"
+        "run the sweep's command again to write it again"
     )
 
 

@@ -37,7 +37,7 @@ def launch_environ(ranks: str, script: Path) -> dict[str, str]:
 
 
 def in_queue(job: str) -> bool:
-    """Tell whether an array task waits or runs; a task newer than the last list asks again."""
+    """Return whether an array task waits or runs; a task newer than the last list asks again."""
     if job not in queued_jobs():
         queued_jobs.cache_clear()
     return job in queued_jobs()

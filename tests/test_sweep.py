@@ -86,7 +86,7 @@ def finish(process: subprocess.Popen, status: int = 0, seconds: float = 300) -> 
 
 
 def here(*words: object, status: int = 0) -> str:
-    """sweep.py in this process; what it prints."""
+    """sweep.py in this process; its output."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert sweep.main([str(word) for word in words]) == status, said.getvalue()
     return said.getvalue()
@@ -330,7 +330,7 @@ def test_a_profile_in_the_log_decides(tmp_path):
         (None, {"reason": "done"}, "", "", False, "done"),
     ],
 )
-def test_each_end_is_told_apart(code, end, output, late, killed, state):
+def test_each_end_is_classified(code, end, output, late, killed, state):
     assert attempts.classify(code, attempts.RunLog(end=end), output, late, killed)[0] == state
 
 
@@ -413,7 +413,7 @@ def test_killed_and_restarted_no_point_is_lost_or_run_twice_at_once(tmp_path, st
     assert (tmp_path / "out" / "report.md").exists()
 
 
-def test_what_cannot_fit_is_skipped_unless_told_to_try(tmp_path, stand_in):
+def test_what_cannot_fit_is_skipped_without_try(tmp_path, stand_in):
     script, _ = stand_in
     points = table(tmp_path / "mine.csv", "ranks,model,mode\n1,15b,no_shard\n1,tiny,no_shard\n")
     command = [points, "--out", tmp_path / "out", "--memory-gib", "64", *script]
@@ -537,7 +537,7 @@ def test_results_of_other_machines_are_appended_and_stay(tmp_path, stand_in, mon
         monkeypatch.setenv("HOST_NAME", name)
         monkeypatch.setenv("BASE", base)
         here(points, "--out", tmp_path / name / "sweep", *script)
-        time.sleep(1.0 if name == "here" else 0)  # runs are told apart by their second
+        time.sleep(1.0 if name == "here" else 0)  # runs differ in their second
     mine, other = tmp_path / "here" / "sweep", tmp_path / "there" / "sweep"
     with open(mine / "results.csv", "a") as file:
         file.write((other / "results.csv").read_text())  # its head line, too
@@ -648,7 +648,7 @@ def test_each_trouble_is_recorded_as_what_it_is(tmp_path):
 @pytest.mark.full
 @pytest.mark.slow
 def test_the_bottleneck_is_right_where_the_cause_is_known(tmp_path, monkeypatch):
-    """A slow disk, slow links, a slow model, told apart by real, syn, io and one rank alone."""
+    """A slow disk, slow links, a slow model, found by real, syn, io and one rank alone."""
     monkeypatch.setenv("SLOW_RUNS", str(tmp_path))
     points = [("1", "syn"), ("2", "real"), ("2", "syn"), ("2", "io")]
     for cause in slow.CAUSES:
@@ -831,16 +831,16 @@ def test_published_curves_have_their_shapes(drawn):
         assert lines["16"] > 0.95 and lines["1024"] < 0.4  # and falls away
         assert list(lines.values())[4:] == sorted(list(lines.values())[4:], reverse=True)
     with open(PUBLISHED / "throughput.csv") as file:
-        told = {
+        rates = {
             (r["model"], r["fsdp_mode_name"], r["gpus"]): float(r["images_per_second"])
             for r in csv.DictReader(file)
         }
     lines = series(out, "throughput")
-    assert lines["3b: hybrid 2"]["1024"] == told["3b", "HYBRID_2GPUs", "1024"]
-    assert sum(len(v) for k, v in lines.items() if "planned" not in k) == len(told)
-    best = max(v for (m, _, n), v in told.items() if (m, n) == ("1b", "8")) / 8  # full_shard's
+    assert lines["3b: hybrid 2"]["1024"] == rates["3b", "HYBRID_2GPUs", "1024"]
+    assert sum(len(v) for k, v in lines.items() if "planned" not in k) == len(rates)
+    best = max(v for (m, _, n), v in rates.items() if (m, n) == ("1b", "8")) / 8  # full_shard's
     assert share["1b: ddp (probably not bf16)"]["512"] == pytest.approx(
-        told["1b", "DDP", "512"] / 512 / best
+        rates["1b", "DDP", "512"] / 512 / best
     )
     assert len(series(out, "options")) == 6
     bars = series(out, "options")["5b: backward_pre, limit"]
@@ -871,8 +871,8 @@ def test_what_may_not_be_compared_says_so(drawn, published):
 def test_the_plan_is_drawn_with_its_error(drawn):
     said, out = drawn
     lines = series(out, "throughput")
-    told, planned = lines["3b: full_shard"], lines["3b: full_shard, planned"]
-    errors = [abs(planned[x] / told[x] - 1) for x in told]
+    rates, planned = lines["3b: full_shard"], lines["3b: full_shard, planned"]
+    errors = [abs(planned[x] / rates[x] - 1) for x in rates]
     expected = f"{statistics.median(errors):6.1%} in the median, {max(errors):6.1%} at worst"
     assert f"speed    3b    full_shard     off by {expected}, 8 points" in said
     run = PlannedRun(
@@ -947,7 +947,7 @@ def test_texts_do_not_lie_on_each_other(published, tmp_path):
             assert any("gradients probably not reduced" in text for text in legend)
 
 
-def test_every_series_is_told_apart_without_colour():
+def test_every_series_differs_without_colour():
     assert len(set(drawing.MARKS)) == len(drawing.MARKS) > 9
     assert len(set(drawing.HATCHES.values())) == len(drawing.HATCHES)
 
