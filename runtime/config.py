@@ -87,9 +87,11 @@ RESULT: Mapping[str, Any] = {"result": True}
 class Config:
     """Hold what was typed. None: not given; the mode, the ranks or the data decide."""
 
-    model: str = flag("base", vit.MODELS, "size", group="model", **RESULT, **SETTING)
-    img_size: int = flag(224, whole(1, 4096), "side", unit="PIXELS", **RESULT, **SETTING)
-    mask_ratio: float = flag(0.75, number(0, 1), "share removed", **RESULT, **SETTING)
+    model: str = flag("base", vit.MODELS, "size of the model", group="model", **RESULT, **SETTING)
+    img_size: int = flag(
+        224, whole(1, 4096), "side of an image", unit="PIXELS", **RESULT, **SETTING
+    )
+    mask_ratio: float = flag(0.75, number(0, 1), "share of patches removed", **RESULT, **SETTING)
     norm_pix_loss: bool = flag(True, bool, "predict patches normalised one by one", **RESULT)
 
     mode: str | None = flag(
@@ -134,8 +136,8 @@ class Config:
     device: str = flag(
         "auto", ("auto", "cpu", "cuda"), "cuda is ROCm too", group="memory, speed", sweep="setting"
     )
-    precision: str = flag("bf16", DTYPES, "of the computation", **RESULT, **SETTING)
-    reduce_dtype: str = flag("fp32", DTYPES, "of gradient sums", **RESULT, **SETTING)
+    precision: str = flag("bf16", DTYPES, "dtype of the computation", **RESULT, **SETTING)
+    reduce_dtype: str = flag("fp32", DTYPES, "dtype of gradient sums", **RESULT, **SETTING)
     ac: Literal["none", "selective", "full"] = flag(
         "none",
         ("none", "selective", "full"),
@@ -188,14 +190,16 @@ class Config:
     )
     accum: int = flag(1, whole(1, 10**4), "accumulation steps", unit="STEPS", **SETTING)
     blr: float = flag(1.5e-4, number(0, 1000), "lr = blr x global batch / 256", **RESULT)
-    weight_decay: float = flag(0.05, number(0, 1000), "of matrices", **RESULT)
+    weight_decay: float = flag(0.05, number(0, 1000), "of weight matrices alone", **RESULT)
     warmup_steps: int | None = flag(
         None, whole(0, MOST_STEPS), "linear (default: 5 % of the steps)", unit="STEPS", **RESULT
     )
     steps: int | None = flag(
         None, whole(1, MOST_STEPS), f"optimizer steps (default {DEFAULT_STEPS})", **RESULT
     )
-    epochs: int | None = flag(None, whole(1, MOST_STEPS), "passes over the data, not --steps")
+    epochs: int | None = flag(
+        None, whole(1, MOST_STEPS), "passes over the data, instead of --steps"
+    )
     clip: float | None = flag(
         None, number(1e-6, 1e6), "largest gradient norm (default: none)", unit="NORM", **RESULT
     )

@@ -69,7 +69,7 @@ def training_parser(program: str = "train_fsdp.py") -> TrainingParser:
         if mark["group"]:
             add = parser.add_argument_group(mark["group"]).add_argument
         help = "* " * mark["result"] + mark["help"]
-        if row.default not in (None, False, True):
+        if row.default is not None and not isinstance(row.default, bool):
             help += f" (default {row.default})"
         options: dict[str, Any] = {"default": row.default, "help": help.replace("%", "%%")}
         kind = mark["kind"]

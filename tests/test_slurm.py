@@ -462,7 +462,7 @@ def test_rounds_that_a_node_ends_are_counted_as_well(case):
     [
         ((), {"SLURM_JOB_QOS": "debug"}, "not done: submit the same command again to resume"),
         ((), {"AGAIN": "no"}, "not done: submit the same command again to resume"),
-        (("--run", "syn"), {}, "finished"),
+        (("--run-mode", "syn"), {}, "finished"),
         (("--run=io",), {}, "finished"),
     ],
 )
