@@ -1,4 +1,4 @@
-# make demo    train on the embedded images with 4 CPU ranks, set-up included
+# make demo    train on the embedded images with 4 CPU ranks, set-up included; resumes after Ctrl-C
 # make test    lint, types and tests, set-up included
 # make test-all    the same with the whole matrices, and what takes minutes; an hour
 # make quick   the tests that take seconds
@@ -17,7 +17,7 @@ DEMO_OUT := out/demo
 
 demo: $(VENV)/run.ok
 	@test -d examples/tiles/train || { echo "examples/tiles/train is missing: git checkout examples" >&2; exit 1; }
-	@rm -rf $(DEMO_OUT)
+	@if [ -e $(DEMO_OUT)/done ]; then rm -rf $(DEMO_OUT); fi  # an interrupted one is resumed
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 \
 	  train_fsdp.py --mode hybrid --group 2 --model tiny --img-size 96 --data examples/tiles/train \
 	  --global-batch 48 --steps 100 --blr 8e-3 --precision fp32 --device cpu --workers 1 \

@@ -1,4 +1,4 @@
-"""What README, the layout and the style promise, checked against the files themselves."""
+"""What the layout and the style promise, checked against the files themselves."""
 
 import ast
 import itertools
@@ -7,22 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT
 from PIL import Image
 from ranks import environment, free_port
 
-import plan
-import shard
-import train_fsdp
-import vit
-from runtime.flags import parse
-
-README = (ROOT / "README.md").read_text()
-FRONTIER = (ROOT / "docs/frontier.md").read_text()
 LAUNCH = (ROOT / "launch_frontier.sh").read_text()
 ROOMS = ["runtime", "storage", "planner", "sweeps"]
 FILES = {
@@ -49,83 +39,18 @@ TOP = ["vit", "data", "mesh", "shard", "train_fsdp", "checkpoint", "prepare", "p
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
-def table(heading: str, text: str = README) -> list[list[str]]:
-    """The cells of the first table under a heading, without its head."""
-    section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+# --- the top level and the rooms
 
 
-def commands(text: str = README) -> list[str]:
-    """Each command of the bash blocks on one line, comments removed."""
-    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.split(" #")[0].strip() for line in lines if line.strip()]
-
-
-def flags_of(command: str) -> list[str]:
-    """What train_fsdp.py gets of a command that starts it or launch_frontier.sh."""
-    return re.split(r"(?:train_fsdp\.py|launch_frontier\.sh)", command, maxsplit=1)[1].split()
-
-
-# --- README
-
-
-def test_strategy_table_is_that_of_the_code():
-    mesh = {"1": "world x 1", "group": "world/group x group", "world": "1 x world"}
-    rows = [
-        [
-            f"`{name}`",
-            s.shards,
-            mesh[s.group],
-            "frees" if s.reshard else "keeps",
-            s.traffic,
-            s.use_when,
-        ]
-        for name, s in shard.STRATEGIES.items()
-    ]
-    assert table("Which strategy") == rows
-
-
-def test_size_table_is_that_of_the_code():
-    published = {"base": 87, "huge": 635, "1b": 914, "3b": 3067, "5b": 5349, "15b": 14720}
-    rows = []
-    for name, c in vit.MODELS.items():
-        with torch.device("meta"):
-            count = sum(p.numel() for p in vit.ViTMAE(c).parameters())
-        mlp = f"{c.mlp_width}{' gated' if c.gated_mlp else ''}"
-        rows.append(
-            [
-                f"`{name}`",
-                str(c.width),
-                str(c.depth),
-                mlp,
-                str(c.heads),
-                str(c.patch),
-                str(published.get(name, "-")),
-                f"{count:,}",
-                f"{vit.flops_per_image(c) / 1e9:.1f}",
-                f"{16 * count / 2**30:.1f}",
-            ]
-        )
-    assert table("Sizes") == rows
-
-
-def test_file_table_names_the_top_level_and_nothing_else():
-    names = [row[0].strip("`") for row in table("The files, in reading order")]
-    assert all((ROOT / name).exists() for name in names)
+def test_top_level_is_what_is_read_run_or_copied():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")
-    tracked = {Path(name).parts[0] for name in listed.stdout.splitlines()}
-    shown = {name.rstrip("/").partition("/")[0] for name in names}
+    tracked = {name for name in listed.stdout.splitlines() if "/" not in name}
     assert {name for name in tracked if name.endswith((".py", ".sh"))} == {
         *(f"{name}.py" for name in TOP),
         "launch_frontier.sh",
     }
-    folders = {name for name in tracked if (ROOT / name).is_dir() and not name.startswith(".")}
-    assert shown == folders | {name for name in tracked if name.endswith((".py", ".sh"))}
-    assert names[:5] == ["vit.py", "data.py", "mesh.py", "shard.py", "train_fsdp.py"]
 
 
 def test_each_room_says_what_is_in_it():
@@ -154,97 +79,7 @@ def test_imports_point_down():
         assert ours <= allowed.get(name.partition("/")[0], {*TOP, *ROOMS}), (name, ours)
 
 
-def test_commands_of_readme_are_valid():
-    training = [c for c in commands() if "train_fsdp.py" in c or "launch_frontier.sh" in c]
-    assert len(training) == 4
-    for command in training:
-        parse(flags_of(command))  # SystemExit if not
-    targets = {c.split()[1] for c in commands() if c.startswith("make ")}
-    makefile = (ROOT / "Makefile").read_text()
-    assert targets == {"demo", "test"}
-    assert all(f"\n{t}:" in makefile for t in {*targets, "quick", "test-slurm", "sweep-gpu"})
-
-
-def test_the_single_process_command_of_readme_runs(tmp_path):
-    (command,) = [c for c in commands() if c.startswith("python train_fsdp.py")]
-    argv = [*command.split()[2:], "--steps", "2", "--workers", "0", "--device", "cpu"]
-    assert train_fsdp.main([*argv, "--out", str(tmp_path)]) == 0
-
-
-def test_torchrun_needs_the_two_dashes_of_readme(tmp_path):
-    flags = ["--model", "tiny", "--run", "io", "--batch", "2", "--steps", "1", "--workers", "0"]
-    flags += ["--device", "cpu", "--out"]
-    for dashes, status in (["--"], 0), ([], 2):
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                "2",
-                *dashes,
-                "train_fsdp.py",
-                *flags,
-                str(tmp_path),
-            ],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=environment(0, 1, 0),
-        )
-        assert done.returncode == status, done.stderr
-    assert "error: ambiguous option: --run" in done.stderr
-
-
-def strings_of_scripts() -> list[str]:
-    return [
-        node.value
-        for tree in TREES.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-
-
-def test_messages_of_readme_are_those_of_the_code():
-    """Each piece of a message, split at the dots, stands in some string of the scripts."""
-    strings = strings_of_scripts()
-    rows = [row[0].strip("`") for row in table("When it stops")]
-    assert len(rows) == 18
-    for message in rows:
-        if message.startswith(("torchrun:", "DataLoader")):
-            continue  # the test above; PyTorch's own words
-        pieces = [p.strip() for p in message.split("...")]
-        if message.startswith("is missing"):
-            pieces = message.split("; it is set by ")
-            pieces = [pieces[0], pieces[1]]
-        for piece in pieces:
-            assert any(piece in s for s in strings), piece
-
-
-def test_readme_stays_short():
-    text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)  # commands and output are no prose
-    prose = [line for line in text.splitlines() if not line.startswith("|")]
-    assert len(" ".join(prose).split()) < 1700
-
-
-def test_the_plan_of_readme_is_what_is_printed(capsys):
-    section = README.split("\n## Will it fit?")[1].split("\n## ")[0]
-    command, shown = re.findall(r"```(?:bash)?\n(.*?)```", section, re.DOTALL)
-    assert plan.main(command.split()[2:]) == 0
-    assert capsys.readouterr().out == shown
-
-
-# --- launch_frontier.sh and docs/frontier.md
-
-CALLERS = {
-    "LD_LIBRARY_PATH",
-    "CRAY_LD_LIBRARY_PATH",
-    "NCCL_NET_PLUGIN",
-    "TMPDIR",
-}  # not by the user
-OWN = {"FIRST_JOB"}  # passed on from job to job of a chain
+# --- launch_frontier.sh
 
 
 def test_launch_script_is_clean():
@@ -267,52 +102,6 @@ def test_each_export_of_the_launch_script_has_its_reason():
     for i in exports:
         before = lines[i - 2] if lines[i - 1].endswith("||") else lines[i - 1]
         assert before.startswith("# "), lines[i]
-
-
-def test_variables_of_frontier_md_are_those_of_the_script():
-    read = set(re.findall(r"\$\{([A-Z_]+):?[-=]", LAUNCH))
-    read = {name for name in read if not name.startswith("SLURM_")} - CALLERS - OWN
-    rows = {row[0].strip("`"): row[1].strip("`") for row in table("The variables", FRONTIER)}
-    assert set(rows) == read
-    for name, default in rows.items():
-        constant = re.search(rf"\$\{{{name}:?[-=]([a-z0-9]+)\}}", LAUNCH)
-        if constant:
-            assert default == constant[1], name
-
-
-def test_flags_of_frontier_md_are_those_of_the_script():
-    text = " ".join(row[0] for row in table("The flags", FRONTIER))
-    ours = re.findall(r"^#SBATCH (.*)", LAUNCH, re.MULTILINE)
-    assert len(ours) == 8
-    for flag in [*ours, "-A PROJECT", "-C nvme", "-K1", "--gpus-per-task=1"]:
-        assert f"`{flag}`" in text, flag
-    for flag in ("--gpus-per-task=1", "-K1", "${GPU_BIND:-closest}", "${GPU_BIND:-none}"):
-        assert flag in LAUNCH
-
-
-def test_commands_of_frontier_md():
-    text = re.sub(r"```bash\n.*?```", "", FRONTIER, flags=re.DOTALL)
-    prose = [" ".join(c.split()) for c in re.findall(r"`([^`]*launch_frontier\.sh -[^`]*)`", text)]
-    starts = [c for c in (*commands(FRONTIER), *prose) if "train_fsdp.py -" in c or "sh -" in c]
-    assert len(starts) == 3
-    for command in starts:
-        parse(flags_of(command))  # SystemExit if not
-    first = re.search(r"```bash\n(.*?)```", FRONTIER, re.DOTALL)
-    assert first and len(first[1].strip().splitlines()) <= 6 and "sbatch -A PROJECT" in first[1]
-    for block in re.findall(r"```bash\n(.*?)```", FRONTIER, re.DOTALL):
-        subprocess.run(["bash", "-n"], input=block, text=True, check=True)
-
-
-def test_messages_of_frontier_md_are_those_of_the_code():
-    rows = [row[0].strip("`") for row in table("When it stops", FRONTIER)]
-    assert len(rows) >= 10
-    for message in rows:
-        assert any(message in text for text in (LAUNCH, *strings_of_scripts())), message
-
-
-def test_frontier_md_stays_short():
-    prose = [line for line in FRONTIER.splitlines() if not line.startswith("|")]
-    assert len(" ".join(prose).split()) < 600
 
 
 # --- layout and style

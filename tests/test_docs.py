@@ -1,0 +1,443 @@
+"""README and docs/ say what is true: commands run, tables and messages are those of the code."""
+
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+import checkpoint
+import plan
+import prepare
+import shard
+import sweep
+import vit
+from planner.command import plan_parser
+from runtime import flags, log
+
+ROOMS = ["runtime", "storage", "planner", "sweeps"]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("docs/*.md")}
+README = PAGES["README.md"] = (ROOT / "README.md").read_text()
+FRONTIER, LAYOUT = PAGES["docs/frontier.md"], PAGES["docs/layout.md"]
+MESSAGES = PAGES["docs/troubleshooting.md"]
+LAUNCH = (ROOT / "launch_frontier.sh").read_text()
+
+
+def tracked() -> list[str]:
+    """List the files that git knows, new ones included; skip the test outside of a checkout."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The tables of a page: rows of cells, the head first."""
+    found: list[list[list[str]]] = []
+    inside = False
+    for line in text.splitlines():
+        if line.startswith("|"):
+            if not inside:
+                found.append([])
+            if not re.fullmatch(r"[|-]+", line):
+                found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+        inside = line.startswith("|")
+    return found
+
+
+def table(text: str, head: str) -> list[list[str]]:
+    """The rows below the head whose first cell is `head`."""
+    return next(rows[1:] for rows in tables(text) if rows[0][0] == head)
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """The code blocks of a page, as (language, content)."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> list[str]:
+    """Each command of the bash blocks, and of the prose, on one line without its comment."""
+    shell = "".join(content for language, content in blocks(text) if language == "bash")
+    lines = shell.replace("\\\n", " ").splitlines()
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines += [code for code in re.findall(r"`([^`]+)`", prose) if len(code.split()) > 1]
+    return [" ".join(line.split(" #")[0].split()) for line in lines if line.strip()]
+
+
+COMMANDS = [(page, command) for page, text in PAGES.items() for command in commands(text)]
+
+
+def started(program: str) -> list[str]:
+    """The arguments of a program, wherever a page starts it."""
+    start = r"^" if program == "torchrun" else r"\b(?:python|sbatch|torchrun)\b.* "
+    found = [re.search(rf"{start}{re.escape(program)} (.+)", command) for _, command in COMMANDS]
+    return [match[1].split(" > ")[0] for match in found if match]
+
+
+# --- README
+
+
+def test_readme_is_short():
+    without_code = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
+    prose = [line for line in without_code.splitlines() if not line.startswith("|")]
+    assert len(" ".join(prose).split()) < 1100
+    assert len(tables(README)) <= 4
+
+
+def test_strategy_table_is_that_of_the_code():
+    mesh = {"1": "world x 1", "group": "world/group x group", "world": "1 x world"}
+    rows = [
+        [
+            f"`{name}`",
+            s.shards,
+            mesh[s.group],
+            "frees" if s.reshard else "keeps",
+            s.traffic,
+            s.use_when,
+        ]
+        for name, s in shard.STRATEGIES.items()
+    ]
+    assert table(README, "mode") == rows
+
+
+def test_size_table_is_that_of_the_code():
+    published = {"base": 87, "huge": 635, "1b": 914, "3b": 3067, "5b": 5349, "15b": 14720}
+    rows = []
+    for name, c in vit.MODELS.items():
+        with torch.device("meta"):
+            count = sum(p.numel() for p in vit.ViTMAE(c).parameters())
+        rows.append(
+            [
+                f"`{name}`",
+                str(c.width),
+                str(c.depth),
+                f"{c.mlp_width}{' gated' if c.gated_mlp else ''}",
+                str(c.heads),
+                str(c.patch),
+                str(published.get(name, "-")),
+                f"{count:,}",
+                f"{vit.flops_per_image(c) / 1e9:.1f}",
+                f"{16 * count / 2**30:.1f}",
+            ]
+        )
+    assert table(README, "name") == rows
+
+
+def test_file_table_names_the_top_level_and_nothing_else():
+    shown = [row[0].strip("`") for row in table(README, "file or folder")]
+    assert shown[:5] == ["vit.py", "data.py", "mesh.py", "shard.py", "train_fsdp.py"]
+    names = {Path(name).parts[0] for name in tracked()}
+    folders = {f"{name}/" for name in names if (ROOT / name).is_dir() and name[0] != "."}
+    assert {*shown} == folders | {name for name in names if name.endswith((".py", ".sh"))}
+
+
+# --- your first hour: the commands as printed, in their order, in a fresh clone
+
+
+def first_hour() -> list[tuple[str, list[tuple[str, str]]]]:
+    """Each step's heading and code blocks."""
+    section = README.split("\n## Your first hour\n")[1].split("\n## ")[0]
+    parts = [part.split("\n", 1) for part in section.split("\n### ")[1:]]
+    return [(heading, blocks(text)) for heading, text in parts]
+
+
+def clone(folder: Path) -> dict[str, str]:
+    """Copy the tracked files to a folder, with this Python as its .venv; return the environment."""
+    for name in tracked():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    os.utime(folder / "requirements.txt", (0, 0))  # or make would install again
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC", "MAKE", "TEST_")
+    env = {key: text for key, text in os.environ.items() if not key.startswith(hidden)}
+    more = {"MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return env | more | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"}
+
+
+def interrupt(command: str, folder: Path, env: dict[str, str]) -> str:
+    """Run a command until it prints its third step, press Ctrl-C, and return its output."""
+    program = subprocess.Popen(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert program.stdout
+    lines, steps = [], 0
+    for line in program.stdout:
+        lines.append(line)
+        steps += line.startswith("step ")
+        if steps == 3:
+            os.killpg(program.pid, signal.SIGINT)
+    program.wait(timeout=60)
+    return "".join(lines)
+
+
+def execute(language: str, content: str, folder: Path, env: dict[str, str]) -> str:
+    """Run a block of the README; return what it prints."""
+    output = ""
+    if "press Ctrl-C" in content:
+        first, content = content.split("\n", 1)
+        output = interrupt(first, folder, env)
+        assert "the same command continues from there" in output, output
+    command = [sys.executable, "-c", content] if language == "python" else ["bash", "-ec", content]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=env,
+        text=True,
+        timeout=1100,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, output + done.stdout
+    return output + done.stdout
+
+
+def check_shown(shown: str, output: str) -> None:
+    """Hold an output of the README against a real one: the same lines, but for their numbers."""
+    place = 0
+    for line in shown.splitlines():
+        words = [r"\S+" if re.search(r"\d", w) else re.escape(w) for w in line.split()]
+        found = re.compile(r"\s+".join(words)).search(output, place)
+        assert found, f"{line!r} is not in\n{output[place:]}"
+        place = found.end()
+
+
+def run_steps(steps: list[tuple[str, list[tuple[str, str]]]], folder: Path) -> None:
+    env = clone(folder)
+    for _, parts in steps:
+        output = ""
+        for language, content in parts:
+            if language:
+                output = execute(language, content, folder, env)
+            else:
+                check_shown(content, output)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_first_hour_up_to_the_plan(tmp_path):
+    steps = first_hour()
+    assert [len(parts) for _, parts in steps] == [2, 2, 1, 2, 2, 1]
+    run_steps(steps[:5], tmp_path)
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 5000
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_first_hour_the_sweep(tmp_path):
+    run_steps(first_hour()[5:], tmp_path)
+    page = (tmp_path / "sweep_quick" / "report.md").read_text()
+    assert "## What limits" in page and "](figures/throughput" in page
+
+
+def test_two_ranks_by_torchrun_and_what_they_print(tmp_path):
+    """The shortest row of the first hour: its fourth step, of two training steps."""
+    _, ((language, command), (_, shown)) = first_hour()[3]
+    short = command.replace("--steps 20", "--steps 2 --workers 0")
+    assert short != command
+    check_shown(shown, execute(language, short, tmp_path, clone(tmp_path)))
+
+
+# --- commands of all pages
+
+
+def test_commands_for_training_are_valid():
+    found = [*started("train_fsdp.py"), *started("launch_frontier.sh")]
+    found = [a for a in found if a.startswith("--") and "..." not in a and a != "--help"]
+    assert len(found) >= 8
+    for argv in found:
+        flags.parse(argv.split())  # SystemExit if not
+
+
+def test_torchrun_takes_all_flags_without_two_dashes():
+    """Its parser also sees what comes after the script's name: --run alone means --run-path."""
+    from torch.distributed.run import get_args_parser
+
+    found = started("torchrun")
+    assert len(found) >= 3
+    for argv in [*found, "train_fsdp.py --run-mode io"]:
+        assert " -- " not in argv
+        args = get_args_parser().parse_args(argv.split())
+        assert args.training_script.endswith(".py") or args.module
+    every = [option for row in flags.training_parser()._actions for option in row.option_strings]
+    for option in {*every} - {"--run", "-h", "--help"}:
+        get_args_parser().parse_args(["train_fsdp.py", option])
+
+
+def test_commands_of_the_other_programs_are_valid(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where DIR, OUT and the like do not exist
+    for argv in started("plan.py"):
+        plan_parser().parse_args(argv.split())
+    for argv in started("sweep.py"):
+        words = argv.split(" -- ")[0].replace('"-A PROJECT"', "-APROJECT")
+        sweep.build_parser().parse_args(words.replace("--sbatch ", "--sbatch=").split())
+    for program, name in ((checkpoint, "checkpoint.py"), (prepare, "prepare.py")):
+        assert started(name)
+        for argv in started(name):
+            try:  # there is no such folder
+                assert program.main(argv.split()) == 1
+            except SystemExit as refused:
+                assert "no folder" in str(refused) or refused.code == 2
+    makefile = (ROOT / "Makefile").read_text()
+    for page, command in COMMANDS:
+        if match := re.match(r"make ([a-z-]+)$", command):
+            assert f"\n{match[1]}:" in makefile, (page, command)
+        if match := re.search(r"(?:^|\s)python (-m )?([a-z_/.]+)", command):
+            name = match[2].replace(".", "/") + ".py" if match[1] else match[2]
+            assert name == "pip.py" or (ROOT / name).exists(), (page, command)
+
+
+def test_shell_of_all_pages_is_shell():
+    for text in PAGES.values():
+        for language, content in blocks(text):
+            assert language in ("bash", "python", "")
+            if language == "bash":
+                subprocess.run(["bash", "-n"], input=content, text=True, check=True)
+            if language == "python":
+                ast.parse(content)
+
+
+def test_flags_that_are_named_exist():
+    known: set[str] = set()
+    for parser in (flags.training_parser(), plan_parser(), sweep.build_parser()):
+        known |= {option for row in parser._actions for option in row.option_strings}
+    for path in (ROOT / "prepare.py", *ROOT.glob("benchmarks/*.py")):
+        known |= {*re.findall(r'"(--[a-z-]+)"', path.read_text())}
+    known |= {*re.findall(r"--[a-z-]+", LAUNCH)}
+    # of torchrun, sbatch, pip and conda
+    known |= {"--standalone", "--nproc-per-node", "--nnodes", "--exclusive", "--gpus-per-node"}
+    known |= {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--local-addr"}
+    known |= {"--index-url", "--help"}
+    for page, text in PAGES.items():
+        for code in re.findall(r"`([^`]+)`", text.replace("```", "")):
+            for option in re.findall(r"(?<![\w-])--[a-z-]+", code):
+                assert option in known, (page, option)
+
+
+def test_the_plan_of_the_guide_is_what_is_printed(capsys):
+    section = PAGES["docs/guide.md"].split("\n## Plan a run\n")[1]
+    (_, command), (_, shown) = blocks(section)[:2]
+    assert plan.main(command.split()[2:]) == 0
+    assert capsys.readouterr().out == shown
+
+
+# --- names, links, messages, keys
+
+
+def test_links_lead_somewhere():
+    for page, text in PAGES.items():
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            if not target.startswith("https://"):
+                assert (ROOT / page).parent.joinpath(target).exists(), (page, target)
+    linked = {*re.findall(r"\]\((docs/\w+\.md)\)", README)}
+    assert linked == {page for page in PAGES if page.startswith("docs/")}
+
+
+def test_files_that_are_named_exist():
+    known = {*tracked(), *(Path(name).name for name in tracked()), "sweep_quick/report.md"}
+    for page, text in PAGES.items():
+        for code in re.findall(r"`([^`\n]+)`", text):
+            for name in re.findall(r"[\w/]+\.(?:py|md|sh)\b", code):
+                assert name in known, (page, name)
+
+
+def test_layout_lists_every_file():
+    modules = [name for name in tracked() if name.endswith(".py") and "/__init__" not in name]
+    for room in ("", *ROOMS):
+        head = f"`{room}/`" if room else "top level"
+        shown = [row[0].strip("`") for row in table(LAYOUT, head)]
+        files = {Path(n).name for n in modules if Path(n).parent == Path(room)}
+        assert len(shown) == len({*shown})
+        assert {*shown} == files | ({"launch_frontier.sh"} if not room else set()), room
+
+
+def test_layout_names_what_is_in_the_files():
+    """Each name in the column "look for" is defined in the file beside it."""
+    rows = table(LAYOUT, "question")
+    assert len(rows) >= 10
+    for question, file, where in rows:
+        tree = ast.parse((ROOT / file.strip("`")).read_text())
+        defined = {name for node in ast.walk(tree) for name in names_of(node)}
+        for name in re.findall(r"`([^`]+)`", where.split(":")[0]):
+            assert {*name.split(".")} <= defined, (question, name)
+    for module, name in re.findall(r"`(vit|data|mesh|shard|checkpoint)\.([A-Za-z_]+)`", LAYOUT):
+        if name != "py":
+            tree = ast.parse((ROOT / f"{module}.py").read_text())
+            assert name in {n for node in tree.body for n in names_of(node)}, (module, name)
+
+
+def names_of(node: ast.AST) -> Iterator[str]:
+    """The names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def test_messages_are_those_of_the_code():
+    """Each piece of a message, split at the dots, stands in some string of the scripts."""
+    scripts = [path for room in (".", *ROOMS) for path in (ROOT / room).glob("*.py")]
+    strings = [LAUNCH]
+    for node in (n for path in scripts for n in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            strings.append(node.value)
+    rows = [row[0] for rows in tables(MESSAGES) for row in rows[1:]]
+    assert len(rows) >= 28
+    for cell in (cell for cell in rows if "PyTorch's message" not in cell):
+        for piece in re.split(r"\.\.\.|; it is set by ", cell.strip("`")):
+            assert any(piece.strip() in text for text in strings), piece
+
+
+def test_log_keys_are_those_of_the_code():
+    keys = {*log.device_memory(torch.device("cpu"))}
+    for node in ast.walk(ast.parse((ROOT / "runtime" / "log.py").read_text())):
+        if isinstance(node, ast.Call) and node.args and ast.unparse(node.args[0]) == "'step'":
+            keys |= {keyword.arg for keyword in node.keywords if keyword.arg}
+    assert {row[0].strip("`") for row in table(PAGES["docs/outputs.md"], "`step`")} == keys
+
+
+# --- docs/frontier.md and launch_frontier.sh
+
+# of the script, but not for the user to set
+CALLERS = {"LD_LIBRARY_PATH", "CRAY_LD_LIBRARY_PATH", "NCCL_NET_PLUGIN", "TMPDIR"}
+OWN = {"FIRST_JOB"}  # passed on from job to job of a chain
+
+
+def test_variables_of_frontier_are_those_of_the_script():
+    read = set(re.findall(r"\$\{([A-Z_]+):?[-=]", LAUNCH))
+    read = {name for name in read if not name.startswith("SLURM_")} - CALLERS - OWN
+    rows = {row[0].strip("`"): row[1].strip("`") for row in table(FRONTIER, "variable")}
+    assert set(rows) == read
+    for name, default in rows.items():
+        constant = re.search(rf"\$\{{{name}:?[-=]([a-z0-9]+)\}}", LAUNCH)
+        if constant:
+            assert default == constant[1], name
+
+
+def test_flags_of_frontier_are_those_of_the_script():
+    text = " ".join(row[0] for row in table(FRONTIER, "flag"))
+    ours = re.findall(r"^#SBATCH (.*)", LAUNCH, re.MULTILINE)
+    assert len(ours) == 8
+    for flag in [*ours, "-A PROJECT", "-C nvme", "-K1", "--gpus-per-task=1"]:
+        assert f"`{flag}`" in text, flag
+    for flag in ("--gpus-per-task=1", "-K1", "${GPU_BIND:-closest}", "${GPU_BIND:-none}"):
+        assert flag in LAUNCH
+
+
+def test_frontier_begins_with_a_job_in_six_lines():
+    language, first = blocks(FRONTIER)[0]
+    assert language == "bash" and "sbatch -A PROJECT" in first
+    assert len(first.strip().splitlines()) <= 6
