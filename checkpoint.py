@@ -1,21 +1,22 @@
-"""Sharded checkpoints that load anywhere: written by any mode, engine and world size, read by any.
+"""Sharded checkpoints that load anywhere: saved by any mode, engine and world size, loaded by any.
 
-On `torch.distributed.checkpoint` (DCP): every rank writes its shards, each replica once, and reads
-what it needs of anybody's. Parameters and optimizer states go by their names in the model, so that
-neither the wrapping nor the number of ranks shows. One checkpoint is one folder:
+Built on `torch.distributed.checkpoint` (DCP): each rank writes its own shards, every replica once,
+and reads what it needs from the shards of all. Parameters and optimizer states are stored under
+their names in the unwrapped model: neither the wrapping nor the number of ranks shows in a file.
+One checkpoint is one folder:
 
-    step_00000100/checkpoint.json    step, flags, format, size and checksum of every other file
-                  .metadata          which tensor lies where (DCP's own, a pickle: read with care)
-                  __0_0.distcp       the shards that rank 0 wrote
+    step_00000100/checkpoint.json    the manifest: step, flags, size and CRC-32 of all other files
+                  .metadata          DCP's index: which tensor is where (a pickle: see below)
+                  __0_0.distcp       the shards of rank 0
 
-It is written under another name, made durable, and renamed: a folder of that name is complete. One
-that cannot be read is either Damaged, for good, or an OSError, which may pass.
+It is written under a temporary name, synced to the disk and renamed: a folder with the final name
+is complete. One that cannot be loaded raises Damaged (for good) or an OSError (which may pass).
 
-    python checkpoint.py ls DIR                 what is there
-    python checkpoint.py verify DIR             every checksum right, every tensor whole
-    python checkpoint.py consolidate DIR OUT    one plain file with the official MAE's names
+    python checkpoint.py ls DIR                 list the checkpoints of a run
+    python checkpoint.py verify DIR             check every checksum and every tensor
+    python checkpoint.py consolidate DIR OUT    write the model to one file, for the official MAE
 
-Copy this one file: it needs torch alone.
+Copy this one file: it needs only torch.
 """
 
 if __name__ == "__main__":
@@ -30,47 +31,36 @@ import errno
 import io
 import json
 import math
-import operator
 import os
 import pickle
-import pickletools
 import re
 import shutil
 import stat
 import sys
 import warnings
-import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as state_dicts
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
-from torch.serialization import get_crc32_options, set_crc32_options
 
-FORMAT = 2  # of the folder; raised when older code could not read it. 1: no checksum of MANIFEST
+FORMAT = 2  # of the folder; raised when older code could not read it. 1: manifest without checksum
 MANIFEST = "checkpoint.json"
-MANIFEST_LIMIT = 2**22  # bytes: enough for 80,000 ranks, and little memory for whatever they hold
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+MANIFEST_LIMIT = 2**22  # bytes: enough for 80,000 ranks, and little memory whatever it contains
+READ_LIMIT = 2**20  # bytes read at once from a file whose content is not trusted yet
+FLAT = state_dicts.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Damaged(ValueError):
@@ -82,270 +72,238 @@ class Damaged(ValueError):
 
 
 def _unwrapped_name(name: str) -> str:
-    """The name that a parameter or buffer had before it was wrapped."""
+    """Return the name that a parameter or buffer has in the unwrapped model."""
     wrappers = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module")
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
-def _local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself; within ZeRO-1's the one that updates this rank's parameters."""
-    return getattr(optimizer, "optim", optimizer)
+def _create_adamw_state(optimizer: torch.optim.AdamW) -> None:
+    """Create the state that AdamW lacks before its first step.
 
-
-def _create_adamw_state(
-    optimizer: torch.optim.Optimizer, moment: Callable[[Tensor], Tensor] = torch.zeros_like
-) -> None:
-    """Give AdamW the states it lacks before its first step.
-
-    DCP would make them by a step with gradients of zeros: a third more memory than the state has.
+    DCP would take a step with zero gradients: a third more memory than the state needs.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not optimizer.state[p]:
-                where = p.device if group["fused"] or group["capturable"] else torch.device("cpu")
+                device = p.device if group["fused"] or group["capturable"] else torch.device("cpu")
                 optimizer.state[p] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=where),
-                    "exp_avg": moment(p.detach()),
-                    "exp_avg_sq": moment(p.detach()),
+                    "step": torch.zeros((), dtype=torch.float32, device=device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
                 }
 
 
-def _zero1_states(model: nn.Module, inner: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The states of the parameters that this rank updates."""
-    names = {p: _unwrapped_name(n) for n, p in model.named_parameters()}
-    return {
-        f"state.{names[p]}.{leaf}": value
-        for group in inner.param_groups
-        for p in group["params"]
-        for leaf, value in inner.state[p].items()
-    }
-
-
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All tensors of a training state, "model.NAME" and "optim.state.NAME.LEAF", as held here.
+    """Return every tensor of the training state as this rank holds it. Collective.
 
-    Sharded ones are DTensors. Numbers that the flags decide (learning rate, betas) are not in it.
-    Collective.
+    The names are "model.NAME" and "optim.state.NAME.LEAF"; sharded tensors are DTensors. Numbers
+    that the flags decide (learning rate, betas) are not included.
     """
-    tensors: dict[str, Any] = {f"model.{n}": t for n, t in get_model_state_dict(model).items()}
-    inner = _local_optimizer(optimizer)
+    tensors: dict[str, Any] = {
+        f"model.{n}": t for n, t in state_dicts.get_model_state_dict(model).items()
+    }
+    inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1 wraps the one of this rank's parameters
     if isinstance(inner, torch.optim.AdamW):
         _create_adamw_state(inner)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        states: dict[str, Any] = dict(_zero1_states(model, inner))
+        names: dict[Any, str] = {p: _unwrapped_name(n) for n, p in model.named_parameters()}
+        for p, state in inner.state.items():
+            tensors |= {f"optim.state.{names[p]}.{leaf}": value for leaf, value in state.items()}
     else:
-        states = dict(get_optimizer_state_dict(model, optimizer, options=FLAT))
-    return tensors | {f"optim.{n}": t for n, t in states.items() if n.startswith("state.")}
+        states = state_dicts.get_optimizer_state_dict(model, optimizer, options=FLAT)
+        tensors |= {f"optim.{n}": t for n, t in states.items() if n.startswith("state.")}
+    return tensors
 
 
 def _restore_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
 ) -> None:
-    """Give model and optimizer what was loaded into their `named_tensors`. Collective."""
-    of_model: dict[str, Any] = {
-        n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")
-    }
-    set_model_state_dict(model, of_model)
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return  # they were loaded in place
-    states: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=FLAT))
-    states |= {n.removeprefix("optim."): t for n, t in tensors.items() if n.startswith("optim.")}
-    set_optimizer_state_dict(model, optimizer, states, options=FLAT)
+    """Set model and optimizer to tensors that were loaded into `named_tensors`. Collective."""
+    parts: dict[str, dict[str, Any]] = {"model": {}, "optim": {}}
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition(".")
+        parts[part][rest] = tensor
+    state_dicts.set_model_state_dict(model, parts["model"])
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):  # whose own tensors were loaded into
+        states: Any = state_dicts.get_optimizer_state_dict(model, optimizer, options=FLAT)
+        states |= parts["optim"]
+        state_dicts.set_optimizer_state_dict(model, optimizer, states, options=FLAT)
+
+
+def _expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return names and unsharded shapes of what `named_tensors` gives for AdamW. Collective."""
+    whole: dict[str, Any] = dict(state_dicts.get_model_state_dict(model))
+    shapes = {f"model.{name}": tuple(tensor.shape) for name, tensor in whole.items()}
+    for name in whole.keys() - {_unwrapped_name(n) for n, _ in model.named_buffers()}:
+        shapes[f"optim.state.{name}.step"] = ()
+        for leaf in ("exp_avg", "exp_avg_sq"):
+            shapes[f"optim.state.{name}.{leaf}"] = shapes[f"model.{name}"]
+    return shapes
 
 
 # ---------------------------------------------------------------------------------------------
-# Writing
+# Files
+
+
+def _open(path: Path) -> io.BufferedReader:
+    """Open a regular file of a checkpoint: a pipe would block, a link could lead anywhere."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise Damaged(f"{path.name} is not a regular file")
+    return path.open("rb")
+
+
+def _crc32(file: io.BufferedReader) -> int:
+    """Return the CRC-32 of the rest of a file."""
+    crc = 0
+    while block := file.read(READ_LIMIT):
+        crc = zlib.crc32(block, crc)
+    return crc
 
 
 def _size_and_crc(path: Path) -> tuple[int, int]:
-    """Size and CRC-32 of a file; the next block is read while one is summed."""
-    size = crc = turn = 0
-    with _open(path) as file, ThreadPoolExecutor(1) as reader:
-        room = min(2**23, os.fstat(file.fileno()).st_size + 1)
-        blocks = [memoryview(bytearray(room)) for _ in range(2)]
-        coming = reader.submit(file.readinto, blocks[0])
-        while count := coming.result():
-            block, turn = blocks[turn], 1 - turn
-            coming = reader.submit(file.readinto, blocks[turn])
-            size, crc = size + count, zlib.crc32(block[:count], crc)
-    return size, crc
+    """Return what the manifest says of a file: its size in bytes and its CRC-32."""
+    with _open(path) as file:
+        return os.fstat(file.fileno()).st_size, _crc32(file)
 
 
-def _write_durably(path: Path, text: str) -> None:
-    """Replace a small file so that a crash leaves the old text or the new."""
+@contextmanager
+def _replacing(path: Path) -> Iterator[io.BufferedWriter]:
+    """Open a new file that replaces `path`, durably, once its block has ended without error."""
     new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)  # which may be a link, or a pipe
-    with new.open("x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-class _Summed(io.BufferedWriter):
-    """A file that knows the CRC-32 of what was written to it, so that it need not be read again.
-
-    It has the kernel write to the disk meanwhile, not only at the end, in fsync.
-    """
-
-    size = crc = begun = 0
-
-    def write(self, data: Any) -> int:
-        count = super().write(data)
-        self.size, self.crc = self.size + count, zlib.crc32(data, self.crc)
-        if hasattr(os, "posix_fadvise") and self.size - self.begun >= 2**26:
-            self.begun = self.size
-            os.posix_fadvise(self.fileno(), 0, self.begun, os.POSIX_FADV_DONTNEED)
-        return count
-
-
-class _Files(FileSystem):
-    """DCP's access to files; keeps the size and sum of each that was written."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, tuple[int, int]] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        if mode != "wb":
-            raise ValueError(f"{path}: written once, not opened by {mode}")
-        with _Summed(open(path, mode, buffering=0)) as file:
+        new.unlink(missing_ok=True)  # it may be a link, or a pipe
+        with new.open("xb") as file:
             yield file
-            self.sums[os.path.basename(path)] = (file.size, file.crc)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # makes the new names in it durable
+        os.close(folder)
+    finally:
+        with suppress(OSError):
+            new.unlink()
 
 
-class _Writer(FileSystemWriter):
-    """DCP's writer into a temporary folder, which the coordinator completes and renames.
+def _rename_for_removal(checkpoint: Path) -> Path:
+    """Rename a checkpoint: a kill while it is removed must not leave half of it under its name."""
+    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.removed"))
 
-    DCP calls `finish` on one rank when all have written, and tells all ranks of any error, so that
-    a full disk on one of them fails the save on all.
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove partial and renamed checkpoints as far as possible: no reason for a save to fail."""
+    with suppress(OSError):
+        for path in folder.glob(".step_*"):
+            if path.suffix in (".writing", ".removed"):
+                path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# Saving
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer, to a temporary folder that the coordinator completes and renames.
+
+    DCP calls `finish` on one rank when all have written, and raises an error of any rank on all of
+    them: a full disk on one rank fails the save on all.
     """
 
     def __init__(self, folder: Path, step: int, run_state: dict[str, Any], keep: int) -> None:
         self.out, self.final = folder, folder / f"step_{step:08d}"
-        self.temporary = folder / f".step_{step:08d}.writing"
+        self.temporary = folder / f".{self.final.name}.writing"
         self.manifest = run_state | {"format": FORMAT, "step": step}
         self.keep = keep
         super().__init__(self.temporary, sync_files=True)
-        self.fs: Any = _Files()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write this rank's shards; the checksums of its files follow DCP's own results."""
         if self.temporary.is_symlink():
             raise FileExistsError(f"{self.temporary} is a link: nothing is written where it leads")
-        twice = get_crc32_options()
-        set_crc32_options(False)  # of each tensor by torch.save: _Files takes the sum of all
         try:
-            future = super().write_data(plan, planner)
+            written: Any = super().write_data(plan, planner).value()
         except RuntimeError as error:
             raise _root_cause(error) from None
-        finally:
-            set_crc32_options(twice)
-        for name, sums in self.fs.sums.items():
-            (self.temporary / f"{name}.sum").write_text(json.dumps(sums))
+        names = {result.storage_data.relative_path for result in written}
+        files = {name: _size_and_crc(self.temporary / name) for name in names}
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([*written, files])
         return future
 
     def finish(self, metadata: Metadata, results: Any) -> None:
+        """Write index and manifest, rename the folder, remove older checkpoints."""
+        files: dict[str, tuple[int, int]] = {}
+        for result in results:  # of each rank
+            files |= result.pop()
         super().finish(metadata, results)
-        files = {}
-        for path in sorted(self.temporary.glob("*.sum")):
-            files[path.stem] = json.loads(path.read_text())
-            path.unlink()
-        files[".metadata"] = self.fs.sums[".metadata.tmp"]
+        files[".metadata"] = _size_and_crc(self.temporary / ".metadata")
         manifest = json.loads(json.dumps(self.manifest | {"files": files}))
-        manifest["checksum"] = _checksum(manifest)
-        _write_durably(self.temporary / MANIFEST, json.dumps(manifest, indent=1))
-        _sync_folder(self.temporary)
-        gone = []
-        if self.final.exists():  # the same step saved again
-            gone.append(_rename_for_removal(self.final))
+        manifest["checksum"] = _manifest_checksum(manifest)
+        with _replacing(self.temporary / MANIFEST) as file:
+            file.write(json.dumps(manifest, indent=1).encode())
+        replaced = _rename_for_removal(self.final) if self.final.exists() else None
         try:
             self.temporary.rename(self.final)
         except OSError:
-            for old in gone:
-                old.rename(self.final)
+            if replaced:
+                replaced.rename(self.final)
             raise
-        _write_durably(self.out / "latest", self.final.name + "\n")
+        with _replacing(self.out / "latest") as file:
+            file.write(f"{self.final.name}\n".encode())
         with suppress(OSError):
-            older = [p for p in list_checkpoints(self.out) if step_of(p) <= self.manifest["step"]]
-            gone += [_rename_for_removal(old) for old in older[: -self.keep]]
-        for path in gone:
-            _remove(path)
+            steps = [p for p in list_checkpoints(self.out) if step_of(p) <= manifest["step"]]
+            for old in steps[: -self.keep]:
+                _rename_for_removal(old)
+        _remove_leftovers(self.out)
 
 
 def _root_cause(error: Exception) -> Exception:
-    """What torch.save met first: ending its file on a full disk, it fails again."""
+    """Return the OSError behind an error of torch.save, which fails again as it closes its file."""
     first: BaseException = error
     while first.__context__:
         first = first.__context__
     return first if isinstance(first, OSError) else error
 
 
-def _checksum(manifest: dict[str, Any]) -> int:
+def _manifest_checksum(manifest: dict[str, Any]) -> int:
     """Return the CRC-32 of a manifest without its own checksum."""
     rest = {key: value for key, value in manifest.items() if key != "checksum"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def save(
-    folder: str,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    run_state: dict[str, Any],
-    keep: int = 2,
-    group: dist.ProcessGroup | None = None,
-) -> str | None:
-    """Write `folder`/step_XXXXXXXX from all ranks and name it in `latest`; keep the newest `keep`.
-
-    `run_state` (JSON) is stored in the manifest. `group` coordinates: one of gloo, so that
-    nothing is gathered in GPU memory. Returns None, or on every rank the same sentence why it
-    could not be written; then the older checkpoints are as they were. Collective.
-    """
-    writer = _Writer(Path(folder), step, run_state, keep)
-    return _write(named_tensors(model, optimizer), writer, group)
-
-
 def _write(
     tensors: dict[str, Tensor], writer: _Writer, group: dist.ProcessGroup | None
 ) -> str | None:
+    """Write one checkpoint; return why it failed, the same sentence on all ranks. Collective."""
     first = dist.get_rank() == 0
     if first:
-        _remove_partial_saves(writer.out)  # what a killed process left
+        _remove_leftovers(writer.out)
     dist.barrier(group)  # nobody writes before that
     try:
-        for name, tensor in tensors.items():  # in the order of their indices: so they are read
+        for name, tensor in tensors.items():  # values are stored, and read, in the order of indices
             if isinstance(tensor, Tensor) and not tensor.is_contiguous():
                 tensors = tensors | {name: tensor.contiguous()}
         dcp.save(tensors, storage_writer=writer, process_group=group)
-    except (Exception, CheckpointException) as error:  # the latter, no Exception, has all ranks'
+    except (Exception, CheckpointException) as error:  # the latter is not an Exception
         if first:
-            _remove_partial_saves(writer.out)
-        failures = getattr(error, "failures", {0: (error,)})
+            _remove_leftovers(writer.out)
+        failures = getattr(error, "failures", {0: (error,)})  # of all ranks
         return _failure_message(writer.manifest["step"], {r: f[0] for r, f in failures.items()})
     return None
 
 
-def _failure_message(step: int, errors: dict[int, BaseException]) -> str:
+def _failure_message(step: int, errors: Mapping[int, BaseException]) -> str:
+    """Name every rank's error in one sentence."""
     reasons = sorted(f"{type(e).__name__}: {e} (rank {r})" for r, e in errors.items())
     return f"step {step} was not saved: {'; '.join(reasons)}"
 
 
 class Saver:
-    """The checkpoints of one run, one at a time; in the `background`, if wanted, while it trains.
+    """Save the checkpoints of one run as `folder`/step_XXXXXXXX and keep the newest `keep`.
 
-    In the background the tensors are copied in host memory first, which is all that training waits
-    for, and written by a thread. `group` must then be nobody else's: two threads that wait in one
-    group wait for ever. Whether a save went well is learned at the next one, by all ranks alike.
+    `group` coordinates: a gloo group, or objects are gathered in GPU memory. With `background` a
+    thread writes from a copy in host memory, and training waits only for the copy; `group` must
+    then serve nothing else, because two threads in one group deadlock.
     """
 
     def __init__(
@@ -366,34 +324,34 @@ class Saver:
         self.step = self.saved = 0  # of the newest attempt; of the newest that is on disk
 
     def save(self, step: int, run_state: dict[str, Any], wait: bool = True) -> list[str]:
-        """As the function `save`; `wait` for its end, in the background too. Collective.
+        """Save, and store `run_state` (JSON) in the manifest; `wait` for its end. Collective.
 
-        Returns a sentence for each save that turned out to have failed: this one and, in the
-        background, the one before.
+        Returns a sentence per failed save, the same on all ranks: this one and, in the background,
+        the one before. A failed save leaves the older checkpoints as they were.
         """
         problems = self.finish()
         if self.failures == 2 and not wait:
-            return problems  # enough
+            return problems  # two failed saves in a row: the caller ends the run
         self.step = step
         writer = _Writer(self.folder, step, run_state, self.keep)
         tensors = named_tensors(self.model, self.optimizer)
         if self.thread is None:
             return problems + self._record(_write(tensors, writer, self.group))
-        errors: list[Exception | None] = [None] * dist.get_world_size()
-        mine = None
+        error = None
         try:
-            tensors = writer.stage(tensors)  # copies: training goes on to change the originals
-        except Exception as error:  # no memory for them
-            mine = error
-        dist.all_gather_object(errors, mine, group=self.group)
+            tensors = writer.stage(tensors)  # the copy: training changes the originals meanwhile
+        except Exception as e:  # no memory for it
+            error = e
+        errors: list[Exception | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error, group=self.group)
         if any(errors):
-            problem = _failure_message(step, {r: e for r, e in enumerate(errors) if e})
-            return problems + self._record(problem)
+            known = {rank: e for rank, e in enumerate(errors) if e}
+            return problems + self._record(_failure_message(step, known))
         self.pending = self.thread.submit(_write, tensors, writer, self.group)
         return problems + (self.finish() if wait else [])
 
     def finish(self) -> list[str]:
-        """Wait for the save that is under way, if one is; as `save`. Collective."""
+        """Wait for the save in the background, if any, and return as `save` does. Collective."""
         pending, self.pending = self.pending, None
         return self._record(pending.result()) if pending else []
 
@@ -403,306 +361,239 @@ class Saver:
         return [problem] if problem else []
 
 
-def _rename_for_removal(checkpoint: Path) -> Path:
-    """Rename what is to be removed: a kill meanwhile must not leave half of it under its name."""
-    aside = checkpoint.with_name(f".{checkpoint.name}.removed")
-    _remove(aside)
-    return checkpoint.rename(aside)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder, or a link in its place, as far as that can be done."""
-    with suppress(OSError):
-        folder.unlink() if folder.is_symlink() else shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_partial_saves(folder: Path) -> None:
-    """Remove what a kill left: no reason to fail, or to hang."""
-    with suppress(OSError):
-        for left in folder.glob(".step_*"):
-            if left.suffix in (".writing", ".removed"):
-                _remove(left)
-
-
 # ---------------------------------------------------------------------------------------------
-# Reading
+# Loading: nothing in a file is trusted before it is checked
 
 
-# What DCP's own .metadata is made of. Everything else in a pickle is refused, unexecuted.
+# Besides the classes of Metadata's own module: what DCP's index consists of.
 _ALLOWED_GLOBALS = {
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
 
 
-class _RestrictedUnpickler(pickle.Unpickler):
+class _RestrictedUnpickler(pickle._Unpickler):
+    """Unpickle DCP's index without running code, in memory that is bounded by the file's size.
+
+    Python's own unpickler, not C's: that one allocates a table as long as the largest memo index.
+    """
+
+    dispatch = pickle._Unpickler.dispatch.copy()
+    del dispatch[pickle.BYTEARRAY8[0]]  # allocates before it reads
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        def read(size: int) -> bytes:
+            if size > READ_LIMIT:
+                raise Damaged(f".metadata has an argument of {size} bytes")
+            return file.read(size)
+
+        source: Any = SimpleNamespace(read=read, readline=None)  # None: no text of unknown length
+        super().__init__(source)
+
     def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED_GLOBALS.get(module, ()):
+        """Return what the pickle names, or raise Damaged."""
+        if (module, name) in _ALLOWED_GLOBALS:
             return super().find_class(module, name)
-        found = getattr(torch, name, None) if module == "torch" else None
+        owner = sys.modules[module] if module in ("torch", Metadata.__module__) else None
+        found = getattr(owner, name, None)
+        if isinstance(found, type) and found.__module__ == Metadata.__module__:
+            return found
         if isinstance(found, torch.dtype) and not name.startswith(("q", "bits")):  # no numbers
             return found
-        raise Damaged(f".metadata contains {module}.{name}, which this code never writes: refused")
+        where = f"{module}.{name}"
+        raise Damaged(f".metadata contains {where!r}, which this code never writes: refused")
 
 
-# Size of an opcode's argument, or of the length before it. Those that DCP never needs are absent:
-# ended by a newline, of 8 bytes' length, or a number that pickle makes a table as long as.
-_LENGTHS = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4U: 4}
-_ARGUMENTS = {
-    op.code.encode("latin-1"): op.arg.n if op.arg else 0
-    for op in pickletools.opcodes
-    if op.name != "LONG_BINPUT" and (op.arg is None or op.arg.n >= 0 or op.arg.n in _LENGTHS)
-}
-_FRAME, _ARGUMENT_LIMIT = b"\x95", 2**20
-
-
-def _check_pickle(file: Any) -> None:
-    """Damaged where pickle would take much more memory than it has read."""
-    while (opcode := file.read(1)) != b".":
-        if not opcode:
-            raise EOFError
-        if opcode not in _ARGUMENTS:
-            raise Damaged(f".metadata has an opcode {opcode!r}, which this code never writes")
-        size = _ARGUMENTS[opcode]
-        if size < 0:
-            size = int.from_bytes(file.read(_LENGTHS[size]), "little")
-        argument = file.read(min(size, _ARGUMENT_LIMIT))
-        if opcode == _FRAME:
-            size = int.from_bytes(argument, "little")
-        if size > _ARGUMENT_LIMIT:
-            raise Damaged(f".metadata has an argument of {size} bytes")
-
-
-def _open(path: Path, buffering: int = 0) -> Any:
-    """A regular file of a checkpoint: a pipe would be waited for, a link lead elsewhere."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise Damaged(f"{path.parent}: {path.name} is not a regular file")
-    return path.open("rb", buffering)
-
-
-class _Reader(FileSystemReader):
-    """DCP's reader, without its trust in what it reads: values alone, never a pickle.
-
-    With `once` nobody else reads the same bytes: the kernel need not keep them.
-    """
-
-    def __init__(self, folder: Path, metadata: Metadata, once: bool = False) -> None:
-        super().__init__(folder)
-        self.known, self.once = metadata, once and hasattr(os, "posix_fadvise")
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.known
-
-    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
-        with ExitStack() as stack:
-            opened: dict[str, io.FileIO] = {}
-            for item in plan.items:
-                name = self.storage_data[item.storage_index].relative_path
-                if name not in opened:
-                    opened[name] = stack.enter_context(_open(Path(self.path) / name))
-                self._read_into(planner.resolve_tensor(item).detach(), item, opened[name])
-        return super().read_data(replace(plan, items=[]), planner)
-
-    def _read_into(self, target: Tensor, item: ReadItem, file: io.FileIO) -> None:
-        """Read the wanted rows of a saved part, straight into a tensor that lies as they do.
-
-        Where memory is new, most time goes into the kernel's work on its pages: a copy doubles it,
-        and taking pages back from the file's cache, when memory is short, doubles it again.
-        """
-        entry: Any = self.known.state_dict_metadata[item.storage_index.fqn]
-        sizes = next(c.sizes for c in entry.chunks if c.offsets == item.storage_index.offset)
-        dtype, lengths = entry.properties.dtype, tuple(item.lengths)
-        values = _values_offset(file, self.storage_data[item.storage_index], sizes, dtype)
-        rows_above = item.storage_offsets[0] if sizes else 0
-        begin = values + rows_above * math.prod(sizes[1:]) * dtype.itemsize
-        rows, straight = target, target.device.type == "cpu" and target.dtype == dtype
-        if not straight or not target.is_contiguous() or lengths[1:] != sizes[1:]:
-            rows = torch.empty((*lengths[:1], *sizes[1:]), dtype=dtype)
-        file.seek(begin)
-        left: Any = memoryview(rows.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        while left:
-            count = file.readinto(left)
-            if not count:
-                raise OSError(errno.EIO, "ended early", file.name)
-            left = left[count:]
-        if rows is not target:
-            for dim in range(1, rows.ndim):
-                rows = rows.narrow(dim, item.storage_offsets[dim], lengths[dim])
-            target.copy_(rows)
-        if self.once:
-            os.posix_fadvise(file.fileno(), begin, rows.nbytes, os.POSIX_FADV_DONTNEED)
-
-
-def _values_offset(file: io.FileIO, place: Any, sizes: Sequence[int], dtype: torch.dtype) -> int:
-    """Where the values of a saved part begin, in the archive by torch.save that lies in a file.
-
-    Nothing of the archive is executed. Damaged where it has not just these, uncompressed.
-    """
-    end = place.offset + place.length
-    tail = max(place.offset, end - 2**16)  # an archive's table is at its end
-    file.seek(tail)
+@contextmanager
+def _refusing(folder: Path, name: str) -> Iterator[None]:
+    """Raise Damaged, in one sentence, for any error but an OSError while a file is examined."""
     try:
-        with zipfile.ZipFile(io.BytesIO(file.read(end - tail))) as archive:
-            (record,) = (r for r in archive.infolist() if re.search(r"/data/\d+$", r.filename))
-        header = tail + record.header_offset  # the offset is told from `tail`, and may be < 0
-        if header >= place.offset and record.compress_type == zipfile.ZIP_STORED:
-            # 30 bytes, of which the last tell the lengths of what follows before the values
-            file.seek(header + 26)
-            begin = header + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
-            size = math.prod(sizes) * dtype.itemsize
-            if begin + size <= end and record.file_size == size:
-                return begin
-    except OSError:
-        raise
-    except Exception:  # zipfile has many
-        pass
-    where = Path(str(file.name))
-    raise Damaged(f"{where.parent}: no plain tensor lies at byte {place.offset} of {where.name}")
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """DCP's index of a checkpoint, read without executing anything.
-
-    Damaged unless it names whole tensors and, for each part, a place in a file of the manifest.
-    """
-    files = read_manifest(folder)["files"]
-    try:
-        with _open(folder / ".metadata", -1) as file:
-            _check_pickle(file)
-            file.seek(0)
-            metadata = _RestrictedUnpickler(file).load()
-        tensors, places = metadata.state_dict_metadata, metadata.storage_data
-        if not (isinstance(tensors, dict) and isinstance(places, dict)):
-            raise Damaged(".metadata holds no tables")
-        room = sum(size for size, _ in files.values())
-        for name, entry in tensors.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise Damaged(f"{name} is not a tensor but a pickled object")
-            # Python's own arithmetic, which does not overflow: what is read here is believed later.
-            values = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if values != math.prod(entry.size):
-                raise Damaged(f"{name} has {values} of {math.prod(entry.size)} values")
-            if _overlap(entry.chunks):  # then as many values are missing elsewhere
-                raise Damaged(f"{name} has overlapping parts")
-            for chunk in entry.chunks:
-                ends = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
-                if any(not 0 <= start <= start + n <= size for start, n, size in ends):
-                    raise Damaged(f"{name} has a part outside its shape")
-                index = MetadataIndex(name, chunk.offsets)
-                place = places[index].relative_path if index in places else "no file"
-                if not re.fullmatch(r"__\d+_\d+\.distcp", place) or place not in files:
-                    raise Damaged(f"{name} has no valid file in this checkpoint ({place})")
-                start, length = places[index].offset, places[index].length
-                needed = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
-                if not 0 <= start <= start + length <= files[place][0] or needed > length:
-                    raise Damaged(f"{name} does not fit at its position in {place}")
-                if getattr(places[index], "transform_descriptors", None):
-                    raise Damaged(
-                        f"{name} is compressed or transformed, which this code never does"
-                    )
-                room -= needed
-        if room < 0:
-            raise Damaged(f"the tensors need {-room} bytes more than the files contain")
+        yield
     except OSError:
         raise
     except Damaged as error:
         raise Damaged(f"{folder}: {error}") from None
     except Exception as error:
-        raise Damaged(f"{folder}: .metadata is not readable ({type(error).__name__})") from None
-    metadata.storage_meta = None
-    return metadata
+        raise Damaged(f"{folder}: {name} is not readable ({type(error).__name__})") from None
 
 
-def _overlap(chunks: Sequence[Any]) -> bool:
-    """Whether two parts of a tensor (offsets, sizes) have a value in common."""
-    boxes = [(tuple(c.offsets), tuple(map(operator.add, c.offsets, c.sizes))) for c in chunks]
-    boxes = sorted(box for box in boxes if all(map(operator.lt, *box)))
-    for i, (begin, end) in enumerate(boxes):
-        for later, its_end in (boxes[k] for k in range(i + 1, len(boxes))):
-            if later[:1] >= end[:1]:
-                break  # and so do all that follow: slices of rows are compared once each
-            if all(map(operator.lt, begin, its_end)) and all(map(operator.lt, later, end)):
-                return True
-    return False
+def _check_index(
+    metadata: Any, sizes: dict[str, int], shards: dict[str, io.BufferedReader]
+) -> None:
+    """Check that each tensor lies wholly in the files of these `sizes`, as values in the `shards`.
+
+    Python's integers do not overflow: what is checked here is relied on later.
+    """
+    spare = sum(sizes.values())
+    for name, entry in metadata.state_dict_metadata.items():
+        if not (isinstance(entry, TensorStorageMetadata) and name.isprintable()):
+            raise Damaged(f"{name!r} is not a tensor but a pickled object")
+        if not _is_tiled(entry.size, entry.chunks):
+            raise Damaged(f"{name} is not covered exactly once by its parts")
+        for chunk in entry.chunks:
+            place = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+            path = getattr(place, "relative_path", None)
+            if path not in sizes:
+                raise Damaged(f"{name} has no valid file in this checkpoint, but {path!r}")
+            needed = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+            begin, end = place.offset, place.offset + place.length
+            inside = 0 <= begin <= end - needed and end <= sizes[path]
+            if type(begin) is not int or type(end) is not int or not inside:
+                raise Damaged(f"{name} does not fit at its position in {path}")
+            if path in shards:
+                _values_offset(shards[path], place, needed)
+            spare -= needed
+    if spare < 0:
+        raise Damaged(f"the tensors need {-spare} bytes more than the files contain")
+
+
+def _is_tiled(size: Sequence[int], chunks: Sequence[Any]) -> bool:
+    """Return whether the parts of a tensor are the cells of a grid over it.
+
+    A device mesh splits each dimension by itself, so every sharding is such a grid.
+    """
+    cells = set()
+    for chunk in chunks:
+        if any(n < 0 for n in chunk.sizes):
+            return False
+        if 0 not in chunk.sizes:
+            ranges = zip(torch.Size(chunk.offsets), torch.Size(chunk.sizes), size, strict=True)
+            cells.add(tuple((begin, begin + n) for begin, n, _ in ranges))
+    if not cells:
+        return 0 in size
+    number = 1
+    for dim, length in enumerate(size):
+        spans = sorted({cell[dim] for cell in cells})
+        if [begin for begin, _ in spans] + [length] != [0] + [end for _, end in spans]:
+            return False
+        number *= len(spans)
+    return len(cells) == number
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read and validate the manifest of a checkpoint; Damaged where a field is not valid."""
-    try:
-        with _open(folder / MANIFEST) as file:
-            text = file.read(MANIFEST_LIMIT + 1)
-        manifest = json.loads(text.decode() if len(text) <= MANIFEST_LIMIT else "")
+    """Read and validate the manifest of a complete checkpoint; Damaged where it is not valid."""
+    with _refusing(folder, MANIFEST):
+        try:
+            with _open(folder / MANIFEST) as file:
+                text = file.read(MANIFEST_LIMIT + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            raise Damaged(f"not a checkpoint (it contains no {MANIFEST})") from None
+        manifest = json.loads(text if len(text) <= MANIFEST_LIMIT else "")
         version, step, files = manifest["format"], manifest["step"], manifest["files"]
         if version not in (1, FORMAT):
-            raise Damaged(f"{folder} has format {version}, this code reads {FORMAT}")
-        if version > 1 and manifest.pop("checksum") != _checksum(manifest):
-            raise Damaged(f"{folder}: checksum mismatch in {MANIFEST}")
-        numbers = [step, *(number for pair in files.values() for number in pair)]
+            raise Damaged(f"it has format {version!r:.20}, this code reads {FORMAT}")
+        if version > 1 and manifest.pop("checksum") != _manifest_checksum(manifest):
+            raise Damaged(f"checksum mismatch in {MANIFEST}")
+        numbers = [step, *(number for size, crc in files.values() for number in (size, crc))]
         if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or step >= 10**12:
             raise ValueError("not numbers")
-        if any(len(pair) != 2 for pair in files.values()) or ".metadata" not in files:
-            raise ValueError("no index")  # it would be read unchecked
+        if ".metadata" not in files:
+            raise ValueError("the index would be read unchecked")
         for name in files:
             if not re.fullmatch(r"\.metadata|__[0-9]+_[0-9]+\.distcp", name):
-                raise Damaged(f"{folder}: {MANIFEST} names {name!r}, which this code never writes")
+                raise Damaged(f"{MANIFEST} names {name!r}, which this code never writes")
         if re.fullmatch(r"step_[0-9]{8,}", folder.name) and step != step_of(folder):
-            raise Damaged(f"{folder}: {MANIFEST} belongs to step {step}")
-    except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(f"{folder} is not a checkpoint: it contains no {MANIFEST}") from None
-    except (Damaged, OSError):
-        raise
-    except Exception as error:
-        raise Damaged(f"{folder}: {MANIFEST} is not readable ({type(error).__name__})") from None
+            raise Damaged(f"{MANIFEST} belongs to step {step}")
     return manifest
 
 
+# What torch.save writes before the values of a tensor: the header of a record in a zip archive,
+# method "stored" (not compressed), of which 30 bytes come before the name. The groups: the lengths
+# of the name and of the padding after it, both before the values.
+_RECORD_HEADER = re.compile(rb"PK\x03\x04.{4}\0\0.{16}(..)(..)archive/data/0", re.DOTALL)
+
+
+def _values_offset(file: io.BufferedReader, place: Any, size: int) -> int:
+    """Find where the `size` bytes of values of a saved part begin in a file; Damaged if nowhere.
+
+    torch.load would do it with a pickle, which may ask for any amount of memory; here nothing is
+    executed, decompressed or allocated.
+    """
+    file.seek(place.offset)
+    found = _RECORD_HEADER.search(file.read(min(place.length, 2**16)))
+    if found:
+        lengths = (int.from_bytes(group, "little") for group in found.groups())
+        begin = place.offset + found.start() + 30 + sum(lengths)
+        if begin + size <= place.offset + place.length:
+            return begin
+    raise Damaged(f"no plain tensor at byte {place.offset} of {place.relative_path}")
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, which reads values only and never a pickle. `metadata` is checked before."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self.metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index that was read before."""
+        return self.metadata
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        """Read what this rank needs of each part."""
+        places = [self.storage_data[item.storage_index] for item in plan.items]
+        with ExitStack() as stack:
+            names = {place.relative_path for place in places}
+            files = {n: stack.enter_context(_open(Path(self.path) / n)) for n in names}
+            for item, place in zip(plan.items, places, strict=True):
+                values = self._read_item(item, place, files[place.relative_path])
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(values.view(target.shape))
+        return super().read_data(replace(plan, items=[]), planner)
+
+    def _read_item(self, item: Any, place: Any, file: io.BufferedReader) -> Tensor:
+        """Read the wanted rows of a saved part, and take the wanted columns of them."""
+        entry: Any = self.metadata.state_dict_metadata[item.storage_index.fqn]
+        sizes = next(c.sizes for c in entry.chunks if c.offsets == item.storage_index.offset)
+        rows = torch.empty((*item.lengths[:1], *sizes[1:]), dtype=entry.properties.dtype)
+        begin = _values_offset(file, place, math.prod(sizes) * rows.itemsize)
+        if sizes:
+            begin += item.storage_offsets[0] * math.prod(sizes[1:]) * rows.itemsize
+        file.seek(begin)
+        memory: Any = rows.view(-1).view(torch.uint8).numpy()
+        if file.readinto(memory) != rows.nbytes:
+            raise OSError(errno.EIO, "ended early", file.name)
+        for dim in range(1, rows.ndim):
+            rows = rows.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
+        return rows
+
+
 def check(folder: Path, part: int = 0, parts: int = 1) -> tuple[dict[str, Any], Metadata]:
-    """Manifest and index of a checkpoint; Damaged where every `parts`-th file is not as listed."""
+    """Check the index and every `parts`-th shard file of a checkpoint, from the `part`-th on.
+
+    Returns its manifest and index; Damaged where a file is not what they say.
+    """
     manifest = read_manifest(folder)
-    shards = sorted(manifest["files"].keys() - {".metadata"})[part::parts]
-    for name in (".metadata", *shards):
-        size, crc = manifest["files"][name]
-        with _open(folder / name) as file:
+    sizes = {name: size for name, (size, _) in manifest["files"].items()}
+    mine = sorted(sizes.keys() - {".metadata"})[part::parts]
+    with _refusing(folder, ".metadata"), ExitStack() as stack:
+        files = {name: stack.enter_context(_open(folder / name)) for name in (".metadata", *mine)}
+        for name, file in files.items():
             found = os.fstat(file.fileno()).st_size
-        if found != size:
-            raise Damaged(f"{folder}: {name} has {found} bytes, not {size}")
-        if _size_and_crc(folder / name) != (size, crc):
-            raise Damaged(f"{folder}: checksum mismatch in {name}")
-    metadata = read_metadata(folder)
-    entries: dict[str, Any] = metadata.state_dict_metadata
-    with ExitStack() as stack:
-        opened = {name: stack.enter_context(_open(folder / name)) for name in shards}
-        for name, entry in entries.items():
-            for chunk in entry.chunks:
-                place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-                if place.relative_path in opened:
-                    file = opened[place.relative_path]
-                    _values_offset(file, place, chunk.sizes, entry.properties.dtype)
+            if found != sizes[name]:
+                raise Damaged(f"{name} has {found} bytes, not {sizes[name]}")
+            if _crc32(file) != manifest["files"][name][1]:
+                raise Damaged(f"checksum mismatch in {name}")
+        index = files.pop(".metadata")
+        index.seek(0)
+        metadata = _RestrictedUnpickler(index).load()
+        _check_index(metadata, {name: sizes[name] for name in sizes if name != ".metadata"}, files)
     return manifest, metadata
 
 
 def step_of(folder: Path) -> int:
-    """The step in the name of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint's folder."""
     return int(folder.name.removeprefix("step_"))
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints in a folder, by step: those that were renamed, damaged or not.
+    """List the checkpoints in a folder by step, damaged ones too.
 
-    OSError where the folder cannot be listed: that does not mean that there are none.
+    OSError where the folder cannot be read: that does not mean that there are none.
     """
     try:
         with os.scandir(folder) as entries:
@@ -719,43 +610,41 @@ def load(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint into a sharded model and its optimizer; returns its manifest. Collective.
+    """Load a checkpoint into a sharded model and its optimizer. Collective.
 
-    Everything is checked first, the checksums by all ranks in turns: Damaged or OSError, the same
-    on all ranks, leaves model and optimizer as they were. Where reading fails after that, by
-    OSError or RuntimeError, they hold a part of it: to be loaded again, or thrown away.
+    Returns its manifest: the `run_state` that was saved, and the "step". Everything is checked
+    first, each checksum by one of the ranks: Damaged or OSError, the same on all ranks, leaves
+    model and optimizer as they were. Where reading fails after that, by OSError or RuntimeError,
+    they hold a part of it: load again, or throw them away.
     """
     folder = Path(folder)
     wanted = _expected_shapes(model)
-    found: tuple[dict[str, Any], Metadata] | None = None
     problem: Exception | None = None
     try:
-        found = check(folder, dist.get_rank(), dist.get_world_size())
-        _check_names_and_shapes(folder, wanted, found[1])
+        manifest, metadata = check(folder, dist.get_rank(), dist.get_world_size())
+        _check_names_and_shapes(folder, wanted, metadata)
     except (Damaged, OSError) as error:
         problem = error
     problems: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem, group=group)
     _raise_first(folder, dict(enumerate(problems)))
-    assert found
-    manifest, metadata = found
-    _create_adamw_state(
-        _local_optimizer(optimizer), torch.empty_like
-    )  # all of it is about to be overwritten
     tensors = named_tensors(model, optimizer)
-    states = (t for name, t in tensors.items() if name.startswith("optim.") and t.ndim)
-    once = all(_is_sharded(tensor) for tensor in states)
-    try:
-        dcp.load(tensors, storage_reader=_Reader(folder, metadata, once), process_group=group)
-    except CheckpointException as error:
-        _raise_first(folder, {rank: wrapped[0] for rank, wrapped in error.failures.items()})
-        raise RuntimeError(f"{folder} could not be loaded: {error.failures}") from None
+    _read(tensors, folder, metadata, process_group=group)
     _restore_state(model, optimizer, tensors)
     return manifest
 
 
+def _read(tensors: dict[str, Tensor], folder: Path, metadata: Metadata, **options: Any) -> None:
+    """Read tensors of a checkpoint in place; OSError, Damaged or RuntimeError of any rank."""
+    try:
+        dcp.load(tensors, storage_reader=_Reader(folder, metadata), **options)
+    except CheckpointException as error:
+        _raise_first(folder, {rank: wrapped[0] for rank, wrapped in error.failures.items()})
+        raise RuntimeError(f"{folder} could not be loaded: {error.failures}") from None
+
+
 def _raise_first(folder: Path, problems: Mapping[int, BaseException | None]) -> None:
-    """Of what the ranks have met: an error of this moment, if there is one, before any damage."""
+    """Raise an OSError of some rank, which may pass, or else its Damaged."""
     for rank, problem in problems.items():
         if isinstance(problem, OSError):
             raise OSError(f"{folder} cannot be read: {problem} (rank {rank})")
@@ -764,46 +653,24 @@ def _raise_first(folder: Path, problems: Mapping[int, BaseException | None]) -> 
             raise Damaged(str(problem))
 
 
-def _is_sharded(tensor: Tensor) -> bool:
-    """Whether no two ranks hold the same part of it."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() != dist.get_world_size():
-        return False
-    dims = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return all(size == 1 or placement.is_shard() for size, placement in dims)
-
-
-def _expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The names and whole shapes of all that `named_tensors` gives for AdamW. Collective."""
-    whole: dict[str, Any] = dict(get_model_state_dict(model))
-    shapes = {f"model.{name}": tuple(tensor.shape) for name, tensor in whole.items()}
-    for name in whole.keys() - {_unwrapped_name(n) for n, _ in model.named_buffers()}:
-        shapes[f"optim.state.{name}.step"] = ()
-        for leaf in ("exp_avg", "exp_avg_sq"):
-            shapes[f"optim.state.{name}.{leaf}"] = shapes[f"model.{name}"]
-    return shapes
-
-
 def _check_names_and_shapes(
     folder: Path, wanted: dict[str, tuple[int, ...]], metadata: Metadata
 ) -> None:
-    """Names and whole shapes must be the model's: nothing missing, nothing more; else Damaged."""
+    """Damaged unless names and unsharded shapes are the model's: none missing, none more."""
     entries: dict[str, Any] = metadata.state_dict_metadata
     found = {name: tuple(entry.size) for name, entry in entries.items()}
     for name in sorted(wanted.keys() | found.keys()):
-        if name not in found:
-            raise Damaged(f"{folder} has no {name}")
-        if name not in wanted:
-            raise Damaged(f"{folder} has {name}, which this model does not have")
-        if found[name] != wanted[name]:
-            raise Damaged(f"{folder}: {name} has shape {found[name]}, not {wanted[name]}")
+        saved, own = found.get(name, "missing"), wanted.get(name, "missing")
+        if saved != own:
+            raise Damaged(f"{folder}: {name} is {saved} in the checkpoint, {own} in the model")
 
 
 # ---------------------------------------------------------------------------------------------
-# On a login node: no GPU, no ranks
+# Command line, for a login node: no GPU, no ranks
 
 
 def ls(folder: str) -> list[str]:
-    """A line for each checkpoint of a folder: step, bytes, files, how it was trained."""
+    """Return a line per checkpoint of a folder: name, size, files, how it was trained."""
     lines = []
     for path in list_checkpoints(folder):
         try:
@@ -811,81 +678,57 @@ def ls(folder: str) -> list[str]:
         except (Damaged, OSError) as error:
             lines.append(f"{path.name}  unreadable: {error}")
             continue
-        size = sum(size for size, _ in manifest["files"].values())
+        gib = sum(size for size, _ in manifest["files"].values()) / 2**30
         flags = manifest["flags"] if isinstance(manifest.get("flags"), dict) else {}
         how = " ".join(str(flags[k]) for k in ("model", "mode", "world_size") if k in flags)
-        lines.append(
-            f"{path.name}  {size / 2**30:8.3f} GiB  {len(manifest['files']):5} files  {how}"
-        )
+        lines.append(f"{path.name}  {gib:8.3f} GiB  {len(manifest['files']):5} files  {how}")
     return lines
 
 
 def verify(folder: str | Path) -> int:
-    """Read a whole checkpoint: checksums, index, where each tensor lies; the number of tensors."""
+    """Read a whole checkpoint and check everything; return the number of its tensors."""
     _, metadata = check(Path(folder))
     return len(metadata.state_dict_metadata)
 
 
-def _read_whole(folder: Path, metadata: Metadata, names: list[str]) -> dict[str, Tensor]:
-    """Whole tensors by name, without ranks; Damaged where they cannot be read."""
-    entries: dict[str, Any] = {name: metadata.state_dict_metadata[name] for name in names}
-    try:
-        whole = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there are no ranks is as it should be
-            dcp.load(whole, storage_reader=_Reader(folder, metadata), no_dist=True)
-    except CheckpointException as error:
-        raise error.failures[0][0] from None
-    return whole
-
-
 def consolidate(folder: str | Path, out: str | Path) -> int:
-    """Write the model alone to one file with the keys of the official MAE release; parameters.
+    """Write the model to one file with the keys of the official MAE release; return its parameters.
 
     `torch.load(out, weights_only=True)["model"]` is what `load_state_dict` takes. Damaged where the
-    checkpoint cannot be read, OSError where the file cannot be written; then nothing is left of it.
+    checkpoint cannot be read, OSError where the file cannot be written; then `out` is as it was.
     """
     folder, out = Path(folder), Path(out)
-    new = out.with_name(out.name + ".new")
+    model: dict[str, Tensor] = {}
     try:
-        new.unlink(missing_ok=True)  # which may be a link, or a pipe
-        with new.open("xb") as file:  # before minutes of reading
+        with _replacing(out) as file, warnings.catch_warnings():  # opened before minutes of reading
+            warnings.simplefilter("ignore")  # about missing ranks
             manifest, metadata = check(folder)
-            names = [n for n in metadata.state_dict_metadata if n.startswith("model.")]
-            whole = _read_whole(folder, metadata, names)
-            model = {n.removeprefix("model."): t for n, t in whole.items()}
+            entries: dict[str, Any] = metadata.state_dict_metadata
+            for name, entry in entries.items():
+                if name.startswith("model."):
+                    model[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            _read(model, folder, metadata, no_dist=True)
+            model = {name.removeprefix("model."): tensor for name, tensor in model.items()}
             torch.save({"model": model, "step": manifest["step"]}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(out)
     except (OSError, RuntimeError) as error:
         if isinstance(cause := _root_cause(error), OSError):
             raise OSError(f"{out} was not written: {cause}") from None
         raise
-    finally:
-        with suppress(OSError):
-            new.unlink()
     return sum(t.numel() for n, t in model.items() if not n.endswith("pos_embed"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The three commands; exit status 1 for a damaged checkpoint, 2 for bad usage."""
+    """Run one command; return 1 for a damaged checkpoint, exit with 2 for bad usage."""
     parser = argparse.ArgumentParser(description="List, verify, consolidate checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, helped in (
-        ("ls", "what is in a run's folder"),
-        ("verify", "read all of one"),
-        ("consolidate", "one plain file with the model"),
-    ):
-        command = commands.add_parser(name, help=helped)
-        command.add_argument("dir", help="a run's folder" if name == "ls" else "step_XXXXXXXX")
-        if name == "consolidate":
-            command.add_argument("out", help="the file to write")
+    commands.add_parser("ls", help="list the checkpoints of a run").add_argument("dir")
+    commands.add_parser("verify", help="read and check a whole checkpoint").add_argument("dir")
+    command = commands.add_parser("consolidate", help="write its model to one file")
+    command.add_argument("dir")
+    command.add_argument("out")
     args = parser.parse_args(argv)
-    into = os.path.dirname(args.out) or "." if args.command == "consolidate" else args.dir
-    for folder in (args.dir, into):
-        if not os.path.isdir(folder):
-            parser.error(f"there is no folder {folder}")
+    if not os.path.isdir(args.dir):
+        parser.error(f"there is no folder {args.dir}")
     if args.command == "consolidate" and os.path.isdir(args.out):
         parser.error(f"{args.out} is a folder: give the file to write")
     try:

@@ -181,9 +181,8 @@ def write(args: argparse.Namespace, folder: Path, turn: int) -> dict[str, Any]:
     saved, written = [], []
 
     def save() -> None:
-        problem = checkpoint.save(str(folder), 1, model, optimizer, run_state={})
-        if problem:
-            raise RuntimeError(problem)
+        if problems := checkpoint.Saver(str(folder), model, optimizer).save(1, {}):
+            raise RuntimeError(problems[0])
 
     def clean(path: Path) -> None:
         """Room for what comes next, and an idle disk."""

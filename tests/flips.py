@@ -60,7 +60,7 @@ def flips(out: Path, seed: int, seconds: float, at_most: int = 10**9) -> tuple[C
     model(torch.ones(1, 16)).sum().backward()
     optimizer.step()
     expected = values(model, optimizer)
-    assert checkpoint.save(str(out), 4, model, optimizer, run_state=RUN_STATE) is None
+    assert checkpoint.Saver(str(out), model, optimizer).save(4, RUN_STATE) == []
     folder = out / "step_00000004"
     files = [*sorted(folder.iterdir()), out / "latest"]
     other, its = small()

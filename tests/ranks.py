@@ -382,9 +382,9 @@ FAULTS: dict[str, Callable] = {
     "written": failing("_Writer", "write_data", after=True),
     "fsync": failing("os", "fsync"),
     "metadata": failing("pickle", "dump"),
-    "manifest": failing("", "_write_durably", lambda path, *_: path.name == "checkpoint.json"),
+    "manifest": failing("", "_replacing", lambda path: path.name == "checkpoint.json"),
     "rename": failing("Path", "rename", lambda path, *_: path.name.endswith(".writing")),
-    "latest": failing("", "_write_durably", lambda path, *_: path.name == "latest"),
+    "latest": failing("", "_replacing", lambda path: path.name == "latest"),
     "list": failing("Path", "glob", lambda path, pattern: pattern == ".step_*"),
 }
 

@@ -1,4 +1,4 @@
-"""Checkpoints made to make their reader wait, allocate or believe: refused by a sentence."""
+"""Checkpoints made to block, to exhaust memory or to mislead: each is refused in one sentence."""
 
 import io
 import json
@@ -31,7 +31,7 @@ NAME = "model.norm.weight"
 
 
 def edit_entry(folder: Path, size, *chunks) -> None:
-    """Let the index claim of one tensor this size, in these (offsets, sizes)."""
+    """Give one tensor this size in the index, in parts of these (offsets, sizes)."""
 
     def edit(metadata):
         parts = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks]
@@ -42,7 +42,7 @@ def edit_entry(folder: Path, size, *chunks) -> None:
 
 
 def quantized(folder: Path) -> None:
-    """Let the index claim of one tensor a type that none of ours has, of the same size."""
+    """Give one tensor a quantized type of the same size in the index."""
 
     def edit(metadata):
         entry = metadata.state_dict_metadata[NAME]
@@ -53,7 +53,7 @@ def quantized(folder: Path) -> None:
 
 
 def edit_place(folder: Path, **changes) -> None:
-    """Let the index claim of all that it lies elsewhere."""
+    """Give every part another place in the index."""
 
     def edit(metadata):
         for key, place in metadata.storage_data.items():
@@ -63,7 +63,7 @@ def edit_place(folder: Path, **changes) -> None:
 
 
 def shared_place(folder: Path) -> None:
-    """A million tensors in the bytes of one: each fits, all of them do not."""
+    """A hundred tensors in the bytes of one: each fits, all together do not."""
 
     def edit(metadata):
         entry, names = metadata.state_dict_metadata, list(metadata.state_dict_metadata)
@@ -92,7 +92,7 @@ def manifest_text(folder: Path, key: str, text: str) -> None:
 
 
 def index(folder: Path, code: bytes, size: int = 0) -> None:
-    """An index of this pickle, and zeros up to this size, of which the disk holds none."""
+    """Replace the index by this pickle, extended to this size as a sparse file."""
     (folder / ".metadata").write_bytes(code)
     if size:
         os.truncate(folder / ".metadata", size)
@@ -101,7 +101,7 @@ def index(folder: Path, code: bytes, size: int = 0) -> None:
 
 
 def deflated(folder: Path) -> None:
-    """In the place of a tensor an archive of half a MB that has 400 MB of zeros in it."""
+    """Replace every tensor by an archive of half a MB that inflates to 400 MB."""
     packed = io.BytesIO()
     archive = zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED)
     with archive, archive.open("archive/data/0", "w") as record:
@@ -116,25 +116,21 @@ def deflated(folder: Path) -> None:
 
 
 UNREADABLE = r"checkpoint\.json is not readable"
-ILL = {
+INDEX = r"\.metadata is not readable"
+COVERED = rf"{NAME} is not covered exactly once|not readable"
+HOSTILE = {
     "a tensor of a petabyte": (lambda f: edit_entry(f, [2**48], ([0], [2**48])), r"does not fit"),
     "a size that overflows": (
         lambda f: edit_entry(f, [2**32] * 2, ([0, 0], [2**32] * 2)),
         rf"{NAME}",
     ),
-    "negative offset": (lambda f: edit_entry(f, [32], ([-32], [32])), r"a part outside its shape"),
-    "offset beyond": (lambda f: edit_entry(f, [32], ([32], [32])), r"a part outside its shape"),
-    "negative sizes": (
-        lambda f: edit_entry(f, [32], ([0], [-32]), ([0], [64])),
-        r"outside its shape|not readable",
-    ),
-    "a hole under two parts": (
-        lambda f: edit_entry(f, [32], ([0], [16]), ([0], [16])),
-        r"overlapping parts",
-    ),
+    "negative offset": (lambda f: edit_entry(f, [32], ([-32], [32])), COVERED),
+    "offset beyond": (lambda f: edit_entry(f, [32], ([32], [32])), COVERED),
+    "negative sizes": (lambda f: edit_entry(f, [32], ([0], [-32]), ([0], [64])), COVERED),
+    "a hole under two parts": (lambda f: edit_entry(f, [32], ([0], [16]), ([0], [16])), COVERED),
     "a hole between columns": (
         lambda f: edit_entry(f, [2, 16], ([0, 0], [1, 16]), ([0, 8], [1, 8]), ([1, 0], [1, 8])),
-        r"overlapping parts",
+        COVERED,
     ),
     "of other dimensions": (lambda f: edit_entry(f, [32], ([0, 0], [32, 1])), r"not readable"),
     "place before the file": (lambda f: edit_place(f, offset=-1), r"does not fit"),
@@ -142,8 +138,7 @@ ILL = {
     "place of nothing": (lambda f: edit_place(f, length=0), r"does not fit"),
     "place of negative length": (lambda f: edit_place(f, length=-5), r"does not fit"),
     "place of no number": (lambda f: edit_place(f, length=float("nan")), r"does not fit"),
-    "quantized": (quantized, r"contains torch\.qint32"),
-    "compressed": (lambda f: edit_place(f, transform_descriptors=["zstd"]), r"is compressed"),
+    "quantized": (quantized, r"contains 'torch\.qint32"),
     "many in one place": (shared_place, r"bytes more than the files contain"),
     "pipe as shard": (lambda f: pipe(f, SHARD), r"__0_0\.distcp is not a regular file"),
     "pipe as index": (lambda f: pipe(f, ".metadata"), r"\.metadata is not a regular file"),
@@ -162,11 +157,9 @@ ILL = {
     "deep": (lambda f: manifest_text(f, "x", "[" * 200_000 + "]" * 200_000), UNREADABLE),
     "step of 10^12": (lambda f: manifest_text(f, "step", "1000000000000"), UNREADABLE),
     "manifest of 2 GiB": (lambda f: os.truncate(f / "checkpoint.json", 2**31), UNREADABLE),
-    "index of a huge table": (
-        lambda f: index(f, b"\x80\x04Nr\xff\xff\xff\x0f."),
-        r"an opcode b'r'",
-    ),
-    "index of huge bytes": (lambda f: index(f, b"\x80\x05\x96" + bytes(7) + b"\1."), r"an opcode"),
+    "index of a huge table": (lambda f: index(f, b"\x80\x04Nr\xff\xff\xff\x0f."), INDEX),
+    "index of huge bytes": (lambda f: index(f, b"\x80\x05\x96" + bytes(7) + b"\1."), INDEX),
+    "index of an endless line": (lambda f: index(f, b"\x80\x04Np", 2**29), INDEX),
     "index of a huge frame": (
         lambda f: index(f, b"\x80\4\x95\0\0\0\0\1\0\0\0N.", 2**29),
         r"an argument of 4294967296 bytes",
@@ -175,7 +168,7 @@ ILL = {
         lambda f: index(f, b"\x80\x04X\0\0\0\x10", 2**29),
         r"an argument of 268435456 bytes",
     ),
-    "index of zeros": (lambda f: index(f, b"", 2**29), r"an opcode b'\\x00'"),
+    "index of zeros": (lambda f: index(f, b"", 2**29), INDEX),
     "deflated": (deflated, r"no plain tensor"),
     "step of many digits": (lambda f: manifest_text(f, "step", "9" * 10_000), UNREADABLE),
 }
@@ -183,7 +176,7 @@ ILL = {
 
 @pytest.fixture
 def little_memory():
-    """No more than 200 MiB beyond what is in use (Linux)."""
+    """Check that at most 200 MiB more than now are used (Linux)."""
     if not sys.platform.startswith("linux"):
         yield
         return
@@ -194,14 +187,14 @@ def little_memory():
 
 
 def in_status(name: str) -> int:
-    """KiB."""
+    """A memory size of this process, KiB."""
     (found,) = re.findall(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())
     return int(found)
 
 
-@pytest.mark.parametrize("ill", ILL)
-def test_a_hostile_checkpoint_is_refused_everywhere(ill, copy, single, little_memory, capsys):  # noqa: F811
-    damage, sentence = ILL[ill]
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_checkpoint_is_refused_everywhere(kind, copy, single, little_memory, capsys):  # noqa: F811
+    damage, sentence = HOSTILE[kind]
     damage(copy)
     model, optimizer = build("full_shard", seed=9)
     before = full_parameters(model)

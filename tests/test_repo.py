@@ -358,7 +358,7 @@ def trained(seed):
     optimizer.step()
     return model, optimizer
 (model, optimizer), (other, its) = trained(1), trained(2)
-assert checkpoint.save(".", 7, model, optimizer, run_state={}) is None
+assert checkpoint.Saver(".", model, optimizer).save(7, {}) == []
 assert not torch.equal(model.weight, other.weight)
 assert checkpoint.load(checkpoint.list_checkpoints(".")[-1], other, its)["step"] == 7
 assert torch.equal(model.weight, other.weight)

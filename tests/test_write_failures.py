@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be written: a warning or an orderly end, no hang, the older one loads."""
+"""Failed saves: a warning or a clean end, no hang, and the older checkpoints load."""
 
 import contextlib
 import json
@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import FULL
 from ranks import Result, Run, bound_by_permissions, run_ranks
 from test_checkpoint import SMALL, good, names, one_process  # noqa: F401 - fixtures
 from test_train import changed
@@ -22,11 +23,11 @@ import train_fsdp
 from runtime.log import Log
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
-ARGV = changed(SMALL, steps="8", keep="9", mode="full_shard")
+ARGV = changed(SMALL, model="nano", steps="6", keep="9", mode="full_shard")
 EIO = r"OSError: \[Errno 5\] Input/output error"
 
 # fault in tests/ranks.py: the rank that it strikes (-1: all), the sentence
-FAULTS = {
+ALL_FAULTS = {
     "limit": (1, r"OSError: \[Errno 27\] File too large.* \(rank 1\)"),
     "in the way": (0, r"FileExistsError: .*\(rank 0\)"),
     "permission": (-1, r"PermissionError: \[Errno 13\] .*\(rank 0\)"),
@@ -37,6 +38,8 @@ FAULTS = {
     "rename": (0, rf"{EIO} \(rank 0\)"),
     "latest": (0, rf"{EIO} \(rank 0\)"),
 }
+RARE = () if FULL else ("in the way", "read-only", "written")  # in make test-all only
+FAULTS = {fault: how for fault, how in ALL_FAULTS.items() if fault not in RARE}
 LAST = {"limit": 0, "manifest": 0, "permission": -1}
 
 
@@ -54,7 +57,7 @@ def can_mount() -> bool:
 
 @pytest.fixture
 def tmpfs(tmp_path):
-    """A file system of 45 MB: room for one checkpoint of 27 MB."""
+    """A file system of 45 MB: room for one checkpoint of 27 MB (`tiny`)."""
     if not can_mount():
         pytest.skip("only root can mount a small file system")
     folder = tmp_path / "small"
@@ -81,13 +84,13 @@ def steps(*numbers: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def results(once) -> tuple[Path, dict[str, Result]]:
-    """(folder with one --out a name, what came of each run): all runs, in one set of processes."""
+    """(folder with an --out per name, result per name): all runs, in one set of processes."""
     return once("failures", all_results)
 
 
 def all_results(out: Path) -> tuple[Path, dict[str, Result]]:
-    every = changed(ARGV, steps="6", save_every="1")
-    runs = {"whole": Run(every, params=False)}
+    every = changed(ARGV, save_every="1")
+    runs = {"uninterrupted": Run(every, params=False)}
     for fault, (rank, _) in FAULTS.items():
         if fault == "read-only" and not can_mount():
             continue
@@ -96,10 +99,10 @@ def all_results(out: Path) -> tuple[Path, dict[str, Result]]:
         runs[f"{fault} resumed"] = again
     for fault, rank in LAST.items():
         runs[f"{fault} last"] = Run(
-            ARGV, params=False, fault=fault, fault_rank=rank, fault_saves=(3,)
+            ARGV, params=False, fault=fault, fault_rank=rank, fault_saves=(2,)
         )
     # the save that a signal asks for is the last one too
-    runs["signal"] = replace(runs["limit last"], signal_rank=1, signal_step=4, fault_saves=(2,))
+    runs["signal"] = replace(runs["limit last"], signal_rank=1, signal_step=2, fault_saves=(1,))
     runs["list"] = Run(ARGV, params=False, fault="list", fault_rank=0, fault_saves=(1,))
     runs = {name: replace(run, to=run.to or str(out / name)) for name, run in runs.items()}
     try:
@@ -112,35 +115,35 @@ def all_results(out: Path) -> tuple[Path, dict[str, Result]]:
 @linux
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_failure_leaves_the_older_checkpoints_and_a_run_that_ends_in_order(fault, results):
-    """Once: a warning. Twice in a row: all ranks end with 1. The same command then goes on."""
+def test_failed_saves_keep_the_older_checkpoints_and_end_the_run_cleanly(fault, results):
+    """Once: a warning. Twice in a row: all ranks end with 1. The same command then resumes."""
     out, found = results
     if fault not in found:
         pytest.skip("only root can make a folder a read-only file system")
     folder, (_, sentence) = out / fault, FAULTS[fault]
-    expected = [(s["step"], s["loss"]) for s in found["whole"].steps]
-    assert found["whole"].status == [0, 0] and len(set(expected)) == 6
+    expected = [(s["step"], s["loss"]) for s in found["uninterrupted"].steps]
+    assert found["uninterrupted"].status == [0, 0] and len(set(expected)) == 6
 
-    # saves 2, 4 and 5 fail: the first two are told, the third ends the run
+    # saves 2, 4 and 5 fail: the first two are warnings, the third ends the run
     struck, resumed = found[fault], found[f"{fault} resumed"]
-    told = warnings(struck.output)
-    assert len(told) == 2, told
-    for line, step in zip(told, (2, 4), strict=True):
+    lines = warnings(struck.output)
+    assert len(lines) == 2, lines
+    for line, step in zip(lines, (2, 4), strict=True):
         assert re.search(sentence, line), line
         assert line.startswith(f"warning: step {step} was not saved: "), line
         assert line.endswith("; the run continues, the older checkpoints are kept"), line
     assert struck.status == [1, 1]
     assert re.search(f"error: step 5 was not saved: .*{sentence}", the_error(struck.errors))
 
-    # what was saved before is good, and the losses know of no failure
+    # the older checkpoints load, and the losses are those of a run without failures
     assert resumed.status == [0, 0], resumed.errors
-    begin = 5 if fault == "latest" else 3  # only the pointer to the new one was not written
+    begin = 5 if fault == "latest" else 3  # only `latest` was not written
     assert f"{fault}/step_{begin:08d} at step {begin}" in resumed.output
     assert "warning" not in resumed.output
     assert [(s["step"], s["loss"]) for s in resumed.steps] == expected[:5] + expected[begin:]
     reasons = re.findall(r'"reason": "(\w+)"', (folder / "log.jsonl").read_text())
     assert reasons == ["save", "done"] and (folder / "done").exists()
-    # that `latest` cannot be written is the last thing that can fail: the new one is there
+    # `latest` is written last: the new checkpoint is there
     assert names(folder) == (steps(*range(1, 7)) if fault == "latest" else steps(1, 3, 4, 5, 6))
     for name in names(folder):
         assert checkpoint.verify(folder / name) > 0, name
@@ -154,7 +157,7 @@ def test_the_last_save_must_not_fail(name, results):
     folder, result = out / name, found[name]
     assert result.status == [1, 1] and result.end["reason"] == "save"
     assert "was not saved" in the_error(result.errors)
-    assert names(folder) == (steps(2, 4) if name == "signal" else steps(2, 4, 6))
+    assert names(folder) == (steps(2) if name == "signal" else steps(2, 4))
     assert not (folder / "done").exists()
     newest = names(folder)[-1]
     assert checkpoint.verify(folder / newest) > 0
@@ -163,18 +166,18 @@ def test_the_last_save_must_not_fail(name, results):
 
 @linux
 @pytest.mark.slow
-def test_what_a_killed_process_left_is_no_reason_not_to_save(results):
-    """Rank 0, which clears it away while the others wait, cannot list the folder."""
+def test_leftovers_that_cannot_be_listed_do_not_fail_a_save(results):
+    """Rank 0, which removes them while the others wait, cannot list the folder."""
     out, found = results
     assert found["list"].status == [0, 0] and not warnings(found["list"].output)
-    assert names(out / "list") == steps(2, 4, 6, 8)
+    assert names(out / "list") == steps(2, 4, 6)
 
 
 @linux
 @pytest.mark.slow
-def test_a_disk_that_is_full(tmpfs, tmp_path):
-    """The kernel says so. What was written of the new checkpoint does not stay in the way."""
-    argv = changed(ARGV, keep="1")
+def test_a_full_disk(tmpfs, tmp_path):
+    """A really full one. The partial checkpoint is removed."""
+    argv = changed(ARGV, model="tiny", keep="1")
     failed, resumed = run_ranks(
         2,
         [
@@ -184,8 +187,8 @@ def test_a_disk_that_is_full(tmpfs, tmp_path):
         tmp_path / "ranks",
     )
     assert failed.status == [1, 1]
-    (told,) = warnings(failed.output)
-    assert "step 4 was not saved" in told and "[Errno 28] No space left on device" in told
+    (line,) = warnings(failed.output)
+    assert "step 4 was not saved" in line and "[Errno 28] No space left on device" in line
     assert "step 6 was not saved" in the_error(failed.errors)
     assert "step_00000002 at step 2" in resumed.output and resumed.status == [1, 1]
     assert names(tmpfs) == ["step_00000002"]
@@ -193,8 +196,8 @@ def test_a_disk_that_is_full(tmpfs, tmp_path):
 
 
 @linux
-def test_a_log_that_cannot_be_written_waits(tmp_path, capsys):
-    """A file size limit for some lines: the run goes on, and later they are there, each once."""
+def test_log_lines_are_kept_until_the_log_can_be_written(tmp_path, capsys):
+    """A file size limit for a while: the run continues, and each line is written once, later."""
     log = open_log_alone(tmp_path)
     log.write("step", step=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -205,10 +208,10 @@ def test_a_log_that_cannot_be_written_waits(tmp_path, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     log.write("step", step=4)
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == 2 and "warning: log.jsonl cannot be written now: [Errno 27]" in told[0]
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and "warning: log.jsonl cannot be written now: [Errno 27]" in lines[0]
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
 
 
 def open_log_alone(folder: Path) -> Log:
@@ -227,7 +230,7 @@ def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path, tmpfs, cap
         (tmpfs / "new", "Read-only"),
     ):
         with bound_by_permissions() if folder != tmpfs else contextlib.nullcontext():
-            assert train_fsdp.main([*ARGV, "--out", str(folder)]) == 2
+            assert train_fsdp.main([*SMALL, "--out", str(folder)]) == 2
         printed = capsys.readouterr()
         assert printed.err.startswith("train_fsdp.py: error: ") and printed.err.count("\n") == 1
         assert reason in printed.err and str(folder) in printed.err
@@ -235,17 +238,14 @@ def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path, tmpfs, cap
 
 
 @linux
-def test_consolidate_leaves_nothing_half(good, tmpfs, tmp_path, capsys):  # noqa: F811
-    """A sentence that names the file; the one that was there before stays."""
+def test_consolidate_leaves_no_partial_file(good, tmpfs, tmp_path, capsys):  # noqa: F811
+    """A sentence that names the file; the older file stays."""
     (tmpfs / "model.pth").write_text("old")
     (tmpfs / "model.pth.new").write_text("of a run that was killed")
     (tmpfs / "fill").write_bytes(bytes(44 * 2**20 + 900_000))
 
     def consolidate(out: Path) -> tuple[int, str]:
-        try:
-            status = checkpoint.main(["consolidate", str(good), str(out)])
-        except SystemExit as leave:
-            status = leave.code
+        status = checkpoint.main(["consolidate", str(good), str(out)])
         error = capsys.readouterr().err.splitlines()[-1]
         assert "error: " in error and str(out.parent) in error
         return status, error
@@ -260,10 +260,10 @@ def test_consolidate_leaves_nothing_half(good, tmpfs, tmp_path, capsys):  # noqa
     (tmp_path / "file").touch()
     for out in (tmp_path / "none" / "model.pth", tmp_path / "file" / "model.pth"):
         status, error = consolidate(out)
-        assert status == 2 and f"there is no folder {out.parent}" in error
+        assert status == 1 and f"{out} was not written: [Errno " in error
 
 
-def test_a_folder_that_is_not_there_is_bad_usage(good, tmp_path, capsys):  # noqa: F811
+def test_a_missing_folder_is_bad_usage(good, tmp_path, capsys):  # noqa: F811
     (tmp_path / "file").touch()
     for argv in (["ls"], ["verify"], ["consolidate"]):
         for name in ("none", "file"):
