@@ -1,15 +1,15 @@
-"""Saving and loading a training state, against writing and reading the same bytes as plain files.
+"""Time saving and loading a training state against writing and reading the same bytes plainly.
 
     python -m benchmarks.checkpoint                        # 1b on 2 ranks: 11.2 GB, some minutes
     python -m benchmarks.checkpoint --model base --repeat 5
 
-No training: parameters and AdamW moments get cheap values, which are compared after each load. The
-plain side is the least that moves the same bytes: each rank one file, one fsync, and memory to read
-it into. Both sides use the same folder, in turns, and every reading is from the disk: before it the
-pages of all files are dropped (fsync, then POSIX_FADV_DONTNEED). Each reading, of both sides, is
-made by new processes: memory that was used before is faster than memory that was not. Before a load
-they have the sharded model and an optimizer without states, as at a resume; its memory is the
-kernel's high-water mark of the process, in which cached pages of files do not count.
+Nothing is trained: parameters and AdamW moments get cheap values, which are compared after each
+load. The plain side is the least that moves the same bytes: one file and one fsync per rank, and
+memory to read it into. Both sides use the same folder in turns. Every read is from the disk: the
+page cache is dropped before it (fsync, then POSIX_FADV_DONTNEED). Every read, of both sides, is by
+new processes, because memory that was used before is faster than memory that was not. Before a load
+they hold the sharded model and an optimizer without states, as at a resume. The memory of a load is
+the kernel's high-water mark of the process, without cached pages of files.
 """
 
 import argparse
@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 
 
 def build(model: str, fsdp: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded model of zeros and its optimizer, which has no states yet. Collective."""
+    """Return a sharded model of zeros and its optimizer without states. Collective."""
     with torch.device("meta"):
         whole = vit.ViTMAE(vit.MODELS[model])
     grid = mesh.build_mesh((1, dist.get_world_size()), CPU)
@@ -66,13 +66,13 @@ def build(model: str, fsdp: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter or state, flat and without gradient."""
+    """Return this rank's part of a parameter or state, flat and without gradient."""
     held: Any = tensor.detach()
     return (held.to_local() if hasattr(held, "to_local") else held).view(-1)
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """The states that AdamW would have after a step."""
+    """Create the states that AdamW has after a step."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             moments = {leaf: torch.zeros_like(p) for leaf in ("exp_avg", "exp_avg_sq")}
@@ -80,10 +80,10 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each flat local tensor of the state, and the values that it should have."""
+    """Yield each flat local tensor of the state, and the values that it should have."""
     for i, p in enumerate(model.parameters()):
         state = optimizer.state[p]
-        if not state:  # FSDP1 has none for what lies on other ranks alone
+        if not state:  # FSDP1: no part of this parameter is on this rank
             continue
         for j, tensor in enumerate((p, state["exp_avg"], state["exp_avg_sq"])):
             values, start = local(tensor), 1000 * (3 * i + j) + dist.get_rank()
@@ -92,7 +92,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[T
 
 
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Give the state the values that `wrong` expects; its bytes on this rank."""
+    """Give the state the values that `wrong` expects; return its bytes on this rank."""
     size = 0
     for values, right in held(model, optimizer):
         values.copy_(right)
@@ -101,7 +101,7 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def wrong(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """How many tensors on this rank have not the values of `fill`."""
+    """Count the tensors on this rank that do not have the values of `fill`."""
     return sum(not torch.equal(values, right) for values, right in held(model, optimizer))
 
 
@@ -110,19 +110,19 @@ def wrong(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def plain_write(path: Path, tensors: list[Tensor]) -> None:
-    """The bytes of the tensors to one file, durably."""
+    """Write the bytes of the tensors to one file, durably."""
     with path.open("wb", buffering=0) as file:
         for tensor in tensors:
             view = memoryview(tensor.numpy()).cast("B")
             for start in range(0, len(view), BLOCK):
                 block = view[start : start + BLOCK]
-                while block:  # a write may take a part only
+                while block:  # a write may be partial
                     block = block[file.write(block) :]
         os.fsync(file.fileno())
 
 
 def plain_read(path: Path, memory: memoryview) -> None:
-    """Read a file into memory that is as long."""
+    """Read a file into memory of its size."""
     done = 0
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(memory[done : done + BLOCK]):
@@ -132,7 +132,7 @@ def plain_read(path: Path, memory: memoryview) -> None:
 
 
 def drop_pages(folder: Path) -> None:
-    """Let the kernel forget the cached pages of all files under a folder."""
+    """Drop the cached pages of all files under a folder."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -141,25 +141,25 @@ def drop_pages(folder: Path) -> None:
 
 
 def memory(what: str) -> int:
-    """VmRSS or VmHWM (the highest VmRSS so far) of this process, bytes."""
+    """Return VmRSS or VmHWM (the highest VmRSS so far) of this process, in bytes."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split(f"{what}:")[1].split()[0])
 
 
-def forget_peak() -> None:
-    """Let VmHWM begin anew."""
+def reset_peak() -> None:
+    """Reset VmHWM to the present VmRSS."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def give_back() -> None:
-    """Return freed memory to the system, or a load would use what building the model left."""
+def free_memory() -> None:
+    """Return freed memory to the system; a load would reuse what building the model left."""
     gc.collect()
     with suppress(OSError, AttributeError):  # a C library other than glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds from the first rank's start to the last rank's end."""
+    """Return the seconds from the first rank's start to the last rank's end."""
     dist.barrier()
     start = time.perf_counter()
     work()
@@ -172,7 +172,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def write(args: argparse.Namespace, folder: Path, turn: int) -> dict[str, Any]:
-    """Save, and write the same bytes plainly, `--repeat` times; leaves one of each."""
+    """Save, and write the same bytes plainly, `--repeat` times; one of each remains."""
     model, optimizer = build(args.model, args.fsdp)
     make_states(optimizer)
     size = fill(model, optimizer)
@@ -185,7 +185,7 @@ def write(args: argparse.Namespace, folder: Path, turn: int) -> dict[str, Any]:
             raise RuntimeError(problems[0])
 
     def clean(path: Path) -> None:
-        """Room for what comes next, and an idle disk."""
+        """Make room for the next turn, and let the disk become idle."""
         dist.barrier()
         if path.is_dir() and dist.get_rank() == 0:
             shutil.rmtree(path)
@@ -203,12 +203,12 @@ def write(args: argparse.Namespace, folder: Path, turn: int) -> dict[str, Any]:
 
 
 def load(args: argparse.Namespace, folder: Path, turn: int) -> dict[str, Any]:
-    """Load, compare the values, tell what memory it took."""
+    """Load, compare the values, measure time and memory."""
     model, optimizer = build(args.model, args.fsdp)
     parameters = sum(local(t).nbytes for t in [*model.parameters(), *model.buffers()])
-    give_back()
+    free_memory()
     drop_pages(folder)
-    forget_peak()
+    reset_peak()
     before = memory("VmRSS")
     work = partial(checkpoint.load, folder / "step_00000001", model, optimizer)
     seconds = timed(work)
@@ -232,33 +232,33 @@ def rank_main(
     folder: Path,
     turn: int,
 ) -> None:
-    """One rank of a group of processes; leaves its findings in a file."""
+    """Run one rank of a group of processes, and write its results to a file."""
     torch.set_num_threads(1)
-    meeting = folder / f"meeting-{work.__name__}{turn}"
-    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=args.ranks)
+    rendezvous = folder / f"rendezvous-{work.__name__}{turn}"
+    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=args.ranks)
     found = work(args, folder, turn)
     (folder / f"found{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------------------------------------
-# The whole
+# The command
 
 
 def on_ranks(
     work: Callable[..., dict[str, Any]], args: argparse.Namespace, folder: Path, turn: int = 0
 ) -> list[dict[str, Any]]:
-    """What `work` finds on each rank of a new group of processes."""
+    """Return the result of `work` on each rank of a new group of processes."""
     mp.spawn(rank_main, (work, args, folder, turn), nprocs=args.ranks)
     return [json.loads((folder / f"found{rank}.json").read_text()) for rank in range(args.ranks)]
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All numbers of one run; RuntimeError where what was loaded is not what was saved."""
+    """Measure everything once; RuntimeError where the loaded values are not the saved ones."""
     writes = on_ranks(write, args, folder)
     seconds = {kind: writes[0][kind] for kind in ("save", "plain_write")}
     seconds |= {"load": [], "plain_read": []}
-    most = 0.0  # of a load's memory, by what the rank holds
+    most = 0.0  # memory of a load / bytes that the rank holds
     for turn in range(args.repeat):
         for work in (load, read)[:: 1 if turn % 2 == 0 else -1]:
             found = on_ranks(work, args, folder, turn)
@@ -287,7 +287,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """The table, and everything on one line of JSON."""
+    """Print the table, and everything on one line of JSON."""
     size = found["bytes"]
     print(
         f"{found['model']}, {found['mode']} (FSDP{found['fsdp']}) on {found['ranks']} ranks, "
@@ -299,19 +299,19 @@ def show(found: dict[str, Any]) -> None:
         print(f"{kind:12} {median:8.2f} s  {size / median / 1e9:6.2f} GB/s  ({turns})")
     for kind, limit in (("save", 1.5), ("load", 1.5), ("memory", 1.3)):
         against = "peak of a load / shard" if kind == "memory" else f"{kind} / plain files"
-        print(f"{against:24} {found[f'{kind}_ratio']:5.2f}  (wanted: at most {limit})")
+        print(f"{against:24} {found[f'{kind}_ratio']:5.2f}  (aim: at most {limit})")
     print(json.dumps(found), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One run; exit status 2 where it cannot begin."""
+    """Measure once; exit status 2 for bad usage or a disk that is too small."""
     parser = argparse.ArgumentParser(description="Time checkpoints against plain files.")
     add = parser.add_argument
-    add("--model", choices=vit.MODELS, default="1b", help="whose state (default 1b)")
+    add("--model", choices=vit.MODELS, default="1b", help="model size (default 1b)")
     add("--fsdp", type=int, choices=(1, 2), default=2, help="engine (default 2)")
     add("--ranks", type=int, default=2, help="gloo ranks on this machine (default 2)")
-    add("--repeat", type=int, default=3, help="turns of each; medians are compared (default 3)")
-    add("--dir", default=".", help="a temporary folder is made here (default: where you are)")
+    add("--repeat", type=int, default=3, help="repetitions; medians are compared (default 3)")
+    add("--dir", default=".", help="parent of a temporary folder (default: the current folder)")
     args = parser.parse_args(argv)
     with torch.device("meta"):
         count = sum(p.numel() for p in vit.ViTMAE(vit.MODELS[args.model]).parameters())

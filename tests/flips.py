@@ -1,8 +1,8 @@
-"""Flip random single bits of a checkpoint: each is found, or what is loaded is the same.
+"""Flip random single bits of a checkpoint: each is found, or the loaded state is the same.
 
     python tests/flips.py --minutes 20 --seed 1
 
-Files of every kind get as many. Each time the run's own way of resuming reads the checkpoint.
+Every file gets as many flips. The checkpoint is read by `resume`, as a run reads it.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 
 
 def flips(out: Path, seed: int, seconds: float, at_most: int = 10**9) -> tuple[Counter, list[str]]:
-    """What came of so many flips, as (kind of file, "found" or "harmless"); and what is wrong."""
+    """Count the flips by (file, "found" or "harmless"), and describe each problem."""
     choose, found, problems = random.Random(seed), Counter(), list[str]()
     model, optimizer = small()
     model(torch.ones(1, 16)).sum().backward()
@@ -81,24 +81,20 @@ def flips(out: Path, seed: int, seconds: float, at_most: int = 10**9) -> tuple[C
         with torch.no_grad():
             for tensor in checkpoint.named_tensors(other, its).values():
                 tensor.fill_(float("nan"))
-        what = f"bit {bit} of {path.name}"
+        flip = f"bit {bit} of {path.name}"
         try:
             paths = checkpoint.list_checkpoints(out)[::-1]
             run_state = resume.read_run_state(paths, run, lambda _: None, load, scaler)
             same = all(torch.equal(t, expected[n]) for n, t in values(other, its).items())
-            if (
-                not same
-                or {key: run_state[key] for key in RUN_STATE} != RUN_STATE
-                or run_state["step"] != 4
-            ):
-                problems.append(f"{what}: another state was loaded")
+            if not same or run_state | RUN_STATE | {"step": 4} != run_state:
+                problems.append(f"{flip}: another state was loaded")
             found[path.name, "harmless"] += 1
         except AgreedError as error:
             found[path.name, "found"] += 1
             if "no checkpoint in" not in str(error) or "\n" in str(error):
-                problems.append(f"{what}: {error}")
+                problems.append(f"{flip}: {error}")
         except Exception as error:
-            problems.append(f"{what}: {type(error).__name__}: {error}")
+            problems.append(f"{flip}: {type(error).__name__}: {error}")
         path.write_bytes(content)
     return found, problems
 
@@ -113,8 +109,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         found, problems = flips(Path(folder), args.seed, 60 * args.minutes)
     dist.destroy_process_group()
-    for (name, what), number in sorted(found.items()):
-        print(f"{name:16} {what:9} {number:8}")
+    for (name, outcome), number in sorted(found.items()):
+        print(f"{name:16} {outcome:9} {number:8}")
     print(f"{sum(found.values())} flips, {len(problems)} problems", *problems[:20], sep=os.linesep)
     return int(bool(problems))
 
