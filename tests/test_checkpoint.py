@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 FSDP_MODES = ["no_shard", "shard_grad_op", "full_shard", "hybrid", "hybrid_grad_op"]
 ROWS = [("ddp", 2), ("zero1", 2)] + [(mode, fsdp) for fsdp in (1, 2) for mode in FSDP_MODES]
 # TEST_ALL=1 pytest -s -k any_row tests/test_checkpoint.py: the whole matrix instead of a part
-SOME = {3: (5,), 4: (0, 5)}  # distances between the rows of a pair, by ranks that load
+SOME = {3: (5,), 4: (0,)}  # distances between the rows of a pair, by ranks that load
 
 
 def distances(world: int) -> tuple[int, ...]:
@@ -1144,7 +1144,7 @@ def of_two_ranks(once) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4] if FULL else [4])
 def test_damage_seen_by_one_rank_is_refused_by_all(world, of_two_ranks, tmp_path, monkeypatch):
     """Each rank checks some of the files; each damage is found by another rank."""
     cases = {name: {6: name} for name in ("__0_0.distcp", "__1_0.distcp", ".metadata")}
