@@ -1,11 +1,11 @@
-"""data.py beside its peers: images a second from one core, from two workers, and out of a pack.
+"""Compare data.py with its peers: images per second of one core, of two workers, and from a pack.
 
     python -m benchmarks.data                    # a generated tree, six rounds; some ten minutes
     python -m benchmarks.data --data DIR         # your own tree: class folders below DIR
     python -m benchmarks.data --index 1000000    # the list of so many files instead
 
-Every round has a turn of each loader, so that what else the machine does hits all alike; a ratio
-is taken within a round. Peers: torchvision's ImageFolder with the transforms of MAE's recipe, v1
+Each round runs every loader once, so that other load on the machine affects all alike; a ratio is
+taken within a round. Peers: torchvision's ImageFolder with the transforms of MAE's recipe, v1
 and v2, and timm's loader where it is installed. Images are decoded from the page cache.
 """
 
@@ -79,7 +79,7 @@ def make_tree(root: Path, images: int, huge: int) -> None:
 
 def ours(root: str, workers: int, steps: int, seed: int, exact: bool = False) -> Iterable[Any]:
     return data.build_loader(
-        data.scan(root),
+        image_list.list_images(root),
         img_size=SIDE,
         patches=PATCHES,
         seed=seed,
@@ -97,9 +97,9 @@ def same_images(root: str, steps: int, seed: int, samples: list[tuple[str, int]]
     timm takes no TIFF: it has to read that much less.
     """
     files = data.scan(root)
-    images = data.Images(files, SIDE, PATCHES, seed, BATCH)
+    order = data.ImageOrder(len(files), BATCH, seed)
     where = {os.path.realpath(path): i for i, (path, _) in enumerate(samples)}
-    paths = [os.path.realpath(files.path(images.index(p))) for p in range(steps * BATCH)]
+    paths = [os.path.realpath(files.path(order.image_at(p))) for p in range(steps * BATCH)]
     return [where[path] for path in paths if path in where]
 
 
@@ -180,7 +180,7 @@ def loaders(tree: str, pack: str) -> dict[str, Callable[[int, int, int], Iterabl
 
 
 def rate(loader: Iterable[Any], steps: int) -> float:
-    """Images a second, without the start of the workers."""
+    """Measure images per second, without the start of the workers."""
     batches = iter(loader)
     next(batches)
     started = time.perf_counter()
@@ -223,11 +223,11 @@ def memory_mib(what: str) -> float:
 def read_once(path: str, how: str) -> None:
     """In a process of its own: seconds and MiB that one image takes, beyond a small one."""
     files = data.scan(path)
-    images = data.Images(files, SIDE, PATCHES, 0, 1)
+    images = data.Images(files, data.ImageOrder(len(files), 1, 0), SIDE, PATCHES)
 
     def read() -> None:
         if how == "ours":
-            images[0]
+            images[0, 0]
         else:
             with Image.open(files.path(0)) as image:
                 CLASSIC(image.convert("RGB"))
@@ -235,7 +235,7 @@ def read_once(path: str, how: str) -> None:
     small = Image.new("RGB", (300, 300))
     CLASSIC(small)
     small.save(Path(path) / ".small.jpg")
-    data.read_rgb(str(Path(path) / ".small.jpg"))
+    data.decode(data.open_image((Path(path) / ".small.jpg").read_bytes())[0])
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = memory_mib("VmRSS")
     read()
@@ -254,8 +254,8 @@ def one_large(rounds: int) -> Iterator[str]:
         for _ in range(rounds):
             for how in seen:
                 command = [sys.executable, "-m", "benchmarks.data", "--read-once", folder, how]
-                told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-                seen[how].append([float(x) for x in told.split()])
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                seen[how].append([float(x) for x in done.stdout.split()])
         ours_s, ours_m = (statistics.median(x) for x in zip(*seen["ours"], strict=True))
         other_s, other_m = (statistics.median(x) for x in zip(*seen["classic"], strict=True))
     yield f"\n8,000 x 8,000 JPEG: {ours_s:.3f} s and {ours_m:.0f} MiB more; whole: {other_s:.3f} s "
@@ -275,7 +275,7 @@ def proportional_kib(pid: int) -> int:
 def hold(path: str | None, root: str, orders: Any, go: Any) -> None:
     """A worker that has the list and has touched all of it."""
     if path:
-        files = data.load_index(path, root)
+        files = image_list.load_index(path, root)
         total = int(files.names.sum()) + int(files.ends.sum()) + int(files.sizes.sum())
         total += int(files.labels.sum()) + int(files.times.sum())
         assert total
@@ -286,7 +286,7 @@ def hold(path: str | None, root: str, orders: Any, go: Any) -> None:
 def memory_of_workers(path: str | None, root: str, count: int) -> float:
     """MiB of so many processes together."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "data"])
+    context.set_forkserver_preload(["torch", "storage.image_list"])
     ready, go = context.Queue(), context.Event()
     workers = [context.Process(target=hold, args=(path, root, ready, go)) for _ in range(count)]
     for worker in workers:
@@ -310,14 +310,14 @@ def index_of(count: int) -> Iterator[str]:
             place = f"{folder}/area_{leaf % 8}/class_{leaf}/P{i:07}.jpg"
             os.close(os.open(place, os.O_CREAT | os.O_WRONLY))
         started = time.perf_counter()
-        files = data.scan(folder)
+        files = image_list.list_images(folder)
         built = time.perf_counter() - started
         path = f"{above}/the.index"
         started = time.perf_counter()
-        data.save_index(files, path)
+        image_list.save_index(files, path)
         saved = time.perf_counter() - started
         started = time.perf_counter()
-        files = data.load_index(path, folder)
+        files = image_list.load_index(path, folder)
         loaded = time.perf_counter() - started
         started = time.perf_counter()
         problem = image_list.outdated(files)
@@ -325,16 +325,16 @@ def index_of(count: int) -> Iterator[str]:
         assert problem is None, problem
         size = os.path.getsize(path) / 2**20
         without, with_list = (memory_of_workers(p, folder, 8) for p in (None, path))
-        images = data.Images(files, SIDE, PATCHES, 0, BATCH)
+        order = data.ImageOrder(len(files), BATCH, seed=0)
         shuffles = []
         for epoch in range(5):
             started = time.perf_counter()
-            images.index(epoch * images.epoch_samples)
+            order.image_at(epoch * order.epoch_samples)
             shuffles.append(time.perf_counter() - started)
-    yield f"{count} files: listed in {built:.1f} s, {count / built:,.0f} a second; written in "
+    yield f"{count} files: listed in {built:.1f} s, {count / built:,.0f} per second; written in "
     yield f"{saved:.2f} s, {size:.0f} MiB; loaded in {1e3 * loaded:.1f} ms, checked in "
     yield f"{1e3 * checked:.1f} ms; 8 workers that touched it all: {with_list - without:.0f} MiB "
-    yield f"more together; shuffle {1e3 * statistics.median(shuffles):.0f} ms an epoch"
+    yield f"more together; shuffle {1e3 * statistics.median(shuffles):.0f} ms per epoch"
 
 
 def main() -> None:
@@ -342,7 +342,7 @@ def main() -> None:
     parser.add_argument("--data", help="a tree of class folders (default: one is generated)")
     parser.add_argument("--images", type=int, default=1500, help="of the generated tree")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=11, help=f"batches of {BATCH} a turn")
+    parser.add_argument("--steps", type=int, default=11, help=f"batches of {BATCH} per turn")
     parser.add_argument("--index", type=int, metavar="FILES", help="measure the list of files")
     parser.add_argument("--read-once", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What the training loop adds to the bare step, and reading images to the loop; in one run.
+"""Measure what the training loop adds to the bare step, and reading images to the loop.
 
     python -m benchmarks.loop --model tiny --img-size 96 --batch 16 --threads 1
     python -m benchmarks.loop --data examples/tiles/train --workers 1 --threads 1 ...
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kind, taken in seconds.items():
         middle = statistics.median(taken)
         print(
-            f"{kind:5} {middle:8.4f} s a step ({min(taken):.4f}-{max(taken):.4f})  "
+            f"{kind:5} {middle:8.4f} s per step ({min(taken):.4f}-{max(taken):.4f})  "
             f"{args.batch / middle:8.1f} img/s"
         )
     for over, under in (("syn", "bare"), ("real", "syn")):
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{over} / {under}: {statistics.median(ratios):.3f} in the middle round "
                 f"({min(ratios):.3f}-{max(ratios):.3f})"
             )
-    print(f"the loop alone {1e6 * alone:.0f} us a step, with its log")
+    print(f"the loop alone {1e6 * alone:.0f} us per step, with its log")
     dist.destroy_process_group()
     folder.cleanup()
     return 0

@@ -1,4 +1,4 @@
-"""Decode every image of a folder, in many processes, and name those that cannot be read."""
+"""Decode every image of a folder, in several processes, and list those that cannot be read."""
 
 import errno
 from collections.abc import Callable, Iterable, Iterator
@@ -8,34 +8,45 @@ from functools import partial
 from typing import Any
 
 import data
-from runtime.bad_images import append_rows
-from storage.image_list import told_often
+from runtime import loader_workers
+from runtime.bad_images_csv import append_rows
+from storage.image_list import ImageList, list_images
+from storage.progress import throttled_progress
+from storage.safe_files import naming
+
+PART = 64  # images that a process checks before it reports
 
 
-def problem_of(files: data.ImageFiles, index: int) -> str | None:
-    """Why training could not read an image, if so."""
+def find_problem(files: ImageList, index: int) -> str | None:
+    """Say why training could not read an image; None if it can."""
     try:
         image, _ = data.open_image(files.read(index))
         data.decode(image, reduce=8 if image.format == "JPEG" else 1)  # damage shows at any scale
     except Exception as error:  # Pillow raises many kinds for a broken file
         if getattr(error, "errno", None) not in (*data.FILE_ERRNOS, errno.EIO):
-            raise  # too many open files, a file system that went away: not the image's fault
+            raise  # too many open files, a lost file system: not the image's fault
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def problems_of(files: data.ImageFiles, some: range) -> list[tuple[int, str]]:
-    """Of some images, by index."""
-    found = ((index, problem_of(files, index)) for index in some)
+def find_problems(files: ImageList, part: range) -> list[tuple[int, str]]:
+    """Return (index, reason) of the unreadable images of `part`."""
+    found = ((index, find_problem(files, index)) for index in part)
     return [(index, problem) for index, problem in found if problem]
 
 
-def in_processes(
+def parallel_map(
     work: Callable[[Any], Any], parts: Iterable[Any], workers: int
 ) -> Iterator[tuple[Any, Any]]:
-    """(part, work(part)) as they are done; RuntimeError where a worker process dies."""
+    """Yield (part, work(part)) in the order of completion; one worker is this process itself.
+
+    RuntimeError where a worker process dies.
+    """
+    if workers == 1:
+        yield from ((part, work(part)) for part in parts)
+        return
     pool = ProcessPoolExecutor(
-        workers, data.fork_server(), initializer=data.start_worker, initargs=(0,)
+        workers, loader_workers.fork_server(), initializer=loader_workers.start_helper
     )
     try:
         running = {pool.submit(work, part): part for part in parts}
@@ -43,21 +54,22 @@ def in_processes(
             yield running[future], future.result()
     except BrokenProcessPool:
         raise RuntimeError(
-            "a worker process was killed, perhaps for want of memory: the same command goes on, "
-            "with fewer --workers if need be"
+            "a worker process was killed, perhaps for lack of memory: run the same command to "
+            "resume, with fewer --workers if needed"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def scan(folder: str, out: str, workers: int, say: Callable[[str], None]) -> int:
-    """Decode every image; name the broken ones, also in the file `out`; returns how many."""
-    files = data.scan(folder, told_often(say, "listing"))
-    progress, done, broken = told_often(say, "reading"), 0, 0
-    parts = [range(first, min(first + 64, len(files))) for first in range(0, len(files), 64)]
-    for part, found in in_processes(partial(problems_of, files), parts, workers):
+def check_images(folder: str, out: str, workers: int, say: Callable[[str], None]) -> int:
+    """Decode every image, list the unreadable ones in the CSV file `out`, return their number."""
+    files = list_images(folder, throttled_progress(say, "listing"))
+    progress, done, broken = throttled_progress(say, "reading"), 0, 0
+    starts = range(0, len(files), PART)
+    parts = [range(first, min(first + PART, len(files))) for first in starts]
+    for part, found in parallel_map(partial(find_problems, files), parts, workers):
         rows = [(files.path(index), reason, None) for index, reason in found]
-        if rows:
+        with naming(out):
             append_rows(out, rows)
         for path, reason, _ in rows:
             say(f"{path}: {reason}")

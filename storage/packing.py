@@ -1,4 +1,7 @@
-"""Put the images of a folder into tar shards with an index, so that few large files are read."""
+"""Pack the images of a folder into tar shards with an index: few large files instead of a million.
+
+A shard gets its name when it is whole, so an interrupted pack resumes with those that are missing.
+"""
 
 import errno
 import fcntl
@@ -8,24 +11,55 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
 import data
-from runtime.bad_images import append_rows
-from storage.checking import in_processes
-from storage.image_list import fingerprint, told_often
+from runtime.bad_images_csv import append_rows
+from storage.checking import parallel_map
+from storage.image_list import PACK_INDEX, ImageList, fingerprint, list_images, save_index
+from storage.progress import throttled_progress
+from storage.safe_files import naming, regular, replacing
 
-PACK_BUDGET = 8 * data.MEMORY_BUDGET  # for one image: here are fewer processes than in a run
+PACK_BUDGET = 8 * data.MEMORY_BUDGET  # per image: packing has fewer processes than training
 
 
-def smaller(content: bytes, max_side: int, quality: int) -> bytes | None:
-    """The image as a JPEG whose longer side is `max_side`; None where it is not larger now."""
+@dataclass(frozen=True)
+class PackSettings:
+    """What decides the content of every shard; kept in pack.json."""
+
+    images: str  # fingerprint of the source
+    max_side: int | None  # pixels; larger images become JPEGs of that side
+    quality: int  # of these JPEGs
+    shard_mib: int  # of source per shard
+
+
+class Part(NamedTuple):
+    """The images of the source that one shard holds."""
+
+    number: int  # of the shard
+    images: range
+
+    @property
+    def name(self) -> str:
+        """Return the file name of the shard."""
+        return f"shard-{self.number:06}.tar"
+
+
+class Members(NamedTuple):
+    """What a whole shard holds."""
+
+    names: list[bytes]
+    places: np.ndarray  # (N, 2) int64: where each image begins, and its size
+
+
+def downscale(content: bytes, max_side: int, quality: int) -> bytes | None:
+    """Make a JPEG whose longer side is `max_side`; None where the image is not larger than that."""
     image, (width, height) = data.open_image(content, PACK_BUDGET)
     if max(width, height) <= max_side:
         return None
@@ -38,29 +72,29 @@ def smaller(content: bytes, max_side: int, quality: int) -> bytes | None:
 
 
 def write_shard(
-    files: data.ImageFiles, target: str, max_side: int | None, quality: int, part: tuple[int, range]
+    files: ImageList, target: str, settings: PackSettings, part: Part
 ) -> list[tuple[int, str]]:
-    """Write the images `part[1]` to shard number `part[0]`; returns those that are broken.
+    """Write one shard -> (index, reason) of its unreadable images.
 
-    One that cannot be read, or made smaller, is kept as an empty file, so that it is found broken
-    again in training, and all others keep their numbers.
+    One that cannot be read, or made smaller, becomes an empty file, so that it is found unreadable
+    again in training, and all others keep their numbers. Raises any error that is not the file's.
     """
-    number, some = part
     bad = []
     with (
-        data.replacing(os.path.join(target, shard_name(number))) as stream,
+        replacing(os.path.join(target, part.name)) as stream,
         tarfile.open(fileobj=stream, mode="w") as archive,
     ):
-        for index in some:
+        for index in part.images:
             name, content, packed = files.name(index), b"", None
             try:
                 content = files.read(index)
-                packed = smaller(content, max_side, quality) if max_side else None
+                if settings.max_side:
+                    packed = downscale(content, settings.max_side, settings.quality)
             except Exception as error:  # Pillow raises many kinds for a broken file
                 code = getattr(error, "errno", None)
-                gone = code == errno.ENOENT and files.times[index] > 0  # it was there
-                if isinstance(error, MemoryError) or code not in data.FILE_ERRNOS or gone:
-                    raise  # trouble of the disk, not of the file
+                vanished = code == errno.ENOENT and files.times[index] > 0  # it was listed
+                if isinstance(error, MemoryError) or code not in data.FILE_ERRNOS or vanished:
+                    raise
                 content = b""
                 bad.append((index, f"{type(error).__name__}: {error}"))
             if content and len(content) != files.sizes[index]:
@@ -74,79 +108,72 @@ def write_shard(
     return bad
 
 
-def shard_name(number: int) -> str:
-    """Of a pack's shards, from 0 on."""
-    return f"shard-{number:06}.tar"
-
-
-def members(
-    files: data.ImageFiles, target: str, max_side: int | None, part: tuple[int, range]
-) -> tuple[list[bytes], np.ndarray] | None:
-    """What shard `part[0]` holds of the images `part[1]`; None where packing wrote no such file.
-
-    Names, and (N, 2) int64: where the content of each begins, and its size.
-    """
-    number, some = part
+def read_members(files: ImageList, target: str, max_side: int | None, part: Part) -> Members | None:
+    """Read the headers of a shard; None where it is not a whole file as `write_shard` writes it."""
     try:
         with (
-            open(os.path.join(target, shard_name(number)), "rb", opener=data.regular) as stream,
+            open(os.path.join(target, part.name), "rb", opener=regular) as stream,
             tarfile.open(fileobj=stream, mode="r:") as archive,  # ":" for not compressed
         ):
             found = archive.getmembers()
-            whole = os.fstat(stream.fileno()).st_size % tarfile.RECORDSIZE == 0
+            rest = os.fstat(stream.fileno()).st_size % tarfile.RECORDSIZE
     except (FileNotFoundError, ValueError, EOFError, tarfile.TarError):
         return None
-    names = [member.name for member in found]
-    places = np.array([(member.offset_data, member.size) for member in found], np.int64)
-    if not whole or len(found) != len(some):
+    if rest or len(found) != len(part.images):
         return None
     endings = ("",) if max_side is None else ("", ".jpg")
-    sizes = files.sizes[some.start : some.stop]
-    pairs = zip(names, (files.name(index) for index in some), strict=True)
-    same = all(name in [source + ending for ending in endings] for name, source in pairs)
-    if not same or (max_side is None and not np.all((places[:, 1] == sizes) | (places[:, 1] == 0))):
-        return None
-    return [os.fsencode(name) for name in names], places
+    for member, index in zip(found, part.images, strict=True):
+        source = files.name(index)
+        if member.name not in [source + ending for ending in endings]:
+            return None
+        if max_side is None and member.size not in (0, files.sizes[index]):
+            return None
+    places = np.array([(member.offset_data, member.size) for member in found], np.int64)
+    return Members([os.fsencode(member.name) for member in found], places)
 
 
 @contextmanager
 def locked_folder(folder: str) -> Iterator[None]:
-    """Keep other packs out of a folder, by a lock; ValueError where there is one.
+    """Keep other packing processes out of a folder; ValueError where there is one.
 
     On a file system without locks this does nothing.
     """
-    here = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
             try:
-                fcntl.flock(here, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(f"another process packs into {folder}: wait for it") from None
         yield
     finally:
-        os.close(here)
+        os.close(descriptor)
 
 
-def begin_pack(target: str, settings: dict[str, Any]) -> None:
-    """Keep beside the shards what they are made of; ValueError where they are of something else."""
-    kept, left = os.path.join(target, "pack.json"), list(Path(target).glob(".shard-*"))
-    if os.path.lexists(kept) or next(Path(target).glob("shard-*.tar"), None):
-        then = None
+def begin_pack(target: str, settings: PackSettings) -> None:
+    """Write pack.json, or compare an earlier one; ValueError where the shards are of other images.
+
+    Removes what a killed process left half written. Needs the folder's lock.
+    """
+    kept = os.path.join(target, "pack.json")
+    if os.path.lexists(kept) or any(Path(target).glob("shard-*.tar")):
+        earlier = None
         with (
             suppress(FileNotFoundError, ValueError, RecursionError),
-            open(kept, "rb", opener=data.regular) as file,
+            open(kept, "rb", opener=regular) as file,
         ):
-            then = json.load(file)
-        if then != settings:
+            earlier = json.load(file)
+        if earlier != asdict(settings):
             raise ValueError(
-                f"{target} was begun from other images or with other options, or its pack.json is "
-                "damaged: delete it, or pack into another folder"
+                f"{target} was started from other images or with other options, or its pack.json "
+                "is damaged: delete it, or pack into another folder"
             )
     else:
-        with data.replacing(kept) as stream:
-            stream.write(json.dumps(settings).encode())
-    for path in left:
-        path.unlink()
+        with replacing(kept) as stream:
+            stream.write(json.dumps(asdict(settings)).encode())
+    for pattern in (".shard-*", ".pack.*"):  # the temporary files of `replacing`
+        for path in Path(target).glob(pattern):
+            path.unlink()
 
 
 def pack(
@@ -157,72 +184,58 @@ def pack(
     shard_mib: int | None,
     workers: int,
     say: Callable[[str], None],
-) -> data.ImageFiles:
-    """Put the images of a folder into tar shards, in their order, with an index; goes on if cut.
+) -> ImageList:
+    """Put the images of a folder into tar shards, in their order, with an index; resumes.
 
     Images whose longer side is above `max_side` become JPEGs of that side, all others are copied
-    bit by bit. A shard that is not as it was written is written again. ValueError where the target
-    was begun from other images or with other options.
+    byte by byte. A damaged shard is written again. ValueError where the target was started from
+    other images or with other options, or is the source.
     """
-    files = data.scan(source, told_often(say, "listing"))
+    if os.path.realpath(source) == os.path.realpath(target):
+        raise ValueError(f"{target} holds the images themselves: pack into another folder")
+    files = list_images(source, throttled_progress(say, "listing"))
     if shard_mib is None:  # so many that all workers have one to write, but of no more than 1 GiB
         shard_mib = min(max(int(files.sizes.sum()) // 2**26, 16), 1024)
-    settings = {"images": fingerprint(files), "max_side": max_side, "quality": quality}
-    settings["shard_mib"] = shard_mib
+    settings = PackSettings(fingerprint(files), max_side, quality, shard_mib)
     shard = (np.cumsum(files.sizes) - 1).clip(0) // (shard_mib * 2**20)  # by bytes of the source
     _, first = np.unique(shard, return_index=True)
     ends = [*first[1:].tolist(), len(files)]
-    parts = [(n, range(a, b)) for n, (a, b) in enumerate(zip(first.tolist(), ends, strict=True))]
-    listed = partial(members, files, target, max_side)
+    ranges = map(range, first.tolist(), ends)
+    parts = [Part(number, images) for number, images in enumerate(ranges)]
+    read = partial(read_members, files, target, max_side)
+    write = partial(write_shard, files, target, settings)
     os.makedirs(target, exist_ok=True)
     with locked_folder(target):
         begin_pack(target, settings)
-        found = {part: listed(part) for part in parts}
+        found = {part: read(part) for part in parts}
         todo = [part for part in parts if found[part] is None]
-        for number, _ in todo:
-            if os.path.lexists(path := os.path.join(target, shard_name(number))):
-                say(f"{path} is damaged: it is written again")
+        if todo:  # an earlier index may not fit the shards that are written now
+            Path(target, PACK_INDEX).unlink(missing_ok=True)
+        for path in filter(os.path.lexists, (os.path.join(target, part.name) for part in todo)):
+            say(f"{path} is damaged: it is written again")
         if len(todo) < len(parts):
             say(f"{len(parts) - len(todo)} of {len(parts)} shards are there already")
-        broken = write_shards(files, target, max_side, quality, todo, workers, say)
-        found |= {part: listed(part) for part in todo}
-        packed = index_pack(files, target, found)
+        progress, done = throttled_progress(say, "packing"), 0
+        ledger = os.path.join(target, "bad_images.csv")
+        for part, bad in parallel_map(write, todo, workers):
+            with naming(ledger):
+                append_rows(ledger, [(files.path(index), reason, None) for index, reason in bad])
+            progress(done := done + len(part.images))
+        packed = index_pack(files, target, found | {part: read(part) for part in todo})
     say(
         f"{target}: {len(files)} images in {len(parts)} shards, {packed.sizes.sum() / 2**30:.3f} "
-        f"GiB of {files.sizes.sum() / 2**30:.3f}, {broken} of them unreadable"
+        f"GiB of {files.sizes.sum() / 2**30:.3f}, {(packed.sizes == 0).sum()} of them unreadable"
     )
     return packed
 
 
-def write_shards(
-    files: data.ImageFiles,
-    target: str,
-    max_side: int | None,
-    quality: int,
-    todo: list[tuple[int, range]],
-    workers: int,
-    say: Callable[[str], None],
-) -> int:
-    """Write shards, in processes; list the images that are broken, and return how many."""
-    progress, done, broken = told_often(say, "packing"), 0, 0
-    work = partial(write_shard, files, target, max_side, quality)
-    for (_, part), bad in in_processes(work, todo, workers):
-        ledger = os.path.join(target, "bad_images.csv")
-        append_rows(ledger, [(files.path(index), reason, None) for index, reason in bad])
-        done, broken = done + len(part), broken + len(bad)
-        progress(done)
-    return broken
-
-
-def index_pack(
-    files: data.ImageFiles, target: str, found: dict[tuple[int, range], Any]
-) -> data.ImageFiles:
-    """Write the index of finished shards, by what `members` found in each."""
-    if None in found.values():
+def index_pack(files: ImageList, target: str, found: dict[Part, Members | None]) -> ImageList:
+    """Write the index of finished shards, by what `read_members` found in each."""
+    members = [shard for shard in found.values() if shard]
+    if len(members) < len(found):
         raise ValueError(f"the shards in {target} have changed meanwhile: pack again")
-    names = [name for shard_names, _ in found.values() for name in shard_names]
-    start, sizes = np.concatenate([places for _, places in found.values()]).T.copy()  # (N,) each
-    numbers, counts = zip(*((number, len(part)) for number, part in found), strict=True)
+    names = [name for shard in members for name in shard.names]
+    start, sizes = np.concatenate([shard.places for shard in members]).T.copy()  # (N,) each
     packed = replace(
         files,
         root=target,
@@ -230,10 +243,10 @@ def index_pack(
         ends=np.cumsum([len(name) for name in names], dtype=np.int64),
         sizes=sizes,
         folders={},
-        shards=tuple(shard_name(number) for number in numbers),
-        shard=np.repeat(np.array(numbers, np.int32), counts),
+        shards=tuple(part.name for part in found),
+        shard=np.repeat(np.arange(len(found), dtype=np.int32), [len(p.images) for p in found]),
         start=start,
         index_file=None,
         opened={},
     )
-    return data.save_index(packed, os.path.join(target, data.PACK_INDEX))
+    return save_index(packed, os.path.join(target, PACK_INDEX))

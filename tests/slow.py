@@ -42,7 +42,7 @@ def slowed(cause: str) -> Iterator[None]:
 
     Only for a loader without workers: those are processes of their own.
     """
-    step, forward, index = train_fsdp.train_step, vit.Block.forward, data.Images.index
+    step, forward, index = train_fsdp.train_step, vit.Block.forward, data.ImageOrder.image_at
 
     def over_slow_links(*args, **kwargs):
         with Links():
@@ -57,7 +57,7 @@ def slowed(cause: str) -> Iterator[None]:
         return index(self, position)
 
     with {
-        "input": patch.object(data.Images, "index", slow_disk),
+        "input": patch.object(data.ImageOrder, "image_at", slow_disk),
         "communication": patch.object(train_fsdp, "train_step", over_slow_links),
         "compute": patch.object(vit.Block, "forward", slow_block),
     }[cause]:
