@@ -230,7 +230,7 @@ def run_steps(steps: list[tuple[str, list[tuple[str, str]]]], folder: Path) -> N
 @pytest.mark.slow
 def test_first_hour_up_to_the_plan(tmp_path):
     steps = first_hour()
-    assert [len(parts) for _, parts in steps] == [2, 2, 1, 2, 2, 1]
+    assert [len(parts) for _, parts in steps] == [2, 2, 2, 2, 2, 1]
     run_steps(steps[:5], tmp_path)
     assert (tmp_path / "out" / "loss.png").stat().st_size > 5000
 
