@@ -188,7 +188,7 @@ def test_args_is_seen_by_main_and_the_parser_only():
                     assert (name, function.name) in {
                         ("runtime/flags", "clashes"),
                         ("runtime/flags", "default_mode"),
-                        ("runtime/flags", "check"),
+                        ("runtime/flags", "make_config"),
                     }
 
 
