@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import torch
@@ -110,6 +111,8 @@ def parse(argv: Sequence[str] | None) -> Config:
     config = make_config(parser, parser.parse_args(argv))
     if config.dry_run and not config.world_size:
         parser.error("--dry-run: of how many ranks? add --world-size")
+    if config.dry_run and not find_spec("planner"):
+        parser.error("--dry-run needs the folder planner/: copy it too")
     if config.world_size and not config.dry_run:
         parser.error(
             "--world-size is for --dry-run: a real run has the ranks that its launcher starts"
