@@ -206,6 +206,18 @@ def run_script(argv: list[str]) -> None:
         runpy.run_path(argv[0], run_name="__main__")
 
 
+def join() -> int:
+    """Join the other processes of `on_ranks` as a gloo rank; the rank."""
+    import torch
+
+    import mesh
+
+    torch.set_num_threads(1)
+    ranks = mesh.read_ranks(os.environ)
+    mesh.init_ranks(ranks, torch.device("cpu"), timeout_minutes=2)
+    return ranks.rank
+
+
 def _call(function: Callable[[], Any], folder: Path) -> None:
     os.environ["FOLDER"] = str(folder)
     (folder / os.environ["RANK"]).write_bytes(pickle.dumps(function()))

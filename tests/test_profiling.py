@@ -104,7 +104,7 @@ def test_a_run_with_a_window(tmp_path, capsys):
 
 def test_a_run_too_short_for_a_window_says_so(tmp_path, capsys):
     assert train_fsdp.main([*RUN, "--profile", "--steps", "7", "--out", str(tmp_path)]) == 0
-    assert "warning: no profile: it needs 8 steps to go" in capsys.readouterr().out
+    assert "warning: --profile 3 is left out: it needs 8 steps, 7 remain" in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
 
 
