@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from ranks import environment, free_port, read_log
+from ranks import Run, free_port, read_log, run_ranks
 
 sys.path.insert(0, str(ROOT / "tests" / "slurm"))
 from rig import Rig, clean_environment, missing, node_name, processes
@@ -154,11 +154,7 @@ def losses(out: Path) -> list[float]:
 
 def alone(folder: Path, *flags: str) -> list[float]:
     """Losses of a single process."""
-    env = environment(0, 1, 0)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del env[name]
-    command = [sys.executable, "train_fsdp.py", *TRAIN, *flags, "--out", str(folder)]
-    subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, timeout=120)
+    run_ranks(1, [Run([*TRAIN, *flags], params=False, to=str(folder))], folder / "ranks")
     return losses(folder)
 
 
@@ -171,7 +167,6 @@ def reference(tmp_path_factory):
 # --- 1: from sbatch to a finished run
 
 
-@pytest.mark.slow
 def test_two_nodes_of_two_ranks(case, reference, tmp_path):
     job = case.submit(
         *TRAIN, *HYBRID, "--steps", "3", TASKS_PER_NODE="2", CONDA_ENV="mae", PREFLIGHT="yes"
@@ -221,13 +216,13 @@ def test_two_nodes_of_eight_ranks(case, reference, tmp_path):
 # --- 2: walltime
 
 
-@pytest.mark.slow
-def test_two_cuts_are_one_run(case, tmp_path):
+@pytest.mark.parametrize("cuts", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_run_that_is_cut_is_one_run(case, tmp_path, cuts):
     """The signal of --signal, by scancel: the true one needs minutes of walltime."""
     flags = [*TRAIN, "--mode", "full_shard", "--steps", "60"]
     job = case.submit(*flags, TASKS_PER_NODE="1")
-    saved = []
-    for restarts in range(2):
+    saved: list[int] = []
+    for restarts in range(cuts):
         case.until_step(saved[-1] + 2 if saved else 2)
         case.rig.run("scancel", "--signal=USR1", str(job))
         deadline = time.monotonic() + 180
@@ -239,12 +234,12 @@ def test_two_cuts_are_one_run(case, tmp_path):
         saved.append(int((case.out / "latest").read_text().strip().removeprefix("step_")))
         assert not (case.out / "done").exists()
     case.rig.wait(job, "COMPLETED", 90)
-    assert 0 < saved[0] < saved[1] < 60
+    assert saved == sorted(set(saved)) and 0 < saved[0] and saved[-1] < 60
     output = case.rig.output(job)
     assert [int(n) for n in re.findall(r"resumed \S+ at step (\d+)", output)] == saved
     assert (case.out / "done").exists() and (case.out / "step_00000060").is_dir()
-    assert case.rig.job(job)["Restarts"] == "2"
-    assert output.count(": requeued") == 2 and "launch_frontier.sh: finished" in output
+    assert case.rig.job(job)["Restarts"] == str(cuts)
+    assert output.count(": requeued") == cuts and "launch_frontier.sh: finished" in output
     assert losses(case.out) == pytest.approx(alone(tmp_path / "uncut", "--steps", "60"), rel=1e-5)
 
 
@@ -314,6 +309,7 @@ def test_a_bad_flag_is_found_by_one_process(case, tmp_path):
     no_step_hangs(case.rig, job)
 
 
+@pytest.mark.full
 def test_a_missing_data_folder_ends_the_job(case):
     job = case.submit(*TRAIN, "--data", "/nowhere/tiles", TASKS_PER_NODE="1")
     assert case.rig.ended(job, 60)["JobState"] == "FAILED"  # by -K1 not always with rank 0's own 2
@@ -379,7 +375,10 @@ def test_an_environment_is_staged_to_the_nodes(case, tmp_path):
     assert not list(disk.iterdir())  # nothing is left there
 
 
-@pytest.mark.parametrize("trouble", ["full", "missing", "no tarball"])
+@pytest.mark.parametrize(
+    "trouble",
+    ["full", *(pytest.param(t, marks=pytest.mark.full) for t in ("missing", "no tarball"))],
+)
 def test_an_environment_that_cannot_be_staged_is_said(case, tmp_path, trouble):
     case.stands_in(f"mkdir -p {tmp_path}/out && touch {tmp_path}/out/done")
     tarball = pack(tmp_path, case.python)
