@@ -1,7 +1,7 @@
 # make demo    train on the embedded images with 4 CPU ranks, set-up included; resumes after Ctrl-C
 # make test    lint, types and tests, set-up included
 # make test-all    the same with the whole matrices, and what takes minutes; an hour
-# make quick   the tests that take seconds
+# make quick   the tests of the files to read and of the layout, in a minute
 # make bench-gpu     a GPU: sizes x compile x checkpointing, and the peers; 8 minutes, out/bench-gpu
 # make test-slurm    install a Slurm by apt (needs root or sudo), then run the tests that use it
 # make sweep-gpu    studies on one GPU, a page each under examples/gpu/, to be committed
@@ -31,8 +31,9 @@ test-all: $(VENV)/dev.ok lint
 	TEST_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity.py
 
+QUICK := vit data mesh kernels peak_flops profiling agreement step_guard hostile_checkpoints layout
 quick: $(VENV)/dev.ok
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(QUICK:%=tests/test_%.py)
 
 bench-gpu: $(VENV)/dev.ok
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "no GPU is visible: benchmarks.step runs on a CPU" >&2; exit 1; }

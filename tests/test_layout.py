@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tokenize
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ DIALECT = {
 }
 
 
+@cache
 def tracked(*patterns: str) -> list[Path]:
     """The files of the repository; all that lie here where git does not say."""
     done = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True)
@@ -61,10 +63,16 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@cache
+def text_of(path: Path) -> str:
+    return path.read_text()
+
+
+@cache
 def product() -> dict[str, ast.Module]:
     """The syntax trees of the top level and the rooms."""
     paths = [p for p in tracked("*.py") if p.parent == ROOT or p.parent.name in ROOMS]
-    return {name_of(path): ast.parse(path.read_text()) for path in paths}
+    return {name_of(path): ast.parse(text_of(path)) for path in paths}
 
 
 def test_the_top_level_is_that_of_the_plan():
@@ -81,7 +89,7 @@ def test_files_to_read_are_short():
 
 def test_no_function_is_longer_than_60_lines():
     for path in tracked("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(text_of(path))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 name, lines = f"{name_of(path)} {node.name}", node.end_lineno - node.lineno + 1
                 assert lines <= LONG_NOW.get(name, 60), (name, lines)
@@ -89,7 +97,7 @@ def test_no_function_is_longer_than_60_lines():
 
 def test_nothing_is_kept_from_the_formatter():
     word = "fmt: " + "skip"
-    assert not [name_of(p) for p in tracked("*.py") if word in p.read_text()]
+    assert not [name_of(p) for p in tracked("*.py") if word in text_of(p)]
 
 
 def test_no_name_is_defined_in_two_modules():
@@ -136,11 +144,11 @@ def test_train_fsdp_says_why():
     with open(path, "rb") as file:
         tokens = list(tokenize.tokenize(file.readline))
     lines = {t.start[0] for t in tokens if t.type == tokenize.COMMENT and t.string[:4] != "# --"}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(text_of(path))):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
             lines |= set(range(body[0].lineno, (body[0].end_lineno or 0) + 1))
-    assert len(lines) >= len(path.read_text().splitlines()) / 10
+    assert len(lines) >= len(text_of(path).splitlines()) / 10
 
 
 @pytest.mark.parametrize("words", DIALECT)
@@ -149,7 +157,7 @@ def test_words_of_the_dialect_do_not_come_back(words):
         f"{name_of(path)}:{number}: {line.strip()}"
         for path in tracked("*.py", "*.md")
         if "tests" not in path.parts
-        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for number, line in enumerate(text_of(path).splitlines(), 1)
         if re.search(words, line)
     ]
     assert len(found) <= DIALECT[words], "\n".join(found)

@@ -150,6 +150,7 @@ def test_nothing_runs_at_import():
                 assert isinstance(node, allowed), (name, node.lineno)
 
 
+@pytest.mark.slow
 def test_import_changes_nothing(tmp_path):
     code = """
 import os, signal, threading, torch, warnings
@@ -369,15 +370,42 @@ dist.destroy_process_group()
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_each_file_works_alone_in_an_empty_folder(name, tmp_path):
-    shutil.copy(FILES[name], tmp_path)
-    (tmp_path / "job.py").write_text(JOBS[FILES[name].stem])
+# Each job in a process forked from one that has imported torch alone.
+FORK = """
+import os, runpy, sys, traceback
+import torch, torchvision, torch.distributed.checkpoint, torch.distributed.fsdp
+failed = []
+for folder in sys.argv[2:]:
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.chdir(folder)
+            sys.argv = ["job.py", sys.argv[1]]
+            runpy.run_path("job.py", run_name="__main__")
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
+    if os.waitpid(child, 0)[1]:
+        failed.append(os.path.basename(folder))
+sys.exit(f"failed: {failed}" if failed else 0)
+"""
+
+
+@pytest.mark.slow
+def test_each_file_works_alone_in_an_empty_folder(tmp_path):
+    folders = []
+    for name in ALONE:
+        folders.append(tmp_path / name.replace("/", "."))
+        folders[-1].mkdir()
+        shutil.copy(FILES[name], folders[-1])
+        (folders[-1] / "job.py").write_text(JOBS[FILES[name].stem])
     env = environment(0, 1, free_port())
     for variable in ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del env[variable]
     done = subprocess.run(
-        [sys.executable, "job.py", str(ROOT / "examples" / "tiles" / "train")],
+        [sys.executable, "-c", FORK, str(ROOT / "examples" / "tiles" / "train"), *folders],
         cwd=tmp_path,
         env=env,
         capture_output=True,
