@@ -82,6 +82,10 @@ def dry_run(config: Config) -> int:
     """
     try:
         ranks = fake_ranks(int(config.world_size or 0), os.environ)
+    except RuntimeError as error:  # LOCAL_WORLD_SIZE
+        print_error(str(error))
+        return 2
+    try:
         image_source.check_folder(config.data)
         run = resolve(config, ranks.world_size, ranks.local_world_size)
         check_masking(run.model, config.img_size, config.mask_ratio)

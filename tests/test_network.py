@@ -227,9 +227,8 @@ def test_two_hosts_by_torchrun(hosts, reference, tmp_path):
     assert {own for own, _ in talked} <= {HERE, THERE, "127.0.0.1"}
 
 
-@pytest.mark.parametrize(
-    "program", [pytest.param("topology", marks=pytest.mark.full), "init_ranks"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("program", ["topology", "init_ranks"])
 def test_a_master_that_is_not_there_is_named(hosts, program):
     """Within its timeout, by the program and by the function."""
     by = {

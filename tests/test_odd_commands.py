@@ -309,13 +309,13 @@ def start(program: str) -> list[str]:
     "line",
     [
         "train_fsdp.py --img-size 100000",
-        "train_fsdp.py --dry-run --timeout 1e14",
-        "runtime.topology --minutes 1e300",
-        "plan.py --mask-ratio inf",
-        "prepare.py pack a b --quality 101",
         "sweep.py quick --ranks 0",
         "planner/machines.py --odd",
-        "checkpoint.py verify",
+        pytest.param("train_fsdp.py --dry-run --timeout 1e14", marks=pytest.mark.full),
+        pytest.param("runtime.topology --minutes 1e300", marks=pytest.mark.full),
+        pytest.param("plan.py --mask-ratio inf", marks=pytest.mark.full),
+        pytest.param("prepare.py pack a b --quality 101", marks=pytest.mark.full),
+        pytest.param("checkpoint.py verify", marks=pytest.mark.full),
     ],
 )
 def test_a_process_of_its_own_does_the_same(line, tmp_path):
