@@ -26,7 +26,14 @@ def stage(
 
     AgreedError where some rank cannot write there. Collective.
     """
-    staged = agreement.run_on_all_ranks(partial(Staged, files, str(run.config.stage_dir)))
+
+    def open_folder() -> Staged:
+        try:
+            return Staged(files, str(run.config.stage_dir))
+        except OSError as error:  # refused, as any flag that cannot be used
+            raise ValueError(f"--stage-dir: {error}") from None
+
+    staged = agreement.run_on_all_ranks(open_folder)
     if ranks.local_rank == 0:
         on_node = range(ranks.rank, ranks.rank + ranks.local_world_size)
         wanted = partial(
