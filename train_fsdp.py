@@ -5,12 +5,12 @@
     srun python train_fsdp.py --model 3b --mode hybrid --group 2 --data DIR         # Slurm
 
 Read vit.py, data.py, mesh.py and shard.py first. What keeps a run alive and observable is in
-runtime/ and changes no number. Here is the story: flags, ranks, mesh, model, shard, resume, train.
+runtime/. This file covers, in order: one step, the model, the loop, the run.
 """
 
 if __name__ == "__main__":
-    # Above the imports, which take seconds: a signal meanwhile must not kill the process. Slurm
-    # announces the end of the allocation by one; the loop saves and leaves.
+    # Above the imports, which take seconds: a signal during them must not kill the process. Slurm
+    # sends one shortly before the time limit; the loop then saves and leaves.
     from runtime import signals, terminal
 
     terminal.make_safe()
@@ -70,7 +70,7 @@ def forward_backward(
     """
     total = torch.zeros((), device=micro_batches[0][0].device)
     for i, (images, noise) in enumerate(micro_batches):
-        # gradients are summed locally until the last micro-batch, then once over the ranks
+        # whole gradients are all-reduced after the last micro-batch, sharded ones reduced in each
         with shard.accumulation(model, last=i == len(micro_batches) - 1):
             with shard.autocast(model, images.device, dtype):
                 loss, _, _ = model(data.normalize(images), mask_ratio, noise)
@@ -117,7 +117,7 @@ def train_step(
 
 
 def build_meta_model(run: Run, device: torch.device) -> nn.Module:
-    """Build the model for a device, but not on it: shapes without memory."""
+    """Build the model on the meta device, shapes without memory, for later use on `device`."""
     with torch.device("meta"):
         model = vit.ViTMAE(run.model, run.config.img_size, run.config.norm_pix_loss)
     if device.type == "cpu":  # on a GPU PyTorch's own kernels are the fast ones
@@ -182,7 +182,7 @@ def log_step(
         if any_pending:
             bad_images.sync()
         session.log.step(run, step, mean_loss, norm, lr, seconds, waited, bad_images.count)
-        gc.collect()  # on all ranks here, not on one of them when Python likes
+        gc.collect()  # on all ranks at the same step, not at random times on one
 
 
 def train(
@@ -214,9 +214,9 @@ def train(
                 bad_images.record(step, batch)
             # step
             session.heartbeat("training", step)
-            loss, norm = step_fn(batch.parts, lr=lr)
+            loss, norm = step_fn(batch.parts, lr=lr)  # train_step, bound in prepare_training
             meter.losses.append(loss)
-        # what all ranks agreed on: one step late, or now where the host waits anyway
+        # what all ranks agreed on: read one step late, or now if the host must wait anyway
         if not guard.settle(batch.image_ids, log_now or save_now, bad_images.log_skipped_step):
             return guard.ended, guard.problem
         # log
@@ -309,7 +309,7 @@ def run_training(run: Run, session: Session) -> str | None:
 def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int:
     """Run the command line; return the exit status: 0 done or stopped, 1 failed, 2 refused.
 
-    `received` grows by the numbers of the signals that ask for a stop.
+    Signal handlers append the number of each signal that asks for a stop to `received`.
     """
     config = parse(argv)
     if config.dry_run:

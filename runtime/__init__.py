@@ -1,4 +1,4 @@
-"""What keeps a run alive and observable; nothing here changes a number of the training.
+"""What keeps a run alive and observable; it can skip a bad step but never alters a good one.
 
 Read config, flags, session (with agreement and watchdog), step_guard, meter, log, record, resume,
 image_source, device_batches (with loader_workers), bad_images (with bad_images_csv); then topology,

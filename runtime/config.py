@@ -91,8 +91,10 @@ class Config:
     img_size: int = flag(
         224, whole(1, 4096), "side of an image", unit="PIXELS", **RESULT, **SETTING
     )
-    mask_ratio: float = flag(0.75, number(0, 1), "share of patches removed", **RESULT, **SETTING)
-    norm_pix_loss: bool = flag(True, bool, "predict patches normalised one by one", **RESULT)
+    mask_ratio: float = flag(0.75, number(0, 1), "fraction of patches masked", **RESULT, **SETTING)
+    norm_pix_loss: bool = flag(
+        True, bool, "normalise each target patch by its own mean and variance", **RESULT
+    )
 
     mode: str | None = flag(
         None,
@@ -134,10 +136,16 @@ class Config:
     )
 
     device: str = flag(
-        "auto", ("auto", "cpu", "cuda"), "cuda is ROCm too", group="memory, speed", sweep="setting"
+        "auto",
+        ("auto", "cpu", "cuda"),
+        "device to train on; cuda includes ROCm",
+        group="memory, speed",
+        sweep="setting",
     )
     precision: str = flag("bf16", DTYPES, "dtype of the computation", **RESULT, **SETTING)
-    reduce_dtype: str = flag("fp32", DTYPES, "dtype of gradient sums", **RESULT, **SETTING)
+    reduce_dtype: str = flag(
+        "fp32", DTYPES, "dtype in which gradients are reduced over ranks", **RESULT, **SETTING
+    )
     ac: Literal["none", "selective", "full"] = flag(
         "none",
         ("none", "selective", "full"),
@@ -170,7 +178,10 @@ class Config:
         0.01, number(0, 1), "share of unreadable images that ends the run", unit="SHARE"
     )
     exact_decode: bool = flag(
-        False, bool, "decode JPEGs whole, not at the scale their crop needs: half as fast", **RESULT
+        False,
+        bool,
+        "decode JPEGs at full size, not at the scale that the crop needs (about half the speed)",
+        **RESULT,
     )
 
     batch: int | None = flag(
@@ -184,15 +195,21 @@ class Config:
     global_batch: int | None = flag(
         None,
         whole(1, 10**8),
-        "of all ranks and accumulation steps, instead of --batch",
+        "images per optimizer step over all ranks; replaces --batch",
         unit="IMAGES",
         **RESULT,
     )
     accum: int = flag(1, whole(1, 10**4), "accumulation steps", unit="STEPS", **SETTING)
     blr: float = flag(1.5e-4, number(0, 1000), "lr = blr x global batch / 256", **RESULT)
-    weight_decay: float = flag(0.05, number(0, 1000), "of weight matrices alone", **RESULT)
+    weight_decay: float = flag(
+        0.05, number(0, 1000), "AdamW weight decay, not applied to biases and norms", **RESULT
+    )
     warmup_steps: int | None = flag(
-        None, whole(0, MOST_STEPS), "linear (default: 5 % of the steps)", unit="STEPS", **RESULT
+        None,
+        whole(0, MOST_STEPS),
+        "length of the linear warm-up (default: 5 % of the steps)",
+        unit="STEPS",
+        **RESULT,
     )
     steps: int | None = flag(
         None, whole(1, MOST_STEPS), f"optimizer steps (default {DEFAULT_STEPS})", **RESULT
@@ -209,14 +226,16 @@ class Config:
         "consecutive bad steps (loss or norm not finite) that are skipped before the run ends",
         unit="STEPS",
     )
-    seed: int = flag(0, whole(0, 2**63 - 1), "of weights, order, crops and masks", **RESULT)
+    seed: int = flag(
+        0, whole(0, 2**63 - 1), "random seed for weights, image order, crops and masks", **RESULT
+    )
 
     out: str = flag("out", filled, "log and checkpoints go here", unit="DIR", group="output")
-    log_every: int = flag(10, whole(1, MOST_STEPS), "a line every so many steps", unit="STEPS")
+    log_every: int = flag(10, whole(1, MOST_STEPS), "steps between two log lines", unit="STEPS")
     save_every: str = flag(
         "30m",
         save_every,
-        "a checkpoint every so many steps (500) or minutes (30m), and always of the last step; "
+        "steps (500) or minutes (30m) between two checkpoints; the last step is always saved; "
         "none: no checkpoint at all",
         unit="STEPS|MINUTESm",
     )
@@ -231,15 +250,15 @@ class Config:
     timeout: int = flag(
         300,
         whole(1, MOST_SECONDS),
-        "end the run if a rank makes no progress for so long (four times as long for start-up, "
+        "end the run if a rank makes no progress for this long (four times as long for start-up, "
         "compiling and saves)",
         unit="SECONDS",
     )
     profile: int | None = flag(
         None,
         whole(1, 1000),
-        "profile so many steps (3) of rank 0 from the sixth on: a trace in --out/profile, a table "
-        "of where the time goes, bytes of the collectives, a GPU's memory",
+        "profile this many steps on rank 0 (3 if no number is given) from step 6 on: a trace in "
+        "--out/profile, a table of where the time goes, bytes of the collectives, GPU memory",
         unit="STEPS",
         nargs="?",
         const=3,
@@ -255,13 +274,13 @@ class Config:
     world_size: int | None = flag(
         None,
         whole(1, 10**8),
-        "ranks to plan for, on nodes of 8; --device auto is a GPU then",
+        "ranks to plan for, on nodes of 8; with this, --device auto means GPU",
         unit="RANKS",
     )
 
 
 def names(mark: str, value: Any = None) -> tuple[str, ...]:
-    """List the flags that have a mark in the table: names("result"), names("sweep", "sharding")."""
+    """List the flags with a mark in the table: names("result"), names("sweep", "sharding")."""
     rows = ((row.name, row.metadata[mark]) for row in fields(Config))
     return tuple(name for name, found in rows if (found == value if value else found))
 

@@ -61,8 +61,8 @@ def training_parser(program: str = "train_fsdp.py") -> TrainingParser:
     """Make the parser from the table. * marks what changes the result."""
     parser = TrainingParser(
         program,
-        description="Pretrain a ViT-MAE. * marks flags that change the result of the training; the "
-        "others change its speed and memory only.",
+        description="Pretrain a ViT-MAE. * marks flags that decide the result of the training: a "
+        "resumed run must not change them without --allow-changes.",
     )
     add = parser.add_argument
     for row in fields(Config):
