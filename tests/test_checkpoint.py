@@ -1226,7 +1226,7 @@ def killed() -> None:
 
 @pytest.mark.slow
 def test_a_kill_at_any_point_of_a_save_loses_that_save_alone(of_two_ranks, tmp_path, monkeypatch):
-    for i, point in enumerate(POINTS):
+    for i, point in enumerate(POINTS if FULL else ("before latest", "in the background")):
         monkeypatch.setenv("CHECKPOINTS", str(tmp_path / point))
         monkeypatch.setenv("POINT", point)
         with pytest.raises(RuntimeError, match=r"ranks .* failed"):
@@ -1313,7 +1313,7 @@ def test_bad_steps_in_a_row_are_counted_across_a_resume(tmp_path):
     )  # the signal came during the fourth step and was seen in the next
     (ended,) = run_ranks(2, [Run(argv, to=str(tmp_path / "run"), **bad)], tmp_path / "second")
     assert ended.status == [1, 1] and ended.end["reason"] == "nan", ended.output
-    assert "at step 6 on rank 1, 3 bad steps in a row" in ended.errors
+    assert "at step 6 on rank 1, 3 consecutive bad steps" in ended.errors
 
 
 # --- in the background
@@ -1339,6 +1339,7 @@ def test_saving_in_the_background_changes_nothing(tmp_path):
                 assert torch.equal(value, expected[key]), (modes[i], name, key)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_full_disk_in_the_background(tmp_path):
     """As in the foreground, but a failed save is reported at the next one."""

@@ -25,7 +25,7 @@ ARGV = (
     f"--model tiny --img-size 32 --device cpu --precision fp32 --workers 0 --global-batch {BATCH} "
     "--seed 3 --blr 1e-2 --clip 1 --steps 6 --log-every 1"
 ).split()
-SHARDED = [*ARGV, "--mode", "full_shard", "--data", str(TILES)]
+SHARDED = [*ARGV, "--model", "nano", "--mode", "full_shard", "--data", str(TILES)]  # on ranks
 NAN = {"poison": "loss", "poison_rank": 1, "poison_steps": (3, 4)}
 EIO = "OSError: [Errno 5] Input/output error"
 
@@ -50,16 +50,19 @@ def the_error(text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory) -> tuple[Path, dict[str, Result]]:
-    """(folder with one --out a name, what came of each run): two ranks, one set of processes."""
-    out = tmp_path_factory.mktemp("ended")
+def ended(once) -> tuple[Path, dict[str, Result]]:
+    """(folder with an --out per name, what came of each run): two ranks, one set of processes."""
+    return once("ended", all_endings)
+
+
+def all_endings(out: Path) -> tuple[Path, dict[str, Result]]:
     broken = out / "broken"
     broken.mkdir()
     for i, tile in enumerate(sorted(TILES.rglob("*.jpg"))[: 5 * BATCH - 1]):
         shutil.copy(tile, broken / f"{i:02d}.jpg")
     (broken / "junk.jpg").write_text("no image")
     (out / "folder" / "done").mkdir(parents=True)
-    images = [*ARGV, "--mode", "full_shard", "--data", str(broken), "--max-bad"]
+    images = [*SHARDED, "--data", str(broken), "--max-bad"]
     plain, bad = Run(SHARDED, params=False, plain=True), [*SHARDED, "--max-skips", "1"]
     lost = [*SHARDED, "--log-every", "9"]
     runs = {
@@ -135,7 +138,7 @@ def test_a_run_that_failed_goes_on_as_if_it_had_not(ended):
     assert "step_00000006 at step 6" in found["plain again"].output
 
     again = found["nan again"]  # the same bad steps, the same end
-    assert again.status == [1, 1] and "2 bad steps in a row" in again.errors
+    assert again.status == [1, 1] and "2 consecutive bad steps" in again.errors
     assert "nan/step_00000003 at step 3" in again.output
     log = [json.loads(line) for line in (out / "nan" / "log.jsonl").read_text().splitlines()]
     assert [e["step"] for e in log if e["event"] == "save"] == [3, 6]  # the second saves nothing

@@ -392,8 +392,8 @@ def facts_of_four_ranks() -> dict:
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory):
-    results = on_ranks(4, facts_of_four_ranks, tmp_path_factory.mktemp("facts"))
+def facts(once):
+    results = once("facts", partial(on_ranks, 4, facts_of_four_ranks))
     assert all(r["collectives"] == results[0]["collectives"] for r in results)
     return results[0] | {"locals": [r["local"] for r in results]}
 

@@ -4,6 +4,7 @@ import collections
 import gc
 import json
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -129,8 +130,8 @@ def reads_and_recompilations() -> dict:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return on_ranks(2, reads_and_recompilations, tmp_path_factory.mktemp("reads"))
+def found(once):
+    return once("reads", partial(on_ranks, 2, reads_and_recompilations))
 
 
 @pytest.mark.slow

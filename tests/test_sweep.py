@@ -612,6 +612,7 @@ raise SystemExit(train_fsdp.main())
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_each_trouble_is_recorded_as_what_it_is(tmp_path):
     script = table(tmp_path / "trouble.py", TROUBLE)
@@ -981,6 +982,7 @@ exec %s %s "$@"
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=f"Slurm is not installed ({missing()})")
 def test_scaling_through_slurm_killed_in_the_middle(tmp_path, stand_in):
