@@ -381,8 +381,8 @@ for folder in sys.argv[2:]:
         status = 1
         try:
             os.chdir(folder)
-            sys.argv = ["job.py", sys.argv[1]]
-            runpy.run_path("job.py", run_name="__main__")
+            sys.path[0], sys.argv = folder, ["job.py", sys.argv[1]]
+            runpy.run_path(f"{folder}/job.py", run_name="__main__")
             status = 0
         except BaseException:
             traceback.print_exc()

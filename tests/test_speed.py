@@ -36,7 +36,7 @@ READS = {
     "bincount",
     "repeat_interleave",
 }
-SOME = [("ddp", 2), ("no_shard", 1), ("full_shard", 1), ("full_shard", 2), ("hybrid", 2)]
+SOME = [("ddp", 2), ("full_shard", 1), ("full_shard", 2)]
 COMPILED = ROWS if FULL else SOME
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
