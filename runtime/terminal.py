@@ -1,4 +1,4 @@
-"""Output on the terminal is a courtesy: what a program is for goes on without it.
+"""Output on the terminal is a courtesy: a program does its work without it.
 
 Call `make_safe` first in a program. From then on a full disk or a closed pipe behind stdout or
 stderr loses lines, not the run, and a character that the terminal cannot show is printed as an

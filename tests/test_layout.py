@@ -25,29 +25,24 @@ TOP_LEVEL = {
 }
 
 # Limits that hold today and are above the plan. They may only shrink.
-LINES_NOW = {"data": 696, "mesh": 293, "shard": 491}
+LINES_NOW = {"data": 434, "mesh": 293, "shard": 480}
 LONG_NOW = {
-    "prepare.py main": 67,
     "benchmarks/loop.py main": 137,
     "benchmarks/overlap.py main": 79,
-    "benchmarks/sharded.py main": 93,
+    "benchmarks/sharded.py main": 72,
     "tests/ranks.py one_run": 101,
     "tests/test_shard.py facts_of_four_ranks": 83,
     "tests/test_sweep.py test_scaling_through_slurm_killed_in_the_middle": 64,
 }
-TWICE_NOW = {"check", "scan", "check_folder", "apply", "Parser", "build_parser"}
-# Words of an earlier, private dialect, and how often each stands somewhere (not in tests).
-DIALECT = {
-    r"\bCrew\b|\bcrew\b|\babandon|told_to_stop|\bnews\b|what has been asked": 0,
-    r"\bFiniteCheck\b|\bPATIENCE\b|LAST_WORD_SECONDS|\bcomplain|blank_model|_put_back": 0,
-    r"\bIntake\b|\bMoment\b|\brehearse|play rank 0|\bdemand\b|\bcandidates\b": 0,
-    r"found no others|has no data|nothing has moved|more sign of life|stands? still": 0,
-    r"\bPositions\b|\bPlaces\b": 7,
-    r"\btold\b": 10,
-    r"ranks a node|bytes a parameter|bytes a pixel|bytes a trained|images a (second|step|rank)": 7,
-    r"\bgoes on\b": 10,
-    r"\bmet\b": 4,
-}
+# Words of an earlier, private dialect. Not in tests.
+DIALECT = [
+    r"\bCrew\b|\bcrew\b|\babandon|told_to_stop|\bnews\b|what has been asked|\btold\b",
+    r"\bFiniteCheck\b|\bPATIENCE\b|LAST_WORD_SECONDS|\bcomplain|blank_model|_put_back",
+    r"\bIntake\b|\bMoment\b|\brehearse|play rank 0|\bdemand\b|\bcandidates\b",
+    r"\bPositions\b|\bPlaces\b|\bmet\b",
+    r"found no others|has no data|nothing has moved|more sign of life|stands? still|\bgoes on\b",
+    r"ranks a node|bytes a (parameter|pixel|trained)|images a (second|step|rank)",
+]
 
 
 @cache
@@ -107,8 +102,7 @@ def test_no_name_is_defined_in_two_modules():
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name)
-    twice = {name: where for name, where in places.items() if len(where) > 1 and name != "main"}
-    assert set(twice) <= TWICE_NOW, twice
+    assert not {n: where for n, where in places.items() if len(where) > 1 and n != "main"}
 
 
 def imports(tree: ast.AST) -> set[str]:
@@ -129,7 +123,7 @@ def test_arrows_point_down():
     for name in READ[:4]:
         assert not imports(trees[f"{name}.py"]) & ours, name
     commands = {"train_fsdp", "prepare", "plan", "sweep"}
-    allowed = {"planner/dry_run.py": {"train_fsdp"}, "sweeps/studies.py": {"plan"}}
+    allowed = {"planner/dry_run.py": {"train_fsdp"}}
     for name, tree in trees.items():
         if "/" in name:
             found = imports(tree) & commands
@@ -160,7 +154,7 @@ def test_words_of_the_dialect_do_not_come_back(words):
         for number, line in enumerate(text_of(path).splitlines(), 1)
         if re.search(words, line)
     ]
-    assert len(found) <= DIALECT[words], "\n".join(found)
+    assert not found, "\n".join(found)
 
 
 # A copy of the trainer trains, stops and resumes; a synthetic run in the repository itself imports
