@@ -355,8 +355,9 @@ class Run:
         }
 
 
-# Keys of Run.record() that decide the result: a resumed run must have the same.
-DECISIVE = (*names("result"), "images", "image_names_and_sizes")
+# Keys of Run.record() that decide the result: a resumed run must have the same. Not the path of
+# --data, because the same images may lie elsewhere by now.
+DECISIVE = (*(n for n in names("result") if n != "data"), "images", "image_names_and_sizes")
 
 
 def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
