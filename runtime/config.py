@@ -154,7 +154,7 @@ class Config:
     )
     compile: bool = flag(False, bool, "torch.compile every block", sweep="setting")
 
-    data: str = flag("synthetic", filled, "folder of images", unit="DIR", group="data", **RESULT)
+    data: str = flag("synthetic", filled, "folder of images", unit="DIR", group="data")
     run: str = flag(
         "real",
         ("real", "syn", "io"),

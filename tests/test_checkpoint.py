@@ -1297,20 +1297,18 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
 @pytest.mark.slow
 def test_bad_steps_in_a_row_are_counted_across_a_resume(tmp_path):
     """--max-skips 2, stopped after two bad steps: the third, after the resume, ends the run."""
-    argv = changed(ARGV, mode="full_shard", steps="9", max_skips="2", save_every="4")
+    argv = changed(ARGV, mode="full_shard", steps="9", max_skips="2", save_every="5")
     bad = {"poison": "loss", "poison_rank": 1, "poison_steps": (5,), "params": False}
     first = Run(
         argv,
         signal_rank=0,
-        signal_step=3,
+        signal_step=4,
         to=str(tmp_path / "run"),
         **bad | {"poison_steps": (3, 4)},
     )
     (stopped,) = run_ranks(2, [first], tmp_path / "first")
     assert stopped.status == [0, 0] and stopped.end["reason"] == "signal"
-    assert (
-        stopped.end["steps"] == 5
-    )  # the signal came during the fourth step and was seen in the next
+    assert stopped.end["steps"] == 5  # at the fifth step, of which a checkpoint is due anyway
     (ended,) = run_ranks(2, [Run(argv, to=str(tmp_path / "run"), **bad)], tmp_path / "second")
     assert ended.status == [1, 1] and ended.end["reason"] == "nan", ended.output
     assert "at step 6 on rank 1, 3 consecutive bad steps" in ended.errors
