@@ -958,7 +958,12 @@ def shared_memory(pids):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /dev/shm")
 @pytest.mark.parametrize(
-    "how", ["end", "kill", "interrupt", pytest.param("exception", marks=pytest.mark.full)]
+    "how",
+    [
+        "end",
+        "kill",
+        *(pytest.param(how, marks=pytest.mark.full) for how in ("interrupt", "exception")),
+    ],
 )
 def test_a_loader_leaves_nothing_behind(tmp_path, how):
     code = """
