@@ -87,10 +87,10 @@ def device_batches(
     batch is there when that step has ended. Raises LoaderFailed.
     """
     copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    if isinstance(loader, DataLoader) and loader.num_workers:
-        loader.multiprocessing_context = loader_workers.fork_server()
-        loader.worker_init_fn = loader_workers.start_worker
     with loader_errors():
+        if isinstance(loader, DataLoader) and loader.num_workers:
+            loader.multiprocessing_context = loader_workers.fork_server()
+            loader.worker_init_fn = loader_workers.start_worker
         batches = iter(loader)
     while step := fetch(batches, accum):
         with torch.cuda.stream(copy_stream):  # type: ignore[arg-type] # None: nothing changes

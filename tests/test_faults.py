@@ -219,7 +219,7 @@ FAULTS = {
         1,
         full_node_disk,
         STAGE,
-        {0: (1, None, r"No space left on device.* \(rank 1\)"), 1: (1, None, None)},
+        {0: (2, None, r"No space left on device.* \(rank 1\)"), 1: (2, None, None)},
     ),
     "a bug in topology": (
         2,

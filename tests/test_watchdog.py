@@ -210,8 +210,11 @@ def test_a_rank_that_is_stopped_is_named(stopped, found):
     assert [s for r, s in enumerate(status) if r != stopped] == [1, 1], texts
     here = r"\(training in step 8, on .*\)"
     if stopped == 0:
-        for rank in (1, 2):
-            assert re.search(rf"GIVEN UP: rank 0 does not answer rank {rank} {here}", texts[rank])
+        # the first of the two to notice, by whose end the other may lose its connection
+        assert any(
+            re.search(rf"GIVEN UP: rank 0 does not answer rank {rank} {here}", texts[rank])
+            for rank in (1, 2)
+        ), texts
     else:
         wanted = rf"rank 1 {here} stopped sending heartbeats, rank 0 {here} waits"
         assert re.search(wanted, texts[0]), texts
