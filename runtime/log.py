@@ -161,11 +161,11 @@ def open_log(out: str) -> Log:
     def make() -> None:
         try:
             os.makedirs(out, exist_ok=True)
+            if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would block
+                raise ValueError(f"{path} is no regular file: move it away, or give another --out")
+            log.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             raise ValueError(f"{error}: give --out a folder that can be made") from None
-        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would block
-            raise ValueError(f"{path} is no regular file: move it away, or give another --out")
-        log.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         with open(path, "rb") as old:
             size = old.seek(0, os.SEEK_END)
             old.seek(max(size - 1, 0))

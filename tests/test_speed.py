@@ -190,9 +190,9 @@ def test_the_collector_runs_between_log_steps_never(tmp_path, monkeypatch):
     """Off in every step, though the program around the run has it on; run at the log step."""
     inside, collected, gc_on, train_step = [], [], gc.isenabled(), train_fsdp.train_step
 
-    def watched(*args, step, **rest):
-        inside.append((step, gc.isenabled()))
-        return train_step(*args, step=step, **rest)
+    def watched(model, optimizer, scaler, guard, *args, **rest):
+        inside.append((guard.voted, gc.isenabled()))
+        return train_step(model, optimizer, scaler, guard, *args, **rest)
 
     def callback(phase, info):
         if phase == "start" and inside:
