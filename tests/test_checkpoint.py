@@ -1226,15 +1226,16 @@ def killed() -> None:
 
 @pytest.mark.slow
 def test_a_kill_at_any_point_of_a_save_loses_that_save_alone(of_two_ranks, tmp_path, monkeypatch):
-    for i, point in enumerate(POINTS if FULL else ("before latest", "in the background")):
+    points = {p: POINTS[p] for p in (POINTS if FULL else ("before latest", "in the background"))}
+    for i, point in enumerate(points):
         monkeypatch.setenv("CHECKPOINTS", str(tmp_path / point))
         monkeypatch.setenv("POINT", point)
         with pytest.raises(RuntimeError, match=r"ranks .* failed"):
             on_ranks(2, killed, tmp_path / f"ranks{i}", timeout=90)
-    runs = [Run(SIX, params=False, to=str(tmp_path / point)) for point in POINTS]
+    runs = [Run(SIX, params=False, to=str(tmp_path / point)) for point in points]
     expected = [s["loss"] for s in read_log(of_two_ranks / "log.jsonl")[1]]
     results = run_ranks(2, runs, tmp_path / "resumed")
-    for (point, (*_, begin)), result in zip(POINTS.items(), results, strict=True):
+    for (point, (*_, begin)), result in zip(points.items(), results, strict=True):
         assert result.status == [0, 0] and result.start["begin"] == begin, point
         assert "warning" not in result.output and (tmp_path / point / "done").exists()
         assert [s["loss"] for s in result.steps[-(6 - begin) :]] == expected[begin:], point
