@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 FULL = "TEST_ALL" in os.environ  # make test-all: whole matrices, and the tests marked `full`
+# A shell's background job ignores Ctrl-C, and so would every process that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
 

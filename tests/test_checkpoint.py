@@ -201,7 +201,7 @@ def test_each_replica_is_written_once(of_four_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3, 4, 8] if FULL else [3, 4])
+@pytest.mark.parametrize("world", [2, 3, 4, 8] if FULL else [3])
 def test_any_row_loads_what_any_row_wrote(of_four_ranks, world, tmp_path, monkeypatch):
     folder, written = of_four_ranks
     monkeypatch.setenv("CHECKPOINTS", str(folder))
@@ -1224,18 +1224,17 @@ def killed() -> None:
     one_run(job, int(os.environ["RANK"]))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_kill_at_any_point_of_a_save_loses_that_save_alone(of_two_ranks, tmp_path, monkeypatch):
-    points = {p: POINTS[p] for p in (POINTS if FULL else ("before latest", "in the background"))}
-    for i, point in enumerate(points):
+    for i, point in enumerate(POINTS):
         monkeypatch.setenv("CHECKPOINTS", str(tmp_path / point))
         monkeypatch.setenv("POINT", point)
         with pytest.raises(RuntimeError, match=r"ranks .* failed"):
             on_ranks(2, killed, tmp_path / f"ranks{i}", timeout=90)
-    runs = [Run(SIX, params=False, to=str(tmp_path / point)) for point in points]
+    runs = [Run(SIX, params=False, to=str(tmp_path / point)) for point in POINTS]
     expected = [s["loss"] for s in read_log(of_two_ranks / "log.jsonl")[1]]
     results = run_ranks(2, runs, tmp_path / "resumed")
-    for (point, (*_, begin)), result in zip(points.items(), results, strict=True):
+    for (point, (*_, begin)), result in zip(POINTS.items(), results, strict=True):
         assert result.status == [0, 0] and result.start["begin"] == begin, point
         assert "warning" not in result.output and (tmp_path / point / "done").exists()
         assert [s["loss"] for s in result.steps[-(6 - begin) :]] == expected[begin:], point
@@ -1494,7 +1493,7 @@ def test_a_signal_to_the_process_group_of_one_rank(number, two_processes, tmp_pa
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_signal_during_the_imports(two_processes, tmp_path):
     rank0 = two_processes[0].pid
     wait_for(lambda: catches(rank0, signal.SIGTERM), 10, "the handler")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FULL, ROOT
+from conftest import ROOT
 from parity import TILES
 from ranks import agreed_port, environment, on_ranks
 from torch.distributed.tensor import DTensor
@@ -63,8 +63,6 @@ CASES = [
     for accum in (1, 2)
 ]
 CASES += ["--mode full_shard --accum 2 --ac full --reduce-dtype bf16 --prefetch none --clip 1"]
-# every day: accumulation in groups, a single shard, and every option of full_shard
-CASES = CASES if FULL else [CASES[7], CASES[8], CASES[10]]
 
 # Each operation: its kind, which argument is the full tensor, which the group. One that is not
 # here fails the test by its name.
@@ -118,7 +116,7 @@ def real_collectives() -> list[list[tuple[str, int, int]]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_collectives_are_those_of_a_real_run(tmp_path, monkeypatch):
     """Kind, group, bytes and order, on 4 gloo ranks, for every mode of FSDP2."""
     every = on_ranks(4, real_collectives, tmp_path)

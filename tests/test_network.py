@@ -188,7 +188,7 @@ def test_two_hosts_by_rank_variables(hosts, reference, tmp_path):
     assert {own for own, _ in talked} <= {HERE, THERE, "127.0.0.1"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_hosts_by_torchrun(hosts, reference, tmp_path):
     """--local-addr and is_host, because torchrun asks for names where it is not told."""
     for host, address in enumerate((HERE, THERE)):

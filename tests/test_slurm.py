@@ -216,7 +216,8 @@ def test_two_nodes_of_eight_ranks(case, reference, tmp_path):
 # --- 2: walltime
 
 
-@pytest.mark.parametrize("cuts", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("cuts", [1, 2])
 def test_a_run_that_is_cut_is_one_run(case, tmp_path, cuts):
     """The signal of --signal, by scancel: the true one needs minutes of walltime."""
     flags = [*TRAIN, "--mode", "full_shard", "--steps", "60"]
@@ -318,7 +319,8 @@ def test_a_missing_data_folder_ends_the_job(case):
     no_step_hangs(case.rig, job)
 
 
-@pytest.mark.parametrize("look", [pytest.param("yes", marks=pytest.mark.full), "no"])
+@pytest.mark.full
+@pytest.mark.parametrize("look", ["yes", "no"])
 def test_a_port_in_use_ends_the_job(case, tmp_path, look):
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
