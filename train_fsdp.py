@@ -38,7 +38,7 @@ from runtime.bad_images import BadImageLog
 from runtime.config import Run, with_images
 from runtime.device_batches import NO_BATCH, Batch, open_batches
 from runtime.flags import parse
-from runtime.log import open_log
+from runtime.log import open_log, open_tensorboard
 from runtime.meter import Meter
 from runtime.record import describe, finish, loss_of_zero, planned, start_record
 from runtime.resume import Saves, list_newest_first, resume
@@ -279,6 +279,8 @@ def run_training(run: Run, session: Session) -> str | None:
     saves = Saves(run, log)
     if config.run != "io":
         step_fn, saves, grid = prepare_training(run, session, guard)
+    if config.tensorboard:
+        open_tensorboard(log, run, guard.done)
     guard.stop_requested, guard.save_due = session.stop_requested, saves.due_by_clock
     session.where_saved = saves.where if config.run == "real" else None
 

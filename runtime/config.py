@@ -232,6 +232,9 @@ class Config:
 
     out: str = flag("out", filled, "log and checkpoints go here", unit="DIR", group="output")
     log_every: int = flag(10, whole(1, MOST_STEPS), "steps between two log lines", unit="STEPS")
+    tensorboard: bool = flag(
+        False, bool, "write the numbers of each log line to --out/tensorboard too, for TensorBoard"
+    )
     save_every: str = flag(
         "30m",
         save_every,

@@ -1,4 +1,7 @@
-"""The log of a run: log.jsonl for programs, lines on the terminal for people, both by rank 0."""
+"""The log of a run, by rank 0: log.jsonl for programs, lines on the terminal for people.
+
+With --tensorboard the numbers of each step also go to OUT/tensorboard.
+"""
 
 import json
 import math
@@ -23,6 +26,7 @@ class Log:
 
     def __init__(self, file: TextIO | None) -> None:
         self.file = file
+        self.scalars: Any = None  # TensorBoard's writer, with --tensorboard
 
     def say(self, text: str) -> None:
         """Print a line on the terminal."""
@@ -53,6 +57,19 @@ class Log:
                 self.file.flush()
             except OSError as error:
                 self.warn(f"log.jsonl cannot be written now: {error}")
+            if self.scalars and "step" in clean:
+                self._write_scalars(event, clean)
+
+    def _write_scalars(self, event: str, record: dict[str, Any]) -> None:
+        """Write the numbers of a step's record for TensorBoard, each under EVENT/KEY."""
+        numbers = {k: v for k, v in record.items() if type(v) in (int, float) and k != "step"}
+        try:
+            for key, value in numbers.items():
+                self.scalars.add_scalar(f"{event}/{key}", value, record["step"])
+            self.scalars.flush()
+        except OSError as error:  # a full disk: the run does not end for want of a curve
+            self.scalars = None
+            self.warn(f"TensorBoard's file cannot be written any more: {error}")
 
     def step(
         self,
@@ -89,6 +106,7 @@ class Log:
             hardware_tflops_per_rank=per_rank * recomputed / 1e12 if flops and recomputed else None,
             mfu=flops / peak if flops and peak else None,
             **memory,
+            **device_power(device),
             bad_images=bad_images,
         )
         shown = ""
@@ -154,6 +172,22 @@ def device_memory(device: torch.device) -> dict[str, float | int | None]:
     return dict(zip(names, (allocated, reserved, stats.get("num_alloc_retries", 0)), strict=True))
 
 
+def device_power(device: torch.device) -> dict[str, float]:
+    """Return the watts that this rank's GPU draws, by its driver; {} where torch cannot read them.
+
+    Of both halves of an MI250X at once, by one of them.
+    """
+    if device.type != "cuda":
+        return {}
+    try:
+        draw = torch.cuda.power_draw(device)
+    except Exception:  # no pynvml or amdsmi, or a driver that refuses: errors of many types
+        return {}
+    # NVIDIA: milliwatts; ROCm: watts so far (pytorch#197553), and no GPU draws 5 W, or 5 kW
+    watts = draw if torch.version.hip and draw < 5000 else draw / 1000
+    return {"power_watts": watts} if watts else {}
+
+
 def open_log(out: str) -> Log:
     """Open the log in the folder `out` to append, on rank 0; AgreedError if not. Collective."""
     path, log = os.path.join(out, "log.jsonl"), Log(None)
@@ -174,6 +208,22 @@ def open_log(out: str) -> Log:
 
     run_on_rank0(make)
     return log
+
+
+def open_tensorboard(log: Log, run: Run, begin: int) -> None:
+    """Write what follows step `begin` to OUT/tensorboard too; AgreedError if not. Collective.
+
+    TensorBoard then hides what an earlier start of this run has written of later steps.
+    """
+
+    def make() -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        if log.file:
+            folder = os.path.join(run.config.out, "tensorboard", run.config.run)
+            log.scalars = SummaryWriter(folder, purge_step=begin + 1)
+
+    run_on_rank0(make)
 
 
 def rename_old_log(log: Log, out: str) -> None:

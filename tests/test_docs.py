@@ -401,8 +401,9 @@ def test_messages_are_those_of_the_code():
             assert any(piece.strip() in text for text in strings), piece
 
 
-def test_log_keys_are_those_of_the_code():
-    keys = {*log.device_memory(torch.device("cpu"))}
+def test_log_keys_are_those_of_the_code(monkeypatch):
+    monkeypatch.setattr("torch.cuda.power_draw", lambda device: 1)
+    keys = {*log.device_memory(torch.device("cpu")), *log.device_power(torch.device("cuda"))}
     for node in ast.walk(ast.parse((ROOT / "runtime" / "log.py").read_text())):
         if isinstance(node, ast.Call) and node.args and ast.unparse(node.args[0]) == "'step'":
             keys |= {keyword.arg for keyword in node.keywords if keyword.arg}

@@ -9,6 +9,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import ROOT
 from parity import ARGV, TILES
@@ -16,7 +17,7 @@ from ranks import Run, environment, free_port, on_ranks, read_log, run_ranks
 
 import data
 import train_fsdp
-from runtime import session
+from runtime import log, session
 from runtime.config import batch_sizes
 from runtime.flags import parse, training_parser
 
@@ -197,14 +198,13 @@ def test_help_has_the_groups_of_the_data_flow():
         "data": "--data --run-mode --workers --stage-dir --max-bad --exact-decode",
         "optimisation": "--batch --global-batch --accum --blr --weight-decay --warmup-steps "
         "--steps --epochs --clip --max-skips --seed",
-        "output": "--out --log-every --save-every --async-save --keep --resume --allow-changes "
-        "--timeout --profile",
+        "output": "--out --log-every --tensorboard --save-every --async-save --keep --resume "
+        "--allow-changes --timeout --profile",
         "plan": "--dry-run --world-size",
     }.items():
         found = re.findall(r"^  (--[a-z-]+)", in_group[heading], re.MULTILINE)
         assert found == flags.split(), heading
-    for absent in ("--tp", "--tensorboard"):
-        assert absent not in text
+    assert "--tp" not in text
 
 
 def test_defaults_are_those_of_the_design(monkeypatch):
@@ -256,6 +256,28 @@ def test_learning_rate_warms_up_and_follows_a_cosine():
     assert lr[7] == pytest.approx(4.0)  # half way from step 2 to 12
     assert lr[11] == pytest.approx(8 * 0.5 * (1 + math.cos(math.pi * 0.9)))
     assert train_fsdp.learning_rate(0, 1, 0, 8.0) == 8.0
+
+
+@pytest.mark.parametrize(
+    ("hip", "draw", "found"),
+    [
+        (None, 250_000, {"power_watts": 250.0}),  # NVIDIA: milliwatts
+        ("7.1", 480, {"power_watts": 480}),  # ROCm: watts ...
+        ("7.2", 480_000, {"power_watts": 480.0}),  # ... until it is corrected
+        ("7.1", 0, {}),  # the half of an MI250X that does not know
+        (None, ModuleNotFoundError("pynvml"), {}),
+    ],
+)
+def test_the_power_of_a_gpu_is_logged_where_torch_can_read_it(hip, draw, found, monkeypatch):
+    def power_draw(device):
+        if isinstance(draw, Exception):
+            raise draw
+        return draw
+
+    monkeypatch.setattr("torch.version.hip", hip)
+    monkeypatch.setattr("torch.cuda.power_draw", power_draw)
+    assert log.device_power(torch.device("cuda", 0)) == found
+    assert log.device_power(torch.device("cpu")) == {}
 
 
 def test_batch_sizes():
