@@ -131,11 +131,13 @@ if [[ ${PREFLIGHT:-yes} == yes ]]; then
         [[ $libraries == *ccl-net*.so* ]] ||
             fail "no plugin librccl-net.so for RCCL: load rccl-net-plugin, or set NCCL_NET=Socket"
     fi
-    # One process simulates rank 0: flags, images, memory. Only refused flags (2) end the job here.
+    # One process simulates rank 0: flags, images, memory. Refused flags (2) and a plan that says NO
+    # to the memory (3) end the job here.
     status=0
     LOCAL_WORLD_SIZE=$tasks srun -N1 -n1 -c"$cores" "${gpu[@]}" "$python" -u \
         train_fsdp.py "${device[@]}" "$@" --dry-run --world-size "$((nodes * tasks))" || status=$?
     ((status != 2)) || exit 2
+    ((status != 3)) || fail "by its plan the run does not fit (PREFLIGHT=no starts it)"
     ((status == 0)) || say "warning: the dry run ended with status $status; trying the ranks"
     # Then all ranks report where they run and time a small all-gather.
     each_rank -m runtime.topology "${device[@]}" "$@" ||

@@ -46,11 +46,7 @@ def summary_lines(plan: Plan) -> Iterator[str]:
         f"{found['params']:,} parameters, {plan.label}, {run.replicate} x {run.shard} ranks of "
         f"{plan.machine.name}, local batch {run.batch}"
     )
-    yield (
-        f"{plan.verdict}: {plan.peak_gib:.1f} GiB at the peak ({plan.peak.name}) + "
-        f"{found['margin_gib']:.1f} margin, of {plan.memory_gib:g}; largest local batch "
-        f"{found['max_local_batch']}"
-    )
+    yield plan.fit
     yield f"memory   GiB: {gib}"
     count = sum(found["collectives"].values())
     yield f"traffic  GB per rank and step: {links}; {count} collectives"

@@ -39,8 +39,9 @@ from runtime.config import Run, with_images
 from runtime.device_batches import NO_BATCH, Batch, open_batches
 from runtime.flags import parse
 from runtime.log import open_log, open_tensorboard
+from runtime.memory_fit import planned
 from runtime.meter import Meter
-from runtime.record import describe, finish, loss_of_zero, planned, start_record
+from runtime.record import describe, finish, loss_of_zero, start_record
 from runtime.resume import Saves, list_newest_first, resume
 from runtime.session import Session, manual_gc, run_session
 from runtime.step_guard import StepGuard
@@ -287,7 +288,7 @@ def run_training(run: Run, session: Session) -> str | None:
     steps = range(guard.done, run.steps)
     batches, first, workers = open_batches(run, ranks, device, files, steps, log.say)
     zero = loss_of_zero(first, run)  # what a model that learns nothing would score
-    plan = planned(run, log.warn) if ranks.rank == 0 else None
+    plan = planned(run, device, log.warn) if ranks.rank == 0 else None
     start = start_record(run, ranks, device, plan, begin=guard.done, workers=workers)
     log.write("start", **start)
     log.say_all(describe(start))

@@ -15,7 +15,7 @@ import errno
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +37,8 @@ from runtime import agreement, image_source
 from runtime.comm_counter import CommEvent, Unsupported, counting
 from runtime.config import Config, Run, check_masking, resolve, with_images
 from runtime.flags import print_error
-from runtime.record import describe, planned, start_record
+from runtime.memory_fit import planned
+from runtime.record import describe, start_record
 from runtime.resume import list_newest_first, read_run_state
 from runtime.step_guard import StepGuard
 
@@ -78,7 +79,7 @@ def private_parts() -> tuple[Any, Any, Any]:
 def dry_run(config: Config) -> int:
     """Run the command up to one step on fake tensors; print a plan, train and write nothing.
 
-    Returns the exit status.
+    Returns the exit status: 0, 1 failed, 2 refused, 3 where the plan says NO to its memory.
     """
     try:
         ranks = fake_ranks(int(config.world_size or 0), os.environ)
@@ -90,29 +91,31 @@ def dry_run(config: Config) -> int:
         run = resolve(config, ranks.world_size, ranks.local_world_size)
         check_masking(run.model, config.img_size, config.mask_ratio)
         with fake_world(ranks.world_size):
-            for line in run_dry(run, ranks):
-                print(line, flush=True)
+            verdict = run_dry(run, ranks, partial(print, flush=True))
     except (ValueError, OSError, Unsupported, agreement.AgreedError) as error:
         print_error(str(error))
         return 1 if isinstance(error, Unsupported) else 2
-    return 0
+    return 3 if verdict == "NO" else 0
 
 
-def run_dry(run: Run, ranks: mesh.Ranks) -> Iterator[str]:
-    """Yield lines on what a real run would be, in its order and with its errors."""
+def run_dry(run: Run, ranks: mesh.Ranks, say: Callable[[str], None]) -> str | None:
+    """Print what a real run would be, in its order and with its errors; return the verdict."""
     config = replace(run.config, dry_run=False)
-    yield f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks"
-    messages: list[str] = []
-    files, found, _ = image_source.find_images(config.data, None, run.global_batch, messages.append)
+    say(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
+    files, found, _ = image_source.find_images(config.data, None, run.global_batch, say)
     check_out_writable(config.out)
     run = with_images(replace(run, config=config), **found)
-    state = read_run_state(list_newest_first(run, messages.append), run, messages.append)
-    yield from messages
+    state = read_run_state(list_newest_first(run, say), run, say)
 
-    plan = planned(run, partial(print, "warning:", flush=True))
+    # of the GPU that the job will have, where one is here
+    gpu = torch.device("cuda") if torch.cuda.is_available() else None
+    plan = planned(
+        run, CPU if config.device == "cpu" else gpu, lambda text: say(f"warning: {text}")
+    )
     start = start_record(run, ranks, CPU, plan, begin=state["step"], workers=0)
     elsewhere = {} if config.device == "cpu" else {"device": "a GPU each", "sdpa": None}
-    yield from describe(start | elsewhere)
+    for line in describe(start | elsewhere):
+        say(line)
     loader = data.build_loader(
         files,
         img_size=config.img_size,
@@ -124,12 +127,15 @@ def run_dry(run: Run, ranks: mesh.Ranks) -> Iterator[str]:
         world_size=ranks.world_size,
         workers=config.workers or 0,
     )
-    yield from first_samples(loader, config.workers)
+    for line in first_samples(loader, config.workers):
+        say(line)
 
     why_not = unsimulated(config)
     simulation = None if why_not else simulate(run)
-    yield why_not or "one step of rank 0, simulated" + ", without --compile" * config.compile
-    yield from report(simulation, plan, run.mesh_shape, config.cpu_offload)
+    say(why_not or "one step of rank 0, simulated" + ", without --compile" * config.compile)
+    for line in report(simulation, plan, run.mesh_shape, config.cpu_offload):
+        say(line)
+    return plan["verdict"] if plan else None
 
 
 # ---------------------------------------------------------------------------------------------

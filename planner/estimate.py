@@ -14,6 +14,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import mesh
@@ -167,6 +168,25 @@ class Plan:
         return fit_verdict(self.peak_gib, self.memory_gib)
 
     @property
+    def margin_gib(self) -> float:
+        """What FITS leaves free beyond the peak."""
+        return CONTEXT_GIB + FRAGMENTATION * self.peak_gib
+
+    @cached_property
+    def max_local_batch(self) -> int:
+        """The largest local batch with the verdict FITS, 0 if there is none."""
+        return max_local_batch(self.run, self.machine, self.memory_gib)
+
+    @property
+    def fit(self) -> str:
+        """The verdict and its reason, in a sentence."""
+        return (
+            f"{self.verdict}: {self.peak_gib:.1f} GiB at the peak ({self.peak.name}) + "
+            f"{self.margin_gib:.1f} margin, of {self.memory_gib:.4g}; largest local batch "
+            f"{self.max_local_batch}"
+        )
+
+    @property
     def images_per_second(self) -> float:
         """Images per second of the whole job, at most."""
         return self.run.world_size * self.run.batch * self.run.accum / self.time.step
@@ -199,10 +219,10 @@ class Plan:
             "mesh": {"replicate": run.replicate, "shard": run.shard},
             "memory_gib": memory | {"peak": self.peak_gib, "peak_active": self.peak_active_gib},
             "peak_moment": self.peak.name,
-            "margin_gib": CONTEXT_GIB + FRAGMENTATION * self.peak_gib,
+            "margin_gib": self.margin_gib,
             "available_gib": self.memory_gib,
             "verdict": self.verdict,
-            "max_local_batch": max_local_batch(run, self.machine, self.memory_gib),
+            "max_local_batch": self.max_local_batch,
             "traffic_bytes_per_rank": link_bytes(run, self.machine),
             "payload_bytes": {
                 k: sum(c.payload * c.count for c in sent if c.kind == k) for k in kinds

@@ -15,6 +15,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import vit
 from planner.machines import Machine
@@ -293,6 +294,7 @@ class StepMemory:
             )
 
 
+@lru_cache(maxsize=64)  # each moment of a step has it
 def largest_partition(run: PlannedRun) -> int:
     """Count the parameters of the rank that has most under ZeRO-1.
 

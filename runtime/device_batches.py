@@ -121,6 +121,6 @@ def loader_errors() -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except (RuntimeError, OSError, EOFError) as error:  # a worker was killed, a disk fails
+    except (RuntimeError, OSError, EOFError, MemoryError) as error:  # a worker or a disk fails
         died = "a DataLoader worker has died: " * isinstance(error, (ConnectionError, EOFError))
         raise LoaderFailed(f"{died}{type(error).__name__}: {error}") from error

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,10 @@ from runtime.step_guard import StepGuard
 SLOW_ON_A_CPU = 1e12  # FLOPs of a step and process: some ten seconds on a few cores
 # MAE's own recipe ends at 1.5e-4 x 4096 / 256 = 2.4e-3; above twice that AdamW tends to diverge.
 LARGE_LR = 4.8e-3
-PLANNED = ("memory_gib", "payload_bytes", "traffic_bytes_per_rank", "step_seconds_lower_bound")
+PLANNED = (  # what the start record has of a plan
+    *("memory_gib", "payload_bytes", "traffic_bytes_per_rank", "step_seconds_lower_bound"),
+    *("verdict", "fit"),
+)
 
 
 def start_record(
@@ -38,7 +41,7 @@ def start_record(
 ) -> dict[str, Any]:
     """Describe a run for the log: its flags, what follows from them, its plan, its machine.
 
-    `plan` is that of `planned`; `more` is added as it stands: begin, workers.
+    `plan` is that of memory_fit.planned; `more` is added as it stands: begin, workers.
     """
     peak, peak_source = peak_flops(device)
     return (
@@ -64,17 +67,6 @@ def start_record(
         }
         | more
     )
-
-
-def planned(run: Run, warn: Callable[[str], None]) -> dict[str, Any] | None:
-    """Estimate memory and traffic of a run as plan.py does; None, with a warning, if it fails."""
-    try:
-        from planner import estimate, traffic
-
-        return estimate.make_plan(traffic.PlannedRun.from_flags(run.model, run.record())).json()
-    except Exception as error:  # an estimate decides nothing: no run ends for want of it
-        warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
-        return None
 
 
 def attention_kernels(run: Run, device: torch.device) -> dict[str, str]:
@@ -127,6 +119,9 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['lr']:.3g}, reached in step " + str(
         s["warmup_steps"] or 1
     )
+    if s["planned"] and s["planned"]["verdict"]:
+        sign = "" if s["planned"]["verdict"] == "FITS" else "warning: "
+        yield f"{sign}plan: {s['planned']['fit']}"
     if s["lr"] > LARGE_LR:
         yield f"warning: lr {s['lr']:.3g} is very large (MAE's recipe: 2.4e-3); lower --blr"
     if s["device"] == "cpu" and s["flops_per_image"] * s["batch"] * s["accum"] > SLOW_ON_A_CPU:

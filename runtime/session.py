@@ -2,7 +2,8 @@
 
 `run_session` is the one place that decides: usage errors end with status 2 before any rank waits
 for another; an AgreedError is raised on all ranks, printed by rank 0, and all leave together; a
-lost peer ends this rank at once; everything else is a bug and keeps its traceback.
+lost peer, and memory that has run out, end this rank at once; everything else is a bug and keeps
+its traceback.
 """
 
 import gc
@@ -27,6 +28,7 @@ from runtime.flags import (
 )
 from runtime.image_source import check_folder
 from runtime.log import Log
+from runtime.memory_fit import advise_out_of_memory, is_out_of_memory
 from runtime.watchdog import Watchdog, exit_if_longer_than, is_peer_failure
 
 
@@ -40,6 +42,7 @@ class Session:
         self.ranks, self.device, self.out, self.signals = ranks, device, out, signals
         self.log = Log(None)
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
+        self.reason = "timeout"  # in the log, where the run is ended from outside the loop
 
     def join(self, timeout: int) -> None:
         """Connect to the other ranks and start the watchdog; `timeout` in seconds. Collective.
@@ -88,7 +91,7 @@ class Session:
     def give_up(self, text: str) -> None:
         """Print and log why the run is ended from outside the training loop."""
         print_error(f"{text}; {self.where_saved(False)}" if self.where_saved else text)
-        self.log.write("end", reason="timeout", problem=text)
+        self.log.write("end", reason=self.reason, problem=text)
 
     def leave(self) -> None:
         """Leave the process group with all other ranks. Collective."""
@@ -96,11 +99,19 @@ class Session:
         dist.barrier(self.gloo)  # rank 0 serves the store: it exits when nobody needs it any more
         dist.destroy_process_group()
 
-    def exit_after_failure(self, error: RuntimeError) -> NoReturn:
-        """Exit at once where a peer is lost or this rank's loader failed; re-raise other errors."""
-        lost = is_peer_failure(error)
+    def exit_after_failure(self, error: RuntimeError | MemoryError, run: Run) -> NoReturn:
+        """Exit at once where a peer is lost, or this rank's loader or memory failed.
+
+        Other errors are bugs, and raised again. The launcher or the watchdog ends the other ranks.
+        """
+        lost, cause = is_peer_failure(error), cause_of(error)
         if isinstance(error, LoaderFailed):
             what = "the data loader failed"
+        elif is_out_of_memory(error):
+            what, self.reason = "out of memory", "memory"
+            advice = advise_out_of_memory(run, self.device, self.ranks.local_world_size)
+            # PyTorch adds a page to what it tried to allocate
+            cause = f"{'. '.join(cause.split('. ')[:2]).rstrip('.: ')}; {advice}"
         elif lost:
             what = "lost connection to another rank"
         elif lost is None:
@@ -110,7 +121,7 @@ class Session:
             raise error
         rank, where = self.ranks.rank, self.watchdog.where()
         self.watchdog.exit_now(
-            f"rank {rank}: {what} ({where}): {cause_of(error)}", RANK0_REPORT_GRACE_SECONDS
+            f"rank {rank}: {what} ({where}): {cause}", RANK0_REPORT_GRACE_SECONDS
         )
 
     def first_loader_error(self, error: Exception | None, step: int) -> str:
@@ -167,8 +178,8 @@ def run_session(
         problem, status = work(run, session), 1
     except AgreedError as error:
         problem, status = str(error), error.status
-    except RuntimeError as error:
-        session.exit_after_failure(error)
+    except (RuntimeError, MemoryError) as error:
+        session.exit_after_failure(error, run)
     if problem and ranks.rank == 0:  # first: launchers kill the others when one rank fails
         print_error(problem)
     session.leave()

@@ -70,6 +70,8 @@ class StepGuard:
         """
         try:
             yield
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the GPU, not the loader
+            raise
         except Exception as error:
             self.loader_error = self.loader_error or error  # the first is the cause
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
 
 
-def is_peer_failure(error: RuntimeError) -> bool | None:
+def is_peer_failure(error: Exception) -> bool | None:
     """Tell whether a collective failed because of another rank; None where it may be a bug here.
 
     NCCL and the store raise types of their own. Gloo raises a bare RuntimeError, recognised by the

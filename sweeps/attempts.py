@@ -88,14 +88,17 @@ def classify(
     killed = code is not None and (code in (-9, 137) or "SIGKILL" in output)
     if reason == "done":
         return "done", ""
-    if late or reason == "timeout":
-        return "timed out", f"{late or problem}, {where}"
-    if reason in ("nan", "save"):
-        return "failed", problem or reason
+    if late:
+        return "timed out", f"{late}, {where}"
+    # before "timeout": so ends the log of rank 0 where the memory of another rank has run out
     found = [line.strip() for line in output.splitlines() if OUT_OF_MEMORY.search(line)]
     if found or (oom and killed):
         line = found[0][:300] if found else "the system killed a process"
         return "out of memory", f"{where}: {line}"
+    if reason == "timeout":
+        return "timed out", f"{problem}, {where}"
+    if reason in ("nan", "save"):
+        return "failed", problem or reason
     if code is None or reason == "signal":
         return "interrupted", f"no result, {where}"
     if log.broken_line:

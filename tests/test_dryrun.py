@@ -310,6 +310,7 @@ PLAN = {
     "collectives": {"all_gather": 13, "reduce_scatter": 7, "all_reduce": 9},
     "traffic_bytes_per_rank": {},
     "step_seconds_lower_bound": 1.5,
+    "verdict": "FITS",
 }
 
 
@@ -317,9 +318,9 @@ def with_a_plan(monkeypatch) -> list:
     """Replace the planner by made-up numbers; returns the list of the runs it will be given."""
     planned = []
 
-    def made_up(run):
+    def made_up(run, **memory):
         planned.append(run)
-        return types.SimpleNamespace(json=lambda: PLAN)
+        return types.SimpleNamespace(json=lambda: PLAN, fit="FITS: it does")
 
     monkeypatch.setattr(estimate, "make_plan", made_up)
     return planned

@@ -41,6 +41,21 @@ def gpu_error_in_copy():
     torch.Tensor.to = to
 
 
+def no_memory_in_step():
+    """The host's allocator itself refuses, in the second step."""
+    import train_fsdp
+
+    original, calls = train_fsdp.train_step, []
+
+    def train_step(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            torch.empty(2**58, dtype=torch.uint8)
+        return original(*args, **kwargs)
+
+    train_fsdp.train_step = train_step
+
+
 def igloo_in_step():
     import train_fsdp
 
@@ -176,7 +191,17 @@ FAULTS = {
         0,
         gpu_error_in_copy,
         [],
-        {0: (1, "torch.OutOfMemoryError: HIP", None)},
+        {0: (1, None, r"rank 0: out of memory \(.*\): HIP out of memory; plan: FITS: ")},
+    ),
+    "out of memory": (
+        2,
+        1,
+        no_memory_in_step,
+        ["--mode", "full_shard"],
+        {
+            0: (1, None, LOST),
+            1: (1, None, r"rank 1: out of memory \(training in step 2, .* tried to allocate 288"),
+        },
     ),
     "igloo": (1, 0, igloo_in_step, [], {0: (1, "RuntimeError: igloo", None)}),
     "igloo of two": (

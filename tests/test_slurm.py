@@ -421,6 +421,20 @@ def test_what_is_wrong_is_said_before_anything_runs(case, environ, sentence):
     no_step_hangs(case.rig, job)
 
 
+@pytest.mark.parametrize("preflight", ["yes", "no"])
+def test_a_run_that_does_not_fit_is_not_started_unless_told(case, preflight):
+    """Of the dry run's exit status: 3 where its plan says NO."""
+    case.runs("""#!/bin/bash
+case "$*" in *--dry-run*) exit 3 ;; *train_fsdp.py*) echo "a round" ;; esac
+""")
+    job = case.submit("--run", "syn", PREFLIGHT=preflight, NCCL_NET="Socket")
+    state = "COMPLETED" if preflight == "no" else "FAILED"
+    assert case.rig.ended(job, 60)["JobState"] == state
+    output = case.rig.output(job)
+    sentence = "error: by its plan the run does not fit (PREFLIGHT=no starts it)"
+    assert (sentence in output) == (preflight == "yes") == ("a round" not in output)
+
+
 def test_outside_of_a_job_the_script_says_how_to_submit_it():
     done = subprocess.run(["bash", LAUNCH], capture_output=True, text=True, env=clean_environment())
     assert done.returncode == 1

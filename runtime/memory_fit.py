@@ -1,0 +1,75 @@
+"""Whether a run fits into the memory of its ranks: at its start, and when that has run out.
+
+The arithmetic is that of planner/. A copy of the trainer without that folder runs without a plan.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from runtime.config import Run
+
+# of PyTorch's allocators, whose errors have types of their own on a GPU only, of NCCL and cuBLAS
+OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED")
+
+
+def rank_memory_gib(device: torch.device, node_ranks: int) -> float:
+    """Return the memory of a rank in GiB: that of its GPU, or an equal part of its host's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1] / 2**30
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / node_ranks / 2**30
+
+
+def planned(
+    run: Run, device: torch.device | None, warn: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Estimate memory and traffic of a run as plan.py does; None, with a warning, if it fails.
+
+    The verdict is that for the memory of `device`, or, if None, of a GPU of Frontier; there is none
+    for a CPU, whose memory is the host's, shared with the loaders. `fit` says it in a sentence.
+    """
+    gpu = device is None or device.type == "cuda"
+    try:
+        from planner import estimate, traffic
+
+        memory = rank_memory_gib(device, 1) if device and gpu else None
+        flags = traffic.PlannedRun.from_flags(run.model, run.record())
+        plan = estimate.make_plan(flags, memory_gib=memory)
+        found = plan.json() | {"fit": None}
+        if not gpu:
+            return found | {"verdict": None}
+        found["fit"] = plan.fit
+        if found["verdict"] != "FITS":
+            from planner import advice
+
+            found["fit"] += f"; {advice.what_would_fit(plan, run.config)}"
+        return found
+    except Exception as error:  # an estimate decides nothing: no run ends for want of it
+        warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
+        return None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether an error says that a GPU or the host has no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
+
+
+def advise_out_of_memory(run: Run, device: torch.device, node_ranks: int) -> str:
+    """Say in half a sentence what the plan says of a run that ran out of memory, and would fit."""
+    try:
+        from planner import advice, estimate, traffic
+
+        flags = traffic.PlannedRun.from_flags(run.model, run.record())
+        plan = estimate.make_plan(flags, memory_gib=rank_memory_gib(device, node_ranks))
+        # whatever the plan says of this run, what it needs is too much
+        return f"plan: {plan.fit}; {advice.what_would_fit(plan, run.config, 0.9 * plan.peak_gib)}"
+    except Exception as error:  # perhaps for want of memory
+        return (
+            "try a smaller --batch with --accum, --ac full or --mode full_shard (no plan: "
+            f"{type(error).__name__}: {error})"
+        )
