@@ -3,6 +3,7 @@
     python plan.py --model 15b --mode hybrid --group 4 --world-size 512 --batch 32 --memory-gib 64
     python plan.py --model 15b --world-size 1024 --compare      # every mode and group, best first
     python plan.py --model 15b --group 4 --explain              # where the numbers come from
+    python plan.py --machines                                   # what --machine may be
 
 Does it fit, with which local batch at most, how many bytes go over which link, and how fast can it
 be at best. No GPU and no process group is needed, for any number of ranks. The arithmetic is in
@@ -25,7 +26,7 @@ from dataclasses import replace
 import shard
 from planner.command import read_command
 from planner.estimate import Plan, compare, reason
-from planner.machines import LINKS, build_ring, collective_seconds
+from planner.machines import CONSTANTS, LINKS, MACHINES, Machine, build_ring, collective_seconds
 from planner.memory import GIB, MEMORY_PARTS, StepMemory
 from planner.traffic import collectives, link_bytes, model_part
 from runtime import terminal
@@ -55,6 +56,12 @@ def summary_lines(plan: Plan) -> Iterator[str]:
         f"exposed communication {time.exposed:.2f} of {time.communication:.2f}"
     )
     yield f"speed    at most {plan.images_per_second:.0f} img/s, efficiency {plan.efficiency:.0%}"
+    if plan.machine.name != "frontier":
+        yield (
+            f"note     of the constants {len(plan.machine.fitted)} were fitted on Frontier, "
+            f"{len(plan.machine.guesses)} are guesses for {plan.machine.name}: --explain lists "
+            "them, --measured-ips starts from a measured speed"
+        )
 
 
 def comparison_lines(plans: Sequence[Plan]) -> Iterator[str]:
@@ -82,6 +89,8 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
         yield f"{s.name:28}{cells}{s.total / GIB:9.3f}"
     yield ""
     yield from _collective_lines(plan)
+    yield ""
+    yield from _constant_lines(plan.machine)
 
 
 def _state_lines(plan: Plan) -> Iterator[str]:
@@ -112,9 +121,40 @@ def _collective_lines(plan: Plan) -> Iterator[str]:
         yield f"{kind:16}{part:20}{ranks:6}{count:9}{payload / 1e6:10.1f}{ms:9.2f}"
 
 
+def _constant_lines(machine: Machine) -> Iterator[str]:
+    """Format a table of a machine's constants, each with where it comes from."""
+    yield f"{'constant':28}{'value':>10}  of {machine.name}"
+    for name in CONSTANTS:
+        source = "fitted on Frontier" if name in machine.fitted else "guess, or given in a file"
+        yield f"{name:28}{getattr(machine, name):10.3g}  {source}"
+
+
+def machine_table() -> Iterator[str]:
+    """Format the table of known machines."""
+    links = ("package", "node", "network", "host")
+    yield "GiB and bf16 TFLOP/s per rank; GB/s in one direction, network: of a whole node"
+    yield f"{'machine':13}{'ranks/node':>10}{'GiB':>8}{'TFLOP/s':>9}" + "".join(
+        f"{link:>9}" for link in links
+    )
+    for m in MACHINES.values():
+        rates = [f"{getattr(m, f'{link}_bytes_per_second') / 1e9:g}" for link in links]
+        if m.ranks_per_package == 1:
+            rates[0] = "-"
+        if m.node_links > 1:
+            rates[1] = f"{m.node_links} x {rates[1]}"
+        yield (
+            f"{m.name:13}{m.ranks_per_node:10}{m.memory_gib:8g}{m.peak_flops / 1e12:9g}"
+            + "".join(f"{rate:>9}" for rate in rates)
+            + f"  {len(m.fitted)} of {len(CONSTANTS)} constants fitted"
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan; exit status 2 and one sentence where the flags clash."""
     args, plan = read_command(argv)
+    if args.machines:
+        print("\n".join(machine_table()))
+        return 0
     plans = compare(plan, args.measured_ips) if args.compare else []
     if args.json:
         rows = [p.json() | {"mode": p.label, "why": reason(p, plans)} for p in plans]

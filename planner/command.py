@@ -24,6 +24,7 @@ def plan_parser() -> flags.TrainingParser:
     add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")
     names = f"{', '.join(MACHINES)}, or a JSON file (default frontier)"
     add("--machine", type=filled, default="frontier", metavar="NAME", help=names)
+    add("--machines", action="store_true", help="print the table of machines, and no plan")
     gib = "per rank (default: the machine's)"
     add("--memory-gib", type=number(0.1, 10**6), metavar="GIB", help=gib)
     ips = "images/s of one whole node, measured under the same flags"

@@ -232,6 +232,9 @@ class Plan:
             "step_seconds_lower_bound": self.time.step,
             "images_per_second_upper_bound": self.images_per_second,
             "efficiency": self.efficiency,
+            "machine": self.machine.name,
+            "constants_fitted_on_frontier": self.machine.fitted,
+            "constants_guessed": self.machine.guesses,
             "moments": [
                 {"name": s.name, "gib": {part: size / GIB for part, size in s.bytes.items()}}
                 for s in self.phase_peaks()

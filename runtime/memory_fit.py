@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from runtime.config import Run
+from runtime.peak_flops import peak_flops
 
 # of PyTorch's allocators, whose errors have types of their own on a GPU only, of NCCL and cuBLAS
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED")
@@ -28,16 +29,18 @@ def planned(
 ) -> dict[str, Any] | None:
     """Estimate memory and traffic of a run as plan.py does; None, with a warning, if it fails.
 
-    The verdict is that for the memory of `device`, or, if None, of a GPU of Frontier; there is none
-    for a CPU, whose memory is the host's, shared with the loaders. `fit` says it in a sentence.
+    The plan is for the known machine that is nearest to `device`, with its own memory, or for
+    Frontier if that is None or a CPU. A CPU gets no verdict: its memory is the host's, shared with
+    the loaders. `fit` says the verdict in a sentence.
     """
     gpu = device is None or device.type == "cuda"
     try:
-        from planner import estimate, traffic
+        from planner import estimate, machines, traffic
 
         memory = rank_memory_gib(device, 1) if device and gpu else None
+        machine = machines.nearest_machine(peak_flops(device)[0] if device else None, memory)
         flags = traffic.PlannedRun.from_flags(run.model, run.record())
-        plan = estimate.make_plan(flags, memory_gib=memory)
+        plan = estimate.make_plan(flags, machine, memory)
         found = plan.json() | {"fit": None}
         if not gpu:
             return found | {"verdict": None}
@@ -62,10 +65,12 @@ def is_out_of_memory(error: Exception) -> bool:
 def advise_out_of_memory(run: Run, device: torch.device, node_ranks: int) -> str:
     """Say in half a sentence what the plan says of a run that ran out of memory, and would fit."""
     try:
-        from planner import advice, estimate, traffic
+        from planner import advice, estimate, machines, traffic
 
+        memory = rank_memory_gib(device, node_ranks)
+        machine = machines.nearest_machine(peak_flops(device)[0], memory)
         flags = traffic.PlannedRun.from_flags(run.model, run.record())
-        plan = estimate.make_plan(flags, memory_gib=rank_memory_gib(device, node_ranks))
+        plan = estimate.make_plan(flags, machine, memory)
         # whatever the plan says of this run, what it needs is too much
         return f"plan: {plan.fit}; {advice.what_would_fit(plan, run.config, 0.9 * plan.peak_gib)}"
     except Exception as error:  # perhaps for want of memory

@@ -1,6 +1,7 @@
 """Look up the peak FLOP/s of a GPU, for the model FLOPs utilisation (MFU) in the log.
 
-To add a device: one row of PEAK_FLOPS. Copy this one file: it needs torch alone.
+To add a device: one row of PEAK_FLOPS, which planner/machines.py reads too. Copy this one file: it
+needs torch alone.
 """
 
 import torch
@@ -20,6 +21,8 @@ PEAK_FLOPS = {
     "H100 NVL": (835.5e12, "NVIDIA H100 NVL data sheet"),
     "H100": (989e12, "NVIDIA H100 data sheet, SXM"),
     "H200": (989e12, "NVIDIA H200 data sheet, SXM"),  # GH200 too
+    "RTX 4090 D": (147.1e12, "NVIDIA Ada whitepaper, 114 of the RTX 4090's 128 multiprocessors"),
+    "RTX 4090": (165.2e12, "NVIDIA Ada whitepaper, fp32 accumulation"),
     "GB200": (2500e12, "NVIDIA GB200 data sheet, half of two GPUs' 5000"),
     "B200": (2250e12, "NVIDIA DGX B200 data sheet, an eighth of 18000"),
 }
@@ -31,6 +34,6 @@ def peak_flops(device: torch.device) -> tuple[float | None, str]:
         return None, "not known for a CPU"
     name = torch.cuda.get_device_name(device)
     for part, known in PEAK_FLOPS.items():
-        if part in name:
+        if part in name and "Laptop" not in name:  # slower GPUs of the same name
             return known
     return None, f"not known for {name}"

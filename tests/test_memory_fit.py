@@ -18,10 +18,11 @@ from runtime.flags import parse
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
-    """No launcher's variables from the shell that runs the tests."""
+    """No launcher's variables from the shell that runs the tests; a GPU, if any, of Frontier."""
     for name in environment(0, 1, 0):
         if name.startswith(("RANK", "WORLD", "LOCAL", "MASTER")):
             monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "AMD Instinct MI250X")
 
 
 def named(text: str) -> list[str]:

@@ -4,10 +4,11 @@ import collections
 import itertools
 import json
 import os
+import re
 import statistics
 import sys
 import tracemalloc
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
@@ -28,8 +29,8 @@ import shard
 import train_fsdp
 import vit
 from planner import dry_run, estimate, machines, memory, traffic
-from runtime.config import DTYPES
-from runtime.peak_flops import PEAK_FLOPS
+from runtime import memory_fit
+from runtime.config import DTYPES, Config, resolve
 from runtime.step_guard import StepGuard
 
 sys.path.append(str(ROOT / "examples" / "published"))
@@ -609,7 +610,7 @@ def test_links_of_a_ring_are_those_counted_rank_by_rank():
     [
         ("--group 3 --world-size 64", "cannot be split into shard groups of 3: use 1, 2, 4"),
         ("--mode full_shard --group 2", "--group is for --mode hybrid and hybrid_grad_op"),
-        ("--machine nowhere", "there is no machine nowhere: use one of frontier, dgx-h100"),
+        ("--machine nowhere", "there is no machine nowhere: use one of frontier, dgx-a100-40"),
         ("--img-size 225", "image size 225 is not a multiple of the patch size 16"),
         ("--mask-ratio 1", "mask ratio 1.0 leaves 0 of 196 patches visible"),
         ("--mask-ratio 0", "--mask-ratio 0.0 removes no patch: nothing to learn"),
@@ -625,21 +626,98 @@ def test_wrong_flags_get_one_sentence(argv, sentence, capsys):
     assert len(shown.splitlines()) == 1
 
 
-def test_peak_flops_are_those_that_a_run_measures_against():
-    for name, device in (("frontier", "MI250X"), ("dgx-h100", "H100"), ("dgx-h200", "H200")):
-        assert machines.MACHINES[name].peak_flops == PEAK_FLOPS[device][0]
+def test_the_table_of_machines_has_those_that_are_common(capsys):
+    """Memory per device and GB/s to the next rank and of the network, as data sheets give them."""
+    shown = {line.split()[0]: line for line in printed("--machines", capsys)[2:]}
+    assert {*shown} == {*machines.MACHINES}
+    for name, gib, tflops, node, network in (
+        ("frontier", "64", "191.5", "50", "100"),
+        ("dgx-a100-40", "39.4", "312", "300", "200"),
+        ("dgx-a100-80", "79.1", "312", "300", "200"),
+        ("dgx-h100", "79.1", "989", "450", "400"),
+        ("dgx-h200", "139.8", "989", "450", "400"),
+        ("mi300x", "191.9", "1307.4", "7 x 64", "400"),
+        ("rtx-4090", "23.6", "165.2", "27", "1.25"),
+    ):
+        pattern = rf" {gib} +{tflops} +(-|200) +{node} +{network} "
+        assert re.search(pattern, shown[name]), (name, shown[name])
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "machine"),  # as PyTorch reports them
+    [
+        ("AMD Instinct MI250X", 63.98, "frontier"),
+        ("NVIDIA A100-SXM4-40GB", 39.49, "dgx-a100-40"),
+        ("NVIDIA A100-SXM4-80GB", 79.25, "dgx-a100-80"),
+        ("NVIDIA H100 80GB HBM3", 79.11, "dgx-h100"),
+        ("NVIDIA H100 PCIe", 79.2, "dgx-h100"),
+        ("NVIDIA H200", 139.81, "dgx-h200"),
+        ("AMD Instinct MI300X", 191.98, "mi300x"),
+        ("NVIDIA GeForce RTX 4090", 23.64, "rtx-4090"),
+        ("Tesla V100-SXM2-16GB", 15.8, "frontier"),  # not known
+    ],
+)
+def test_a_device_finds_its_machine(device, gib, machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, gib * 2**30))
+    run = resolve(Config("tiny", mode="ddp"), 1, 1)
+    found = memory_fit.planned(run, torch.device("cuda", 0), pytest.fail)
+    assert found["machine"] == machine and found["available_gib"] == pytest.approx(gib)
+
+
+def test_a_mesh_of_links_is_used_by_as_many_ranks_as_it_joins():
+    """On a node where any two are linked, n ranks have n - 1 rings; a switch gives all at once."""
+    mesh, switch = machines.MACHINES["mi300x"], machines.MACHINES["dgx-h100"]
+
+    def rate(machine, ranks):
+        ring = machines.build_ring(machine, 8, ranks, 1)
+        quiet = replace(machine, launch_seconds=0, node_hop_seconds=0, bandwidth_share=1)
+        sent = machines.wire_bytes("all_gather", 1e9, ranks)
+        return sent / machines.collective_seconds(quiet, "all_gather", 1e9, ring)
+
+    assert [rate(mesh, n) for n in (2, 4, 8)] == pytest.approx([64e9, 3 * 64e9, 7 * 64e9])
+    assert [rate(switch, n) for n in (2, 4, 8)] == pytest.approx([450e9] * 3)
+
+
+def test_the_plan_says_what_was_fitted(capsys):
+    assert not any("guess" in line for line in printed("--model tiny", capsys))
+    lines = printed("--model tiny --machine dgx-a100-40 --explain", capsys)
+    assert "of the constants 0 were fitted on Frontier, 11 are guesses for dgx-a100-40" in lines[-1]
+    assert sum("guess, or given" in line for line in lines) == 11
+    lines = printed("--model tiny --explain", capsys)
+    assert sum("fitted on Frontier" in line for line in lines) == 8
+    found = json.loads(printed("--model tiny --json", capsys)[0])
+    assert len(found["constants_fitted_on_frontier"]) == 8 and found["machine"] == "frontier"
+    assert sorted(found["constants_guessed"]) == [
+        "head_multiple",
+        "launch_seconds",
+        "node_hop_seconds",
+    ]
 
 
 def test_machine_files(tmp_path, capsys):
-    path, good = tmp_path / "mine.json", json.loads(machines.example_file())
-    path.write_text(json.dumps(good))
-    assert machines.read_machine(str(path)) == FRONTIER
+    path, good = tmp_path / "mine.json", asdict(FRONTIER)
+    path.write_text(json.dumps({"like": "dgx-a100-80", "ranks_per_node": 4}))
+    a100 = machines.MACHINES["dgx-a100-80"]
+    assert machines.read_machine(str(path)) == replace(a100, name="mine", ranks_per_node=4)
+    path.write_text(json.dumps({"like": "frontier", "hop_seconds": 1e-5}))
+    mine = machines.read_machine(str(path))
+    assert {*FRONTIER.fitted} - {*mine.fitted} == {"hop_seconds"} and mine.hop_seconds == 1e-5
     needed = {k: good[k] for k in [*good][:9]}
     path.write_text(json.dumps(needed))
     assert machines.read_machine(str(path)).hop_seconds == machines.Machine.hop_seconds
+    assert machines.read_machine(str(path)).fitted == ()
+    good.pop("fitted")
     for text, sentence in (
         (json.dumps({k: v for k, v in good.items() if k != "memory_gib"}), "lacks memory_gib"),
-        (json.dumps(good | {"nics": 4}), "has the unknown field 'nics': use name, "),
+        (json.dumps(good | {"nics": 4}), "has the unknown field 'nics': use like, name, "),
+        (
+            json.dumps({"like": "dgx"}),
+            "is like 'dgx', but must have \"like\", one of frontier, dgx",
+        ),
+        (json.dumps({"like": []}), "is like [], but must have"),
+        (json.dumps({"like": "frontier", "ranks_per_node": 5}), "ranks_per_package must divide"),
+        (json.dumps({"like": "frontier", "fitted": []}), "has the unknown field 'fitted'"),
         (json.dumps(good | {"peak_flops": "fast"}), "peak_flops is 'fast', but must be a number"),
         (
             json.dumps(good | {"ranks_per_node": 0}),
@@ -653,7 +731,7 @@ def test_machine_files(tmp_path, capsys):
         (json.dumps(good).replace("191500000000000.0", "[" * 10**5), "is not JSON"),
         (json.dumps(good | {"ranks_per_node": 7.5}), "ranks_per_node is 7.5, but must be"),
         (json.dumps(good | {"memory_gib": -64}), "memory_gib is -64, but must be"),
-        ("[1]", "must hold one object with name, ranks_per_package"),
+        ("[1]", 'must hold one object with "like", one of frontier, '),
         ("{", "is not JSON"),
     ):
         path.write_text(text)

@@ -28,7 +28,6 @@ ALONE = [
     "shard",
     "runtime/agreement",
     "checkpoint",
-    "planner/machines",
     "runtime/cpu_kernels",
     "runtime/step_profile",
     "runtime/comm_counter",
@@ -243,14 +242,6 @@ assert layer.weight.grad.tolist() == [[2.0] * 4] * 3
 q = torch.zeros(1, 2, 5, 4)
 assert torch.equal(cpu_kernels.cpu_attention(q, q, q + 7), q + 7)
 assert cpu_kernels.attention_kernel(2, 4, 5, q.dtype, q.device) == "plain"
-""",
-    "machines": """
-import machines
-frontier = machines.read_machine("frontier")
-where = machines.build_ring(frontier, 16, 8, 1)
-assert where.share == (0.5, 0.5, 0.0)
-assert machines.wire_bytes("all_reduce", 8.0, 8) == 14.0
-assert machines.collective_seconds(frontier, "all_gather", 1e9, where) > 0.875e9 / 50e9
 """,
     "vit": """
 import torch, vit
