@@ -1,11 +1,14 @@
 #!/bin/bash
-# From sbatch to a finished run; every argument goes to train_fsdp.py.
+# From sbatch to a finished run, on any Slurm; every argument goes to train_fsdp.py.
 #
 #   sbatch -A PROJECT launch_frontier.sh --model 3b --mode hybrid --group 2 --data DIR --out OUT
-#   MACHINE=slurm sbatch -N 2 --exclusive --gpus-per-node=8 launch_frontier.sh ...   NVIDIA GPUs
+#   CONDA_ENV=NAME sbatch -A ACCOUNT -p PARTITION -N 2 --exclusive --gpus-per-node=4 \
+#       launch_frontier.sh ...
 #
-# Submit from the folder of the scripts. docs/frontier.md explains each flag and each variable:
-# what appears below as NAME:-default is taken from the environment of sbatch, if it is set there.
+# The first is for Frontier, the second for any other cluster with NVIDIA or AMD GPUs: the script
+# finds out by itself where it is. Submit from the folder of the scripts. docs/frontier.md explains
+# each flag and each variable: what appears below as NAME:-default is taken from the environment of
+# sbatch, if it is set there.
 #SBATCH -J vit-mae
 #SBATCH -N 2
 #SBATCH -t 2:00:00
@@ -16,7 +19,8 @@
 #SBATCH --requeue
 # To the ranks, not to this shell: 5 minutes before the end they save and exit with status 0.
 #SBATCH --signal=USR1@300
-# Slingshot: one half of a setting; the other half is the module rccl-net-plugin.
+# Slingshot: one half of a setting; the other half is the module rccl-net-plugin. Other networks
+# ignore it.
 #SBATCH --network=disable_rdzv_get
 set -euo pipefail
 
@@ -36,8 +40,15 @@ done
 
 # ---- the machine
 
-nodes=$SLURM_JOB_NUM_NODES
-case ${MACHINE:=frontier} in
+# A rank without its GPU is an error, not a CPU run; a --device in "$@" comes later and wins.
+device=(--device cuda)
+nodes=$SLURM_JOB_NUM_NODES why="as it was set"
+if [[ -z ${MACHINE:-} ]]; then
+    MACHINE=slurm why="this is not Frontier"
+    [[ ${LMOD_SYSTEM_NAME:-${SLURM_CLUSTER_NAME:-}} != frontier ]] ||
+        MACHINE=frontier why="by LMOD_SYSTEM_NAME, or Slurm's name of the cluster"
+fi
+case $MACHINE in
     frontier)
         # One rank per GCD, next to its L3 region, which has 7 free cores of 8.
         tasks=${TASKS_PER_NODE:-8} cores=${CPUS_PER_TASK:-7} port=${MASTER_PORT:-3442}
@@ -51,32 +62,61 @@ case ${MACHINE:=frontier} in
         if ((nodes > 1)); then net=OFI; else net=Socket; fi
         ;;
     slurm)
+        [[ -n ${SLURM_GPUS_ON_NODE:-} ]] || {
+            say "warning: Slurm has given this job no GPU, so the run is on CPUs: add" \
+                "--gpus-per-node=N or --gres=gpu:N to sbatch"
+            device=()
+        }
         tasks=${TASKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
         cores=${CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / tasks))}
-        # Every rank sees all GPUs of its node: NCCL copies between them directly only then.
-        gpu=(${SLURM_GPUS_ON_NODE:+--gpus-per-task=1 --gpu-bind="${GPU_BIND:-none}"})
+        ((cores)) || fail "the job has $SLURM_CPUS_ON_NODE CPUs per node for $tasks ranks:" \
+            "give sbatch --exclusive, or --cpus-per-gpu=8"
+        # Every rank sees all GPUs that the job has on its node: NCCL copies between them directly
+        # only then. srun gives a step all of them, if the flags of sbatch do not reach it.
+        [[ -z ${SLURM_GPUS:-} ]] || fail "--gpus does not say how many per node: --gpus-per-node=4"
+        unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU
+        gpu=(${GPU_BIND:+--gpus-per-task=1 --gpu-bind="$GPU_BIND"})
         port=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # jobs may share a node
         nvme=${NVME_DIR:-${TMPDIR:-/tmp}} modules=${MODULES-} net=
         ;;
     *) fail "MACHINE is $MACHINE, but must be frontier or slurm" ;;
 esac
-
-# A rank without its GPU is an error, not a CPU run; a --device in "$@" comes later and wins.
-device=()
-((${#gpu[@]} == 0)) || device=(--device cuda)
+say "MACHINE is $MACHINE ($why): $nodes x $tasks ranks, $cores CPUs each"
 
 case ${AGAIN:=requeue} in
     requeue | chain | no) ;;
     *) fail "AGAIN is $AGAIN, but must be requeue, chain or no" ;;
 esac
 
+# `module` and `conda activate` are functions that login shells read; a script may have to do it.
+find_module() {
+    # shellcheck disable=SC1091 # a file of Lmod, or of Environment Modules
+    [[ $(type -t module) ]] || . "${MODULESHOME:-}/init/bash"
+}
+find_conda() {
+    local base exe=${CONDA_EXE:-}
+    [[ $(type -t conda) != function ]] || return 0 # a module has defined it
+    for base in "${CONDA_BASE:-}" "${exe%/*/*}" "${CONDA_PREFIX:-}" "$(conda info --base)"; do
+        [[ -n $base && -f $base/etc/profile.d/conda.sh ]] || continue
+        # shellcheck disable=SC1091 # a file of conda
+        . "$base/etc/profile.d/conda.sh"
+        return
+    done
+    return 1
+}
+
 set +u # Lmod and conda are not written for it
+[[ -z $modules ]] || find_module || fail "MODULES is set, but there is no module command here"
 for name in $modules; do
     module load "$name" ||
-        fail "module load $name failed; if this is not Frontier, set MACHINE=slurm"
+        fail "module load $name failed (MACHINE is $MACHINE): see 'module avail', set MODULES"
 done
-[[ -z ${CONDA_ENV:-} ]] || conda activate "$CONDA_ENV" ||
-    fail "conda activate $CONDA_ENV failed: is conda set up for scripts? else set PYTHON"
+if [[ -n ${CONDA_ENV:-} ]]; then
+    find_conda 2>/dev/null || fail "CONDA_ENV is $CONDA_ENV, but there is no conda: set" \
+        "CONDA_BASE to what 'conda info --base' prints, or PYTHON to the environment's python"
+    conda activate "$CONDA_ENV" ||
+        fail "conda activate $CONDA_ENV failed: 'conda env list' prints the names and paths to give"
+fi
 set -u
 
 # The libraries of the cpe that was loaded, which is not the default one.
@@ -84,9 +124,11 @@ set -u
     export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 # RCCL's network; nothing else of RCCL is set: OLCF finds its own choices the best.
 [[ -z ${NCCL_NET:=$net} ]] || export NCCL_NET
-address=$(hostname -i 2>/dev/null || hostname -I || true)
+for address in $(hostname -i 2>/dev/null) $(hostname -I 2>/dev/null) "$(uname -n)"; do
+    [[ $address == 127.* || $address == *:* ]] || break # of no use to other nodes; IPv6
+done
 # Rank 0 runs on the first node, as this shell does. An address, because node names may not resolve.
-export MASTER_ADDR=${MASTER_ADDR:-${address%% *}}
+export MASTER_ADDR=${MASTER_ADDR:-$address}
 # Where rank 0 listens for the others.
 export MASTER_PORT=$port
 # For saving and --cpu-offload; loader processes (at most cores - 1) use one thread each.
@@ -96,6 +138,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
 # Every flag on the srun line, which inherits hardly any of sbatch's. Never torchrun: it would put
 # all ranks of a node on one core. -K1: a dead rank ends the step, or the others wait for it.
 python=${PYTHON:-python3}
+command -v "$python" >/dev/null || fail "there is no $python: set PYTHON, or CONDA_ENV"
 each_rank() {
     srun -N"$nodes" -n"$((nodes * tasks))" -c"$cores" "${gpu[@]}" -K1 "$python" -u "$@"
 }
@@ -131,6 +174,8 @@ if [[ ${PREFLIGHT:-yes} == yes ]]; then
         [[ $libraries == *ccl-net*.so* ]] ||
             fail "no plugin librccl-net.so for RCCL: load rccl-net-plugin, or set NCCL_NET=Socket"
     fi
+    "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' ||
+        fail "$(command -v "$python") has no torch: set PYTHON, or CONDA_ENV"
     # One process simulates rank 0: flags, images, memory. Refused flags (2) and a plan that says NO
     # to the memory (3) end the job here.
     status=0
@@ -180,8 +225,12 @@ case $AGAIN in
         ;;
     chain)
         options=(-J "$SLURM_JOB_NAME" -N "$nodes")
-        [[ $MACHINE == frontier || -z ${SLURM_GPUS_ON_NODE:-} ]] ||
-            options+=(--exclusive --gpus-per-node="$SLURM_GPUS_ON_NODE")
+        if [[ $MACHINE == slurm ]]; then
+            options+=(--mincpus="$SLURM_CPUS_ON_NODE"
+                ${SLURM_MEM_PER_NODE:+--mem="$SLURM_MEM_PER_NODE"}
+                ${SLURM_GPUS_ON_NODE:+--gpus-per-node="$SLURM_GPUS_ON_NODE"})
+            [[ $(squeue -hj "$SLURM_JOB_ID" -o %h) != NO ]] || options+=(--exclusive)
+        fi
         read -r -a asked < <(squeue -hj "$SLURM_JOB_ID" -o '-A %a -p %P -q %q -t %l -C %f')
         for ((i = 0; i < ${#asked[@]}; i += 2)); do
             [[ ${asked[i + 1]} == *null* ]] || options+=("${asked[@]:i:2}")

@@ -127,9 +127,9 @@ def run_sweep(options: Options) -> int:
     out = (options.out or Path(f"sweep_{Path(options.what).stem}")).resolve()
     sweep = Sweep(out)
     if in_slurm and not machine and not options.memory_gib:
-        if os.environ.get("MACHINE", "frontier") != "frontier":
-            raise ValueError("MACHINE is not frontier: give --machine a name or a JSON file")
-        machine = "frontier"
+        machine = os.environ.get("MACHINE") or os.environ.get("LMOD_SYSTEM_NAME")
+        if machine != "frontier":  # the rule of launch_frontier.sh
+            raise ValueError("this is not Frontier: give --machine a name or a JSON file")
     if (out / "results.csv").exists():
         results.read_table(out / "results.csv")  # refuse damage before the first point runs
     points = studies.choose_points(

@@ -1,7 +1,8 @@
 """launch_frontier.sh, unmodified and through sbatch, on a real Slurm of two pretended nodes.
 
-`module` and `conda` are exported functions that write down what was asked of them; PYTHON is a
-wrapper that writes down what a rank sees, or a stand-in where no training is needed. Losses are
+On Frontier `module` and `conda` are exported functions that write down what was asked of them;
+PYTHON is a wrapper that writes down what a rank sees, or a stand-in where no training is needed. On
+the foreign cluster jobs share nodes, and conda is a folder as its installer leaves it. Losses are
 compared with the same command under torchrun and in a single process.
 """
 
@@ -83,6 +84,7 @@ class Case:
         self.python = folder / "python"
         self.environ = {
             **STUBS,
+            "LMOD_SYSTEM_NAME": "frontier",
             "ASKED": str(folder / "asked"),
             "SEEN": str(folder),
             "PYTHON": str(self.python),
@@ -404,7 +406,7 @@ def test_an_environment_that_cannot_be_staged_is_said(case, tmp_path, trouble):
     [
         (
             {"REFUSED": "rocm/7.1.1"},
-            "module load rocm/7.1.1 failed; if this is not Frontier, set MACHINE=slurm",
+            "module load rocm/7.1.1 failed (MACHINE is frontier): see 'module avail', set MODULES",
         ),
         ({"MODULES": "rocm/7.1.1"}, "no plugin librccl-net.so for RCCL: load rccl-net-plugin"),
         ({"MACHINE": "summit"}, "MACHINE is summit, but must be frontier or slurm"),
@@ -603,22 +605,167 @@ def test_names_that_do_not_resolve(case):
     assert "10.1.2.3:3442, NCCL_NET OFI, OMP 1" in case.rig.output(job)
 
 
-def test_what_a_plain_cluster_gets(case):
-    case.stands_in(CUT.format(case.out))
-    job = case.submit(
-        MACHINE="slurm", AGAIN="no", sbatch=("-N1",), OMP_NUM_THREADS="", MASTER_PORT=""
-    )
-    case.rig.wait(job, "COMPLETED", 60)
-    output = case.rig.output(job)
-    assert f":{20000 + job}, NCCL_NET unset, OMP 7" in output and "1 x 8 ranks" in output
-    assert case.asked() == []  # no modules
-
-
 def test_a_single_node_of_frontier_uses_no_plugin(case):
     case.stands_in(CUT.format(case.out))
     job = case.submit(sbatch=("-N1",), AGAIN="no")
     case.rig.wait(job, "COMPLETED", 60)
     assert "NCCL_NET Socket" in case.rig.output(job)
+
+
+# --- 6: a foreign cluster: four GPUs of a shared node, an account, a partition, conda
+
+FOREIGN = ("-N2", "-A", "physics", "-p", "shared", "--gpus-per-node=4", "--cpus-per-gpu=2")
+# What conda's installer leaves: a shell function in a file, the program behind it.
+CONDA_SH = """export CONDA_EXE='{base}/bin/conda'
+conda() {{
+    case "$1" in
+        activate) local lines; lines="$("$CONDA_EXE" shell.posix "$@")" || return; eval "$lines" ;;
+        *) "$CONDA_EXE" "$@" ;;
+    esac
+}}
+if [ -z "$CONDA_SHLVL" ]; then export CONDA_SHLVL=0; fi
+"""
+CONDA = """#!/bin/bash
+case "$*" in
+    "info --base") echo '{base}' ;;
+    "shell.posix activate "*)
+        case $3 in */*) env=$3 ;; *) env={base}/envs/$3 ;; esac
+        [ -d "$env/conda-meta" ] || {{
+            echo "EnvironmentNameNotFound: Could not find conda environment: $3" >&2
+            exit 1
+        }}
+        echo "export CONDA_PREFIX='$env' CONDA_SHLVL=1 PATH='$env/bin:$PATH'" ;;
+    *) echo "conda: error: $*" >&2; exit 2 ;;
+esac
+"""
+
+
+def install_conda(folder: Path, python: str) -> Path:
+    """Make the folder of a conda with the environment `mae`, whose python3 is this script."""
+    base = folder / "miniforge3"
+    for name, text in {
+        "etc/profile.d/conda.sh": CONDA_SH.format(base=base),
+        "bin/conda": CONDA.format(base=base),
+        "envs/mae/bin/python3": python,
+        "envs/mae/conda-meta/history": "",
+    }.items():
+        (base / name).parent.mkdir(parents=True, exist_ok=True)
+        (base / name).write_text(text)
+        (base / name).chmod(0o755)
+    return base
+
+
+@pytest.fixture
+def foreign(case, tmp_path):
+    """The case as on another cluster: nothing of Frontier is there, nor PYTHON."""
+    base = install_conda(tmp_path, SEEN)
+    for name in (*STUBS, "LMOD_SYSTEM_NAME", "PYTHON", "MASTER_PORT"):
+        del case.environ[name]
+    case.environ |= {"CONDA_EXE": str(base / "bin" / "conda"), "CONDA_ENV": "mae"}
+    return case
+
+
+def check_foreign_ranks(case: Case, job: int) -> None:
+    """Two nodes of four ranks, each of which sees the four devices that the job has there."""
+    assert "MACHINE is slurm (this is not Frontier): 2 x 4 ranks, 2 CPUs each" in case.rig.output(
+        job
+    )
+    seen = [(case.folder / f"devices.{rank}").read_text() for rank in range(8)]
+    assert len({*seen}) == 1 and seen[0].count(",") == 3
+
+
+def test_the_ranks_of_a_foreign_cluster(foreign, tmp_path):
+    install_conda(tmp_path, SEEN.replace('exec "$REAL_PYTHON" "$@"', "exit 0"))
+    job = foreign.submit("--run", "syn", sbatch=FOREIGN)
+    foreign.rig.wait(job, "COMPLETED", 60)
+    check_foreign_ranks(foreign, job)
+
+
+@pytest.mark.full
+def test_a_run_on_a_foreign_cluster(foreign, reference):
+    flags = [*TRAIN, "--mode", "hybrid", "--group", "4", "--steps", "3"]
+    job = foreign.submit(*flags, sbatch=FOREIGN, PREFLIGHT="yes")
+    foreign.rig.wait(job, "COMPLETED", 400)
+    check_foreign_ranks(foreign, job)
+    assert "shard groups: 2 of 4 ranks, each in one node" in foreign.rig.output(job)
+    assert losses(foreign.out) == pytest.approx(reference, rel=1e-5)
+    assert (foreign.out / "done").exists()
+
+
+@pytest.mark.parametrize(
+    ("again", "gpus"), [("requeue", "--gpus-per-node=4"), ("chain", "--gres=gpu:4")]
+)
+def test_the_next_round_has_what_the_first_asked_for(foreign, again, gpus, tmp_path):
+    install_conda(
+        tmp_path,
+        STAND_IN % f"[ -e {foreign.out}/latest ] && touch {foreign.out}/done; "
+        f"echo $SLURM_GPUS_ON_NODE GPUs; {CUT.format(foreign.out)}",
+    )
+    request = ("-N1", "-A", "physics", "-p", "shared", "-t", "7", gpus, "-c8", "--mem=100")
+    job = foreign.submit(sbatch=request, AGAIN=again, OMP_NUM_THREADS="")
+    last = job + (again == "chain")
+    if again == "chain":
+        foreign.rig.wait(job, "COMPLETED", 60)
+    foreign.rig.wait(last, "COMPLETED", 60)
+    now = foreign.rig.job(last)
+    assert (now["Account"], now["Partition"], now["TimeLimit"]) == ("physics", "shared", "00:07:00")
+    output = foreign.rig.output(last)
+    assert output.count("1 x 4 ranks, 2 CPUs each") == 2 - (again == "chain")
+    assert f":{20000 + job}, NCCL_NET unset, OMP 2" in output and "4 GPUs" in output
+    assert now["MinMemoryNode"] == "100M"
+    if again == "chain":
+        Path(now["StdOut"]).unlink()
+
+
+def outside(folder: Path, **environ: str) -> str:
+    """What the script prints in a job that is pretended too: srun says which python3 it finds."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / "srun").write_text('#!/bin/bash\necho "by $(command -v python3)"\n')
+    (folder / "bin" / "srun").chmod(0o755)
+    job = {"JOB_ID": "7", "JOB_NUM_NODES": "1", "CPUS_ON_NODE": "8", "SUBMIT_DIR": str(ROOT)}
+    env = clean_environment() | {f"SLURM_{name}": value for name, value in job.items()}
+    for name in [name for name in env if name.startswith(("CONDA", "LMOD", "MODULE"))]:
+        del env[name]
+    env |= {"PATH": f"{folder}/bin:{env['PATH']}", "PREFLIGHT": "no", "AGAIN": "no"} | environ
+    command = ["bash", LAUNCH, "--out", str(folder / "out")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({"CONDA_EXE": "{base}/bin/conda"}, True),
+        ({"CONDA_BASE": "{base}"}, True),
+        ({"CONDA_PREFIX": "{base}"}, True),
+        ({"PATH": "{base}/bin:{path}"}, True),  # conda info --base
+        ({"CONDA_BASE": "{base}", "CONDA_ENV": "{base}/envs/mae"}, True),
+        ({}, "CONDA_ENV is mae, but there is no conda: set CONDA_BASE to what 'conda info --base'"),
+        (
+            {"CONDA_BASE": "{base}", "CONDA_ENV": "mea"},
+            "conda activate mea failed: 'conda env list' prints the names and paths to give",
+        ),
+        ({"CONDA_ENV": "", "PYTHON": "/nowhere/python"}, "there is no /nowhere/python: set PYTHON"),
+        ({"CONDA_ENV": "", "SLURM_GPUS_ON_NODE": "9"}, "the job has 8 CPUs per node for 9 ranks"),
+        ({"CONDA_ENV": "", "MODULES": "cuda"}, "MODULES is set, but there is no module command"),
+    ],
+)
+def test_conda_is_found_or_missed(environ, found, tmp_path):
+    base = install_conda(tmp_path, "")
+    path = f"{tmp_path}/bin:{clean_environment()['PATH']}"
+    given = {name: text.format(base=base, path=path) for name, text in environ.items()}
+    output = outside(tmp_path, **{"CONDA_ENV": "mae"} | given)
+    assert (f"by {base}/envs/mae/bin/python3" if found is True else found) in output, output
+    assert ("error: " in output) == (found is not True)
+    assert "warning: Slurm has given this job no GPU" in output or "9 ranks" in output
+
+
+def test_modules_by_the_file_that_their_folder_has(tmp_path):
+    init = tmp_path / "lmod" / "init" / "bash"
+    init.parent.mkdir(parents=True)
+    init.write_text('module() { echo "module $*"; }\n')
+    output = outside(tmp_path, MODULES="cuda/12.8 nccl", MODULESHOME=str(tmp_path / "lmod"))
+    assert "module load cuda/12.8\nmodule load nccl\n" in output
 
 
 # --- the rig itself

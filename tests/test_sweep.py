@@ -992,9 +992,9 @@ def test_scaling_through_slurm_killed_in_the_middle(tmp_path, stand_in):
     _, ran = stand_in
     python = table(tmp_path / "python", RANK % (sys.executable, tmp_path / "stand_in.py"))
     python.chmod(0o755)
-    shell = {"module": "() { :; }", "conda": "() { :; }"}
+    shell = {f"BASH_FUNC_{name}%%": "() { :; }" for name in ("module", "conda")}
     with Rig() as rig:
-        env = rig.environ | {f"BASH_FUNC_{k}%%": v for k, v in shell.items()}
+        env = rig.environ | shell | {"LMOD_SYSTEM_NAME": "frontier"}
         env |= {"RAN": str(ran), "NAP": "0.4", "PYTHON": str(python), "OMP_NUM_THREADS": "1"}
         command = [
             sys.executable,
