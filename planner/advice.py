@@ -34,9 +34,9 @@ def what_would_fit(plan: Plan, config: Config, most_gib: float = math.inf) -> st
         return "what would fit: " + ", or ".join(flags for flags in found if flags)
     batches, *rest = kinds
     most = [kind[-1] for kind in rest if kind]
-    for batch in batches or [("", {})]:
-        changes = [change for change in (*most, batch) if change[0]]
-        if changes and fits({key: value for _, fields in changes for key, value in fields.items()}):
+    for batch in [[], *([batch] for batch in batches)]:
+        changes = [*batch, *most]
+        if fits({key: value for _, fields in changes for key, value in fields.items()}):
             return "what would fit: " + " ".join(flags for flags, _ in changes)
     return (
         f"no --batch, --ac or --mode fits on {run.world_size} ranks: use more ranks, or a smaller "

@@ -30,19 +30,14 @@ def planned(
     """Estimate memory and traffic of a run as plan.py does; None, with a warning, if it fails.
 
     The plan is for the known machine that is nearest to `device`, with its own memory, or for
-    Frontier if that is None or a CPU. A CPU gets no verdict: its memory is the host's, shared with
-    the loaders. `fit` says the verdict in a sentence.
+    Frontier if that is None or a CPU. There is no verdict for a CPU, whose memory is the host's,
+    shared with the loaders, nor for a run without a model. `fit` says the verdict in a sentence.
     """
     gpu = device is None or device.type == "cuda"
     try:
-        from planner import estimate, machines, traffic
-
-        memory = rank_memory_gib(device, 1) if device and gpu else None
-        machine = machines.nearest_machine(peak_flops(device)[0] if device else None, memory)
-        flags = traffic.PlannedRun.from_flags(run.model, run.record())
-        plan = estimate.make_plan(flags, machine, memory)
+        plan = _plan(run, device, rank_memory_gib(device, 1) if device and gpu else None)
         found = plan.json() | {"fit": None}
-        if not gpu:
+        if not gpu or run.config.run == "io":
             return found | {"verdict": None}
         found["fit"] = plan.fit
         if found["verdict"] != "FITS":
@@ -55,6 +50,14 @@ def planned(
         return None
 
 
+def _plan(run: Run, device: torch.device | None, memory_gib: float | None) -> Any:
+    from planner import estimate, machines, traffic
+
+    machine = machines.nearest_machine(peak_flops(device)[0] if device else None, memory_gib)
+    flags = traffic.PlannedRun.from_flags(run.model, run.record())
+    return estimate.make_plan(flags, machine, memory_gib)
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Tell whether an error says that a GPU or the host has no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -64,13 +67,12 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def advise_out_of_memory(run: Run, device: torch.device, node_ranks: int) -> str:
     """Say in half a sentence what the plan says of a run that ran out of memory, and would fit."""
+    if run.config.run == "io":
+        return "use fewer --workers or a smaller --batch"
     try:
-        from planner import advice, estimate, machines, traffic
+        from planner import advice
 
-        memory = rank_memory_gib(device, node_ranks)
-        machine = machines.nearest_machine(peak_flops(device)[0], memory)
-        flags = traffic.PlannedRun.from_flags(run.model, run.record())
-        plan = estimate.make_plan(flags, machine, memory)
+        plan = _plan(run, device, rank_memory_gib(device, node_ranks))
         # whatever the plan says of this run, what it needs is too much
         return f"plan: {plan.fit}; {advice.what_would_fit(plan, run.config, 0.9 * plan.peak_gib)}"
     except Exception as error:  # perhaps for want of memory

@@ -77,7 +77,7 @@ def test_all_at_once_where_none_is_enough(monkeypatch):
     config = parse([*flags.split(), "--dry-run", "--world-size", str(world)])
     run = resolve(config, world, 8)
     (change,) = named(memory_fit.planned(run, torch.device("cuda"), print)["fit"])
-    assert {"--group", "--ac", "--batch"} <= {*change.split()}
+    assert change == "--ac full --group 64"  # and the batch as it is
     assert plan_with(flags, change, world, gib).verdict == "FITS"
     nothing = resolve(replace(config, group=1), 1, 8)
     assert "use more ranks" in memory_fit.planned(nothing, torch.device("cuda"), print)["fit"]
@@ -95,6 +95,7 @@ def test_a_cpu_has_no_verdict():
     [
         ("--batch 2048", 3, "warning: plan: NO: "),
         ("--batch 2048 --device cpu", 0, ""),
+        ("--batch 2048 --run io", 0, ""),
         ("--batch 8", 0, "\nplan: FITS: "),
     ],
 )
