@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import mesh
+import shard
 from planner.estimate import Plan, group_sizes, make_plan
 from runtime.config import Config
 
@@ -61,16 +62,17 @@ def checkpointing(plan: Plan, config: Config) -> Iterator[Change]:
 
 def wider_groups(plan: Plan, config: Config) -> Iterator[Change]:
     """Yield modes that shard more, the smallest shard group first."""
-    run, grouped = plan.run, config.mode in ("hybrid", "hybrid_grad_op")
-    if run.world_size == 1 or config.mode == "full_shard":
+    run, row = plan.run, shard.STRATEGIES[str(config.mode)]
+    grouped = row.group == "group"
+    if run.world_size == 1 or (row.group == "world" and row.reshard):
         return
     without = " (without --bucket-cap-mb)" if config.bucket_cap_mb else ""
     groups = [g for g in group_sizes(run.world_size, plan.machine) if g > run.shard]
     if grouped:  # --group stays on the command line
-        groups = [*([run.shard] if config.mode == "hybrid_grad_op" else []), *groups]
+        groups = [*([] if row.reshard else [run.shard]), *groups]
         groups += [run.world_size] if run.shard < run.world_size else []
     for group in groups:
-        flags = f"--group {group}" if config.mode == "hybrid" else f"--mode hybrid --group {group}"
+        flags = "--mode hybrid " * (not (grouped and row.reshard)) + f"--group {group}"
         yield flags + without, {"mode": "hybrid", "group": group, "bucket_cap_mb": None}
     if not grouped:
         fields = {"mode": "full_shard", "group": None, "bucket_cap_mb": None}

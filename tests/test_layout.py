@@ -178,6 +178,47 @@ heavy = {"storage", "sweeps", "planner.dry_run", "matplotlib", "pandas", "runtim
          "runtime.run_profile", "runtime.comm_counter"}
 assert not heavy & {*sys.modules}, heavy & {*sys.modules}
 """
+# A copy with one of each that docs/layout.md says how to add, as it says: what is inserted, and
+# behind which text. The strategy is the row of hybrid again.
+ADDED = {
+    "a size": (
+        "vit.py",
+        r"MODELS: .* = {\n",
+        """"mine": ViTConfig(
+        40, 2, 84, 4, 8, decoder_width=28, decoder_depth=2, decoder_heads=2),\n""",
+    ),
+    "a strategy": ("shard.py", r'(?s)"hybrid": (Strategy\(.*?\)),\n', '"mine": \\1,\n'),
+    "a flag": (
+        "runtime/config.py",
+        r"steps between two log lines.*\n",
+        '    lr_floor: float = flag(0.0, number(0, 1), "lowest share of lr", **RESULT)\n',
+    ),
+    "a schedule": ("train_fsdp.py", r"warmup: int, peak: float", ", floor: float"),
+    "its formula": (
+        "train_fsdp.py",
+        r"\n    return (?=peak \* 0.5)",
+        "floor * peak + (1 - floor) * ",
+    ),
+    "its call": ("train_fsdp.py", r"run.warmup_steps, run.lr", ", run.config.lr_floor"),
+    "a metric": ("runtime/log.py", r"\n +lr=lr,\n", "lr_share=lr / run.lr,\n"),
+    "a machine": (
+        "planner/machines.py",
+        r"for machine in \(\n",
+        'Machine("mine", 1, 4, 24.0, 1e14, 1e10, 1e10, 1e9, 1e10),\n',
+    ),
+}
+ONE_OF_EACH = """
+import json, sys
+import plan, train_fsdp
+mine = "--model mine --mode mine --lr-floor".split()
+assert train_fsdp.main([*sys.argv[1:], *mine, "0.5"]) == 0
+start, *records = [json.loads(line) for line in open("out/log.jsonl")]
+assert (start["model"], start["mode"], start["lr_floor"]) == ("mine", "mine", 0.5)
+shares = [round(r["lr_share"], 9) for r in records if r["event"] == "step"]
+assert shares == [1, 0.875, 0.625], shares
+assert train_fsdp.main([*sys.argv[1:], *mine, "0.6"]) == 2  # decides the result
+assert plan.main([*mine, "0.5", "--machine", "mine"]) == 0
+"""
 TRAIN = (
     "--model tiny --img-size 32 --batch 4 --steps 3 --log-every 1 --workers 0 --device cpu "
     f"--precision fp32 --out out --data {ROOT / 'examples' / 'tiles' / 'train'}"
@@ -185,19 +226,26 @@ TRAIN = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["the copy", "plain"])
+@pytest.mark.parametrize("job", ["the copy", "plain", "one of each"])
 def test_the_trainer_needs_what_it_is_copied_with_and_imports_no_more(job, tmp_path):
     env = environment(0, 1, 0)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del env[name]
-    env["PYTHONPATH"] = str(tmp_path if job == "the copy" else ROOT)
-    if job == "the copy":
-        for name in (*READ, "checkpoint"):
+    env["PYTHONPATH"] = str(ROOT if job == "plain" else tmp_path)
+    if job != "plain":
+        more = ["planner"] if job == "one of each" else []
+        for name in (*READ, "checkpoint", *(["plan"] if more else [])):
             shutil.copy(ROOT / f"{name}.py", tmp_path)
-        shutil.copytree(
-            ROOT / "runtime", tmp_path / "runtime", ignore=shutil.ignore_patterns("__pycache__")
-        )
-    code = JOB if job == "the copy" else PLAIN
+        for room in ("runtime", *more):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / room, tmp_path / room, ignore=ignored)
+    if job == "one of each":
+        for file, behind, text in ADDED.values():
+            path = tmp_path / file
+            changed, times = re.subn(behind, rf"\g<0>{text}", path.read_text())
+            assert times == 1, (file, behind)
+            path.write_text(changed)
+    code = {"the copy": JOB, "plain": PLAIN, "one of each": ONE_OF_EACH}[job]
     done = subprocess.run(
         [sys.executable, "-c", code, *TRAIN],
         cwd=tmp_path,
