@@ -91,7 +91,8 @@ def classify(
     if late:
         return "timed out", f"{late}, {where}"
     # before "timeout": so ends the log of rank 0 where the memory of another rank has run out
-    found = [line.strip() for line in output.splitlines() if OUT_OF_MEMORY.search(line)]
+    lines = [*output.splitlines(), problem]
+    found = [line.strip() for line in lines if OUT_OF_MEMORY.search(line)]
     if found or (oom and killed):
         line = found[0][:300] if found else "the system killed a process"
         return "out of memory", f"{where}: {line}"

@@ -320,6 +320,7 @@ def test_a_profile_in_the_log_decides(tmp_path):
         (1, {"reason": "nan", "problem": "the loss is"}, "", "", False, "failed"),
         (1, {"reason": "timeout", "problem": "no progress"}, "", "", False, "timed out"),
         (-9, {}, "", "ran longer than", False, "timed out"),
+        (1, {"reason": "memory", "problem": "out of memory ("}, "", "", False, "out of memory"),
         (1, {"reason": "timeout"}, "rank 3: out of memory (", "", False, "out of memory"),
         (1, {}, "torch.OutOfMemoryError: HIP out of memory.", "", False, "out of memory"),
         (1, {}, "slurmstepd: error: Detected 1 oom_kill event", "", False, "out of memory"),
