@@ -62,18 +62,23 @@ case $MACHINE in
         if ((nodes > 1)); then net=OFI; else net=Socket; fi
         ;;
     slurm)
-        [[ -n ${SLURM_GPUS_ON_NODE:-} ]] || {
+        [[ -z ${SLURM_GPUS:-} ]] || fail "--gpus does not say how many per node: --gpus-per-node=4"
+        # What was asked for, such as gres:gpu:a100:4: srun gives a step no more, though
+        # SLURM_GPUS_ON_NODE counts all GPUs of a node that the job has for itself.
+        read -r shared gres < <(squeue -hj "$SLURM_JOB_ID" -o '%h %b' 2>/dev/null) || gres=
+        gres=${gres//gres[:\/]/} gpus=${SLURM_GPUS_ON_NODE:-}
+        [[ ! $gres =~ gpu:([^,]*:)?([0-9]+) ]] || gpus=${BASH_REMATCH[2]}
+        [[ -n $gpus ]] || {
             say "warning: Slurm has given this job no GPU, so the run is on CPUs: add" \
                 "--gpus-per-node=N or --gres=gpu:N to sbatch"
             device=()
         }
-        tasks=${TASKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+        tasks=${TASKS_PER_NODE:-${gpus:-1}}
         cores=${CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / tasks))}
         ((cores)) || fail "the job has $SLURM_CPUS_ON_NODE CPUs per node for $tasks ranks:" \
             "give sbatch --exclusive, or --cpus-per-gpu=8"
         # Every rank sees all GPUs that the job has on its node: NCCL copies between them directly
         # only then. srun gives a step all of them, if the flags of sbatch do not reach it.
-        [[ -z ${SLURM_GPUS:-} ]] || fail "--gpus does not say how many per node: --gpus-per-node=4"
         unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU
         gpu=(${GPU_BIND:+--gpus-per-task=1 --gpu-bind="$GPU_BIND"})
         port=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # jobs may share a node
@@ -106,7 +111,8 @@ find_conda() {
 }
 
 set +u # Lmod and conda are not written for it
-[[ -z $modules ]] || find_module || fail "MODULES is set, but there is no module command here"
+[[ -z $modules ]] || find_module 2>/dev/null ||
+    fail "there is no module command to load '$modules': set MODULES= to load none"
 for name in $modules; do
     module load "$name" ||
         fail "module load $name failed (MACHINE is $MACHINE): see 'module avail', set MODULES"
@@ -226,10 +232,11 @@ case $AGAIN in
     chain)
         options=(-J "$SLURM_JOB_NAME" -N "$nodes")
         if [[ $MACHINE == slurm ]]; then
-            options+=(--mincpus="$SLURM_CPUS_ON_NODE"
-                ${SLURM_MEM_PER_NODE:+--mem="$SLURM_MEM_PER_NODE"}
-                ${SLURM_GPUS_ON_NODE:+--gpus-per-node="$SLURM_GPUS_ON_NODE"})
-            [[ $(squeue -hj "$SLURM_JOB_ID" -o %h) != NO ]] || options+=(--exclusive)
+            options+=(--mincpus="$SLURM_CPUS_ON_NODE")
+            [[ -z ${SLURM_MEM_PER_NODE:-} ]] || options+=(--mem="$SLURM_MEM_PER_NODE")
+            [[ $shared != NO ]] || options+=(--exclusive)
+            [[ $gres == *gpu* ]] || gres=${gpus:+gpu:$gpus}
+            [[ -z $gres ]] || options+=(--gres="$gres")
         fi
         read -r -a asked < <(squeue -hj "$SLURM_JOB_ID" -o '-A %a -p %P -q %q -t %l -C %f')
         for ((i = 0; i < ${#asked[@]}; i += 2)); do

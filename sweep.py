@@ -129,7 +129,9 @@ def run_sweep(options: Options) -> int:
     if in_slurm and not machine and not options.memory_gib:
         machine = os.environ.get("MACHINE") or os.environ.get("LMOD_SYSTEM_NAME")
         if machine != "frontier":  # the rule of launch_frontier.sh
-            raise ValueError("this is not Frontier: give --machine a name or a JSON file")
+            raise ValueError(
+                "this is not Frontier: give --machine a name of `plan.py --machines` or a JSON file"
+            )
     if (out / "results.csv").exists():
         results.read_table(out / "results.csv")  # refuse damage before the first point runs
     points = studies.choose_points(
@@ -231,7 +233,7 @@ def build_parser() -> Parser:
     add("--data", metavar="DIR", default=tiles, help="images of real and io (default: tiles here)")
     text = "through Slurm, with these flags of sbatch; environment as for launch_frontier.sh"
     add("--sbatch", metavar="FLAGS", help=text)
-    text = "for plan.py (default: frontier with --sbatch; else this host's memory, no speed)"
+    text = "for plan.py (default: with --sbatch frontier, there; else this host's memory, no speed)"
     add("--machine", type=filled, metavar="NAME", help=text)
     add("--memory-gib", type=number(0.1, 10**6), metavar="GIB", help="per rank, for plan.py")
     limit = number(1, MOST_SECONDS)

@@ -687,7 +687,7 @@ def test_a_run_on_a_foreign_cluster(foreign, reference):
     job = foreign.submit(*flags, sbatch=FOREIGN, PREFLIGHT="yes")
     foreign.rig.wait(job, "COMPLETED", 400)
     check_foreign_ranks(foreign, job)
-    assert "shard groups: 2 of 4 ranks, each in one node" in foreign.rig.output(job)
+    assert "mesh 2 x 4 (replicate x shard): 8 ranks on 2 nodes" in foreign.rig.output(job)
     assert losses(foreign.out) == pytest.approx(reference, rel=1e-5)
     assert (foreign.out / "done").exists()
 
@@ -720,7 +720,9 @@ def test_the_next_round_has_what_the_first_asked_for(foreign, again, gpus, tmp_p
 def outside(folder: Path, **environ: str) -> str:
     """What the script prints in a job that is pretended too: srun says which python3 it finds."""
     (folder / "bin").mkdir(exist_ok=True)
-    (folder / "bin" / "srun").write_text('#!/bin/bash\necho "by $(command -v python3)"\n')
+    (folder / "bin" / "srun").write_text(
+        '#!/bin/bash\necho "by $(command -v python3), $MASTER_ADDR"\n'
+    )
     (folder / "bin" / "srun").chmod(0o755)
     job = {"JOB_ID": "7", "JOB_NUM_NODES": "1", "CPUS_ON_NODE": "8", "SUBMIT_DIR": str(ROOT)}
     env = clean_environment() | {f"SLURM_{name}": value for name, value in job.items()}
@@ -747,7 +749,8 @@ def outside(folder: Path, **environ: str) -> str:
         ),
         ({"CONDA_ENV": "", "PYTHON": "/nowhere/python"}, "there is no /nowhere/python: set PYTHON"),
         ({"CONDA_ENV": "", "SLURM_GPUS_ON_NODE": "9"}, "the job has 8 CPUs per node for 9 ranks"),
-        ({"CONDA_ENV": "", "MODULES": "cuda"}, "MODULES is set, but there is no module command"),
+        ({"CONDA_ENV": "", "SLURM_GPUS": "8"}, "--gpus does not say how many per node"),
+        ({"CONDA_ENV": "", "MODULES": "cuda"}, "there is no module command to load 'cuda'"),
     ],
 )
 def test_conda_is_found_or_missed(environ, found, tmp_path):
@@ -757,7 +760,18 @@ def test_conda_is_found_or_missed(environ, found, tmp_path):
     output = outside(tmp_path, **{"CONDA_ENV": "mae"} | given)
     assert (f"by {base}/envs/mae/bin/python3" if found is True else found) in output, output
     assert ("error: " in output) == (found is not True)
-    assert "warning: Slurm has given this job no GPU" in output or "9 ranks" in output
+    no_gpu = "warning: Slurm has given this job no GPU" in output
+    assert no_gpu != any(name.startswith("SLURM_GPUS") for name in environ)
+
+
+@pytest.mark.parametrize(
+    ("names", "address"), [("10.1.2.3 10.9.9.9 fe80::1", "10.1.2.3"), ("::1", "node7")]
+)
+def test_an_address_that_other_nodes_can_use(names, address, tmp_path):
+    """Many systems give their own name to 127.0.1.1; without an IPv4 address the name is left."""
+    local = f'() {{ if [ "$1" = -i ]; then echo 127.0.1.1; else echo "{names}"; fi; }}'
+    named = {"BASH_FUNC_hostname%%": local, "BASH_FUNC_uname%%": "() { echo node7; }"}
+    assert f"python3, {address}\n" in outside(tmp_path, **named)
 
 
 def test_modules_by_the_file_that_their_folder_has(tmp_path):
