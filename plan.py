@@ -56,11 +56,15 @@ def summary_lines(plan: Plan) -> Iterator[str]:
         f"exposed communication {time.exposed:.2f} of {time.communication:.2f}"
     )
     yield f"speed    at most {plan.images_per_second:.0f} img/s, efficiency {plan.efficiency:.0%}"
-    if plan.machine.name != "frontier":
+
+
+def machine_note(machine: Machine) -> Iterator[str]:
+    """Say how much of a plan for another machine than Frontier is guessed."""
+    if machine.name != "frontier":
         yield (
-            f"note     of the constants {len(plan.machine.fitted)} were fitted on Frontier, "
-            f"{len(plan.machine.guesses)} are guesses for {plan.machine.name}: --explain lists "
-            "them, --measured-ips starts from a measured speed"
+            f"note     of the constants {len(machine.fitted)} were fitted on Frontier, "
+            f"{len(machine.guesses)} are guesses for {machine.name}: --explain lists them, "
+            "--measured-ips starts from a measured speed"
         )
 
 
@@ -162,7 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.explain:
         print("\n".join(explanation_lines(plan)) + "\n")
-    print("\n".join(comparison_lines(plans) if args.compare else summary_lines(plan)))
+    lines = comparison_lines(plans) if args.compare else summary_lines(plan)
+    print("\n".join([*lines, *machine_note(plan.machine)]))
     return 0
 
 

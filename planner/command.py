@@ -17,9 +17,8 @@ def plan_parser() -> flags.TrainingParser:
     parser.description = (
         "What a run will need, before it is queued: memory, traffic and time, by arithmetic alone. "
         "It takes the whole command line of train_fsdp.py, refuses what that refuses, and plans "
-        "--world-size ranks (default 8)."
+        "--world-size ranks (default: one node of the machine)."
     )
-    parser.set_defaults(world_size=8)
     add = parser.add_argument_group("the plan itself").add_argument
     add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")
     names = f"{', '.join(MACHINES)}, or a JSON file (default frontier)"
@@ -39,9 +38,10 @@ def read_command(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     """Parse the command line and plan its run; one sentence and exit status 2 if it is refused."""
     parser = plan_parser()
     args = parser.parse_args(argv)
-    config = flags.make_config(parser, args)
     try:
         machine = read_machine(args.machine)
+        args.world_size = args.world_size or machine.ranks_per_node
+        config = flags.make_config(parser, args)
         run = resolve(config, args.world_size, machine.ranks_per_node)
         resolved = run.record() | {"encoder_only": args.encoder_only}
         planned = PlannedRun.from_flags(run.model, resolved)

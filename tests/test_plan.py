@@ -684,6 +684,9 @@ def test_the_plan_says_what_was_fitted(capsys):
     lines = printed("--model tiny --machine dgx-a100-40 --explain", capsys)
     assert "of the constants 0 were fitted on Frontier, 11 are guesses for dgx-a100-40" in lines[-1]
     assert sum("guess, or given" in line for line in lines) == 11
+    lines = printed("--model tiny --machine rtx-4090 --compare", capsys)
+    assert lines[1].startswith("ddp ") and "11 are guesses for rtx-4090" in lines[-1]
+    assert "1 x 1 ranks of rtx-4090" in printed("--model tiny --machine rtx-4090", capsys)[0]
     lines = printed("--model tiny --explain", capsys)
     assert sum("fitted on Frontier" in line for line in lines) == 8
     found = json.loads(printed("--model tiny --json", capsys)[0])

@@ -749,6 +749,10 @@ def outside(folder: Path, **environ: str) -> str:
         ),
         ({"CONDA_ENV": "", "PYTHON": "/nowhere/python"}, "there is no /nowhere/python: set PYTHON"),
         ({"CONDA_ENV": "", "SLURM_GPUS_ON_NODE": "9"}, "the job has 8 CPUs per node for 9 ranks"),
+        (
+            {"CONDA_ENV": "", "PYTHON": "false", "PREFLIGHT": "yes"},
+            "false has no torch: set PYTHON",
+        ),
         ({"CONDA_ENV": "", "SLURM_GPUS": "8"}, "--gpus does not say how many per node"),
         ({"CONDA_ENV": "", "MODULES": "cuda"}, "there is no module command to load 'cuda'"),
     ],
