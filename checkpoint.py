@@ -73,18 +73,29 @@ class Damaged(ValueError):
 
 def _unwrapped_name(name: str) -> str:
     """Return the name that a parameter or buffer has in the unwrapped model."""
-    wrappers = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module")
-    return ".".join(part for part in name.split(".") if part not in wrappers)
+    wrappers = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+    parts = name.removeprefix("module.").split(".")  # DDP's; a submodule further down keeps it
+    return ".".join(part for part in parts if part not in wrappers)
 
 
-def _create_adamw_state(optimizer: torch.optim.AdamW) -> None:
+def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the state is that of AdamW: two moments and a step count per parameter."""
+    plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    return plain and not any(group["amsgrad"] for group in optimizer.param_groups)
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _create_adam_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state that AdamW lacks before its first step.
 
     DCP would take a step with zero gradients: a third more memory than the state needs.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if not optimizer.state[p]:
+            if p.requires_grad and not optimizer.state[p]:
                 device = p.device if group["fused"] or group["capturable"] else torch.device("cpu")
                 optimizer.state[p] = {
                     "step": torch.zeros((), dtype=torch.float32, device=device),
@@ -97,14 +108,20 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     """Return every tensor of the training state as this rank holds it. Collective.
 
     The names are "model.NAME" and "optim.state.NAME.LEAF"; sharded tensors are DTensors. Numbers
-    that the flags decide (learning rate, betas) are not included.
+    that the flags decide (learning rate, betas) are not included. Tied parameters have all their
+    names, and one state. Frozen parameters have none. Raises ValueError for an optimizer that was
+    not built from this model, or has a state that cannot be saved.
     """
     tensors: dict[str, Any] = {
         f"model.{n}": t for n, t in state_dicts.get_model_state_dict(model).items()
     }
     inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1 wraps the one of this rank's parameters
-    if isinstance(inner, torch.optim.AdamW):
-        _create_adamw_state(inner)
+    if not {*_trained(optimizer)} <= {*model.parameters()}:
+        raise ValueError("the optimizer has parameters of another model: build it after sharding")
+    if _is_adam(inner):
+        _create_adam_state(inner)
+    elif isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise ValueError(f"of mode zero1 only Adam and AdamW are saved, not {type(inner).__name__}")
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         names: dict[Any, str] = {p: _unwrapped_name(n) for n, p in model.named_parameters()}
         for p, state in inner.state.items():
@@ -112,6 +129,9 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     else:
         states = state_dicts.get_optimizer_state_dict(model, optimizer, options=FLAT)
         tensors |= {f"optim.{n}": t for n, t in states.items() if n.startswith("state.")}
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} is {type(value).__name__}, but only tensors are saved")
     return tensors
 
 
@@ -130,11 +150,17 @@ def _restore_state(
         state_dicts.set_optimizer_state_dict(model, optimizer, states, options=FLAT)
 
 
-def _expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return names and unsharded shapes of what `named_tensors` gives for AdamW. Collective."""
+def _expected_shapes(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, tuple[int, ...]]:
+    """Return names and unsharded shapes of what `named_tensors` gives. Collective."""
+    if not _is_adam(getattr(optimizer, "optim", optimizer)):
+        return {name: tuple(t.shape) for name, t in named_tensors(model, optimizer).items()}
+    # AdamW's state is known without creating it
     whole: dict[str, Any] = dict(state_dicts.get_model_state_dict(model))
     shapes = {f"model.{name}": tuple(tensor.shape) for name, tensor in whole.items()}
-    for name in whole.keys() - {_unwrapped_name(n) for n, _ in model.named_buffers()}:
+    trained = {*_trained(optimizer)}
+    for name in [_unwrapped_name(n) for n, p in model.named_parameters() if p in trained]:
         shapes[f"optim.state.{name}.step"] = ()
         for leaf in ("exp_avg", "exp_avg_sq"):
             shapes[f"optim.state.{name}.{leaf}"] = shapes[f"model.{name}"]
@@ -359,6 +385,25 @@ class Saver:
         self.failures = self.failures + 1 if problem else 0
         self.saved = self.saved if problem else self.step
         return [problem] if problem else []
+
+
+def save(
+    folder: str | Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    run_state: dict[str, Any] | None = None,
+    *,
+    keep: int = 2,
+) -> Path:
+    """Save one checkpoint and return its folder; a run that saves often uses a `Saver`. Collective.
+
+    Raises OSError, the same on all ranks, if it failed; the older checkpoints are kept then.
+    """
+    problems = Saver(str(folder), model, optimizer, keep=keep).save(step, run_state or {})
+    if problems:
+        raise OSError(problems[0])
+    return Path(folder) / f"step_{step:08d}"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -603,6 +648,13 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
         return []
 
 
+def find_newest(folder: str | Path) -> Path | None:
+    """Return the newest checkpoint in a folder, the one that rank 0 finds, or None. Collective."""
+    found = [list_checkpoints(folder)[-1:] if dist.get_rank() == 0 else []]
+    dist.broadcast_object_list(found, src=0)  # a shared file system may show ranks different lists
+    return found[0][0] if found[0] else None
+
+
 def load(
     folder: str | Path,
     model: nn.Module,
@@ -618,7 +670,7 @@ def load(
     they hold a part of it: load again, or throw them away.
     """
     folder = Path(folder)
-    wanted = _expected_shapes(model)
+    wanted = _expected_shapes(model, optimizer)
     problem: Exception | None = None
     try:
         manifest, metadata = check(folder, dist.get_rank(), dist.get_world_size())

@@ -1,0 +1,60 @@
+"""Train a model of your own: copy shard.py, mesh.py and checkpoint.py beside this file.
+
+    python own_model.py                                 # one process
+    torchrun --nproc-per-node 4 own_model.py hybrid 2   # shard groups of two ranks
+    srun python own_model.py full_shard                 # Slurm, one task per GPU
+The same command continues from the newest checkpoint in out/, whatever wrote it."""
+
+import os
+import sys
+
+import torch
+from torch import Tensor, nn
+
+import checkpoint
+import mesh
+import shard
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
+        self.embed, self.head = nn.Embedding(100, 64), nn.Linear(64, 10)
+        self.encoder = nn.TransformerEncoder(layer, 4)  # its four layers become the blocks
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, 16), each of 100 -> (B, 10)
+        return self.head(self.encoder(self.embed(tokens)).mean(dim=1))
+
+
+def train(mode="full_shard", group=None, steps=20, out="out", **given):
+    options = shard.ShardingOptions(**given)  # by default FSDP2, computed in bf16
+    ranks = mesh.read_ranks(os.environ)  # from srun, torchrun or neither
+    device = mesh.pick_device("auto", ranks)
+    mesh.init_ranks(ranks, device)
+    grid = mesh.build_mesh(shard.mesh_shape(mode, ranks.world_size, group), device)
+    torch.manual_seed(0)
+    model = Classifier()  # a very large one is built under `with torch.device("meta"):`
+    decay = shard.weight_decay_names(model)
+    model = shard.apply(model, mode, grid, options=options)
+    optimizer = shard.build_optimizer(model, mode, decay, lr=2e-4, weight_decay=0.05)
+    newest = checkpoint.find_newest(out)  # by whatever mode and number of ranks
+    begin = checkpoint.load(newest, model, optimizer)["step"] if newest else 0
+    for step in range(begin, steps):
+        draw = torch.Generator().manual_seed(step)  # every rank reads samples of its own
+        tokens = torch.randint(100, (48, 16), generator=draw)[ranks.rank :: ranks.world_size]
+        with shard.autocast(model, device, options.param_dtype):
+            logits = model(tokens.to(device))
+        loss = nn.functional.cross_entropy(logits.float(), tokens[:, 0].to(device) % 10)
+        loss.backward()
+        norm = shard.clip_grad_norm(model, 1.0)  # of all ranks
+        optimizer.step()
+        optimizer.zero_grad()
+        if ranks.rank == 0:
+            print(f"step {step + 1}  loss {loss:.4f}  norm {norm:.4f}", flush=True)
+    checkpoint.save(out, steps, model, optimizer)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    train(*sys.argv[1:2], *map(int, sys.argv[2:3]))

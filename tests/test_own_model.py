@@ -1,0 +1,716 @@
+"""shard.py with models that are not ours: every engine against a plain loop in one process."""
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from ranks import full_parameters, join, on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import functional as F
+
+import checkpoint
+import mesh
+import shard
+
+CPU = torch.device("cpu")
+FSDP_MODES = ["no_shard", "shard_grad_op", "full_shard", "hybrid", "hybrid_grad_op"]
+ROWS = [("ddp", 2), ("zero1", 2)] + [(mode, fsdp) for fsdp in (1, 2) for mode in FSDP_MODES]
+STEPS, BATCH = 5, 8
+
+
+# --- models that nobody here wrote, and some that are awkward on purpose
+
+
+def torchvision_vit() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    return VisionTransformer(16, 8, 3, 2, 24, 48, num_classes=5)
+
+
+def torchvision_convnext() -> nn.Module:
+    from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+    stages = [CNBlockConfig(8, 16, 2), CNBlockConfig(16, 24, 2), CNBlockConfig(24, None, 3)]
+    return ConvNeXt(stages, num_classes=5, stochastic_depth_prob=0.0)
+
+
+def timm_vit() -> nn.Module:
+    from timm.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(16, 8, num_classes=5, embed_dim=24, depth=3, num_heads=2)
+
+
+def transformers_vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = ViTConfig(**sizes, intermediate_size=48, image_size=16, patch_size=8, num_labels=5)
+    return ViTForImageClassification(config)
+
+
+def transformers_gpt2() -> nn.Module:
+    """With tied embeddings, and outputs in a dict."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(50, 16, 24, 3, 2, **off))
+
+
+class Block(nn.Module):
+    """Returns a tuple; its table is a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.register_buffer("table", torch.arange(width) / width)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        x = x + self.down(F.gelu(self.up(self.norm(x) + self.table.to(x.dtype)))) * scale
+        return x, {"mean": x.mean()}
+
+
+class Language(nn.Module):
+    """Tied embedding and head, an fp32 buffer in front of a layer, a dict as output."""
+
+    def __init__(self, width: int = 24, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, width)
+        self.register_buffer("positions", torch.linspace(-1, 1, 6).unsqueeze(1))
+        self.before = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 30, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        x = self.before(self.embed(tokens) + self.positions)
+        means = []
+        for block in self.blocks:
+            x, more = block(x, scale=scale)
+            means.append(more["mean"])
+        return {"logits": self.head(x), "mean": torch.stack(means).mean()}
+
+
+class UNet(nn.Module):
+    """Convolutions with BatchNorm, stages of growing width, skip connections."""
+
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm2d) -> None:
+        super().__init__()
+
+        def stage(before: int, after: int) -> nn.Module:
+            return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), norm(after), nn.ReLU())
+
+        self.down = nn.ModuleList([stage(3, 8), stage(8, 12), stage(12, 16)])
+        self.up = nn.ModuleList([stage(28, 12), stage(20, 8)])
+        self.out = nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for stage in self.down:
+            x = stage(x if not kept else F.max_pool2d(x, 2))
+            kept.append(x)
+        for stage, skip in zip(self.up, kept[-2::-1], strict=True):
+            x = stage(torch.cat([F.interpolate(x, scale_factor=2), skip], dim=1))
+        return self.out(x)
+
+
+def group_norm(channels: int) -> nn.Module:
+    return nn.GroupNorm(4, channels)
+
+
+def frozen_language() -> nn.Module:
+    """Partial fine-tuning: all but the last block and the layer in front is frozen."""
+    model = Language()
+    for name, p in model.named_parameters():
+        p.requires_grad = name.startswith(("blocks.2", "before"))
+    return model
+
+
+def images_of(step: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    labels = torch.randint(5, (BATCH,), generator=draw)
+    return torch.randn(BATCH, 3, 16, 16, generator=draw) + labels.view(-1, 1, 1, 1) / 4, labels
+
+
+def classify(model: nn.Module, part: slice, step: int) -> Tensor:
+    images, labels = (t[part] for t in images_of(step))
+    out = model(images)
+    return F.cross_entropy(getattr(out, "logits", out).float(), labels)
+
+
+def segment(model: nn.Module, part: slice, step: int) -> Tensor:
+    images, _ = (t[part] for t in images_of(step))
+    return F.cross_entropy(model(images).float(), (images.sum(1) > 0).long())
+
+
+def tokens_of(step: int, part: slice) -> Tensor:
+    return torch.randint(30, (BATCH, 6), generator=torch.Generator().manual_seed(step))[part]
+
+
+def predict(model: nn.Module, part: slice, step: int) -> Tensor:
+    tokens = tokens_of(step, part)
+    out = model(tokens, scale=torch.tensor(0.5))
+    return F.cross_entropy(out["logits"][:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def predict_gpt2(model: nn.Module, part: slice, step: int) -> Tensor:
+    tokens = tokens_of(step, part)
+    logits = model(input_ids=tokens).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+# name: (the model, its loss for a part of the batch of a step)
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, slice, int], Tensor]]] = {
+    "torchvision vit": (torchvision_vit, classify),
+    "torchvision convnext": (torchvision_convnext, classify),
+    "language": (Language, predict),
+    "frozen": (frozen_language, predict),
+    "unet": (partial(UNet, group_norm), segment),
+    "batch norm": (UNet, segment),
+    "timm vit": (timm_vit, classify),
+    "transformers vit": (transformers_vit, classify),
+    "transformers gpt2": (transformers_gpt2, predict_gpt2),
+}
+HERE = [name for name in MODELS if not name.startswith("t") or name.startswith("torchvision")]
+
+
+def initialised(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return MODELS[name][0]()
+
+
+# The epsilon is large so that gradients of nothing but rounding (a key's bias) move nothing
+ADAMW = (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4})
+SGD = (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01})
+
+
+def plain(name: str, optimizer: tuple, steps: int) -> tuple[list, dict[str, Tensor]]:
+    """(loss, gradient norm) of each step over the whole batch in one process; final parameters."""
+    model, found = initialised(name), []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    update = optimizer[0](trained, **optimizer[1])
+    for step in range(steps):
+        loss = MODELS[name][1](model, slice(None), step)
+        loss.backward()
+        found.append((loss.item(), nn.utils.clip_grad_norm_(trained, 0.5).item()))
+        update.step()
+        update.zero_grad()
+    return found, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def sharded(model: nn.Module, mode: str, fsdp: int, optimizer: tuple = ADAMW, **options) -> tuple:
+    """The model on the ranks that there are, in groups of half of them, and its optimizer."""
+    world = dist.get_world_size()
+    group = max(1, world // 2) if "hybrid" in mode else None
+    grid = mesh.build_mesh(shard.mesh_shape(mode, world, group), CPU)
+    options = {"param_dtype": torch.float32, **options}
+    model = shard.apply(model, mode, grid, options=shard.ShardingOptions(fsdp=fsdp, **options))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if mode == "zero1":
+        return model, ZeroRedundancyOptimizer(trained, optimizer[0], **optimizer[1])
+    return model, optimizer[0](trained, **optimizer[1])
+
+
+def train(name: str, model, optimizer, steps: range, dtype=torch.float32) -> list:
+    """(loss, gradient norm) of each step, the mean over all ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    part, found = slice(rank * BATCH // world, (rank + 1) * BATCH // world), []
+    for step in steps:
+        with shard.autocast(model, CPU, dtype):
+            loss = MODELS[name][1](model, part, step)
+        loss.backward()
+        norm = shard.clip_grad_norm(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss := loss.detach())
+        found.append((loss.item() / world, norm.item()))
+    return found
+
+
+# --- parity, and a checkpoint in the middle
+
+
+def cases(names: list[str], everything: bool) -> list[tuple]:
+    """(model, row, row that resumes, optimizer, dtype): all, or enough for each row and model."""
+    found = []
+    for i, name in enumerate(names):
+        for j, row in enumerate(ROWS):
+            optimizer = SGD if row[0] != "zero1" and (i + j) % 2 else ADAMW
+            others = [r for r in ROWS if optimizer is ADAMW or r[0] != "zero1"]
+            then = others[(j + 5) % len(others)]
+            if everything or (i + j) % 6 == 0:
+                found.append((name, row, then, optimizer, torch.float32))
+            if everything and (i + j) % 2:
+                found.append((name, row, then, optimizer, torch.bfloat16))
+    return found
+
+
+def differences(names: list[str], everything: bool) -> dict[tuple, tuple]:
+    """On every rank: how far each case is from one process; relative, relative, absolute."""
+    join()
+    out, found = Path(os.environ["FOLDER"]), {}
+    for i, (name, row, then, optimizer, dtype) in enumerate(cases(names, everything)):
+        expected, values = plain(name, optimizer, STEPS)
+        model, updates = sharded(
+            initialised(name, dist.get_rank()), *row, optimizer, param_dtype=dtype
+        )
+        steps = train(name, model, updates, range(3), dtype)
+        if name == "batch norm":  # each rank normalises its own part of the batch
+            expected = train(name, *sharded(initialised(name), "ddp", 2, optimizer), range(STEPS))
+            values = {}
+        where = checkpoint.save(out / f"case{i}", 3, model, updates)
+        model, updates = sharded(initialised(name, 9), *then, optimizer, param_dtype=dtype)
+        assert checkpoint.load(where, model, updates)["step"] == 3
+        steps += train(name, model, updates, range(3, STEPS), dtype)
+        pairs = zip(steps, expected, strict=True)
+        apart = [(abs(a - c) / c, abs(b - d) / d) for (a, b), (c, d) in pairs]
+        now = full_parameters(model)
+        moved = max([(now[n] - value).abs().max().item() for n, value in values.items()] or [0])
+        worst = *map(max, zip(*apart, strict=True)), moved
+        found[name, row, then, optimizer[0].__name__, dtype] = worst
+        shutil.rmtree(out / f"case{i}") if dist.get_rank() == 0 else None
+    dist.destroy_process_group()
+    return found
+
+
+def check_cases(world: int, names: list[str], everything: bool, folder: Path) -> None:
+    for found in on_ranks(world, partial(differences, names, everything), folder, 900):
+        for case, apart in found.items():
+            allowed = (1e-5, 1e-5, 1e-5) if case[-1] == torch.float32 else (0.02, 0.05, 0.02)
+            assert all(a <= b for a, b in zip(apart, allowed, strict=True)), (case, apart)
+
+
+@pytest.mark.slow
+def test_models_of_others_train_as_in_one_process(tmp_path):
+    """Loss, gradient norm and parameters over 5 steps; saved after 3, resumed in another mode.
+
+    Each rank builds its model with another seed: rank 0's values count.
+    """
+    check_cases(2, HERE, False, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_all_models_train_as_in_one_process(world, tmp_path):
+    check_cases(world, list(MODELS), True, tmp_path)
+
+
+# --- values
+
+
+class Meta(nn.Module):
+    """Every kind of module that draws its own values, also those of its children; tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.embed = nn.Embedding(9, 8)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.norm = nn.BatchNorm1d(5)  # with integers among its buffers
+        self.head = nn.Linear(8, 9)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.encoder(self.embed(x))))
+
+
+def build_meta(cls=Meta) -> nn.Module:
+    with torch.device("meta"):
+        return cls()
+
+
+def drawn_values() -> list[dict[str, Tensor]]:
+    """On every rank, with a seed of its own: the values of a meta model in each row."""
+    rank = join()
+    found = []
+    for row in ROWS[::2]:
+        torch.manual_seed(7 if rank == 0 else rank)
+        model, _ = sharded(build_meta(), *row)
+        before = torch.get_rng_state()
+        assert torch.initial_seed() == (7 if rank == 0 else rank)
+        assert torch.equal(before, torch.get_rng_state())
+        buffers = {shard.original_name(n): b.clone() for n, b in model.named_buffers()}
+        found.append(full_parameters(model) | buffers)
+        assert model(torch.zeros(2, 5, dtype=torch.int64)).isfinite().all()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_values_drawn_by_the_modules_are_the_same_in_every_mode_and_on_every_rank(single, tmp_path):
+    torch.manual_seed(7)
+    alone, _ = sharded(build_meta(), "full_shard", 2)
+    expected = full_parameters(alone) | dict(alone.named_buffers())
+    assert expected["encoder.layers.0.self_attn.out_proj.bias"].eq(0).all()  # its parent's choice
+    assert expected["norm.running_var"].eq(1).all() and expected["embed.weight"].std() > 0.5
+    for rank in on_ranks(2, drawn_values, tmp_path):
+        for row, values in zip(ROWS[::2], rank, strict=True):
+            assert values.keys() == expected.keys(), row
+            assert all(torch.equal(v, expected[n]) for n, v in values.items()), row
+
+
+def unequal_ranks() -> list[str]:
+    """On every rank: what is said about ranks that were not given the same."""
+    rank, said = join(), []
+
+    def one(rank: int) -> nn.Module:
+        return Language(24 + rank)
+
+    def meta_on_one(rank: int) -> nn.Module:
+        return build_meta(Language) if rank else Language()
+
+    for model, values in [
+        (one(rank), None),
+        (meta_on_one(rank), None),
+        (build_meta(Language), lambda name, shape: torch.full(shape, float(rank))),
+    ]:
+        grid = mesh.build_mesh((1, 2), CPU)
+        with pytest.raises(RuntimeError) as caught:
+            shard.apply(model, "full_shard", grid, initial_value=values)
+        said.append(str(caught.value))
+    dist.destroy_process_group()
+    return said
+
+
+@pytest.mark.slow
+def test_ranks_with_other_models_or_values_are_refused_on_all(tmp_path):
+    first, second = on_ranks(2, unequal_ranks, tmp_path)
+    assert first == second and len(first) == 3
+    assert all("given different models" in text for text in first[:2])
+    assert "given different initial values" in first[2]
+
+
+# --- what is refused, in one sentence
+
+
+@pytest.fixture
+def single():
+    mesh.init_ranks(mesh.read_ranks({}), CPU)
+    yield mesh.build_mesh((1, 1), CPU)
+    dist.destroy_process_group()
+
+
+class NoReset(nn.Module):
+    """A model whose scale has no method that would give it a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("ids", torch.arange(3))
+        self.blocks = nn.ModuleList(Block(4) for _ in range(2))
+
+
+class HalfReset(NoReset):
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+class Twice(nn.Module):
+    """One block used by two names' owners: its layer belongs to both blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(4) for _ in range(2))
+        self.blocks[1].up = self.blocks[0].up
+
+
+class Tied(nn.Module):
+    """A block and the root have one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(4) for _ in range(2))
+        self.head = nn.Linear(4, 8)
+        self.head.weight = self.blocks[0].up.weight
+
+
+class Flat(nn.Module):
+    """Nothing is repeated in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Block(4), Block(4), nn.Linear(4, 4)
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    return model.requires_grad_(False)
+
+
+def named_module() -> nn.Module:
+    model = Language()
+    model.add_module("module", nn.Linear(2, 2))
+    return model
+
+
+def shared_model() -> nn.Module:
+    grid = mesh.build_mesh((1, 1), CPU)
+    return shard.apply(Language(), "full_shard", grid)
+
+
+def options(**given) -> dict:
+    return {"options": shard.ShardingOptions(**given)}
+
+
+ZEROS = {"initial_value": lambda name, shape: torch.zeros(shape)}
+SCALAR = {"initial_value": lambda name, shape: torch.zeros(())}
+# the model, the mode, other arguments; the error and the words in it that say what to do
+WRONG: list[tuple[Callable, str, dict, type, str]] = [
+    (Language, "fulshard", {}, ValueError, "there is no mode fulshard: use one of ddp, zero1, "),
+    (Language, "full_shard", {"mesh": (2, 1)}, ValueError, "holds 1 ranks|does not hold 1 ranks"),
+    (Language, "full_shard", {"mesh": ("dp", "tp")}, ValueError, "build it with shard.mesh_shape"),
+    (Language, "full_shard", {"device": torch.device("cuda")}, ValueError, "which is on cpu"),
+    (Flat, "hybrid", {}, ValueError, r"no block is repeated .* out of Block x 2, or set\(\)"),
+    (Flat, "ddp", options(ac="full"), ValueError, "no block is repeated"),
+    (Language, "hybrid", {"block_classes": {nn.Conv2d}}, ValueError, "no module: Conv2d .* Block"),
+    (Language, "hybrid", {"block_classes": {Block, nn.Linear}}, ValueError, "in common: choose"),
+    (Twice, "full_shard", {}, ValueError, "blocks.0 and blocks.1 have a module in common"),
+    (Tied, "full_shard", {}, ValueError, "head.weight is tied .* or use mode ddp or zero1"),
+    (partial(build_meta, NoReset), "ddp", {}, RuntimeError, "initial_value.*, ids, scale$"),
+    (partial(build_meta, NoReset), "hybrid", {}, RuntimeError, "build the model on the CPU"),
+    (partial(build_meta, HalfReset), "hybrid", options(fsdp=1), RuntimeError, "1.table, ids$"),
+    (partial(build_meta, Language), "hybrid", SCALAR, ValueError, r"the shape \(\), but it is \("),
+    (Language, "full_shard", ZEROS, ValueError, "for a model on meta, but this one has values"),
+    (lambda: frozen(Language()), "hybrid", {}, ValueError, "there is nothing to train"),
+    (lambda: Language().bfloat16(), "hybrid", {}, ValueError, r"are stored in fp32: .float\(\)"),
+    (named_module, "ddp", {}, ValueError, "rename the submodule module"),
+    (shared_model, "full_shard", {}, ValueError, "the model is sharded already"),
+    (UNet, "hybrid", options(ac="full"), ValueError, "count each batch twice in BatchNorm"),
+    (Language, "hybrid", options(fsdp=3), ValueError, "option fsdp is 3, but must be 1 or 2"),
+    (Language, "hybrid", options(ac="some"), ValueError, "must be 'none' or 'selective' or 'full'"),
+    (Language, "hybrid", options(param_dtype="bf16"), ValueError, "a dtype: torch.bfloat16"),
+    (Language, "hybrid", options(prefetch="backward_post"), ValueError, "in FSDP1 only"),
+    (Language, "hybrid", options(limit_all_gathers=False), ValueError, "is for fsdp1, not fsdp2"),
+    (Language, "hybrid", options(bucket_cap_mb=5), ValueError, "for ddp and zero1, not fsdp2"),
+    (Language, "ddp", options(cpu_offload=True), ValueError, "for fsdp1 and fsdp2, not ddp"),
+    (Language, "zero1", options(forward_prefetch=True), ValueError, "not zero1"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(WRONG)))
+def test_wrong_uses_get_one_sentence(single, case):
+    build, mode, arguments, error, words = WRONG[case]
+    arguments = dict(arguments)
+    with pytest.raises(error, match=words) as caught:
+        wanted = arguments.pop("mesh", (1, 1))
+        if isinstance(wanted[0], str):
+            grid = init_device_mesh("cpu", (1, 1), mesh_dim_names=wanted)
+        else:
+            grid = mesh.build_mesh(wanted, CPU)
+        shard.apply(build(), mode, grid, **arguments)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_a_layer_called_outside_of_forward_is_refused(single, fsdp):
+    model = Language()
+    wrapped, optimizer = sharded(model, "full_shard", fsdp)
+    train("language", wrapped, optimizer, range(1))
+    if fsdp == 2:  # FSDP1 on one rank always has whole parameters
+        with pytest.raises(RuntimeError, match="before was called outside of the model's forward"):
+            model.before(torch.zeros(1, 24))
+
+
+@pytest.mark.parametrize("ac", ["full", "selective"])
+def test_recomputed_dropout_is_the_same(single, ac):
+    norms = []
+    for how in ("none", ac):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.5, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2)
+        model, _ = sharded(model, "full_shard", 2, ac=how)
+        torch.manual_seed(1)
+        model(torch.ones(2, 3, 16)).square().mean().backward()
+        norms.append(shard.clip_grad_norm(model).item())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_blocks_are_found():
+    found = {name: [*shard.find_blocks(initialised(name))] for name in HERE}
+    assert found["torchvision vit"] == [f"encoder.layers.encoder_layer_{i}" for i in range(3)]
+    assert found["torchvision convnext"] == [
+        *("features.1.0", "features.1.1", "features.2"),
+        *("features.3.0", "features.3.1", "features.4"),
+        *("features.5.0", "features.5.1", "features.5.2"),
+    ]
+    assert found["language"] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert found["unet"] == ["down.0", "down.1", "down.2", "up.0", "up.1"]
+    assert [*shard.find_blocks(Flat(), {Block})] == ["first", "second"]
+    assert shard.find_blocks(Flat(), set()) == {}
+
+
+# --- optimizers that a checkpoint refuses
+
+
+def test_optimizers_that_cannot_be_saved_are_refused(single, tmp_path):
+    model = Language()
+    early = torch.optim.AdamW(model.parameters())
+    model, _ = sharded(model, "full_shard", 2)
+    with pytest.raises(ValueError, match="build it after sharding"):
+        checkpoint.save(tmp_path, 1, model, early)
+    model, optimizer = sharded(Language(), "zero1", 2, SGD)
+    with pytest.raises(ValueError, match="only Adam and AdamW are saved, not SGD"):
+        checkpoint.save(tmp_path, 1, model, optimizer)
+    model, _ = sharded(Language(), "full_shard", 2)
+    adam = torch.optim.Adam(model.parameters(), amsgrad=True)
+    where = checkpoint.save(tmp_path, 1, model, adam)
+    assert checkpoint.load(where, model, adam)["step"] == 1 and checkpoint.find_newest(tmp_path)
+    with pytest.raises(checkpoint.Damaged, match="max_exp_avg_sq"):
+        checkpoint.load(where, model, torch.optim.Adam(model.parameters()))
+    assert checkpoint.find_newest(tmp_path / "empty") is None
+
+
+# --- examples/own_model.py, in a folder with copies of what it needs
+
+
+COPIES = ("shard.py", "mesh.py", "checkpoint.py")
+
+
+def copies_in(folder: Path) -> Path:
+    folder.mkdir()
+    for name in (*COPIES, "examples/own_model.py"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def run_example(copies: Path, jobs: list[tuple]) -> list[list[tuple[float, float]]]:
+    """On every rank: (loss, gradient norm) of the steps of each job, the mean over all ranks."""
+    for name in ("shard", "mesh", "checkpoint", "own_model"):
+        sys.modules.pop(name, None)
+    sys.path.insert(0, str(copies))
+    example = importlib.import_module("own_model")
+    assert example.shard.__file__ == str(copies / "shard.py")
+    torch.set_num_threads(1)
+    example.mesh.init_ranks(example.mesh.read_ranks(os.environ), CPU)
+    losses, norms, found = [], [], []
+    entropy, clip = F.cross_entropy, example.shard.clip_grad_norm
+    leave = dist.destroy_process_group
+
+    def noted(of: list, function: Callable) -> Callable:
+        def call(*args):
+            of.append(value := function(*args))
+            return value
+
+        return call
+
+    with ExitStack() as stack:  # one process group for all jobs
+        patch = mock.patch.object
+        stack.enter_context(patch(example.mesh, "init_ranks", lambda *_: None))
+        stack.enter_context(patch(dist, "destroy_process_group", dist.barrier))
+        stack.enter_context(patch(nn.functional, "cross_entropy", noted(losses, entropy)))
+        stack.enter_context(patch(example.shard, "clip_grad_norm", noted(norms, clip)))
+        for mode, group, fsdp, dtype, steps, out in jobs:
+            example.train(mode, group, steps, out, fsdp=fsdp, param_dtype=dtype)
+            means = torch.stack([loss.detach() for loss in losses])
+            dist.all_reduce(means)
+            means /= dist.get_world_size()
+            found.append(list(zip(means.tolist(), [n.item() for n in norms], strict=True)))
+            losses.clear(), norms.clear()
+    leave()
+    return found
+
+
+def example_alone(steps: int) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """The same training, written out plainly."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    torch.manual_seed(0)
+    model = importlib.import_module("own_model").Classifier()
+    groups = [[p for p in model.parameters() if (p.ndim > 1) == many] for many in (True, False)]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": p, "weight_decay": decay}
+            for p, decay in zip(groups, (0.05, 0.0), strict=True)
+        ],
+        lr=2e-4,
+        betas=(0.9, 0.95),
+    )
+    found = []
+    for step in range(steps):
+        tokens = torch.randint(100, (48, 16), generator=torch.Generator().manual_seed(step))
+        loss = F.cross_entropy(model(tokens), tokens[:, 0] % 10)
+        loss.backward()
+        found.append((loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def check_example(worlds: tuple[int, ...], rows: list, dtype: torch.dtype, folder: Path) -> None:
+    """Two steps on each of these numbers of ranks, resumed in the next row each time."""
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    expected, values = example_alone(2 * len(worlds))
+    copies = copies_in(folder / "copies")
+    for i, world in enumerate(worlds):
+        jobs = []
+        for j in range(len(rows)):
+            mode, fsdp = rows[(j + 7 * i) % len(rows)]
+            group = max(1, world // 2) if "hybrid" in mode else None
+            jobs.append((mode, group, fsdp, dtype, 2 * i + 2, str(folder / f"row{j}")))
+        for rank in on_ranks(world, partial(run_example, copies, jobs), folder / f"world{i}", 600):
+            for job, steps in zip(jobs, rank, strict=True):
+                assert len(steps) == 2
+                for found, wanted in zip(steps, expected[2 * i :], strict=False):
+                    assert found == pytest.approx(wanted, rel=tolerance), job
+    for j in range(len(rows)):
+        where = folder / f"row{j}" / f"step_{2 * len(worlds):08d}"
+        checkpoint.consolidate(where, folder / "model.pth")
+        model = torch.load(folder / "model.pth", weights_only=True)["model"]
+        for name, value in values.items():
+            if name.endswith("in_proj_bias"):  # a key's bias has no gradient but rounding
+                keys = slice(64, 128)
+                model[name][keys] = value[keys] = 0
+            allowed = 1e-5 if dtype == torch.float32 else 0.02
+            assert (model[name] - value).abs().max() < allowed, (rows[j], name)
+
+
+@pytest.mark.slow
+def test_the_example_in_an_empty_folder_trains_as_in_one_process(tmp_path):
+    rows = [("ddp", 2), ("full_shard", 1), ("hybrid", 2)]
+    check_example((4, 2), rows, torch.float32, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("worlds", [(4, 2, 1), (1, 2, 4), (2, 4, 1)])
+def test_the_example_in_every_mode_on_every_number_of_ranks(worlds, dtype, tmp_path):
+    check_example(worlds, ROWS, dtype, tmp_path)
+
+
+SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+SRUN |= {"SLURM_STEP_ID": "0", "SLURM_TASKS_PER_NODE": "1", "SLURM_JOB_ID": "7"}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["python", "torchrun", "srun"])
+def test_the_example_runs_by_each_launcher(how, tmp_path):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    env |= {"PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": ""} | (SRUN if how == "srun" else {})
+    argv = [*(TORCHRUN if how == "torchrun" else []), "own_model.py"]
+    argv += ["hybrid", "1"] if how != "python" else []
+    done = subprocess.run(
+        [sys.executable, *argv],
+        cwd=copies_in(tmp_path / "copies"),
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("step 20  loss ")
+
+
+def test_the_example_is_short():
+    assert len((ROOT / "examples" / "own_model.py").read_text().splitlines()) <= 60
