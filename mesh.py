@@ -62,7 +62,7 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
         if "SLURM_JOB_ID" in environ and (tasks, nodes) != ("1", "1"):
             raise RuntimeError(
                 f"this Slurm job has {nodes} nodes and {tasks} tasks, but this process was not "
-                "started by srun: type `srun python train_fsdp.py ...`"
+                f"started by srun: type `srun python {os.path.basename(sys.argv[0])} ...`"
             )
         ranks = Ranks(0, 1, 0, 1, 0, "single", environ)
     if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:

@@ -142,14 +142,13 @@ def build_model_and_optimizer(
     c = run.config
     model = meta_model or build_meta_model(run, device)
     decay = shard.weight_decay_names(model)  # by the shapes of whole parameters
-    # drawn by name, so that every mode and world size begins with the same values
-    values = partial(vit.initial_value, run.model, seed=c.seed) if initialise else None
     model = shard.apply(
         model,
         str(c.mode),
         grid,
         block_classes={vit.Block},
-        initial_value=values,
+        initial_value=partial(vit.initial_value, run.model, seed=c.seed),
+        load_later=not initialise,
         device=device,
         options=run.sharding_options(),
     )

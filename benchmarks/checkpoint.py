@@ -51,7 +51,7 @@ def build(model: str, fsdp: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a sharded model of zeros and its optimizer without states. Collective."""
     with torch.device("meta"):
         whole = vit.ViTMAE(vit.MODELS[model])
-    grid = mesh.build_mesh((1, dist.get_world_size()), CPU)
+    grid = mesh.build_mesh(shard.mesh_shape(MODE, dist.get_world_size()), CPU)
     decay = shard.weight_decay_names(whole)
     sharded = shard.apply(
         whole,

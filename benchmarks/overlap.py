@@ -50,11 +50,11 @@ def main() -> int:
     model = shard.apply(
         whole,
         "full_shard",
-        mesh.build_mesh((1, ranks.world_size), device),
+        mesh.build_mesh(shard.mesh_shape("full_shard", ranks.world_size), device),
         device=device,
         block_classes={vit.Block},
         initial_value=partial(vit.initial_value, config, seed=0),
-        options=shard.ShardingOptions(param_dtype=dtype),
+        options=shard.ShardingOptions(param_dtype=dtype, cast_inputs=False),
     )
     optimizer = shard.build_optimizer(model, "full_shard", decay, lr=1e-4, weight_decay=0.05)
     images = torch.randint(0, 256, (args.batch, 3, args.img_size, args.img_size), device=device)

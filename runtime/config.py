@@ -337,7 +337,8 @@ class Run:
         known = {option.name for option in fields(shard.ShardingOptions)}
         given = {k: v for k, v in asdict(self.config).items() if k in known and v is not None}
         given |= {"param_dtype": self.dtype, "reduce_dtype": DTYPES[self.config.reduce_dtype]}
-        return shard.ShardingOptions(**given, compile_blocks=self.config.compile)
+        # The model casts the patches itself: their targets stay fp32. It has no dropout.
+        return shard.ShardingOptions(**given, cast_inputs=False, preserve_rng_state=False)
 
     def step_options(self) -> dict[str, Any]:
         """Return the options of train_fsdp.train_step that stay the same in all steps."""
