@@ -747,7 +747,8 @@ def consolidate(folder: str | Path, out: str | Path) -> int:
     """Write the model to one file with the keys of the official MAE release; return its parameters.
 
     `torch.load(out, weights_only=True)["model"]` is what `load_state_dict` takes. Damaged where the
-    checkpoint cannot be read, OSError where the file cannot be written; then `out` is as it was.
+    checkpoint cannot be read, ValueError where its images have other than 3 channels, OSError where
+    the file cannot be written; then `out` is as it was.
     """
     folder, out = Path(folder), Path(out)
     model: dict[str, Tensor] = {}
@@ -756,6 +757,12 @@ def consolidate(folder: str | Path, out: str | Path) -> int:
             warnings.simplefilter("ignore")  # about missing ranks
             manifest, metadata = check(folder)
             entries: dict[str, Any] = metadata.state_dict_metadata
+            kernel = entries.get("model.patch_embed.proj.weight")
+            if kernel and len(kernel.size) == 4 and kernel.size[1] != 3:
+                raise ValueError(
+                    f"{folder} is of images with {kernel.size[1]} channels, the official release "
+                    "has 3: read this checkpoint with checkpoint.load"
+                )
             for name, entry in entries.items():
                 if name.startswith("model."):
                     model[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -790,7 +797,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{args.dir} is complete: {verify(args.dir)} tensors")
         else:
             print(f"{args.out}: {consolidate(args.dir, args.out):,} parameters")
-    except (Damaged, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"checkpoint.py: error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -5,7 +5,7 @@ whole job since its first step. So no rank, worker or sampler keeps a state: one
 a run is, and any number of ranks and workers sees the same images, crops, flips and masks.
 
 Copy this one file: `for batch in build_loader(scan("tiles"), img_size=96, ...)` needs nothing else.
-Shapes: B images of a local batch, H x W pixels, L patches.
+Shapes: B images of a local batch, C channels, H x W pixels, L patches.
 """
 
 import errno
@@ -18,15 +18,15 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import torchvision.transforms.functional as TF
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp")
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as in the MAE recipe
-SYNTHETIC_IMAGES = 1_000_848  # as many as Million-AID has: train 10,000 + test 990,848
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".npy")
+ARRAY_DTYPES = ("uint8", "uint16", "float32")
 SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
 # Bytes that decoding one image may take. It replaces Pillow's limit of pixels, which would refuse a
 # JPEG that is read at an eighth of its size in a sixty-fourth of the memory.
@@ -35,15 +35,28 @@ MEMORY_BUDGET = 2**30
 # it may not be read, it is a link to itself, or a socket.
 FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENXIO)
 
+AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
+
+
+class ChannelStats(NamedTuple):
+    """Mean and deviation per channel of a data set: of values as stored, of uint8 in [0, 1]."""
+
+    mean: tuple[float, ...]  # C of them
+    std: tuple[float, ...]
+    dtype: str = "uint8"  # of all images, one of ARRAY_DTYPES
+
+
+IMAGENET = ChannelStats((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # as in the MAE recipe
+
 # ---------------------------------------------------------------------------------------------
 # Which files there are
 
 
 class ImageSource(Protocol):
-    """What a loader needs of a data set: an `ImageFolder`, or anything else that has images."""
+    """What a loader needs of a data set: an `ImageFolder`, or a class of your own."""
 
     def __len__(self) -> int: ...
-    def read(self, index: int) -> bytes: ...  # an encoded image; OSError or ValueError
+    def read(self, index: int) -> bytes | AnyImage: ...  # a file's content, or decoded; OSError
 
 
 @dataclass(frozen=True)
@@ -181,16 +194,30 @@ class RankBatchSampler:
 # One image
 
 
-def open_image(content: bytes, budget: int = MEMORY_BUDGET) -> tuple[Image.Image, tuple[int, int]]:
-    """Open an encoded image -> it, not decoded yet, and its (width, height) when upright.
+def open_image(
+    content: bytes | AnyImage, budget: int = MEMORY_BUDGET
+) -> tuple[AnyImage, tuple[int, int]]:
+    """Open what a source has read -> it, not decoded yet, and its (width, height) when upright.
 
-    ValueError where Pillow does not know it, or where decoding takes more than `budget` bytes.
+    ValueError where it is no image, or where decoding takes more than `budget` bytes.
     """
+    file = content if isinstance(content, bytes) else b""
+    if file.startswith(b"\x93NUMPY"):
+        content = open_array(file)
+    if isinstance(content, np.ndarray):
+        if content.ndim != 3 or not content.size or content.dtype.name not in ARRAY_DTYPES:
+            what = f"{content.dtype} of shape {content.shape}"
+            raise ValueError(f"an array must be (C, H, W) {' or '.join(ARRAY_DTYPES)}, not {what}")
+        height, width = content.shape[1:]
+        check_memory(4 * content.size, (width, height), budget)  # as float32
+        if content.dtype.kind == "f" and not np.isfinite(content).all():
+            raise ValueError("NaN or infinite pixels")
+        return content, (width, height)
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # `budget` replaces it
     try:
-        image = Image.open(io.BytesIO(content))
+        image = content if isinstance(content, Image.Image) else Image.open(io.BytesIO(content))
     except UnidentifiedImageError:
-        what = f"begins with {content[:16]!r}" if content else "is empty"
+        what = f"begins with {file[:16]!r}" if file else "is empty"
         raise ValueError(f"not an image: the file {what}") from None
     finally:
         Image.MAX_IMAGE_PIXELS = limit
@@ -198,26 +225,33 @@ def open_image(content: bytes, budget: int = MEMORY_BUDGET) -> tuple[Image.Image
     if width * height == 0:
         raise ValueError("no pixels")
     if image.format != "JPEG":  # which may be decoded smaller; getexif decodes a PNG whole
-        check_memory(image, image.size, budget)
+        check_memory(4 * width * height, image.size, budget)
     # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without an
     # error. The last end marker must follow the last start of a scan (ITU-T T.81, table B.1).
-    elif content.endswith(b"\0") and content.rfind(b"\xff\xd9") <= content.rfind(b"\xff\xda"):
+    elif file.endswith(b"\0") and file.rfind(b"\xff\xd9") <= file.rfind(b"\xff\xda"):
         raise ValueError("truncated: zeros where the end of the JPEG should be")
     sideways = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
     return image, (height, width) if sideways else (width, height)
 
 
-def check_memory(image: Image.Image, whole: tuple[int, int], budget: int) -> None:
-    """Raise ValueError where decoding at the size of `image` takes more than `budget` bytes.
+def open_array(content: bytes) -> np.ndarray:
+    """View the pixels of a .npy file; ValueError where they are not what its header says."""
+    stream = io.BytesIO(content)
+    try:
+        np.lib.format.read_magic(stream)  # 1.0 is what np.save writes
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=1000)
+        # np.load would allocate whatever the header says; this refuses objects too
+        pixels = np.frombuffer(content, dtype, offset=stream.tell())
+        return pixels.reshape(shape, order="F" if fortran else "C")
+    except Exception as error:  # a hostile header raises even MemoryError, in the parser
+        raise ValueError(f"damaged .npy file: {error}") from None
 
-    `whole` is the size of the file's image, which `image` may be a reduction of.
-    """
-    needed = 4 * image.width * image.height  # Pillow's RGB takes four bytes per pixel
-    if image.info.get("progressive"):  # all coefficients, 2 bytes each, before the first pixel
-        needed += 6 * whole[0] * whole[1]
+
+def check_memory(needed: int, size: tuple[int, int], budget: int) -> None:
+    """Raise ValueError where decoding needs more bytes than `budget`; `size`: (width, height)."""
     if needed > budget:
         raise ValueError(
-            f"{whole[0]} x {whole[1]} pixels take {needed / 2**30:.1f} GiB to decode, more than "
+            f"{size[0]} x {size[1]} pixels take {needed / 2**30:.1f} GiB to decode, more than "
             f"{budget / 2**30:.1f}: make it smaller by `prepare.py pack --max-side`"
         )
 
@@ -241,7 +275,10 @@ def decode(image: Image.Image, reduce: int = 1, budget: int = MEMORY_BUDGET) -> 
     whole, file_format = image.size, image.format
     if reduce > 1:
         image.draft(None, (whole[0] // reduce, whole[1] // reduce))
-    check_memory(image, whole, budget)
+    needed = 4 * image.width * image.height  # Pillow's RGB takes four bytes per pixel
+    if image.info.get("progressive"):  # all coefficients, 2 bytes each, before the first pixel
+        needed += 6 * whole[0] * whole[1]
+    check_memory(needed, whole, budget)
     image = ImageOps.exif_transpose(image)
     # older Pillows open a 16-bit PNG as "I"
     if image.mode.startswith("I;16") or (image.mode == "I" and file_format == "PNG"):
@@ -255,10 +292,24 @@ def decode(image: Image.Image, reduce: int = 1, budget: int = MEMORY_BUDGET) -> 
     return image.convert("RGB")
 
 
-def synthetic_rgb(seed: int, index: int, size: int = 256) -> Image.Image:
-    """Make a smooth random picture from (seed, index): learnable, and no file."""
-    coarse = np.random.default_rng((seed, index)).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC)
+def crop_and_resize(
+    image: AnyImage, crop: Sequence[int], side: int, flip: bool, reduce: int = 1
+) -> Tensor:
+    """Cut out (top, left, height, width) of the whole image -> (C, side, side) uint8 or float32."""
+    top, left, height, width = crop
+    size, bicubic = [side, side], InterpolationMode.BICUBIC
+    if isinstance(image, np.ndarray):  # few of PyTorch's kernels take uint16, all take float32
+        dtype = np.uint8 if image.dtype == np.uint8 else np.float32
+        part = image[:, top : top + height, left : left + width].astype(dtype, order="C")
+        whole = torch.from_numpy(part)[None]  # as torchvision's v2, without its import
+        pixels = F.interpolate(whole, size, mode="bicubic", antialias=True)[0]
+        return pixels.flip(-1) if flip else pixels
+    if reduce == 1:
+        image = TF.resized_crop(image, *crop, size, bicubic)
+    else:  # the box in pixels of the reduced image may be fractional, which TF cannot do
+        y, x, high, wide = (n / reduce for n in crop)
+        image = image.resize(size, Image.Resampling.BICUBIC, (x, y, x + wide, y + high))
+    return TF.pil_to_tensor(TF.hflip(image) if flip else image)
 
 
 class LoadStats(NamedTuple):
@@ -279,7 +330,7 @@ def total(stats: Iterable[LoadStats]) -> LoadStats:
 class Sample(NamedTuple):
     """One image as it is trained on."""
 
-    image: Tensor  # (3, H, W) uint8
+    image: Tensor  # (C, H, W) uint8; float32 where the images are uint16 or float32
     noise: Tensor  # (L,) float32, the masking order: a random permutation of 0 .. L-1
     image_id: int  # index in the data set
     bad: list[tuple[int, str]]  # (image_id, reason): unreadable images that this one replaces
@@ -312,11 +363,12 @@ class Images(Dataset[Sample]):
     it whole, as torchvision would, at half the speed: pixels differ by 1 of 255 in the mean.
     """
 
-    files: ImageSource | None  # None makes synthetic images
+    files: ImageSource
     order: ImageOrder
     img_size: int
     patches: int
     exact: bool = False
+    stats: ChannelStats = IMAGENET  # an image of other channels or type counts as unreadable
 
     def __getitem__(self, place: tuple[int, int]) -> Sample:
         """Load an image; for an unreadable one the next good one of the order stands in.
@@ -343,27 +395,23 @@ class Images(Dataset[Sample]):
     def load(self, position: int, index: int) -> Sample:
         """Load one image as it looks at this position; raises what reading and decoding raise."""
         started = time.perf_counter()
-        content = b"" if self.files is None else self.files.read(index)
+        content = self.files.read(index)
         read = time.perf_counter()
-        seed, side = self.order.seed, self.img_size
-        if self.files is None:
-            image = synthetic_rgb(seed, index)
-            width, height = image.size
-        else:
-            image, (width, height) = open_image(content)
-        noise, flip, crop = draw_augmentation(seed, position, self.patches, width, height)
-        reduce = 1 if self.exact else reduction(image, crop, side)
-        image = decode(image, reduce)
+        image, size = open_image(content)
+        found = (len(image), image.dtype.name) if isinstance(image, np.ndarray) else (3, "uint8")
+        if found != (wanted := (len(self.stats.mean), self.stats.dtype)):
+            text = "{} channels of {}, not {} of {}: see `prepare.py stats`"
+            raise ValueError(text.format(*found, *wanted))
+        noise, flip, crop = draw_augmentation(self.order.seed, position, self.patches, *size)
+        reduce, encoded = 1, len(content) if isinstance(content, bytes) else 0  # bytes
+        if isinstance(image, Image.Image):
+            if encoded and not self.exact:
+                reduce = reduction(image, crop, self.img_size)
+            image = decode(image, reduce)
         decoded = time.perf_counter()
-        if reduce == 1:
-            image = TF.resized_crop(image, *crop, [side, side], InterpolationMode.BICUBIC)
-        else:  # the box in pixels of the reduced image may be fractional, which TF cannot do
-            top, left, high, wide = (n / reduce for n in crop)
-            box = (left, top, left + wide, top + high)
-            image = image.resize((side, side), Image.Resampling.BICUBIC, box)
-        pixels = TF.pil_to_tensor(TF.hflip(image) if flip else image)  # (3, H, W) uint8
+        pixels = crop_and_resize(image, crop, self.img_size, flip, reduce)
         resized = time.perf_counter()
-        stats = LoadStats(len(content), read - started, decoded - read, resized - decoded)
+        stats = LoadStats(encoded, read - started, decoded - read, resized - decoded)
         return Sample(pixels, noise, index, [], stats)
 
 
@@ -374,7 +422,7 @@ class Images(Dataset[Sample]):
 class LocalBatch(NamedTuple):
     """The samples of one rank in one accumulation step."""
 
-    image: Tensor  # (B, 3, H, W) uint8
+    image: Tensor  # (B, C, H, W) uint8 or float32, as in Sample
     noise: Tensor  # (B, L) float32
     image_ids: list[int]  # B of them
     bad: list[tuple[int, str]]  # as in Sample, of all samples
@@ -392,7 +440,7 @@ def collate(samples: list[Sample]) -> LocalBatch:
 
 
 def build_loader(
-    files: ImageSource | None,
+    files: ImageSource,
     *,
     img_size: int,
     patches: int,
@@ -405,15 +453,17 @@ def build_loader(
     workers: int = 0,
     pin_memory: bool = False,
     exact: bool = False,
+    stats: ChannelStats = IMAGENET,
 ) -> DataLoader[Sample]:
     """Make a loader of the `LocalBatch`es of one rank for these steps, accumulation steps in turn.
 
-    `files` None means synthetic images. One iterator covers all steps, so workers start once, not
-    once per epoch. ValueError where the global batch is larger than the data set.
+    One iterator covers all steps, so workers start once, not once per epoch. Images must have the
+    channels and type of `stats`, which `normalize` needs too. With workers, `files` is pickled.
+    ValueError where the global batch is larger than the data set.
     """
-    order = ImageOrder(SYNTHETIC_IMAGES if files is None else len(files), global_batch, seed)
+    order = ImageOrder(len(files), global_batch, seed)
     return DataLoader(
-        Images(files, order, img_size, patches, exact),
+        Images(files, order, img_size, patches, exact, stats),
         batch_sampler=RankBatchSampler(order, global_batch, local_batch, rank, world_size, steps),
         num_workers=workers,
         collate_fn=collate,
@@ -426,9 +476,11 @@ def build_loader(
     )
 
 
-def normalize(images: Tensor) -> Tensor:
-    """(B, 3, H, W) uint8 -> float32 with ImageNet's mean and deviation, on the images' device."""
-    x = images.float() / 255
-    for channel, (mean, std) in enumerate(zip(IMAGENET_MEAN, IMAGENET_STD, strict=True)):
-        x[:, channel].sub_(mean).div_(std)  # by numbers: a tensor of them would stall the device
+def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
+    """(B, C, H, W) as loaded -> float32, normalised; ValueError where `stats` is of other C."""
+    if images.shape[1] != len(stats.mean):
+        raise ValueError(f"images of {images.shape[1]} channels, statistics of {len(stats.mean)}")
+    x = images.float() / 255 if images.dtype == torch.uint8 else images.clone()
+    for channel, mean, std in zip(x.unbind(1), stats.mean, stats.std, strict=True):
+        channel.sub_(mean).div_(std)  # by numbers: a tensor of them would stall the device
     return x

@@ -1,7 +1,8 @@
-"""Prepare a data set: list it, find broken images, pack it into few large files.
+"""Prepare a data set: list it, find broken images, measure it, pack it into few large files.
 
     python prepare.py index DIR                      list it once, beside it in DIR.index
     python prepare.py scan DIR                       decode everything, name what is broken
+    python prepare.py stats DIR                      mean and deviation per channel, for --data DIR
     python prepare.py pack SRC DST --max-side 512    tar shards with an index; --data DST trains
 
 A parallel file system serves a hundred large files better than a million small ones: pack where you
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 import mesh
 from runtime import terminal
 from runtime.ranges import Parser, filled, whole
+from storage.channel_stats import write_stats
 from storage.checking import check_images
 from storage.image_list import list_images, save_index
 from storage.packing import pack
@@ -37,12 +39,15 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
         "index", help="list the images once, in DIR.index, which training then uses"
     )
     scan = commands.add_parser("scan", help="decode every image and name the broken ones")
+    stats = commands.add_parser(
+        "stats", help="mean and deviation of each channel, which training on DIR then uses"
+    )
     packing = commands.add_parser(
         "pack", help="put all images into tar shards, which training reads with --data DST"
     )
-    for command, name in ((index, "DIR"), (scan, "DIR"), (packing, "SRC")):
+    for command, name in ((index, "DIR"), (scan, "DIR"), (stats, "DIR"), (packing, "SRC")):
         command.add_argument("dir", type=filled, metavar=name, help="folder of images")
-    for command in (scan, packing):
+    for command in (scan, stats, packing):
         command.add_argument(
             "--workers",
             type=whole(1, 1024),
@@ -86,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "scan":
             return 1 if check_images(folder, args.out, args.workers, say) else 0
-        if args.command == "pack":
+        if args.command == "stats":
+            write_stats(folder, args.workers, say)
+        elif args.command == "pack":
             pack(folder, args.out, args.max_side, args.quality, args.shard_mib, args.workers, say)
         else:
             files = list_images(folder, throttled_progress(say, "listing"))

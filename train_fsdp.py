@@ -64,17 +64,18 @@ def forward_backward(
     *,
     mask_ratio: float,
     dtype: torch.dtype,
+    stats: data.ChannelStats = data.IMAGENET,
 ) -> Tensor:
     """Accumulate the gradients of all micro-batches; return this rank's mean loss ().
 
-    Each micro-batch is (images (B, 3, H, W) uint8, masking noise (B, L)), on the device.
+    Each micro-batch is (images (B, C, H, W) as loaded, masking noise (B, L)), on the device.
     """
     total = torch.zeros((), device=micro_batches[0][0].device)
     for i, (images, noise) in enumerate(micro_batches):
         # whole gradients are all-reduced after the last micro-batch, sharded ones reduced in each
         with shard.accumulation(model, last=i == len(micro_batches) - 1):
             with shard.autocast(model, images.device, dtype):
-                loss, _, _ = model(data.normalize(images), mask_ratio, noise)
+                loss, _, _ = model(data.normalize(images, stats), mask_ratio, noise)
             loss = loss / len(micro_batches)  # so that the sum is the mean of the whole batch
             (scaler.scale(loss) if scaler else loss).backward()
         total += loss.detach()
@@ -92,13 +93,16 @@ def train_step(
     mask_ratio: float,
     clip: float | None,
     dtype: torch.dtype,
+    stats: data.ChannelStats = data.IMAGENET,
 ) -> tuple[Tensor, Tensor]:
     """Make one optimizer step; return this rank's mean loss () and the gradient norm ().
 
     Both stay on the device: nothing here waits for it, so that the host runs ahead and the device
     never idles between two steps.
     """
-    loss = forward_backward(model, scaler, micro_batches, mask_ratio=mask_ratio, dtype=dtype)
+    loss = forward_backward(
+        model, scaler, micro_batches, mask_ratio=mask_ratio, dtype=dtype, stats=stats
+    )
     if scaler:
         scaler.unscale_(optimizer)  # the norm must be that of the true gradients
     norm = shard.clip_grad_norm(model, clip or math.inf)  # over all shards: the same on every rank
@@ -267,12 +271,11 @@ def run_training(run: Run, session: Session) -> str | None:
     """Make one run, on every rank; return an error message where it has failed."""
     config, ranks, device = run.config, session.ranks, session.device
     # rank 0 lists the images and opens the log for all
-    files, found, _ = image_source.share_images(config.data, config.out, run.global_batch)
+    files, found, _ = image_source.share_images(config, run.global_batch)
     session.log = log = open_log(config.out)
     log.say_all(topology.describe_topology(ranks, device, run.mesh_shape, os.environ))
     run = run_on_rank0(partial(with_images, run, **found))
-    name_of = files.path if files else "synthetic image {}".format
-    bad_images = BadImageLog(config.out, run.images, config.max_bad, log, name_of)
+    bad_images = BadImageLog(config.out, run.images, config.max_bad, log, files.path)
 
     guard, grid = StepGuard(device, config.max_skips), None
     step_fn: Callable[..., tuple[Tensor, Tensor]] = guard.read_only_step

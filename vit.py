@@ -6,7 +6,7 @@ The model alone: it knows nothing about ranks, devices or files. Sharding is app
 To add a size: one row of MODELS (and one of README's table, which a test compares with it).
 
 One-letter names, in shapes and in code:
-    B batch, C channels (3), H W image side in pixels, P patch side in pixels, L patches per image,
+    B batch, C channels, H W image side in pixels, P patch side in pixels, L patches per image,
     K patches that stay visible, T tokens that go through a block, D width, N heads,
     E features per head (D / N)
 """
@@ -36,6 +36,7 @@ class ViTConfig:
     heads: int
     patch: int
     gated_mlp: bool = False
+    channels: int = 3  # of an image
     decoder_width: int = 512
     decoder_depth: int = 8
     decoder_heads: int = 16
@@ -98,7 +99,7 @@ def flops_per_image(
     model's own work, as for MFU; `recompute` adds what full activation checkpointing does again.
     """
     c, patches = config, patch_count(config, img_size)
-    kept, pixels = kept_patches(patches, mask_ratio), 3 * c.patch**2
+    kept, pixels = kept_patches(patches, mask_ratio), c.channels * c.patch**2
 
     def stack(tokens: int, width: int, mlp_width: int, depth: int, matrices: int) -> list[int]:
         linear = 4 * width * width + matrices * width * mlp_width  # qkv, proj, MLP
@@ -124,7 +125,7 @@ def flops_per_image(
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
-    """Cut images (B, 3, H, W) into patches (B, L, P*P*3), in the order row, column, channel."""
+    """Cut images (B, C, H, W) into patches (B, L, P*P*C), in the order row, column, channel."""
     b, c, h, w = images.shape
     x = images.reshape(b, c, h // patch, patch, w // patch, patch)
     x = x.permute(0, 2, 4, 3, 5, 1)  # (B, H/P, W/P, P, P, C)
@@ -132,7 +133,7 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 
 def reconstruction_target(patches: Tensor, norm_pix: bool) -> Tensor:
-    """Turn the pixels of patches (B, L, P*P*3) into the fp32 target of the same shape.
+    """Turn the pixels of patches (B, L, P*P*C) into the fp32 target of the same shape.
 
     With `norm_pix` each patch is normalised by its own mean and unbiased variance (MAE, section
     4.2): then a prediction of zero everywhere has a loss of about 1.
@@ -229,16 +230,16 @@ class Block(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """Embed patches as tokens: (B, K, P*P*3) -> (B, K, D)."""
+    """Embed patches as tokens: (B, K, P*P*C) -> (B, K, D)."""
 
-    def __init__(self, patch: int, width: int) -> None:
+    def __init__(self, patch: int, width: int, channels: int = 3) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(3, width, patch, stride=patch)
+        self.proj = nn.Conv2d(channels, width, patch, stride=patch)
 
     def forward(self, patches: Tensor) -> Tensor:
         # A matrix product instead of the release's convolution, whose weight it uses: only the
         # visible patches, cut out already, are embedded, and no convolution library is needed.
-        weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)  # (D, P*P*3), row column channel
+        weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)  # (D, P*P*C), row column channel
         return F.linear(patches.to(weight.dtype), weight, self.proj.bias)
 
 
@@ -258,7 +259,7 @@ class ViTMAE(nn.Module):
         side = math.isqrt(patch_count(c, img_size))
         self.img_size, self.norm_pix_loss = img_size, norm_pix_loss
 
-        self.patch_embed = PatchEmbed(c.patch, c.width)
+        self.patch_embed = PatchEmbed(c.patch, c.width, c.channels)
         self.cls_token = nn.Parameter(torch.empty(1, 1, c.width))
         self.blocks = nn.ModuleList(
             Block(c.width, c.heads, c.mlp_width, c.gated_mlp) for _ in range(c.depth)
@@ -272,7 +273,7 @@ class ViTMAE(nn.Module):
             for _ in range(c.decoder_depth)
         )
         self.decoder_norm = nn.LayerNorm(c.decoder_width, eps=1e-6)
-        self.decoder_pred = nn.Linear(c.decoder_width, 3 * c.patch**2)
+        self.decoder_pred = nn.Linear(c.decoder_width, c.channels * c.patch**2)
 
         # Fixed tables are buffers, not frozen parameters: a sharded unit must not mix parameters
         # with and without gradient. They stay in fp32 and are cast where they are used.
@@ -282,7 +283,7 @@ class ViTMAE(nn.Module):
             initialize(self)
 
     def encode(self, patches: Tensor, keep: Tensor) -> Tensor:
-        """Encode the patches `keep` (B, K) of all patches (B, L, P*P*3) -> tokens (B, 1+K, D)."""
+        """Encode the patches `keep` (B, K) of all patches (B, L, P*P*C) -> tokens (B, 1+K, D)."""
         pos = self.pos_embed
         x = self.patch_embed(gather_rows(patches, keep))  # (B, K, D)
         x = x + gather_rows(pos[:, 1:].expand(len(x), -1, -1), keep).to(x.dtype)
@@ -293,7 +294,7 @@ class ViTMAE(nn.Module):
         return self.norm(x)
 
     def decode(self, tokens: Tensor, keep: Tensor) -> Tensor:
-        """Predict all patches (B, L, P*P*3) from tokens (B, 1+K, D) and their indices (B, K)."""
+        """Predict all patches (B, L, P*P*C) from tokens (B, 1+K, D) and their indices (B, K)."""
         pos = self.decoder_pos_embed
         b, length = len(tokens), pos.shape[1] - 1
         x = self.decoder_embed(tokens)  # (B, 1+K, Dd), Dd the decoder's width
@@ -304,31 +305,32 @@ class ViTMAE(nn.Module):
         x = empty.scatter(1, place, x) + pos.to(x.dtype)  # (B, 1+L, Dd)
         for block in self.decoder_blocks:
             x = block(x)
-        return self.decoder_pred(self.decoder_norm(x[:, 1:]))  # (B, L, P*P*3)
+        return self.decoder_pred(self.decoder_norm(x[:, 1:]))  # (B, L, P*P*C)
 
     def forward(
         self, images: Tensor, mask_ratio: float = 0.75, noise: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Mask, encode, decode: (B, 3, H, W) -> loss (), predictions (B, L, P*P*3), mask (B, L).
+        """Mask, encode, decode: (B, C, H, W) -> loss (), predictions (B, L, P*P*C), mask (B, L).
 
         Images are normalised and floating-point; loss and mask are fp32. `noise` (B, L) decides
         the mask: the patches with the K smallest values stay. Mask 1 = removed. The loss is the
         mean squared error over the removed patches, NaN if there are none. Raises ValueError for
-        images of another size than the model's.
+        images of other channels or another size than the model's.
         """
-        patches = patchify(images, self.config.patch)  # (B, L, P*P*3)
+        patches = patchify(images, self.config.patch)  # (B, L, P*P*C)
         b, length, _ = patches.shape
-        if length != self.pos_embed.shape[1] - 1:
+        channels = self.config.channels
+        if length != self.pos_embed.shape[1] - 1 or images.shape[1] != channels:
             raise ValueError(
                 f"images {tuple(images.shape)} do not fit this model, which is for "
-                f"(B, 3, {self.img_size}, {self.img_size})"
+                f"(B, {channels}, {self.img_size}, {self.img_size})"
             )
         if noise is None:
             noise = torch.rand(b, length, device=images.device)
         keep = noise.argsort(dim=1)[:, : kept_patches(length, mask_ratio)]  # (B, K)
         mask = torch.ones(b, length, device=images.device).scatter(1, keep, 0.0)  # (B, L)
 
-        pred = self.decode(self.encode(patches, keep), keep)  # (B, L, P*P*3)
+        pred = self.decode(self.encode(patches, keep), keep)  # (B, L, P*P*C)
         target = reconstruction_target(patches, self.norm_pix_loss)
         error = (pred.float() - target).square().mean(dim=-1)  # (B, L), fp32 in every precision
         return (error * mask).sum() / mask.sum(), pred, mask
@@ -342,7 +344,7 @@ def initial_value(config: ViTConfig, name: str, shape: torch.Size, seed: int = 0
     """Draw the whole fp32 initial value of the parameter or position table `name`, on the CPU.
 
     Values as in the official release: Xavier uniform for matrices (the patch kernel as
-    (D, 3*P*P), qkv as one), zero biases (but PyTorch's default for the patch kernel's), LayerNorm
+    (D, C*P*P), qkv as one), zero biases (but PyTorch's default for the patch kernel's), LayerNorm
     1 and 0, tokens normal with std 0.02. Raises KeyError for a name that the model does not have.
     """
     leaf, ndim = name.split(".")[-1], len(shape)
@@ -355,7 +357,7 @@ def initial_value(config: ViTConfig, name: str, shape: torch.Size, seed: int = 0
     if leaf in ("cls_token", "mask_token"):
         return value.normal_(std=0.02, generator=draw)
     if name == "patch_embed.proj.bias":
-        bound = 1 / math.sqrt(3 * config.patch**2)  # nn.Conv2d: 1 / sqrt(fan in)
+        bound = 1 / math.sqrt(config.channels * config.patch**2)  # nn.Conv2d: 1 / sqrt(fan in)
         return value.uniform_(-bound, bound, generator=draw)
     if leaf == "bias":
         return value.zero_()

@@ -35,7 +35,7 @@ import prepare
 from storage import image_list
 
 SIDE, BATCH, PATCHES = 224, 32, 196
-MEAN, STD = data.IMAGENET_MEAN, data.IMAGENET_STD
+MEAN, STD = data.IMAGENET.mean, data.IMAGENET.std
 SPAN = {"scale": (0.2, 1.0), "interpolation": v1.InterpolationMode.BICUBIC}
 
 

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         batch=args.batch,
         steps=args.steps,
     )
-    run = with_images(resolve(options, 1, 1), 100 * args.batch, None)
+    run = with_images(resolve(options, 1, 1), 100 * args.batch, None, data.IMAGENET)
     model, optimizer, scaler = train_fsdp.build_model_and_optimizer(run, grid, device)
     guard = StepGuard(device)
     train = partial(

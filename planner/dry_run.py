@@ -102,7 +102,7 @@ def run_dry(run: Run, ranks: mesh.Ranks, say: Callable[[str], None]) -> str | No
     """Print what a real run would be, in its order and with its errors; return the verdict."""
     config = replace(run.config, dry_run=False)
     say(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
-    files, found, _ = image_source.find_images(config.data, None, run.global_batch, say)
+    files, found, _ = image_source.find_images(config, None, run.global_batch, say)
     check_out_writable(config.out)
     run = with_images(replace(run, config=config), **found)
     state = read_run_state(list_newest_first(run, say), run, say)
@@ -126,6 +126,7 @@ def run_dry(run: Run, ranks: mesh.Ranks, say: Callable[[str], None]) -> str | No
         steps=range(state["step"], run.steps),
         world_size=ranks.world_size,
         workers=config.workers or 0,
+        stats=run.channel_stats or data.IMAGENET,
     )
     for line in first_samples(loader, config.workers):
         say(line)
@@ -184,7 +185,7 @@ def first_samples(loader: DataLoader[Any], workers: int | None) -> Iterator[str]
     if first is None:
         yield "no step is left to do"
         return
-    path = f", {images.files.path(first[0][1])}" if images.files else ""
+    path = f", {images.files.path(first[0][1])}"
     count = "its CPU cores less one, at most 6," if workers is None else workers
     numbers = f"{first[0][0]} to {first[-1][0]}"
     yield f"rank 0 reads the samples {numbers} first{path}; {count} loader workers"
@@ -228,7 +229,10 @@ def simulate(run: Run) -> Simulation:
             run, grid, CPU, initialise=False, meta_model=build_meta_model(run, job_device)
         )
         guard = StepGuard(CPU)  # here, so that its tensors are fake too
-        images = [torch.empty(batch, 3, side, side, dtype=torch.uint8) for _ in range(config.accum)]
+        shape = (batch, config.channels, side, side)
+        stats = run.channel_stats or data.IMAGENET
+        dtype = torch.uint8 if stats.dtype == "uint8" else torch.float32
+        images = [torch.empty(shape, dtype=dtype) for _ in range(config.accum)]
         batches = [(x, torch.empty(batch, run.patches)) for x in images]
         with counting(grid, found):
             tracker = memory_tracker(model)
@@ -239,7 +243,12 @@ def simulate(run: Run) -> Simulation:
                     lambda *_: tracker.reset_mod_stats(), prepend=True
                 )
                 loss = forward_backward(
-                    model, scaler, batches, mask_ratio=config.mask_ratio, dtype=run.dtype
+                    model,
+                    scaler,
+                    batches,
+                    mask_ratio=config.mask_ratio,
+                    dtype=run.dtype,
+                    stats=stats,
                 )
                 reset.remove()
                 after = _snapshot(tracker, "current")

@@ -122,7 +122,8 @@ class StepMemory:
         self.memory = {p: block_memory(run, p, machine) for p in ("encoder", "decoder")}
         self.numel = {u.name: u.padded(run) for u in self.units}
         self.all = sum(self.numel.values())
-        self.pixels = FP32 * 3 * run.batch * run.img_size**2  # the images as fp32
+        self.values = run.config.channels * run.img_size**2  # of an image
+        self.pixels = FP32 * run.batch * self.values  # the images as fp32
         self.on_device = 0 if run.cpu_offload else 1  # share of the states
 
     # -- parts
@@ -134,7 +135,7 @@ class StepMemory:
         states = largest_partition(run) if run.mode == "zero1" else per_rank
         patches = vit.patch_count(c, run.img_size)
         tables = FP32 * (1 + patches) * (c.width + (0 if run.encoder_only else c.decoder_width))
-        images = run.accum * run.batch * (3 * run.img_size**2 + FP32 * patches)
+        images = run.accum * run.batch * (run.pixel_bytes * self.values + FP32 * patches)
         return {
             "parameters": FP32 * per_rank * self.on_device,
             "optimizer": 2 * FP32 * states * self.on_device,
@@ -198,7 +199,7 @@ class StepMemory:
     def edge_activations(self, position: int) -> float:
         """Activations that embedding, norms, head and loss save until block `position` runs."""
         run, size = self.run, self.run.compute_bytes
-        visible, pixels = run.tokens("encoder") - 1, 3 * run.config.patch**2
+        visible, pixels = run.tokens("encoder") - 1, run.config.channels * run.config.patch**2
         total = run.batch * visible * (pixels * size + 8)  # patches embedded, their indices
         e = self.memory["encoder"].e
         if run.encoder_only:

@@ -45,6 +45,7 @@ class PlannedRun:
     cpu_offload: bool = False
     bucket_cap_mb: float | None = None
     encoder_only: bool = False
+    image_dtype: str = "uint8"
 
     @classmethod
     def from_flags(cls, config: vit.ViTConfig, flags: Mapping[str, Any]) -> "PlannedRun":
@@ -99,6 +100,11 @@ class PlannedRun:
     def compute_bytes(self) -> int:
         """Bytes per number in forward and backward."""
         return BYTES[self.precision]
+
+    @property
+    def pixel_bytes(self) -> int:
+        """Bytes per value of the images that the loader gives, uint8 or else float32."""
+        return 1 if self.image_dtype == "uint8" else FP32
 
     def tokens(self, part: str) -> int:
         """Count the tokens per image in "encoder" or "decoder", class token included."""

@@ -91,6 +91,14 @@ class Config:
     img_size: int = flag(
         224, whole(1, 4096), "side of an image", unit="PIXELS", **RESULT, **SETTING
     )
+    channels: int = flag(
+        3,
+        whole(1, 4096),
+        "channels of an image (other than 3: .npy files)",
+        unit="N",
+        **RESULT,
+        **SETTING,
+    )
     mask_ratio: float = flag(0.75, number(0, 1), "fraction of patches masked", **RESULT, **SETTING)
     norm_pix_loss: bool = flag(
         True, bool, "normalise each target patch by its own mean and variance", **RESULT
@@ -305,6 +313,7 @@ class Run:
     patches: int  # of an image
     images: int = 0  # of the data set; this and the rest are known once the images are listed
     image_names_and_sizes: str | None = None  # their fingerprint; None for synthetic images
+    channel_stats: Any = None  # data.ChannelStats: plan.py does without that module's torchvision
     steps: int = 0  # optimizer steps
     warmup_steps: int = 0
 
@@ -315,7 +324,7 @@ class Run:
 
     @property
     def model(self) -> vit.ViTConfig:
-        return vit.MODELS[self.config.model]
+        return replace(vit.MODELS[self.config.model], channels=self.config.channels)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -343,10 +352,12 @@ class Run:
     def step_options(self) -> dict[str, Any]:
         """Return the options of train_fsdp.train_step that stay the same in all steps."""
         c = self.config
-        return {"mask_ratio": c.mask_ratio, "clip": c.clip, "dtype": self.dtype}
+        options = {"mask_ratio": c.mask_ratio, "clip": c.clip, "dtype": self.dtype}
+        return options | ({"stats": self.channel_stats} if self.channel_stats else {})
 
     def record(self) -> dict[str, Any]:
         """Return the flags and what follows, by the names that checkpoints and the log use."""
+        stats, rgb = self.channel_stats, self.config.channels == 3
         return asdict(self.config) | {
             "group": self.group,
             "batch": self.local_batch,
@@ -354,6 +365,10 @@ class Run:
             "world_size": self.world_size,
             "images": self.images,
             "image_names_and_sizes": self.image_names_and_sizes,
+            # of images that are not known yet, for a plan: rather more memory than less
+            "image_dtype": stats.dtype if stats else "uint8" if rgb else "float32",
+            "channel_mean": stats and stats.mean,
+            "channel_std": stats and stats.std,
             "steps": self.steps,
             "warmup_steps": self.warmup_steps,
         }
@@ -361,7 +376,10 @@ class Run:
 
 # Keys of Run.record() that decide the result: a resumed run must have the same. Not the path of
 # --data, because the same images may lie elsewhere by now.
-DECISIVE = (*(n for n in names("result") if n != "data"), "images", "image_names_and_sizes")
+DECISIVE = (
+    *(n for n in names("result") if n != "data"),
+    *("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std"),
+)
 
 
 def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
@@ -379,7 +397,9 @@ def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
     return Run(config, world_size, group, shape, *batches, patches)
 
 
-def with_images(run: Run, images: int, image_names_and_sizes: str | None) -> Run:
+def with_images(
+    run: Run, images: int, image_names_and_sizes: str | None, channel_stats: Any
+) -> Run:
     """Add what follows from the data; ValueError where its epochs are shorter than the warm-up."""
     config, epoch_steps = run.config, images // run.global_batch
     steps = config.steps or (config.epochs or 0) * epoch_steps or DEFAULT_STEPS
@@ -392,6 +412,7 @@ def with_images(run: Run, images: int, image_names_and_sizes: str | None) -> Run
         run,
         images=images,
         image_names_and_sizes=image_names_and_sizes,
+        channel_stats=channel_stats,
         steps=steps,
         warmup_steps=warmup,
     )

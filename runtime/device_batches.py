@@ -38,7 +38,7 @@ def open_batches(
     run: Run,
     ranks: mesh.Ranks,
     device: torch.device,
-    files: data.ImageSource | None,
+    files: data.ImageSource,
     steps: range,
     say: Callable[[str], None],
 ) -> tuple[Iterator[Batch], Batch, int]:
@@ -50,7 +50,7 @@ def open_batches(
     config, workers = run.config, run.config.workers
     if workers is None:
         workers = min(6, mesh.cpu_cores(ranks) - 1)
-    if files and config.stage_dir and config.run != "syn":
+    if config.stage_dir and config.run != "syn":
         try:
             from storage import staging
         except ModuleNotFoundError:
@@ -70,6 +70,7 @@ def open_batches(
         workers=workers,
         pin_memory=device.type == "cuda",
         exact=config.exact_decode,
+        stats=run.channel_stats or data.IMAGENET,
     )
     batches = device_batches(cast(Iterable[data.LocalBatch], loader), config.accum, device)
     first = next(batches, NO_BATCH)  # none where no step is left

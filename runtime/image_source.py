@@ -3,6 +3,8 @@
 All but plain folders is in storage/, which a copy of the trainer may lack.
 """
 
+import json
+import math
 import os
 import zlib
 from collections.abc import Callable
@@ -11,6 +13,8 @@ from typing import Any
 
 import data
 from runtime import agreement
+from runtime.config import Config
+from runtime.synthetic_images import SyntheticImages
 
 
 def check_folder(folder: str) -> None:
@@ -20,21 +24,22 @@ def check_folder(folder: str) -> None:
 
 
 def find_images(
-    folder: str, out: str | None, global_batch: int, say: Callable[[str], None]
+    config: Config, out: str | None, global_batch: int, say: Callable[[str], None]
 ) -> tuple[Any, dict[str, Any], int]:
-    """List --data -> (images or None for synthetic ones, what a resume compares, steps per epoch).
+    """List --data -> (images, what `with_images` needs to know of them, steps per epoch).
 
-    The list is kept in `out`, where one is given. ValueError where there are too few images. A copy
-    of the trainer without the folder storage/ reads plain folders only.
+    The list is kept in `out`, where one is given. ValueError where there are too few images, or as
+    `find_stats`. A copy of the trainer without the folder storage/ reads plain folders only.
     """
+    folder = config.data
     check_folder(folder)
-    files: Any = None
+    files: Any = SyntheticImages(config.seed, config.channels)
     names = None
     if folder != "synthetic":
         try:
             from storage import image_list
         except ModuleNotFoundError:
-            if os.path.exists(os.path.join(folder, "pack.index")):
+            if is_pack(folder):
                 raise ValueError(
                     f"{folder} is a pack: to read it, copy the folder storage/ too"
                 ) from None
@@ -43,25 +48,85 @@ def find_images(
         else:
             files = image_list.find_list(folder, out, say)
             names = image_list.fingerprint(files, times=False)
-    count = data.SYNTHETIC_IMAGES if files is None else len(files)
-    steps = data.steps_per_epoch(count, global_batch)
-    return files, {"images": count, "image_names_and_sizes": names}, steps
+    steps = data.steps_per_epoch(len(files), global_batch)
+    stats = find_stats(folder, config.channels)
+    facts = {"images": len(files), "image_names_and_sizes": names, "channel_stats": stats}
+    return files, facts, steps
 
 
-def share_images(folder: str, out: str, global_batch: int) -> tuple[Any, dict[str, Any], int]:
+def share_images(config: Config, global_batch: int) -> tuple[Any, dict[str, Any], int]:
     """Do as `find_images` on rank 0, and give every rank the same list. Collective."""
 
     def find() -> tuple[str | None, dict[str, Any], int]:
-        files, facts, steps = find_images(folder, out, global_batch, partial(print, flush=True))
+        say = partial(print, flush=True)
+        files, facts, steps = find_images(config, config.out, global_batch, say)
         return getattr(files, "index_file", None), facts, steps
 
-    agreement.run_on_all_ranks(partial(check_folder, folder))
+    agreement.run_on_all_ranks(partial(check_folder, config.data))
     index, facts, steps = agreement.run_on_rank0(find)
-    if folder == "synthetic":
-        return None, facts, steps
-    load: Callable[[], Any] = partial(data.scan, folder)  # where there is no storage/
+    if config.data == "synthetic":
+        return SyntheticImages(config.seed, config.channels), facts, steps
+    load: Callable[[], Any] = partial(data.scan, config.data)  # where there is no storage/
     if index:
         from storage.image_list import load_index
 
-        load = partial(load_index, index, folder)  # one file, which all processes map
+        load = partial(load_index, index, config.data)  # one file, which all processes map
     return agreement.run_on_all_ranks(load), facts, steps
+
+
+# ---------------------------------------------------------------------------------------------
+# Mean and deviation of each channel
+
+
+def is_pack(folder: str) -> bool:
+    """Tell whether `folder` is a pack of images, not a tree of files."""
+    return os.path.exists(os.path.join(folder, "pack.index"))
+
+
+def stats_file(folder: str) -> str:
+    """Return where `prepare.py stats` keeps its result: in a pack, beside any other folder.
+
+    A file in a tree of images would make the list of its files outdated.
+    """
+    return os.path.join(folder, "stats.json") if is_pack(folder) else f"{folder}.stats.json"
+
+
+def find_stats(folder: str, channels: int) -> data.ChannelStats:
+    """Read the statistics of the images in `folder`, ImageNet's for RGB images without any.
+
+    ValueError where there are none for so many channels, or the file is damaged.
+    """
+    if folder == "synthetic":
+        made = data.ChannelStats((0.5,) * channels, (0.25,) * channels)
+        return data.IMAGENET if channels == 3 else made
+    folder = folder.rstrip("/") or "/"
+    path, command = stats_file(folder), f"`python prepare.py stats {folder}`"
+    if not os.path.lexists(path):
+        if channels == 3:
+            return data.IMAGENET
+        raise ValueError(f"--channels {channels} needs their mean and deviation: type {command}")
+    stats = read_stats(path)
+    if stats is None:
+        raise ValueError(f"{path} is damaged: write it again by {command}")
+    if len(stats.mean) != channels:
+        raise ValueError(
+            f"{path} is of images with {len(stats.mean)} channels, not {channels}: give --channels "
+            f"{len(stats.mean)}, or if the images have changed, type {command}"
+        )
+    return stats
+
+
+def read_stats(path: str) -> data.ChannelStats | None:
+    """Read a file of `prepare.py stats`; None where it is none."""
+    if not os.path.isfile(path):
+        return None
+    with open(path, "rb") as file:
+        text = file.read(10**6)
+    try:
+        found = json.loads(text)
+        mean, std = (tuple(map(float, found[key])) for key in ("mean", "std"))
+        dtype = data.ARRAY_DTYPES[data.ARRAY_DTYPES.index(found["dtype"])]
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+        return None
+    sound = len(mean) == len(std) > 0 and all(map(math.isfinite, mean + std)) and min(std) > 0
+    return data.ChannelStats(mean, std, dtype) if sound else None

@@ -92,7 +92,8 @@ def loss_of_zero(batch: Batch, run: Run) -> Tensor | None:
     """Compute the loss () of predicting zero for every patch: what a model has to beat."""
     if not batch.parts:
         return None
-    patches = vit.patchify(data.normalize(batch.parts[0][0]), run.model.patch)
+    images = data.normalize(batch.parts[0][0], run.channel_stats or data.IMAGENET)
+    patches = vit.patchify(images, run.model.patch)
     target = vit.reconstruction_target(patches, run.config.norm_pix_loss)
     return target.square().mean()
 
@@ -128,6 +129,10 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
         yield "note: a step of this size is slow on a CPU: try --model tiny --img-size 96 --batch 4"
     left = s["images"] % s["global_batch"]
     yield f"data: {s['data']}, {s['images']} images, {s['epoch_steps']} steps per epoch"
+    imagenet = s["channel_mean"] == data.IMAGENET.mean
+    yield f"pixels: {s['channels']} channels of {s['image_dtype']}, mean and deviation of " + (
+        "ImageNet" if imagenet else "the images"
+    )
     if left:
         yield f"note: {left} images, different ones each time, are left out of each epoch"
 

@@ -184,7 +184,9 @@ def _changes(path: Path, then: dict[str, Any], flags: dict[str, Any], allowed: b
     """
     now = json.loads(json.dumps(flags))
     changed = [key for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
+    lists = {key for key in changed if isinstance(now[key], list)}
     changes = {key: f"{key} {then[key]} -> {now[key]}" for key in changed}
+    changes |= {key: f"{key} changed" for key in lists}  # too long to print
     decisive = [] if allowed else [changes[key] for key in DECISIVE if key in changes]
     if decisive:
         raise ValueError(

@@ -7,6 +7,8 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 import data
 from runtime import loader_workers
 from runtime.bad_images_csv import append_rows
@@ -21,7 +23,8 @@ def find_problem(files: ImageList, index: int) -> str | None:
     """Say why training could not read an image; None if it can."""
     try:
         image, _ = data.open_image(files.read(index))
-        data.decode(image, reduce=8 if image.format == "JPEG" else 1)  # damage shows at any scale
+        if not isinstance(image, np.ndarray):  # damage shows at any scale
+            data.decode(image, reduce=8 if image.format == "JPEG" else 1)
     except Exception as error:  # Pillow raises many kinds for a broken file
         if getattr(error, "errno", None) not in (*data.FILE_ERRNOS, errno.EIO):
             raise  # too many open files, a lost file system: not the image's fault

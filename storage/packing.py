@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from PIL import Image
 
 import data
@@ -59,16 +61,32 @@ class Members(NamedTuple):
 
 
 def downscale(content: bytes, max_side: int, quality: int) -> bytes | None:
-    """Make a JPEG whose longer side is `max_side`; None where the image is not larger than that."""
+    """Make a JPEG whose longer side is `max_side`; None where the image is not larger than that.
+
+    An array stays one, of the same dtype.
+    """
     image, (width, height) = data.open_image(content, PACK_BUDGET)
     if max(width, height) <= max_side:
         return None
+    packed = io.BytesIO()
+    if isinstance(image, np.ndarray):
+        np.save(packed, shrink(image, max_side))
+        return packed.getvalue()
     fits = [scale for scale in (1, 2, 4, 8) if max(width, height) >= 2 * scale * max_side]
     rgb = data.decode(image, max(fits, default=1), PACK_BUDGET)  # two pixels for each that stays
     rgb.thumbnail((max_side, max_side), Image.Resampling.BICUBIC)
-    packed = io.BytesIO()
     rgb.save(packed, "JPEG", quality=quality)
     return packed.getvalue()
+
+
+def shrink(array: np.ndarray, max_side: int) -> np.ndarray:
+    """Resize an array (C, H, W) so that its longer side is `max_side`; the dtype stays."""
+    size = [max(1, n * max_side // max(array.shape[1:])) for n in array.shape[1:]]
+    whole = torch.from_numpy(array.astype(np.float32, order="C"))[None]
+    pixels = F.interpolate(whole, size, mode="bicubic", antialias=True)[0]
+    if array.dtype.kind == "u":  # bicubic goes beyond the range at edges
+        pixels = pixels.round().clamp(0, np.iinfo(array.dtype).max)
+    return pixels.numpy().astype(array.dtype)
 
 
 def write_shard(
@@ -100,8 +118,8 @@ def write_shard(
             if content and len(content) != files.sizes[index]:
                 raise ValueError(f"{files.path(index)} has changed meanwhile: pack again")
             if packed is not None:
-                jpeg = name.lower().endswith((".jpg", ".jpeg"))
-                content, name = packed, name if jpeg else f"{name}.jpg"
+                same = name.lower().endswith((".jpg", ".jpeg", ".npy"))
+                content, name = packed, name if same else f"{name}.jpg"
             info = tarfile.TarInfo(name)
             info.size, info.mtime = len(content), int(files.times[index]) // 10**9
             archive.addfile(info, io.BytesIO(content))
@@ -187,9 +205,9 @@ def pack(
 ) -> ImageList:
     """Put the images of a folder into tar shards, in their order, with an index; resumes.
 
-    Images whose longer side is above `max_side` become JPEGs of that side, all others are copied
-    byte by byte. A damaged shard is written again. ValueError where the target was started from
-    other images or with other options, or is the source.
+    Images whose longer side is above `max_side` become JPEGs, or arrays, of that side, all others
+    are copied byte by byte. A damaged shard is written again. ValueError where the target was
+    started from other images or with other options, or is the source.
     """
     if os.path.realpath(source) == os.path.realpath(target):
         raise ValueError(f"{target} holds the images themselves: pack into another folder")

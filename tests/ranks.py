@@ -456,8 +456,8 @@ def one_run(job: dict[str, Any], rank: int) -> None:
             before = mine
         return result
 
-    def normalize(images):
-        x = original[1](images)
+    def normalize(images, stats):
+        x = original[1](images, stats)
         return x * float("nan") if step_now in job["poison_steps"] else x
 
     def forward(self, *args, **kwargs):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from PIL import Image, ImageOps
 
 import data
+from runtime.synthetic_images import SyntheticImages
 
 # of a machine with fewer cores than the workers asked for
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -323,13 +324,9 @@ def tiles():
     return data.scan(str(TRAIN))
 
 
-def path_of(files, image_id):
-    return files.path(image_id) if files else str(image_id)
-
-
-def dataset_of(files, img_size, patches, seed, global_batch, exact=False):
-    count = len(files) if files else data.SYNTHETIC_IMAGES
-    return data.Images(files, data.ImageOrder(count, global_batch, seed), img_size, patches, exact)
+def dataset_of(files, img_size, patches, seed, global_batch, exact=False, stats=data.IMAGENET):
+    order = data.ImageOrder(len(files), global_batch, seed)
+    return data.Images(files, order, img_size, patches, exact, stats)
 
 
 def sample_at(dataset, position):
@@ -371,7 +368,7 @@ def stream(
             samples = zip(place, batch.image, batch.noise, batch.image_ids, strict=True)
             for (position, _), image, noise, image_id in samples:
                 order, pixels = tuple(noise.argsort().tolist()), zlib.crc32(image.numpy())
-                path = path_of(files, image_id)
+                path = files.path(image_id)
                 rows.append(Row(position, steps[i // accum], path, order, pixels))
     return sorted(rows)
 
@@ -681,25 +678,29 @@ def test_normalize_equals_numpy():
 
 
 def test_synthetic_images_are_a_function_of_seed_and_index():
-    pictures = {(s, i): np.asarray(data.synthetic_rgb(s, i)) for s in (0, 1) for i in (0, 1, 2)}
+    keys = [(s, i) for s in (0, 1) for i in (0, 1, 2)]
+    pictures = {(s, i): np.asarray(SyntheticImages(s).read(i)) for s, i in keys}
     for key, picture in pictures.items():
         assert picture.shape == (256, 256, 3)
         assert picture.std() > 30  # there is something to see,
         assert np.abs(np.diff(picture.astype(int), axis=0)).mean() < 5  # and it is smooth
         for other, its in pictures.items():
-            np.testing.assert_array_equal(picture, data.synthetic_rgb(*key))
             assert (key == other) == np.array_equal(picture, its)
+        coarse = np.random.default_rng(key).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        whole = Image.fromarray(coarse).resize((256, 256), Image.Resampling.BICUBIC)
+        np.testing.assert_array_equal(picture, whole)
 
 
 def test_synthetic_stream_needs_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    dataset = dataset_of(None, 32, 16, seed=5, global_batch=8)
+    images = SyntheticImages(5)
+    dataset = dataset_of(images, 32, 16, seed=5, global_batch=8)
     for position in (3, 4):
         sample = sample_at(dataset, position)
-        expected = by_pil(data.synthetic_rgb(5, sample.image_id), 5, position, 32)
+        expected = by_pil(images.read(sample.image_id), 5, position, 32)
         np.testing.assert_array_equal(sample.image.numpy(), expected)
-    rows = stream(None, global_batch=8, steps=range(2))
-    assert rows == stream(None, ranks=2, global_batch=8, steps=range(2))
+    rows = stream(images, global_batch=8, steps=range(2))
+    assert rows == stream(images, ranks=2, global_batch=8, steps=range(2))
     assert len({r.path for r in rows}) == 16
 
 

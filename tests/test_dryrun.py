@@ -318,7 +318,7 @@ def with_a_plan(monkeypatch) -> list:
     """Replace the planner by made-up numbers; returns the list of the runs it will be given."""
     planned = []
 
-    def made_up(run, **memory):
+    def made_up(run, *machine):
         planned.append(run)
         return types.SimpleNamespace(json=lambda: PLAN, fit="FITS: it does")
 

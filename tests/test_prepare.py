@@ -847,14 +847,16 @@ import os, sys, torch.distributed as dist
 from runtime import agreement, config, device_batches, image_source
 run = config.resolve(config.Config("tiny", mode="ddp", batch=8, stage_dir="node", workers=0), 1, 1)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-files, facts, steps = image_source.share_images(sys.argv[1], "out", 48)
+real = config.Config(data=sys.argv[1])
+files, facts, steps = image_source.share_images(real, 48)
 assert (len(files), facts["images"], steps) == (192, 192, 4) and files.read(0)
-assert image_source.share_images("synthetic", "out", 48)[0] is None
-assert image_source.find_images(sys.argv[1], None, 48, print)[1] == facts
+synthetic, made, _ = image_source.share_images(config.Config(channels=5), 48)
+assert synthetic.read(0).shape == (5, 256, 256) and made["channel_stats"].mean == (0.5,) * 5
+assert image_source.find_images(real, None, 48, print)[1] == facts
 os.mkdir("pack")
 open("pack/pack.index", "w").close()
 for refused in (
-    lambda: image_source.share_images("pack", "out", 48),
+    lambda: image_source.share_images(config.Config(data="pack"), 48),
     lambda: device_batches.open_batches(run, None, None, files, range(1), print),
 ):
     try:

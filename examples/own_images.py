@@ -1,0 +1,59 @@
+"""Your own images behind data.py: its order, augmentation, substitutes and loader.
+
+    python -m examples.own_images       # here; or copy this file and data.py into one folder:
+    python own_images.py
+
+The images are windows of one large array on disk, as a scene of 12 bands is often kept. All that a
+data set needs is `__len__` and `read`, and the statistics of its channels.
+"""
+
+import os
+import tempfile
+
+import numpy as np
+
+import data
+
+
+class Windows:
+    """Windows of an array (C, H, W) in a .npy file, side by side."""
+
+    def __init__(self, path: str, side: int) -> None:
+        self.path, self.side = path, side
+        self.scene = np.load(path, mmap_mode="r")
+        self.rows, self.columns = (n // side for n in self.scene.shape[1:])
+
+    def __reduce__(self) -> tuple:
+        return Windows, (self.path, self.side)  # each loader process opens the file itself
+
+    def __len__(self) -> int:
+        return self.rows * self.columns
+
+    def read(self, index: int) -> np.ndarray:
+        """Return (C, side, side) uint8, uint16 or float32; a Pillow image or a file's bytes too."""
+        top, left = (self.side * n for n in divmod(index, self.columns))
+        return self.scene[:, top : top + self.side, left : left + self.side]
+
+
+def main(path: str) -> None:
+    """Load a few batches, as rank 0 of 2 would, and normalise them."""
+    windows = Windows(path, side=64)
+    pixels = np.stack([windows.read(i) for i in range(len(windows))]).astype(np.float64)
+    mean, std = pixels.mean((0, 2, 3)), pixels.std((0, 2, 3))  # 12 each, of values as stored
+    stats = data.ChannelStats(tuple(mean.tolist()), tuple(std.tolist()), "uint16")
+    steps = range(5)  # range(3, 5) resumes at step 3: the same windows, crops and flips
+    # The stream of samples is that of the global batch, whatever the number of ranks and workers.
+    ranks = {"global_batch": 16, "local_batch": 8, "rank": 0, "world_size": 2}
+    loader = data.build_loader(
+        windows, img_size=32, patches=16, seed=0, steps=steps, stats=stats, workers=1, **ranks
+    )
+    for step, batch in zip(steps, loader, strict=True):
+        x = data.normalize(batch.image, stats)  # (8, 12, 32, 32) float32, for a model
+        print(f"step {step}: {tuple(x.shape)}, windows {batch.image_ids}, mean {x.mean():.2f}")
+
+
+if __name__ == "__main__":  # loader processes import this file
+    with tempfile.TemporaryDirectory() as folder:
+        scene = np.random.default_rng(0).integers(0, 10_000, (12, 512, 512), dtype=np.uint16)
+        np.save(os.path.join(folder, "scene.npy"), scene)
+        main(os.path.join(folder, "scene.npy"))
