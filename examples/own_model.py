@@ -1,7 +1,6 @@
 """Train a model of your own: copy shard.py, mesh.py and checkpoint.py beside this file.
-
     python own_model.py                                 # one process
-    torchrun --nproc-per-node 4 own_model.py hybrid 2   # shard groups of two ranks
+    torchrun --nproc-per-node 4 own_model.py hybrid 2   # two copies, each split over two ranks
     srun python own_model.py full_shard                 # Slurm, one task per GPU
 The same command continues from the newest checkpoint in out/, whatever wrote it."""
 
@@ -51,8 +50,9 @@ def train(mode="full_shard", group=None, steps=20, out="out", **given):
         optimizer.step()
         optimizer.zero_grad()
         if ranks.rank == 0:
-            print(f"step {step + 1}  loss {loss:.4f}  norm {norm:.4f}", flush=True)
-    checkpoint.save(out, steps, model, optimizer)
+            print(f"step {step + 1}  loss {loss:.4f} of rank 0  norm {norm:.4f}", flush=True)
+        if (step + 1) % 10 == 0 or step + 1 == steps:  # on every rank, as all that is collective
+            checkpoint.save(out, step + 1, model, optimizer)
     torch.distributed.destroy_process_group()
 
 
