@@ -486,7 +486,7 @@ def test_a_damaged_statistics_file_is_none(content, tmp_path):
     assert image_source.read_stats(str(tmp_path / "x.json")) is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_own_images_need_data_py_alone(tmp_path):
     for name in ("data.py", "examples/own_images.py"):
         shutil.copy(ROOT / name, tmp_path)

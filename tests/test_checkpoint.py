@@ -51,14 +51,6 @@ CONFIG = vit.ViTConfig(32, 3, 64, 2, 8, decoder_width=32, decoder_depth=2, decod
 CPU = torch.device("cpu")
 FSDP_MODES = ["no_shard", "shard_grad_op", "full_shard", "hybrid", "hybrid_grad_op"]
 ROWS = [("ddp", 2), ("zero1", 2)] + [(mode, fsdp) for fsdp in (1, 2) for mode in FSDP_MODES]
-# TEST_ALL=1 pytest -s -k any_row tests/test_checkpoint.py: the whole matrix instead of a part
-SOME = {3: (5,), 4: (0,)}  # distances between the rows of a pair, by ranks that load
-
-
-def distances(world: int) -> tuple[int, ...]:
-    return tuple(range(len(ROWS))) if FULL else SOME[world]
-
-
 FULL_SHARD = ROWS.index(("full_shard", 2))
 
 
@@ -134,11 +126,11 @@ def write_every_row() -> dict:
 
 
 def read_in_every_row() -> dict:
-    """On every rank: each row loads its own checkpoint and another or more, then two losses."""
+    """On every rank: each row loads every checkpoint, then two losses."""
     out, found = start_a_rank(), {}
     world = dist.get_world_size()
     for i, (mode, fsdp) in enumerate(ROWS):
-        for turn, source in enumerate((i + d) % len(ROWS) for d in distances(world)):
+        for turn, source in enumerate((i + d) % len(ROWS) for d in range(len(ROWS))):
             group = None if "hybrid" not in mode else 2 if world % 4 == 0 else (1, world)[turn % 2]
             # the row's own checkpoint: activation checkpointing the other way round
             model, optimizer = build(mode, fsdp, group, seed=9, ac=("full", "none")[i % 2])
@@ -200,13 +192,13 @@ def test_each_replica_is_written_once(of_four_ranks):
     assert all(size > 12 * values for size in sizes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3, 4, 8] if FULL else [3])
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_any_row_loads_what_any_row_wrote(of_four_ranks, world, tmp_path, monkeypatch):
     folder, written = of_four_ranks
     monkeypatch.setenv("CHECKPOINTS", str(folder))
     found = on_ranks(world, read_in_every_row, tmp_path)
-    assert len(found[0]) == len(distances(world)) * len(ROWS)
+    assert len(found[0]) == len(ROWS) ** 2
     differences = [
         abs(a - b) / b
         for (_, source), (*_, losses) in found[0].items()
@@ -289,6 +281,7 @@ def test_ls_and_verify(of_four_ranks, tmp_path, capsys):
     assert "no checkpoint in" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_command_line_needs_no_ranks(of_four_ranks):
     """As a process of its own, copied alone; status 2 for bad usage."""
     folder, _ = of_four_ranks
@@ -1479,10 +1472,8 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /
 
 
 @linux
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.full), signal.SIGTERM]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_the_process_group_of_one_rank(number, two_processes, tmp_path):
     """The workers get it too, and are not killed by it while the rank still needs them."""
     log = tmp_path / "run" / "log.jsonl"

@@ -243,6 +243,7 @@ def test_first_hour_the_sweep(tmp_path):
     assert "## What limits" in page and "](figures/throughput" in page
 
 
+@pytest.mark.full
 def test_two_ranks_by_torchrun_and_what_they_print(tmp_path):
     """The shortest row of the first hour: its fourth step, of two training steps."""
     _, ((language, command), (_, shown)) = first_hour()[3]

@@ -114,9 +114,8 @@ def bounds(action: argparse.Action) -> tuple[float, float] | None:
 
 def positional(words: list[str]) -> list[str]:
     """What a command needs beside its flags."""
-    return {"pack": ["a", "b"], "index": ["a"], "scan": ["a"], "verify": ["a"]}.get(
-        words[0] if words else "", []
-    )
+    one = {name: ["a"] for name in ("index", "scan", "stats", "verify")}
+    return (one | {"pack": ["a", "b"]}).get(words[0] if words else "", [])
 
 
 def outside(low: float, high: float) -> list[str]:

@@ -582,6 +582,7 @@ def test_a_full_disk_is_named_and_nothing_half_is_left(tmp_path, capsys):
         assert not [path for path in root.iterdir() if path.is_file()]
 
 
+@pytest.mark.full
 def test_everything_works_below_a_name_that_is_not_utf_8(tmp_path, capfdbinary):
     base = Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xe4d"))
     files = class_tree(base / "root")
@@ -728,6 +729,7 @@ def test_a_resume_goes_on_with_the_same_images_only(tmp_path):
 # --- node-local copies
 
 
+@pytest.mark.full
 def test_a_node_reads_each_image_once(tmp_path):
     """Four processes that all read everything, twice: the shared files are read once in all."""
     root, stage = tmp_path / "root", tmp_path / "stage"

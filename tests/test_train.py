@@ -488,6 +488,7 @@ def test_bad_steps_are_left_out_up_to_max_skips(tmp_path):
     assert all(torch_is_finite(p) for p in many.params.values()) and many.moved[2:] == [0, 0, 0]
 
 
+@pytest.mark.full
 def test_the_bytes_of_a_step_are_those_planned(tmp_path):
     """Measured in the end record, planned in the start record; a few more for norm and stop."""
     base = changed(ARGV, steps="6", profile="1")

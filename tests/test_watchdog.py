@@ -246,6 +246,7 @@ def trains(environ, output, argv):
     raise SystemExit(train_fsdp.main(argv))
 
 
+@pytest.mark.full
 def test_a_training_whose_rank_is_stopped_ends_and_can_be_resumed(tmp_path, monkeypatch, capsys):
     port, processes, log = free_port(), [], tmp_path / "log.jsonl"
     argv = [*ARGV, "100000", "--out", str(tmp_path)]
