@@ -13,7 +13,7 @@ the nearest one and what differs, {"like": "dgx-a100-80", "ranks_per_node": 4}, 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,35 @@ CONSTANTS = tuple(_NAMES[_NAMES.index("efficiency") : _NAMES.index("fitted")])
 
 # Sources. Peaks: runtime/peak_flops.py. Memory: the capacity in PyTorch's out-of-memory messages,
 # which is a little less than the data sheet's. Host: PCIe's 32 (Gen4) or 64 GB/s (Gen5) less 15 %.
+
+# NVIDIA's data sheets of the A100 (NVLink 600 GB/s both ways, fp32 19.5 of 312) and of the
+# DGX A100 (8 NICs of 200 Gbit/s).
+DGX_A100 = Machine(
+    name="dgx-a100-40",
+    ranks_per_package=1,
+    ranks_per_node=8,
+    memory_gib=39.4,
+    peak_flops=PEAK_FLOPS["A100"][0],
+    package_bytes_per_second=300e9,
+    node_bytes_per_second=300e9,
+    network_bytes_per_second=200e9,
+    host_bytes_per_second=27e9,
+    fp32_share=0.0625,
+)
+# NVIDIA's data sheets of the H100 and H200 (NVLink 900 GB/s both ways, fp32 67 of 989) and
+# of the DGX (8 NICs of 400 Gbit/s).
+DGX_H100 = Machine(
+    name="dgx-h100",
+    ranks_per_package=1,
+    ranks_per_node=8,
+    memory_gib=79.1,
+    peak_flops=PEAK_FLOPS["H100"][0],
+    package_bytes_per_second=450e9,
+    node_bytes_per_second=450e9,
+    network_bytes_per_second=400e9,
+    host_bytes_per_second=55e9,
+    fp32_share=0.068,
+)
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
@@ -101,58 +130,10 @@ MACHINES: dict[str, Machine] = {
                 "workspace_gib",
             ),
         ),
-        # NVIDIA's data sheets of the A100 (NVLink 600 GB/s both ways, fp32 19.5 of 312) and of the
-        # DGX A100 (8 NICs of 200 Gbit/s).
-        Machine(
-            name="dgx-a100-40",
-            ranks_per_package=1,
-            ranks_per_node=8,
-            memory_gib=39.4,
-            peak_flops=PEAK_FLOPS["A100"][0],
-            package_bytes_per_second=300e9,
-            node_bytes_per_second=300e9,
-            network_bytes_per_second=200e9,
-            host_bytes_per_second=27e9,
-            fp32_share=0.0625,
-        ),
-        Machine(
-            name="dgx-a100-80",
-            ranks_per_package=1,
-            ranks_per_node=8,
-            memory_gib=79.1,
-            peak_flops=PEAK_FLOPS["A100"][0],
-            package_bytes_per_second=300e9,
-            node_bytes_per_second=300e9,
-            network_bytes_per_second=200e9,
-            host_bytes_per_second=27e9,
-            fp32_share=0.0625,
-        ),
-        # NVIDIA's data sheets of the H100 and H200 (NVLink 900 GB/s both ways, fp32 67 of 989) and
-        # of the DGX (8 NICs of 400 Gbit/s).
-        Machine(
-            name="dgx-h100",
-            ranks_per_package=1,
-            ranks_per_node=8,
-            memory_gib=79.1,
-            peak_flops=PEAK_FLOPS["H100"][0],
-            package_bytes_per_second=450e9,
-            node_bytes_per_second=450e9,
-            network_bytes_per_second=400e9,
-            host_bytes_per_second=55e9,
-            fp32_share=0.068,
-        ),
-        Machine(
-            name="dgx-h200",
-            ranks_per_package=1,
-            ranks_per_node=8,
-            memory_gib=139.8,
-            peak_flops=PEAK_FLOPS["H200"][0],
-            package_bytes_per_second=450e9,
-            node_bytes_per_second=450e9,
-            network_bytes_per_second=400e9,
-            host_bytes_per_second=55e9,
-            fp32_share=0.068,
-        ),
+        DGX_A100,
+        replace(DGX_A100, name="dgx-a100-80", memory_gib=79.1),
+        DGX_H100,
+        replace(DGX_H100, name="dgx-h200", memory_gib=139.8, peak_flops=PEAK_FLOPS["H200"][0]),
         # AMD's data sheets of the MI300X (fp32 163.4 of 1307.4) and of its platform: a link of 128
         # GB/s both ways between any two of 8. Network: the common 8 NICs of 400 Gbit/s.
         Machine(

@@ -6,6 +6,7 @@ The arithmetic is that of planner/. A copy of the trainer without that folder ru
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +18,20 @@ from runtime.peak_flops import peak_flops
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED")
 
 
+def host_gib() -> float:
+    """Return the memory of this host in GiB, or the limit of its container (cgroup v2)."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip().isdigit():
+        total = min(total, int(limit.read_text()))
+    return total / 2**30
+
+
 def rank_memory_gib(device: torch.device, node_ranks: int) -> float:
     """Return the memory of a rank in GiB: that of its GPU, or an equal part of its host's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1] / 2**30
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / node_ranks / 2**30
+    return host_gib() / node_ranks
 
 
 def planned(

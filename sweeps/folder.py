@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from runtime.memory_fit import host_gib
 from sweeps import attempts, results, slurm, studies
 from sweeps.studies import Point
 
@@ -54,7 +55,7 @@ class Sweep:
             if not machine and not memory_gib:
                 gpus, memory_gib = studies.local_gpus()
                 if not gpus or point.get("device") == "cpu":
-                    memory_gib = studies.host_gib() / int(point["ranks"])
+                    memory_gib = host_gib() / int(point["ranks"])
             plan = studies.plan_point(point, machine, memory_gib) | {"asked": asked}
         return plan
 

@@ -262,12 +262,3 @@ def local_gpus() -> tuple[int, float]:
     """(number of GPUs of this host, memory of the first in GiB); (0, 0.0) without any."""
     gpus = torch.cuda.device_count()
     return gpus, torch.cuda.get_device_properties(0).total_memory / 2**30 if gpus else 0.0
-
-
-def host_gib() -> float:
-    """Return the memory of this host in GiB, or the limit of its container (cgroup v2)."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and limit.read_text().strip().isdigit():
-        total = min(total, int(limit.read_text()))
-    return total / 2**30
