@@ -743,6 +743,26 @@ def verify(folder: str | Path) -> int:
     return len(metadata.state_dict_metadata)
 
 
+def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read a whole model without ranks -> the manifest, and its CPU tensors by name.
+
+    Checks every file first. Damaged where the checkpoint cannot be read, OSError where a file
+    cannot be. What `save` was given beside model and optimizer is in the manifest.
+    """
+    folder, prefix = Path(folder), "model."
+    manifest, metadata = check(folder)
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    model = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if name.startswith(prefix)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about missing ranks
+        _read(model, folder, metadata, no_dist=True)
+    return manifest, {name.removeprefix(prefix): tensor for name, tensor in model.items()}
+
+
 def consolidate(folder: str | Path, out: str | Path) -> int:
     """Write the model to one file with the keys of the official MAE release; return its parameters.
 
@@ -750,24 +770,16 @@ def consolidate(folder: str | Path, out: str | Path) -> int:
     checkpoint cannot be read, ValueError where its images have other than 3 channels, OSError where
     the file cannot be written; then `out` is as it was.
     """
-    folder, out = Path(folder), Path(out)
-    model: dict[str, Tensor] = {}
+    out = Path(out)
     try:
-        with _replacing(out) as file, warnings.catch_warnings():  # opened before minutes of reading
-            warnings.simplefilter("ignore")  # about missing ranks
-            manifest, metadata = check(folder)
-            entries: dict[str, Any] = metadata.state_dict_metadata
-            kernel = entries.get("model.patch_embed.proj.weight")
-            if kernel and len(kernel.size) == 4 and kernel.size[1] != 3:
+        with _replacing(out) as file:  # opened before minutes of reading
+            manifest, model = read_model(folder)
+            kernel = model.get("patch_embed.proj.weight")
+            if kernel is not None and kernel.ndim == 4 and kernel.shape[1] != 3:
                 raise ValueError(
-                    f"{folder} is of images with {kernel.size[1]} channels, the official release "
+                    f"{folder} is of images with {kernel.shape[1]} channels, the official release "
                     "has 3: read this checkpoint with checkpoint.load"
                 )
-            for name, entry in entries.items():
-                if name.startswith("model."):
-                    model[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-            _read(model, folder, metadata, no_dist=True)
-            model = {name.removeprefix("model."): tensor for name, tensor in model.items()}
             torch.save({"model": model, "step": manifest["step"]}, file)
     except (OSError, RuntimeError) as error:
         if isinstance(cause := _root_cause(error), OSError):

@@ -23,7 +23,7 @@ import vit
 from planner.command import plan_parser
 from runtime import flags, log
 
-ROOMS = ["runtime", "storage", "planner", "sweeps"]
+ROOMS = ["runtime", "storage", "planner", "sweeps", "downstream"]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("docs/*.md")}
 README = PAGES["README.md"] = (ROOT / "README.md").read_text()
 FRONTIER, LAYOUT = PAGES["docs/frontier.md"], PAGES["docs/layout.md"]

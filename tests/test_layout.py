@@ -15,7 +15,7 @@ from conftest import ROOT
 from ranks import environment
 
 READ = ["vit", "data", "mesh", "shard", "train_fsdp"]
-ROOMS = ["runtime", "storage", "planner", "sweeps"]
+ROOMS = ["runtime", "storage", "planner", "sweeps", "downstream"]
 TOP_LEVEL = {
     *(f"{name}.py" for name in (*READ, "checkpoint", "prepare", "plan", "sweep")),
     *("launch_frontier.sh", "README.md", "LICENSE", "Makefile", "pyproject.toml"),

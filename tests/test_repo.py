@@ -14,7 +14,7 @@ from PIL import Image
 from ranks import environment, free_port
 
 LAUNCH = (ROOT / "launch_frontier.sh").read_text()
-ROOMS = ["runtime", "storage", "planner", "sweeps"]
+ROOMS = ["runtime", "storage", "planner", "sweeps", "downstream"]
 FILES = {
     path.relative_to(ROOT).with_suffix("").as_posix(): path
     for path in (*ROOT.glob("*.py"), *(p for room in ROOMS for p in (ROOT / room).glob("*.py")))
@@ -68,6 +68,7 @@ def test_imports_point_down():
         "storage": {"vit", "data", "mesh", "shard", "runtime", "storage"},
         "planner": below | {"runtime", "planner"},
         "sweeps": below | {"runtime", "sweeps", "planner"},
+        "downstream": below | {"runtime", "downstream"},
     }
     for name, tree in TREES.items():
         found = {module.partition(".")[0] for module in imported_by(tree.body)}
