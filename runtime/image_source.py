@@ -17,10 +17,29 @@ from runtime.config import Config
 from runtime.synthetic_images import SyntheticImages
 
 
-def check_folder(folder: str) -> None:
-    """Raise ValueError where this rank does not see --data."""
+def check_folder(folder: str, flag: str = "--data") -> None:
+    """Raise ValueError where this rank does not see a folder of images."""
     if folder != "synthetic" and not os.path.isdir(folder):
-        raise ValueError(f"there is no folder {folder}: give --data the folder of images")
+        raise ValueError(f"there is no folder {folder}: give {flag} the folder of images")
+
+
+def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tuple[Any, str]:
+    """List the images of a folder or pack -> (images, fingerprint of their names and sizes).
+
+    The list is kept in `out`, where one is given. ValueError where there are none. A copy of the
+    trainer without the folder storage/ reads plain folders only.
+    """
+    check_folder(folder)
+    try:
+        from storage import image_list
+    except ModuleNotFoundError:
+        if is_pack(folder):
+            text = f"{folder} is a pack: to read it, copy the folder storage/ too"
+            raise ValueError(text) from None
+        plain = data.scan(folder)
+        return plain, f"names {zlib.crc32(os.fsencode('/'.join(plain.names))):08x}"
+    files = image_list.find_list(folder, out, say)
+    return files, image_list.fingerprint(files, times=False)
 
 
 def find_images(
@@ -28,26 +47,14 @@ def find_images(
 ) -> tuple[Any, dict[str, Any], int]:
     """List --data -> (images, what `with_images` needs to know of them, steps per epoch).
 
-    The list is kept in `out`, where one is given. ValueError where there are too few images, or as
-    `find_stats`. A copy of the trainer without the folder storage/ reads plain folders only.
+    Keeps the list and raises as `list_folder`; ValueError too where there are too few images, or as
+    `find_stats`.
     """
     folder = config.data
-    check_folder(folder)
     files: Any = SyntheticImages(config.seed, config.channels)
-    names = None
+    names: str | None = None
     if folder != "synthetic":
-        try:
-            from storage import image_list
-        except ModuleNotFoundError:
-            if is_pack(folder):
-                raise ValueError(
-                    f"{folder} is a pack: to read it, copy the folder storage/ too"
-                ) from None
-            files = data.scan(folder)
-            names = f"names {zlib.crc32(os.fsencode('/'.join(files.names))):08x}"
-        else:
-            files = image_list.find_list(folder, out, say)
-            names = image_list.fingerprint(files, times=False)
+        files, names = list_folder(folder, out, say)
     steps = data.steps_per_epoch(len(files), global_batch)
     stats = find_stats(folder, config.channels)
     facts = {"images": len(files), "image_names_and_sizes": names, "channel_stats": stats}

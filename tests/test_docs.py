@@ -17,6 +17,7 @@ from conftest import ROOT
 import checkpoint
 import plan
 import prepare
+import probe
 import shard
 import sweep
 import vit
@@ -292,6 +293,8 @@ def test_commands_of_the_other_programs_are_valid(tmp_path, monkeypatch):
                 assert program.main(argv.split()) == 1
             except SystemExit as refused:
                 assert "no folder" in str(refused) or refused.code == 2
+    for argv in started("probe.py"):
+        probe.read_subcommand(argv.split())
     makefile = (ROOT / "Makefile").read_text()
     for page, command in COMMANDS:
         if match := re.match(r"make ([a-z-]+)$", command):
@@ -315,7 +318,7 @@ def test_flags_that_are_named_exist():
     known: set[str] = set()
     for parser in (flags.training_parser(), plan_parser(), sweep.build_parser()):
         known |= {option for row in parser._actions for option in row.option_strings}
-    for path in (ROOT / "prepare.py", *ROOT.glob("benchmarks/*.py")):
+    for path in (*ROOT.glob("p*.py"), *ROOT.glob("downstream/*.py"), *ROOT.glob("benchmarks/*.py")):
         known |= {*re.findall(r'"(--[a-z-]+)"', path.read_text())}
     known |= {*re.findall(r"--[a-z-]+", LAUNCH)}
     # of torchrun, sbatch, pip, conda and apptainer

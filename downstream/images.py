@@ -1,0 +1,114 @@
+"""Images for evaluation: each once, in order, cut out and masked in the same way every time."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import data
+from runtime import loader_workers
+from runtime.device_batches import loader_errors
+
+Sample = tuple[Tensor | str, int, int]  # pixels (C, H, W) or why there are none, label, index
+
+
+class EvalBatch(NamedTuple):
+    """The next images in order, without those that cannot be read: B may be smaller, even 0."""
+
+    images: Tensor  # (B, C, H, W) uint8 or float32, as loaded: data.normalize makes them floats
+    labels: Tensor  # (B,) int64, indices into the classes; -1 for an image without one
+    indices: list[int]  # B, of the images in the data set
+    bad: list[tuple[int, str]]  # (index, reason) of each image that is left out
+
+
+def centre_crop(width: int, height: int) -> tuple[int, int, int, int]:
+    """Return the crop (top, left, height, width) of an evaluation, in pixels of the image.
+
+    The square in the centre with 224/256 of the shorter side: the same as resizing that side to
+    256 and cutting out 224, as ImageNet's evaluations do.
+    """
+    side = max(1, round(min(width, height) * 224 / 256))
+    return (height - side) // 2, (width - side) // 2, side, side
+
+
+def fixed_noise(seed: int, indices: Sequence[int], patches: int) -> Tensor:
+    """Draw the masking noise (B, L) of images from the seed and their indices alone."""
+    drawn = [data.draw_augmentation(seed, index, patches, 1, 1)[0] for index in indices]
+    return torch.stack(drawn) if drawn else torch.empty(0, patches)
+
+
+@dataclass(eq=False)
+class EvalImages(Dataset[Sample]):
+    """Images by index, without augmentation."""
+
+    files: data.ImageSource
+    img_size: int
+    stats: data.ChannelStats
+
+    def __getitem__(self, index: int) -> Sample:
+        """Load an image; raises only what is not the file's own error."""
+        labels: Any = getattr(self.files, "labels", None)  # a source of one's own may have none
+        label = -1 if labels is None else int(labels[index])
+        try:
+            return self.load(index), label, index
+        except Exception as error:  # Pillow raises many kinds for a broken file
+            code = getattr(error, "errno", None)
+            if isinstance(error, MemoryError) or code not in data.FILE_ERRNOS:
+                raise
+            return f"{type(error).__name__}: {error}", label, index
+
+    def load(self, index: int) -> Tensor:
+        """Read, decode and crop an image -> (C, H, W); raises what these raise."""
+        content = self.files.read(index)
+        image, size = data.open_image(content)
+        crop, reduce = centre_crop(*size), 1
+        if isinstance(image, Image.Image):
+            reduce = data.reduction(image, crop, self.img_size)
+            image = data.decode(image, reduce)
+        found = (len(image), image.dtype.name) if isinstance(image, np.ndarray) else (3, "uint8")
+        if found != (wanted := (len(self.stats.mean), self.stats.dtype)):
+            raise ValueError("{} channels of {}, not {} of {}".format(*found, *wanted))
+        return data.crop_and_resize(image, crop, self.img_size, flip=False, reduce=reduce)
+
+    def collate(self, samples: list[Sample]) -> EvalBatch:
+        """Stack the images that could be read."""
+        good = [(x, label, index) for x, label, index in samples if isinstance(x, Tensor)]
+        bad = [(index, x) for x, _, index in samples if isinstance(x, str)]
+        dtype = torch.uint8 if self.stats.dtype == "uint8" else torch.float32
+        none = torch.empty(0, len(self.stats.mean), self.img_size, self.img_size, dtype=dtype)
+        images = torch.stack([x for x, _, _ in good]) if good else none
+        return EvalBatch(images, torch.tensor([y for _, y, _ in good]), [i for *_, i in good], bad)
+
+
+def open_eval_loader(
+    files: data.ImageSource,
+    img_size: int,
+    batch: int,
+    workers: int,
+    stats: data.ChannelStats = data.IMAGENET,
+    indices: Sequence[int] | None = None,
+) -> Iterator[EvalBatch]:
+    """Yield the images `indices` (default: all) in this order, up to `batch` in a batch.
+
+    Each is the square of `centre_crop`, resized to `img_size`. One that is broken, or has other
+    channels or another type than `stats`, is left out and listed in the batch. Raises LoaderFailed
+    where a disk or a worker process fails.
+    """
+    images = EvalImages(files, img_size, stats)
+    with loader_errors():
+        yield from DataLoader(
+            images,
+            batch_size=batch,
+            sampler=range(len(files)) if indices is None else indices,
+            num_workers=workers,
+            collate_fn=images.collate,
+            multiprocessing_context=loader_workers.fork_server() if workers else None,
+            worker_init_fn=loader_workers.start_worker,
+            generator=torch.Generator(),  # or it would draw from the global one
+            prefetch_factor=4 if workers else None,
+        )

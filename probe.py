@@ -1,0 +1,69 @@
+"""See what a pretrained model has learned.
+
+    python probe.py reconstruct RUN --data DIR    a picture: removed patches, filled in
+
+RUN is the --out folder of train_fsdp.py, or one of its checkpoints. Each subcommand is a module of
+downstream/, imported when it is used.
+"""
+
+if __name__ == "__main__":
+    # Above the imports, which take seconds: Ctrl-C meanwhile ends the program without a traceback.
+    import os
+    import signal
+
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from runtime import terminal
+from runtime.device_batches import LoaderFailed
+from runtime.ranges import Parser, filled, whole
+
+# To add a subcommand: one row, and a module with HELP, add_arguments(parser) and run(args), which
+# returns the exit status and raises ValueError or OSError, one sentence, where it fails.
+COMMANDS = {"reconstruct": "downstream.reconstruct"}
+
+
+def read_subcommand(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; SystemExit with status 2 for bad usage."""
+    parser = Parser("probe.py", description="See what a pretrained model has learned.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    # all of them for --help, and to list them where the name is wrong
+    for name in [name for name in COMMANDS if [name] == [*argv[:1]]] or COMMANDS:
+        module = import_module(COMMANDS[name])
+        command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
+        add = command.add_argument
+        add("run", type=filled, metavar="RUN", help="--out of a run, or one checkpoint")
+        add("--data", type=filled, required=True, metavar="DIR", help="folder of images, or a pack")
+        add(
+            "--img-size",
+            type=whole(1, 4096),
+            metavar="PIXELS",
+            help="side of an image (default: as in pretraining)",
+        )
+        add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
+        module.add_arguments(command)
+        command.set_defaults(start=module.run)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand -> exit status: 1 where it failed, 2 for bad usage."""
+    args = read_subcommand(sys.argv[1:] if argv is None else argv)
+    try:
+        return args.start(args)
+    except KeyboardInterrupt:
+        print("probe.py: interrupted", file=sys.stderr)
+        return 130
+    except (OSError, ValueError, LoaderFailed) as error:
+        print(f"probe.py: error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    terminal.make_safe()
+    raise SystemExit(main())
