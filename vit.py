@@ -27,7 +27,7 @@ from torch import Tensor, nn
 class ViTConfig:
     """The shape of one model; widths in features, `patch` in pixels.
 
-    Raises ValueError if a width cannot be split evenly over its heads.
+    Raises ValueError unless each width is a multiple of its heads, and of 4 for the positions.
     """
 
     width: int
@@ -43,8 +43,8 @@ class ViTConfig:
 
     def __post_init__(self) -> None:
         for width, heads in (self.width, self.heads), (self.decoder_width, self.decoder_heads):
-            if width % heads:
-                raise ValueError(f"width {width} is not a multiple of the number of heads, {heads}")
+            if width % heads or width % 4:
+                raise ValueError(f"width {width} is not a multiple of 4 and of its {heads} heads")
 
 
 # The six sizes of arXiv 2404.11706, table 1, and `tiny` for a laptop. Only a gated MLP (three

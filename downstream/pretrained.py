@@ -13,6 +13,7 @@ from torch import Tensor
 import checkpoint
 import data
 import vit
+from runtime.model_size import model_config
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _shape_of_run(flags: Mapping[str, Any]) -> dict[str, Any]:
         mean, std = (tuple(map(float, flags[key])) for key in ("channel_mean", "channel_std"))
         stats = data.ChannelStats(mean, std, str(flags["image_dtype"]))
     return {
-        "config": replace(vit.MODELS[size], channels=channels),
+        "config": replace(model_config(size), channels=channels),
         "img_size": int(flags["img_size"]),
         "norm_pix_loss": bool(flags["norm_pix_loss"]),
         "stats": stats,

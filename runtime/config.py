@@ -15,6 +15,7 @@ import torch
 import mesh
 import shard
 import vit
+from runtime.model_size import model_config, model_size
 from runtime.ranges import MOST_SECONDS, MOST_STEPS, filled, number, whole
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -87,7 +88,16 @@ RESULT: Mapping[str, Any] = {"result": True}
 class Config:
     """Hold what was typed. None: not given; the mode, the ranks or the data decide."""
 
-    model: str = flag("base", vit.MODELS, "size of the model", group="model", **RESULT, **SETTING)
+    model: str = flag(
+        "base",
+        model_size,
+        f"size of the model: {', '.join(vit.MODELS)}; or one with other fields, as "
+        "base:depth=6,mlp_width=1536",
+        unit="SIZE",
+        group="model",
+        **RESULT,
+        **SETTING,
+    )
     img_size: int = flag(
         224, whole(1, 4096), "side of an image", unit="PIXELS", **RESULT, **SETTING
     )
@@ -324,7 +334,7 @@ class Run:
 
     @property
     def model(self) -> vit.ViTConfig:
-        return replace(vit.MODELS[self.config.model], channels=self.config.channels)
+        return replace(model_config(self.config.model), channels=self.config.channels)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -392,7 +402,7 @@ def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
         group = config.group or min(node_ranks, world_size)
     mesh.check_group(world_size, group or 1)
     batches = batch_sizes(world_size, config.accum, config.batch, config.global_batch)
-    patches = vit.patch_count(vit.MODELS[config.model], config.img_size)
+    patches = vit.patch_count(model_config(config.model), config.img_size)
     shape = shard.mesh_shape(str(config.mode), world_size, group)
     return Run(config, world_size, group, shape, *batches, patches)
 
