@@ -1,4 +1,5 @@
 # make demo    train on the embedded images with 4 CPU ranks, set-up included; resumes after Ctrl-C
+# make demo-long    a longer one, 20 minutes on two cores, and its scores beside two baselines
 # make test    lint, types and tests, set-up included
 # make test-all    the same with the whole matrices, and what takes minutes; an hour
 # make quick   the tests of the files to read and of the layout, in a minute
@@ -11,8 +12,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_OUT := out/demo
+LONG_OUT := out/demo-long
+SCORED := --data examples/tiles/train --test examples/tiles/heldout --features mean --seeds 3 --workers 0
 
-.PHONY: demo test test-all quick bench-gpu test-slurm sweep-gpu lint clean
+.PHONY: demo demo-long test test-all quick bench-gpu test-slurm sweep-gpu lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/run.ok
@@ -22,6 +25,15 @@ demo: $(VENV)/run.ok
 	  train_fsdp.py --mode hybrid --group 2 --model tiny --img-size 96 --data examples/tiles/train \
 	  --global-batch 48 --steps 100 --blr 8e-3 --precision fp32 --device cpu --workers 1 \
 	  --log-every 5 --out $(DEMO_OUT)
+	$(BIN)/python probe.py knn $(DEMO_OUT) $(SCORED) --out $(DEMO_OUT)-scores
+
+demo-long: $(VENV)/run.ok
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+	  train_fsdp.py --mode full_shard --model tiny --img-size 64 --data examples/tiles/train \
+	  --global-batch 64 --steps 2000 --blr 4e-3 --precision fp32 --device cpu --workers 1 \
+	  --log-every 50 --save-every 200 --out $(LONG_OUT)
+	$(BIN)/python probe.py knn $(LONG_OUT) $(SCORED) --out $(LONG_OUT)-scores
+	$(BIN)/python probe.py knn $(LONG_OUT) $(SCORED) --out $(LONG_OUT)-scores/grey --grey
 
 # Two tests at a time; most start ranks of their own, which get one thread each.
 test: $(VENV)/dev.ok lint

@@ -23,12 +23,12 @@ from collections.abc import Sequence
 
 import mesh
 from runtime import terminal
+from runtime.progress import throttled_progress
 from runtime.ranges import Parser, filled, whole
 from storage.channel_stats import write_stats
 from storage.checking import check_images
 from storage.image_list import list_images, save_index
 from storage.packing import pack
-from storage.progress import throttled_progress
 
 
 def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,6 +1,8 @@
 """See what a pretrained model has learned.
 
     python probe.py reconstruct RUN --data DIR    a picture: removed patches, filled in
+    python probe.py knn RUN --data DIR --test DIR       a score of its features, without training
+    python probe.py linear RUN --data DIR --test DIR    the same by a linear classifier
 
 RUN is the --out folder of train_fsdp.py, or one of its checkpoints. Each subcommand is a module of
 downstream/, imported when it is used.
@@ -24,7 +26,11 @@ from runtime.ranges import Parser, filled, whole
 
 # To add a subcommand: one row, and a module with HELP, add_arguments(parser) and run(args), which
 # returns the exit status and raises ValueError or OSError, one sentence, where it fails.
-COMMANDS = {"reconstruct": "downstream.reconstruct"}
+COMMANDS = {
+    "reconstruct": "downstream.reconstruct",
+    "knn": "downstream.knn",
+    "linear": "downstream.linear",
+}
 
 
 def read_subcommand(argv: Sequence[str]) -> argparse.Namespace:

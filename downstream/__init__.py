@@ -2,5 +2,6 @@
 
 It reads checkpoints and never writes into the folder of a run, unless asked to. Begin with
 pretrained.py, the weights of a model and what they were trained on, and images.py, the images of
-every evaluation; then reconstruct.py, the picture.
+every evaluation; then reconstruct.py, the picture, and features.py, scores.py,
+knn.py and linear.py, the scores.
 """

@@ -9,9 +9,9 @@ import numpy as np
 
 import data
 from runtime.image_source import stats_file
+from runtime.progress import throttled_progress
 from storage.checking import PART, parallel_map
 from storage.image_list import ImageList, list_images
-from storage.progress import throttled_progress
 from storage.safe_files import replacing
 
 Kind = tuple[int, str]  # channels and dtype of an image; (0, "") for one that cannot be read

@@ -12,8 +12,8 @@ import numpy as np
 import data
 from runtime import loader_workers
 from runtime.bad_images_csv import append_rows
+from runtime.progress import throttled_progress
 from storage.image_list import ImageList, list_images
-from storage.progress import throttled_progress
 from storage.safe_files import naming
 
 PART = 64  # images that a process checks before it reports

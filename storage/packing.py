@@ -23,9 +23,9 @@ from PIL import Image
 
 import data
 from runtime.bad_images_csv import append_rows
+from runtime.progress import throttled_progress
 from storage.checking import parallel_map
 from storage.image_list import PACK_INDEX, ImageList, fingerprint, list_images, save_index
-from storage.progress import throttled_progress
 from storage.safe_files import naming, regular, replacing
 
 PACK_BUDGET = 8 * data.MEMORY_BUDGET  # per image: packing has fewer processes than training
