@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 import data
 from runtime import agreement
 from runtime.config import Config
@@ -57,6 +59,8 @@ def find_images(
         files, names = list_folder(folder, out, say)
     steps = data.steps_per_epoch(len(files), global_batch)
     stats = find_stats(folder, config.channels)
+    if folder != "synthetic" and stats is data.IMAGENET:
+        check_first_image(files)
     facts = {"images": len(files), "image_names_and_sizes": names, "channel_stats": stats}
     return files, facts, steps
 
@@ -121,6 +125,22 @@ def find_stats(folder: str, channels: int) -> data.ChannelStats:
             f"{len(stats.mean)}, or if the images have changed, type {command}"
         )
     return stats
+
+
+def check_first_image(files: Any) -> None:
+    """Raise ValueError where the first image is an array that ImageNet's statistics do not fit.
+
+    One that cannot be read is no reason: others stand in for it, and it is listed.
+    """
+    try:
+        image, _ = data.open_image(files.read(0))
+    except Exception:  # Pillow raises many kinds for a broken file
+        return
+    if isinstance(image, np.ndarray) and (len(image), image.dtype) != (3, np.uint8):
+        raise ValueError(
+            f"{files.path(0)} has {len(image)} channels of {image.dtype}: type `python prepare.py "
+            f"stats {files.root}`, and give --channels the number that it prints"
+        )
 
 
 def read_stats(path: str) -> data.ChannelStats | None:

@@ -439,6 +439,7 @@ WRONG = {
     "damaged": (["--data", "damaged"], 2, "damaged.stats.json is damaged: write it again by"),
     "a folder": (["--data", "folder"], 2, "folder.stats.json is damaged: write it again by"),
     "of arrays": (["--data", "twelve", "--channels", "3"], 2, "of images with 12 channels, not 3"),
+    "forgotten": (["--data", "arrays", "--channels", "3"], 2, "has 12 channels of uint16: type"),
     "zero channels": (["--channels", "0"], 2, "argument --channels"),
 }
 
@@ -455,6 +456,7 @@ def test_wrong_uses_get_a_sentence(case, tmp_path, monkeypatch, capfd):
         Path(name).mkdir()
         for i in range(20):
             noise_image(i).save(f"{name}/{i:02}.png")
+    array_tree(Path("arrays"), 20)
     Path("four.stats.json").write_text(json.dumps(four))
     Path("damaged.stats.json").write_text(json.dumps(good | {"std": [0.0] * 12}))
     Path("folder.stats.json").mkdir()
