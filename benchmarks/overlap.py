@@ -10,14 +10,18 @@ has threads: otherwise writing and computing share a core.
 
 import argparse
 import os
+import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import checkpoint
 import data
@@ -27,7 +31,8 @@ import vit
 from runtime import agreement
 
 
-def main() -> int:
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description="Time steps during a save against steps alone.")
     parser.add_argument("--model", choices=vit.MODELS, default="base")
     parser.add_argument("--img-size", type=int, default=224)
@@ -36,74 +41,112 @@ def main() -> int:
     parser.add_argument("--alone", type=int, default=6, help="steps alone per turn")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dir", help="where to save (default: a temporary folder)")
-    args = parser.parse_args()
+    return parser.parse_args()
 
-    ranks = mesh.read_ranks(os.environ)
-    device = mesh.pick_device(args.device, ranks)
-    mesh.init_ranks(ranks, device)
-    gloo = dist.new_group(backend="gloo")
-    config = vit.MODELS[args.model]
+
+def build(
+    config: vit.ViTConfig, img_size: int, device: torch.device
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Make a model, sharded over all ranks, and its optimizer."""
     with torch.device("meta"):
-        whole = vit.ViTMAE(config, args.img_size)
+        whole = vit.ViTMAE(config, img_size)
     decay = shard.weight_decay_names(whole)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = shard.apply(
         whole,
         "full_shard",
-        mesh.build_mesh(shard.mesh_shape("full_shard", ranks.world_size), device),
+        mesh.build_mesh(shard.mesh_shape("full_shard", dist.get_world_size()), device),
         device=device,
         block_classes={vit.Block},
         initial_value=partial(vit.initial_value, config, seed=0),
         options=shard.ShardingOptions(param_dtype=dtype, cast_inputs=False),
     )
     optimizer = shard.build_optimizer(model, "full_shard", decay, lr=1e-4, weight_decay=0.05)
-    images = torch.randint(0, 256, (args.batch, 3, args.img_size, args.img_size), device=device)
-    noise = torch.rand(args.batch, vit.patch_count(config, args.img_size), device=device)
-    nothing = torch.zeros((), device=device)
+    return model, optimizer
 
-    def step() -> float:
-        """Return the seconds of one step, which ends on all ranks together."""
-        started = time.perf_counter()
-        loss, _, _ = model(data.normalize(images), 0.75, noise)
-        loss.backward()
-        shard.optimizer_step(optimizer, nothing)
-        optimizer.zero_grad()
-        agreement.mean_over_ranks(loss[None])
-        return time.perf_counter() - started
 
-    folder = args.dir or agreement.run_on_rank0(tempfile.mkdtemp)
-    saver = checkpoint.Saver(folder, model, optimizer, keep=1, group=gloo, background=True)
-    alone, during, copies, saves = [], [], [], []
+def timed_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, noise: Tensor
+) -> float:
+    """Make one step, which ends on all ranks together; return its seconds."""
+    started = time.perf_counter()
+    loss, _, _ = model(data.normalize(images), 0.75, noise)
+    loss.backward()
+    shard.optimizer_step(optimizer, torch.zeros((), device=images.device))
+    optimizer.zero_grad()
+    agreement.mean_over_ranks(loss[None])
+    return time.perf_counter() - started
+
+
+@dataclass
+class Seconds:
+    """What was measured, in seconds."""
+
+    alone: list[float] = field(default_factory=list)  # of steps
+    during: list[float] = field(default_factory=list)  # of steps during a save
+    copies: list[float] = field(default_factory=list)  # for which training waits
+    saves: list[float] = field(default_factory=list)
+
+
+def measure(
+    saver: checkpoint.Saver, step: Callable[[], float], device: torch.device, turns: int, alone: int
+) -> Seconds:
+    """Time steps alone and steps during a save, in turns."""
+    seconds = Seconds()
     for _ in range(3):
         step()
     saver.save(0, {})  # the first one also makes folders, threads, connections
-    for turn in range(args.turns):
-        alone += [step() for _ in range(args.alone)]
+    for turn in range(turns):
+        seconds.alone += [step() for _ in range(alone)]
         started = time.perf_counter()
         saver.save(turn + 1, {}, wait=False)
-        copies.append(time.perf_counter() - started)
-        writing = True
-        while writing:
-            during.append(step())  # began while it was written
+        seconds.copies.append(time.perf_counter() - started)
+        while True:
+            seconds.during.append(step())  # began while it was written
             # the same on all ranks: as long as one of them writes
-            busy = torch.tensor(float(saver.pending is not None and not saver.pending.done()))
-            writing = agreement.mean_over_ranks(busy.to(device)[None])[0] > 0
+            busy = float(saver.pending is not None and not saver.pending.done())
+            if agreement.mean_over_ranks(torch.tensor([busy], device=device))[0] == 0:
+                break
         saver.finish()
-        saves.append(time.perf_counter() - started)
+        seconds.saves.append(time.perf_counter() - started)
+    return seconds
+
+
+def report(model: str, folder: str, seconds: Seconds) -> None:
+    """Print the medians."""
+    alone, during, copy, save = map(
+        statistics.median, (seconds.alone, seconds.during, seconds.copies, seconds.saves)
+    )
+    size = sum(f.stat().st_size for f in Path(folder).glob("step_*/*")) / 1e9
+    print(f"{model} on {dist.get_world_size()} ranks, {size:.2f} GB, torch {torch.__version__}")
+    print(f"copy {copy:.2f} s, save {save:.2f} s")
+    print(
+        f"step alone {alone:.3f} s ({len(seconds.alone)}), during a save {during:.3f} s "
+        f"({len(seconds.during)}), ratio {during / alone:.3f}"
+    )
+
+
+def main() -> int:
+    """Print the seconds of steps alone, during a save, and of the save itself."""
+    args = parse_args()
+    ranks = mesh.read_ranks(os.environ)
+    device = mesh.pick_device(args.device, ranks)
+    mesh.init_ranks(ranks, device)
+    gloo = dist.new_group(backend="gloo")
+    config = vit.MODELS[args.model]
+    model, optimizer = build(config, args.img_size, device)
+    images = torch.randint(0, 256, (args.batch, 3, args.img_size, args.img_size), device=device)
+    noise = torch.rand(args.batch, vit.patch_count(config, args.img_size), device=device)
+    step = partial(timed_step, model, optimizer, images.to(torch.uint8), noise)
+
+    folder = args.dir or agreement.run_on_rank0(tempfile.mkdtemp)
+    saver = checkpoint.Saver(folder, model, optimizer, keep=1, group=gloo, background=True)
+    seconds = measure(saver, step, device, args.turns, args.alone)
     if ranks.rank == 0:
-        medians = [statistics.median(kind) for kind in (alone, during or [float("nan")])]
-        size = sum(f.stat().st_size for f in Path(folder).glob("step_*/*")) / 1e9
-        print(f"{args.model} on {ranks.world_size} ranks, {size:.2f} GB, torch {torch.__version__}")
-        print(f"copy {statistics.median(copies):.2f} s, save {statistics.median(saves):.2f} s")
-        print(
-            f"step alone {medians[0]:.3f} s ({len(alone)}), during a save {medians[1]:.3f} s "
-            f"({len(during)}), ratio {medians[1] / medians[0]:.3f}"
-        )
+        report(args.model, folder, seconds)
     dist.barrier()
     if ranks.rank == 0 and not args.dir:
-        for path in sorted(Path(folder).rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        Path(folder).rmdir()
+        shutil.rmtree(folder)
     dist.destroy_process_group()
     return 0
 

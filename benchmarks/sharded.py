@@ -128,8 +128,40 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line for each contestant."""
+def count_collectives(step: Callable[[], object], grid: DeviceMesh) -> list[comm_counter.CommEvent]:
+    """Make steps, the last one counted; return its collectives of parameters or gradients."""
+    for _ in range(3):  # DDP rebuilds its buckets after the first
+        step()
+    found: list[comm_counter.CommEvent] = []
+    with comm_counter.counting(grid, found):
+        step()
+    return [c for c in found if c.size > SMALL]
+
+
+def time_in_turns(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Time each step once per round -> seconds by name."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(rounds):
+        names = list(steps)
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            seconds[name].append(timed(steps[name]))
+    return seconds
+
+
+def theory(name: str, counted: Counter[str], args: argparse.Namespace, world: int) -> str:
+    """Say whether the bytes are those that plan.py plans, or what DDP's should be."""
+    if name == PEER:
+        return "4 bytes per trained parameter"
+    group = 2 if name == "hybrid" else None
+    shape = args.batch, args.img_size
+    config = vit.MODELS[args.model]
+    run = PlannedRun(config, name, world, *shape, 0.75, group=group, precision="fp32")
+    planned = estimate.make_plan(run).json()["payload_bytes"]
+    return "as planned" if planned == dict(counted) else f"NOT as planned: {planned}"
+
+
+def parse_args(argv: Sequence[str] | None, world: int) -> argparse.Namespace:
+    """Read the command line; exit where the ranks cannot be split into groups of two."""
     parser = argparse.ArgumentParser(description="Sharded steps against DDP of transformers.")
     add = parser.add_argument
     add("--model", choices=vit.MODELS, default="tiny")
@@ -137,41 +169,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--batch", type=int, default=32, metavar="IMAGES", help="per rank and step")
     add("--rounds", type=int, default=10)
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    ranks, device = mesh.read_ranks(os.environ), torch.device("cpu")
-    if ranks.world_size % 2:
+    if world % 2:
         parser.error(
-            f"{ranks.world_size} ranks cannot be split into groups of two: start it with "
+            f"{world} ranks cannot be split into groups of two: start it with "
             "torchrun --nproc-per-node 4 -m benchmarks.sharded"
         )
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a line for each contestant."""
+    torch.set_num_threads(1)
+    ranks, device = mesh.read_ranks(os.environ), torch.device("cpu")
+    world = ranks.world_size
+    args = parse_args(argv, world)
     mesh.init_ranks(ranks, device)
-    world, config = ranks.world_size, vit.MODELS[args.model]
     draw = torch.Generator().manual_seed(ranks.rank)
     images = torch.randint(0, 256, (args.batch, 3, args.img_size, args.img_size), generator=draw)
+    config = vit.MODELS[args.model]
     noise = torch.rand(args.batch, vit.patch_count(config, args.img_size), generator=draw)
     batch = images.to(torch.uint8), noise
 
     built: dict[str, Callable[[], object]] = {}
     grids = {PEER: mesh.build_mesh((world, 1), device)}
     for mode in OURS:
-        grids[mode] = mesh.build_mesh(
-            shard.mesh_shape(mode, world, 2 if mode == "hybrid" else None), device
-        )
+        shape = shard.mesh_shape(mode, world, 2 if mode == "hybrid" else None)
+        grids[mode] = mesh.build_mesh(shape, device)
         built[mode] = ours(mode, grids[mode], args.model, batch, args.img_size)
     built[PEER] = theirs(config, batch, args.img_size)
-    sent: dict[str, list[comm_counter.CommEvent]] = {}
-    for name, step in built.items():
-        for _ in range(3):  # DDP rebuilds its buckets after the first
-            step()
-        found: list[comm_counter.CommEvent] = []
-        with comm_counter.counting(grids[name], found):
-            step()
-        sent[name] = [c for c in found if c.size > SMALL]
-    seconds: dict[str, list[float]] = {name: [] for name in built}
-    for i in range(args.rounds):
-        names = list(built)
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            seconds[name].append(timed(built[name]))
+    sent = {name: count_collectives(step, grids[name]) for name, step in built.items()}
+    seconds = time_in_turns(built, args.rounds)
     only = {name: alone(grids[name], sent[name], args.rounds) for name in built}
 
     if ranks.rank == 0:
@@ -181,21 +208,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         base = statistics.median(seconds[PEER])
         for name, taken in seconds.items():
-            counted = count_bytes(sent[name], grids[name])
-            theory = "4 bytes per trained parameter"
-            if name != PEER:
-                group = 2 if name == "hybrid" else None
-                shape = args.batch, args.img_size
-                run = PlannedRun(config, name, world, *shape, 0.75, group=group, precision="fp32")
-                planned = estimate.make_plan(run).json()["payload_bytes"]
-                theory = "as planned" if planned == dict(counted) else f"NOT as planned: {planned}"
+            counted, median = count_bytes(sent[name], grids[name]), statistics.median(taken)
             allowed = 1 + max(0.0, only[name] - only[PEER]) / base
             sizes = ", ".join(f"{kind} {size:,}" for kind, size in sorted(counted.items()))
-            median = statistics.median(taken)
             print(
                 f"{name:13} {median:7.3f} s ({min(taken):.3f}-{max(taken):.3f})  x ddp "
                 f"{median / base:5.2f}, allowed {allowed:5.2f}; collectives alone "
-                f"{only[name]:6.3f} s; bytes: {sizes} ({theory})"
+                f"{only[name]:6.3f} s; bytes: {sizes} ({theory(name, counted, args, world)})"
             )
     dist.barrier()
     dist.destroy_process_group()

@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing import get_context
@@ -402,31 +402,101 @@ FAULTS: dict[str, Callable] = {
 }
 
 
-def one_run(job: dict[str, Any], rank: int) -> None:
-    """Call train_fsdp.main with the hooks that the job asks for, and leave what they saw."""
-    import torch
+@dataclass
+class Seen:
+    """What the hooks of one run have seen on this rank."""
+
+    step: int = -1
+    received: list[int] = field(default_factory=list)  # signals
+    params: dict[str, Any] = field(default_factory=dict)
+    flat: Any = None  # the same, in one tensor
+    moved: list[float] = field(default_factory=list)  # largest change, step by step
+    replicas_differ: float = 0.0
+
+    def look_at(self, model) -> None:
+        """Gather the parameters, and compare them with those of other ranks and before."""
+        import torch
+        import torch.distributed as dist
+
+        self.params, before = full_parameters(model), self.flat
+        self.flat = torch.cat([v.flatten() for v in self.params.values()])
+        low, high = self.flat.clone(), self.flat.clone()
+        dist.all_reduce(low, op=dist.ReduceOp.MIN)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX)
+        self.replicas_differ = max(self.replicas_differ, (high - low).max().item())
+        self.moved.append(0.0 if before is None else (self.flat - before).abs().max().item())
+
+
+def watched_step(job: dict[str, Any], rank: int, seen: Seen, train_step: Callable) -> Callable:
+    """train_step, in which a signal may arrive, and after which the model is looked at."""
+
+    def step(model, optimizer, scaler, guard, *args, **kwargs):
+        seen.step = guard.voted
+        if (rank, seen.step) == (job["signal_rank"], job["signal_step"]):
+            seen.received.append(signal.SIGTERM)
+        result = train_step(model, optimizer, scaler, guard, *args, **kwargs)
+        if job["params"]:
+            seen.look_at(model)
+        return result
+
+    return step
+
+
+def poisoned(job: dict[str, Any], seen: Seen) -> Any:
+    """A patch by which the loss or its gradient is not finite in some steps."""
+    import data
+
+    normalize, forward = data.normalize, vit.ViTMAE.forward
+
+    def bad_images(images, stats):
+        x = normalize(images, stats)
+        return x * float("nan") if seen.step in job["poison_steps"] else x
+
+    def bad_gradient(self, *args, **kwargs):
+        loss, pred, mask = forward(self, *args, **kwargs)
+        if seen.step in job["poison_steps"]:
+            loss.register_hook(lambda g: g * float("inf"))
+        return loss, pred, mask
+
+    if job["poison"] == "loss":
+        return patch.object(data, "normalize", bad_images)
+    return patch.object(vit.ViTMAE, "forward", bad_gradient)
+
+
+def lost_images(job: dict[str, Any]) -> Any:
+    """A patch by which the data loader fails in some step."""
+    import data
+
+    build_loader = data.build_loader
+
+    def failing_loader(*args, **kwargs):
+        yield from itertools.islice(build_loader(*args, **kwargs), job["lost_step"])
+        raise job["lost_by"](errno.EIO, "Input/output error")
+
+    return patch.object(data, "build_loader", failing_loader)
+
+
+def full_disk(saves: tuple[int, ...]) -> Any:
+    """A patch by which the disk is full at these saves."""
+    import checkpoint
+
+    attempts, write_data = itertools.count(), checkpoint._Writer.write_data
+
+    def write_or_fail(self, plan, planner):
+        if next(attempts) in saves:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_data(self, plan, planner)
+
+    return patch.object(checkpoint._Writer, "write_data", write_or_fail)
+
+
+def faulty_saves(job: dict[str, Any], rank: int) -> Any:
+    """A patch by which some saves meet one of `FAULTS`."""
     import torch.distributed as dist
 
     import checkpoint
-    import data
-    import train_fsdp
-    from runtime import resume
 
-    vit.MODELS["nano"] = NANO
-    out = Path(job["out"])
-    out.mkdir(exist_ok=True)
-    os.environ["MASTER_PORT"] = agreed_port(out, rank)
-    step_now, differ, params, moved, before = -1, 0.0, {}, [], None
-    original = (train_fsdp.train_step, data.normalize, vit.ViTMAE.forward)
-    build_loader, due_by_clock = data.build_loader, resume.Saves.due_by_clock
-    received: list[int] = []
-    saves, write_data = iter(range(1000)), checkpoint._Writer.write_data
-    attempts, write = iter(range(1000)), checkpoint._write
-
-    def write_or_fail(self, plan, planner):
-        if next(saves) in job["full_saves"] and rank == job["full_rank"]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write_data(self, plan, planner)
+    attempts, write = itertools.count(), checkpoint._write
 
     def write_with_fault(tensors, writer, group):
         folder, step = writer.out, writer.manifest["step"]
@@ -439,67 +509,56 @@ def one_run(job: dict[str, Any], rank: int) -> None:
             dist.barrier()
             return problem
 
-    def train_step(model, optimizer, scaler, guard, *args, **kwargs):
-        nonlocal step_now, differ, params, before
-        step = step_now = guard.voted
-        if (rank, step) == (job["signal_rank"], job["signal_step"]):
-            received.append(signal.SIGTERM)
-        result = original[0](model, optimizer, scaler, guard, *args, **kwargs)
-        if job["params"]:
-            params = full_parameters(model)
-            mine = torch.cat([v.flatten() for v in params.values()])
-            low, high = mine.clone(), mine.clone()
-            dist.all_reduce(low, op=dist.ReduceOp.MIN)
-            dist.all_reduce(high, op=dist.ReduceOp.MAX)
-            differ = max(differ, (high - low).max().item())
-            moved.append(0.0 if before is None else (mine - before).abs().max().item())
-            before = mine
-        return result
+    return patch.object(checkpoint, "_write", write_with_fault)
 
-    def normalize(images, stats):
-        x = original[1](images, stats)
-        return x * float("nan") if step_now in job["poison_steps"] else x
 
-    def forward(self, *args, **kwargs):
-        loss, pred, mask = original[2](self, *args, **kwargs)
-        if step_now in job["poison_steps"]:
-            loss.register_hook(lambda g: g * float("inf"))
-        return loss, pred, mask
+def hooks(job: dict[str, Any], rank: int, seen: Seen) -> Iterator[Any]:
+    """The patches that a job asks for on this rank."""
+    import train_fsdp
+    from runtime import resume
 
-    def failing_loader(*args, **kwargs):
-        yield from itertools.islice(build_loader(*args, **kwargs), job["lost_step"])
-        raise job["lost_by"](errno.EIO, "Input/output error")
-
-    train_fsdp.train_step, checkpoint._Writer.write_data = train_step, write_or_fail
+    step = watched_step(job, rank, seen, train_fsdp.train_step)
+    yield patch.object(train_fsdp, "train_step", step)
+    if job["full_rank"] == rank:
+        yield full_disk(job["full_saves"])
     if job["lost_rank"] == rank:
-        data.build_loader = failing_loader
+        yield lost_images(job)
     if job["due_rank"] >= 0:
-        resume.Saves.due_by_clock = lambda self: job["due_rank"] == rank
+        due = job["due_rank"] == rank
+        yield patch.object(resume.Saves, "due_by_clock", lambda self: due)
     if job["fault"]:
-        checkpoint._write = write_with_fault
+        yield faulty_saves(job, rank)
     if job["poison"] and job["poison_rank"] == rank:
-        if job["poison"] == "loss":
-            data.normalize = normalize
-        else:
-            vit.ViTMAE.forward = forward
+        yield poisoned(job, seen)
+
+
+def one_run(job: dict[str, Any], rank: int) -> None:
+    """Call train_fsdp.main with the hooks that the job asks for, and leave what they saw."""
+    import train_fsdp
+
+    vit.MODELS["nano"] = NANO
+    out, seen = Path(job["out"]), Seen()
+    out.mkdir(exist_ok=True)
+    os.environ["MASTER_PORT"] = agreed_port(out, rank)
+    argv = [*job["argv"], "--out", job["to"] or str(out)]
+    if "--save-every" not in argv and not job["plain"]:  # saving takes time
+        argv += ["--save-every", "none"]
     output, errors = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            argv = [*job["argv"], "--out", job["to"] or str(out)]
-            if "--save-every" not in argv and not job["plain"]:  # saving takes time
-                argv += ["--save-every", "none"]
-            status = train_fsdp.main(argv, received=received)
+        with contextlib.ExitStack() as stack:
+            for hook in hooks(job, rank, seen):
+                stack.enter_context(hook)
+            stack.enter_context(contextlib.redirect_stdout(output))
+            stack.enter_context(contextlib.redirect_stderr(errors))
+            status = train_fsdp.main(argv, received=seen.received)
     except SystemExit as leave:
         status = int(leave.code or 0)
     finally:
-        train_fsdp.train_step, data.normalize, vit.ViTMAE.forward = original
-        data.build_loader, resume.Saves.due_by_clock = build_loader, due_by_clock
-        checkpoint._Writer.write_data, checkpoint._write = write_data, write
         sys.stderr.write(output.getvalue() + errors.getvalue())
     (out / f"status{rank}").write_text(str(status))
     if rank == 0:
         (out / "output").write_text(output.getvalue())
         (out / "errors").write_text(errors.getvalue())
-        if params:
-            kept = params | {"replicas_differ": differ, "moved": moved}
-            (out / "params.pickle").write_bytes(pickle.dumps(kept))
+        if seen.params:
+            kept = {"replicas_differ": seen.replicas_differ, "moved": seen.moved}
+            (out / "params.pickle").write_bytes(pickle.dumps(seen.params | kept))

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import os
 import re
 from contextlib import nullcontext
 from functools import partial
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import ARGV, Case, compare, modes
-from ranks import Run, on_ranks, run_ranks
+from ranks import Run, join, on_ranks, run_ranks
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
@@ -306,102 +305,116 @@ def test_mixed_precision_computes_in_bf16_and_keeps_fp32(single, mode, fsdp):
 # --- four ranks: what goes over the wire, who holds what
 
 
-def facts_of_four_ranks() -> dict:
-    """Runs on every rank; what the tests below look at."""
-    torch.set_num_threads(1)
-    ranks = mesh.read_ranks(os.environ)
-    mesh.init_ranks(ranks, CPU)
-    facts: dict = {"collectives": {}, "inner": {}, "local": {}, "bf16_sums": {}}
+def forward_backward(model: nn.Module, seed: int = 0) -> None:
+    model(*batch(seed))[0].backward()
 
-    def events(model: nn.Module, last: bool = True) -> list[str]:
-        with profile(activities=[ProfilerActivity.CPU]) as prof, shard.accumulation(model, last):
-            model(*batch(ranks.rank))[0].backward()
-        found = sorted((e.time_range.start, e.name) for e in prof.events())
-        return [name for _, name in found]
 
-    def gradients(model: nn.Module) -> list[torch.Tensor]:
-        found = [p.grad for p in model.parameters() if p.grad is not None]
-        return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
+def events(model: nn.Module, last: bool = True) -> list[str]:
+    """What the profiler sees of a forward and backward pass, in its order."""
+    with profile(activities=[ProfilerActivity.CPU]) as prof, shard.accumulation(model, last):
+        forward_backward(model, dist.get_rank())
+    found = sorted((e.time_range.start, e.name) for e in prof.events())
+    return [name for _, name in found]
 
-    def collectives(names: list[str]) -> dict[str, int]:
-        kinds = {
-            "all_gather": "allgather",
-            "reduce_scatter": "reduce_scatter",
-            "all_reduce": "allreduce",
-        }
-        c10d = [name for name in names if name.startswith("c10d::")]
-        return {kind: sum(part in name for name in c10d) for kind, part in kinds.items()}
 
-    for mode, fsdp in ROWS:
-        group = 2 if "hybrid" in mode else None
-        grid = mesh.build_mesh(shard.mesh_shape(mode, 4, group), CPU)
-        model = build(mode, grid, fsdp=fsdp)
-        for _ in range(2):
-            model(*batch())[0].backward()
-        facts["collectives"][mode, fsdp] = collectives(events(model))
-        facts["inner"][mode, fsdp] = collectives(events(model, last=False))
-        local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
-        facts["local"][mode, fsdp] = sum(p.numel() for p in local)
+def collectives(names: list[str]) -> dict[str, int]:
+    kinds = {"all_gather": "allgather", "reduce_scatter": "reduce_scatter"}
+    kinds["all_reduce"] = "allreduce"
+    c10d = [name for name in names if name.startswith("c10d::")]
+    return {kind: sum(part in name for name in c10d) for kind, part in kinds.items()}
 
-        model = build(mode, grid, fsdp=fsdp, reduce_dtype=torch.bfloat16)
-        model(*batch(ranks.rank))[0].backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        grads = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
-        exact = all(torch.equal(g, g.bfloat16().float()) for g in grads)
-        facts["bf16_sums"][mode, fsdp] = exact
 
-    grid = mesh.build_mesh((1, 4), CPU)
+def local_parts(tensors) -> list[torch.Tensor]:
+    """What this rank holds of them."""
+    return [t.to_local() if hasattr(t, "to_local") else t for t in tensors if t is not None]
+
+
+def facts_of_a_row(mode: str, fsdp: int) -> dict:
+    """Collectives with and without synchronisation, what this rank holds, sums in bf16."""
+    grid = mesh.build_mesh(shard.mesh_shape(mode, 4, 2 if "hybrid" in mode else None), CPU)
+    model = build(mode, grid, fsdp=fsdp)
+    for _ in range(2):
+        forward_backward(model)
+    found = {"collectives": collectives(events(model))}
+    found["inner"] = collectives(events(model, last=False))
+    found["local"] = sum(p.numel() for p in local_parts(model.parameters()))
+
+    model = build(mode, grid, fsdp=fsdp, reduce_dtype=torch.bfloat16)
+    forward_backward(model, dist.get_rank())
+    grads = local_parts(p.grad for p in model.parameters())
+    found["bf16_sums"] = all(torch.equal(g, g.bfloat16().float()) for g in grads)
+    return found
+
+
+def facts_of_units(grid) -> dict:
+    """Collectives and whole gradients, of small blocks together and of single blocks."""
+    found = {}
     singles = {"unit_ranges": lambda names, numels: [range(i, i + 1) for i in range(len(names))]}
     for name, options in {"units": {}, "recomputed": {"ac": "full"}}.items():
         for key, changed in {name: {}, f"{name}, single blocks": singles}.items():
             with mock.patch.multiple(shard, **changed) if changed else nullcontext():
                 model = build("full_shard", grid, config=SMALL_DECODER, **options)
-            model(*batch())[0].backward()
+            forward_backward(model)
             model.zero_grad()
-            facts[key] = collectives(events(model)), gradients(model)
-    for prefetch in ("backward_pre", "none"):
-        model = build("full_shard", grid, prefetch=prefetch)
-        for _ in range(2):
-            model(*batch())[0].backward()
-        facts[prefetch] = events(model)
-    model = build("full_shard", grid, forward_prefetch=True)
-    for _ in range(2):
-        model(*batch())[0].backward()
-    facts["forward_prefetch"] = events(model)
+            sent = collectives(events(model))
+            found[key] = sent, [p.grad.full_tensor() for p in model.parameters()]
+    return found
 
-    buckets = []
-    for cap in (25, 1):
-        with torch.device("meta"):
-            model = vit.ViTMAE(vit.MODELS["tiny"], 32)  # 9 MiB of gradients
-        values = partial(vit.initial_value, vit.MODELS["tiny"])
-        model = shard.apply(
-            model,
-            "ddp",
-            mesh.build_mesh((4, 1), CPU),
-            block_classes={vit.Block},
-            initial_value=values,
-            device=CPU,
-            options=shard.ShardingOptions(bucket_cap_mb=cap),
-        )
-        for _ in range(2):
-            model(*batch())[0].backward()
-        buckets.append(collectives(events(model))["all_reduce"])
-    facts["buckets"] = buckets
+
+def events_of_prefetch(grid, **options) -> list[str]:
+    model = build("full_shard", grid, **options)
+    for _ in range(2):
+        forward_backward(model)
+    return events(model)
+
+
+def all_reduces_of_ddp(cap: int) -> int:
+    """Of 9 MiB of gradients in buckets of so many MiB."""
+    with torch.device("meta"):
+        model = vit.ViTMAE(vit.MODELS["tiny"], 32)
+    model = shard.apply(
+        model,
+        "ddp",
+        mesh.build_mesh((4, 1), CPU),
+        block_classes={vit.Block},
+        initial_value=partial(vit.initial_value, vit.MODELS["tiny"]),
+        device=CPU,
+        options=shard.ShardingOptions(bucket_cap_mb=cap),
+    )
+    for _ in range(2):
+        forward_backward(model)
+    return collectives(events(model))["all_reduce"]
+
+
+def facts_of_four_ranks() -> dict:
+    """Runs on every rank; what the tests below look at."""
+    join()
+    rows = {row: facts_of_a_row(*row) for row in ROWS}
+    grid = mesh.build_mesh((1, 4), CPU)
+    found = {
+        "rows": rows,
+        **facts_of_units(grid),
+        "backward_pre": events_of_prefetch(grid, prefetch="backward_pre"),
+        "none": events_of_prefetch(grid, prefetch="none"),
+        "forward_prefetch": events_of_prefetch(grid, forward_prefetch=True),
+        "buckets": [all_reduces_of_ddp(cap) for cap in (25, 1)],
+    }
     dist.destroy_process_group()
-    return facts
+    return found
 
 
 @pytest.fixture(scope="module")
 def facts(once):
     results = once("facts", partial(on_ranks, 4, facts_of_four_ranks))
-    assert all(r["collectives"] == results[0]["collectives"] for r in results)
-    return results[0] | {"locals": [r["local"] for r in results]}
+    for row, first in results[0]["rows"].items():
+        assert all(r["rows"][row]["collectives"] == first["collectives"] for r in results)
+    return results[0] | {"ranks": [r["rows"] for r in results]}
 
 
 @pytest.mark.parametrize(("mode", "fsdp"), ROWS)
 def test_collectives_are_those_of_the_table(facts, mode, fsdp):
     """One unit, one collective of each kind; the root unit stays gathered for backward."""
-    found, inner = facts["collectives"][mode, fsdp], facts["inner"][mode, fsdp]
+    found, inner = map(facts["rows"][mode, fsdp].get, ("collectives", "inner"))
     if mode in ("ddp", "zero1"):
         assert found == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 1}
         assert inner == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
@@ -422,7 +435,7 @@ def test_collectives_are_those_of_the_table(facts, mode, fsdp):
 def test_each_rank_holds_its_part_of_the_parameters(facts, mode, fsdp):
     with torch.device("meta"):
         whole = sum(p.numel() for p in vit.ViTMAE(CONFIG, 32).parameters())
-    parts = [local[mode, fsdp] for local in facts["locals"]]
+    parts = [rows[mode, fsdp]["local"] for rows in facts["ranks"]]
     share = {"1": 1, "group": 2, "world": 4}[shard.STRATEGIES[mode].group]
     assert sum(parts) == whole * 4 // share
     assert max(parts) < 1.1 * whole / share
@@ -430,7 +443,7 @@ def test_each_rank_holds_its_part_of_the_parameters(facts, mode, fsdp):
 
 @pytest.mark.parametrize(("mode", "fsdp"), ROWS)
 def test_gradients_are_summed_in_the_reduce_dtype(facts, mode, fsdp):
-    assert facts["bf16_sums"][mode, fsdp]
+    assert facts["rows"][mode, fsdp]["bf16_sums"]
 
 
 def test_units_of_several_blocks_send_less_often_and_learn_the_same(facts):
