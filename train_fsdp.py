@@ -39,9 +39,8 @@ from runtime.config import Run, with_images
 from runtime.device_batches import NO_BATCH, Batch, open_batches
 from runtime.flags import parse
 from runtime.log import open_log, open_tensorboard
-from runtime.memory_fit import planned
 from runtime.meter import Meter
-from runtime.record import describe, finish, loss_of_zero, start_record
+from runtime.record import finish, loss_of_zero, report_start
 from runtime.resume import Saves, list_newest_first, resume
 from runtime.session import Session, manual_gc, run_session
 from runtime.step_guard import StepGuard
@@ -234,6 +233,8 @@ def train(
             session.heartbeat("saving", step)
             with meter.paused():
                 failed = saves.save(guard.done, guard.consecutive, wait=ending)
+                if not failed:
+                    saves.evaluate(guard.done)
             guard.save = False
             if failed:
                 return "save", failed
@@ -251,9 +252,11 @@ def train(
 
 def prepare_training(
     run: Run, session: Session, guard: StepGuard
-) -> tuple[Callable[..., tuple[Tensor, Tensor]], Saves, DeviceMesh]:
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], Saves, DeviceMesh | None]:
     """Make the model, with a checkpoint's values or initial ones; return step, saves and mesh."""
     config, log = run.config, session.log
+    if config.run == "io":  # no model
+        return guard.read_only_step, Saves(run, log), None
     grid = mesh.build_mesh(run.mesh_shape, session.device)  # replicate x shard, ranks in rows
     found = list_newest_first(run, log.say)
     model, optimizer, scaler = build_model_and_optimizer(
@@ -263,6 +266,10 @@ def prepare_training(
     if config.run == "real":
         saves, step, consecutive_bad = resume(found, run, session, model, optimizer, scaler)
         guard.begin(step, consecutive_bad)
+    if config.eval_data and config.run == "real":
+        from runtime.evaluation import Evaluation
+
+        saves.evaluate = Evaluation(run, session, model)
     step_fn = partial(train_step, model, optimizer, scaler, guard, **run.step_options())
     return step_fn, saves, grid
 
@@ -277,11 +284,8 @@ def run_training(run: Run, session: Session) -> str | None:
     run = run_on_rank0(partial(with_images, run, **found))
     bad_images = BadImageLog(config.out, run.images, config.max_bad, log, files.path)
 
-    guard, grid = StepGuard(device, config.max_skips), None
-    step_fn: Callable[..., tuple[Tensor, Tensor]] = guard.read_only_step
-    saves = Saves(run, log)
-    if config.run != "io":
-        step_fn, saves, grid = prepare_training(run, session, guard)
+    guard = StepGuard(device, config.max_skips)
+    step_fn, saves, grid = prepare_training(run, session, guard)
     if config.tensorboard:
         open_tensorboard(log, run, guard.done)
     guard.stop_requested, guard.save_due = session.stop_requested, saves.due_by_clock
@@ -290,10 +294,7 @@ def run_training(run: Run, session: Session) -> str | None:
     steps = range(guard.done, run.steps)
     batches, first, workers = open_batches(run, ranks, device, files, steps, log.say)
     zero = loss_of_zero(first, run)  # what a model that learns nothing would score
-    plan = planned(run, device, log.warn) if ranks.rank == 0 else None
-    start = start_record(run, ranks, device, plan, begin=guard.done, workers=workers)
-    log.write("start", **start)
-    log.say_all(describe(start))
+    report_start(run, session, guard.done, workers)
     profile, observe = None, cast(Callable[[int], AbstractContextManager], nullcontext)
     if config.profile and grid and ranks.rank == 0:
         from runtime.run_profile import RunProfile

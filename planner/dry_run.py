@@ -87,7 +87,7 @@ def dry_run(config: Config) -> int:
         print_error(str(error))
         return 2
     try:
-        image_source.check_folder(config.data)
+        image_source.check_folders(config)
         run = resolve(config, ranks.world_size, ranks.local_world_size)
         check_masking(run.model, config.img_size, config.mask_ratio)
         with fake_world(ranks.world_size):

@@ -173,6 +173,13 @@ class Config:
     compile: bool = flag(False, bool, "torch.compile every block", sweep="setting")
 
     data: str = flag("synthetic", filled, "folder of images", unit="DIR", group="data")
+    eval_data: str | None = flag(
+        None,
+        filled,
+        "folder of held-out images: at each save and at the end log their loss, with fixed masks, "
+        "and draw what the model fills in, in --out/eval",
+        unit="DIR",
+    )
     run: str = flag(
         "real",
         ("real", "syn", "io"),

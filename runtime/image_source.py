@@ -18,11 +18,21 @@ from runtime import agreement
 from runtime.config import Config
 from runtime.synthetic_images import SyntheticImages
 
+EVAL_FOLDER = "eval"  # in --out: the list of --eval-data, and pictures
+
 
 def check_folder(folder: str, flag: str = "--data") -> None:
     """Raise ValueError where this rank does not see a folder of images."""
-    if folder != "synthetic" and not os.path.isdir(folder):
+    if not os.path.isdir(folder):
         raise ValueError(f"there is no folder {folder}: give {flag} the folder of images")
+
+
+def check_folders(config: Config) -> None:
+    """Raise ValueError where this rank does not see --data or --eval-data."""
+    if config.data != "synthetic":
+        check_folder(config.data)
+    if config.eval_data is not None:
+        check_folder(config.eval_data, "--eval-data")
 
 
 def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tuple[Any, str]:
@@ -73,16 +83,34 @@ def share_images(config: Config, global_batch: int) -> tuple[Any, dict[str, Any]
         files, facts, steps = find_images(config, config.out, global_batch, say)
         return getattr(files, "index_file", None), facts, steps
 
-    agreement.run_on_all_ranks(partial(check_folder, config.data))
+    agreement.run_on_all_ranks(partial(check_folders, config))
+    if config.eval_data:
+        share_eval_images(config)  # refused now, if at all
     index, facts, steps = agreement.run_on_rank0(find)
     if config.data == "synthetic":
         return SyntheticImages(config.seed, config.channels), facts, steps
-    load: Callable[[], Any] = partial(data.scan, config.data)  # where there is no storage/
-    if index:
-        from storage.image_list import load_index
+    return agreement.run_on_all_ranks(partial(_load_list, config.data, index)), facts, steps
 
-        load = partial(load_index, index, config.data)  # one file, which all processes map
-    return agreement.run_on_all_ranks(load), facts, steps
+
+def share_eval_images(config: Config) -> Any:
+    """List --eval-data on rank 0, and give every rank the same list. Collective."""
+    folder = str(config.eval_data)
+
+    def find() -> str | None:
+        kept = os.path.join(config.out, EVAL_FOLDER)
+        files, _ = list_folder(folder, kept, partial(print, flush=True))
+        return getattr(files, "index_file", None)
+
+    return agreement.run_on_all_ranks(partial(_load_list, folder, agreement.run_on_rank0(find)))
+
+
+def _load_list(folder: str, index: str | None) -> Any:
+    """Load the list that rank 0 has made; without one, where there is no storage/, make it."""
+    if index is None:
+        return data.scan(folder)
+    from storage.image_list import load_index
+
+    return load_index(index, folder)  # one file, which all processes map
 
 
 # ---------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from typing import Any, TextIO
@@ -63,9 +64,20 @@ class Log:
     def _write_scalars(self, event: str, record: dict[str, Any]) -> None:
         """Write the numbers of a step's record for TensorBoard, each under EVENT/KEY."""
         numbers = {k: v for k, v in record.items() if type(v) in (int, float) and k != "step"}
-        try:
+        with self._tensorboard() as scalars:
             for key, value in numbers.items():
-                self.scalars.add_scalar(f"{event}/{key}", value, record["step"])
+                scalars.add_scalar(f"{event}/{key}", value, record["step"])
+
+    def picture(self, name: str, pixels: Any, step: int) -> None:
+        """Show an image, an array (H, W, 3) uint8, in TensorBoard, if that is on."""
+        if self.scalars:
+            with self._tensorboard() as scalars:
+                scalars.add_image(name, pixels, step, dataformats="HWC")
+
+    @contextmanager
+    def _tensorboard(self) -> Iterator[Any]:
+        try:
+            yield self.scalars
             self.scalars.flush()
         except OSError as error:  # a full disk: the run does not end for want of a curve
             self.scalars = None

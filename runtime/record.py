@@ -21,6 +21,7 @@ from runtime.config import Run
 from runtime.device_batches import Batch
 from runtime.flags import TORCHRUN_NOTE
 from runtime.log import Log, device_memory
+from runtime.memory_fit import planned
 from runtime.meter import Meter
 from runtime.peak_flops import peak_flops
 from runtime.resume import Saves, mark_done
@@ -67,6 +68,15 @@ def start_record(
         }
         | more
     )
+
+
+def report_start(run: Run, session: Session, begin: int, workers: int) -> None:
+    """Log the start record before step `begin`; rank 0 plans the run, and says what it will do."""
+    ranks, device, log = session.ranks, session.device, session.log
+    plan = planned(run, device, log.warn) if ranks.rank == 0 else None
+    start = start_record(run, ranks, device, plan, begin=begin, workers=workers)
+    log.write("start", **start)
+    log.say_all(describe(start))
 
 
 def attention_kernels(run: Run, device: torch.device) -> dict[str, str]:

@@ -233,6 +233,7 @@ class Saves:
         """`begin` is the step that was resumed, or 0."""
         self.saver, self.run, self.log, self.scaler, self.begin = saver, run, log, scaler, begin
         self.since, self.problem = time.monotonic(), ""
+        self.evaluate: Callable[[int], None] = lambda step: None  # after each save: --eval-data
         self.steps, self.seconds = save_interval(run.config.save_every if saver else "none")
         self.off = not (self.steps or self.seconds)
         if saver:

@@ -26,7 +26,7 @@ from runtime.flags import (
     print_error,
     usage_error,
 )
-from runtime.image_source import check_folder
+from runtime.image_source import check_folders
 from runtime.log import Log
 from runtime.memory_fit import advise_out_of_memory, is_out_of_memory
 from runtime.watchdog import Watchdog, exit_if_longer_than, is_peer_failure
@@ -161,7 +161,7 @@ def run_session(
         ranks = mesh.read_ranks(os.environ)
         device = mesh.pick_device(config.device, ranks)
         if ranks.world_size == 1:  # several ranks look for it together, once they have joined
-            check_folder(config.data)
+            check_folders(config)
     except (ValueError, RuntimeError) as error:
         return usage_error(str(error), local=True)
     session = Session(ranks, device, config.out, signals)

@@ -65,7 +65,7 @@ def test_imports_point_down():
     """A room imports files to read or copy, and runtime; the dry run alone imports the main job."""
     below = {"vit", "data", "mesh", "shard", "checkpoint"}
     allowed = {
-        "runtime": below | {"runtime", "storage", "planner"},
+        "runtime": below | {"runtime", "storage", "planner", "downstream"},
         "storage": {"vit", "data", "mesh", "shard", "runtime", "storage"},
         "planner": below | {"runtime", "planner"},
         "sweeps": below | {"runtime", "sweeps", "planner"},

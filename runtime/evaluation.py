@@ -1,0 +1,144 @@
+"""--eval-data: the loss over held-out images, and what the model fills in, at every save.
+
+The number is the same for any mode and any number of ranks: crop and mask of an image depend on the
+seed and its index alone, and the losses of single images are summed over all ranks.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from itertools import chain, repeat
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import data
+import mesh
+import shard
+import vit
+from downstream.images import EvalBatch, fixed_noise, open_eval_loader
+from downstream.reconstruct import draw_rows, notes, reconstructions
+from runtime.agreement import gather_to_rank0
+from runtime.config import Run
+from runtime.image_source import EVAL_FOLDER, share_eval_images
+from runtime.session import Session
+
+PICTURED = 8  # images of a picture, where a local batch has so many
+
+
+def loss_of_each(x: Tensor, prediction: Tensor, mask: Tensor, patch: int, norm: bool) -> Tensor:
+    """Compute the loss of each image (B,), float64; their mean is the loss of vit.ViTMAE.
+
+    `x` (B, C, H, W) is normalised; `prediction` (B, L, P*P*C) and `mask` (B, L) are the model's.
+    """
+    target = vit.reconstruction_target(vit.patchify(x, patch), norm)
+    error = (prediction.float() - target).square().mean(dim=-1).double()  # (B, L)
+    return (error * mask).sum(dim=1) / mask.sum(dim=1)
+
+
+class Evaluation:
+    """Evaluate a model on the images of --eval-data, all ranks together."""
+
+    def __init__(self, run: Run, session: Session, model: nn.Module) -> None:
+        """List the images; AgreedError where there are none. Collective."""
+        self.run, self.session, self.model = run, session, model
+        self.stats = run.channel_stats or data.IMAGENET
+        self.folder = os.path.join(run.config.out, EVAL_FOLDER)
+        self.files = share_eval_images(run.config)
+        # shuffled, so that the first ones are of many classes
+        self.order = np.random.default_rng(run.config.seed).permutation(len(self.files))
+
+    def __call__(self, step: int) -> None:
+        """Log the mean loss after so many steps, and draw the first images. Collective.
+
+        Ends without a result where a signal asks any rank to stop.
+        """
+        start, log, device = time.perf_counter(), self.session.log, self.session.device
+        sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses, images
+        stop = torch.zeros((), device=device)
+        first: tuple[EvalBatch, Tensor, Tensor] | None = None
+        bad: list[tuple[int, str]] = []
+        self.model.eval()
+        for batch in self.batches():
+            self.session.heartbeat("evaluating", step - 1)
+            dist.all_reduce(stop.fill_(self.session.stop_requested()))
+            if stop:
+                break
+            losses, prediction, mask = self.forward(batch)
+            sums[0] += losses.sum()
+            sums[1] += len(losses)
+            bad += batch.bad if batch else []
+            first = first or (batch and (batch, prediction, mask))
+        self.model.train()
+        if stop:
+            log.say("evaluation left out: a signal asks this run to stop")
+            return
+        dist.all_reduce(sums)
+        every = [pair for found in gather_to_rank0(bad) or [] for pair in found]
+        count = int(sums[1])
+        loss = (sums[0] / count).item()  # NaN where there is none
+        if self.session.ranks.rank == 0 and first:
+            self.save_picture(step, loss, *first)
+        seconds = time.perf_counter() - start
+        log.write("eval", step=step, eval_loss=loss, images=count, seconds=seconds)
+        log.say(f"evaluation: loss {loss:.4f} over {count} images, in {seconds:.1f} s")
+        for index, reason in every[:1]:
+            what = f"such as {self.files.path(index)} ({reason})"
+            log.warn(f"{len(every)} unreadable images left out of the evaluation, {what}")
+
+    def batches(self) -> Iterator[EvalBatch | None]:
+        """Yield the batches of this rank; None where it has none, so that all have equally many."""
+        run, ranks = self.run, self.session.ranks
+        size = run.world_size * run.local_batch
+        rounds = -(-len(self.order) // size)
+        dealt = np.pad(self.order, (0, rounds * size - len(self.order)), constant_values=-1)
+        own = dealt.reshape(rounds, run.world_size, -1)[:, ranks.rank].ravel()
+        workers = run.config.workers
+        if workers is None:
+            workers = min(6, mesh.cpu_cores(ranks) - 1)
+        side, indices = run.config.img_size, own[own >= 0].tolist()
+        loader = open_eval_loader(self.files, side, run.local_batch, workers, self.stats, indices)
+        for _, batch in zip(range(rounds), chain(loader, repeat(None)), strict=False):
+            yield batch
+
+    @torch.no_grad()
+    def forward(self, batch: EvalBatch | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the losses of a batch (B,), predictions (B, L, P*P*C) and mask (B, L). Collective.
+
+        The model sees a whole local batch each time: sharded ones run on all ranks or none, and
+        compiled ones know one shape.
+        """
+        run, device = self.run, self.session.device
+        c, side, count = run.model, run.config.img_size, len(batch.indices) if batch else 0
+        x = torch.zeros(run.local_batch, c.channels, side, side, device=device)
+        noise = torch.zeros(run.local_batch, run.patches, device=device)
+        if batch:
+            x[:count] = data.normalize(batch.images.to(device), self.stats)
+            noise[:count] = fixed_noise(run.config.seed, batch.indices, run.patches)
+        with shard.autocast(self.model, device, run.dtype):
+            _, prediction, mask = self.model(x, run.config.mask_ratio, noise)
+        losses = loss_of_each(x, prediction, mask, c.patch, run.config.norm_pix_loss)
+        return losses[:count], prediction[:count], mask[:count]
+
+    def save_picture(
+        self, step: int, loss: float, batch: EvalBatch, prediction: Tensor, mask: Tensor
+    ) -> None:
+        """Write the picture of the first images to OUT/eval, and to TensorBoard where that is."""
+        run, log = self.run, self.session.log
+        patch, norm_pix = run.model.patch, run.config.norm_pix_loss
+        shown = slice(PICTURED)
+        panels = reconstructions(
+            batch.images[shown], prediction[shown], mask[shown], patch, norm_pix, self.stats
+        )
+        paths = [self.files.path(i) for i in batch.indices[shown]]
+        names = [os.path.relpath(path, self.files.root) for path in paths]
+        title = f"step {step}, {run.config.mask_ratio:.0%} of the patches removed, loss {loss:.4f}"
+        picture = draw_rows(panels, names, [title, *notes(norm_pix, self.stats)])
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            picture.save(os.path.join(self.folder, f"step_{step:08d}.png"), optimize=True)
+        except OSError as error:  # a full disk: the run does not end for want of a picture
+            log.warn(f"the picture of step {step} cannot be written: {error}")
+        log.picture("eval/picture", np.asarray(picture), step)
