@@ -25,6 +25,8 @@ demo: $(VENV)/run.ok
 	  train_fsdp.py --mode hybrid --group 2 --model tiny --img-size 96 --data examples/tiles/train \
 	  --global-batch 48 --steps 100 --blr 8e-3 --precision fp32 --device cpu --workers 1 \
 	  --log-every 5 --out $(DEMO_OUT)
+	$(BIN)/python probe.py reconstruct $(DEMO_OUT) --data examples/tiles/heldout --images 4 \
+	  --device cpu --out $(DEMO_OUT)/picture.png
 	$(BIN)/python probe.py knn $(DEMO_OUT) $(SCORED) --out $(DEMO_OUT)-scores
 
 demo-long: $(VENV)/run.ok

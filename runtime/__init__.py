@@ -3,5 +3,6 @@
 Read config, flags, session (with agreement and watchdog), step_guard, meter, log, record, resume,
 image_source (with synthetic_images), device_batches (with loader_workers), bad_images (with
 bad_images_csv), memory_fit; then topology, run_profile (with step_profile and comm_counter),
-evaluation, cpu_kernels, peak_flops, and the small ones: ranges, model_size, progress, signals, terminal.
+evaluation, cpu_kernels, peak_flops, and the small ones: ranges, model_size, progress, signals,
+terminal.
 """

@@ -519,7 +519,7 @@ def torch_is_finite(tensor) -> bool:
 def test_the_first_steps_of_make_demo(tmp_path):
     """Its own command line, cut short."""
     recipe = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n\n")[0]
-    found = re.search(r"--nproc-per-node 4 \\\n\s*train_fsdp.py (.*) --out", recipe, re.DOTALL)
+    found = re.search(r"--nproc-per-node 4 \\\n\s*train_fsdp.py (.*?) --out", recipe, re.DOTALL)
     assert found, recipe
     argv = changed(found[1].replace("\\\n", " ").split(), steps="3", log_every="1", workers="0")
     (result,) = run_ranks(4, [Run(argv, params=False)], tmp_path, 120)
@@ -546,3 +546,4 @@ def test_make_demo(tmp_path):
     assert steps[0]["loss"] > 0.8 > 0.6 > steps[-1]["loss"]
     assert f"{end['loss']:.4f}; predicting zero gives" in done.stdout
     assert str(out / "log.jsonl") in done.stdout
+    assert f"{out / 'picture.png'}: 4 images" in done.stdout and (out / "picture.png").exists()
