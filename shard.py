@@ -14,8 +14,8 @@ import inspect
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as checkpointing
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
@@ -34,12 +34,14 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _cast_forward_inputs
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 # (name, whole shape) -> whole fp32 value; KeyError if it has none for that name
 InitialValue = Callable[[str, torch.Size], Tensor]
+Fill = Callable[[nn.Module], None]  # gives values to what is on meta in a module
 Units = list[list[nn.Module]]  # blocks that are gathered and freed together
 
 # ---------------------------------------------------------------------------------------------
@@ -95,13 +97,42 @@ def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[in
     """
     if mode not in STRATEGIES:
         raise ValueError(f"there is no mode {mode}: use one of {', '.join(STRATEGIES)}")
+    for sentence in misuses(mode, {"group": group} if group else {}):
+        raise ValueError(sentence)
     row = STRATEGIES[mode]
     if row.group == "group" and not group:
         raise ValueError(f"mode {mode} needs `group`, how many ranks share a copy: those of a node")
-    if row.group != "group" and group is not None:
-        raise ValueError(f"mode {mode}: a group size belongs to the hybrid modes, got {group}")
     shard = {"1": 1, "world": world_size, "group": group or 0}[row.group]
     return world_size // shard, shard
+
+
+# The options that only some strategies have
+OPTIONS_OF: dict[str, Callable[[Strategy], bool]] = {
+    "group": lambda row: row.group == "group",
+    "fsdp": lambda row: row.engine == "fsdp",
+    "cpu_offload": lambda row: row.engine == "fsdp",
+    "bucket_cap_mb": lambda row: row.engine != "fsdp",
+    "prefetch": lambda row: row.reshard,  # the others gather nothing in backward
+    "forward_prefetch": lambda row: row.group != "1",
+    "limit_all_gathers": lambda row: row.group != "1",
+}
+
+
+def misuses(
+    mode: str, given: Mapping[str, Any], spell: Callable[[str], str] = str
+) -> Iterator[str]:
+    """Yield a sentence for each given option (name: value) that has no meaning in this mode.
+
+    `spell` turns the name of an option into what was typed for it.
+    """
+    for name, value in given.items():
+        has = OPTIONS_OF.get(name, lambda row: True)
+        if not has(STRATEGIES[mode]):
+            modes = " and ".join(other for other, row in STRATEGIES.items() if has(row))
+            yield f"{spell(name)} is for {spell('mode')} {modes}, not {mode}: leave it out"
+        elif given.get("fsdp") != 1 and (name == "limit_all_gathers" or value == "backward_post"):
+            shown = f"{spell(name)} {value}" if name == "prefetch" else spell(name)
+            yield f"{shown} exists in FSDP1 only: add {spell('fsdp')} 1, or leave it out"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -112,7 +143,7 @@ def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[in
 class ShardingOptions:
     """What `apply` can be asked for beyond the mode, by the names of train_fsdp.py's flags."""
 
-    fsdp: Literal[1, 2] = 2  # the engine of a strategy whose engine is fsdp
+    fsdp: Literal[1, 2] = 2  # FSDP1 or FSDP2, where the engine is fsdp
     param_dtype: torch.dtype = torch.bfloat16  # of the computation; stored parameters are fp32
     reduce_dtype: torch.dtype = torch.float32  # in which gradients are summed over ranks
     cast_inputs: bool = True  # FSDP: to param_dtype, those of the model, its blocks and its layers
@@ -134,21 +165,19 @@ def apply(
     block_classes: Collection[type[nn.Module]] | None = None,
     initial_value: InitialValue | None = None,
     load_later: bool = False,
-    device: torch.device | None = None,
     options: ShardingOptions = ShardingOptions(),
 ) -> nn.Module:
-    """Shard a model over the mesh; afterwards all ranks have the same values. Collective.
+    """Shard a model over the mesh; afterwards all ranks have the values of rank 0. Collective.
 
-    `mesh` has the dimensions ("replicate", "shard") of `mesh_shape`; `device` is by default its
-    own. A block is gathered and freed as a whole (in FSDP2 small neighbours share one unit,
-    `unit_ranges`); what is left is the root unit. `block_classes` says which modules are blocks:
-    None finds them (`find_blocks`), set() makes the whole model one unit.
+    `mesh` has the dimensions ("replicate", "shard") of `mesh_shape`. A block is gathered and freed
+    as a whole (in FSDP2 small neighbours share one unit, `unit_ranges`); what is left is the root
+    unit. `block_classes` says which modules are blocks: None finds them (`find_blocks`), set()
+    makes the whole model one unit.
 
-    Values: those of a model that has values are kept, rank 0's on all ranks. What is on the meta
-    device gets its values unit by unit, so that no rank ever holds the whole model: by
-    `initial_value`, or without it by `reset_parameters` of each module, from `torch.initial_seed()`
-    of rank 0, the same in every mode and on any number of ranks. With `load_later` nothing is
-    drawn or compared: load a checkpoint before the first step.
+    Values that the model has are kept. What is on the meta device gets its values unit by unit, so
+    that no rank ever holds the whole model: by `initial_value`, or without it by the method
+    `reset_parameters` of each module, from `torch.initial_seed()`, the same in every mode and on
+    any number of ranks. With `load_later` nothing is drawn: load a checkpoint before a step.
 
     Parameters are fp32, and computed with in `param_dtype`: FSDP casts them and the inputs, DDP
     needs `autocast`. Buffers stay fp32: cast them where they are used. Outputs are in param_dtype:
@@ -159,275 +188,45 @@ def apply(
     outdated parameters. Raises ValueError for what has no meaning; RuntimeError that names the
     parameters and buffers without a value.
     """
-    device = device or _device_of(mesh)
-    _check(model, mode, mesh, device, options)
-    sharded = STRATEGIES[mode].engine == "fsdp"
+    for sentence in _problems(model, mode, mesh, options):
+        raise ValueError(sentence)
+    row, device = STRATEGIES[mode], _device(mesh)
+    sharded = row.engine == "fsdp"
     # DDP has no units, and needs blocks only for these two
-    wanted = block_classes is not None or sharded or options.ac != "none" or options.compile
+    wanted = sharded or options.ac != "none" or options.compile
     blocks = find_blocks(model, block_classes) if wanted else {}
-    values = _Values(model, initial_value, load_later, device)
+    values = _Values(model, initial_value, device)
+    fill = partial(values.fill, draw=not load_later)
     if not load_later:
-        _compare(repr((mode, options, values.description)), device, "models, modes or options")
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if not _on_meta(tensor):
-                values.share(tensor)
+        _share_values(model, f"{mode} {options}", device)
     if sharded:
-        _check_units(model, blocks)
-        _check_calls(model, blocks, options)
+        _prepare_root(model, blocks, options)
     units = _prepare_units(model, blocks, options)
     if not sharded:
-        values.fill(model)
-        result = _ddp(model.to(device), mesh, device, options)
+        fill(model)
+        result = _ddp(model.to(device), mesh, options)
     elif options.fsdp == 1:
-        result = _fsdp1(model, STRATEGIES[mode], mesh, units, device, options, values.fill)
+        result = _fsdp1(model, row, mesh, units, options, fill)
     else:
-        result = _fsdp2(model, STRATEGIES[mode], mesh, units, options, values.fill)
-    values.check()
+        result = _fsdp2(model, row, mesh, units, options, fill)
+    if values.missing:
+        raise RuntimeError(
+            "build the model on the CPU, or pass initial_value: neither it nor a method "
+            f"reset_parameters gives a value to {', '.join(sorted(values.missing))}"
+        )
     return result
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
+def _device(mesh: DeviceMesh) -> torch.device:
     cuda = mesh.device_type == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-
-
-# Options that only some engines have
-ENGINES_WITH: dict[str, tuple[str, ...]] = {
-    "bucket_cap_mb": ("ddp", "zero1"),
-    "prefetch": ("fsdp1", "fsdp2"),
-    "forward_prefetch": ("fsdp1", "fsdp2"),
-    "cpu_offload": ("fsdp1", "fsdp2"),
-    "limit_all_gathers": ("fsdp1",),
-}
-
-
-def _check(
-    model: nn.Module, mode: str, mesh: DeviceMesh, device: torch.device, options: ShardingOptions
-) -> None:
-    """Raise ValueError, one sentence, for arguments of `apply` that have no meaning."""
-    world = dist.get_world_size()
-    hybrid = mode in STRATEGIES and STRATEGIES[mode].group == "group"
-    wanted = mesh_shape(mode, world, mesh.shape[-1] if hybrid else None)
-    if mesh.mesh_dim_names != ("replicate", "shard") or mesh.shape != wanted:
-        raise ValueError(
-            f"mode {mode} on {world} ranks needs a mesh (replicate, shard) of {wanted}, not "
-            f"{mesh.mesh_dim_names} of {tuple(mesh.shape)}: build it with shard.mesh_shape"
-        )
-    if device.type != mesh.device_type:
-        raise ValueError(f"device {device} is not of the mesh, which is on {mesh.device_type}")
-    for name, hint in get_type_hints(ShardingOptions).items():
-        value = getattr(options, name)
-        choices = get_args(hint) if get_origin(hint) is Literal else None
-        if (choices and value not in choices) or (
-            hint is torch.dtype and not isinstance(value, torch.dtype)
-        ):
-            needed = " or ".join(map(repr, choices)) if choices else "a dtype: torch.bfloat16"
-            raise ValueError(f"option {name} is {value!r}, but must be {needed}")
-    engine: str = STRATEGIES[mode].engine
-    engine = f"fsdp{options.fsdp}" if engine == "fsdp" else engine
-    for name, engines in ENGINES_WITH.items():
-        if engine not in engines and getattr(options, name) != getattr(ShardingOptions, name):
-            raise ValueError(f"option {name} is for {' and '.join(engines)}, not {engine}")
-    if options.prefetch == "backward_post" and engine == "fsdp2":
-        raise ValueError("prefetch backward_post exists in FSDP1 only")
-    if isinstance(model, DDP | FSDP1 | FSDPModule):
-        raise ValueError("the model is sharded already: apply takes a plain module, once")
-    reserved = WRAPPERS & {name for name, _ in model.named_children()}
-    if reserved:
-        raise ValueError(f"rename the submodule {min(reserved)}: wrappers use this name")
-    for name, p in model.named_parameters():
-        if p.dtype != torch.float32:
-            raise ValueError(f"{name} is {p.dtype}, but parameters are stored in fp32: .float()")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("no parameter requires a gradient: there is nothing to train")
-
-
-# ---------------------------------------------------------------------------------------------
-# Blocks and units
-
-
-def find_blocks(
-    model: nn.Module, block_classes: Collection[type[nn.Module]] | None = None
-) -> dict[str, nn.Module]:
-    """Find the blocks of a model, by name, in the order of its modules.
-
-    They are the modules of `block_classes`; or, where it is None, the repeated ones: children of
-    one class in an nn.ModuleList or nn.Sequential, which have children themselves. Raises
-    ValueError, which lists the classes that could be blocks, if there are none.
-    """
-    if block_classes is None:
-        blocks, problem = _repeated(model), "no block is repeated in an nn.ModuleList or Sequential"
-    else:
-        blocks = [m for m in model.modules() if type(m) in block_classes and m is not model]
-        wanted = ", ".join(sorted(c.__name__ for c in block_classes))
-        problem = f"block_classes match no module: {wanted} (subclasses do not count)"
-    if not blocks and (block_classes is None or block_classes):
-        parts = [m for m in model.modules() if m is not model and _has_forward_and_parameters(m)]
-        parts = [m for m in parts if any(True for _ in m.children())] or parts
-        numels, counts = Counter[str](), Counter(type(m).__name__ for m in parts)
-        for module in parts:
-            numels[type(module).__name__] += sum(p.numel() for p in module.parameters())
-        listed = ", ".join(f"{name} x {counts[name]}" for name, _ in numels.most_common(8))
-        raise ValueError(
-            f"{problem}; give block_classes, out of {listed or 'none'}, or set() for a single unit"
-        )
-    chosen = set(blocks)
-    return {name: module for name, module in model.named_modules() if module in chosen}
-
-
-def _has_forward_and_parameters(module: nn.Module) -> bool:
-    has_forward = type(module).forward is not nn.Module.forward  # nn.ModuleList has none
-    return has_forward and any(True for _ in module.parameters())
-
-
-def _repeated(module: nn.Module) -> list[nn.Module]:
-    """List the repeated modules below this one, the outermost; see `find_blocks`."""
-    found: list[nn.Module] = []
-    counts = Counter(type(child) for child in module.children())
-    for child in module.children():
-        repeated = (
-            isinstance(module, nn.ModuleList | nn.Sequential)
-            and counts[type(child)] > 1
-            and any(True for _ in child.children())
-            and _has_forward_and_parameters(child)
-        )
-        # a stage of several blocks, say a Sequential in a Sequential, is not a block itself
-        if repeated and not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            found.append(child)
-        else:
-            found += _repeated(child) or [child] * repeated
-    return found
-
-
-def _check_units(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    """Raise ValueError for a module or parameter in two units: FSDP would silently untie it."""
-    unit_of: dict[nn.Module | nn.Parameter, str] = {}
-    for name, block in blocks.items():
-        for part in block.modules():
-            if unit_of.setdefault(part, name) != name:
-                raise ValueError(
-                    f"the blocks {unit_of[part]} and {name} have a module in common: choose "
-                    "block_classes that contain it once"
-                )
-    for name, module in model.named_modules():
-        unit = unit_of.get(module, "the root")
-        for leaf, p in module.named_parameters(recurse=False):
-            if unit_of.setdefault(p, unit) != unit:
-                raise ValueError(
-                    f"{name}.{leaf} is tied to a parameter of another unit ({unit_of[p]}): choose "
-                    "block_classes that leave both in one, or use mode ddp or zero1"
-                )
-
-
-def _check_calls(model: nn.Module, blocks: dict[str, nn.Module], options: ShardingOptions) -> None:
-    """Let each layer of the root unit refuse a call outside of the model's, and cast its inputs."""
-    inside = {part for block in blocks.values() for part in block.modules()}
-    for name, module in model.named_modules():
-        shapes = {leaf: p.shape for leaf, p in module.named_parameters(recurse=False)}
-        if shapes and module is not model and module not in inside:
-            cast = options.cast_inputs and not isinstance(module, _BatchNorm)
-            dtype = options.param_dtype if cast else None
-            hook = partial(_before_call, name=name, shapes=shapes, dtype=dtype)
-            module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _before_call(
-    module: nn.Module,
-    inputs: tuple[Any, ...],
-    named: dict[str, Any],
-    *,
-    name: str,
-    shapes: dict[str, torch.Size],
-    dtype: torch.dtype | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    for leaf, shape in shapes.items():
-        p = getattr(module, leaf)
-        if isinstance(p, DTensor) or p.shape != shape:
-            raise RuntimeError(
-                f"{name} was called outside of the model's forward, where its parameters are not "
-                "gathered: call the model itself, and move the call into its forward"
-            )
-
-    def cast(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and dtype else x
-
-    return tuple(cast(x) for x in inputs), {key: cast(x) for key, x in named.items()}
-
-
-def _prepare_units(
-    model: nn.Module, found: dict[str, nn.Module], options: ShardingOptions
-) -> Units:
-    """Checkpoint and compile the blocks, and group them into units.
-
-    The order matters. Checkpointing comes first, so that the recomputation is inside the compiled
-    region and inside the unit: a block is gathered once for recomputation and gradient together.
-    """
-    numels = [sum(p.numel() for p in block.parameters()) for block in found.values()]
-    ranges, blocks = unit_ranges(list(found), numels), list(found.values())
-    if options.ac != "none":
-        if any(isinstance(part, _BatchNorm) for block in blocks for part in block.modules()):
-            raise ValueError(f"ac {options.ac} would count each batch twice in BatchNorm")
-        blocks = [_checkpoint(model, name, options) for name in found]
-    if options.compile:
-        # Blocks of one shape share a compilation, and FSDP's hooks stay outside of it. Not dynamic:
-        # one graph for encoder and decoder blocks alike would be slower than one for each.
-        for block in blocks:
-            block.compile(dynamic=False)
-    return [[blocks[i] for i in unit] for unit in ranges]
-
-
-def unit_ranges(names: Sequence[str], numels: Sequence[int]) -> list[range]:
-    """Group blocks into units of FSDP2: neighbours in a stack, up to the size of the largest block.
-
-    Blocks are given in the order of forward, by name (`stack.number`) and number of parameters.
-    """
-    # A small unit has as many collectives as a large one, and over many ranks each costs its
-    # latency: so MAE's decoder blocks, small beside those of a large encoder, are grouped. No unit
-    # is larger than the largest block: the memory for gathered parameters does not grow.
-    largest, ranges = max(numels, default=0), list[range]()
-    for i, name in enumerate(names):
-        start = ranges[-1].start if ranges else i
-        same_stack = names[start].rpartition(".")[0] == name.rpartition(".")[0]
-        if ranges and same_stack and sum(numels[start : i + 1]) <= largest:
-            ranges[-1] = range(start, i + 1)
-        else:
-            ranges.append(range(i, i + 1))
-    return ranges
-
-
-def _checkpoint(model: nn.Module, name: str, options: ShardingOptions) -> nn.Module:
-    """Wrap the module `name` for activation checkpointing."""
-    parent, _, leaf = name.rpartition(".")
-    how: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state}
-    if options.ac == "selective":
-        how["context_fn"] = lambda: create_selective_checkpoint_contexts(_keep_matmuls)
-    wrapper = checkpoint_wrapper(model.get_submodule(name), **how)
-    setattr(model.get_submodule(parent), leaf, wrapper)
-    return wrapper
-
-
-def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Selective checkpointing: keep attention and matrix products, recompute norms, GELU and sums.
-
-    A product that narrows, the MLP's last, is not kept: no gradient in the block needs its result.
-    """
-    if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-        left, right = args[-2:]
-        keep = left.shape[-1] <= right.shape[-1]
-    elif "linear" in str(op):  # F.linear as one operator, with the weight (D', D)
-        keep = args[0].shape[-1] <= args[1].shape[0]
-    else:  # bmm: attention without a fused kernel
-        keep = "scaled_dot_product" in str(op) or op is torch.ops.aten.bmm.default
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # ---------------------------------------------------------------------------------------------
 # The engines
 
 
-def _ddp(
-    model: nn.Module, mesh: DeviceMesh, device: torch.device, options: ShardingOptions
-) -> nn.Module:
+def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Module:
     """DDP: whole parameters on every rank, gradients all-reduced in buckets during backward."""
     if mesh.size() == 1:
         return model  # nobody to communicate with: no buckets, a second copy of the gradients
@@ -437,7 +236,7 @@ def _ddp(
     group = mesh.get_group("replicate")
     sharded = DDP(
         model,
-        device_ids=[device.index] if device.type == "cuda" else None,
+        device_ids=[_device(mesh).index] if mesh.device_type == "cuda" else None,
         process_group=group,
         gradient_as_bucket_view=True,  # no second copy of the gradients
         bucket_cap_mb=options.bucket_cap_mb,
@@ -464,9 +263,8 @@ def _fsdp1(
     strategy: Strategy,
     mesh: DeviceMesh,
     units: Units,
-    device: torch.device,
     options: ShardingOptions,
-    fill: Callable[[nn.Module], None],
+    fill: Fill,
 ) -> nn.Module:
     """FSDP1: the strategy is an enum, so is the prefetch; every unit is one flat parameter."""
     blocks = {block for unit in units for block in unit}
@@ -497,7 +295,7 @@ def _fsdp1(
             cpu_offload=fsdp.CPUOffload(offload_params=options.cpu_offload),
             use_orig_params=True,  # weight decay differs by parameter
             param_init_fn=fill,
-            device_id=device,  # needed for a CPU too
+            device_id=_device(mesh),  # needed for a CPU too
         )
 
 
@@ -507,7 +305,7 @@ def _fsdp2(
     mesh: DeviceMesh,
     units: Units,
     options: ShardingOptions,
-    fill: Callable[[nn.Module], None],
+    fill: Fill,
 ) -> nn.Module:
     """FSDP2: the strategy is the mesh and `reshard_after_forward`; parameters become DTensors."""
     pinned = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -543,126 +341,6 @@ def _fsdp2(
         for unit, following in pairwise(blocks[0] for blocks in units):
             unit.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     return model
-
-
-# ---------------------------------------------------------------------------------------------
-# Initial values
-
-WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module"}
-
-
-def original_name(name: str) -> str:
-    """Return the name that a parameter had before its model was wrapped."""
-    parts = name.removeprefix("module.").split(".")  # DDP's; a submodule further down keeps it
-    return ".".join(part for part in parts if part not in WRAPPERS - {"module"})
-
-
-def _compare(text: str, device: torch.device, what: str) -> None:
-    """Raise RuntimeError on every rank unless `text` is the same on all. Collective."""
-    crc = zlib.crc32(text.encode())
-    extremes = torch.tensor([crc, -crc], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    if extremes.sum():
-        raise RuntimeError(f"the ranks were given different {what}: they must be the same on all")
-
-
-class _Values:
-    """Give the parameters and buffers of one model their values, the same on every rank."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        initial_value: InitialValue | None,
-        load_later: bool,
-        device: torch.device,
-    ) -> None:
-        self.initial_value, self.load_later, self.device = initial_value, load_later, device
-        self.seed, self.drawn, self.missing = torch.initial_seed(), "", list[str]()
-        self.names = {module: name for name, module in model.named_modules()}
-        self.owners: dict[Tensor, tuple[nn.Module, str, str]] = {}  # of what is on meta, the first
-        self.description: list[tuple] = []
-        for name, t in [*model.named_parameters(), *model.named_buffers()]:
-            self.description.append((name, t.shape, t.dtype, t.requires_grad, _on_meta(t)))
-            if _on_meta(t):
-                parent, _, leaf = name.rpartition(".")
-                self.owners[t] = model.get_submodule(parent), leaf, name
-        if initial_value and self.description and not self.owners:
-            raise ValueError("initial_value is for a model on meta, but this one has values")
-
-    @torch.no_grad()
-    def share(self, tensor: Tensor) -> None:
-        """Replace the values of a tensor by those of rank 0. Collective."""
-        value = tensor.to(self.device).contiguous()
-        if value.numel() and dist.get_world_size() > 1:
-            dist.broadcast(value.view(-1).view(torch.uint8), 0)  # as bytes: any dtype
-        tensor.data = value.to(tensor.device)
-
-    @torch.no_grad()
-    def fill(self, unit: nn.Module) -> None:
-        """Give what is on meta in a module and below it memory and values. Collective."""
-        made: dict[Tensor, Tensor] = {}  # tied parameters stay tied
-        resets = not self.load_later and self.initial_value is None
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else [], resets):
-            # children first, because some modules set the values of their children too
-            for module in reversed(list(unit.modules())):
-                own = {**module._parameters, **module._buffers}
-                for leaf, old in own.items():
-                    if old is not None and _on_meta(old):
-                        made[old] = made[old] if old in made else self._allocate(old)
-                        setattr(module, leaf, made[old])
-                # tied parameters get the values of the module that has them first
-                first = any(t in made and self.owners[t][0] is module for t in own.values())
-                if first and resets:
-                    self._reset(module)
-        for old, new in made.items() if not self.load_later else []:
-            module, leaf, name = self.owners[old]
-            if self.initial_value:
-                self._draw(self.initial_value, name, new)
-                continue
-            current = getattr(module, leaf)  # which reset_parameters may have replaced
-            untouched = current is new and new._version == 0  # integers cannot be NaN
-            self.share(current)
-            if untouched or bool(current.isnan().any()):
-                self.missing.append(name)
-
-    def _allocate(self, old: Tensor) -> Tensor:
-        new = torch.empty_like(old, device=self.device)
-        if not self.load_later and new.is_floating_point():
-            new.fill_(float("nan"))  # to see what is given a value
-        return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-
-    def _reset(self, module: nn.Module) -> None:
-        """Let a module draw its values, by a seed of its own: the order of the modules is free."""
-        torch.manual_seed(zlib.crc32(f"{self.seed}/{self.names[module]}".encode()))
-        names = ("reset_parameters", "_reset_parameters")  # the second: nn.MultiheadAttention
-        for reset in [getattr(module, name) for name in names if hasattr(module, name)]:
-            reset()
-
-    def _draw(self, initial_value: InitialValue, name: str, tensor: Tensor) -> None:
-        try:
-            value = initial_value(name, tensor.shape)
-        except KeyError:
-            self.missing.append(name)
-            return
-        if value.shape != tensor.shape:
-            shapes = f"{tuple(value.shape)}, but it is {tuple(tensor.shape)}"
-            raise ValueError(f"initial_value gives {name} the shape {shapes}")
-        tensor.copy_(value)
-        self.drawn += repr(value.flatten()[:8].tolist())
-
-    def check(self) -> None:
-        """Raise RuntimeError for what has no value, or other values on other ranks. Collective."""
-        if self.missing:
-            raise RuntimeError(
-                "build the model on the CPU, or pass initial_value: neither it nor a method "
-                f"reset_parameters gives a value to {', '.join(sorted(self.missing))}"
-            )
-        if self.drawn:
-            _compare(self.drawn, self.device, "initial values")
-
-
-def _on_meta(tensor: Tensor) -> bool:
-    return tensor.device.type == "meta"  # is_meta is true for fake tensors too
 
 
 # ---------------------------------------------------------------------------------------------
@@ -708,6 +386,15 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
     return whole
 
 
+WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module"}
+
+
+def original_name(name: str) -> str:
+    """Return the name that a parameter had before its model was wrapped."""
+    parts = name.removeprefix("module.").split(".")  # DDP's; a submodule further down keeps it
+    return ".".join(part for part in parts if part not in WRAPPERS - {"module"})
+
+
 def weight_decay_names(model: nn.Module) -> set[str]:
     """List the parameters that decay: all but biases and norms (1-D), as in the MAE recipe.
 
@@ -741,11 +428,6 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     optimizer.step()
 
 
-def compile_seconds() -> float:
-    """Return the seconds that torch.compile has taken in this process so far."""
-    return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
-
-
 def build_scaler(
     model: nn.Module, device: torch.device, dtype: torch.dtype
 ) -> torch.amp.GradScaler | None:
@@ -753,3 +435,255 @@ def build_scaler(
     if dtype != torch.float16:
         return None
     return (ShardedGradScaler if isinstance(model, FSDP1) else torch.amp.GradScaler)(device.type)
+
+
+# ---------------------------------------------------------------------------------------------
+# Blocks and units
+
+
+def find_blocks(
+    model: nn.Module, block_classes: Collection[type[nn.Module]] | None = None
+) -> dict[str, nn.Module]:
+    """Find the blocks of a model, by name: the outermost modules of `block_classes`.
+
+    By default these are the classes that occur repeatedly in an nn.ModuleList or nn.Sequential and
+    have children; a Sequential, say a stage of blocks, only if there is no other. Raises
+    ValueError, which lists the classes that could be blocks, if there are none.
+    """
+    classes = set(block_classes or [])
+    wanted = ", ".join(sorted(cls.__name__ for cls in classes))
+    problem = f"block_classes match no module: {wanted} (subclasses do not count)"
+    # with children, and a forward, which a ModuleList does not have
+    parts = {m: type(m) for m in model.modules() if m is not model and [*m.children()]}
+    parts = {m: cls for m, cls in parts.items() if cls.forward is not nn.Module.forward}
+    if block_classes is None:
+        problem = "no block is repeated in an nn.ModuleList or Sequential"
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+        counts = [Counter(parts[child] for child in m.children() if child in parts) for m in lists]
+        repeated = {cls for count in counts for cls in count if count[cls] > 1}
+        classes = {cls for cls in repeated if not issubclass(cls, nn.Sequential)} or repeated
+    blocks: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inner = any(name.startswith(f"{outer}.") for outer in blocks)
+        if type(module) in classes and module is not model and not inner:
+            blocks[name] = module
+    if not blocks and block_classes != set():
+        listed = Counter(cls.__name__ for cls in parts.values()).most_common(8)
+        choices = ", ".join(f"{name} x {count}" for name, count in listed) or "none"
+        raise ValueError(f"{problem}; give block_classes, out of {choices}, or set() for none")
+    return blocks
+
+
+def _prepare_root(model: nn.Module, blocks: dict[str, nn.Module], options: ShardingOptions) -> None:
+    """Let each layer outside of the blocks cast its inputs, as FSDP does for blocks and model.
+
+    Raises ValueError for a parameter in two units: FSDP would silently untie it.
+    """
+    unit_of: dict[nn.Parameter, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        unit = next((block for block in blocks if name.startswith(f"{block}.")), "the root")
+        if unit_of.setdefault(p, unit) != unit:
+            raise ValueError(
+                f"{name} is in two units, {unit_of[p]} and {unit}: choose block_classes that leave "
+                "it in one, or use mode ddp or zero1"
+            )
+    inside = {part for block in blocks.values() for part in block.modules()}
+    for name, layer in model.named_modules():
+        own = any(True for _ in layer.parameters(recurse=False))
+        if own and layer is not model and layer not in inside:
+            cast = options.cast_inputs and not isinstance(layer, _BatchNorm)
+            before = partial(_before_layer, name, options.param_dtype if cast else None)
+            layer.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _before_layer(
+    name: str, dtype: torch.dtype | None, layer: nn.Module, inputs: Any, named: Any
+) -> Any:
+    if any(isinstance(p, DTensor) for p in layer.parameters(recurse=False)):
+        raise RuntimeError(
+            f"{name} was called outside of the model's forward, where its parameters are not "
+            "gathered: call the model itself, and move the call into its forward"
+        )
+    return _cast_forward_inputs(dtype, *inputs, **named)
+
+
+def _prepare_units(
+    model: nn.Module, found: dict[str, nn.Module], options: ShardingOptions
+) -> Units:
+    """Checkpoint and compile the blocks, and group them into units.
+
+    The order matters. Checkpointing comes first, so that the recomputation is inside the compiled
+    region and inside the unit: a block is gathered once for recomputation and gradient together.
+    """
+    numels = [sum(p.numel() for p in block.parameters()) for block in found.values()]
+    ranges, blocks = unit_ranges(list(found), numels), list(found.values())
+    if options.ac != "none":
+        if any(isinstance(part, _BatchNorm) for block in blocks for part in block.modules()):
+            raise ValueError(f"ac {options.ac} would count each batch twice in BatchNorm")
+        how: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state}
+        if options.ac == "selective":
+            how["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matmuls)
+        wrap, plain = partial(checkpointing.checkpoint_wrapper, **how), set(blocks)
+        checkpointing.apply_activation_checkpointing(model, wrap, plain.__contains__)
+        blocks = [model.get_submodule(name) for name in found]
+    if options.compile:
+        # Blocks of one shape share a compilation, and FSDP's hooks stay outside of it. Not dynamic:
+        # one graph for encoder and decoder blocks alike would be slower than one for each.
+        for block in blocks:
+            block.compile(dynamic=False)
+    return [[blocks[i] for i in unit] for unit in ranges]
+
+
+def unit_ranges(names: Sequence[str], numels: Sequence[int]) -> list[range]:
+    """Group blocks into units of FSDP2: neighbours in a stack, up to the size of the largest block.
+
+    Blocks are given in the order of forward, by name (`stack.number`) and number of parameters.
+    """
+    # A small unit has as many collectives as a large one, and over many ranks each costs its
+    # latency: so MAE's decoder blocks, small beside those of a large encoder, are grouped. No unit
+    # is larger than the largest block: the memory for gathered parameters does not grow.
+    largest, ranges = max(numels, default=0), list[range]()
+    for i, name in enumerate(names):
+        start = ranges[-1].start if ranges else i
+        same_stack = names[start].rpartition(".")[0] == name.rpartition(".")[0]
+        if ranges and same_stack and sum(numels[start : i + 1]) <= largest:
+            ranges[-1] = range(start, i + 1)
+        else:
+            ranges.append(range(i, i + 1))
+    return ranges
+
+
+def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Selective checkpointing: keep attention and matrix products, recompute norms, GELU and sums.
+
+    A product that narrows, the MLP's last, is not kept: no gradient in the block needs its result.
+    """
+    if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        left, right = args[-2:]
+        keep = left.shape[-1] <= right.shape[-1]
+    elif "linear" in str(op):  # F.linear as one operator, with the weight (D', D)
+        keep = args[0].shape[-1] <= args[1].shape[0]
+    else:  # bmm: attention without a fused kernel
+        keep = "scaled_dot_product" in str(op) or op is torch.ops.aten.bmm.default
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks and initial values
+
+
+def _problems(
+    model: nn.Module, mode: str, mesh: DeviceMesh, options: ShardingOptions
+) -> Iterator[str]:
+    """Yield a sentence for each argument of `apply` that has no meaning."""
+    world, hybrid = dist.get_world_size(), mode in STRATEGIES and STRATEGIES[mode].group == "group"
+    wanted = mesh_shape(mode, world, mesh.shape[-1] if hybrid else None)
+    if mesh.mesh_dim_names != ("replicate", "shard") or mesh.shape != wanted:
+        yield (
+            f"mode {mode} on {world} ranks needs a mesh (replicate, shard) of {wanted}, not "
+            f"{mesh.mesh_dim_names} of {tuple(mesh.shape)}: build it with shard.mesh_shape"
+        )
+    for name, hint in get_type_hints(ShardingOptions).items():
+        value = getattr(options, name)
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            yield f"{name} is {value!r}, but must be {' or '.join(map(repr, get_args(hint)))}"
+        if hint is torch.dtype and not isinstance(value, torch.dtype):
+            yield f"{name} is {value!r}, but must be a dtype: torch.bfloat16"
+    given = {n: v for n, v in vars(options).items() if v != getattr(ShardingOptions, n)}
+    yield from misuses(mode, given)
+    if isinstance(model, DDP | FSDP1 | FSDPModule):
+        yield "the model is sharded already: apply takes a plain module, once"
+    for name in WRAPPERS & dict(model.named_children()).keys():
+        yield f"rename the submodule {name}: wrappers use this name"
+    for name, p in model.named_parameters():
+        if p.dtype != torch.float32:
+            yield f"{name} is {p.dtype}, but parameters are stored in fp32: .float()"
+    if not any(p.requires_grad for p in model.parameters()):
+        yield "no parameter requires a gradient: there is nothing to train"
+
+
+class _Values:
+    """Give the parameters and buffers of one model their values: on all ranks those of rank 0."""
+
+    def __init__(
+        self, model: nn.Module, initial_value: InitialValue | None, device: torch.device
+    ) -> None:
+        self.initial_value, self.device, self.seed = initial_value, device, torch.initial_seed()
+        self.names = {module: name for name, module in model.named_modules()}
+        self.missing: list[str] = []
+        if initial_value and not any(map(_on_meta, [*model.parameters(), *model.buffers()])):
+            raise ValueError("initial_value is for a model on meta, but this one has values")
+
+    @torch.no_grad()
+    def fill(self, unit: nn.Module, draw: bool = True) -> None:
+        """Give what is on meta in a module and below it memory and values. Collective."""
+        made: dict[Tensor, Tensor] = {}  # tied parameters stay tied
+        owners: dict[Tensor, tuple[nn.Module, str]] = {}
+        # Children first, because some modules set the values of their children too. Of the modules
+        # that have a tied parameter the first sets it last.
+        for module in reversed(list(unit.modules())):
+            own = {**module._parameters, **module._buffers}
+            meta = {leaf: t for leaf, t in own.items() if t is not None and _on_meta(t)}
+            for leaf, t in meta.items():
+                made[t] = made[t] if t in made else _allocate(t, self.device)
+                setattr(module, leaf, made[t])
+                owners[t] = module, leaf
+            if meta and draw:
+                self._draw(module, meta)
+        for t, (module, leaf) in owners.items() if draw else []:
+            value = getattr(module, leaf)  # which reset_parameters may have replaced
+            untouched = value is made[t] and value._version == 0  # integers cannot be NaN
+            _share(value, self.device)
+            if untouched or bool(value.isnan().any()):
+                self.missing.append(f"{self.names[module]}.{leaf}".lstrip("."))
+
+    def _draw(self, module: nn.Module, leaves: Iterable[str]) -> None:
+        """Draw the values of one module, independently of all others."""
+        if self.initial_value is None:
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                torch.manual_seed(zlib.crc32(f"{self.seed}/{self.names[module]}".encode()))
+                for name in ("reset_parameters", "_reset_parameters"):  # nn.MultiheadAttention's
+                    getattr(module, name, lambda: None)()
+            return
+        for leaf in leaves:
+            name, tensor = f"{self.names[module]}.{leaf}".lstrip("."), getattr(module, leaf)
+            with suppress(KeyError):
+                value = self.initial_value(name, tensor.shape)
+                if value.shape != tensor.shape:
+                    shapes = f"{tuple(value.shape)}, but it is {tuple(tensor.shape)}"
+                    raise ValueError(f"initial_value gives {name} the shape {shapes}")
+                tensor.copy_(value)
+
+
+def _allocate(t: Tensor, device: torch.device) -> Tensor:
+    new = torch.empty_like(t, device=device)
+    if new.is_floating_point():
+        new.fill_(float("nan"))  # to see what is given a value
+    return nn.Parameter(new, t.requires_grad) if isinstance(t, nn.Parameter) else new
+
+
+def _share_values(model: nn.Module, arguments: str, device: torch.device) -> None:
+    """Send the values that a model has from rank 0 to all; RuntimeError if the models differ."""
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    found = [(n, t.shape, t.dtype, t.requires_grad, _on_meta(t)) for n, t in tensors.items()]
+    crc = zlib.crc32(f"{arguments} {found}".encode())
+    extremes = torch.tensor([crc, -crc], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    if extremes.sum():
+        raise RuntimeError("the ranks were given different models, modes or options")
+    for tensor in tensors.values():
+        if not _on_meta(tensor):
+            _share(tensor, device)
+
+
+@torch.no_grad()
+def _share(tensor: Tensor, device: torch.device) -> None:
+    """Replace the values of a tensor by those of rank 0. Collective."""
+    value = tensor.to(device).contiguous()
+    if value.numel() and dist.get_world_size() > 1:
+        dist.broadcast(value.view(-1).view(torch.uint8), 0)  # as bytes: any dtype
+    tensor.data = value.to(tensor.device)
+
+
+def _on_meta(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta"  # is_meta is true for fake tensors too

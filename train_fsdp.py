@@ -39,7 +39,7 @@ from runtime.config import Run, with_images
 from runtime.device_batches import NO_BATCH, Batch, open_batches
 from runtime.flags import parse
 from runtime.log import open_log, open_tensorboard
-from runtime.meter import Meter
+from runtime.meter import Meter, compile_seconds
 from runtime.record import finish, loss_of_zero, report_start
 from runtime.resume import Saves, list_newest_first, resume
 from runtime.session import Session, manual_gc, run_session
@@ -152,7 +152,6 @@ def build_model_and_optimizer(
         block_classes={vit.Block},
         initial_value=partial(vit.initial_value, run.model, seed=c.seed),
         load_later=not initialise,
-        device=device,
         options=run.sharding_options(),
     )
     # after sharding: its states are sharded as the parameters are
@@ -302,11 +301,11 @@ def run_training(run: Run, session: Session) -> str | None:
         profile = RunProfile(run, log, device, grid, steps)
         observe = profile.step
 
-    compiled_before, meter = shard.compile_seconds(), Meter(guard.done, run.global_batch)
+    compiled_before, meter = compile_seconds(), Meter(guard.done, run.global_batch)
     with manual_gc():
         ended = train(run, session, batches, step_fn, guard, meter, saves, bad_images, observe)
     measured = {
-        "compile_seconds": shard.compile_seconds() - compiled_before if config.compile else None,
+        "compile_seconds": compile_seconds() - compiled_before if config.compile else None,
         "payload_bytes": profile.payload_bytes() if profile else None,
     }
     return finish(run, session, ended, guard, meter, saves, bad_images, zero, measured)

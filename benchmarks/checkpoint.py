@@ -58,7 +58,6 @@ def build(model: str, fsdp: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         MODE,
         grid,
         block_classes={vit.Block},
-        device=CPU,
         initial_value=lambda name, shape: torch.zeros(shape),
         options=shard.ShardingOptions(fsdp=2 if fsdp == 2 else 1, param_dtype=torch.float32),
     )

@@ -56,7 +56,6 @@ def build(
         whole,
         "full_shard",
         mesh.build_mesh(shard.mesh_shape("full_shard", dist.get_world_size()), device),
-        device=device,
         block_classes={vit.Block},
         initial_value=partial(vit.initial_value, config, seed=0),
         options=shard.ShardingOptions(param_dtype=dtype, cast_inputs=False),

@@ -143,39 +143,21 @@ def make_config(parser: TrainingParser, args: argparse.Namespace) -> Config:
     for sentence in clashes(args, "cuda" if gpu else "cpu"):
         parser.error(sentence)
     # What has no meaning in this mode stays None, so that the log does not claim it.
-    row = shard.STRATEGIES[args.mode]
-    if row.engine == "fsdp":
-        args.fsdp = args.fsdp or 2
-    if row.reshard:
-        args.prefetch = args.prefetch or "backward_pre"
-    if args.fsdp == 1 and args.mode != "no_shard":
-        args.limit_all_gathers = args.limit_all_gathers is not False
+    for name in ("fsdp", "prefetch", "limit_all_gathers"):
+        value = getattr(shard.ShardingOptions, name)
+        has_meaning = not any(shard.misuses(args.mode, {"fsdp": args.fsdp, name: value}))
+        if getattr(args, name) is None and has_meaning:
+            setattr(args, name, value)
     return Config(**{row.name: getattr(args, row.name) for row in fields(Config)})
 
 
 def clashes(args: argparse.Namespace, device_type: str) -> Iterator[str]:
     """Yield a sentence for each flag, given explicitly, that has no meaning with the others."""
-    mode, row, fsdp1 = args.mode, shard.STRATEGIES[args.mode], args.fsdp == 1
-    ddp = row.engine != "fsdp"
+    given = {f.name: v for f in fields(Config) if (v := getattr(args, f.name)) != f.default}
+    yield from shard.misuses(args.mode, given, lambda name: "--" + name.replace("_", "-"))
     use = "leave it out"
-    if args.group and row.group != "group":
-        yield f"--group is for --mode hybrid and hybrid_grad_op, not {mode}: {use}"
-    if args.fsdp and ddp:
-        yield f"--fsdp chooses between FSDP engines, --mode {mode} is none: {use}"
-    if args.prefetch and not row.reshard:
-        yield f"--prefetch: --mode {mode} gathers nothing in backward: {use}, or use full_shard"
-    if args.prefetch == "backward_post" and not fsdp1:
-        yield "--prefetch backward_post exists in FSDP1 only: add --fsdp 1, or use backward_pre"
-    if args.forward_prefetch and (ddp or mode == "no_shard"):
-        yield f"--forward-prefetch: --mode {mode} gathers no parameters: {use}"
-    if args.limit_all_gathers is not None and (not fsdp1 or mode == "no_shard"):
-        yield f"--limit-all-gathers is for sharded modes of --fsdp 1: {use}, or add --fsdp 1"
-    if args.cpu_offload and ddp:
-        yield f"--cpu-offload is FSDP's, --mode {mode} has none: {use}"
     if args.cpu_offload and device_type == "cpu":
         yield f"--cpu-offload moves parameters off a GPU, but this run is on the CPU: {use}"
-    if args.bucket_cap_mb and not ddp:
-        yield f"--bucket-cap-mb is for --mode ddp and zero1, not {mode}: {use}"
     if args.batch and args.global_batch:
         yield "--batch and --global-batch: give one of them"
     if args.steps and args.epochs:

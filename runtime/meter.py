@@ -9,10 +9,16 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 DATA_WAIT = "wait for data"  # name of the range in a profiler's trace
+
+
+def compile_seconds() -> float:
+    """Return the seconds that torch.compile has taken in this process so far."""
+    return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
 
 
 class Meter:

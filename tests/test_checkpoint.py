@@ -73,7 +73,6 @@ def build(mode, fsdp=2, group=None, *, seed=0, ac="none", config=CONFIG):
         mode,
         grid,
         block_classes={vit.Block},
-        device=CPU,
         initial_value=partial(vit.initial_value, config, seed=seed),
         options=shard.ShardingOptions(fsdp=fsdp, ac=ac, param_dtype=torch.float32),
     )

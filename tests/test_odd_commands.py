@@ -208,7 +208,7 @@ ALL = (*BOTH, "plan.py")
         (ALL, "--warmup-steps 101", {}, "101 is more than the 100 --steps"),
         (ALL, "--steps 5 --warmup-steps 6", {}, "6 is more than the 5 --steps"),
         (ALL, "--mode full_shard --group 5", {}, "--group is for --mode hybrid"),
-        (ALL, "--mode ddp --prefetch none", {}, "gathers nothing in backward"),
+        (ALL, "--mode ddp --prefetch none", {}, "--prefetch is for --mode full_shard"),
         (ALL, "--group 3", {}, "cannot be split into shard groups of 3"),
         (ALL, "--batch 8 --global-batch 8", {}, "give one of them"),
         (ALL, "--global-batch 9 --accum 2", {}, "does not divide over"),

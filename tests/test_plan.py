@@ -128,7 +128,6 @@ def wire_of(case: dict, config: vit.ViTConfig, world: int, bucket_cap_mb: int | 
         mesh.build_mesh(shard.mesh_shape(mode, world, group), CPU),
         block_classes={vit.Block},
         initial_value=partial(vit.initial_value, config),
-        device=CPU,
         options=shard.ShardingOptions(
             param_dtype=dtype,
             reduce_dtype=reduce_dtype,
@@ -222,7 +221,6 @@ def tracked_gib(config: vit.ViTConfig, world: int, mode: str, group: int | None,
                 mode,
                 grid,
                 block_classes={vit.Block},
-                device=CPU,
                 load_later=True,
                 options=shard.ShardingOptions(ac=ac, cast_inputs=False, preserve_rng_state=False),
             )
@@ -299,11 +297,8 @@ def test_memory_of_one_rank_is_that_of_the_tracker(precision, ac):
     config = vit.MODELS["base"] if FULL else SHALLOW
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = vit.ViTMAE(config)
-        for module, name in {m: n for n, m in model.named_modules()}.items():
-            if type(module) is vit.Block and ac != "none":
-                shard._checkpoint(
-                    model, name, shard.ShardingOptions(ac=ac, preserve_rng_state=False)
-                )
+        options = shard.ShardingOptions(ac=ac, preserve_rng_state=False)
+        shard._prepare_units(model, shard.find_blocks(model, {vit.Block}), options)
         images = torch.empty(32, 3, 224, 224, dtype=torch.uint8)
         noise = torch.rand(32, vit.patch_count(config, 224))
         tracker = MemTracker()

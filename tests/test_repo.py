@@ -331,7 +331,6 @@ for mode in shard.STRATEGIES:
     decay = shard.weight_decay_names(model)
     model = shard.apply(model, mode, grid, block_classes={torch.nn.Linear},
                         initial_value=lambda name, shape: torch.ones(shape),
-                        device=torch.device("cpu"),
                         options=shard.ShardingOptions(param_dtype=torch.float32))
     optimizer = shard.build_optimizer(model, mode, decay, lr=0.1, weight_decay=0.0)
     out = model(torch.ones(1, 4))

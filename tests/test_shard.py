@@ -45,7 +45,7 @@ def test_mesh_shapes():
 def test_mesh_shape_refuses_what_has_no_meaning():
     with pytest.raises(ValueError, match="there is no mode zero3: use one of ddp, zero1, no_shard"):
         shard.mesh_shape("zero3", 8)
-    with pytest.raises(ValueError, match="a group size belongs to the hybrid modes, got 2"):
+    with pytest.raises(ValueError, match="group is for mode hybrid and hybrid_grad_op, not full"):
         shard.mesh_shape("full_shard", 8, 2)
     with pytest.raises(ValueError, match="mode hybrid needs `group`, how many ranks share a copy"):
         shard.mesh_shape("hybrid", 8)
@@ -93,7 +93,6 @@ def build(mode: str, grid, *, dtype=torch.float32, config=CONFIG, **options) -> 
         mode,
         grid,
         block_classes={vit.Block},
-        device=CPU,
         initial_value=partial(vit.initial_value, config, seed=0),
         options=shard.ShardingOptions(param_dtype=dtype, cast_inputs=False, **options),
     )
@@ -126,7 +125,6 @@ def test_a_forgotten_parameter_is_found_by_name(single, mode, fsdp):
             single,
             block_classes={vit.Block, Scaled},
             initial_value=values,
-            device=CPU,
             options=shard.ShardingOptions(fsdp=fsdp),
         )
 
@@ -213,7 +211,6 @@ def test_flops_with_recomputation_are_those_executed(single, name):
             "full_shard",
             single,
             block_classes={vit.Block},
-            device=CPU,
             initial_value=partial(vit.initial_value, config, seed=0),
             options=shard.ShardingOptions(ac=ac, param_dtype=torch.float32),
         )
@@ -378,7 +375,6 @@ def all_reduces_of_ddp(cap: int) -> int:
         mesh.build_mesh((4, 1), CPU),
         block_classes={vit.Block},
         initial_value=partial(vit.initial_value, vit.MODELS["tiny"]),
-        device=CPU,
         options=shard.ShardingOptions(bucket_cap_mb=cap),
     )
     for _ in range(2):

@@ -213,8 +213,8 @@ def test_the_collector_runs_between_log_steps_never(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_compile_seconds_are_logged(tmp_path, monkeypatch):
-    earlier, total = 1e4, shard.compile_seconds
-    monkeypatch.setattr(shard, "compile_seconds", lambda: earlier + total())  # of another model
+    earlier, total = 1e4, train_fsdp.compile_seconds  # earlier: of another model
+    monkeypatch.setattr(train_fsdp, "compile_seconds", lambda: earlier + total())
     argv = [*RUN, "--steps", "4", "--log-every", "1", "--out", str(tmp_path)]
     assert train_fsdp.main([*argv, "--compile"]) == 0
     *_, end = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
