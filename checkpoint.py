@@ -39,7 +39,7 @@ import stat
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -743,24 +743,54 @@ def verify(folder: str | Path) -> int:
     return len(metadata.state_dict_metadata)
 
 
-def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read a whole model without ranks -> the manifest, and its CPU tensors by name.
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name, each read when it is asked for; their shapes are known before."""
 
-    Checks every file first. Damaged where the checkpoint cannot be read, OSError where a file
-    cannot be. What `save` was given beside model and optimizer is in the manifest.
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
+    ) -> None:
+        self.shapes, self.read = dict(shapes), read
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.shapes:
+            raise KeyError(name)
+        return self.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def read_model(folder: str | Path, checked: bool = False) -> tuple[dict[str, Any], LazyTensors]:
+    """Open a whole model without ranks -> the manifest, and its CPU tensors by name.
+
+    Checks every file first, or the index alone where another rank has `checked` them. Damaged where
+    the checkpoint cannot be read, OSError where a file cannot be. What `save` was given beside
+    model and optimizer is in the manifest.
     """
     folder, prefix = Path(folder), "model."
-    manifest, metadata = check(folder)
+    manifest, metadata = check(folder, part=2**62 if checked else 0)  # a part without any file
     entries: dict[str, Any] = metadata.state_dict_metadata
-    model = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+
+    def read(name: str) -> Tensor:
+        entry = entries[prefix + name]
+        wanted = {prefix + name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about missing ranks
+            _read(wanted, folder, metadata, no_dist=True)
+        return wanted[prefix + name]
+
+    shapes = {
+        name.removeprefix(prefix): tuple(entry.size)
         for name, entry in entries.items()
         if name.startswith(prefix)
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about missing ranks
-        _read(model, folder, metadata, no_dist=True)
-    return manifest, {name.removeprefix(prefix): tensor for name, tensor in model.items()}
+    return manifest, LazyTensors(shapes, read)
 
 
 def consolidate(folder: str | Path, out: str | Path) -> int:
@@ -773,13 +803,14 @@ def consolidate(folder: str | Path, out: str | Path) -> int:
     out = Path(out)
     try:
         with _replacing(out) as file:  # opened before minutes of reading
-            manifest, model = read_model(folder)
-            kernel = model.get("patch_embed.proj.weight")
-            if kernel is not None and kernel.ndim == 4 and kernel.shape[1] != 3:
+            manifest, saved = read_model(folder)
+            kernel = saved.shapes.get("patch_embed.proj.weight", ())
+            if len(kernel) == 4 and kernel[1] != 3:
                 raise ValueError(
-                    f"{folder} is of images with {kernel.shape[1]} channels, the official release "
+                    f"{folder} is of images with {kernel[1]} channels, the official release "
                     "has 3: read this checkpoint with checkpoint.load"
                 )
+            model = dict(saved)
             torch.save({"model": model, "step": manifest["step"]}, file)
     except (OSError, RuntimeError) as error:
         if isinstance(cause := _root_cause(error), OSError):

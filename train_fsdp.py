@@ -38,6 +38,7 @@ from runtime.bad_images import BadImageLog
 from runtime.config import Run, with_images
 from runtime.device_batches import NO_BATCH, Batch, open_batches
 from runtime.flags import parse
+from runtime.initial_values import initial_values
 from runtime.log import open_log, open_tensorboard
 from runtime.meter import Meter, compile_seconds
 from runtime.record import finish, loss_of_zero, report_start
@@ -150,7 +151,7 @@ def build_model_and_optimizer(
         str(c.mode),
         grid,
         block_classes={vit.Block},
-        initial_value=partial(vit.initial_value, run.model, seed=c.seed),
+        initial_value=initial_values(run, needed=initialise),
         load_later=not initialise,
         options=run.sharding_options(),
     )
@@ -253,14 +254,12 @@ def prepare_training(
     run: Run, session: Session, guard: StepGuard
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Saves, DeviceMesh | None]:
     """Make the model, with a checkpoint's values or initial ones; return step, saves and mesh."""
-    config, log = run.config, session.log
+    config, log, device = run.config, session.log, session.device
     if config.run == "io":  # no model
         return guard.read_only_step, Saves(run, log), None
-    grid = mesh.build_mesh(run.mesh_shape, session.device)  # replicate x shard, ranks in rows
+    grid = mesh.build_mesh(run.mesh_shape, device)  # replicate x shard, ranks in rows
     found = list_newest_first(run, log.say)
-    model, optimizer, scaler = build_model_and_optimizer(
-        run, grid, session.device, initialise=not found
-    )
+    model, optimizer, scaler = build_model_and_optimizer(run, grid, device, initialise=not found)
     saves = Saves(run, log)  # saves nothing
     if config.run == "real":
         saves, step, consecutive_bad = resume(found, run, session, model, optimizer, scaler)

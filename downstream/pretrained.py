@@ -13,7 +13,11 @@ from torch import Tensor
 import checkpoint
 import data
 import vit
+from downstream.layouts import DECODER, infer_config
+from downstream.weight_files import read_weights
 from runtime.model_size import model_config
+
+POSITIONS = ("pos_embed", "decoder_pos_embed")
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Pretrained:
     img_size: int
     norm_pix_loss: bool
     stats: data.ChannelStats  # by which its images were normalised
-    weights: dict[str, Tensor]  # by the names of vit.ViTMAE; an encoder alone has no decoder's
+    weights: Mapping[str, Tensor]  # by the names of vit.ViTMAE; an encoder alone has no decoder's
     step: int | None = None  # optimizer steps trained; None: not known
     size: str | None = None  # row of vit.MODELS; None: none of them
 
@@ -34,27 +38,37 @@ class Pretrained:
         return "decoder_pred.weight" in self.weights
 
 
-def read_pretrained(path: str | Path) -> Pretrained:
-    """Read a run (its newest whole checkpoint), or the folder of one checkpoint.
+def read_pretrained(
+    path: str | Path, heads: tuple[int | None, int | None] = (None, None), checked: bool = False
+) -> Pretrained:
+    """Read a run (its newest whole checkpoint), one checkpoint, or weights in another layout.
 
+    Those are a file of the official MAE, of timm or of convert.py, and a folder of transformers.
+    Its tensors are mapped into memory, those of a checkpoint read when they are asked for.
+    `heads` are those of encoder and decoder where the file does not say; `checked`: `path` is the
+    `name` of what another rank has read, so that not every rank reads each byte of a checkpoint.
     ValueError or OSError, one sentence, where there is no such model.
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"there is no {path}: give the --out of a run, or a checkpoint")
+        raise FileNotFoundError(
+            f"there is no {path}: give the --out of a run, a checkpoint, or a file of weights"
+        )
     if (path / checkpoint.MANIFEST).exists():
-        return _read_checkpoint(path)
+        return _read_checkpoint(path, checked)
+    if not path.is_dir() or (path / "config.json").exists():
+        return _read_file(path, *heads)
     problems = []
     for folder in reversed(checkpoint.list_checkpoints(path)):
         try:
-            return _read_checkpoint(folder)
+            return _read_checkpoint(folder, checked)
         except checkpoint.Damaged as error:
             problems.append(str(error))
-    what = "; ".join(problems) or "it contains no step_..."
+    what = "; ".join(problems) or "it contains no step_... and no config.json"
     raise ValueError(f"no checkpoint in {path} can be read: {what}")
 
 
-def _read_checkpoint(folder: Path) -> Pretrained:
+def _read_checkpoint(folder: Path, checked: bool) -> Pretrained:
     """Read a checkpoint of train_fsdp.py; Damaged where it is none."""
     flags = checkpoint.read_manifest(folder).get("flags")
     try:
@@ -63,24 +77,52 @@ def _read_checkpoint(folder: Path) -> Pretrained:
         raise checkpoint.Damaged(
             f"{folder} was not written by train_fsdp.py: its flags give no model ({error!r:.80})"
         ) from None
-    manifest, weights = checkpoint.read_model(folder)
+    manifest, weights = checkpoint.read_model(folder, checked)
     return Pretrained(str(folder), weights=weights, step=manifest["step"], **shape)
 
 
 def _shape_of_run(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Read the flags of a run: what it trained and on what images."""
     size, channels = flags["model"], int(flags.get("channels", 3))
-    stats = data.IMAGENET  # also of a checkpoint older than these flags
-    if flags.get("channel_mean"):
-        mean, std = (tuple(map(float, flags[key])) for key in ("channel_mean", "channel_std"))
-        stats = data.ChannelStats(mean, std, str(flags["image_dtype"]))
     return {
         "config": replace(model_config(size), channels=channels),
         "img_size": int(flags["img_size"]),
         "norm_pix_loss": bool(flags["norm_pix_loss"]),
-        "stats": stats,
+        "stats": _stats(flags, channels),
         "size": size,
     }
+
+
+def _stats(said: Mapping[str, Any], channels: int) -> data.ChannelStats:
+    if not said.get("channel_mean"):  # also of a checkpoint older than these flags
+        if channels == 3:
+            return data.IMAGENET
+        return data.ChannelStats((0.0,) * channels, (1.0,) * channels, "float32")  # as they are
+    mean, std = (tuple(map(float, said[key])) for key in ("channel_mean", "channel_std"))
+    if not len(mean) == len(std) == channels or not all(0 < s < math.inf for s in std):
+        raise ValueError(f"channel_mean and channel_std are not those of {channels} channels")
+    return data.ChannelStats(mean, std, str(said["image_dtype"]))
+
+
+def _read_file(path: Path, heads: int | None, decoder_heads: int | None) -> Pretrained:
+    """Read weights that are no checkpoint, as far as they say what they are."""
+    weights, said = read_weights(path)
+    counts = [said.get("heads") or heads, said.get("decoder_heads") or decoder_heads]
+    step = said.get("step")
+    try:
+        if not all(n is None or (type(n) is int and n > 0) for n in (*counts, step or None)):
+            raise ValueError(f"heads {counts!r:.60} and step {step!r:.40} are no such numbers")
+        config, img_size = infer_config(shapes_of(weights), *counts)
+        stats = _stats(said, config.channels)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    row = (n for n, c in vit.MODELS.items() if replace(c, channels=config.channels) == config)
+    norm_pix_loss = said.get("norm_pix_loss") is not False  # not known: as in the recipe
+    found = Pretrained(
+        str(path), config, img_size, norm_pix_loss, stats, weights, step, next(row, None)
+    )
+    check_fits(found, config, img_size)
+    return found
 
 
 def random_weights(like: Pretrained, seed: int = 0) -> Pretrained:
@@ -104,28 +146,67 @@ def resize_positions(table: Tensor, side: int) -> Tensor:
     return torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2).to(table.dtype)], dim=1)
 
 
+def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of weights by name, without reading any."""
+    if isinstance(weights, checkpoint.LazyTensors):
+        return weights.shapes
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
+
+
+def check_fits(pretrained: Pretrained, config: vit.ViTConfig, img_size: int) -> None:
+    """Raise ValueError unless these weights fit a model, reading none of them.
+
+    It names what is another number of heads, or the first weight that is missing, has another shape
+    or is too many. Position tables fit images of any size, and a model gets a decoder of its own
+    where there is none.
+    """
+    with torch.device("meta"):
+        own = {n: tuple(t.shape) for n, t in vit.ViTMAE(config, img_size).state_dict().items()}
+    found = shapes_of(pretrained.weights)
+    if not pretrained.has_decoder:
+        own = {name: shape for name, shape in own.items() if not name.startswith(DECODER)}
+    heads = [(pretrained.config.heads, config.heads)]
+    if pretrained.has_decoder:
+        heads.append((pretrained.config.decoder_heads, config.decoder_heads))
+    for theirs, ours in heads:
+        if theirs != ours:
+            raise ValueError(f"{pretrained.name} has {theirs} heads, the model {ours}")
+    for name in POSITIONS:  # of any square of patches
+        rows = (*found.get(name, ()), 0, 0)[1]
+        if name in own and rows == 1 + math.isqrt(max(0, rows - 1)) ** 2 > 1:
+            own[name] = (1, rows, own[name][2])
+    for name in [*own, *sorted(found.keys() - own.keys())]:
+        saved, wanted = found.get(name, "missing"), own.get(name, "missing")
+        if saved != wanted:
+            raise ValueError(f"{pretrained.name}: {name} is {saved}, {wanted} in the model")
+
+
+def value_of(
+    pretrained: Pretrained, name: str, shape: torch.Size, *, config: vit.ViTConfig, seed: int = 0
+) -> Tensor:
+    """Return the value of one weight of a model that `check_fits`, as vit.initial_value does.
+
+    A decoder that there is none of is drawn by `seed`.
+    """
+    if name.startswith(DECODER) and not pretrained.has_decoder:
+        return vit.initial_value(config, name, shape, seed)
+    value = pretrained.weights[name]
+    return resize_positions(value, math.isqrt(shape[1] - 1)) if name in POSITIONS else value
+
+
 def build_pretrained(
     pretrained: Pretrained, device: torch.device, img_size: int | None = None
 ) -> vit.ViTMAE:
     """Build the whole model with these weights on one device, for images of `img_size` pixels.
 
-    An encoder alone gets a decoder that has not learned anything. ValueError names the first weight
-    that is missing or has another shape than the model's; also where patches do not fill the image.
+    An encoder alone gets a decoder that has not learned anything. ValueError as of `check_fits`;
+    also where patches do not fill the image.
     """
-    img_size = img_size or pretrained.img_size
+    config, img_size = pretrained.config, img_size or pretrained.img_size
+    check_fits(pretrained, config, img_size)
     with torch.device("meta"):
-        model = vit.ViTMAE(pretrained.config, img_size, pretrained.norm_pix_loss)
-    side = math.isqrt(vit.patch_count(pretrained.config, img_size))
-    weights = dict(pretrained.weights)
-    for name in {"pos_embed", "decoder_pos_embed"} & weights.keys():
-        weights[name] = resize_positions(weights[name], side)
-    for name, own in model.state_dict().items():
-        if not pretrained.has_decoder and name.startswith(("decoder_", "mask_token")):
-            weights[name] = vit.initial_value(pretrained.config, name, own.shape)
-        found = tuple(weights[name].shape) if name in weights else "missing"
-        if found != tuple(own.shape):
-            own_shape = f"{tuple(own.shape)} in the model"
-            raise ValueError(f"{pretrained.name}: {name} is {found}, {own_shape}")
+        model = vit.ViTMAE(config, img_size, pretrained.norm_pix_loss)
     model.to_empty(device=device)
-    model.load_state_dict(weights)
+    for name, own in model.state_dict().items():  # one at a time: no second whole model
+        own.copy_(value_of(pretrained, name, own.shape, config=config))
     return model.eval()

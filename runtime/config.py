@@ -113,6 +113,14 @@ class Config:
     norm_pix_loss: bool = flag(
         True, bool, "normalise each target patch by its own mean and variance", **RESULT
     )
+    init_from: str | None = flag(
+        None,
+        filled,
+        "begin with the weights of a run, a checkpoint, or a file or folder of the official MAE, "
+        "timm or transformers; not read by a run that resumes",
+        unit="FILE",
+        **RESULT,
+    )
 
     mode: str | None = flag(
         None,

@@ -113,8 +113,8 @@ def parse(argv: Sequence[str] | None) -> Config:
         parser.error("--dry-run: of how many ranks? add --world-size")
     if config.dry_run and not find_spec("planner"):
         parser.error("--dry-run needs the folder planner/: copy it too")
-    if config.eval_data and not find_spec("downstream"):
-        parser.error("--eval-data needs the folder downstream/: copy it too")
+    if (config.eval_data or config.init_from) and not find_spec("downstream"):
+        parser.error("--eval-data and --init-from need the folder downstream/: copy it too")
     if config.tensorboard and not find_spec("tensorboard"):
         parser.error("--tensorboard needs the package tensorboard: pip install tensorboard")
     if config.world_size and not config.dry_run:

@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT
 
 import checkpoint
+import convert
 import plan
 import prepare
 import probe
@@ -295,6 +296,8 @@ def test_commands_of_the_other_programs_are_valid(tmp_path, monkeypatch):
                 assert "no folder" in str(refused) or refused.code == 2
     for argv in started("probe.py"):
         probe.read_subcommand(argv.split())
+    for argv in started("convert.py"):
+        convert.read_arguments(argv.split())
     makefile = (ROOT / "Makefile").read_text()
     for page, command in COMMANDS:
         if match := re.match(r"make ([a-z-]+)$", command):
@@ -318,7 +321,11 @@ def test_flags_that_are_named_exist():
     known: set[str] = set()
     for parser in (flags.training_parser(), plan_parser(), sweep.build_parser()):
         known |= {option for row in parser._actions for option in row.option_strings}
-    for path in (*ROOT.glob("p*.py"), *ROOT.glob("downstream/*.py"), *ROOT.glob("benchmarks/*.py")):
+    for path in (
+        *ROOT.glob("[cp]*.py"),
+        *ROOT.glob("downstream/*.py"),
+        *ROOT.glob("benchmarks/*.py"),
+    ):
         known |= {*re.findall(r'"(--[a-z-]+)"', path.read_text())}
     known |= {*re.findall(r"--[a-z-]+", LAUNCH)}
     # of torchrun, sbatch, pip, conda and apptainer

@@ -17,7 +17,10 @@ from ranks import environment
 READ = ["vit", "data", "mesh", "shard", "train_fsdp"]
 ROOMS = ["runtime", "storage", "planner", "sweeps", "downstream"]
 TOP_LEVEL = {
-    *(f"{name}.py" for name in (*READ, "checkpoint", "prepare", "plan", "sweep", "probe")),
+    *(
+        f"{name}.py"
+        for name in (*READ, "checkpoint", "prepare", "plan", "sweep", "probe", "convert")
+    ),
     *("launch_frontier.sh", "README.md", "LICENSE", "Makefile", "pyproject.toml"),
     *("requirements.txt", "requirements-dev.txt", ".gitignore", ".ci"),
     *ROOMS,
@@ -121,7 +124,7 @@ def test_arrows_point_down():
     ours = {Path(name).parts[0].removesuffix(".py") for name in trees}
     for name in READ[:4]:
         assert not imports(trees[f"{name}.py"]) & ours, name
-    commands = {"train_fsdp", "prepare", "plan", "sweep", "probe"}
+    commands = {"train_fsdp", "prepare", "plan", "sweep", "probe", "convert"}
     allowed = {"planner/dry_run.py": {"train_fsdp"}}
     for name, tree in trees.items():
         if "/" in name:

@@ -35,7 +35,7 @@ ALONE = [
 ]
 LEAVES = ["runtime/ranges", "runtime/terminal"]  # of the standard library alone
 TOP = ["vit", "data", "mesh", "shard", "train_fsdp", "checkpoint", "prepare", "plan", "sweep"]
-TOP += ["probe"]
+TOP += ["probe", "convert"]
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 

@@ -1,0 +1,523 @@
+"""Exchange of weights: verified by the code of timm and transformers, in both directions."""
+
+import argparse
+import json
+import os
+import sys
+import zipfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import transformers
+from conftest import ROOT
+from ranks import NANO, Run, run_ranks
+from safetensors import safe_open
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import nn
+
+import convert
+import data
+import vit
+from downstream.export import write_pretrained
+from downstream.layouts import infer_config
+from downstream.pretrained import Pretrained, build_pretrained, read_pretrained
+
+CPU = torch.device("cpu")
+SMALL = {"decoder_depth": 1}
+MODELS = {
+    "nano": NANO,
+    "gated": replace(NANO, gated_mlp=True),
+    "channels": replace(NANO, channels=5),
+    "base": replace(vit.MODELS["base"], depth=2, **SMALL),
+    "huge": replace(vit.MODELS["huge"], depth=1, **SMALL),
+    "5b": replace(vit.MODELS["5b"], depth=1, **SMALL),
+}
+
+
+def models(*names: str) -> list:
+    """The small ones are tested always, the others only where all is."""
+    small = ("nano", "gated")
+    return [pytest.param(n, marks=[] if n in small else [pytest.mark.full]) for n in names]
+
+
+def weights_of(config: vit.ViTConfig, side: int = 4) -> dict[str, torch.Tensor]:
+    """Weights of which no two are alike: biases and norms too are drawn."""
+    torch.manual_seed(0)
+    state = vit.ViTMAE(config, side * config.patch).state_dict()
+    return {n: t if "pos_embed" in n else t + 0.05 * torch.randn_like(t) for n, t in state.items()}
+
+
+def source(config: vit.ViTConfig, folder: Path) -> Path:
+    """A file as checkpoint.py consolidate writes it, of a gated model or of any channels too."""
+    torch.save({"model": weights_of(config), "step": 7}, folder / "source.pth")
+    return folder / "source.pth"
+
+
+def heads(config: vit.ViTConfig) -> list[str]:
+    return ["--heads", str(config.heads), "--decoder-heads", str(config.decoder_heads)]
+
+
+def converted(config: vit.ViTConfig, folder: Path, name: str, *argv: str, capsys) -> str:
+    """Convert the weights of `config`; the line that is printed for loading them."""
+    argv = (str(source(config, folder)), str(folder / name), *argv, *heads(config))
+    assert convert.main(argv) == 0, capsys.readouterr().err
+    return capsys.readouterr().out.splitlines()[1]
+
+
+def sample(config: vit.ViTConfig, side: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    size = side * config.patch
+    return torch.randn(2, config.channels, size, size), torch.rand(2, side**2)
+
+
+def build(path: Path, config: vit.ViTConfig) -> vit.ViTMAE:
+    return build_pretrained(read_pretrained(path, (config.heads, config.decoder_heads)), CPU)
+
+
+@torch.no_grad()
+def features(model: vit.ViTMAE, images: torch.Tensor) -> torch.Tensor:
+    patches = vit.patchify(images, model.config.patch)
+    return model.encode(patches, torch.arange(patches.shape[1]).expand(len(images), -1))
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+# --- the official layout, held against the paper's decoder made of timm's blocks
+
+
+def of_timm_blocks(config: vit.ViTConfig, side: int = 4) -> nn.Module:
+    """A masked autoencoder with the names of the official release, of timm's parts."""
+    c, norm = config, partial(nn.LayerNorm, eps=1e-6)
+    settings = {"embed_dim": c.width, "depth": c.depth, "num_heads": c.heads, "num_classes": 0}
+    model = VisionTransformer(
+        side * c.patch, c.patch, mlp_ratio=c.mlp_width / c.width, **settings, norm_layer=norm
+    )
+    model.mask_token = nn.Parameter(torch.randn(1, 1, c.decoder_width))
+    model.decoder_pos_embed = nn.Parameter(torch.randn(1, 1 + side**2, c.decoder_width))
+    model.decoder_embed = nn.Linear(c.width, c.decoder_width)
+    blocks = [
+        Block(c.decoder_width, c.decoder_heads, 4, qkv_bias=True, norm_layer=norm)
+        for _ in range(c.decoder_depth)
+    ]
+    model.decoder_blocks = nn.Sequential(*blocks)
+    model.decoder_norm = norm(c.decoder_width)
+    model.decoder_pred = nn.Linear(c.decoder_width, 3 * c.patch**2)
+    return model
+
+
+@torch.no_grad()
+def predictions(model: nn.Module, images: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Section 3 of the paper: a quarter is encoded, then put back among mask tokens."""
+    x = model.patch_embed(images) + model.pos_embed[:, 1:]
+    order = noise.argsort(1)
+    kept, rows = order[:, : noise.shape[1] // 4], torch.arange(len(x)).unsqueeze(1)
+    cls = (model.cls_token + model.pos_embed[:, :1]).expand(len(x), -1, -1)
+    x = model.decoder_embed(model.norm(model.blocks(torch.cat([cls, x[rows, kept]], 1))))
+    whole = model.mask_token.repeat(len(x), noise.shape[1], 1)
+    whole[rows, kept] = x[:, 1:]
+    x = torch.cat([x[:, :1], whole], 1) + model.decoder_pos_embed
+    return model.decoder_pred(model.decoder_norm(model.decoder_blocks(x)))[:, 1:]
+
+
+@pytest.mark.parametrize("name", models("nano", "base", "huge"))
+def test_official_layout(name, tmp_path, capsys):
+    config = MODELS[name]
+    line = converted(config, tmp_path, "model.pth", "--to", "official", capsys=capsys)
+    images, noise = sample(config)
+    theirs = of_timm_blocks(config).eval()
+    eval(line, {"torch": torch, "model": theirs})
+    ours = build(tmp_path / "model.pth", config)
+    loss, pred, mask = ours(images, 0.75, noise)
+    assert_close(pred, predictions(theirs, images, noise))
+    target = vit.reconstruction_target(vit.patchify(images, config.patch), True)
+    assert_close(loss, ((pred - target) ** 2).mean(-1)[mask == 1].mean())
+    # and back: weights under "model", or bare
+    theirs = of_timm_blocks(config).eval()
+    for content in {"model": theirs.state_dict(), "epoch": 3}, theirs.state_dict():
+        torch.save(content, tmp_path / "theirs.pth")
+        _, pred, _ = build(tmp_path / "theirs.pth", config)(images, 0.75, noise)
+        assert_close(pred, predictions(theirs, images, noise))
+
+
+# --- timm
+
+
+@pytest.mark.parametrize("name", models("nano", "gated", "channels", "base", "huge", "5b"))
+def test_timm_layout(name, tmp_path, capsys):
+    config, file = MODELS[name], f"encoder.{'pth' if name == 'nano' else 'safetensors'}"
+    line = converted(config, tmp_path, file, "--to", "timm", capsys=capsys)
+    images, noise = sample(config)
+    theirs = eval(line, {"timm": timm}).eval()
+    ours = build(tmp_path / "source.pth", config)
+    assert_close(features(ours, images), theirs.forward_features(images))
+    alone = build(tmp_path / file, config)  # with a decoder that has not learned anything
+    assert_close(features(alone, images), theirs.forward_features(images))
+    assert alone(images, 0.75, noise)[0].isfinite()
+    # and back: a classifier's head is left out
+    call = line.replace("num_classes=0", "num_classes=10").split(", checkpoint_path")[0] + ")"
+    theirs = eval(call, {"timm": timm}).eval()
+    torch.save({"state_dict": theirs.state_dict(), "arch": "vit"}, tmp_path / "theirs.pth")
+    ours = build(tmp_path / "theirs.pth", config)
+    assert_close(features(ours, images), theirs.forward_features(images))
+
+
+def test_positions_are_resampled_to_another_image_size(tmp_path, capsys):
+    images, noise = sample(NANO, side=7)
+    for layout in "timm", "transformers":
+        argv = ("--to", layout, "--img-size", "56")
+        line = converted(NANO, tmp_path, layout, *argv, capsys=capsys)
+        theirs = eval(line, {"timm": timm, "transformers": transformers}).eval()
+        ours = build_pretrained(read_pretrained(tmp_path / "source.pth", (4, 2)), CPU, 56)
+        assert read_pretrained(tmp_path / layout, (4, 2)).img_size == 56
+        if layout == "timm":
+            assert_close(features(ours, images), theirs.forward_features(images))
+        else:
+            assert_close(ours(images, 0.75, noise)[0], theirs(images, noise=noise).loss)
+
+
+# --- transformers
+
+
+@pytest.mark.parametrize("name", models("nano", "channels", "base", "huge"))
+def test_transformers_layout(name, tmp_path, capsys):
+    config = MODELS[name]
+    line = converted(config, tmp_path, "folder", "--to", "transformers", capsys=capsys)
+    images, noise = sample(config)
+    theirs = eval(line, {"transformers": transformers}).eval()
+    for path in tmp_path / "source.pth", tmp_path / "folder":
+        ours = build(path, config)
+        result = theirs(images, noise=noise)
+        for mine, its in zip(
+            ours(images, 0.75, noise), (result.loss, result.logits, result.mask), strict=True
+        ):
+            assert_close(mine, its)
+    encoder = transformers.ViTMAEModel.from_pretrained(tmp_path / "folder", mask_ratio=0.0).eval()
+    in_order = torch.arange(16.0).expand(2, -1)
+    hidden = encoder(images, noise=in_order).last_hidden_state
+    assert_close(features(ours, images), hidden)
+    # and back: both classes, in one file and in several
+    torch.manual_seed(2)
+    theirs = transformers.ViTMAEForPreTraining(theirs.config).eval()
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="30KB" if name == "nano" else "9GB")
+    assert_close(
+        build(tmp_path / "theirs", config)(images, 0.75, noise)[0], theirs(images, noise=noise).loss
+    )
+    torch.save(theirs.state_dict(), tmp_path / "theirs.pth")  # names of version 5's modules
+    assert_close(
+        build(tmp_path / "theirs.pth", config)(images, 0.75, noise)[0],
+        theirs(images, noise=noise).loss,
+    )
+    theirs.vit.save_pretrained(tmp_path / "encoder")
+    found = read_pretrained(tmp_path / "encoder")
+    theirs.vit.config.mask_ratio = 0.0
+    hidden = theirs.vit(images, noise=in_order).last_hidden_state
+    assert not found.has_decoder
+    assert_close(features(build_pretrained(found, CPU), images), hidden)
+
+
+def test_an_encoder_alone_becomes_a_folder_and_a_folder_a_file(tmp_path, capsys):
+    converted(NANO, tmp_path, "encoder.pth", "--to", "timm", capsys=capsys)
+    line = convert_line(capsys, tmp_path / "encoder.pth", tmp_path / "folder", "transformers")
+    assert "ViTMAEModel" in line
+    theirs = eval(line, {"transformers": transformers}).eval()
+    line = convert_line(capsys, tmp_path / "folder", tmp_path / "again.pth", "official")
+    ours = build_pretrained(read_pretrained(tmp_path / "again.pth"), CPU)
+    images, _ = sample(NANO)
+    theirs.config.mask_ratio = 0.0
+    hidden = theirs(images, noise=torch.arange(16.0).expand(2, -1)).last_hidden_state
+    assert_close(features(ours, images), hidden)
+
+
+def convert_line(capsys, path: Path, out: Path, layout: str) -> str:
+    assert convert.main([str(path), str(out), "--to", layout]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out.splitlines()[1]
+
+
+# --- what a file says of itself
+
+
+def test_a_file_says_what_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(vit.MODELS, "nano", NANO)
+    path = source(NANO, tmp_path)
+    content = torch.load(path)
+    stats = {"channel_mean": [1.0, 2, 3], "channel_std": [4.0, 5, 6], "image_dtype": "uint16"}
+    torch.save(content | {"pretrained": stats | {"norm_pix_loss": False}}, path)
+    written = {"official": "model.pth", "timm": "encoder.safetensors", "transformers": "folder"}
+    for layout, name in written.items():
+        convert_line(capsys, path, tmp_path / name, layout)
+        found = read_pretrained(tmp_path / name)
+        assert (found.step, found.size, found.config, found.img_size) == (7, "nano", NANO, 32)
+        assert found.stats == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), "uint16")
+        assert found.norm_pix_loss is False
+    about = torch.load(tmp_path / "model.pth", weights_only=True)["pretrained"]
+    with safe_open(tmp_path / "folder" / "model.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["pretrained"]) == about
+    assert (about["model"], about["img_size"], about["heads"], about["step"]) == ("nano", 32, 4, 7)
+    if (ROOT / ".git").exists():
+        assert len(about["commit"]) == 40
+
+
+def test_heads_are_those_of_the_file_of_a_known_size_or_asked_for(tmp_path, capsys):
+    large = vit.ViTConfig(1024, 24, 4096, 16, 16)
+    with torch.device("meta"):
+        shapes = {n: t.shape for n, t in vit.ViTMAE(large, 64).state_dict().items()}
+    assert infer_config(shapes, None, None) == (large, 64)
+    path = source(NANO, tmp_path)
+    argv = [str(path), str(tmp_path / "new.pth"), "--to", "official"]
+    assert convert.main(argv) == 1
+    assert "NEW --to official --decoder-heads N" in capsys.readouterr().err
+    assert convert.main([*argv, "--decoder-heads", "2"]) == 1
+    assert "NEW --to official --heads N" in capsys.readouterr().err
+    assert convert.main([*argv, "--decoder-heads", "2", "--heads", "7"]) == 1
+    assert "of 4 and of its 7 heads" in capsys.readouterr().err
+    assert convert.main([*argv, *heads(NANO)]) == 0
+    assert read_pretrained(tmp_path / "new.pth").config == NANO
+    arguments = argparse.Namespace(norm_pix_loss=False)  # as the official training code saves them
+    torch.save({"model": weights_of(NANO), "args": arguments}, tmp_path / "args.pth")
+    assert read_pretrained(tmp_path / "args.pth", (4, 2)).norm_pix_loss is False
+
+
+@pytest.mark.parametrize(
+    ("name", "out", "layout", "sentence"),
+    [
+        ("gated", "model.pth", "official", "gated MLP, which of all layouts only timm has"),
+        ("gated", "folder", "transformers", "gated MLP"),
+        ("channels", "model.pth", "official", "5 channels, the official release has 3"),
+        ("nano", "model.safetensors", "official", "name it .pth"),
+        ("nano", "source.pth", "official", "source.pth is there already"),
+        ("nano", "no/where.pth", "timm", "No such file or directory"),
+    ],
+)
+def test_what_a_library_cannot_hold_is_one_sentence(name, out, layout, sentence, tmp_path, capsys):
+    path = source(MODELS[name], tmp_path)
+    before = path.read_bytes()
+    argv = [str(path), str(tmp_path / out), "--to", layout, *heads(MODELS[name])]
+    assert convert.main(argv) == 1
+    error = capsys.readouterr().err
+    assert sentence in error and error.startswith("convert.py: error: ") and error.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["source.pth"] and path.read_bytes() == before
+
+
+def test_safetensors_is_asked_for_only_where_it_is_needed(tmp_path, capsys, monkeypatch):
+    converted(NANO, tmp_path, "folder", "--to", "transformers", capsys=capsys)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setattr("downstream.export.find_spec", lambda name: None)
+    for argv in (["folder", "new.pth", "official"], ["source.pth", "new", "transformers"]):
+        paths = [str(tmp_path / name) for name in argv[:2]]
+        assert convert.main([*paths, "--to", argv[2], *heads(NANO)]) == 1
+        assert "needs the package safetensors: pip install" in capsys.readouterr().err
+    converted(NANO, tmp_path, "model.pth", "--to", "official", capsys=capsys)
+
+
+# --- files that are wrong, or hostile
+
+
+class Code:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def changed(**changes):
+    """Write the weights of `nano` with some keys replaced, or left out where they are None."""
+
+    def write(path: Path) -> None:
+        weights = weights_of(NANO) | changes
+        torch.save({"model": {n: t for n, t in weights.items() if t is not None}}, path)
+
+    return write
+
+
+def saved(make):
+    return lambda path: torch.save(make(path), path)
+
+
+def truncated(path: Path) -> None:
+    changed()(path)
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def compressed(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\0" * 10**6)
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def folder(config: str | None, **files: str):
+    def write(path: Path) -> None:
+        path.mkdir()
+        if config is not None:
+            (path / "config.json").write_text(config)
+        for name, text in files.items():
+            (path / name.replace("_json", ".json").replace("__", ".")).write_text(text)
+
+    return write
+
+
+MAE = '{"model_type": "vit_mae"}'
+HOSTILE = {
+    "no file": (lambda path: None, "there is no"),
+    "a link to itself": (loop, "there is no"),
+    "empty": (lambda path: path.write_text(""), "truncated, or not written by torch.save"),
+    "text": (lambda path: path.write_text("hello " * 999), "truncated, or not written by"),
+    "truncated": (truncated, "truncated"),
+    "a pipe": (lambda path: os.mkfifo(path), "no regular file"),
+    "compressed": (compressed, "'archive/data.pkl' in it is compressed"),
+    "code": (saved(lambda path: {"model": Code(path.with_name("ran"))}), "asks for posix.system"),
+    "a list": (saved(lambda path: [torch.zeros(2)]), "a list, not weights by name"),
+    "a number": (changed(cls_token=3), "'cls_token' is a int, not a tensor"),
+    "integers": (changed(cls_token=torch.zeros(1, 1, 40, dtype=torch.int32)), "cls_token is not"),
+    "on meta": (changed(cls_token=torch.zeros(2**40, device="meta")), "cls_token is not a dense"),
+    "huge": (changed(cls_token=torch.zeros(1).expand(2**40)), r"cls_token \(\d+,\) does not fit"),
+    "nothing": (saved(lambda path: {"model": {}}), "patch_embed.proj.weight is missing"),
+    "no norm": (changed(**{"norm.bias": None}), "norm.bias is missing"),
+    "one more": (changed(**{"blocks.0.ls1.gamma": torch.zeros(40)}), "blocks.0.ls1.gamma is"),
+    "a gap": (changed(**{"blocks.7.norm1.weight": torch.zeros(40)}), "blocks.2.norm1.weight is"),
+    "a shape": (changed(**{"norm.bias": torch.zeros(41)}), r"norm.bias is \(41,\), \(40,\) in the"),
+    "no square": (changed(pos_embed=torch.zeros(1, 16, 40)), "pos_embed is .* square of patches"),
+    "no width": (changed(**{"patch_embed.proj.weight": torch.zeros(0, 3, 8, 8)}), "no shape of"),
+    "a header": (b"\xff" * 99, "header too large"),
+    "a short header": (b"\x02\0\0\0\0\0\0\0[]", "safetensors cannot read it"),
+    "no config": (folder(None), "no step_... and no config.json"),
+    "config is no object": (folder("[1]"), "config.json is no JSON object"),
+    "deep config": (folder("[" * 10**5), "config.json is no JSON object"),
+    "another model": (folder('{"model_type": "bert"}'), "model_type is 'bert', not 'vit_mae'"),
+    "another activation": (folder('{"model_type": "vit_mae", "hidden_act": "relu"}'), "hidden_act"),
+    "no weights": (folder(MAE), "no model.safetensors"),
+    "a way out": (
+        folder(MAE, model__safetensors__index_json='{"weight_map": {"a": "../a.safetensors"}}'),
+        "names '../a.safetensors', no file of this folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_wrong_file_is_one_sentence_that_names_the_fault(what, tmp_path, capsys):
+    write, sentence = HOSTILE[what]
+    path = tmp_path / ("model.safetensors" if isinstance(write, bytes) else "model.pth")
+    if isinstance(write, bytes):
+        path.write_bytes(write)
+    else:
+        write(path)
+    with pytest.raises((ValueError, OSError), match=sentence) as error:
+        read_pretrained(path, (4, 2))
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    argv = [str(path), str(tmp_path / "out.pth"), "--to", "official", *heads(NANO)]
+    assert convert.main(argv) == 1
+    assert {p.name for p in tmp_path.iterdir()} <= {path.name}
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        {"heads": 0, "decoder_heads": -1},
+        {"heads": "4"},
+        {"channel_mean": [1.0], "channel_std": [1.0], "image_dtype": "uint8"},
+        {"channel_mean": "abc", "channel_std": [1.0, 1, 1]},
+        {"channel_mean": 5},
+        {"step": -3},
+    ],
+)
+def test_a_note_without_sense_is_refused(note, tmp_path):
+    torch.save({"model": weights_of(NANO), "pretrained": note}, tmp_path / "model.pth")
+    with pytest.raises(ValueError, match=r"model\.pth: "):
+        read_pretrained(tmp_path / "model.pth", (4, 2) if "heads" not in note else (None, 2))
+
+
+# --- --init-from
+
+
+def train(out: Path, init: Path, *argv: str, **more) -> Run:
+    """A step with a learning rate of 0: the parameters stay as they begin."""
+    common = "--model nano --img-size 32 --global-batch 4 --workers 0 --precision fp32 --blr 0"
+    flags = f"{common} --device cpu --save-every 1 --data {ROOT / 'examples/tiles/train'}".split()
+    return Run([*flags, "--init-from", str(init), *argv], to=str(out), **more)
+
+
+def train_from_each_layout(folder: Path) -> list:
+    """Two ranks: from a folder of transformers, an encoder of timm, and a checkpoint."""
+    pretrained = Pretrained("x", NANO, 32, True, data.IMAGENET, weights_of(NANO))
+    write_pretrained(pretrained, folder / "hf", "transformers")
+    write_pretrained(pretrained, folder / "timm.pth", "timm", img_size=40)
+    runs = [
+        train(folder / "a", folder / "hf", "--mode", "full_shard", "--steps", "1"),
+        train(folder / "b", folder / "timm.pth", "--mode", "hybrid", "--fsdp", "1", "--steps", "1"),
+        train(folder / "c", folder / "a", "--mode", "ddp", "--steps", "1"),
+    ]
+    return run_ranks(2, runs, folder / "ranks")
+
+
+def test_a_run_begins_with_the_weights_of_any_layout(once, monkeypatch, tmp_path):
+    monkeypatch.setitem(vit.MODELS, "nano", NANO)
+    found = once("init_from", train_from_each_layout)
+    weights = weights_of(NANO)
+    for result, whole in zip(found, (True, False, True), strict=True):
+        assert result.status == [0, 0] and result.replicas_differ == 0, result.errors
+        for name, p in result.params.items():
+            drawn = not whole and name.startswith(("decoder", "mask"))
+            begin = vit.initial_value(NANO, name, p.shape) if drawn else weights[name]
+            assert torch.equal(p, begin), name
+
+
+def test_a_resumed_run_needs_no_file_and_a_wrong_file_is_refused_before_training(once, tmp_path):
+    once("init_from", train_from_each_layout)
+    gone, out = tmp_path / "gone.pth", tmp_path / "out"
+    weights = weights_of(NANO)
+    torch.save({"model": weights}, gone)
+    torch.save({"model": weights | {"norm.bias": torch.zeros(41)}}, tmp_path / "shape.pth")
+    deeper = {
+        f"blocks.2{n[8:]}": t.clone() for n, t in weights.items() if n.startswith("blocks.1.")
+    }
+    torch.save({"model": weights | deeper}, tmp_path / "deep.pth")
+    torch.save({"model": weights, "pretrained": {"heads": 5}}, tmp_path / "heads.pth")
+    wrong = [train(tmp_path / n, tmp_path / f"{n}.pth") for n in ("shape", "deep", "heads", "no")]
+    first, *refused = run_ranks(2, [train(out, gone, "--steps", "1"), *wrong], tmp_path / "ranks")
+    assert first.status == [0, 0]
+    sentences = (
+        "norm.bias is (41,), (40,) in the model",
+        "blocks.2.attn.proj.bias is (40,), missing in the model",
+        "has 5 heads, the model 4",
+        "there is no",
+    )
+    for result, sentence in zip(refused, sentences, strict=True):
+        assert result.status == [2, 2] and not result.steps
+        assert f"--init-from: {tmp_path}" in result.errors or sentence == "there is no"
+        assert sentence in result.errors and "Traceback" not in result.errors
+    gone.unlink()
+    again, other = run_ranks(
+        1,
+        [train(out, gone, "--steps", "2", "--allow-changes"), train(out, tmp_path / "shape.pth")],
+        tmp_path / "again",
+    )
+    assert again.status == [0] and again.start["begin"] == 1
+    assert torch.equal(again.params["norm.bias"], weights["norm.bias"])
+    assert other.status == [2] and "init_from" in other.errors and "--allow-changes" in other.errors
+
+
+@pytest.mark.full
+def test_a_dry_run_reads_no_file(tmp_path):
+    import train_fsdp
+
+    argv = [
+        "--model",
+        "tiny",
+        "--img-size",
+        "32",
+        "--dry-run",
+        "--world-size",
+        "2",
+        "--mode",
+        "full_shard",
+    ]
+    assert train_fsdp.main([*argv, "--init-from", str(tmp_path / "nowhere")]) == 0
