@@ -766,15 +766,14 @@ class LazyTensors(Mapping[str, Tensor]):
         return len(self.shapes)
 
 
-def read_model(folder: str | Path, checked: bool = False) -> tuple[dict[str, Any], LazyTensors]:
+def read_model(folder: str | Path) -> tuple[dict[str, Any], LazyTensors]:
     """Open a whole model without ranks -> the manifest, and its CPU tensors by name.
 
-    Checks every file first, or the index alone where another rank has `checked` them. Damaged where
-    the checkpoint cannot be read, OSError where a file cannot be. What `save` was given beside
-    model and optimizer is in the manifest.
+    Checks every file first. Damaged where the checkpoint cannot be read, OSError where a file
+    cannot be. What `save` was given beside model and optimizer is in the manifest.
     """
     folder, prefix = Path(folder), "model."
-    manifest, metadata = check(folder, part=2**62 if checked else 0)  # a part without any file
+    manifest, metadata = check(folder)
     entries: dict[str, Any] = metadata.state_dict_metadata
 
     def read(name: str) -> Tensor:

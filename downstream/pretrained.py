@@ -39,15 +39,14 @@ class Pretrained:
 
 
 def read_pretrained(
-    path: str | Path, heads: tuple[int | None, int | None] = (None, None), checked: bool = False
+    path: str | Path, heads: tuple[int | None, int | None] = (None, None)
 ) -> Pretrained:
     """Read a run (its newest whole checkpoint), one checkpoint, or weights in another layout.
 
     Those are a file of the official MAE, of timm or of convert.py, and a folder of transformers.
     Its tensors are mapped into memory, those of a checkpoint read when they are asked for.
-    `heads` are those of encoder and decoder where the file does not say; `checked`: `path` is the
-    `name` of what another rank has read, so that not every rank reads each byte of a checkpoint.
-    ValueError or OSError, one sentence, where there is no such model.
+    `heads` are those of encoder and decoder where the file does not say. ValueError or OSError, one
+    sentence, where there is no such model.
     """
     path = Path(path)
     if not path.exists():
@@ -55,20 +54,20 @@ def read_pretrained(
             f"there is no {path}: give the --out of a run, a checkpoint, or a file of weights"
         )
     if (path / checkpoint.MANIFEST).exists():
-        return _read_checkpoint(path, checked)
+        return _read_checkpoint(path)
     if not path.is_dir() or (path / "config.json").exists():
         return _read_file(path, *heads)
     problems = []
     for folder in reversed(checkpoint.list_checkpoints(path)):
         try:
-            return _read_checkpoint(folder, checked)
+            return _read_checkpoint(folder)
         except checkpoint.Damaged as error:
             problems.append(str(error))
     what = "; ".join(problems) or "it contains no step_... and no config.json"
     raise ValueError(f"no checkpoint in {path} can be read: {what}")
 
 
-def _read_checkpoint(folder: Path, checked: bool) -> Pretrained:
+def _read_checkpoint(folder: Path) -> Pretrained:
     """Read a checkpoint of train_fsdp.py; Damaged where it is none."""
     flags = checkpoint.read_manifest(folder).get("flags")
     try:
@@ -77,7 +76,7 @@ def _read_checkpoint(folder: Path, checked: bool) -> Pretrained:
         raise checkpoint.Damaged(
             f"{folder} was not written by train_fsdp.py: its flags give no model ({error!r:.80})"
         ) from None
-    manifest, weights = checkpoint.read_model(folder, checked)
+    manifest, weights = checkpoint.read_model(folder)
     return Pretrained(str(folder), weights=weights, step=manifest["step"], **shape)
 
 
