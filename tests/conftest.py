@@ -40,6 +40,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin, in a process that runs tests, with all modules of tests imported."""
+    if not getattr(session.config.option, "numprocesses", None):
+        from ranks import freeze_imports
+
+        freeze_imports()
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], T]], T]:
     """once(name, make): make(folder), by the first of pytest's processes that asks for it.

@@ -9,6 +9,7 @@ processes of `run_ranks` make many runs, each with a process group of its own.
 import contextlib
 import ctypes
 import errno
+import gc
 import io
 import itertools
 import json
@@ -173,6 +174,15 @@ def fork_server() -> Any:
     return server
 
 
+def freeze_imports() -> None:
+    """Keep what exists now out of all later collections of garbage, those of `manual_gc` too.
+
+    Each run begins with one, which would go through 350,000 objects of imported modules: 0.15 s.
+    """
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
 def already_imported() -> bool:
     """Whether this process was forked with the script imported (tests/test_ranks.py asks)."""
     return "train_fsdp" in sys.modules
@@ -187,6 +197,7 @@ def _become(environ: dict[str, str], output: Path, work: Callable[[], None]) -> 
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(ROOT)
+    freeze_imports()
     work()
 
 
