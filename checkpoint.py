@@ -14,7 +14,7 @@ is complete. One that cannot be loaded raises Damaged (for good) or an OSError (
 
     python checkpoint.py ls DIR                 list the checkpoints of a run
     python checkpoint.py verify DIR             check every checksum and every tensor
-    python checkpoint.py consolidate DIR OUT    write the model to one file, for the official MAE
+    python checkpoint.py consolidate DIR OUT    write the model to one file, for other programs
 
 Copy this one file: it needs only torch.
 """
@@ -721,6 +721,11 @@ def _check_names_and_shapes(
 # Command line, for a login node: no GPU, no ranks
 
 
+def _flags(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the flags of train_fsdp.py in a manifest; of another program's, none."""
+    return flags if isinstance(flags := manifest.get("flags"), dict) else {}
+
+
 def ls(folder: str) -> list[str]:
     """Return a line per checkpoint of a folder: name, size, files, how it was trained."""
     lines = []
@@ -731,9 +736,10 @@ def ls(folder: str) -> list[str]:
             lines.append(f"{path.name}  unreadable: {error}")
             continue
         gib = sum(size for size, _ in manifest["files"].values()) / 2**30
-        flags = manifest["flags"] if isinstance(manifest.get("flags"), dict) else {}
+        flags = _flags(manifest)
         how = " ".join(str(flags[k]) for k in ("model", "mode", "world_size") if k in flags)
-        lines.append(f"{path.name}  {gib:8.3f} GiB  {len(manifest['files']):5} files  {how}")
+        line = f"{path.name}  {gib:8.3f} GiB  {len(manifest['files']):5} files  {how}"
+        lines.append(line.rstrip())  # another program's checkpoint need not say how
     return lines
 
 
@@ -792,22 +798,23 @@ def read_model(folder: str | Path) -> tuple[dict[str, Any], LazyTensors]:
     return manifest, LazyTensors(shapes, read)
 
 
-def consolidate(folder: str | Path, out: str | Path) -> int:
-    """Write the model to one file with the keys of the official MAE release; return its parameters.
+def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
+    """Write the model to one file under the names of its state dict, and return it.
 
-    `torch.load(out, weights_only=True)["model"]` is what `load_state_dict` takes. Damaged where the
-    checkpoint cannot be read, ValueError where its images have other than 3 channels, OSError where
-    the file cannot be written; then `out` is as it was.
+    `torch.load(out, weights_only=True)["model"]` is what `load_state_dict` takes. Our names are
+    those of the official MAE release: ValueError for a training of `--channels` other than its 3.
+    Damaged where the checkpoint cannot be read, OSError where the file cannot be written; then
+    `out` is as it was.
     """
     out = Path(out)
     try:
         with _replacing(out) as file:  # opened before minutes of reading
             manifest, saved = read_model(folder)
-            kernel = saved.shapes.get("patch_embed.proj.weight", ())
-            if len(kernel) == 4 and kernel[1] != 3:
+            channels = _flags(manifest).get("channels", 3)
+            if channels != 3:
                 raise ValueError(
-                    f"{folder} is of images with {kernel[1]} channels, the official release "
-                    "has 3: read this checkpoint with checkpoint.load"
+                    f"{folder} is of images with {channels} channels, the official release has 3: "
+                    "read this checkpoint with checkpoint.load"
                 )
             model = dict(saved)
             torch.save({"model": model, "step": manifest["step"]}, file)
@@ -815,7 +822,7 @@ def consolidate(folder: str | Path, out: str | Path) -> int:
         if isinstance(cause := _root_cause(error), OSError):
             raise OSError(f"{out} was not written: {cause}") from None
         raise
-    return sum(t.numel() for n, t in model.items() if not n.endswith("pos_embed"))
+    return model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -838,7 +845,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.command == "verify":
             print(f"{args.dir} is complete: {verify(args.dir)} tensors")
         else:
-            print(f"{args.out}: {consolidate(args.dir, args.out):,} parameters")
+            model = consolidate(args.dir, args.out)
+            values = sum(tensor.numel() for tensor in model.values())
+            print(f"{args.out}: {len(model)} parameters and buffers, {values:,} values")
     except (ValueError, OSError) as error:
         print(f"checkpoint.py: error: {error}", file=sys.stderr)
         return 1

@@ -244,8 +244,9 @@ def test_consolidated_file_is_the_official_model(of_four_ranks, tmp_path, capsys
     for name, p in model.named_parameters():
         assert torch.equal(p, values[name]), name
     assert torch.equal(model.pos_embed, vit.sincos_positions(32, 4))
-    count = sum(p.numel() for p in model.parameters())
-    assert f"{out}: {count:,} parameters" in capsys.readouterr().out
+    values = sum(tensor.numel() for tensor in model.state_dict().values())
+    sentence = f"{out}: {len(model.state_dict())} parameters and buffers, {values:,} values\n"
+    assert capsys.readouterr().out == sentence
     assert [p.name for p in tmp_path.iterdir()] == ["model.pth"]
 
 
@@ -641,20 +642,31 @@ def test_no_pickle_of_a_shard_is_opened(copy, single):
         assert torch.equal(getattr(tensor, "full_tensor", tensor.clone)(), expected[name]), name
 
 
-def test_a_tensor_of_another_memory_format_is_saved_as_it_is(single, tmp_path):
-    """Of more than 64 KiB, too: where a record of an archive lies is not read from its end."""
+def test_a_tensor_of_another_memory_format_is_saved_as_it_is(single, tmp_path, capsys):
+    """Of more than 64 KiB, too: where a record of an archive lies is not read from its end.
+
+    It is of another program's model: with a name of ours, and no flags.
+    """
 
     def conv() -> tuple:
-        model = torch.nn.Conv2d(64, 64, 3).to(memory_format=torch.channels_last)
+        model = torch.nn.Module()
+        model.patch_embed = torch.nn.Module()
+        model.patch_embed.proj = torch.nn.Conv2d(64, 64, 3).to(memory_format=torch.channels_last)
         return model, torch.optim.AdamW(model.parameters())
 
     model, optimizer = conv()
     assert save(tmp_path, 1, model, optimizer) is None
     other, its = conv()
     checkpoint.load(tmp_path / "step_00000001", other, its)
-    assert torch.equal(other.weight, model.weight)
-    checkpoint.consolidate(tmp_path / "step_00000001", tmp_path / "model.pth")
-    assert torch.equal(torch.load(tmp_path / "model.pth")["model"]["weight"], model.weight)
+    weight = model.patch_embed.proj.weight
+    assert torch.equal(other.patch_embed.proj.weight, weight)
+    command = ["consolidate", str(tmp_path / "step_00000001"), str(tmp_path / "model.pth")]
+    assert checkpoint.main(command) == 0 and checkpoint.main(["ls", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].endswith("model.pth: 2 parameters and buffers, 36,928 values")
+    assert re.fullmatch(r"step_00000001 +0\.000 GiB +2 files", printed[1])
+    written = torch.load(tmp_path / "model.pth")["model"]
+    assert torch.equal(written["patch_embed.proj.weight"], weight)
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
