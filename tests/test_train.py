@@ -421,7 +421,7 @@ def changed(argv: list[str], **flags: str) -> list[str]:
 
 def test_a_bad_step_on_one_rank_ends_all_and_is_never_applied(tmp_path):
     """Noticed a step late between log lines, at once at one, under every engine."""
-    base = changed(ARGV, steps="8")
+    base = changed(ARGV, steps="8", global_batch="12")
     runs = [
         Run(changed(base, mode="full_shard", log_every="8"), "loss", 2, (3,)),
         Run(changed(base, mode="hybrid", group="1", fsdp="1"), "loss", 1, (3,)),
@@ -447,7 +447,7 @@ def test_a_bad_step_on_one_rank_ends_all_and_is_never_applied(tmp_path):
 
 def test_bad_steps_are_left_out_up_to_max_skips(tmp_path):
     """Left out alone, named with rank and images; one too many in a row ends the run."""
-    base = changed(ARGV, steps="9", mode="full_shard", max_skips="2")
+    base = changed(ARGV, steps="9", mode="full_shard", max_skips="2", global_batch="12")
     runs = [
         Run(changed(base, log_every="4"), "loss", 1, (2, 3, 6)),
         Run(changed(base, mode="ddp", log_every="9"), "gradient", 0, (4,)),
@@ -516,16 +516,16 @@ def torch_is_finite(tensor) -> bool:
     return bool(tensor.isfinite().all())
 
 
-def test_the_first_steps_of_make_demo(tmp_path):
+def test_the_first_step_of_make_demo(tmp_path):
     """Its own command line, cut short."""
     recipe = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n\n")[0]
     found = re.search(r"--nproc-per-node 4 \\\n\s*train_fsdp.py (.*?) --out", recipe, re.DOTALL)
     assert found, recipe
-    argv = changed(found[1].replace("\\\n", " ").split(), steps="3", log_every="1", workers="0")
+    argv = changed(found[1].replace("\\\n", " ").split(), steps="1", log_every="1", workers="0")
     (result,) = run_ranks(4, [Run(argv, params=False)], tmp_path, 120)
     assert result.status == [0] * 4, result.errors
     assert result.start["mesh"] == {"replicate": 2, "shard": 2, "tp": 1}
-    assert [s["step"] for s in result.steps] == [1, 2, 3]
+    assert [s["step"] for s in result.steps] == [1] and result.start["global_batch"] == 48
 
 
 @pytest.mark.full
