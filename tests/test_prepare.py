@@ -843,6 +843,7 @@ def test_a_stage_dir_that_cannot_be_made_is_refused_on_all_ranks(runs):
 # --- a copy of the trainer without storage/
 
 
+@pytest.mark.full
 def test_a_copy_without_this_room_reads_plain_folders_only(tmp_path):
     code = """
 import os, sys, torch.distributed as dist
@@ -964,9 +965,8 @@ def shared_memory(pids):
 @pytest.mark.parametrize(
     "how",
     [
-        "end",
         "kill",
-        *(pytest.param(how, marks=pytest.mark.full) for how in ("interrupt", "exception")),
+        *(pytest.param(how, marks=pytest.mark.full) for how in ("end", "interrupt", "exception")),
     ],
 )
 def test_a_loader_leaves_nothing_behind(tmp_path, how):
