@@ -3,6 +3,7 @@
     python probe.py reconstruct RUN --data DIR    a picture: removed patches, filled in
     python probe.py knn RUN --data DIR --test DIR       a score of its features, without training
     python probe.py linear RUN --data DIR --test DIR    the same by a linear classifier
+    torchrun --nproc-per-node 8 probe.py finetune RUN --data DIR --test DIR    a classifier
 
 RUN is the --out folder of train_fsdp.py, or one of its checkpoints. Each subcommand is a module of
 downstream/, imported when it is used.
@@ -30,6 +31,7 @@ COMMANDS = {
     "reconstruct": "downstream.reconstruct",
     "knn": "downstream.knn",
     "linear": "downstream.linear",
+    "finetune": "downstream.finetune",
 }
 
 

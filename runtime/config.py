@@ -315,9 +315,9 @@ class Config:
     )
 
 
-def names(mark: str, value: Any = None) -> tuple[str, ...]:
+def names(mark: str, value: Any = None, table: type[Config] = Config) -> tuple[str, ...]:
     """List the flags with a mark in the table: names("result"), names("sweep", "sharding")."""
-    rows = ((row.name, row.metadata[mark]) for row in fields(Config))
+    rows = ((row.name, row.metadata[mark]) for row in fields(table))
     return tuple(name for name, found in rows if (found == value if value else found))
 
 
@@ -399,12 +399,13 @@ class Run:
         }
 
 
-# Keys of Run.record() that decide the result: a resumed run must have the same. Not the path of
-# --data, because the same images may lie elsewhere by now.
-DECISIVE = (
-    *(n for n in names("result") if n != "data"),
-    *("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std"),
-)
+def decisive(config: Config) -> tuple[str, ...]:
+    """List the keys of Run.record() that decide the result: a resumed run must have the same.
+
+    Not the path of --data, because the same images may lie elsewhere by now.
+    """
+    images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
+    return names("result", table=type(config)) + images
 
 
 def resolve(config: Config, world_size: int, node_ranks: int) -> Run:

@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from runtime.config import DEFAULT_STEPS, Config
 STARTUP_TIMEOUT_FACTOR = 4  # what is done for the first time may take so many times --timeout
 RANK0_REPORT_GRACE_SECONDS = 5.0  # that the other ranks leave to rank 0 for its error message
 TORCHRUN_NOTE = "note: what torchrun prints below this, its traceback too, means nothing"
+PROGRAM = "train_fsdp.py"  # in error messages; another program that trains sets its own name
 MAX_FAKE_RANKS = 2**17  # the process group of a dry run lists them all
 
 
@@ -32,14 +33,14 @@ class TrainingParser(ranges.Parser):
         raise SystemExit(usage_error(message, program=self.prog))
 
 
-def print_error(message: str, program: str = "train_fsdp.py") -> None:
+def print_error(message: str, program: str | None = None) -> None:
     """Print an error of the whole run."""
-    print(f"{program}: error: {message}", file=sys.stderr, flush=True)
+    print(f"{program or PROGRAM}: error: {message}", file=sys.stderr, flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         print(TORCHRUN_NOTE, file=sys.stderr, flush=True)
 
 
-def usage_error(message: str, local: bool = False, program: str = "train_fsdp.py") -> int:
+def usage_error(message: str, local: bool = False, program: str | None = None) -> int:
     """Print why a command is refused before any rank waits for another; return exit status 2.
 
     Rank 0 prints it, as the environment names it: nothing else is known yet. The others wait a
@@ -64,11 +65,21 @@ def training_parser(program: str = "train_fsdp.py") -> TrainingParser:
         description="Pretrain a ViT-MAE. * marks flags that decide the result of the training: a "
         "resumed run must not change them without --allow-changes.",
     )
+    add_flags(parser, Config)
+    return parser
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, table: type[Config], left_out: Collection[str] = ()
+) -> None:
+    """Give a parser the flags of a table, but for those left out."""
     add = parser.add_argument
-    for row in fields(Config):
+    for row in fields(table):
         mark = row.metadata
         if mark["group"]:
             add = parser.add_argument_group(mark["group"]).add_argument
+        if row.name in left_out:
+            continue
         help = "* " * mark["result"] + mark["help"]
         if row.default is not None and not isinstance(row.default, bool):
             help += f" (default {row.default})"
@@ -86,7 +97,6 @@ def training_parser(program: str = "train_fsdp.py") -> TrainingParser:
         if row.name == "run":  # torchrun takes a bare --run for its own --run-path
             spellings, options["dest"] = ["--run-mode", "--run"], "run"
         add(*spellings, **options, **mark["argparse"])
-    return parser
 
 
 def launched(environ: Mapping[str, str]) -> bool:
@@ -130,10 +140,13 @@ def parse(argv: Sequence[str] | None) -> Config:
     return config
 
 
-def make_config(parser: TrainingParser, args: argparse.Namespace) -> Config:
+def make_config(
+    parser: TrainingParser, args: argparse.Namespace, table: type[Config] = Config
+) -> Config:
     """Make a Config of what the parser read, with the defaults that follow from the mode.
 
-    For every program that takes the flags of training; the namespace may have more.
+    Of a table that extends it, where one is given. For every program that takes the flags of
+    training; the namespace may have more.
     """
     args.mode = args.mode or default_mode(args, os.environ)
     # a plan or a dry run may be made on a login node, where the job's GPUs are not visible
@@ -148,7 +161,7 @@ def make_config(parser: TrainingParser, args: argparse.Namespace) -> Config:
         has_meaning = not any(shard.misuses(args.mode, {"fsdp": args.fsdp, name: value}))
         if getattr(args, name) is None and has_meaning:
             setattr(args, name, value)
-    return Config(**{row.name: getattr(args, row.name) for row in fields(Config)})
+    return table(**{row.name: getattr(args, row.name) for row in fields(table)})
 
 
 def clashes(args: argparse.Namespace, device_type: str) -> Iterator[str]:

@@ -98,7 +98,8 @@ class Log:
         device, trained = norm.device, run.config.run != "io"
         steps, rate = run.steps, run.global_batch / seconds
         per_rank = rate / run.world_size
-        flops = per_rank * (run.flops_per_image() or 0) if trained else None
+        flops_per_image = run.flops_per_image() if trained else None
+        flops = flops_per_image and per_rank * flops_per_image
         recomputed = run.flops_per_image(recomputed=True)
         peak = peak_flops(device)[0]
         memory = device_memory(device)

@@ -17,7 +17,7 @@ from torch import nn
 
 import checkpoint
 from runtime.agreement import AgreedError, run_on_rank0
-from runtime.config import DECISIVE, Run, save_interval
+from runtime.config import Run, decisive, save_interval
 from runtime.log import Log, rename_old_log
 from runtime.session import Session
 
@@ -108,7 +108,7 @@ def _resume(
     for path in found:
         try:
             state = _on_rank0(partial(_retry, partial(_read_run_state, path), say))
-            changes = _changes(path, state["flags"], run.record(), config.allow_changes)
+            changes = _changes(path, state["flags"], run)
             if load:
                 _retry(partial(load, path), say)
         except checkpoint.Damaged as error:
@@ -177,20 +177,20 @@ def _read_run_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _changes(path: Path, then: dict[str, Any], flags: dict[str, Any], allowed: bool) -> list[str]:
+def _changes(path: Path, then: dict[str, Any], run: Run) -> list[str]:
     """List the flags that differ from the checkpoint's; ValueError where they must not.
 
     A flag that an older checkpoint does not have counts as unchanged.
     """
-    now = json.loads(json.dumps(flags))
+    now = json.loads(json.dumps(run.record()))
     changed = [key for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
     lists = {key for key in changed if isinstance(now[key], list)}
     changes = {key: f"{key} {then[key]} -> {now[key]}" for key in changed}
     changes |= {key: f"{key} changed" for key in lists}  # too long to print
-    decisive = [] if allowed else [changes[key] for key in DECISIVE if key in changes]
-    if decisive:
+    refused = [changes[key] for key in decisive(run.config) if key in changes]
+    if refused and not run.config.allow_changes:
         raise ValueError(
-            f"{path} was trained with other flags ({', '.join(decisive)}): add --allow-changes "
+            f"{path} was trained with other flags ({', '.join(refused)}): add --allow-changes "
             "to continue with these, or use another --out"
         )
     return list(changes.values())

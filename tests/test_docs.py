@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ import probe
 import shard
 import sweep
 import vit
+from downstream import finetune
 from planner.command import plan_parser
 from runtime import flags, log
 
@@ -321,6 +323,7 @@ def test_flags_that_are_named_exist():
     known: set[str] = set()
     for parser in (flags.training_parser(), plan_parser(), sweep.build_parser()):
         known |= {option for row in parser._actions for option in row.option_strings}
+    known |= {"--" + row.name.replace("_", "-") for row in fields(finetune.Tuning)}
     for path in (
         *ROOT.glob("[cp]*.py"),
         *ROOT.glob("downstream/*.py"),

@@ -125,7 +125,8 @@ def test_arrows_point_down():
     for name in READ[:4]:
         assert not imports(trees[f"{name}.py"]) & ours, name
     commands = {"train_fsdp", "prepare", "plan", "sweep", "probe", "convert"}
-    allowed = {"planner/dry_run.py": {"train_fsdp"}}
+    # the loop itself, which would be repeated there
+    allowed = {name: {"train_fsdp"} for name in ("planner/dry_run.py", "downstream/finetune.py")}
     for name, tree in trees.items():
         if "/" in name:
             found = imports(tree) & commands

@@ -118,6 +118,7 @@ def positional(words: list[str]) -> list[str]:
     """What a command needs beside its flags."""
     one = {name: ["a"] for name in ("index", "scan", "stats", "verify")}
     one |= {name: ["a", "--data=b"] for name in probe.COMMANDS}
+    one["finetune"] += ["--test=c"]
     return (one | {"pack": ["a", "b"]}).get(words[0] if words else "", [])
 
 
