@@ -1,5 +1,5 @@
 # make demo    train on the embedded images with 4 CPU ranks, set-up included; resumes after Ctrl-C
-# make demo-long    a longer one, 20 minutes on two cores, and its scores beside two baselines
+# make demo-long    2,000 steps on two ranks, then scores beside two baselines, of grey tiles too
 # make test    lint, types and tests, set-up included
 # make test-all    the same with the whole matrices, and what takes minutes; an hour
 # make quick   the tests of the files to read and of the layout, in a minute
@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_OUT := out/demo
 LONG_OUT := out/demo-long
-SCORED := --data examples/tiles/train --test examples/tiles/heldout --features mean --seeds 3 --workers 0
+SCORED := --data examples/tiles/train --test examples/tiles/heldout --features mean --seeds 3 --workers 0 --device cpu
 
 .PHONY: demo demo-long test test-all quick bench-gpu test-slurm sweep-gpu lint clean
 .DELETE_ON_ERROR:
