@@ -28,7 +28,7 @@ import checkpoint  # noqa: E402
 import mesh  # noqa: E402
 from runtime import resume  # noqa: E402
 from runtime.agreement import AgreedError  # noqa: E402
-from runtime.config import Run  # noqa: E402
+from runtime.config import Config, Run  # noqa: E402
 
 FLAGS = {"model": "tiny", "seed": 0, "blr": 1e-3, "clip": None, "out": "a", "steps": 10}
 RUN_STATE = {
@@ -65,7 +65,7 @@ def flips(out: Path, seed: int, seconds: float, at_most: int = 10**9) -> tuple[C
     files = [*sorted(folder.iterdir()), out / "latest"]
     other, its = small()
     load = partial(checkpoint.load, model=other, optimizer=its)
-    config = SimpleNamespace(resume="auto", out=str(out), allow_changes=False)
+    config = Config(out=str(out))
     run = cast(Run, SimpleNamespace(config=config, record=lambda: FLAGS))
     scaler = torch.amp.GradScaler("cpu")
     deadline = time.monotonic() + seconds

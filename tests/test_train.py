@@ -191,11 +191,11 @@ def test_help_has_the_groups_of_the_data_flow():
     parts = re.split(r"^[a-z, ]+:$", text, flags=re.MULTILINE)[1:]
     in_group = dict(zip(headings, parts, strict=True))
     for heading, flags in {
-        "model": "--model --img-size --channels --mask-ratio --norm-pix-loss",
+        "model": "--model --img-size --channels --mask-ratio --norm-pix-loss --init-from",
         "sharding": "--mode --group --fsdp --prefetch --forward-prefetch --limit-all-gathers "
         "--cpu-offload --bucket-cap-mb",
         "memory, speed": "--device --precision --reduce-dtype --ac --compile",
-        "data": "--data --run-mode --workers --stage-dir --max-bad --exact-decode",
+        "data": "--data --eval-data --run-mode --workers --stage-dir --max-bad --exact-decode",
         "optimisation": "--batch --global-batch --accum --blr --weight-decay --warmup-steps "
         "--steps --epochs --clip --max-skips --seed",
         "output": "--out --log-every --tensorboard --save-every --async-save --keep --resume "
