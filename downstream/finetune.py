@@ -109,18 +109,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_flags(parser, Tuning, LEFT_OUT)
 
 
+@flags.errors_name("probe.py")
 def run(args: argparse.Namespace) -> int:
     """Fine-tune; return the exit status: 0 done or stopped, 1 failed, 2 refused."""
     received = signals.collect()
-    name, flags.PROGRAM = flags.PROGRAM, "probe.py"
-    try:
-        return tune(args, received)
-    finally:
-        flags.PROGRAM = name
-
-
-def tune(args: argparse.Namespace, received: Sequence[int]) -> int:
-    """Refuse what cannot be fine-tuned, or run it; return the exit status as `run` does."""
     try:
         pretrained = read_pretrained(args.run)
         if Path(args.run).resolve().is_relative_to(Path(args.out).resolve()):

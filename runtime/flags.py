@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -22,7 +23,7 @@ from runtime.config import DEFAULT_STEPS, Config
 STARTUP_TIMEOUT_FACTOR = 4  # what is done for the first time may take so many times --timeout
 RANK0_REPORT_GRACE_SECONDS = 5.0  # that the other ranks leave to rank 0 for its error message
 TORCHRUN_NOTE = "note: what torchrun prints below this, its traceback too, means nothing"
-PROGRAM = "train_fsdp.py"  # in error messages; another program that trains sets its own name
+PROGRAM = "train_fsdp.py"  # in error messages
 MAX_FAKE_RANKS = 2**17  # the process group of a dry run lists them all
 
 
@@ -31,6 +32,17 @@ class TrainingParser(ranges.Parser):
 
     def error(self, message: str) -> NoReturn:
         raise SystemExit(usage_error(message, program=self.prog))
+
+
+@contextmanager
+def errors_name(program: str) -> Iterator[None]:
+    """Let the error messages of a run name another program than train_fsdp.py."""
+    global PROGRAM
+    before, PROGRAM = PROGRAM, program
+    try:
+        yield
+    finally:
+        PROGRAM = before
 
 
 def print_error(message: str, program: str | None = None) -> None:
