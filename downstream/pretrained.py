@@ -31,7 +31,7 @@ class Pretrained:
     stats: data.ChannelStats  # by which its images were normalised
     weights: Mapping[str, Tensor]  # by the names of vit.ViTMAE; an encoder alone has no decoder's
     step: int | None = None  # optimizer steps trained; None: not known
-    size: str | None = None  # row of vit.MODELS; None: none of them
+    size: str | None = None  # as --model takes it; None: not known
 
     @property
     def has_decoder(self) -> bool:
