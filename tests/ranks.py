@@ -9,6 +9,7 @@ processes of `run_ranks` make many runs, each with a process group of its own.
 import contextlib
 import ctypes
 import errno
+import functools
 import gc
 import io
 import itertools
@@ -226,6 +227,8 @@ def join() -> int:
     torch.set_num_threads(1)
     ranks = mesh.read_ranks(os.environ)
     mesh.init_ranks(ranks, torch.device("cpu"), timeout_minutes=2)
+    # Each mesh starts threads that poll for as long as the process lives: one of each shape.
+    mesh.build_mesh = functools.cache(mesh.build_mesh)
     return ranks.rank
 
 

@@ -30,6 +30,7 @@ from ranks import (
     environment,
     free_port,
     full_parameters,
+    join,
     on_ranks,
     one_run,
     read_log,
@@ -106,8 +107,7 @@ def train(model, optimizer, steps) -> list[float]:
 
 
 def start_a_rank() -> Path:
-    torch.set_num_threads(1)
-    mesh.init_ranks(mesh.read_ranks(os.environ), CPU)
+    join()
     return Path(os.environ["CHECKPOINTS"])
 
 

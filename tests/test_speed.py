@@ -3,14 +3,13 @@
 import collections
 import gc
 import json
-import os
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import FULL
-from ranks import on_ranks
+from ranks import join, on_ranks
 from test_shard import CPU, ROWS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,8 +95,7 @@ def stepper(mode: str, fsdp: int, precision: str, device=CPU, **options):
 
 def reads_and_recompilations() -> dict:
     """On each rank: host reads of a step by mode and precision; compilations early and late."""
-    torch.set_num_threads(1)
-    mesh.init_ranks(mesh.read_ranks(os.environ), CPU)
+    join()
     found: dict = {"reads": {}, "compiled": {}}
     for mode, fsdp in READ:
         for precision in DTYPES:
