@@ -11,6 +11,7 @@ Everything else reads the table. Only a row of a new kind needs more: a new `eng
 """
 
 import inspect
+import re
 import warnings
 import zlib
 from collections import Counter
@@ -31,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy, _recursive_wrap, size_based_auto_wrap_policy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _cast_forward_inputs
@@ -42,7 +43,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 # (name, whole shape) -> whole fp32 value; KeyError if it has none for that name
 InitialValue = Callable[[str, torch.Size], Tensor]
 Fill = Callable[[nn.Module], None]  # gives values to what is on meta in a module
-Units = list[list[nn.Module]]  # blocks that are gathered and freed together
+Units = list[list[nn.Module]]  # each the modules that are gathered and freed together
 
 # ---------------------------------------------------------------------------------------------
 # The strategies
@@ -110,6 +111,7 @@ def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[in
 OPTIONS_OF: dict[str, Callable[[Strategy], bool]] = {
     "group": lambda row: row.group == "group",
     "fsdp": lambda row: row.engine == "fsdp",
+    "wrap": lambda row: row.engine == "fsdp",
     "cpu_offload": lambda row: row.engine == "fsdp",
     "bucket_cap_mb": lambda row: row.engine != "fsdp",
     "prefetch": lambda row: row.reshard,  # the others gather nothing in backward
@@ -133,6 +135,8 @@ def misuses(
         elif given.get("fsdp") != 1 and (name == "limit_all_gathers" or value == "backward_post"):
             shown = f"{spell(name)} {value}" if name == "prefetch" else spell(name)
             yield f"{shown} exists in FSDP1 only: add {spell('fsdp')} 1, or leave it out"
+        elif given.get("fsdp") == 1 and (name, value) == ("wrap", "auto"):
+            yield f"{spell(name)} auto exists in FSDP2 only: use block, or no {spell('fsdp')} 1"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -144,6 +148,7 @@ class ShardingOptions:
     """What `apply` can be asked for beyond the mode, by the names of train_fsdp.py's flags."""
 
     fsdp: Literal[1, 2] = 2  # FSDP1 or FSDP2, where the engine is fsdp
+    wrap: str = "block"  # FSDP: the units, block, auto (FSDP2 only), root or size:N (`find_units`)
     param_dtype: torch.dtype = torch.bfloat16  # of the computation; stored parameters are fp32
     reduce_dtype: torch.dtype = torch.float32  # in which gradients are summed over ranks
     cast_inputs: bool = True  # FSDP: to param_dtype, those of the model, its blocks and its layers
@@ -169,10 +174,10 @@ def apply(
 ) -> nn.Module:
     """Shard a model over the mesh; afterwards all ranks have the values of rank 0. Collective.
 
-    `mesh` has the dimensions ("replicate", "shard") of `mesh_shape`. A block is gathered and freed
-    as a whole (in FSDP2 small neighbours share one unit, `unit_ranges`); what is left is the root
-    unit. `block_classes` says which modules are blocks: None finds them (`find_blocks`), set()
-    makes the whole model one unit.
+    `mesh` has the dimensions ("replicate", "shard") of `mesh_shape`. A unit is gathered and freed
+    as a whole: a block, unless `options.wrap` says otherwise (`find_units`); what is left is the
+    root unit. `block_classes` says which modules are blocks: None finds them (`find_blocks`), set()
+    is for a model without any.
 
     Values that the model has are kept. What is on the meta device gets its values unit by unit, so
     that no rank ever holds the whole model: by `initial_value`, or without it by the method
@@ -195,13 +200,15 @@ def apply(
     # DDP has no units, and needs blocks only for these two
     wanted = sharded or options.ac != "none" or options.compile
     blocks = find_blocks(model, block_classes) if wanted else {}
+    names = find_units(model, list(blocks), options.wrap) if sharded else []
     values = _Values(model, initial_value, device)
     fill = partial(values.fill, draw=not load_later)
     if not load_later:
         _share_values(model, f"{mode} {options}", device)
     if sharded:
-        _prepare_root(model, blocks, options)
-    units = _prepare_units(model, blocks, options)
+        _prepare_root(model, blocks, names, options)
+    _prepare_blocks(model, blocks, options)
+    units = [[model.get_submodule(name) for name in unit] for unit in names]
     if not sharded:
         fill(model)
         result = _ddp(model.to(device), mesh, options)
@@ -267,7 +274,7 @@ def _fsdp1(
     fill: Fill,
 ) -> nn.Module:
     """FSDP1: the strategy is an enum, so is the prefetch; every unit is one flat parameter."""
-    blocks = {block for unit in units for block in unit}
+    wrapped = {module for unit in units for module in unit}
     name = FSDP1_STRATEGIES[strategy.group, strategy.reshard]
     submesh = mesh if strategy.group == "group" else mesh["shard"]
     if mesh["shard"].size() == 1:
@@ -281,7 +288,7 @@ def _fsdp1(
             model,
             device_mesh=submesh,
             sharding_strategy=name,
-            auto_wrap_policy=CustomPolicy(lambda module: module in blocks),
+            auto_wrap_policy=CustomPolicy(lambda module: module in wrapped),
             mixed_precision=fsdp.MixedPrecision(
                 options.param_dtype,
                 options.reduce_dtype,
@@ -324,10 +331,11 @@ def _fsdp2(
         for norm in [m for m in model.modules() if isinstance(m, _BatchNorm) and m.affine]:
             fill(norm)
             shard_unit(norm, mp_policy=exact, reshard_after_forward=strategy.reshard)
-    for blocks in units:
-        for block in blocks:
-            fill(block)  # whole, until the next line cuts it
-        shard_unit(blocks, reshard_after_forward=strategy.reshard)
+    units = [unit for unit in units if not isinstance(unit[0], FSDPModule)]  # one of these norms
+    for unit in units:
+        for module in unit:
+            fill(module)  # whole, until the next line cuts it
+        shard_unit(unit, reshard_after_forward=strategy.reshard)
     fill(model)
     # The root unit (tokens, embeddings, norms) is used last in forward and first in backward: with
     # None, the default, it stays gathered in between.
@@ -335,11 +343,11 @@ def _fsdp2(
     if options.prefetch == "none":
         # In backward FSDP2 prefetches the next unit unless it has a list of what to prefetch. An
         # empty list counts as none; a unit's own name does nothing, since it is gathered already.
-        for unit in [*(blocks[0] for blocks in units), model]:
-            unit.set_modules_to_backward_prefetch([unit])  # type: ignore[operator]
+        for module in [*(unit[0] for unit in units), model]:
+            module.set_modules_to_backward_prefetch([module])  # type: ignore[operator]
     if options.forward_prefetch:
-        for unit, following in pairwise(blocks[0] for blocks in units):
-            unit.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        for module, following in pairwise(unit[0] for unit in units):
+            module.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     return model
 
 
@@ -474,24 +482,72 @@ def find_blocks(
     return blocks
 
 
-def _prepare_root(model: nn.Module, blocks: dict[str, nn.Module], options: ShardingOptions) -> None:
-    """Let each layer outside of the blocks cast its inputs, as FSDP does for blocks and model.
+def unit_size(wrap: str) -> int | None:
+    """Return N of the wrap size:N, None for block, auto and root; ValueError for any other text."""
+    if wrap in ("block", "auto", "root"):
+        return None
+    if found := re.fullmatch("size:([1-9][0-9]{0,17})", wrap):
+        return int(found[1])
+    raise ValueError(
+        f"wrap is {wrap!r:.40}, but must be block, auto, root or size:N, where N is the smallest "
+        "number of parameters in a unit, as size:1000000"
+    )
+
+
+def find_units(model: nn.Module, blocks: Sequence[str], wrap: str) -> list[list[str]]:
+    """Name the modules of each unit, in the order of forward, an inner unit before the outer one.
+
+    The root, which has the rest, is left out. block: each of the `blocks` (names of `find_blocks`).
+    auto: small neighbours among them together. root: none. size:N: what PyTorch's
+    `size_based_auto_wrap_policy` wraps, a module with N or more parameters that are in no unit yet.
+    Raises ValueError for another `wrap`.
+    """
+    found: list[nn.Module] = []
+
+    def listed(module: nn.Module) -> nn.Module:
+        found.append(module)
+        return module
+
+    if smallest := unit_size(wrap):
+        policy = partial(size_based_auto_wrap_policy, min_num_params=smallest)
+        # FSDP1's own walk through the modules, which lists here what it would wrap
+        _recursive_wrap(model, policy, listed, set(), set(), only_wrap_children=True)
+        names = {module: name for name, module in model.named_modules()}
+        return [[names[module]] for module in dict.fromkeys(found)]
+    if wrap == "auto":
+        numels = [sum(p.numel() for p in model.get_submodule(b).parameters()) for b in blocks]
+        return [[blocks[i] for i in unit] for unit in unit_ranges(blocks, numels)]
+    return [[block] for block in blocks] if wrap == "block" else []
+
+
+def unit_of(parameter: str, units: Sequence[list[str]]) -> list[str]:
+    """Find the unit of a parameter, by name, among those of `find_units`; [] is the root."""
+    return next((u for u in units if any(parameter.startswith(f"{m}.") for m in u)), [])
+
+
+def _prepare_root(
+    model: nn.Module, blocks: dict[str, nn.Module], units: list[list[str]], options: ShardingOptions
+) -> None:
+    """Let blocks, and layers outside of them, cast their inputs where no unit does it.
 
     Raises ValueError for a parameter in two units: FSDP would silently untie it.
     """
-    unit_of: dict[nn.Parameter, str] = {}
+    found: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        unit = next((block for block in blocks if name.startswith(f"{block}.")), "the root")
-        if unit_of.setdefault(p, unit) != unit:
+        unit = unit_of(name, units)
+        if found.setdefault(p, unit) != unit:
+            first, second = ((u or ["the root"])[0] for u in (found[p], unit))
             raise ValueError(
-                f"{name} is in two units, {unit_of[p]} and {unit}: choose block_classes that leave "
-                "it in one, or use mode ddp or zero1"
+                f"{name} is in two units, {first} and {second}: choose block_classes that leave "
+                "it in one, wrap root, or use mode ddp or zero1"
             )
-    inside = {part for block in blocks.values() for part in block.modules()}
+    outer = set(blocks.values())
+    inside = {part for block in outer for part in block.modules()} - outer
+    inside |= {part for u in units for name in u for part in model.get_submodule(name).modules()}
     for name, layer in model.named_modules():
+        cast = options.cast_inputs and not isinstance(layer, _BatchNorm)
         own = any(True for _ in layer.parameters(recurse=False))
-        if own and layer is not model and layer not in inside:
-            cast = options.cast_inputs and not isinstance(layer, _BatchNorm)
+        if (cast if layer in outer else own) and layer is not model and layer not in inside:
             before = partial(_before_layer, name, options.param_dtype if cast else None)
             layer.register_forward_pre_hook(before, with_kwargs=True)
 
@@ -507,16 +563,15 @@ def _before_layer(
     return _cast_forward_inputs(dtype, *inputs, **named)
 
 
-def _prepare_units(
+def _prepare_blocks(
     model: nn.Module, found: dict[str, nn.Module], options: ShardingOptions
-) -> Units:
-    """Checkpoint and compile the blocks, and group them into units.
+) -> None:
+    """Checkpoint and compile the blocks.
 
     The order matters. Checkpointing comes first, so that the recomputation is inside the compiled
     region and inside the unit: a block is gathered once for recomputation and gradient together.
     """
-    numels = [sum(p.numel() for p in block.parameters()) for block in found.values()]
-    ranges, blocks = unit_ranges(list(found), numels), list(found.values())
+    blocks = list(found.values())
     if options.ac != "none":
         if any(isinstance(part, _BatchNorm) for block in blocks for part in block.modules()):
             raise ValueError(f"ac {options.ac} would count each batch twice in BatchNorm")
@@ -531,11 +586,10 @@ def _prepare_units(
         # one graph for encoder and decoder blocks alike would be slower than one for each.
         for block in blocks:
             block.compile(dynamic=False)
-    return [[blocks[i] for i in unit] for unit in ranges]
 
 
 def unit_ranges(names: Sequence[str], numels: Sequence[int]) -> list[range]:
-    """Group blocks into units of FSDP2: neighbours in a stack, up to the size of the largest block.
+    """Group blocks into the units of wrap auto: neighbours in a stack, up to the largest block.
 
     Blocks are given in the order of forward, by name (`stack.number`) and number of parameters.
     """

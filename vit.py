@@ -7,8 +7,7 @@ To add a size: one row of MODELS (and one of README's table, which a test compar
 
 One-letter names, in shapes and in code:
     B batch, C channels, H W image side in pixels, P patch side in pixels, L patches per image,
-    K patches that stay visible, T tokens that go through a block, D width, N heads,
-    E features per head (D / N)
+    K patches that stay visible, T tokens in a block, D width, N heads, E features per head (D / N)
 """
 
 import math
@@ -48,8 +47,7 @@ class ViTConfig:
 
 
 # The six sizes of arXiv 2404.11706, table 1, and `tiny` for a laptop. Only a gated MLP (three
-# matrices instead of two) gives the published parameter count of 5B, so `5b` has one; the same
-# dimensions with a plain MLP are `replace(MODELS["5b"], gated_mlp=False)`, 3.8B.
+# matrices instead of two) gives the published count of 5B; with a plain one `5b` would have 3.8B.
 MODELS: dict[str, ViTConfig] = {
     #                  width depth mlp_width heads patch
     "tiny": ViTConfig(192, 4, 768, 3, 8, decoder_width=128, decoder_depth=2, decoder_heads=4),
@@ -229,18 +227,23 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class PatchProjection(nn.Conv2d):
+    """The release's convolution as one matrix product of patches: (B, K, P*P*C) -> (B, K, D)."""
+
+    def forward(self, patches: Tensor) -> Tensor:
+        weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # (D, P*P*C), row column channel
+        return F.linear(patches.to(weight.dtype), weight, self.bias)
+
+
 class PatchEmbed(nn.Module):
     """Embed patches as tokens: (B, K, P*P*C) -> (B, K, D)."""
 
     def __init__(self, patch: int, width: int, channels: int = 3) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(channels, width, patch, stride=patch)
+        self.proj = PatchProjection(channels, width, patch, stride=patch)
 
     def forward(self, patches: Tensor) -> Tensor:
-        # A matrix product instead of the release's convolution, whose weight it uses: only the
-        # visible patches, cut out already, are embedded, and no convolution library is needed.
-        weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)  # (D, P*P*C), row column channel
-        return F.linear(patches.to(weight.dtype), weight, self.proj.bias)
+        return self.proj(patches)
 
 
 class ViTMAE(nn.Module):

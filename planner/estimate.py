@@ -22,7 +22,7 @@ import shard
 import vit
 from planner.machines import MACHINES, Machine, build_ring, collective_seconds
 from planner.memory import GIB, MemorySnapshot, StepMemory, largest_partition, pending_bytes
-from planner.traffic import PlannedRun, collectives, link_bytes, model_units
+from planner.traffic import PlannedRun, collectives, link_bytes, model_units, run_units
 from runtime.config import check_masking
 
 # ---------------------------------------------------------------------------------------------
@@ -85,13 +85,21 @@ def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
     return run.accum * run.batch * passes * per_image
 
 
-def communication_seconds(run: PlannedRun, machine: Machine) -> float:
-    """Seconds per step of all collectives, one after the other."""
-    total = 0.0
+def communication_seconds(run: PlannedRun, machine: Machine) -> tuple[float, float]:
+    """Seconds per step of all collectives, one after the other, and of those without overlap.
+
+    The root unit is gathered before the forward pass and reduced after the backward pass, when
+    there is nothing to compute. Of its collectives only the share of blocks counts, under `wrap`
+    root and size:N: the layers outside of blocks are small, and the fitted constants have them.
+    """
+    total = of_root = 0.0
     for c in collectives(run):
         ring = build_ring(machine, run.world_size, c.ranks, c.stride)
-        total += c.count * collective_seconds(machine, c.kind, c.payload, ring)
-    return total
+        seconds = c.count * collective_seconds(machine, c.kind, c.payload, ring)
+        total += seconds
+        of_root += seconds if c.unit == "root" else 0.0
+    root, outside = run_units(run)[0].numel, model_units(run.config, run.encoder_only)[0].numel
+    return total, of_root * max(0, root - outside) / root
 
 
 def optimizer_seconds(run: PlannedRun, machine: Machine) -> float:
@@ -110,13 +118,13 @@ def step_time(run: PlannedRun, machine: Machine, measured_ips: float | None = No
     images/s measured on one node under the same flags, the estimate starts from there.
     """
     compute = forward_backward_seconds(run, machine)
-    communication = communication_seconds(run, machine)
+    communication, alone = communication_seconds(run, machine)
     optimizer = optimizer_seconds(run, machine)
     if measured_ips:
         node = one_node(run, machine)
         compute += node.world_size * run.batch * run.accum / measured_ips
         compute = max(0.0, compute - step_time(node, machine).step)
-    exposed = communication - min(communication, compute) * machine.hidden_share
+    exposed = communication - min(communication - alone, compute) * machine.hidden_share
     nodes = max(1.0, run.world_size / machine.ranks_per_node)
     step = (compute + exposed + optimizer) * (1 + machine.doubling_loss * math.log2(nodes))
     return StepTime(compute, communication, exposed, optimizer, step)

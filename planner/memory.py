@@ -13,6 +13,8 @@ memory that another stream still uses, as under FSDP1. All sizes are in bytes.
 
 import heapq
 import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -117,8 +119,18 @@ class StepMemory:
         self.blocks = model_units(run.config, run.encoder_only)[1:]
         self.units = run_units(run)  # the root first
         self.root = self.units[0]
+        # Parameters of each block by the number of the unit that holds them, 0 for the root
         at = {name: i for i, unit in enumerate(self.units) for name in unit.parameters}
-        self.unit_at = [at[next(iter(block.parameters))] for block in self.blocks]
+        self.held = [Counter[int]() for _ in self.blocks]
+        for block, held in zip(self.blocks, self.held, strict=True):
+            for name, shape in block.parameters.items():
+                held[at[name]] += math.prod(shape)
+        # The first block that needs each unit; of a layer between blocks the one that follows
+        self.first = [0] * len(self.units)
+        following = len(self.blocks)
+        for i in range(len(self.units) - 1, 0, -1):
+            following = next((p for p, held in enumerate(self.held) if i in held), following)
+            self.first[i] = following
         self.memory = {p: block_memory(run, p, machine) for p in ("encoder", "decoder")}
         self.numel = {u.name: u.padded(run) for u in self.units}
         self.all = sum(self.numel.values())
@@ -151,15 +163,28 @@ class StepMemory:
             return 0  # used in place
         return sum(self.numel[u.name] for u in units) * self.run.compute_bytes
 
+    def block_units(self, position: int, recomputed: bool = False) -> tuple[Unit, ...]:
+        """List the units that a block needs gathered at one time: of several the largest.
+
+        When it is recomputed, FSDP2 gathers all of them and keeps them for its backward.
+        """
+        units = tuple(self.units[i] for i in self.held[position] if i)
+        if recomputed and self.run.ac != "none" and self.run.engine == "fsdp2":
+            return units
+        return tuple(sorted(units, key=lambda unit: unit.numel)[-1:])
+
     def gathered_params(self, position: int) -> float:
-        """Full parameters of other units while block `position` runs backward."""
-        run, before = self.run, self.units[1 : self.unit_at[position]]
+        """Full parameters while block `position` runs backward."""
+        run, here = self.run, self.block_units(position, recomputed=True)
+        every = [i for i in self.held[position] if i]
+        own = min(every, default=bisect_left(self.first, position, 1))
+        before = self.units[1:own]
         if run.engine == "fsdp1" and run.shard == 1:
-            return self.unsharded(self.root)
+            return self.unsharded(self.root, *here)
         if not run.reshard:
-            return self.unsharded(self.root, *before)
+            return self.unsharded(self.root, *before, *(self.units[i] for i in every))
         ahead = before[-1:] if run.prefetch != "none" else ()
-        return self.unsharded(self.root, *ahead)
+        return self.unsharded(self.root, *ahead, *here)
 
     def gradients(self, done: Sequence[Unit]) -> float:
         """Reduced gradients when these units have completed the last backward.
@@ -242,34 +267,38 @@ class StepMemory:
         )
         for position in range(count - 1, -1, -1):
             yield from self.backward(position)
+        if self.run.engine != "ddp":
+            yield self.reduction(self.root, self.units, self.unsharded(self.root))
         yield self.snapshot("optimizer step", gradients=self.gradients(self.units))
 
     def forward_units(self, position: int) -> float:
         """Full parameters while block `position` runs forward (past the last block: the loss)."""
         run, loss = self.run, position == len(self.blocks)
-        used = self.units[1:] if loss else self.units[1 : self.unit_at[position] + 1]
+        used = self.units[1 : bisect_right(self.first, position, 1)]
+        here = () if loss else self.block_units(position)
         live = used  # all that were used stay, unless they are freed after use
         if run.engine == "fsdp1" and run.shard == 1:
-            live = used[-1:]
+            live = here or used[-1:]
         elif run.engine != "ddp" and run.reshard:
-            live = () if loss else used[-1:]
+            live = here
         total = self.unsharded(self.root, *live)
-        if run.engine == "fsdp2" and run.shard > 1 and used:
-            total += self.unsharded(used[-1])  # the output of its gather lives until the next
+        if run.engine == "fsdp2" and run.shard > 1:
+            # the output of its gather lives until the next
+            total += self.unsharded(*(here or used[-1:] or (self.root,)))
         if run.forward_prefetch:
             total += self.unsharded(*self.units[len(used) + 1 : len(used) + 2])
         return total
 
     def backward(self, position: int) -> Iterator[MemorySnapshot]:
         """Walk through one block's backward and the reduction of its gradients."""
-        run, block, at = self.run, self.blocks[position], self.unit_at[position]
-        unit, done = self.units[at], self.units[at + 1 :]
+        run, block, held = self.run, self.blocks[position], self.held[position]
+        done = self.units[bisect_right(self.first, position, 1) :]
         saved, memory = self.saved_activations(position), self.memory[block.part]
-        root_gradients = self.unsharded(self.root)
-        unsharded = self.gathered_params(position) + self.unsharded(unit)
-        # later blocks of the same unit have gradients that are not reduced yet
-        later = self.blocks[position + 1 : position + self.unit_at[position:].count(at)]
-        unreduced = sum(b.numel for b in later) * run.compute_bytes
+        unsharded = self.gathered_params(position)
+        # gradients that are not reduced yet: those of the root so far, of later blocks in this unit
+        later = self.held[position + 1 :]
+        root_gradients = self.root_gradients(sum(other[0] for other in later))
+        unreduced = sum(other[i] for other in later for i in held if i) * run.compute_bytes
         largest = max(map(math.prod, block.parameters.values()))
         for activations, gradients in block_backward(run, memory, block):
             if run.engine == "ddp":  # straight to where they stay, as fp32
@@ -283,16 +312,34 @@ class StepMemory:
                 activations=saved + activations,
                 reduction=self.reduce_buffers(done),
             )
-        if run.engine != "ddp" and self.unit_at.index(at) == position:  # the unit's last backward
-            size = BYTES[run.reduce_dtype]
-            copy = size if run.engine == "fsdp2" or size != run.compute_bytes else 0
-            yield self.snapshot(
-                f"reduction of {unit.name}",
-                gradients=self.gradients((*done, unit)),
-                unsharded=unsharded + root_gradients,
-                activations=saved + 2 * memory.e,
-                reduction=self.reduce_buffers(()) + self.numel[unit.name] * copy,
-            )
+        complete = [self.units[i] for i in held if i and self.first[i] == position]
+        if run.engine != "ddp" and complete:  # the units' last backward
+            unit = max(complete, key=lambda unit: unit.numel)
+            live, around = unsharded + root_gradients, saved + 2 * memory.e
+            yield self.reduction(unit, (*done, *complete), live, around)
+
+    def root_gradients(self, numel: int) -> float:
+        """Unreduced gradients of the root: of `numel` parameters in blocks, and of all others."""
+        inside = sum(held[0] for held in self.held)
+        size = self.run.compute_bytes
+        return max(0, self.unsharded(self.root) - inside * size) + numel * size
+
+    def reduction(
+        self, unit: Unit, done: Sequence[Unit], unsharded: float, activations: float = 0
+    ) -> MemorySnapshot:
+        """Count what is live while the gradients of a unit are reduced, the last of those `done`.
+
+        Its parameters are freed by then; its gradients take their place in `unsharded`.
+        """
+        run, size = self.run, BYTES[self.run.reduce_dtype]
+        copy = size if run.engine == "fsdp2" or size != run.compute_bytes else 0
+        return self.snapshot(
+            f"reduction of {unit.name}",
+            gradients=self.gradients(done),
+            unsharded=unsharded,
+            activations=activations,
+            reduction=self.reduce_buffers(()) + self.numel[unit.name] * copy,
+        )
 
 
 @lru_cache(maxsize=64)  # each moment of a step has it
@@ -322,10 +369,12 @@ def pending_bytes(run: PlannedRun, snapshot: MemorySnapshot) -> float:
     """Freed memory that another stream still uses, in backward; none under FSDP2 and DDP."""
     if run.engine != "fsdp1" or not snapshot.name.startswith(("backward", "reduction")):
         return 0.0
-    blocks = model_units(run.config, run.encoder_only)[1:]
-    names = [unit.name for unit in blocks]
-    done = 1 - names.index(snapshot.name.rpartition(" ")[2]) / max(1, len(names) - 1)
+    units = run_units(run)[1:]
+    names = [unit.name for unit in model_units(run.config, run.encoder_only)[1:]]
+    name = snapshot.name.rpartition(" ")[2]  # of a block, of a part of one, of the root
+    position = next((i for i, n in enumerate(names) if f"{name}.".startswith(f"{n}.")), 0)
+    done = 1 - position / max(1, len(names) - 1)
     if run.shard == 1:
-        return done * PENDING_NO_SHARD_BYTES * sum(unit.numel for unit in blocks)
-    unit = max(unit.padded(run) for unit in blocks) * run.compute_bytes
+        return done * PENDING_NO_SHARD_BYTES * sum(unit.numel for unit in units)
+    unit = max((unit.padded(run) for unit in units), default=0) * run.compute_bytes
     return unit * (PENDING_EARLY_UNITS + done * (PENDING_LATE_UNITS - PENDING_EARLY_UNITS))

@@ -6,7 +6,7 @@ the log send a few numbers each: not counted. Nor are collectives of a single ra
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -40,6 +40,7 @@ class PlannedRun:
     precision: str = "bf16"
     reduce_dtype: str = "fp32"
     ac: str = "none"
+    wrap: str = "block"
     prefetch: str = "backward_pre"
     forward_prefetch: bool = False
     cpu_offload: bool = False
@@ -154,34 +155,27 @@ def model_part(unit: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def model_units(config: vit.ViTConfig, encoder_only: bool) -> tuple[Unit, ...]:
-    """List the root, then each block in the order of forward. Built on the meta device."""
+def model_units(config: vit.ViTConfig, encoder_only: bool, wrap: str = "block") -> tuple[Unit, ...]:
+    """List the root, then the units of a `wrap` in the order of forward (shard.find_units).
+
+    Built on the meta device. A unit has the names of its first module and the number of its last.
+    """
     with torch.device("meta"):
         model = vit.ViTMAE(config, config.patch)
+    modules = shard.find_units(model, list(shard.find_blocks(model, {vit.Block})), wrap)
     units: dict[str, dict[str, tuple[int, ...]]] = {"root": {}}
     for name, parameter in model.named_parameters():
         if encoder_only and name.startswith(("decoder", "mask_token")):
             continue
-        stack, number, *_ = [*name.split("."), ""]
-        unit = f"{stack}.{number}" if stack.endswith("blocks") else "root"
-        units.setdefault(unit, {})[name] = tuple(parameter.shape)
+        first, *more = shard.unit_of(name, modules) or ["root"]
+        label = f"{first}-{more[-1].rpartition('.')[2]}" if more else first
+        units.setdefault(label, {})[name] = tuple(parameter.shape)
     return tuple(Unit(name, parameters) for name, parameters in units.items())
 
 
 def run_units(run: PlannedRun) -> tuple[Unit, ...]:
-    """List the root, then the units of this engine: FSDP2 groups small blocks (shard.py)."""
-    root, *blocks = model_units(run.config, run.encoder_only)
-    if run.engine != "fsdp2":
-        return (root, *blocks)
-    ranges = shard.unit_ranges([block.name for block in blocks], [block.numel for block in blocks])
-    return (root, *(join_blocks(blocks[unit.start : unit.stop]) for unit in ranges))
-
-
-def join_blocks(blocks: Sequence[Unit]) -> Unit:
-    """Make one unit of neighbouring blocks, named after the first and the last."""
-    first, last = blocks[0], blocks[-1]
-    name = first.name if first is last else f"{first.name}-{last.name.rpartition('.')[2]}"
-    return Unit(name, {k: shape for block in blocks for k, shape in block.parameters.items()})
+    """List the root, then the units of this run; DDP, which has none, is planned block by block."""
+    return model_units(run.config, run.encoder_only, "block" if run.engine == "ddp" else run.wrap)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -209,18 +203,36 @@ def collectives(run: PlannedRun) -> list[PlannedCollective]:
 def _fsdp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
     """Gather before forward, again before backward where it was freed; reduce after backward.
 
-    The root is not freed in between. With accumulation all of that in every micro-step, except the
-    all-reduce over replicas: FSDP2 sends it once, FSDP1's hybrid every time (shard.accumulation).
+    The root is not freed in between. Of units inside of a checkpointed block FSDP1 gathers all but
+    the last once more, for the recomputation. With accumulation all of that in every micro-step,
+    except the all-reduce over replicas: FSDP2 sends it once, FSDP1's hybrid every time
+    (shard.accumulation).
     """
+    recomputed = recomputed_units(run) if run.engine == "fsdp1" and run.ac != "none" else set()
     size, ranks = BYTES[run.reduce_dtype], run.shard
     reduces = run.accum if run.engine == "fsdp1" and run.shard > 1 else 1
     for unit in run_units(run):
         name, numel = unit.name, unit.padded(run)
-        gathers = run.accum * (2 if run.reshard and unit.part != "root" else 1)
+        again = run.reshard and name != "root"
+        gathers = run.accum * (1 + again * (1 + (name in recomputed)))
         yield PlannedCollective("all_gather", name, numel * run.compute_bytes, gathers, ranks, 1)
         yield PlannedCollective("reduce_scatter", name, numel * size, run.accum, ranks, 1)
         shard_bytes = numel // run.shard * size
         yield PlannedCollective("all_reduce", name, shard_bytes, reduces, run.replicate, run.shard)
+
+
+def recomputed_units(run: PlannedRun) -> set[str]:
+    """Name the units inside of blocks, but for those with a block's last layer.
+
+    The backward pass begins with the last layer, for which it gathers that unit, and then
+    recomputes the block.
+    """
+    found = set[str]()
+    for block in model_units(run.config, run.encoder_only)[1:]:
+        *_, last = block.parameters
+        inner = [u for u in run_units(run) if u.name.startswith(f"{block.name}.")]
+        found |= {unit.name for unit in inner if last not in unit.parameters}
+    return found
 
 
 def _ddp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:

@@ -123,8 +123,9 @@ def default_mode(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
     single = environ.get("WORLD_SIZE", "1") == "1" and ("RANK" in environ or not launched(environ))
     if args.world_size:
         single = args.world_size == 1
-    fsdp = (args.group, args.fsdp, args.prefetch, args.forward_prefetch, args.cpu_offload)
-    return "ddp" if single and not any(fsdp) and args.limit_all_gathers is None else "hybrid"
+    fsdp = [args.group, args.fsdp, args.wrap, args.prefetch, args.forward_prefetch]
+    fsdp += [args.cpu_offload, args.limit_all_gathers is not None]
+    return "ddp" if single and not any(fsdp) else "hybrid"
 
 
 def parse(argv: Sequence[str] | None) -> Config:
@@ -168,7 +169,7 @@ def make_config(
     for sentence in clashes(args, "cuda" if gpu else "cpu"):
         parser.error(sentence)
     # What has no meaning in this mode stays None, so that the log does not claim it.
-    for name in ("fsdp", "prefetch", "limit_all_gathers"):
+    for name in ("fsdp", "wrap", "prefetch", "limit_all_gathers"):
         value = getattr(shard.ShardingOptions, name)
         has_meaning = not any(shard.misuses(args.mode, {"fsdp": args.fsdp, name: value}))
         if getattr(args, name) is None and has_meaning:

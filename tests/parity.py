@@ -42,11 +42,13 @@ class Case:
     group: int = 0  # 0: not a hybrid mode
     ac: str = "none"
     accum: int = 1
+    wrap: str = ""  # the default
 
     def argv(self) -> list[str]:
         more = ["--mode", self.mode, "--ac", self.ac, "--accum", str(self.accum)]
         more += ["--fsdp", str(self.fsdp)] if self.fsdp else []
         more += ["--group", str(self.group)] if self.group else []
+        more += ["--wrap", self.wrap] if self.wrap else []
         return ARGV + more
 
 

@@ -287,7 +287,8 @@ def test_a_model_of_other_channels():
     images = torch.randn(2, 12, 32, 32)
     every = torch.arange(16).expand(2, -1)
     embedded = model.patch_embed(vit.patchify(images, 8))  # against the convolution itself
-    expected = model.patch_embed.proj(images).flatten(2).transpose(1, 2)
+    expected = torch.conv2d(images, kernel, model.patch_embed.proj.bias, stride=8)
+    expected = expected.flatten(2).transpose(1, 2)
     torch.testing.assert_close(embedded, expected, atol=1e-5, rtol=1e-5)
     assert model.encode(vit.patchify(images, 8), every).shape == (2, 17, 192)
     loss, pred, _ = model(images)

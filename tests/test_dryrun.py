@@ -346,7 +346,7 @@ def test_the_plan_is_printed_too_and_nothing_is_written(tmp_path, monkeypatch, c
         "; 0 loader workers",
         "one step of rank 0, simulated",
         "memory per rank, GiB",
-        "  all_gather: planned 13 of 1,000 bytes, simulated 22 of ",
+        "  all_gather: planned 13 of 1,000 bytes, simulated 26 of ",
     ):
         assert line in out
     planned = [float(rows[part][-1]) for part in dry_run.TABLE_ROWS]

@@ -259,17 +259,18 @@ def train(name: str, model, optimizer, steps: range, dtype=torch.float32) -> lis
 
 
 def cases(names: list[str], everything: bool) -> list[tuple]:
-    """(model, row, row that resumes, optimizer, dtype): all, or enough for each row and model."""
+    """(model, row, row that resumes, optimizer, wrap, dtype): all, or enough for each of them."""
     found = []
     for i, name in enumerate(names):
         for j, row in enumerate(ROWS):
             optimizer = SGD if row[0] != "zero1" and (i + j) % 2 else ADAMW
             others = [r for r in ROWS if optimizer is ADAMW or r[0] != "zero1"]
             then = others[(j + 5) % len(others)]
+            wrap = ("block", "root", "size:2000")[(i + (j + 1) // 4) % 3 if j > 1 else 0]
             if everything or (i + j) % 12 == 0:
-                found.append((name, row, then, optimizer, torch.float32))
+                found.append((name, row, then, optimizer, wrap, torch.float32))
             if everything and (i + j) % 2:
-                found.append((name, row, then, optimizer, torch.bfloat16))
+                found.append((name, row, then, optimizer, wrap, torch.bfloat16))
     return found
 
 
@@ -277,10 +278,10 @@ def differences(names: list[str], everything: bool) -> dict[tuple, tuple]:
     """On every rank: how far each case is from one process; relative, relative, absolute."""
     join()
     out, found = Path(os.environ["FOLDER"]), {}
-    for i, (name, row, then, optimizer, dtype) in enumerate(cases(names, everything)):
+    for i, (name, row, then, optimizer, wrap, dtype) in enumerate(cases(names, everything)):
         expected, values = plain(name, optimizer, STEPS)
         model, updates = sharded(
-            initialised(name, dist.get_rank()), *row, optimizer, param_dtype=dtype
+            initialised(name, dist.get_rank()), *row, optimizer, wrap=wrap, param_dtype=dtype
         )
         steps = train(name, model, updates, range(3), dtype)
         if name == "batch norm":  # each rank normalises its own part of the batch
@@ -295,7 +296,7 @@ def differences(names: list[str], everything: bool) -> dict[tuple, tuple]:
         now = full_parameters(model)
         moved = max([(now[n] - value).abs().max().item() for n, value in values.items()] or [0])
         worst = *map(max, zip(*apart, strict=True)), moved
-        found[name, row, then, optimizer[0].__name__, dtype] = worst
+        found[name, row, then, optimizer[0].__name__, wrap, dtype] = worst
         shutil.rmtree(out / f"case{i}") if dist.get_rank() == 0 else None
     dist.destroy_process_group()
     return found
@@ -564,6 +565,8 @@ WRONG: list[tuple[Callable, str, dict, type, str]] = [
     (Language, "hybrid", options(ac="some"), ValueError, "must be 'none' or 'selective' or 'full'"),
     (Language, "hybrid", options(param_dtype="bf16"), ValueError, "a dtype: torch.bfloat16"),
     (Language, "hybrid", options(prefetch="backward_post"), ValueError, "in FSDP1 only"),
+    (Language, "hybrid", options(wrap="size:1e6"), ValueError, "root or size:N, where N is the"),
+    (Language, "hybrid", options(wrap="auto", fsdp=1), ValueError, "auto exists in FSDP2 only"),
     (Language, "hybrid", options(limit_all_gathers=False), ValueError, "exists in FSDP1 only"),
     (Language, "hybrid", options(bucket_cap_mb=5), ValueError, "for mode ddp and zero1, not"),
     (Language, "ddp", options(cpu_offload=True), ValueError, "hybrid_grad_op, not ddp: leave"),

@@ -38,7 +38,7 @@ import check
 
 CPU = torch.device("cpu")
 # Widths that 4, 6 and 8 ranks do not divide, so that everything is padded.
-# FSDP2 takes the decoder's two blocks as one unit.
+# Wrap auto takes the decoder's two blocks as one unit.
 CONFIG = vit.ViTConfig(36, 3, 68, 2, 8, decoder_width=20, decoder_depth=2, decoder_heads=2)
 GATED = vit.ViTConfig(
     20, 2, 28, 2, 8, gated_mlp=True, decoder_width=12, decoder_depth=1, decoder_heads=2
@@ -82,9 +82,13 @@ TRAFFIC = [
     {"mode": "ddp", "accum": 2, "reduce_dtype": "bf16"},
     {"mode": "zero1", "precision": "fp32"},
     {"mode": "no_shard", "fsdp": 1, "accum": 2},
-    {"mode": "shard_grad_op", "fsdp": 2, "reduce_dtype": "bf16", "accum": 2},
+    {"mode": "shard_grad_op", "fsdp": 2, "reduce_dtype": "bf16", "accum": 2, "wrap": "auto"},
     {"mode": "full_shard", "fsdp": 1, "prefetch": "none"},
-    {"mode": "full_shard", "fsdp": 2, "ac": "full"},
+    {"mode": "full_shard", "fsdp": 2, "ac": "full", "wrap": "auto"},
+    {"mode": "full_shard", "fsdp": 1, "wrap": "root"},
+    {"mode": "full_shard", "fsdp": 1, "ac": "full", "wrap": "size:2000", "accum": 2},
+    {"mode": "full_shard", "fsdp": 2, "ac": "full", "wrap": "size:2000", "accum": 2},
+    {"mode": "hybrid", "group": 2, "fsdp": 2, "wrap": "root", "accum": 2},
     {"mode": "hybrid", "group": 2, "fsdp": 1, "accum": 2},
     {"mode": "hybrid_grad_op", "group": 2, "fsdp": 2, "forward_prefetch": True},
 ]
@@ -110,6 +114,13 @@ def traffic_cases(world: int) -> list[dict]:
         options = {"ac": "full"}, {"ac": "selective"}, {"prefetch": "none"}
         for option in (*options, {"forward_prefetch": True}):
             cases += [c | option for c in full if c["mode"] == "full_shard"]
+        fsdp = [c for c in plain if "fsdp" in c and c["mode"] != "no_shard"]
+        wraps = [("auto", "none"), ("root", "full"), ("size:1", "none"), ("size:2000", "full")]
+        wraps += [("size:2000", "selective"), ("size:5000", "none")]
+        for wrap, ac in wraps:
+            cases += [
+                c | {"wrap": wrap, "ac": ac} for c in fsdp if (c["fsdp"], wrap) != (1, "auto")
+            ]
     return cases
 
 
@@ -205,7 +216,9 @@ def test_traffic_is_exactly_that_of_a_real_run(world, tmp_path):
 # --- memory
 
 
-def tracked_gib(config: vit.ViTConfig, world: int, mode: str, group: int | None, ac: str) -> float:
+def tracked_gib(
+    config: vit.ViTConfig, world: int, mode: str, group: int | None, ac: str, wrap: str = "auto"
+) -> float:
     """The peak that PyTorch's own tracker sees in the real wrapped model, under fake tensors.
 
     Without the optimizer's states: the tracker cannot follow its step.
@@ -222,7 +235,9 @@ def tracked_gib(config: vit.ViTConfig, world: int, mode: str, group: int | None,
                 grid,
                 block_classes={vit.Block},
                 load_later=True,
-                options=shard.ShardingOptions(ac=ac, cast_inputs=False, preserve_rng_state=False),
+                options=shard.ShardingOptions(
+                    ac=ac, wrap=wrap, cast_inputs=False, preserve_rng_state=False
+                ),
             )
             images = torch.empty(32, 3, 224, 224, dtype=torch.uint8)
             noise = torch.rand(32, vit.patch_count(config, 224))
@@ -236,9 +251,11 @@ def tracked_gib(config: vit.ViTConfig, world: int, mode: str, group: int | None,
         dist.destroy_process_group()
 
 
-def live_gib(config: vit.ViTConfig, world: int, mode: str, group: int | None, ac: str) -> float:
+def live_gib(
+    config: vit.ViTConfig, world: int, mode: str, group: int | None, ac: str, wrap: str = "auto"
+) -> float:
     """The same by the plan: no optimizer, no workspace, and heads unpadded as on a CPU."""
-    case = {"img_size": 224, "batch": 32, "mode": mode, "group": group, "ac": ac}
+    case = {"img_size": 224, "batch": 32, "mode": mode, "group": group, "ac": ac, "wrap": wrap}
     return live_bytes(planned(config, world, AS_A_CPU, **case)) / 2**30
 
 
@@ -279,7 +296,36 @@ def whole_matrix(*cases: tuple) -> list:
     ],
 )
 def test_memory_is_that_of_the_tracker(model, world, mode, group, ac):
+    """With small blocks together, which is the form that has most to plan."""
     case = (SHALLOW if model == "shallow" else vit.MODELS[model], world, mode, group, ac)
+    assert live_gib(*case) == pytest.approx(tracked_gib(*case), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "mode", "group", "ac", "wrap"),
+    [
+        ("shallow", 8, "full_shard", None, "none", "root"),
+        ("shallow", 8, "full_shard", None, "full", "size:2000000"),
+        *whole_matrix(
+            *(
+                ("shallow", 8, *mode, ac, wrap)
+                for mode in (("full_shard", None), ("hybrid", 4), ("shard_grad_op", None))
+                for ac in ("none", "full")
+                for wrap in ("block", "root", "size:2000000", "size:4000000")
+            ),
+            *(
+                (*case, wrap)
+                for case in (
+                    ("1b", 64, "full_shard", None, "none"),
+                    ("15b", 512, "hybrid", 4, "full"),
+                )
+                for wrap in ("block", "root", "size:20000000")
+            ),
+        ),
+    ],
+)
+def test_memory_of_each_wrap_is_that_of_the_tracker(model, world, mode, group, ac, wrap):
+    case = (SHALLOW if model == "shallow" else vit.MODELS[model], world, mode, group, ac, wrap)
     assert live_gib(*case) == pytest.approx(tracked_gib(*case), rel=0.03)
 
 
@@ -298,7 +344,7 @@ def test_memory_of_one_rank_is_that_of_the_tracker(precision, ac):
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = vit.ViTMAE(config)
         options = shard.ShardingOptions(ac=ac, preserve_rng_state=False)
-        shard._prepare_units(model, shard.find_blocks(model, {vit.Block}), options)
+        shard._prepare_blocks(model, shard.find_blocks(model, {vit.Block}), options)
         images = torch.empty(32, 3, 224, 224, dtype=torch.uint8)
         noise = torch.rand(32, vit.patch_count(config, 224))
         tracker = MemTracker()
@@ -548,6 +594,9 @@ def test_any_number_of_ranks_needs_no_list_of_them(flags, capsys):
         "--warmup-steps 200",
         "--mode ddp --fsdp 1",
         "--prefetch backward_post",
+        "--mode ddp --wrap block",
+        "--fsdp 1 --wrap auto",
+        "--wrap size:30000",
         "--bucket-cap-mb 8",
         "--batch 8 --global-batch 64",
         "--mode full_shard --limit-all-gathers",

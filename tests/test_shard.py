@@ -5,7 +5,6 @@ import dataclasses
 import re
 from contextlib import nullcontext
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +12,8 @@ import torch.distributed as dist
 from parity import ARGV, Case, compare, modes
 from ranks import Run, join, on_ranks, run_ranks
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +25,7 @@ import vit
 
 CONFIG = vit.ViTConfig(32, 3, 64, 2, 8, decoder_width=32, decoder_depth=2, decoder_heads=2)
 UNITS = 3 + 2 + 1  # encoder blocks, decoder blocks, root
-SMALL_DECODER = dataclasses.replace(CONFIG, decoder_width=16)  # its blocks are one unit of FSDP2
+SMALL_DECODER = dataclasses.replace(CONFIG, decoder_width=16)  # its blocks: one unit of wrap auto
 CPU = torch.device("cpu")
 FSDP_MODES = ["no_shard", "shard_grad_op", "full_shard", "hybrid", "hybrid_grad_op"]
 ROWS = [("ddp", 2), ("zero1", 2)] + [(mode, fsdp) for fsdp in (1, 2) for mode in FSDP_MODES]
@@ -63,6 +64,36 @@ def test_small_blocks_of_one_stack_make_a_unit():
     assert sizes([2, 2], [8, 8]) == [[2, 2], [8], [8]]  # whichever stack is small
     assert sizes([4, 4, 4], [4, 8]) == [[4, 4], [4], [4], [8]]  # never across stacks
     assert sizes([], []) == []
+
+
+@pytest.mark.parametrize(
+    ("wrap", "units"),
+    [
+        ("block", [[f"blocks.{i}"] for i in range(3)] + [[f"decoder_blocks.{i}"] for i in (0, 1)]),
+        ("auto", [*([f"blocks.{i}"] for i in range(3)), ["decoder_blocks.0", "decoder_blocks.1"]]),
+        ("root", []),
+        ("size:9000", []),  # more than a block has
+        ("size:8000", [[f"blocks.{i}"] for i in range(3)]),
+    ],
+)
+def test_units_of_each_wrap(wrap, units):
+    model = vit.ViTMAE(SMALL_DECODER, 32)
+    assert shard.find_units(model, list(shard.find_blocks(model, {vit.Block})), wrap) == units
+
+
+@pytest.mark.parametrize("smallest", [1, 1000, 3000, 4200, 8000])
+def test_units_by_size_are_those_of_fsdp1(single, smallest):
+    """The modules that FSDP1 itself wraps by PyTorch's policy; at 4200 a unit is inside another."""
+    policy = partial(size_based_auto_wrap_policy, min_num_params=smallest)
+    theirs = FSDP1(vit.ViTMAE(CONFIG, 32), auto_wrap_policy=policy, device_id=CPU)
+    wrapped = {n for n, m in theirs.named_modules() if isinstance(m, FSDP1)} - {""}
+    wrapped = {shard.original_name(f"{name}.x")[:-2] for name in wrapped}
+    model = vit.ViTMAE(CONFIG, 32)
+    units = shard.find_units(model, list(shard.find_blocks(model, {vit.Block})), f"size:{smallest}")
+    assert {name for (name,) in units} == wrapped and len(units) == len(wrapped) > 3
+    assert [n for n, _ in model.named_parameters()] == [
+        n for n, _ in vit.ViTMAE(CONFIG, 32).named_parameters()
+    ]
 
 
 def test_original_names():
@@ -351,11 +382,9 @@ def facts_of_a_row(mode: str, fsdp: int) -> dict:
 def facts_of_units(grid) -> dict:
     """Collectives and whole gradients, of small blocks together and of single blocks."""
     found = {}
-    singles = {"unit_ranges": lambda names, numels: [range(i, i + 1) for i in range(len(names))]}
     for name, options in {"units": {}, "recomputed": {"ac": "full"}}.items():
-        for key, changed in {name: {}, f"{name}, single blocks": singles}.items():
-            with mock.patch.multiple(shard, **changed) if changed else nullcontext():
-                model = build("full_shard", grid, config=SMALL_DECODER, **options)
+        for key, wrap in {name: "auto", f"{name}, single blocks": "block"}.items():
+            model = build("full_shard", grid, config=SMALL_DECODER, wrap=wrap, **options)
             forward_backward(model)
             model.zero_grad()
             sent = collectives(events(model))
@@ -493,6 +522,9 @@ def covering() -> list[Case]:
     for i, c in enumerate(modes(4, [2])):
         cases.append(Case(4, c.mode, c.fsdp, c.group, ("none", "full")[i % 2], 1 + i // 2 % 2))
     cases += [Case(4, "hybrid", 1, 1), Case(4, "hybrid", 2, 4, "full")]
+    cases += [Case(2, "full_shard", 2, wrap="auto"), Case(2, "hybrid", 2, 1, wrap="root")]
+    cases += [Case(2, "full_shard", 1, ac="full", wrap="root")]
+    cases += [Case(2, "full_shard", fsdp, 0, "full", fsdp, "size:6000") for fsdp in (1, 2)]
     return [*cases, Case(3, "full_shard", 2, 0, "none", 2), Case(6, "hybrid_grad_op", 1, 3, "full")]
 
 
@@ -504,7 +536,7 @@ def test_same_training_whatever_the_sharding(tmp_path):
     """
     found = compare(covering(), tmp_path)
     bad = {case: d for case, d in found.items() if not d.fine()}
-    assert not bad and len(found) == 16
+    assert not bad and len(found) == 21
 
 
 @pytest.mark.slow

@@ -89,6 +89,10 @@ NONSENSE = [
     ("--mode no_shard --fsdp 1 --prefetch none", "--prefetch is for --mode full_shard"),
     ("--mode full_shard --prefetch backward_post", "exists in FSDP1 only: add --fsdp 1"),
     ("--mode full_shard --fsdp 2 --prefetch backward_post", "exists in FSDP1 only"),
+    ("--wrap size:0", "argument --wrap: wrap is 'size:0', but must be block, auto, root or size:N"),
+    ("--wrap blocks", "argument --wrap: wrap is 'blocks', but must be block, auto, root or size:N"),
+    ("--mode zero1 --wrap root", "--wrap is for --mode no_shard and shard_grad_op and full_shard"),
+    ("--fsdp 1 --wrap auto", "--wrap auto exists in FSDP2 only: use block, or no --fsdp 1"),
     ("--mode zero1 --forward-prefetch", "--forward-prefetch is for --mode shard_grad_op and"),
     ("--mode no_shard --forward-prefetch", "--forward-prefetch is for --mode shard_grad_op and"),
     ("--limit-all-gathers", "--limit-all-gathers exists in FSDP1 only: add --fsdp 1"),
@@ -192,8 +196,8 @@ def test_help_has_the_groups_of_the_data_flow():
     in_group = dict(zip(headings, parts, strict=True))
     for heading, flags in {
         "model": "--model --img-size --channels --mask-ratio --norm-pix-loss --init-from",
-        "sharding": "--mode --group --fsdp --prefetch --forward-prefetch --limit-all-gathers "
-        "--cpu-offload --bucket-cap-mb",
+        "sharding": "--mode --group --fsdp --wrap --prefetch --forward-prefetch "
+        "--limit-all-gathers --cpu-offload --bucket-cap-mb",
         "memory, speed": "--device --precision --reduce-dtype --ac --compile",
         "data": "--data --eval-data --run-mode --workers --stage-dir --max-bad --exact-decode",
         "optimisation": "--batch --global-batch --accum --blr --weight-decay --warmup-steps "
@@ -216,7 +220,8 @@ def test_defaults_are_those_of_the_design(monkeypatch):
     assert args["limit_all_gathers"] is None and args["precision"] == "bf16"
     assert parse(["--fsdp", "1"]).limit_all_gathers is True
     ddp = parse(["--mode", "ddp"])
-    assert ddp.fsdp is None and ddp.prefetch is None  # no meaning, so no claim
+    assert args["wrap"] == "block"
+    assert ddp.fsdp is ddp.prefetch is ddp.wrap is None  # no meaning, so no claim
     assert args["blr"] == 1.5e-4 and args["weight_decay"] == 0.05 and args["norm_pix_loss"]
 
 
@@ -241,6 +246,7 @@ def test_one_process_has_nothing_to_shard(monkeypatch):
         "--fsdp 1",
         "--prefetch none",
         "--forward-prefetch",
+        "--wrap root",
         "--fsdp 1 --no-limit-all-gathers",
     ):
         assert mode(flags) == "hybrid", flags
