@@ -280,14 +280,19 @@ def straddles(group: int, local_world_size: int) -> bool:
     return group > local_world_size or local_world_size % group != 0
 
 
-def build_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
-    """Build the mesh of all ranks, with dimensions "replicate" and "shard".
+DIMENSIONS = ("replicate", "shard", "tp")  # of a mesh; tp, tensor parallelism, where it is used
 
-    `shape` is (number of replicas, ranks per shard group). Collective, after `init_ranks`. Raises
-    ValueError if the shape does not hold exactly the world.
+
+def build_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh:
+    """Build the mesh of all ranks, with dimensions "replicate" and "shard", or these and "tp".
+
+    `shape` is (number of replicas, ranks per shard group), or these and the ranks that split each
+    block, which are neighbours. Collective, after `init_ranks`. Raises ValueError if the shape does
+    not hold exactly the world.
     """
-    (replicas, group), world_size = shape, dist.get_world_size()
-    check_group(world_size, group)
-    if replicas * group != world_size:
-        raise ValueError(f"a {replicas} x {group} mesh does not hold {world_size} ranks")
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    world_size = dist.get_world_size()
+    check_group(world_size, shape[1])
+    if math.prod(shape) != world_size:
+        sizes = " x ".join(map(str, shape))
+        raise ValueError(f"a {sizes} mesh does not hold {world_size} ranks")
+    return init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS[: len(shape)])

@@ -42,10 +42,11 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     sent = {
         link: sum(by[link] for by in found["traffic_bytes_per_rank"].values()) for link in LINKS
     }
+    shape = f"{run.replicate} x {run.shard}" + f" x {run.tp} (tp)" * (run.tp > 1)
     links = ", ".join(f"{link} {value / 1e9:.1f}" for link, value in sent.items())
     yield (
-        f"{found['params']:,} parameters, {plan.label}, {run.replicate} x {run.shard} ranks of "
-        f"{plan.machine.name}, local batch {run.batch}"
+        f"{found['params']:,} parameters, {plan.label}, {shape} ranks of {plan.machine.name}, "
+        f"local batch {run.batch}"
     )
     yield plan.fit
     yield f"memory   GiB: {gib}"
@@ -104,7 +105,8 @@ def _state_lines(plan: Plan) -> Iterator[str]:
     yield f"{'mode':18}{'parameters':>11}{'gradients':>11}{'states':>11}{'sum':>8}"
     for mode, row in shard.STRATEGIES.items():
         group = run.shard if row.group == "group" else None
-        other = replace(plan, run=replace(run, mode=mode, group=group, accum=1))
+        tp = run.tp if row.engine == "fsdp" else 1
+        other = replace(plan, run=replace(run, mode=mode, group=group, tp=tp, accum=1))
         memory = StepMemory(other.run, plan.machine)
         numel, states = sum(unit.numel for unit in memory.units), memory.states()
         held = [states["parameters"], memory.gradients(memory.units), states["optimizer"]]

@@ -116,6 +116,7 @@ OPTIONS_OF: dict[str, Callable[[Strategy], bool]] = {
     "bucket_cap_mb": lambda row: row.engine != "fsdp",
     "prefetch": lambda row: row.reshard,  # the others gather nothing in backward
     "forward_prefetch": lambda row: row.group != "1",
+    "tp": lambda row: row.engine == "fsdp",
     "limit_all_gathers": lambda row: row.group != "1",
 }
 
@@ -137,6 +138,8 @@ def misuses(
             yield f"{shown} exists in FSDP1 only: add {spell('fsdp')} 1, or leave it out"
         elif given.get("fsdp") == 1 and (name, value) == ("wrap", "auto"):
             yield f"{spell(name)} auto exists in FSDP2 only: use block, or no {spell('fsdp')} 1"
+        elif name == "tp" and (given.get("fsdp") == 1 or unit_size(given.get("wrap") or "block")):
+            yield f"{spell(name)} needs whole blocks and FSDP2: use {spell('wrap')} block"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -170,14 +173,16 @@ def apply(
     block_classes: Collection[type[nn.Module]] | None = None,
     initial_value: InitialValue | None = None,
     load_later: bool = False,
+    split_block: Callable[[nn.Module], None] | None = None,
     options: ShardingOptions = ShardingOptions(),
 ) -> nn.Module:
     """Shard a model over the mesh; afterwards all ranks have the values of rank 0. Collective.
 
-    `mesh` has the dimensions ("replicate", "shard") of `mesh_shape`. A unit is gathered and freed
-    as a whole: a block, unless `options.wrap` says otherwise (`find_units`); what is left is the
-    root unit. `block_classes` says which modules are blocks: None finds them (`find_blocks`), set()
-    is for a model without any.
+    `mesh` has the dimensions ("replicate", "shard") of `mesh_shape`; with FSDP2 also "tp", whose
+    ranks share the work of a block that `split_block` has edited (runtime/tensor_parallel.py). A
+    unit is gathered and freed as a whole: a block, unless `options.wrap` says otherwise
+    (`find_units`); what is left is the root unit. `block_classes` says which modules are blocks:
+    None finds them (`find_blocks`), set() is for a model without any.
 
     Values that the model has are kept. What is on the meta device gets its values unit by unit, so
     that no rank ever holds the whole model: by `initial_value`, or without it by the method
@@ -196,13 +201,15 @@ def apply(
     for sentence in _problems(model, mode, mesh, options):
         raise ValueError(sentence)
     row, device = STRATEGIES[mode], _device(mesh)
+    if mesh.ndim == 3:
+        mesh = mesh["replicate", "shard"]
     sharded = row.engine == "fsdp"
     # DDP has no units, and needs blocks only for these two
     wanted = sharded or options.ac != "none" or options.compile
     blocks = find_blocks(model, block_classes) if wanted else {}
     names = find_units(model, list(blocks), options.wrap) if sharded else []
     values = _Values(model, initial_value, device)
-    fill = partial(values.fill, draw=not load_later)
+    fill = _fill_and_split(partial(values.fill, draw=not load_later), blocks, split_block)
     if not load_later:
         _share_values(model, f"{mode} {options}", device)
     if sharded:
@@ -216,11 +223,7 @@ def apply(
         result = _fsdp1(model, row, mesh, units, options, fill)
     else:
         result = _fsdp2(model, row, mesh, units, options, fill)
-    if values.missing:
-        raise RuntimeError(
-            "build the model on the CPU, or pass initial_value: neither it nor a method "
-            f"reset_parameters gives a value to {', '.join(sorted(values.missing))}"
-        )
+    values.check_complete()
     return result
 
 
@@ -386,12 +389,25 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
     """
     if isinstance(model, FSDP1):
         return model.clip_grad_norm_(max_norm)  # sums over the shard group
-    parameters = list(model.parameters())
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm  # DTensor: sums its shards
-    if max_norm != float("inf"):
+    groups, norms = by_mesh(p for p in model.parameters() if p.grad is not None), list[Tensor]()
+    for parameters in groups:
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # sums its shards
+    whole = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
+    for parameters in groups if max_norm != float("inf") else []:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
     return whole
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters by their device mesh: PyTorch computes with those of one mesh at a time.
+
+    There are two with tensor parallelism: that of split layers has one dimension more.
+    """
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for p in parameters:
+        groups.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    return list(groups.values())
 
 
 WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module"}
@@ -417,11 +433,13 @@ def build_optimizer(
     """Build a fused AdamW, betas (0.9, 0.95); `decay` has the original names of what decays."""
     decays = set(decay)
     trained = [(original_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
+    decaying = [p for n, p in trained if n in decays]
+    others = [p for n, p in trained if n not in decays]
     groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in trained if n in decays], "weight_decay": weight_decay},
-        {"params": [p for n, p in trained if n not in decays], "weight_decay": 0.0},
+        {"params": of_mesh, "weight_decay": rate}
+        for parameters, rate in ((decaying, weight_decay), (others, 0.0))
+        for of_mesh in by_mesh(parameters)
     ]
-    groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "fused": True}
     if STRATEGIES[mode].engine == "zero1":
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **settings)
@@ -630,9 +648,14 @@ def _problems(
     model: nn.Module, mode: str, mesh: DeviceMesh, options: ShardingOptions
 ) -> Iterator[str]:
     """Yield a sentence for each argument of `apply` that has no meaning."""
-    world, hybrid = dist.get_world_size(), mode in STRATEGIES and STRATEGIES[mode].group == "group"
-    wanted = mesh_shape(mode, world, mesh.shape[-1] if hybrid else None)
-    if mesh.mesh_dim_names != ("replicate", "shard") or mesh.shape != wanted:
+    names = ("replicate", "shard", "tp")[: max(mesh.ndim, 2)]
+    shape, tp = mesh.shape[:2], mesh.shape[2] if mesh.ndim == 3 else 1
+    world, hybrid = (
+        dist.get_world_size() // tp,
+        mode in STRATEGIES and STRATEGIES[mode].group == "group",
+    )
+    wanted = mesh_shape(mode, world, shape[-1] if hybrid else None)
+    if mesh.mesh_dim_names != names or shape != wanted:
         yield (
             f"mode {mode} on {world} ranks needs a mesh (replicate, shard) of {wanted}, not "
             f"{mesh.mesh_dim_names} of {tuple(mesh.shape)}: build it with shard.mesh_shape"
@@ -644,7 +667,7 @@ def _problems(
         if hint is torch.dtype and not isinstance(value, torch.dtype):
             yield f"{name} is {value!r}, but must be a dtype: torch.bfloat16"
     given = {n: v for n, v in vars(options).items() if v != getattr(ShardingOptions, n)}
-    yield from misuses(mode, given)
+    yield from misuses(mode, given | ({"tp": tp} if tp > 1 else {}))
     if isinstance(model, DDP | FSDP1 | FSDPModule):
         yield "the model is sharded already: apply takes a plain module, once"
     for name in WRAPPERS & dict(model.named_children()).keys():
@@ -691,6 +714,14 @@ class _Values:
             if untouched or bool(value.isnan().any()):
                 self.missing.append(f"{self.names[module]}.{leaf}".lstrip("."))
 
+    def check_complete(self) -> None:
+        """Raise RuntimeError that names what was given no value."""
+        if self.missing:
+            raise RuntimeError(
+                "build the model on the CPU, or pass initial_value: neither it nor a method "
+                f"reset_parameters gives a value to {', '.join(sorted(self.missing))}"
+            )
+
     def _draw(self, module: nn.Module, leaves: Iterable[str]) -> None:
         """Draw the values of one module, independently of all others."""
         if self.initial_value is None:
@@ -707,6 +738,23 @@ class _Values:
                     shapes = f"{tuple(value.shape)}, but it is {tuple(tensor.shape)}"
                     raise ValueError(f"initial_value gives {name} the shape {shapes}")
                 tensor.copy_(value)
+
+
+def _fill_and_split(
+    fill: Fill, blocks: Mapping[str, nn.Module], split_block: Callable[[nn.Module], None] | None
+) -> Fill:
+    """Make a `fill` that splits each block, too, once it has its values and is not yet sharded."""
+    if split_block is None:
+        return fill
+    whole = set(blocks.values())
+
+    def fill_and_split(module: nn.Module) -> None:
+        fill(module)
+        for block in [part for part in module.modules() if part in whole]:
+            whole.remove(block)
+            split_block(block)
+
+    return fill_and_split
 
 
 def _allocate(t: Tensor, device: torch.device) -> Tensor:

@@ -45,6 +45,7 @@ from runtime.record import finish, loss_of_zero, report_start
 from runtime.resume import Saves, list_newest_first, resume
 from runtime.session import Session, manual_gc, run_session
 from runtime.step_guard import StepGuard
+from runtime.tensor_parallel import keep_state_layout, share_inputs, split_block
 
 # ---------------------------------------------------------------------------------------------
 # One step
@@ -153,12 +154,16 @@ def build_model_and_optimizer(
         block_classes={vit.Block},
         initial_value=initial_values(run, needed=initialise),
         load_later=not initialise,
+        split_block=partial(split_block, grid=grid) if c.tp > 1 else None,
         options=run.sharding_options(),
     )
     # after sharding: its states are sharded as the parameters are
     optimizer = shard.build_optimizer(
         model, str(c.mode), decay, lr=run.lr, weight_decay=c.weight_decay
     )
+    if c.tp > 1:
+        share_inputs(model, grid)
+        keep_state_layout(model, optimizer)
     return model, optimizer, shard.build_scaler(model, device, run.dtype)
 
 
@@ -257,7 +262,7 @@ def prepare_training(
     config, log, device = run.config, session.log, session.device
     if config.run == "io":  # no model
         return guard.read_only_step, Saves(run, log), None
-    grid = mesh.build_mesh(run.mesh_shape, device)  # replicate x shard, ranks in rows
+    grid = mesh.build_mesh(run.mesh_shape, device)  # replicate x shard (x tp), ranks in rows
     found = list_newest_first(run, log.say)
     model, optimizer, scaler = build_model_and_optimizer(run, grid, device, initialise=not found)
     saves = Saves(run, log)  # saves nothing

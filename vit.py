@@ -180,11 +180,11 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        b, t, d = x.shape
-        qkv = self.qkv(x).reshape(b, t, 3, self.heads, d // self.heads)  # (B, T, 3, N, E)
+        b, t, _ = x.shape
+        qkv = self.qkv(x).reshape(b, t, 3, self.heads, -1)  # (B, T, 3, N, E)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # 3 x (B, N, T, E)
         x = self.attend(q, k, v)  # (B, N, T, E)
-        return self.proj(x.transpose(1, 2).reshape(b, t, d))  # (B, T, D)
+        return self.proj(x.transpose(1, 2).reshape(b, t, -1))  # (B, T, D)
 
 
 class Mlp(nn.Module):

@@ -64,13 +64,13 @@ def wider_groups(plan: Plan, config: Config) -> Iterator[Change]:
     """Yield modes that shard more, the smallest shard group first."""
     run, row = plan.run, shard.STRATEGIES[str(config.mode)]
     grouped = row.group == "group"
-    if run.world_size == 1 or (row.group == "world" and row.reshard):
+    if run.data_ranks == 1 or (row.group == "world" and row.reshard):
         return
     without = " (without --bucket-cap-mb)" if config.bucket_cap_mb else ""
-    groups = [g for g in group_sizes(run.world_size, plan.machine) if g > run.shard]
+    groups = [g for g in group_sizes(run, plan.machine) if g > run.shard]
     if grouped:  # --group stays on the command line
         groups = [*([] if row.reshard else [run.shard]), *groups]
-        groups += [run.world_size] if run.shard < run.world_size else []
+        groups += [run.data_ranks] if run.shard < run.data_ranks else []
     for group in groups:
         flags = "--mode hybrid " * (not (grouped and row.reshard)) + f"--group {group}"
         yield flags + without, {"mode": "hybrid", "group": group, "bucket_cap_mb": None}

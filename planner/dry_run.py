@@ -21,10 +21,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -58,10 +60,13 @@ PLANNED_PARTS = {"unsharded": ("unsharded", "reduction"), "activations": ("activ
 ON_HOST = ("parameters", "gradients", "optimizer")  # with --cpu-offload
 
 
-def private_parts() -> tuple[Any, Any, Any]:
-    """Import FakeTensorMode, FSDPMemTracker and FakeStore; Unsupported where one does not exist."""
+def private_parts() -> tuple[Any, Any, Any, Any]:
+    """Import private parts of PyTorch; Unsupported where one does not exist.
+
+    FakeTensorMode, a context without it, FSDPMemTracker and FakeStore.
+    """
     try:
-        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
         from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
@@ -69,7 +74,17 @@ def private_parts() -> tuple[Any, Any, Any]:
             f"--dry-run uses private parts of PyTorch, and torch {torch.__version__} does not "
             f"have all of them ({error}): it was written for torch 2.10 to 2.15"
         ) from None
-    return FakeTensorMode, FSDPMemTracker, FakeStore
+    return FakeTensorMode, unset_fake_temporarily, FSDPMemTracker, FakeStore
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Make tensors that have a shape but no memory."""
+    fake_tensor_mode, without, _, _ = private_parts()
+    # With tensor parallelism FSDP2 joins two meshes, which hold the numbers of ranks in tensors.
+    join = staticmethod(without()(DeviceMesh._concatenate))
+    with fake_tensor_mode(), mock.patch.object(DeviceMesh, "_concatenate", join):
+        yield
 
 
 # ---------------------------------------------------------------------------------------------
@@ -124,7 +139,7 @@ def run_dry(run: Run, ranks: mesh.Ranks, say: Callable[[str], None]) -> str | No
         global_batch=run.global_batch,
         local_batch=run.local_batch,
         steps=range(state["step"], run.steps),
-        world_size=ranks.world_size,
+        world_size=run.data_ranks,
         workers=config.workers or 0,
         stats=run.channel_stats or data.IMAGENET,
     )
@@ -134,7 +149,7 @@ def run_dry(run: Run, ranks: mesh.Ranks, say: Callable[[str], None]) -> str | No
     why_not = unsimulated(config)
     simulation = None if why_not else simulate(run)
     say(why_not or "one step of rank 0, simulated" + ", without --compile" * config.compile)
-    for line in report(simulation, plan, run.mesh_shape, config.cpu_offload):
+    for line in report(simulation, plan, run.ranks_per_group, config.cpu_offload):
         say(line)
     return plan["verdict"] if plan else None
 
@@ -155,7 +170,7 @@ def fake_ranks(world_size: int, environ: Mapping[str, str]) -> mesh.Ranks:
 @contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
     """Make this process rank 0 of a fake default process group, which sends nothing."""
-    _, _, fake_store = private_parts()
+    *_, fake_store = private_parts()
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
     try:
         yield
@@ -222,9 +237,8 @@ def simulate(run: Run) -> Simulation:
     config, side, batch = run.config, run.config.img_size, run.local_batch
     job_device = torch.device("cpu" if config.device == "cpu" else "cuda")
     grid = mesh.build_mesh(run.mesh_shape, CPU)
-    fake_tensor_mode, _, _ = private_parts()
     found: list[CommEvent] = []
-    with fake_tensor_mode():
+    with fake_tensors():
         model, optimizer, scaler = build_model_and_optimizer(
             run, grid, CPU, initialise=False, meta_model=build_meta_model(run, job_device)
         )
@@ -269,7 +283,7 @@ def memory_tracker(model: nn.Module) -> Any:
     PyTorch's own hooks every block of a unit, which would then be gathered and freed with every
     block. Here the hooks are on the first block, the one after forward on the last.
     """
-    _, fsdp_tracker, _ = private_parts()
+    _, _, fsdp_tracker, _ = private_parts()
 
     def unit(module: Any) -> Sequence[nn.Module]:
         return module._get_fsdp_state()._modules
@@ -323,7 +337,7 @@ def optimizer_bytes(model: nn.Module) -> int:
 def report(
     simulation: Simulation | None,
     plan: Mapping[str, Any] | None,
-    shape: tuple[int, int],
+    group_sizes: Mapping[str, int],
     cpu_offload: bool,
 ) -> Iterator[str]:
     """Yield lines for the terminal: memory by part, collectives; `plan` as of plan.py --json."""
@@ -347,7 +361,7 @@ def report(
         host = sum(columns["at peak"][row] for row in ON_HOST)
         yield f"at the peak {host:.3f} GiB of that, {', '.join(ON_HOST)}, are host memory"
     if simulation:
-        yield from _simulated_lines(simulation.collectives, shape)
+        yield from _simulated_lines(simulation.collectives, group_sizes)
     if plan:
         yield from _planned_lines(plan, simulation)
 
@@ -359,14 +373,15 @@ def row_gib(memory: Mapping[str, int]) -> dict[str, float]:
     return gib | rows | {"all": sum(gib.values())}
 
 
-def _simulated_lines(collectives: Sequence[CommEvent], shape: tuple[int, int]) -> Iterator[str]:
-    sizes = {"replicate": shape[0], "shard": shape[1], "world": shape[0] * shape[1]}
+def _simulated_lines(
+    collectives: Sequence[CommEvent], group_sizes: Mapping[str, int]
+) -> Iterator[str]:
     counts = Counter((c.kind, c.group) for c in collectives)
     heads = f"{'in groups of':>18}{'count':>8}{'GiB of full tensors':>24}"
     yield f"{'collectives per step':26}{heads}"
     for (kind, group), count in sorted(counts.items()):
         size = sum(c.size for c in collectives if (c.kind, c.group) == (kind, group))
-        yield f"  {kind:18}{f'{group}, {sizes[group]}':>24}{count:8}{size / GIB:24.6f}"
+        yield f"  {kind:18}{f'{group}, {group_sizes[group]}':>24}{count:8}{size / GIB:24.6f}"
 
 
 def _planned_lines(plan: Mapping[str, Any], simulation: Simulation | None) -> Iterator[str]:

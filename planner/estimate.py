@@ -22,8 +22,8 @@ import shard
 import vit
 from planner.machines import MACHINES, Machine, build_ring, collective_seconds
 from planner.memory import GIB, MemorySnapshot, StepMemory, largest_partition, pending_bytes
-from planner.traffic import PlannedRun, collectives, link_bytes, model_units, run_units
-from runtime.config import check_masking
+from planner.traffic import ACTIVATIONS, PlannedRun, collectives, link_bytes, model_units, run_units
+from runtime.config import check_masking, check_tensor_parallel
 
 # ---------------------------------------------------------------------------------------------
 # Does it fit
@@ -76,7 +76,11 @@ def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
     config = run.config
     if run.encoder_only:
         config = replace(config, decoder_width=0, decoder_depth=0)
-    flops = vit.flops_per_image(config, run.img_size, run.mask_ratio)
+    flops: float = vit.flops_per_image(config, run.img_size, run.mask_ratio)
+    if run.tp > 1:  # which splits the blocks, not the layers around them
+        ends = replace(config, depth=0, decoder_depth=0)
+        around = vit.flops_per_image(ends, run.img_size, run.mask_ratio)
+        flops = around + (flops - around) / run.tp
     layers = {"encoder": config.depth, "decoder": config.decoder_depth}
     tokens = sum(run.tokens(part) * depth for part, depth in layers.items())
     passes = 4 / 3 if run.ac == "full" else 1
@@ -91,20 +95,22 @@ def communication_seconds(run: PlannedRun, machine: Machine) -> tuple[float, flo
     The root unit is gathered before the forward pass and reduced after the backward pass, when
     there is nothing to compute. Of its collectives only the share of blocks counts, under `wrap`
     root and size:N: the layers outside of blocks are small, and the fitted constants have them.
+    Each block waits for the sums of tensor parallelism.
     """
-    total = of_root = 0.0
+    total = of_root = of_activations = 0.0
     for c in collectives(run):
         ring = build_ring(machine, run.world_size, c.ranks, c.stride)
         seconds = c.count * collective_seconds(machine, c.kind, c.payload, ring)
         total += seconds
         of_root += seconds if c.unit == "root" else 0.0
+        of_activations += seconds if c.unit.endswith(ACTIVATIONS) else 0.0
     root, outside = run_units(run)[0].numel, model_units(run.config, run.encoder_only)[0].numel
-    return total, of_root * max(0, root - outside) / root
+    return total, of_activations + of_root * max(0, root - outside) / root
 
 
 def optimizer_seconds(run: PlannedRun, machine: Machine) -> float:
     """Seconds per step of AdamW, which reads 4 + 4 + 8 and writes 4 + 8 bytes per parameter."""
-    numel = sum(unit.numel for unit in model_units(run.config, run.encoder_only))
+    numel = sum(unit.numel for unit in run_units(run))
     held = largest_partition(run) if run.mode == "zero1" else numel / run.shard
     on_host = machine.host_bytes_per_second
     return 28 * held / (on_host if run.cpu_offload else machine.optimizer_bytes_per_second)
@@ -122,7 +128,7 @@ def step_time(run: PlannedRun, machine: Machine, measured_ips: float | None = No
     optimizer = optimizer_seconds(run, machine)
     if measured_ips:
         node = one_node(run, machine)
-        compute += node.world_size * run.batch * run.accum / measured_ips
+        compute += node.data_ranks * run.batch * run.accum / measured_ips
         compute = max(0.0, compute - step_time(node, machine).step)
     exposed = communication - min(communication - alone, compute) * machine.hidden_share
     nodes = max(1.0, run.world_size / machine.ranks_per_node)
@@ -132,11 +138,11 @@ def step_time(run: PlannedRun, machine: Machine, measured_ips: float | None = No
 
 def one_node(run: PlannedRun, machine: Machine) -> PlannedRun:
     """Make the same run on one node; a shard group wider than the node becomes the node."""
-    ranks = min(machine.ranks_per_node, run.world_size)
+    data_ranks = max(1, min(machine.ranks_per_node, run.world_size) // run.tp)
     if run.group is None:
-        return replace(run, world_size=ranks)
-    group = min(run.group, ranks)
-    return replace(run, group=group, world_size=ranks // group * group)
+        return replace(run, world_size=data_ranks * run.tp)
+    group = min(run.group, data_ranks)
+    return replace(run, group=group, world_size=data_ranks // group * group * run.tp)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -197,7 +203,7 @@ class Plan:
     @property
     def images_per_second(self) -> float:
         """Images per second of the whole job, at most."""
-        return self.run.world_size * self.run.batch * self.run.accum / self.time.step
+        return self.run.data_ranks * self.run.batch * self.run.accum / self.time.step
 
     @property
     def efficiency(self) -> float:
@@ -224,7 +230,7 @@ class Plan:
         memory = {part: size / GIB for part, size in self.peak.bytes.items()}
         return {
             "params": sum(u.numel for u in model_units(run.config, run.encoder_only)),
-            "mesh": {"replicate": run.replicate, "shard": run.shard},
+            "mesh": {"replicate": run.replicate, "shard": run.shard, "tp": run.tp},
             "memory_gib": memory | {"peak": self.peak_gib, "peak_active": self.peak_active_gib},
             "peak_moment": self.peak.name,
             "margin_gib": self.margin_gib,
@@ -260,7 +266,8 @@ def make_plan(
 
     `memory_gib` is that of a rank, by default the machine's. `measured_ips`: see `step_time`.
     """
-    mesh.check_group(run.world_size, run.shard)
+    check_tensor_parallel(run.config, run.world_size, run.tp)
+    mesh.check_group(run.data_ranks, run.shard)
     if not run.encoder_only:
         check_masking(run.config, run.img_size, run.mask_ratio)
     memory_gib = machine.memory_gib if memory_gib is None else memory_gib
@@ -274,10 +281,10 @@ def make_plan(
 TIE = 0.05  # runs with the same flags differ by more than this from day to day
 
 
-def group_sizes(world_size: int, machine: Machine) -> list[int]:
-    """List the shard groups to compare: divisors of the world that fit into nodes or fill them."""
-    node = machine.ranks_per_node
-    sizes = mesh.divisors(world_size)[1:-1]
+def group_sizes(run: PlannedRun, machine: Machine) -> list[int]:
+    """List the shard groups to compare: divisors of the ranks that fit into nodes or fill them."""
+    node = max(1, machine.ranks_per_node // run.tp)
+    sizes = mesh.divisors(run.data_ranks)[1:-1]
     return [g for g in sizes if node % g == 0 or g % node == 0]
 
 
@@ -286,7 +293,9 @@ def compare(base: Plan, measured_ips: float | None = None) -> list[Plan]:
     run, plans = base.run, []
     for mode, row in shard.STRATEGIES.items():
         grouped, ddp = row.group == "group", row.engine != "fsdp"
-        for group in group_sizes(run.world_size, base.machine) if grouped else [None]:
+        if ddp and run.tp > 1:
+            continue
+        for group in group_sizes(run, base.machine) if grouped else [None]:
             other = replace(
                 run,
                 mode=mode,

@@ -43,10 +43,12 @@ class BlockMemory:
     Counted in vit.Block: autograd saves the input of every layer that has weights, of GELU and of
     the norms (with mean and deviation of each token), and q, k, v, output and log-sum-exp of the
     attention. With e = one tensor of width D and f = one of width M that is 8 e + 2 f, or 8 e + 4 f
-    for a gated MLP; under autocast the norms save fp32 copies of their inputs.
+    for a gated MLP; under autocast the norms save fp32 copies of their inputs. Of these, with
+    tensor parallelism, four e are whole: inputs of norms, of qkv and of the MLP.
     """
 
     e: int
+    e_part: int  # of its heads
     f: int
     gates: int  # 2 where the MLP is gated, else 1
     all_saved: int  # without checkpointing; what recomputation brings back
@@ -63,20 +65,20 @@ def block_memory(run: PlannedRun, part: str, machine: Machine) -> BlockMemory:
     tokens, size = run.batch * run.tokens(part), run.compute_bytes
     multiple = machine.head_multiple
     head = -(-width // heads // multiple) * multiple
-    e, f, gates = tokens * width * size, tokens * hidden * size, 2 if gated else 1
-    padded = tokens * heads * head * size
-    out = padded + (e if padded != e else 0)  # a padded output is copied for the next layer
-    sums = FP32 * tokens * heads  # log-sum-exp
+    e, f, gates = tokens * width * size, tokens * hidden // run.tp * size, 2 if gated else 1
+    e_part, padded = e // run.tp, tokens * heads // run.tp * head * size
+    out = padded + (e_part if padded != e_part else 0)  # a padded output is copied for the next
+    sums = FP32 * tokens * heads // run.tp  # log-sum-exp
     norms = 2 * (2 * FP32 * tokens) + (2 * (2 * e - e) if run.autocast else 0)
     all_saved = 4 * e + 3 * padded + out + 2 * gates * f + sums + norms
     saved = {
         "none": all_saved,
         "full": e,
         # shard._keep_matmuls: results of attention and of matmuls that do not narrow
-        "selective": 5 * e + padded + sums + gates * f,
+        "selective": 2 * e + 3 * e_part + padded + sums + gates * f,
     }[run.ac]
     forward = max(2 * e + (1 + gates) * f, all_saved - saved)
-    return BlockMemory(e, f, gates, all_saved, saved, forward)
+    return BlockMemory(e, e_part, f, gates, all_saved, saved, forward)
 
 
 def block_backward(run: PlannedRun, memory: BlockMemory, unit: Unit) -> list[tuple[int, int]]:
@@ -93,7 +95,8 @@ def block_backward(run: PlannedRun, memory: BlockMemory, unit: Unit) -> list[tup
     return [
         (saved + e + hidden, matrices[-1]),  # GELU: its input, the gradients before and after it
         (saved + 2 * e - hidden, mlp),  # first layer of the MLP
-        (saved + 3 * e - 2 * hidden, mlp + attention // 4),  # attention: 3 e for q, k, v
+        # attention: the gradients of q, k, v
+        (saved + 3 * memory.e_part - 2 * hidden, mlp + attention // 4),
         (saved - e - 2 * hidden, total),  # qkv
     ]
 
@@ -116,7 +119,7 @@ class StepMemory:
 
     def __init__(self, run: PlannedRun, machine: Machine) -> None:
         self.run, self.machine = run, machine
-        self.blocks = model_units(run.config, run.encoder_only)[1:]
+        self.blocks = model_units(run.config, run.encoder_only, tp=run.tp)[1:]
         self.units = run_units(run)  # the root first
         self.root = self.units[0]
         # Parameters of each block by the number of the unit that holds them, 0 for the root

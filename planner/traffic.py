@@ -16,8 +16,10 @@ import torch
 import shard
 import vit
 from planner.machines import LINKS, Machine, build_ring, wire_bytes
+from runtime.tensor_parallel import split_shape
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+ACTIVATIONS = "activations"  # marks the collectives of tensor parallelism
 FP32 = 4  # bytes: parameters, gradients and each of AdamW's two states are kept in it
 
 # ---------------------------------------------------------------------------------------------
@@ -35,6 +37,7 @@ class PlannedRun:
     img_size: int
     mask_ratio: float
     group: int | None = None  # ranks per shard group; hybrid modes only
+    tp: int = 1  # ranks that split a block
     fsdp: int = 2  # engine; without meaning for ddp and zero1
     accum: int = 1
     precision: str = "bf16"
@@ -58,7 +61,12 @@ class PlannedRun:
     @cached_property
     def mesh_shape(self) -> tuple[int, int]:
         """Ranks per dimension, (replicate, shard); ValueError where mode and group clash."""
-        return shard.mesh_shape(self.mode, self.world_size, self.group)
+        return shard.mesh_shape(self.mode, self.data_ranks, self.group)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that train on images of their own."""
+        return self.world_size // self.tp
 
     @property
     def replicate(self) -> int:
@@ -155,10 +163,13 @@ def model_part(unit: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def model_units(config: vit.ViTConfig, encoder_only: bool, wrap: str = "block") -> tuple[Unit, ...]:
+def model_units(
+    config: vit.ViTConfig, encoder_only: bool, wrap: str = "block", tp: int = 1
+) -> tuple[Unit, ...]:
     """List the root, then the units of a `wrap` in the order of forward (shard.find_units).
 
-    Built on the meta device. A unit has the names of its first module and the number of its last.
+    Built on the meta device; shapes are those that each of `tp` ranks has. A unit has the names of
+    its first module and the number of its last.
     """
     with torch.device("meta"):
         model = vit.ViTMAE(config, config.patch)
@@ -169,13 +180,14 @@ def model_units(config: vit.ViTConfig, encoder_only: bool, wrap: str = "block") 
             continue
         first, *more = shard.unit_of(name, modules) or ["root"]
         label = f"{first}-{more[-1].rpartition('.')[2]}" if more else first
-        units.setdefault(label, {})[name] = tuple(parameter.shape)
+        units.setdefault(label, {})[name] = split_shape(name, tuple(parameter.shape), tp)
     return tuple(Unit(name, parameters) for name, parameters in units.items())
 
 
 def run_units(run: PlannedRun) -> tuple[Unit, ...]:
     """List the root, then the units of this run; DDP, which has none, is planned block by block."""
-    return model_units(run.config, run.encoder_only, "block" if run.engine == "ddp" else run.wrap)
+    wrap = "block" if run.engine == "ddp" else run.wrap
+    return model_units(run.config, run.encoder_only, wrap, run.tp)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -197,7 +209,7 @@ class PlannedCollective:
 def collectives(run: PlannedRun) -> list[PlannedCollective]:
     """List what a step sends, in the order of units, without collectives of one rank."""
     found = _ddp_collectives(run) if run.engine == "ddp" else _fsdp_collectives(run)
-    return [c for c in found if c.ranks > 1]
+    return [c for c in (*found, *_tp_collectives(run)) if c.ranks > 1]
 
 
 def _fsdp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
@@ -213,12 +225,30 @@ def _fsdp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
     reduces = run.accum if run.engine == "fsdp1" and run.shard > 1 else 1
     for unit in run_units(run):
         name, numel = unit.name, unit.padded(run)
-        again = run.reshard and name != "root"
+        again, tp = run.reshard and name != "root", run.tp
         gathers = run.accum * (1 + again * (1 + (name in recomputed)))
-        yield PlannedCollective("all_gather", name, numel * run.compute_bytes, gathers, ranks, 1)
-        yield PlannedCollective("reduce_scatter", name, numel * size, run.accum, ranks, 1)
-        shard_bytes = numel // run.shard * size
-        yield PlannedCollective("all_reduce", name, shard_bytes, reduces, run.replicate, run.shard)
+        gathered, part, block = numel * run.compute_bytes, numel // run.shard, run.shard * tp
+        yield PlannedCollective("all_gather", name, gathered, gathers, ranks, tp)
+        yield PlannedCollective("reduce_scatter", name, numel * size, run.accum, ranks, tp)
+        yield PlannedCollective("all_reduce", name, part * size, reduces, run.replicate, block)
+
+
+def _tp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
+    """All-reduce the activations of each block over the ranks that split it.
+
+    Behind attention and MLP in forward, before both in backward; recomputation repeats the one
+    behind attention. Inputs, normalised images and noise, are sent from the first of these ranks.
+    """
+    c = run.config
+    each = run.accum * (4 if run.ac == "none" else 5)
+    for unit in model_units(c, run.encoder_only, tp=run.tp)[1:]:
+        width = c.decoder_width if unit.part == "decoder" else c.width
+        size = run.batch * run.tokens(unit.part) * width * run.compute_bytes
+        yield PlannedCollective("all_reduce", f"{unit.name} {ACTIVATIONS}", size, each, run.tp, 1)
+    pixels = c.channels * run.img_size**2
+    for numel in (pixels, vit.patch_count(c, run.img_size)):
+        size = run.batch * numel * FP32
+        yield PlannedCollective("broadcast", "inputs", size, run.accum, run.tp, 1)
 
 
 def recomputed_units(run: PlannedRun) -> set[str]:

@@ -5,7 +5,7 @@ nothing is changed and nothing waits. Copy this one file: it needs torch alone.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ class Unsupported(RuntimeError):
 class CommEvent:
     """One collective: its kind, its group, the bytes of the whole tensor.
 
-    Whole is the tensor after an all-gather and before a reduce-scatter. `group` is "shard",
-    "replicate" or "world".
+    Whole is the tensor after an all-gather and before a reduce-scatter. `group` is a dimension of
+    the mesh ("shard", "replicate") or "world".
     """
 
     kind: str
@@ -43,7 +43,9 @@ def counting(grid: DeviceMesh, found: list[CommEvent]) -> Any:
         from torch.utils._python_dispatch import TorchDispatchMode
     except ImportError as error:
         raise Unsupported(f"torch {torch.__version__}: {error}") from None
-    groups = {str(grid.get_group(name).group_name): name for name in ("shard", "replicate")}
+    groups = {
+        str(grid.get_group(name).group_name): name for name in reversed(grid.mesh_dim_names or ())
+    }
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(
@@ -62,12 +64,11 @@ def counting(grid: DeviceMesh, found: list[CommEvent]) -> Any:
     return Counting()
 
 
-def payload(found: Sequence[CommEvent], shape: tuple[int, int]) -> dict[str, int] | None:
+def payload(found: Sequence[CommEvent], sizes: Mapping[str, int]) -> dict[str, int] | None:
     """Sum the bytes of whole tensors by kind, in groups of several ranks; None if there are none.
 
-    `shape` is that of the (replicate, shard) mesh.
+    `sizes` has the number of ranks of each group, by its name.
     """
-    sizes = {"replicate": shape[0], "shard": shape[1], "world": shape[0] * shape[1]}
     kinds = Counter[str]()
     for collective in found:
         if sizes[collective.group] > 1:

@@ -5,6 +5,7 @@ plan, sweep and log read the table. What a flag means is the business of the fil
 """
 
 import argparse
+import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -142,6 +143,14 @@ class Config:
         None,
         whole(1, 10**8),
         "hybrid modes: ranks that share one copy of the parameters (default: the ranks of a node)",
+        unit="RANKS",
+        **SHARDING,
+    )
+    tp: int = flag(
+        1,
+        whole(1, 10**6),
+        "FSDP2: ranks that split the matrices of each block (tensor parallelism), neighbours on a "
+        "node; they train on the same images",
         unit="RANKS",
         **SHARDING,
     )
@@ -350,7 +359,7 @@ class Run:
     config: Config
     world_size: int
     group: int | None  # ranks of a shard group, in the hybrid modes
-    mesh_shape: tuple[int, int]  # (replicate, shard)
+    mesh_shape: tuple[int, ...]  # (replicate, shard), with --tp (replicate, shard, tp)
     local_batch: int  # images per rank and accumulation step
     global_batch: int
     patches: int  # of an image
@@ -359,6 +368,21 @@ class Run:
     channel_stats: Any = None  # data.ChannelStats: plan.py does without that module's torchvision
     steps: int = 0  # optimizer steps
     warmup_steps: int = 0
+
+    @property
+    def data_ranks(self) -> int:
+        """Count the ranks that train on images of their own: one per tensor-parallel group."""
+        return self.world_size // self.config.tp
+
+    @property
+    def ranks_per_group(self) -> dict[str, int]:
+        """Count the ranks of a group in each dimension of the mesh, and of all."""
+        dimensions = dict(zip(mesh.DIMENSIONS, self.mesh_shape, strict=False))
+        return dimensions | {"world": self.world_size}
+
+    def data_rank(self, rank: int) -> int:
+        """Return which of them, from 0, has the images of this rank."""
+        return rank // self.config.tp
 
     @property
     def lr(self) -> float:
@@ -431,13 +455,15 @@ def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
 
     `node_ranks`, the ranks per node, is the size of a shard group that --group does not give.
     """
-    group = None
+    group, tp, model = None, config.tp, model_config(config.model)
+    data_ranks = check_tensor_parallel(model, world_size, tp)
     if shard.STRATEGIES[str(config.mode)].group == "group":
-        group = config.group or min(node_ranks, world_size)
-    mesh.check_group(world_size, group or 1)
-    batches = batch_sizes(world_size, config.accum, config.batch, config.global_batch)
-    patches = vit.patch_count(model_config(config.model), config.img_size)
-    shape = shard.mesh_shape(str(config.mode), world_size, group)
+        group = config.group or min(max(node_ranks // tp, 1), data_ranks)
+    mesh.check_group(data_ranks, group or 1)
+    batches = batch_sizes(data_ranks, config.accum, config.batch, config.global_batch)
+    patches = vit.patch_count(model, config.img_size)
+    shape: tuple[int, ...] = shard.mesh_shape(str(config.mode), data_ranks, group)
+    shape += (tp,) * (tp > 1)
     return Run(config, world_size, group, shape, *batches, patches)
 
 
@@ -477,6 +503,22 @@ def batch_sizes(
             f"accumulation steps: use {below} or {below + share}"
         )
     return global_batch // share, global_batch
+
+
+def check_tensor_parallel(model: vit.ViTConfig, world_size: int, tp: int) -> int:
+    """Count the groups of `tp` ranks; ValueError where it does not divide ranks or model."""
+    sizes = {
+        "ranks": world_size,
+        "heads": model.heads,
+        "decoder heads": model.decoder_heads,
+        "features inside of the MLP": model.mlp_width,
+        "features inside of the decoder's MLP": 4 * model.decoder_width,
+    }
+    for name, size in sizes.items():
+        if size % tp:
+            fit = ", ".join(map(str, mesh.divisors(math.gcd(*sizes.values()))))
+            raise ValueError(f"--tp {tp} does not divide the {size} {name}: use {fit}")
+    return world_size // tp
 
 
 def check_masking(config: vit.ViTConfig, img_size: int, mask_ratio: float) -> int:

@@ -56,6 +56,7 @@ class Evaluation:
         Ends without a result where a signal asks any rank to stop.
         """
         start, log, device = time.perf_counter(), self.session.log, self.session.device
+        run = self.run
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses, images
         stop = torch.zeros((), device=device)
         first: tuple[EvalBatch, Tensor, Tensor] | None = None
@@ -76,9 +77,9 @@ class Evaluation:
             log.say("evaluation left out: a signal asks this run to stop")
             return
         dist.all_reduce(sums)
-        every = [pair for found in gather_to_rank0(bad) or [] for pair in found]
-        count = int(sums[1])
-        loss = (sums[0] / count).item()  # NaN where there is none
+        every = sorted({pair for found in gather_to_rank0(bad) or [] for pair in found})
+        count = int(sums[1]) // run.config.tp  # its ranks had the same images
+        loss = (sums[0] / sums[1]).item()  # NaN where there is none
         if self.session.ranks.rank == 0 and first:
             self.save_picture(step, loss, *first)
         seconds = time.perf_counter() - start
@@ -91,10 +92,10 @@ class Evaluation:
     def batches(self) -> Iterator[EvalBatch | None]:
         """Yield the batches of this rank; None where it has none, so that all have equally many."""
         run, ranks = self.run, self.session.ranks
-        size = run.world_size * run.local_batch
+        size = run.data_ranks * run.local_batch
         rounds = -(-len(self.order) // size)
         dealt = np.pad(self.order, (0, rounds * size - len(self.order)), constant_values=-1)
-        own = dealt.reshape(rounds, run.world_size, -1)[:, ranks.rank].ravel()
+        own = dealt.reshape(rounds, run.data_ranks, -1)[:, run.data_rank(ranks.rank)].ravel()
         workers = run.config.workers
         if workers is None:
             workers = min(6, mesh.cpu_cores(ranks) - 1)

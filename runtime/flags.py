@@ -124,7 +124,7 @@ def default_mode(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
     if args.world_size:
         single = args.world_size == 1
     fsdp = [args.group, args.fsdp, args.wrap, args.prefetch, args.forward_prefetch]
-    fsdp += [args.cpu_offload, args.limit_all_gathers is not None]
+    fsdp += [args.cpu_offload, args.tp > 1, args.limit_all_gathers is not None]
     return "ddp" if single and not any(fsdp) else "hybrid"
 
 

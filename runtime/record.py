@@ -56,7 +56,7 @@ def start_record(
             "launcher": ranks.launcher,
             "local_world_size": ranks.local_world_size,
             "device": device.type,
-            "mesh": {"replicate": run.mesh_shape[0], "shard": run.mesh_shape[1], "tp": 1},
+            "mesh": dict(zip(mesh.DIMENSIONS, (*run.mesh_shape, 1), strict=False)),
             "params": parameter_count(run),
             "flops_per_image": run.flops_per_image(),
             "hardware_flops_per_image": run.flops_per_image(recomputed=True),
@@ -111,7 +111,7 @@ def loss_of_zero(batch: Batch, run: Run) -> Tensor | None:
 def describe(start: dict[str, Any]) -> Iterator[str]:
     """Yield the start record as lines: what runs, its arithmetic, what to watch out for."""
     s, row, world = start, shard.STRATEGIES[start["mode"]], start["world_size"]
-    copies, group = s["mesh"]["replicate"], s["mesh"]["shard"]
+    group, tp = s["mesh"]["shard"], s["mesh"]["tp"]
     gflop = s["flops_per_image"] / 1e9
     again = s["hardware_flops_per_image"]
     more = f", {again / 1e9:.1f} with recomputation" if again else ""
@@ -120,13 +120,22 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
         yield "attention: " + ", ".join(f"{part} {name}" for part, name in s["sdpa"].items())
         if "math" in s["sdpa"].values():
             yield "warning: no fused attention for these heads in this precision: it will be slow"
-    yield f"{world} ranks on {s['device']}, mesh {copies} x {group} (replicate x shard)"
-    traffic = row.traffic if world > 1 else "no communication"
+    shape = {name: size for name, size in s["mesh"].items() if name != "tp" or size > 1}
+    dimensions, data_ranks = " x ".join(map(str, shape.values())), world // tp
+    yield f"{world} ranks on {s['device']}, mesh {dimensions} ({' x '.join(shape)})"
+    traffic = row.traffic if data_ranks > 1 else "no communication"
     yield f"{s['mode']}: shards {row.shards}; per step: {traffic}"
-    if mesh.straddles(group, s["local_world_size"]):
-        node = s["local_world_size"]
-        yield f"note: shard groups of {group} on nodes of {node}: gathers go over the network"
-    yield f"batch: {s['batch']} images x {world} ranks x {s['accum']} steps = {s['global_batch']}"
+    node = s["local_world_size"]
+    if mesh.straddles(group * tp, node):
+        on = f"{group} on nodes of {node}" if tp == 1 else f"{group} x {tp} on nodes of {node}"
+        yield f"note: shard groups of {on}: gathers go over the network"
+    if tp > 1 and mesh.straddles(tp, node):
+        yield (
+            f"warning: --tp {tp} on nodes of {node} ranks: every block waits for the network four "
+            f"times per step; use a --tp that divides {node}"
+        )
+    who = f"{data_ranks} groups of {tp} ranks" if tp > 1 else f"{world} ranks"
+    yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"
     yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['lr']:.3g}, reached in step " + str(
         s["warmup_steps"] or 1
     )

@@ -44,7 +44,7 @@ class RunProfile:
 
     def payload_bytes(self) -> dict[str, int] | None:
         """Return the bytes of whole tensors that a step sends, by kind of collective."""
-        return comm_counter.payload(self.events, self.run.mesh_shape)
+        return comm_counter.payload(self.events, self.run.ranks_per_group)
 
     def _counting(self, grid: DeviceMesh) -> AbstractContextManager:
         try:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from mesh import Ranks, build_mesh, init_ranks, pick_device, read_ranks
+from mesh import DIMENSIONS, Ranks, build_mesh, init_ranks, pick_device, read_ranks
 from runtime import flags, terminal
 from runtime.agreement import AgreedError, gather_to_rank0, run_on_rank0
 from runtime.config import resolve
@@ -127,26 +127,37 @@ def format_ranks(numbers: Sequence[int]) -> str:
     return " ".join(shown if len(shown) < 5 else [*shown[:3], "..", shown[-1]])
 
 
+def shard_groups(shape: Sequence[int]) -> list[range]:
+    """List the ranks of each shard group of a mesh (replicate, shard), or one with tp too."""
+    block, tp = math.prod(shape[1:]), math.prod(shape[2:])  # ranks of a replica, of a tp group
+    firsts = range(0, math.prod(shape), block)
+    return [range(first + i, first + block, tp) for first in firsts for i in range(tp)]
+
+
 def format_topology(placements: Sequence[Placement], shape: Sequence[int]) -> Iterator[str]:
     """Yield a table of all ranks, one per line; of more than four nodes three are shown."""
-    replicas, size = shape
+    block, tp = math.prod(shape[1:]), math.prod(shape[2:])
+    names, groups = " x ".join(DIMENSIONS[: len(shape)]), shard_groups(shape)
     nodes = sorted({p.node for p in placements})
     where = f"{len(placements)} ranks on {len(nodes)} node{'s' * (len(nodes) > 1)}"
-    yield f"mesh {replicas} x {size} (replicate x shard): {where}"
+    yield f"mesh {' x '.join(map(str, shape))} ({names}): {where}"
     shown = nodes if len(nodes) < 5 else [*nodes[:2], nodes[-1]]
-    rows = [["rank", "host", "local", "device", "GCD", "PCI", "shard group", "replicate group"]]
+    heads = ["rank", "host", "local", "device", "GCD", "PCI", "shard group", "replicate group"]
+    rows = [[*heads, "tp group"]]
     for p in placements:
-        row, column = divmod(p.rank, size)
+        row, column = p.rank // block * tp + p.rank % tp, p.rank % block
         if p.node in shown:
             gcd = "" if p.gcd is None else str(p.gcd)
-            shard_group = f"{row}: {format_ranks(range(row * size, (row + 1) * size))}"
-            replicas_of = f"{column}: {format_ranks(range(column, len(placements), size))}"
+            shard_group = f"{row}: {format_ranks(groups[row])}"
+            replicas_of = f"{column}: {format_ranks(range(column, len(placements), block))}"
+            first = p.rank - p.rank % tp
+            split_by = f"{first // tp}: {format_ranks(range(first, first + tp))}" if tp > 1 else ""
             cells = [str(p.rank), p.host, str(p.local_rank), p.device, gcd, p.pci]
-            rows.append([*cells, shard_group, replicas_of])
+            rows.append([*cells, shard_group, replicas_of, split_by])
         elif p.node == shown[-1] - 1 and p.local_rank == 0:
-            rows.append(["..", f"{len(nodes) - 3} more nodes", *[""] * 6])
-    used = [i for i in range(8) if any(row[i] for row in rows[1:])]  # no empty column
-    widths = [max(len(row[i]) for row in rows) for i in range(8)]
+            rows.append(["..", f"{len(nodes) - 3} more nodes", *[""] * 7])
+    used = [i for i in range(9) if any(row[i] for row in rows[1:])]  # no empty column
+    widths = [max(len(row[i]) for row in rows) for i in range(9)]
     for cells in rows:
         yield "  ".join(cells[i].ljust(widths[i]) for i in used).rstrip()
 
@@ -169,10 +180,11 @@ def placement_warnings(placements: Sequence[Placement], shape: Sequence[int]) ->
     size = shape[1]
     gcds = all(p.gcd is not None for p in placements)
     least = smallest_span(size, max(p.local_rank for p in placements) + 1, gcds)
-    groups = [placements[i : i + size] for i in range(0, len(placements), size)]
+    members = shard_groups(shape)
+    groups = [[placements[rank] for rank in group] for group in members]
     wide = [(span(group), i) for i, group in enumerate(groups) if span(group) > least]
     if not wide:
-        yield f"shard groups: {shape[0]} of {size} ranks, each in {format_span(least)}"
+        yield f"shard groups: {len(groups)} of {size} ranks, each in {format_span(least)}"
         return
     level, worst = max(wide, key=lambda one: (one[0], -one[1]))
     advice = "give srun `--gpu-bind=closest` and 8 ranks per node"
@@ -181,8 +193,8 @@ def placement_warnings(placements: Sequence[Placement], shape: Sequence[int]) ->
     elif level >= len(SPANS):
         advice = "use a --group that divides the ranks of a node, or is a multiple of them"
     yield (
-        f"warning: {len(wide)} of {shape[0]} shard groups span more of the machine than needed: "
-        f"group {worst} (ranks {format_ranks([p.rank for p in groups[worst]])}) spans "
+        f"warning: {len(wide)} of {len(groups)} shard groups span more of the machine than needed: "
+        f"group {worst} (ranks {format_ranks(members[worst])}) spans "
         f"{format_span(level)}, but {size} ranks fit into {format_span(least)}: {advice}"
     )
 
@@ -209,7 +221,7 @@ def describe_topology(
 # Timed all-gather
 
 
-def time_all_gather(shape: tuple[int, int], device: torch.device, mib: int = 16) -> list[float]:
+def time_all_gather(shape: tuple[int, ...], device: torch.device, mib: int = 16) -> list[float]:
     """Return the seconds that each shard group needs to gather `mib` MiB. Collective.
 
     All groups gather at once; a group's time is that of its slowest rank, the median of five
@@ -233,7 +245,7 @@ def time_all_gather(shape: tuple[int, int], device: torch.device, mib: int = 16)
     if math.inf in seconds:
         rank = seconds.index(math.inf)
         raise RuntimeError(f"an all-gather returned wrong data on rank {rank}: faulty GPU or link?")
-    return [max(seconds[i : i + shape[1]]) for i in range(0, len(seconds), shape[1])]
+    return [max(seconds[rank] for rank in group) for group in shard_groups(shape)]
 
 
 def slow_groups(seconds: Sequence[float], factor: float = 2.0) -> list[int]:
@@ -242,8 +254,9 @@ def slow_groups(seconds: Sequence[float], factor: float = 2.0) -> list[int]:
     return [i for i, s in enumerate(seconds) if s > factor * median]
 
 
-def format_timing(seconds: Sequence[float], size: int, mib: int = 16) -> Iterator[str]:
-    """Yield the result of `time_all_gather` for groups of `size` ranks, then slow groups."""
+def format_timing(seconds: Sequence[float], shape: Sequence[int], mib: int = 16) -> Iterator[str]:
+    """Yield the result of `time_all_gather`, then slow groups."""
+    groups, size = shard_groups(shape), shape[1]
     if size == 1:
         yield "all-gather: nothing to time, every rank is its own shard group"
         return
@@ -254,7 +267,7 @@ def format_timing(seconds: Sequence[float], size: int, mib: int = 16) -> Iterato
         f"to {1e3 * max(seconds):.2f} ms, median {rate:.2f} GB/s per rank"
     )
     for group in slow_groups(seconds):
-        members, ms = format_ranks(range(group * size, (group + 1) * size)), 1e3 * seconds[group]
+        members, ms = format_ranks(groups[group]), 1e3 * seconds[group]
         yield f"warning: shard group {group} (ranks {members}) is slow: {ms:.2f} ms"
 
 
@@ -296,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"runtime.topology: error: rank {rank}: {text}", file=sys.stderr, flush=True)
         return status
     if rank == "0":
-        for line in format_timing(seconds, shape[1]):
+        for line in format_timing(seconds, shape):
             print(line)
     dist.destroy_process_group()
     return 0

@@ -35,14 +35,15 @@ def stage(
 
     staged = agreement.run_on_all_ranks(open_folder)
     if ranks.local_rank == 0:
-        on_node = range(ranks.rank, ranks.rank + ranks.local_world_size)
+        last = ranks.rank + ranks.local_world_size - 1
+        on_node = range(run.data_rank(ranks.rank), run.data_rank(last) + 1)
         wanted = partial(
             wanted_on_node,
             len(files),
             run.config.seed,
             run.global_batch,
             run.local_batch,
-            run.world_size,
+            run.data_ranks,
             on_node,
             steps,
         )

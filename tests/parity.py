@@ -12,7 +12,7 @@ import math
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,6 +26,12 @@ import data  # noqa: E402
 import vit  # noqa: E402
 
 TILES = str(ROOT / "examples" / "tiles" / "train")
+# whose heads and widths tensor parallelism can split over 4 ranks
+SPLIT = {
+    "nano": NANO,
+    "nano:decoder_heads=4": replace(NANO, decoder_heads=4),
+    "nano:decoder_heads=4,gated_mlp=1": replace(NANO, decoder_heads=4, gated_mlp=True),
+}
 STEPS, BATCH, SIZE, CLIP, BLR = 4, 48, 48, 1.0, 5e-3
 ARGV = (
     f"--model nano --img-size {SIZE} --data {TILES} --global-batch {BATCH} --steps {STEPS} "
@@ -43,9 +49,12 @@ class Case:
     ac: str = "none"
     accum: int = 1
     wrap: str = ""  # the default
+    tp: int = 1
+    model: str = "nano"
 
     def argv(self) -> list[str]:
-        more = ["--mode", self.mode, "--ac", self.ac, "--accum", str(self.accum)]
+        more = ["--model", self.model, "--tp", str(self.tp)]
+        more += ["--mode", self.mode, "--ac", self.ac, "--accum", str(self.accum)]
         more += ["--fsdp", str(self.fsdp)] if self.fsdp else []
         more += ["--group", str(self.group)] if self.group else []
         more += ["--wrap", self.wrap] if self.wrap else []
@@ -71,12 +80,30 @@ def grid() -> list[Case]:
             for ranks, groups in ((2, [1, 2]), (3, [1, 3]), (4, [1, 2, 4]), (8, [1, 2, 4])):
                 cases += modes(ranks, groups, ac=ac, accum=accum)
             cases += [c for c in modes(6, [3], ac=ac, accum=accum) if c.group]
+    for model in list(SPLIT)[1:]:
+        for ac, accum in (("none", 1), ("full", 2), ("selective", 1)):
+            cases += split_cases(model, ac=ac, accum=accum)
     return cases
 
 
-def reference() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def split_cases(model: str, **rest: object) -> list[Case]:
+    """Tensor parallelism over 2 and 4 ranks, 1 and 2 shards, 1 and 2 replicas: on 2 to 8 ranks."""
+    cases = []
+    for tp in (2, 4):
+        for shard, replicate in ((1, 1), (1, 2), (2, 1), (2, 2)):
+            ranks = tp * shard * replicate
+            if ranks <= 8:
+                more = {"tp": tp, "model": model, **rest}
+                cases.append(Case(ranks, "hybrid", 2, shard, **more))  # type: ignore[arg-type]
+                mode = "full_shard" if replicate == 1 else "no_shard" if shard == 1 else ""
+                cases += [Case(ranks, mode, 2, **more)] if mode else []  # type: ignore[arg-type]
+    return cases
+
+
+def reference(
+    config: vit.ViTConfig = NANO,
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms and final parameters of the same training, written out plainly."""
-    config = NANO
     model = vit.ViTMAE(config, SIZE)
     vit.initialize(model, seed=3)
     decay = [p for p in model.parameters() if p.ndim > 1]
@@ -140,12 +167,12 @@ def difference(result: Result, expected: tuple) -> Difference:  # type: ignore[t
 
 def compare(cases: list[Case], folder: Path) -> dict[Case, Difference]:
     """Run the cases, ordered by world size, and measure each against the reference."""
-    expected, found = reference(), {}
+    found, expected = {}, {name: reference(SPLIT[name]) for name in {c.model for c in cases}}
     for ranks in sorted({c.ranks for c in cases}):
         these = [c for c in cases if c.ranks == ranks]
         results = run_ranks(ranks, [Run(c.argv()) for c in these], folder / str(ranks), 3600)
         for case, result in zip(these, results, strict=True):
-            found[case] = difference(result, expected)
+            found[case] = difference(result, expected[case.model])
     return found
 
 
@@ -165,7 +192,8 @@ def main() -> int:
         for case, d in these.items():
             print(
                 f"{'ok ' if d.fine() else 'BAD'} {case.ranks} ranks {case.mode:14} fsdp {case.fsdp}"
-                f" group {case.group} ac {case.ac:4} accum {case.accum}  loss {d.loss:.1e} "
+                f" group {case.group} ac {case.ac:4} accum {case.accum} tp {case.tp} {case.model}  "
+                f"loss {d.loss:.1e} "
                 f"norm {d.norm:.1e} params {d.params:.1e} replicas {d.replicas:.1e}",
                 flush=True,
             )

@@ -281,19 +281,23 @@ def full_parameters(model):
 
     import shard
 
-    def values():
+    def values(tensors):
         return {
             shard.original_name(n): (p.full_tensor() if isinstance(p, DTensor) else p)
             .detach()
             .cpu()
             .clone()
-            for n, p in model.named_parameters()
+            for n, p in tensors.items()
         }
 
+    parameters = dict(model.named_parameters())
     if isinstance(model, FSDP1):
         with FSDP1.summon_full_params(model, writeback=False):
-            return values()
-    return values()
+            return values(parameters)
+    # a state dict has the rows of qkv in their usual order, also where tensor parallelism splits it
+    names = {shard.original_name(n) for n in parameters}
+    found = {n: t for n, t in model.state_dict().items() if shard.original_name(n) in names}
+    return values(found)
 
 
 def agreed_port(out: Path, rank: int) -> str:

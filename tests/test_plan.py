@@ -3,7 +3,6 @@
 import collections
 import itertools
 import json
-import os
 import re
 import statistics
 import sys
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import FULL, ROOT
-from ranks import on_ranks
+from ranks import join, on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -168,9 +167,8 @@ def wire_of(case: dict, config: vit.ViTConfig, world: int, bucket_cap_mb: int | 
 
 def measure_traffic() -> list:
     """On every rank: the cases of this world size, a gated model, and DDP in many buckets."""
-    ranks = mesh.read_ranks(os.environ)
-    mesh.init_ranks(ranks, CPU)
-    world = ranks.world_size
+    join()
+    world = dist.get_world_size()
     found = [wire_of(case, CONFIG, world) for case in traffic_cases(world)]
     found.append(wire_of({"mode": "full_shard"}, GATED, world))
     found.append(wire_of({"mode": "ddp"}, vit.MODELS["tiny"], world))

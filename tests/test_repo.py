@@ -230,8 +230,9 @@ with comm_counter.counting(grid, found):
     dist.all_gather_into_tensor(torch.empty(6), batch, group=grid.get_group("shard"))
 dist.all_reduce(batch)
 assert [(c.kind, c.size) for c in found] == [("all_reduce", 24), ("all_gather", 24)]
-assert comm_counter.payload(found, (2, 2)) == {"all_reduce": 24, "all_gather": 24}
-assert comm_counter.payload(found, (1, 1)) is None
+sizes = {"replicate": 2, "shard": 2, "world": 4}
+assert comm_counter.payload(found, sizes) == {"all_reduce": 24, "all_gather": 24}
+assert comm_counter.payload(found, dict.fromkeys(sizes, 1)) is None
 del grid
 dist.destroy_process_group()
 """,

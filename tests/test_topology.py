@@ -165,10 +165,10 @@ def test_slow_groups():
     assert topology.slow_groups([1.0, 1.1, 0.9, 2.5, 1.0]) == [3]
     assert topology.slow_groups([1.0, 3.0]) == [1]
     assert topology.slow_groups([1.0, 1.9, 1.0]) == [] == topology.slow_groups([5.0])
-    lines = list(topology.format_timing([0.001, 0.002, 0.01], 4))
+    lines = list(topology.format_timing([0.001, 0.002, 0.01], (3, 4)))
     assert "1.00 to 10.00 ms, median 6.29 GB/s per rank" in lines[0]  # 12 MiB in 2 ms
     assert lines[1:] == ["warning: shard group 2 (ranks 8 9 10 11) is slow: 10.00 ms"]
-    assert list(topology.format_timing([0.1] * 4, 1)) == [
+    assert list(topology.format_timing([0.1] * 4, (4, 1))) == [
         "all-gather: nothing to time, every rank is its own shard group"
     ]
 

@@ -1,0 +1,158 @@
+"""Split each block over the ranks of a tensor-parallel group, as in Megatron-LM (arXiv 1909.08053).
+
+Of n ranks each computes 1/n of the heads of the attention and 1/n of the features inside of the
+MLP, for the same images, and holds only these rows or columns of the matrices:
+
+    x -> qkv, fc1 (split by rows) -> heads, GELU -> proj, fc2 (split by columns) -> all-reduce -> x
+
+Two all-reduces of the activations (B, T, D) in forward and two in backward, per block. Norms and
+what is outside of the blocks are computed by every rank of the group.
+
+`split_block` edits a block of vit.py from outside, before FSDP2 shards it over the other two
+dimensions of the mesh (replicate, shard, tp). Read shard.py first.
+"""
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import vit
+
+# Layers of a block by how their weights (out, in) are split. PyTorch names the styles after the
+# matrix of the formula x W, which is the transposed weight.
+SPLIT_BY_ROWS = ("attn.qkv", "mlp.fc1", "mlp.fc1_g", "mlp.fc1_x")
+SPLIT_BY_COLUMNS = ("attn.proj", "mlp.fc2")
+
+
+def split_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
+    """Return the shape of a rank's part of the parameter `name` of the model."""
+    layer = name.rpartition(".")[0]
+    if layer.endswith(SPLIT_BY_ROWS):
+        return (shape[0] // tp, *shape[1:])
+    if layer.endswith(SPLIT_BY_COLUMNS) and len(shape) > 1:
+        return (shape[0], shape[1] // tp)
+    return shape
+
+
+def split_block(block: vit.Block, grid: DeviceMesh) -> None:
+    """Split a block whose parameters have their values. Collective.
+
+    Its parameters keep their names. In state dicts qkv has its usual order of rows.
+    """
+    qkv, tp = block.attn.qkv, grid["tp"].size()
+    for p in qkv.parameters():
+        p.data = _heads_by_rank(p.data, tp)
+    block.attn.heads //= tp
+    split: dict[str, Any] = dict.fromkeys(SPLIT_BY_ROWS, ColwiseParallel())
+    split |= dict.fromkeys(SPLIT_BY_COLUMNS, RowwiseParallel())
+    # once for both layers of a gated MLP: one all-reduce of the gradient instead of two
+    split["mlp"] = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    present = {name for name, _ in block.named_modules()}
+    plan = {name: style for name, style in split.items() if name in present}
+    # None: each rank has the whole value and keeps its part, without communication
+    parallelize_module(block, grid["tp"], plan, src_data_rank=None)
+    qkv.register_state_dict_post_hook(_save_qkv)
+    qkv.register_load_state_dict_pre_hook(_load_qkv)
+
+
+def share_inputs(model: nn.Module, grid: DeviceMesh) -> None:
+    """Let all ranks of a tensor-parallel group compute with the inputs of its first rank.
+
+    They read the same images, but a disk may fail one of them: its norms and embeddings, which no
+    collective reduces over the group, would differ from then on.
+    """
+    group = grid["tp"].get_group()
+
+    def broadcast(_: nn.Module, inputs: Any) -> None:
+        for tensor in inputs:
+            if isinstance(tensor, Tensor):
+                dist.broadcast(tensor, group=group, group_src=0)
+
+    model.register_forward_pre_hook(broadcast)
+
+
+def keep_state_layout(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give qkv its usual order of rows in the state dicts of an optimizer too."""
+    # It warns, at every use, of two collectives where one would do: of a few numbers, or in a save.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    layers = [m.qkv for m in model.modules() if isinstance(m, vit.Attention)]
+    split = {p for layer in layers for p in layer.parameters()}
+
+    def converted(state_dict: dict[str, Any], convert: Any) -> dict[str, Any]:
+        states = dict(state_dict["state"])
+        for group, named in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+            for p, key in zip(group["params"], named["params"], strict=True):
+                if p in split and key in states:
+                    states[key] = {
+                        leaf: convert(t, p) if t.shape == p.shape else t
+                        for leaf, t in states[key].items()
+                    }
+        return state_dict | {"state": states}
+
+    optimizer.register_state_dict_post_hook(lambda _, state: converted(state, _usual_order))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: converted(state, _order_of))
+
+
+# ---------------------------------------------------------------------------------------------
+# The rows of qkv. Whole, they are q, k, v, each head by head. A part must have its heads' q, k and
+# v, and DTensor cuts a tensor into contiguous parts, so that the order is another while split.
+
+
+def _heads_by_rank(whole: Tensor, tp: int) -> Tensor:
+    """Reorder the rows (3 D, ...) from (q, k, v) x ranks to ranks x (q, k, v)."""
+    return whole.unflatten(0, (3, tp, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _usual_rows(split: Tensor, tp: int) -> Tensor:
+    """Undo `_heads_by_rank`."""
+    return split.unflatten(0, (tp, 3, -1)).transpose(0, 1).flatten(0, 2)
+
+
+@torch.no_grad()
+def _usual_order(t: DTensor, _: Any = None) -> DTensor:
+    """Return a tensor of qkv with its rows in the usual order, sharded again. Collective."""
+    sharded, tp = t.device_mesh["shard"], t.device_mesh["tp"]
+    # dimension by dimension: a rank's part is whole within its shard group
+    shape = torch.Size([t.shape[0] // tp.size(), *t.shape[1:]])
+    stride = t.stride()
+    part = DTensor.from_local(
+        t.to_local(), sharded, [Shard(0)], run_check=False, shape=shape, stride=stride
+    ).full_tensor()
+    whole = DTensor.from_local(part, tp, [Shard(0)], run_check=False).full_tensor()
+    placements = [p if p.is_replicate() else Shard(0) for p in t.placements]
+    rows = _usual_rows(whole, tp.size())
+    return distribute_tensor(rows, t.device_mesh, placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def _order_of(t: DTensor, p: Any) -> DTensor:
+    """Undo `_usual_order`, for the parameter `p` or a state of it. Collective."""
+    sharded, tp = p.device_mesh["shard"], p.device_mesh["tp"]
+    rows = _heads_by_rank(t.full_tensor(), tp.size())
+    part = rows.chunk(tp.size())[tp.get_local_rank()]
+    local = distribute_tensor(part, sharded, [Shard(0)], src_data_rank=None).to_local()
+    return DTensor.from_local(
+        local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
+def _save_qkv(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for leaf, _p in layer.named_parameters():
+        state[prefix + leaf] = _usual_order(state[prefix + leaf])
+
+
+def _load_qkv(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for leaf, p in layer.named_parameters():
+        if prefix + leaf in state:
+            state[prefix + leaf] = _order_of(state[prefix + leaf], p)

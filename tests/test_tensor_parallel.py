@@ -1,0 +1,261 @@
+"""--tp: the same training as one process, checkpoints in both directions, bytes and memory."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import ARGV, SPLIT, Case, compare, split_cases
+from ranks import Run, join, on_ranks, run_ranks
+
+import data
+import mesh
+import train_fsdp
+import vit
+from planner import dry_run
+from planner.estimate import make_plan
+from planner.machines import MACHINES
+from planner.traffic import PlannedRun, collectives
+from runtime import comm_counter
+from runtime.config import Config, resolve
+from runtime.step_guard import StepGuard
+
+CPU = torch.device("cpu")
+PLAIN, GATED = list(SPLIT)[1:]
+
+
+def check(cases: list[Case], folder: Path) -> None:
+    for case, apart in compare(cases, folder).items():
+        assert apart.fine(), (case, apart)
+
+
+def test_split_blocks_train_as_in_one_process(tmp_path):
+    """Loss, gradient norm and parameters of four steps; replicas and tp ranks stay equal."""
+    cases = [
+        Case(4, "hybrid", 2, 2, tp=2, model=GATED, ac="selective"),
+        Case(4, "hybrid", 2, 1, tp=2, accum=2),  # nano itself
+        Case(4, "full_shard", 2, tp=4, model=PLAIN, ac="full"),
+    ]
+    check(cases, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", [PLAIN, GATED])
+@pytest.mark.parametrize(("ac", "accum"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_every_mesh_trains_as_in_one_process(model, ac, accum, tmp_path):
+    check(split_cases(model, ac=ac, accum=accum), tmp_path)
+
+
+# --- checkpoints
+
+
+def hand_over(folder: Path, meshes: list[tuple[int, str]]) -> list:
+    """Train four steps; under each further mesh from one step later on, of the mesh before."""
+    found = []
+    for i, (world, flags) in enumerate(meshes):
+        argv = [*ARGV, "--model", PLAIN, *flags.split(), "--save-every", "1", "--keep", "9"]
+        argv += ["--resume", str(folder / f"out{i - 1}" / f"step_{i:08d}")] if i else []
+        runs = [Run(argv, to=str(folder / f"out{i}"))]
+        found += run_ranks(world, runs, folder / str(i))
+        assert found[-1].status == [0] * world, found[-1].errors
+    return found
+
+
+def check_steps(results: list) -> None:
+    alone, *others = [[(s["loss"], s["grad_norm"]) for s in result.steps] for result in results]
+    for i, steps in enumerate(others, 1):
+        assert len(steps) == len(alone) - i
+        for pair, expected in zip(steps, alone[i:], strict=True):
+            assert pair == pytest.approx(expected, rel=1e-5), i
+    for result in results[1:]:
+        pairs = ((result.params[n], p) for n, p in results[0].params.items())
+        assert max((a - b).abs().max().item() for a, b in pairs) < 1e-4
+
+
+def test_a_checkpoint_moves_between_meshes(tmp_path):
+    """Split, qkv has another order of rows: its weights and AdamW's states of them."""
+    meshes = [
+        (1, "--mode ddp"),
+        (4, "--mode hybrid --group 2 --tp 2"),
+        (4, "--mode full_shard --tp 4"),
+        (2, "--mode full_shard"),
+    ]
+    check_steps(hand_over(tmp_path, meshes))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        [
+            (1, "--mode ddp"),
+            (8, "--mode hybrid --group 2 --tp 2"),
+            (2, "--mode ddp"),
+            (6, "--mode full_shard --tp 2"),  # 60 rows over three shards: not all are equal
+        ],
+        [
+            (1, "--mode ddp"),
+            (8, "--mode hybrid --group 2 --tp 2"),
+            (3, "--mode full_shard"),
+            (4, "--mode full_shard --tp 4"),
+        ],
+        [(1, "--mode ddp"), (4, "--mode shard_grad_op --tp 4"), (8, "--mode hybrid --tp 2")],
+    ],
+)
+def test_checkpoints_move_between_many_meshes(meshes, tmp_path):
+    check_steps(hand_over(tmp_path, meshes))
+
+
+# --- the plan
+
+
+TRAFFIC = [
+    {"tp": 2, "mode": "hybrid", "group": 2},
+    {"tp": 4, "mode": "full_shard", "precision": "bf16", "ac": "full", "accum": 2},
+    {"tp": 2, "mode": "no_shard", "gated": True, "ac": "selective"},
+]
+
+
+def run_of(tp: int, mode: str, gated: bool = False, world: int = 4, **more):
+    """What a command line with these flags comes to."""
+    model = f"tiny:heads=4,depth=3,gated_mlp={int(gated)}"
+    config = Config(model, 32, mode=mode, fsdp=2, tp=tp, batch=2, **{"precision": "fp32", **more})
+    return resolve(config, world, world)
+
+
+def measure_traffic() -> list[dict]:
+    """On every rank: bytes by kind of collective in a step, of each row of TRAFFIC."""
+    join()
+    found = []
+    for case in TRAFFIC:
+        run, events = run_of(**case), []
+        grid = mesh.build_mesh(run.mesh_shape, CPU)
+        step = partial(
+            train_fsdp.train_step,
+            *train_fsdp.build_model_and_optimizer(run, grid, CPU),
+            StepGuard(CPU),
+            [(torch.zeros(2, 3, 32, 32, dtype=torch.uint8), torch.rand(2, 16))] * run.config.accum,
+            lr=1e-3,
+            **run.step_options(),
+        )
+        with comm_counter.counting(grid, events):
+            step()
+        # not the norm, not the vote
+        counted = [e for e in events if e.kind != "all_reduce" or e.size > 1000]
+        found.append(comm_counter.payload(counted, run.ranks_per_group))
+    dist.destroy_process_group()
+    return found
+
+
+def test_planned_bytes_are_those_of_a_real_step(tmp_path):
+    for seen in on_ranks(4, measure_traffic, tmp_path):
+        for case, payload in zip(TRAFFIC, seen, strict=True):
+            run = run_of(**case)
+            sent = collectives(PlannedRun.from_flags(run.model, run.record()))
+            planned = {c.kind: 0 for c in sent}
+            for c in sent:
+                planned[c.kind] += c.payload * c.count
+            assert payload == planned, case
+
+
+SHALLOW = "15b:depth=4,decoder_depth=1"  # as wide as 15b
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "world", "ac"),
+    [
+        (SHALLOW, 2, 8, "none"),
+        (SHALLOW, 8, 32, "selective"),
+        *[
+            pytest.param(model, tp, 8 * tp, ac, marks=pytest.mark.full)
+            for model in ("15b", "5b")
+            for tp in (2, 4, 8)
+            for ac in ("none", "selective", "full")
+        ],
+    ],
+)
+def test_memory_is_that_of_the_tracker(model, tp, world, ac):
+    """The peak of hybrid with shard groups of 2, without what the tracker does not see."""
+    config = Config(model, mode="hybrid", group=2, fsdp=2, tp=tp, batch=16, ac=ac, device="cpu")
+    run = resolve(config, world, 8)
+    with dry_run.fake_world(world):
+        seen = dry_run.simulate(run).peak
+    machine = replace(MACHINES["frontier"], workspace_gib=0.0, head_multiple=1)
+    planned = make_plan(PlannedRun.from_flags(run.model, run.record()), machine)
+    live = max(s.total - s.bytes["optimizer"] for s in planned.snapshots)
+    assert live == pytest.approx(sum(seen.values()) - seen["OptState"], rel=0.03)
+
+
+# --- images
+
+
+def share_inputs() -> list[float]:
+    """On every rank: the loss of a step on images of its own."""
+    rank, run = join(), run_of(2, "full_shard")
+    grid = mesh.build_mesh(run.mesh_shape, CPU)
+    model, _, _ = train_fsdp.build_model_and_optimizer(run, grid, CPU)
+    draw = torch.Generator().manual_seed(rank)
+    images = torch.randn(2, 3, 32, 32, generator=draw)
+    noise = torch.rand(2, 16, generator=draw)
+    alone = vit.ViTMAE(run.model, 32)(images.clone(), 0.75, noise.clone())[0].item()
+    loss = model(images, 0.75, noise)[0].item()
+    dist.destroy_process_group()
+    return [alone, loss]
+
+
+def test_a_group_computes_with_the_images_of_its_first_rank(tmp_path):
+    """Where a disk fails one of them; else its copies of the norms would drift apart."""
+    (a0, b0), (a1, b1), (a2, b2), (a3, b3) = on_ranks(4, share_inputs, tmp_path)
+    assert [b0, b1] == pytest.approx([a0, a0]) and [b2, b3] == pytest.approx([a2, a2])
+    assert len({round(a, 4) for a in (a0, a1, a2, a3)}) == 4
+
+
+def test_ranks_of_a_group_read_the_same_images():
+    """Each image of a step once per tensor-parallel group."""
+    run = run_of(2, "full_shard", world=8)
+    assert (run.data_ranks, run.global_batch) == (4, 8)
+    own = [
+        next(
+            iter(
+                data.RankBatchSampler(
+                    data.ImageOrder(1000, run.global_batch, 0),
+                    run.global_batch,
+                    run.local_batch,
+                    run.data_rank(rank),
+                    run.data_ranks,
+                    range(1),
+                )
+            )
+        )
+        for rank in range(8)
+    ]
+    assert all(own[rank] == own[rank + 1] for rank in range(0, 8, 2))
+    assert len({image for batch in own[::2] for image in batch}) == 8
+
+
+# --- words
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--tp 2 --mode ddp", "ddp"),
+        ("--tp 2 --mode zero1", "zero1"),
+        ("--tp 2 --fsdp 1", "FSDP2"),
+        ("--tp 8 --model tiny:heads=4", "4 heads: use 1, 2, 4"),
+        ("--tp 4 --model tiny:heads=4,decoder_heads=2", "2 decoder heads: use 1, 2"),
+        ("--tp 2 --model tiny:heads=4,mlp_width=77", "77 features"),
+        ("--tp 3", "8 ranks: use 1"),
+        ("--tp 2 --group 8 --model base", "4 ranks"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(flags, named, capsys, tmp_path):
+    argv = [*flags.split(), "--dry-run", "--world-size", "8", "--out", str(tmp_path)]
+    try:
+        status = train_fsdp.main(argv)
+    except SystemExit as error:
+        status = error.code
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert status == 2 and named in line
