@@ -363,7 +363,9 @@ def report(
     if simulation:
         yield from _simulated_lines(simulation.collectives, group_sizes)
     if plan:
-        yield from _planned_lines(plan, simulation)
+        found = simulation.collectives if simulation else []
+        sent = [c for c in found if group_sizes[c.group] > 1]  # a rank alone sends nothing
+        yield from _planned_lines(plan, sent if simulation else None)
 
 
 def row_gib(memory: Mapping[str, int]) -> dict[str, float]:
@@ -384,12 +386,12 @@ def _simulated_lines(
         yield f"  {kind:18}{f'{group}, {group_sizes[group]}':>24}{count:8}{size / GIB:24.6f}"
 
 
-def _planned_lines(plan: Mapping[str, Any], simulation: Simulation | None) -> Iterator[str]:
-    found = simulation.collectives if simulation else []
-    for kind in dict.fromkeys([*plan["payload_bytes"], *(c.kind for c in found)]):  # each once
+def _planned_lines(plan: Mapping[str, Any], found: Sequence[CommEvent] | None) -> Iterator[str]:
+    kinds = [*plan["payload_bytes"], *(c.kind for c in found or ())]
+    for kind in dict.fromkeys(kinds):  # each once
         size, count = plan["payload_bytes"].get(kind, 0), plan["collectives"].get(kind, 0)
         text = f"  {kind}: planned {count} of {size:,} bytes"
-        if simulation:
+        if found is not None:
             sizes = [c.size for c in found if c.kind == kind]
             text += f", simulated {len(sizes)} of {sum(sizes):,}"
         yield text

@@ -201,7 +201,7 @@ def test_each_replica_is_written_once(of_four_ranks):
 def test_any_row_loads_what_any_row_wrote(of_four_ranks, world, tmp_path, monkeypatch):
     folder, written = of_four_ranks
     monkeypatch.setenv("CHECKPOINTS", str(folder))
-    found = on_ranks(world, read_in_every_row, tmp_path)
+    found = on_ranks(world, read_in_every_row, tmp_path, 1800)
     assert len(found[0]) == len(ROWS) ** 2
     differences = [
         abs(a - b) / b
