@@ -77,7 +77,7 @@ def block_memory(run: PlannedRun, part: str, machine: Machine) -> BlockMemory:
         # shard._keep_matmuls: results of attention and of matmuls that do not narrow
         "selective": 2 * e + 3 * e_part + padded + sums + gates * f,
     }[run.ac]
-    forward = max(2 * e + (1 + gates) * f, all_saved - saved)
+    forward = 2 * e + (1 + gates) * f
     return BlockMemory(e, e_part, f, gates, all_saved, saved, forward)
 
 
@@ -271,7 +271,7 @@ class StepMemory:
         for position in range(count - 1, -1, -1):
             yield from self.backward(position)
         if self.run.engine != "ddp":
-            yield self.reduction(self.root, self.units, self.unsharded(self.root))
+            yield self.reduction(self.root, self.units[1:], self.unsharded(self.root))
         yield self.snapshot("optimizer step", gradients=self.gradients(self.units))
 
     def forward_units(self, position: int) -> float:
@@ -319,7 +319,7 @@ class StepMemory:
         if run.engine != "ddp" and complete:  # the units' last backward
             unit = max(complete, key=lambda unit: unit.numel)
             live, around = unsharded + root_gradients, saved + 2 * memory.e
-            yield self.reduction(unit, (*done, *complete), live, around)
+            yield self.reduction(unit, done, live, around)
 
     def root_gradients(self, numel: int) -> float:
         """Unreduced gradients of the root: of `numel` parameters in blocks, and of all others."""
@@ -330,15 +330,16 @@ class StepMemory:
     def reduction(
         self, unit: Unit, done: Sequence[Unit], unsharded: float, activations: float = 0
     ) -> MemorySnapshot:
-        """Count what is live while the gradients of a unit are reduced, the last of those `done`.
+        """Count what is live while the gradients of a unit are reduced, after those of `done`.
 
-        Its parameters are freed by then; its gradients take their place in `unsharded`.
+        Its parameters are freed by then; its gradients take their place in `unsharded`. FSDP2 frees
+        these too before it makes their shard.
         """
         run, size = self.run, BYTES[self.run.reduce_dtype]
         copy = size if run.engine == "fsdp2" or size != run.compute_bytes else 0
         return self.snapshot(
             f"reduction of {unit.name}",
-            gradients=self.gradients(done),
+            gradients=self.gradients(done if run.engine == "fsdp2" else (*done, unit)),
             unsharded=unsharded,
             activations=activations,
             reduction=self.reduce_buffers(()) + self.numel[unit.name] * copy,

@@ -63,6 +63,7 @@ CASES = [
     for accum in (1, 2)
 ]
 CASES += ["--mode full_shard --accum 2 --ac full --reduce-dtype bf16 --prefetch none --clip 1"]
+CASES += ["--mode full_shard --wrap root", "--mode hybrid --group 2 --wrap size:30000 --ac full"]
 
 # Each operation: its kind, which argument is the full tensor, which the group. One that is not
 # here fails the test by its name.
