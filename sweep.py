@@ -4,6 +4,7 @@
     python sweep.py io --models base --data DIR             # real, syn, io: what limits a run?
     python sweep.py options --models 5b --nodes 8 --sbatch "-A PROJECT"   # through Slurm
     python sweep.py scaling --models base,3b,15b --nodes 1,2,4,8 --sbatch "-A PROJECT"
+    python sweep.py ladder --models base                    # one technique after the other
     python sweep.py table.csv -- --img-size 96              # your own; flags for every point
     python sweep.py status DIR                              # DIR is --out, sweep_PLAN by default
     python sweep.py figures DIR examples/published          # yours over the published ones
@@ -126,7 +127,8 @@ def run_sweep(options: Options) -> int:
     in_slurm, machine = options.sbatch is not None, options.machine
     out = (options.out or Path(f"sweep_{Path(options.what).stem}")).resolve()
     sweep = Sweep(out)
-    if in_slurm and not machine and not options.memory_gib:
+    elsewhere = options.what == "ladder" and options.nodes and not in_slurm  # only planned
+    if (in_slurm or elsewhere) and not machine and not options.memory_gib:
         machine = os.environ.get("MACHINE") or os.environ.get("LMOD_SYSTEM_NAME")
         if machine != "frontier":  # the rule of launch_frontier.sh
             raise ValueError(
@@ -154,7 +156,7 @@ def run_sweep(options: Options) -> int:
         print(f"python sweep.py report {out} shows the results so far")
         print("the same command runs what is missing then")
         return 0
-    run_here(sweep, left, options)
+    run_here(sweep, [] if elsewhere else left, options)
     print_states(sweep)
     try:
         from sweeps import report
@@ -219,14 +221,15 @@ def build_parser() -> Parser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser("sweep.py", description=description, epilog=usage, formatter_class=raw)
     add = parser.add_argument
-    text = "quick, options, scaling, io or a CSV file; or status, figures, report"
+    text = "quick, options, scaling, io, ladder or a CSV file; or status, figures, report"
     add("what", type=filled, metavar="PLAN", help=text)
     add("dirs", type=filled, metavar="DIR", nargs="*", help="of status, figures, report")
     text = "(default sweep_PLAN; figures, report: DIR itself, of several sweep_DIR_and_DIR)"
     add("--out", type=path, metavar="DIR", help=text)
-    text = "(default: quick tiny or base, io base, options 5b, scaling base,1b,3b,5b,15b)"
+    text = "(default: quick tiny or base, io, ladder base, options 5b, scaling base,1b,3b,5b,15b)"
     add("--models", type=filled, metavar="A,B", help=text)
-    add("--nodes", type=node_counts, metavar="1,2,4", help="with --sbatch (default 1,2,4,8)")
+    text = "with --sbatch (default 1,2,4,8); ladder: also without, which plans it for these nodes"
+    add("--nodes", type=node_counts, metavar="1,2,4", help=text)
     text = "per node (default: GPUs here; 8 with --sbatch; quick on a CPU 4)"
     add("--ranks", type=whole(1, 1024), metavar="N", help=text)
     tiles = str(HERE / "examples" / "tiles" / "train")

@@ -2,5 +2,5 @@
 
 Read studies (which runs), attempts (one run), slurm (runs in job arrays), results (what was
 measured), folder (all of a sweep), bottleneck (what limits a run), figures (made with drawing),
-report. sweep.py, on the top level, is the command.
+ladder (one study), report. sweep.py, on the top level, is the command.
 """

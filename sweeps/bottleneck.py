@@ -49,7 +49,7 @@ HIDDEN = 1.05  # a real step may take so many times a synthetic one before its i
 
 def images_per_step(row: Mapping[str, Any]) -> int:
     """Count the images per step of all ranks."""
-    return row["batch"] * (row.get("accum") or 1) * row["world_size"]
+    return row["batch"] * (row.get("accum") or 1) * row["world_size"] // (row.get("tp") or 1)
 
 
 def step_seconds(row: Mapping[str, Any]) -> float:

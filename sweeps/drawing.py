@@ -126,7 +126,7 @@ def style_of(row: Row, styles: Styles) -> dict[str, Any]:
 
 def rows_of_study(rows: Sequence[Row], study: str) -> list[Row]:
     """Select the `syn` rows of a study, and the training rows of users' tables."""
-    named = {"options", "scaling", "io"}
+    named = {"options", "scaling", "io", "ladder"}
     return [
         row
         for row in rows

@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib import style
 from matplotlib.axes import Axes
 
-from sweeps import bottleneck, drawing
+from sweeps import bottleneck, drawing, ladder
 from sweeps.drawing import Picture, Quartiles, Styles, group_by, rate_quartiles, sharding
 from sweeps.results import Row
 
@@ -269,7 +269,10 @@ def draw_planned(rows: Sequence[Row], styles: Styles) -> Picture | None:
     return picture
 
 
-FIGURES = (draw_throughput, draw_efficiency, draw_memory, draw_options, draw_io, draw_planned)
+FIGURES = (
+    *(draw_throughput, draw_efficiency, draw_memory),
+    *(draw_options, draw_io, ladder.draw_ladder, draw_planned),
+)
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Picture]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
-from sweeps import bottleneck, figures, results
+from sweeps import bottleneck, figures, ladder, results
 from sweeps.drawing import Picture, group_by, sharding
 from sweeps.results import Row
 
@@ -24,6 +24,9 @@ CAPTIONS = {
     "io": "Seconds per step: training on images, on one batch kept on the device, reading alone. "
     "The dashed line is the time of one rank alone, or of the fewest ranks; from there to `syn` is "
     "communication.",
+    "ladder": "Images/s of each rung, as a multiple of that with wrapping; M: out of memory, S: by "
+    "plan. ORBIT's are published for 113B parameters on 512 GPUs, where tensor parallelism is part "
+    "of every rung (arXiv 2404.14712).",
     "planned": "Each point compared with its plan; grey: within 20 %.",
 }
 
@@ -121,6 +124,9 @@ def page_lines(rows: Sequence[Row], pictures: Sequence[Picture], out: Path) -> I
         file = f"figures/{picture.name}"
         yield f"\n## {picture.title}\n\n![{picture.title}]({file}.png)\n"
         yield f"{CAPTIONS[picture.name]} Each point with its run: [{picture.name}.csv]({file}.csv)."
+    for name, rungs in ladder.ladders(rows).items():
+        yield f"\n## Ladder: {name}\n"
+        yield from markdown_table(ladder.HEADER, list(ladder.table_rows(rungs)))
     yield "\n## What limits it\n"
     yield from bottleneck_lines(rows)
     if errors := list(plan_errors(rows)):

@@ -9,6 +9,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 
 import mesh
+from runtime.config import check_tensor_parallel
+from runtime.model_size import model_config
 from sweeps.attempts import last_error, read_text
 
 Point = dict[str, str]
@@ -27,7 +30,22 @@ OWN_COLUMNS = ("id", "study", "nodes", "ranks")  # all other columns are flags
 RESERVED = ("out", "resume", "save_every", "async_save", "dry_run", "world_size")  # set by sweeps
 LENGTH = {"steps": "60", "log_every": "5"}
 PREFETCHES = ("none", "backward_pre", "backward_post")
-DEFAULT_MODELS = {"options": "5b", "scaling": "base,1b,3b,5b,15b", "io": "base"}  # without --models
+DEFAULT_MODELS = {  # without --models
+    "options": "5b",
+    "scaling": "base,1b,3b,5b,15b",
+    "io": "base",
+    "ladder": "base",
+}
+# What each rung of the study `ladder` adds to the one before. A technique more is a row more.
+RUNGS: dict[str, Point] = {
+    "no wrapping": {"wrap": "root", "precision": "fp32", "prefetch": "none"},
+    "+ wrapping": {"wrap": "block"},
+    "+ mixed precision": {"precision": "bf16"},
+    "+ prefetch": {"prefetch": "backward_pre"},
+    "+ activation checkpointing": {"ac": "full"},
+    "+ compile": {"compile": "true"},
+    "+ tensor parallelism": {"tp": "2"},
+}
 CPU_SIZE = {"img_size": "64", "batch": "8", "precision": "fp32", "device": "cpu"}
 CPU_LENGTH = {"steps": "32", "log_every": "2"}
 
@@ -86,6 +104,21 @@ def io_points(models: Sequence[str], layouts: Sequence[Layout], data: str) -> It
                 yield make_point("io", model, layout, mode=mode, run=run, data=images)
 
 
+def ladder_rungs() -> dict[str, Point]:
+    """Return all flags of each rung: its own, and those of the rungs before it."""
+    cells = itertools.accumulate(RUNGS.values(), lambda before, added: before | added)
+    return dict(zip(RUNGS, cells, strict=True))
+
+
+def ladder_points(models: Sequence[str], layout: Layout) -> Iterator[Point]:
+    """Add one technique after the other, at the same local batch; tp where it divides the model."""
+    for model, cells in itertools.product(models, ladder_rungs().values()):
+        with contextlib.suppress(ValueError):
+            if "tp" in cells:
+                check_tensor_parallel(model_config(model), math.prod(layout), int(cells["tp"]))
+            yield make_point("ladder", model, layout, mode="full_shard", run="syn", **cells)
+
+
 def quick_points(gpus: int, ranks: int, models: str | None, data: str) -> Iterator[Point]:
     """Run a few points of each study on the GPUs of this node, or on 1, 2 and 4 CPU ranks."""
     names = (models or ("base" if gpus else "tiny")).split(",")
@@ -113,10 +146,10 @@ def choose_points(
         return read_points(Path(what))
     if what not in ("quick", *DEFAULT_MODELS):
         raise ValueError(
-            f"there is no study {what}: use quick, options, scaling, io, a CSV file, or status, "
-            "figures, report with a folder"
+            f"there is no study {what}: use quick, options, scaling, io, ladder, a CSV file, or "
+            "status, figures, report with a folder"
         )
-    if nodes and not slurm:
+    if nodes and not slurm and what != "ladder":  # which is planned where it cannot run
         raise ValueError("--nodes needs Slurm, this is one node: add --sbatch FLAGS")
     if models is not None and not all(models.split(",")):
         raise ValueError(f"--models {models!r} is not a list of names like base,3b")
@@ -131,6 +164,12 @@ def choose_points(
         return list(quick_points(gpus, ranks or gpus or 4, models, data))
     if what == "options":
         return list(options_points(names, layouts))
+    if what == "ladder":
+        if slurm or nodes:
+            return list(ladder_points(names, (max(nodes or [1]), ranks or 8)))
+        small = {k: v for k, v in CPU_SIZE.items() if k != "precision"} | CPU_LENGTH
+        found = ladder_points(names if gpus or models else ["tiny"], (1, per_node))
+        return [point | ({} if gpus else small) for point in found]
     if what == "scaling":
         return list(scaling_points(names, layouts))
     ends = list(dict.fromkeys((layouts[0], layouts[-1])))
@@ -252,6 +291,7 @@ def plan_point(
     peak, margin, limit = found["memory_gib"]["peak"], found["margin_gib"], found["available_gib"]
     kept = {"verdict": found["verdict"], "planned_gib": peak, "memory_gib": limit}
     kept["max_local_batch"] = found["max_local_batch"]
+    kept["planned_payload_mb"] = sum(found["payload_bytes"].values()) / 1e6
     kept["why_not"] = f"plan.py: {peak:.1f} GiB + {margin:.1f} margin, of {limit:.1f}"
     if machine:  # the default machine's speed says nothing about this host
         kept["planned_images_per_second"] = found["images_per_second_upper_bound"]

@@ -31,7 +31,7 @@ from planner.command import plan_parser
 from planner.traffic import PlannedRun
 from runtime import flags
 from runtime.config import batch_sizes
-from sweeps import attempts, bottleneck, drawing, figures, results, studies
+from sweeps import attempts, bottleneck, drawing, figures, ladder, results, studies
 
 PUBLISHED = ROOT / "examples" / "published"
 ALONE_EACH = "hybrid 1 (gradients probably not reduced)"
@@ -954,6 +954,61 @@ def test_texts_do_not_lie_on_each_other(published, tmp_path):
 def test_every_series_differs_without_colour():
     assert len(set(drawing.MARKS)) == len(drawing.MARKS) > 9
     assert len(set(drawing.HATCHES.values())) == len(drawing.HATCHES)
+
+
+# --- the ladder
+
+
+def ladder_row(rung: str, state: str = "done", **more) -> dict:
+    cells = {k: results.parse_cell(k, v) for k, v in studies.ladder_rungs()[rung].items()}
+    known = {"study": "ladder", "state": state, "model": "1b", "world_size": 8, "id": rung}
+    return known | cells | {"planned_gib": 2.0, "max_local_batch": 7} | more
+
+
+def test_a_ladder_says_what_each_rung_gives():
+    rows = [
+        ladder_row("no wrapping", "skipped", planned_payload_mb=3.0),
+        ladder_row("+ wrapping", images_per_second=50.0, payload_mb=4.0, peak_allocated_gib=1.0),
+        ladder_row("+ mixed precision", "out of memory"),
+        ladder_row("+ prefetch", images_per_second=80.0),
+        ladder_row("+ compile", "waiting", planned_images_per_second=90.0),
+        {"study": "scaling", "state": "done", "model": "1b", "world_size": 8},
+    ]
+    (rungs,) = ladder.ladders(rows).values()
+    assert [*rungs] == [row["id"] for row in rows[:-1]]
+    table = [dict(zip(ladder.HEADER, cells, strict=True)) for cells in ladder.table_rows(rungs)]
+    assert [row["images/s"] for row in table] == [
+        *("out of memory (planned)", "50.0", "out of memory", "80.0", "90.0 (planned)")
+    ]
+    assert [row["as a multiple"] for row in table] == ["-", "1.00", "-", "1.60", "-"]
+    sent = "MB of collectives per step"
+    assert [row[sent] for row in table[:3]] == ["3.0 (planned)", "4.0", "0"]
+    assert [row["ORBIT"] for row in table] == ["out of memory", "1.0", "1.97", "2.4", "-"]
+
+
+def test_a_ladder_for_other_nodes_is_planned(tmp_path, capsys):
+    words = ["ladder", "--models", "3b", "--nodes", "2", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        sweep.main(words)
+    assert "give --machine a name of `plan.py --machines`" in capsys.readouterr().err
+    assert sweep.main([*words, "--machine", "frontier"]) == 0
+    page = (tmp_path / "report.md").read_text()
+    _, lines = page.split("## Ladder: 3b, 16 ranks")[1].split("| --- |\n")[:2]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines.splitlines()[:7]]
+    assert [row[0] for row in cells] == [*studies.RUNGS]
+    assert all(row[1].endswith("(planned)") for row in cells) and cells[1][2] == "1.00"
+    batches = [int(row[5]) for row in cells]
+    assert batches[0] < batches[1] < batches[2] < batches[4]
+    assert (tmp_path / "figures" / "ladder.png").exists()
+
+
+@pytest.mark.full
+def test_a_ladder_is_climbed_here(tmp_path):
+    assert sweep.main(["ladder", "--ranks", "2", "--out", str(tmp_path)]) == 0
+    rows = results.read_table(tmp_path / "results.csv")
+    assert {row["state"] for row in rows} == {"done"}
+    (rungs,) = ladder.ladders(rows).values()
+    assert [*rungs] == [*studies.RUNGS][:-1]  # two ranks cannot share the three heads of tiny
 
 
 def test_commands_of_readme_and_makefile_are_valid():
