@@ -84,7 +84,7 @@ def comparison_lines(plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def explanation_lines(plan: Plan) -> Iterator[str]:
-    """Explain a plan: bytes per parameter, memory of each phase, time of each collective."""
+    """Explain a plan: bytes per parameter, memory by phase, FLOPs, time of each collective."""
     yield from _state_lines(plan)
     yield ""
     yield "GiB at the largest moment of each phase of a step"
@@ -92,6 +92,12 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
     for s in {s.name: s for s in plan.phase_peaks()}.values():
         cells = "".join(f"{s.bytes[part] / GIB:12.3f}" for part in MEMORY_PARTS)
         yield f"{s.name:28}{cells}{s.total / GIB:9.3f}"
+    yield ""
+    found = plan.json()
+    flops = (found[key] / 1e12 for key in ("flops_per_rank", "hardware_flops_per_rank"))
+    yield "TFLOP per rank and step: {:.2f}, with recomputation {:.2f}".format(*flops)
+    if copied := found["host_copy_bytes_per_rank"]:
+        yield f"copied between host and GPU per rank and step: {copied / 1e9:.2f} GB"
     yield ""
     yield from _collective_lines(plan)
     yield ""

@@ -22,7 +22,15 @@ import shard
 import vit
 from planner.machines import MACHINES, Machine, build_ring, collective_seconds
 from planner.memory import GIB, MemorySnapshot, StepMemory, largest_partition, pending_bytes
-from planner.traffic import ACTIVATIONS, PlannedRun, collectives, link_bytes, model_units, run_units
+from planner.traffic import (
+    ACTIVATIONS,
+    PlannedRun,
+    collectives,
+    host_copy_bytes,
+    link_bytes,
+    model_units,
+    run_units,
+)
 from runtime.config import check_masking, check_tensor_parallel
 
 # ---------------------------------------------------------------------------------------------
@@ -67,26 +75,34 @@ class StepTime:
     step: float
 
 
+def rank_flops(run: PlannedRun, recompute: bool) -> float:
+    """Floating-point operations of a rank per step; with `recompute` those that --ac makes again.
+
+    Of matrix products alone, which --ac selective does not repeat (vit.flops_per_image).
+    """
+    config, again = run.config, recompute and run.ac == "full"
+    if run.encoder_only:
+        config = replace(config, decoder_width=0, decoder_depth=0)
+    # tensor parallelism splits the blocks, not the layers around them
+    ends = replace(config, depth=0, decoder_depth=0)
+    around = vit.flops_per_image(ends, run.img_size, run.mask_ratio)
+    whole = vit.flops_per_image(config, run.img_size, run.mask_ratio, again)
+    return run.accum * run.batch * (around + (whole - around) / run.tp)
+
+
 def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
     """Seconds per step of forward and backward, over all accumulation steps.
 
     Matmuls run at a share of the peak; everything else (norms, GELU, softmax, sums) takes a time
     per token and block. Full checkpointing runs the blocks' forward again: 4 passes instead of 3.
     """
-    config = run.config
-    if run.encoder_only:
-        config = replace(config, decoder_width=0, decoder_depth=0)
-    flops: float = vit.flops_per_image(config, run.img_size, run.mask_ratio)
-    if run.tp > 1:  # which splits the blocks, not the layers around them
-        ends = replace(config, depth=0, decoder_depth=0)
-        around = vit.flops_per_image(ends, run.img_size, run.mask_ratio)
-        flops = around + (flops - around) / run.tp
-    layers = {"encoder": config.depth, "decoder": config.decoder_depth}
-    tokens = sum(run.tokens(part) * depth for part, depth in layers.items())
+    layers = {"encoder": run.config.depth}
+    layers |= {} if run.encoder_only else {"decoder": run.config.decoder_depth}
+    tokens = run.accum * run.batch * sum(run.tokens(part) * n for part, n in layers.items())
     passes = 4 / 3 if run.ac == "full" else 1
     peak = machine.peak_flops * (1 if run.precision != "fp32" else machine.fp32_share)
-    per_image = flops / (peak * machine.efficiency) + tokens * machine.token_layer_seconds
-    return run.accum * run.batch * passes * per_image
+    matmuls = rank_flops(run, recompute=False) / (peak * machine.efficiency)
+    return passes * (matmuls + tokens * machine.token_layer_seconds)
 
 
 def communication_seconds(run: PlannedRun, machine: Machine) -> tuple[float, float]:
@@ -242,6 +258,9 @@ class Plan:
                 k: sum(c.payload * c.count for c in sent if c.kind == k) for k in kinds
             },
             "collectives": {k: sum(c.count for c in sent if c.kind == k) for k in kinds},
+            "flops_per_rank": rank_flops(run, recompute=False),
+            "hardware_flops_per_rank": rank_flops(run, recompute=True),
+            "host_copy_bytes_per_rank": host_copy_bytes(run),
             "seconds": asdict(self.time),
             "step_seconds_lower_bound": self.time.step,
             "images_per_second_upper_bound": self.images_per_second,

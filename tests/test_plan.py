@@ -523,6 +523,9 @@ def test_keys_that_other_programs_rely_on(capsys):
         "step_seconds_lower_bound",
         "images_per_second_upper_bound",
         "efficiency",
+        "flops_per_rank",
+        "hardware_flops_per_rank",
+        "host_copy_bytes_per_rank",
         "peak_moment",
         "margin_gib",
         "payload_bytes",
@@ -530,6 +533,20 @@ def test_keys_that_other_programs_rely_on(capsys):
         "moments",
     } <= {*found}
     assert 0 < found["efficiency"] <= 1
+
+
+def test_what_checkpointing_and_offload_add():
+    """By hand: base has 12 blocks of width 768 and 8 of width 512, 12 D^2 + 13 D each."""
+    case = {"img_size": 224, "mode": "full_shard", "ac": "full", "cpu_offload": True}
+    found = planned(vit.MODELS["base"], 8, **case).json()
+    flops = vit.flops_per_image(vit.MODELS["base"], recompute=True)
+    assert found["hardware_flops_per_rank"] == 2 * flops > 2.4 / 2 * found["flops_per_rank"]
+    blocks = 12 * (12 * 768**2 + 13 * 768) + 8 * (12 * 512**2 + 13 * 512)
+    root = 111_655_680 - blocks
+    # a block's shard is copied for two gathers, the root's for one; each gradient once
+    copied = 4 / 8 * (3 * blocks + 2 * root)
+    assert found["host_copy_bytes_per_rank"] == pytest.approx(copied, rel=1e-3)
+    assert planned(vit.MODELS["base"], 8, mode="full_shard").json()["host_copy_bytes_per_rank"] == 0
 
 
 def test_compare_sorts_every_mode_and_says_why(capsys):
