@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import FULL
 from parity import ARGV, SPLIT, Case, compare, split_cases
 from ranks import Run, join, on_ranks, run_ranks
 
@@ -33,12 +34,7 @@ def check(cases: list[Case], folder: Path) -> None:
 
 def test_split_blocks_train_as_in_one_process(tmp_path):
     """Loss, gradient norm and parameters of four steps; replicas and tp ranks stay equal."""
-    cases = [
-        Case(4, "hybrid", 2, 2, tp=2, model=GATED, ac="selective"),
-        Case(4, "hybrid", 2, 1, tp=2, accum=2),  # nano itself
-        Case(4, "full_shard", 2, tp=4, model=PLAIN, ac="full"),
-    ]
-    check(cases, tmp_path)
+    check([Case(4, "hybrid", 2, 1, tp=2, model=GATED, ac="selective", accum=2)], tmp_path)
 
 
 @pytest.mark.full
@@ -112,10 +108,10 @@ def test_checkpoints_move_between_many_meshes(meshes, tmp_path):
 
 
 TRAFFIC = [
-    {"tp": 2, "mode": "hybrid", "group": 2},
-    {"tp": 4, "mode": "full_shard", "precision": "bf16", "ac": "full", "accum": 2},
+    {"tp": 2, "mode": "hybrid", "group": 2, "precision": "bf16", "ac": "full", "accum": 2},
+    {"tp": 4, "mode": "full_shard"},
     {"tp": 2, "mode": "no_shard", "gated": True, "ac": "selective"},
-]
+][: 3 if FULL else 1]
 
 
 def run_of(tp: int, mode: str, gated: bool = False, world: int = 4, **more):
