@@ -198,7 +198,7 @@ def apply(
     outdated parameters. Raises ValueError for what has no meaning; RuntimeError that names the
     parameters and buffers without a value.
     """
-    for sentence in _problems(model, mode, mesh, options):
+    for sentence in _problems(model, mode, mesh, split_block is not None, options):
         raise ValueError(sentence)
     row, device = STRATEGIES[mode], _device(mesh)
     if mesh.ndim == 3:
@@ -645,21 +645,21 @@ def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def _problems(
-    model: nn.Module, mode: str, mesh: DeviceMesh, options: ShardingOptions
+    model: nn.Module, mode: str, mesh: DeviceMesh, split: bool, options: ShardingOptions
 ) -> Iterator[str]:
     """Yield a sentence for each argument of `apply` that has no meaning."""
     names = ("replicate", "shard", "tp")[: max(mesh.ndim, 2)]
     shape, tp = mesh.shape[:2], mesh.shape[2] if mesh.ndim == 3 else 1
-    world, hybrid = (
-        dist.get_world_size() // tp,
-        mode in STRATEGIES and STRATEGIES[mode].group == "group",
-    )
+    hybrid = mode in STRATEGIES and STRATEGIES[mode].group == "group"
+    world = dist.get_world_size() // tp  # ranks with images of their own
     wanted = mesh_shape(mode, world, shape[-1] if hybrid else None)
     if mesh.mesh_dim_names != names or shape != wanted:
         yield (
             f"mode {mode} on {world} ranks needs a mesh (replicate, shard) of {wanted}, not "
             f"{mesh.mesh_dim_names} of {tuple(mesh.shape)}: build it with shard.mesh_shape"
         )
+    if split != (mesh.ndim == 3):
+        yield "a mesh with the dimension tp needs split_block, and split_block needs such a mesh"
     for name, hint in get_type_hints(ShardingOptions).items():
         value = getattr(options, name)
         if get_origin(hint) is Literal and value not in get_args(hint):

@@ -571,6 +571,8 @@ WRONG: list[tuple[Callable, str, dict, type, str]] = [
     (Language, "hybrid", options(bucket_cap_mb=5), ValueError, "for mode ddp and zero1, not"),
     (Language, "ddp", options(cpu_offload=True), ValueError, "hybrid_grad_op, not ddp: leave"),
     (Language, "zero1", options(forward_prefetch=True), ValueError, "not zero1: leave it out"),
+    (Language, "full_shard", {"mesh": (1, 1, 1)}, ValueError, "dimension tp needs split_block"),
+    (Language, "full_shard", {"split_block": print}, ValueError, "split_block needs such a mesh"),
 ]
 
 
