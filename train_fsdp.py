@@ -32,7 +32,7 @@ import data
 import mesh
 import shard
 import vit
-from runtime import cpu_kernels, image_source, topology
+from runtime import cpu_kernels, image_source, tensor_parallel, topology
 from runtime.agreement import mean_over_ranks, run_on_rank0
 from runtime.bad_images import BadImageLog
 from runtime.config import Run, with_images
@@ -45,7 +45,6 @@ from runtime.record import finish, loss_of_zero, report_start
 from runtime.resume import Saves, list_newest_first, resume
 from runtime.session import Session, manual_gc, run_session
 from runtime.step_guard import StepGuard
-from runtime.tensor_parallel import keep_state_layout, share_inputs, split_block
 
 # ---------------------------------------------------------------------------------------------
 # One step
@@ -144,26 +143,24 @@ def build_model_and_optimizer(
     No rank ever holds the whole model: it has no memory until it is sharded. Without `initialise`
     its values are undefined until a checkpoint is loaded. `meta_model` is built unless given.
     """
-    c = run.config
+    c, mode = run.config, str(run.config.mode)
     model = meta_model or build_meta_model(run, device)
     decay = shard.weight_decay_names(model)  # by the shapes of whole parameters
     model = shard.apply(
         model,
-        str(c.mode),
+        mode,
         grid,
         block_classes={vit.Block},
         initial_value=initial_values(run, needed=initialise),
         load_later=not initialise,
-        split_block=partial(split_block, grid=grid) if c.tp > 1 else None,
+        split_block=partial(tensor_parallel.split_block, grid=grid) if c.tp > 1 else None,
         options=run.sharding_options(),
     )
     # after sharding: its states are sharded as the parameters are
-    optimizer = shard.build_optimizer(
-        model, str(c.mode), decay, lr=run.lr, weight_decay=c.weight_decay
-    )
+    optimizer = shard.build_optimizer(model, mode, decay, lr=run.lr, weight_decay=c.weight_decay)
     if c.tp > 1:
-        share_inputs(model, grid)
-        keep_state_layout(model, optimizer)
+        tensor_parallel.share_inputs(model, grid)
+        tensor_parallel.keep_state_layout(model, optimizer)
     return model, optimizer, shard.build_scaler(model, device, run.dtype)
 
 
