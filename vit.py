@@ -228,7 +228,7 @@ class Block(nn.Module):
 
 
 class PatchProjection(nn.Conv2d):
-    """The release's convolution as one matrix product of patches: (B, K, P*P*C) -> (B, K, D)."""
+    """The release's convolution as a matrix product of some patches: (B, K, P*P*C) -> (B, K, D)."""
 
     def forward(self, patches: Tensor) -> Tensor:
         weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # (D, P*P*C), row column channel

@@ -69,8 +69,8 @@ def split_block(block: vit.Block, grid: DeviceMesh) -> None:
 def share_inputs(model: nn.Module, grid: DeviceMesh) -> None:
     """Let all ranks of a tensor-parallel group compute with the inputs of its first rank.
 
-    They read the same images, but a disk may fail one of them: its norms and embeddings, which no
-    collective reduces over the group, would differ from then on.
+    They read the same images. But if a disk fails one of them, it trains on others; no collective
+    sums the gradients of norms and embeddings over the group, so its copies would differ for good.
     """
     group = grid["tp"].get_group()
 
