@@ -341,8 +341,8 @@ def test_flags_that_are_named_exist():
                 assert option in known, (page, option)
 
 
-def test_the_plan_of_the_guide_is_what_is_printed(capsys):
-    section = PAGES["docs/guide.md"].split("\n## Plan a run\n")[1]
+def test_the_plan_of_the_manual_is_what_is_printed(capsys):
+    section = PAGES["docs/manual.md"].split("\n## Plan a run\n")[1]
     (_, command), (_, shown) = blocks(section)[:2]
     assert plan.main(command.split()[2:]) == 0
     assert capsys.readouterr().out == shown
