@@ -74,6 +74,7 @@ sweep-gpu: $(VENV)/dev.ok
 lint: $(VENV)/dev.ok
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 clean:

@@ -755,11 +755,11 @@ def test_advice_names_what_is_there():
     """What fits the machine and the number of ranks."""
     far = row("syn", 20, 16, nodes=2, max_local_batch=64)
     near, alone = row("syn", 20, max_local_batch=64), row("syn", 10, 1, state="out of memory")
-    advices = [
+    texts = [
         found.advice for found in bottleneck.find_bottlenecks([far, near, alone, ALONE]) if found
     ]
     for text, words, others in zip(
-        advices,
+        texts,
         (("--mode hybrid", "up to 64"), ("--mode ddp", "up to 64"), ("--batch",)),
         (("--mode ddp",), ("--group",), ("--group", "full_shard")),
         strict=False,
@@ -778,7 +778,7 @@ def test_advice_names_what_is_there():
     assert [found.limit for found in found_here] == ["compute"] * 2 + ["communication", "unknown"]
     for found in found_here:
         assert not re.search("batch|group|GCD|package|bf16", found.advice), found
-    text = " ".join((*bottleneck.ADVICE.values(), *bottleneck.CPU_ADVICE.values(), *advices))
+    text = " ".join((*bottleneck.ADVICE.values(), *bottleneck.CPU_ADVICE.values(), *texts))
     help_text = flags.training_parser().format_help()
     assert all(flag in help_text for flag in re.findall(r"`(--[a-z-]+)", text))
 
