@@ -3,6 +3,7 @@
 # make test    lint, types and tests, set-up included
 # make test-all    the same with the whole matrices, and what takes minutes; an hour
 # make quick   the tests of the files to read and of the layout, in a minute
+# make guide   run the commands of docs/guide.md, put what they print into it
 # make bench-gpu     a GPU: sizes x compile x checkpointing, and the peers; 8 minutes, out/bench-gpu
 # make test-slurm    install a Slurm by apt (needs root or sudo), then run the tests that use it
 # make sweep-gpu    studies on one GPU, a page each under examples/gpu/, to be committed
@@ -15,7 +16,7 @@ DEMO_OUT := out/demo
 LONG_OUT := out/demo-long
 SCORED := --data examples/tiles/train --test examples/tiles/heldout --features mean --seeds 3 --workers 0 --device cpu
 
-.PHONY: demo demo-long test test-all quick bench-gpu test-slurm sweep-gpu lint clean
+.PHONY: demo demo-long test test-all quick guide bench-gpu test-slurm sweep-gpu lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/run.ok
@@ -48,6 +49,9 @@ test-all: $(VENV)/dev.ok lint
 QUICK := vit data mesh kernels peak_flops profiling agreement step_guard hostile_checkpoints layout
 quick: $(VENV)/dev.ok
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(QUICK:%=tests/test_%.py)
+
+guide: $(VENV)/dev.ok
+	$(BIN)/python docs/rebuild.py
 
 bench-gpu: $(VENV)/dev.ok
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "no GPU is visible: benchmarks.step runs on a CPU" >&2; exit 1; }

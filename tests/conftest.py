@@ -14,7 +14,7 @@ import torch
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "docs")]
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 FULL = "TEST_ALL" in os.environ  # make test-all: whole matrices, and the tests marked `full`
 # A shell's background job ignores Ctrl-C, and so would every process that a test interrupts.

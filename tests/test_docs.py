@@ -4,9 +4,9 @@ import ast
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from rebuild import blocks, environment, execute, find_printed
 
 import checkpoint
 import convert
@@ -60,11 +61,6 @@ def tables(text: str) -> list[list[list[str]]]:
 def table(text: str, head: str) -> list[list[str]]:
     """The rows below the head whose first cell is `head`."""
     return next(rows[1:] for rows in tables(text) if rows[0][0] == head)
-
-
-def blocks(text: str) -> list[tuple[str, str]]:
-    """The code blocks of a page, as (language, content)."""
-    return re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def commands(text: str) -> list[str]:
@@ -160,63 +156,7 @@ def clone(folder: Path) -> dict[str, str]:
         shutil.copy2(ROOT / name, folder / name)
     (folder / ".venv").symlink_to(sys.prefix)
     os.utime(folder / "requirements.txt", (0, 0))  # or make would install again
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC", "MAKE", "TEST_")
-    env = {key: text for key, text in os.environ.items() if not key.startswith(hidden)}
-    more = {"MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return env | more | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"}
-
-
-def interrupt(command: str, folder: Path, env: dict[str, str]) -> str:
-    """Run a command until it prints its third step, press Ctrl-C, and return its output."""
-    program = subprocess.Popen(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert program.stdout
-    lines, steps = [], 0
-    for line in program.stdout:
-        lines.append(line)
-        steps += line.startswith("step ")
-        if steps == 3:
-            os.killpg(program.pid, signal.SIGINT)
-    program.wait(timeout=60)
-    return "".join(lines)
-
-
-def execute(language: str, content: str, folder: Path, env: dict[str, str]) -> str:
-    """Run a block of the README; return what it prints."""
-    output = ""
-    if "press Ctrl-C" in content:
-        first, content = content.split("\n", 1)
-        output = interrupt(first, folder, env)
-        assert "the same command continues from there" in output, output
-    command = [sys.executable, "-c", content] if language == "python" else ["bash", "-ec", content]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=env,
-        text=True,
-        timeout=1100,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert done.returncode == 0, output + done.stdout
-    return output + done.stdout
-
-
-def check_shown(shown: str, output: str) -> None:
-    """Hold an output of the README against a real one: the same lines, but for their numbers."""
-    place = 0
-    for line in shown.splitlines():
-        words = [r"\S+" if re.search(r"\d", w) else re.escape(w) for w in line.split()]
-        found = re.compile(r"\s+".join(words)).search(output, place)
-        assert found, f"{line!r} is not in\n{output[place:]}"
-        place = found.end()
+    return environment(folder) | {"OMP_NUM_THREADS": "1"}
 
 
 def run_steps(steps: list[tuple[str, list[tuple[str, str]]]], folder: Path) -> None:
@@ -227,7 +167,7 @@ def run_steps(steps: list[tuple[str, list[tuple[str, str]]]], folder: Path) -> N
             if language:
                 output = execute(language, content, folder, env)
             else:
-                check_shown(content, output)
+                find_printed(content, output)
 
 
 @pytest.mark.full
@@ -253,7 +193,7 @@ def test_two_ranks_by_torchrun_and_what_they_print(tmp_path):
     _, ((language, command), (_, shown)) = first_hour()[3]
     short = command.replace("--steps 20", "--steps 2 --workers 0")
     assert short != command
-    check_shown(shown, execute(language, short, tmp_path, clone(tmp_path)))
+    find_printed(shown, execute(language, short, tmp_path, clone(tmp_path)))
 
 
 # --- commands of all pages
@@ -351,13 +291,37 @@ def test_the_plan_of_the_manual_is_what_is_printed(capsys):
 # --- names, links, messages, keys
 
 
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    found: Counter[str] = Counter()
+    names = set()
+    for heading in re.findall(r"^#+ (.+)$", prose, re.MULTILINE):
+        shown = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)  # of a link its text
+        name = re.sub(r"[^\w -]", "", shown.strip().lower()).replace(" ", "-")
+        names.add(f"{name}-{found[name]}" if found[name] else name)
+        found[name] += 1
+    return names
+
+
 def test_links_lead_somewhere():
-    for page, text in PAGES.items():
-        for target in re.findall(r"\]\(([^)]+)\)", text):
+    reached = set()
+    for page in [name for name in tracked() if name.endswith(".md")]:
+        for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
             if not target.startswith("https://"):
-                assert (ROOT / page).parent.joinpath(target).exists(), (page, target)
+                name, _, anchor = target.partition("#")
+                path = (ROOT / page).parent / name if name else ROOT / page
+                assert path.exists(), (page, target)
+                assert not anchor or anchor in anchors(path.read_text()), (page, target)
+                reached.add(path.resolve())
     linked = {*re.findall(r"\]\((docs/\w+\.md)\)", README)}
     assert linked == {page for page in PAGES if page.startswith("docs/")}
+    assert {*ROOT.glob("docs/guide/*")} <= reached  # no picture that no page shows
+
+
+def test_anchors_are_those_of_github():
+    page = "# Plan a run\n## `--tp N`: it's *new*\n```bash\n# no heading\n```\n### Plan a run\n"
+    assert anchors(page) == {"plan-a-run", "--tp-n-its-new", "plan-a-run-1"}
 
 
 def test_files_that_are_named_exist():
