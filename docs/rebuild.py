@@ -50,8 +50,8 @@ def execute(language: str, content: str, folder: Path, env: dict[str, str]) -> s
     """
     if found := INTERRUPTED.search(content):
         before, after = content[: found.start()], content[found.end() :]
-        parts = [execute(language, part, folder, env) if part else "" for part in (before, after)]
-        return parts[0] + interrupt(found[0], folder, env) + parts[1]
+        output = execute(language, before, folder, env) + interrupt(found[0], folder, env)
+        return output + execute(language, after, folder, env)
     command = [sys.executable, "-c", content] if language == "python" else ["bash", "-ec", content]
     done = subprocess.run(
         command,
