@@ -3,15 +3,19 @@
 import io
 import re
 import shlex
+import shutil
 from contextlib import redirect_stdout
 from decimal import Decimal
 from functools import partial
 
 import pytest
 import rebuild
+from conftest import ROOT
+from ranks import free_port, read_log, run_script, start_ranks
 from test_docs import clone
 
 import plan
+from planner.machines import wire_bytes
 
 TEXT = rebuild.PAGE.read_text() if rebuild.PAGE.exists() else ""
 SECTIONS = rebuild.sections(TEXT)
@@ -130,7 +134,7 @@ step 10/10  loss 0.1
 ```
 """
 STEPS = """
-trap 'echo the same command continues from there; exit' INT
+trap 'echo the same command continues from there; touch saved; exit' INT
 for i in 1 2 3 4 5 6 7 8 9; do echo "step $i"; sleep 0.2; done
 """
 
@@ -170,10 +174,10 @@ def test_rebuild_names_what_is_no_longer_printed(page, capsys):
 
 def test_rebuild_presses_ctrl_c(tmp_path):
     (tmp_path / "train.sh").write_text(STEPS)
-    content = "echo before\nbash \\\n  train.sh   # press Ctrl-C after a few lines\necho after\n"
+    content = "echo before\nbash \\\n  train.sh   # press Ctrl-C after a few lines\nls saved\n"
     output = rebuild.execute("bash", content, tmp_path, rebuild.environment(tmp_path))
     stopped = "the same command continues from there"
-    assert output.splitlines() == ["before", "step 1", "step 2", "step 3", stopped, "after"]
+    assert output.splitlines() == ["before", "step 1", "step 2", "step 3", stopped, "saved"]
 
 
 @pytest.mark.parametrize(
@@ -195,3 +199,56 @@ def test_rebuild_presses_ctrl_c(tmp_path):
 )
 def test_numbers_agree_within_a_hundredth_but_for_times(shown, printed, same):
     assert agree(shown, printed) == same
+
+
+# --- examples that the guide starts
+
+
+def test_collectives_before_and_after(tmp_path):
+    start_ranks(4, partial(run_script, ["examples/collectives.py"]), tmp_path, free_port(), 120)
+    rows = [re.split(r"\s{2,}", line) for line in (tmp_path / "rank0.txt").read_text().splitlines()]
+    assert rows[0] == ["4 ranks, gloo; S = 32 bytes"]
+    whole = [" ".join(str(i * 10**rank) for i in range(1, 5)) for rank in range(4)]
+    total, parts = "1111 2222 3333 4444", ["1", "20", "300", "4000"]
+    expected = {
+        "reduce": (whole, [total, "-", "-", "-"]),
+        "broadcast": (whole, whole[:1] * 4),
+        "all_reduce": (whole, [total] * 4),
+        "all_gather": (parts, [" ".join(parts)] * 4),
+        "reduce_scatter": (whole, total.split()),
+    }
+    for i, (kind, (before, after)) in enumerate(expected.items()):
+        found = rows[2 + 4 * i : 6 + 4 * i]
+        assert found[0][0] == kind.replace("_", "-")
+        assert found[0].pop().endswith(f"= {wire_bytes(kind, 32, 4):g}")
+        assert [row[-2:] for row in found] == [
+            list(pair) for pair in zip(before, after, strict=True)
+        ]
+
+
+SLOW = (
+    "examples/slow_disk.py 60 --model tiny --img-size 32 --batch 4 --steps 4 --log-every 1 "
+    "--device cpu --precision fp32 --save-every none"
+)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--workers 0",
+        pytest.param("--workers 1", marks=pytest.mark.full),
+        pytest.param("--workers 0 --stage-dir", marks=pytest.mark.full),
+    ],
+)
+def test_a_slow_disk_is_what_the_log_says(more, tmp_path):
+    """With staged copies the second epoch is fast."""
+    for path in sorted(ROOT.glob("examples/tiles/train/desert/*.jpg"))[:8]:
+        shutil.copy(path, tmp_path)
+    argv = [*SLOW.split(), "--data", str(tmp_path), "--out", str(tmp_path / "out"), *more.split()]
+    staged = argv[-1] == "--stage-dir"
+    argv += [str(tmp_path / "disk")] if staged else []
+    start_ranks(1, partial(run_script, argv), tmp_path, free_port(), 120)
+    _, steps, end = read_log(tmp_path / "out" / "log.jsonl")
+    waited = [step["data_seconds"] for step in steps]
+    assert max(waited[2:]) < 0.1 if staged else min(waited[1:]) > 0.15  # of four images, 0.24 s
+    assert staged or end["data_share"] > 0.5

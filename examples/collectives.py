@@ -1,0 +1,63 @@
+"""Show the five collectives of data parallelism and FSDP, on tensors of a few numbers.
+
+    torchrun --standalone --nproc-per-node 4 examples/collectives.py
+
+Rank 0 begins with 1 2 3 4, rank 1 with 10 20 30 40 and so on, so in a sum each digit is a rank's.
+In a ring of n ranks each passes on n - 1 of n parts of a tensor of S bytes (Patarasuk and Yuan
+2009, https://doi.org/10.1016/j.jpdc.2008.09.002); NCCL and RCCL on GPUs, gloo on CPUs.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def show(name: str, before: Tensor, after: Tensor | None, sent: str) -> None:
+    """Print what each rank had and has, on rank 0; `after` is None where it is undefined."""
+    mine = [" ".join(map(str, x.tolist())) if x is not None else "-" for x in (before, after)]
+    rows: list = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, mine)
+    for rank, (had, has) in enumerate(rows if dist.get_rank() == 0 else []):
+        first = rank == 0
+        print(f"{name * first:16}{rank:4}   {had:22}{has:22}{sent * first}".rstrip())
+
+
+def main() -> None:
+    """Join the other ranks, and run each collective once."""
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("start several ranks: torchrun --nproc-per-node 4 examples/collectives.py")
+    gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
+    dist.init_process_group("nccl" if gpus else "gloo", device_id=device if gpus else None)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    whole = torch.arange(1, n + 1, device=device) * 10**rank  # (n,) int64
+    part = whole[rank : rank + 1].clone()  # (1,), the part of a tensor that this rank keeps
+    size = whole.nbytes
+    once = f"S (n-1)/n = {size * (n - 1) // n}"
+    twice = f"2 S (n-1)/n = {2 * size * (n - 1) // n}"
+    if rank == 0:
+        print(f"{n} ranks, {dist.get_backend()}; S = {size} bytes")
+        print(f"{'collective':16}rank   {'before':22}{'after':22}bytes that a rank sends")
+
+    x = whole.clone()
+    dist.reduce(x, dst=0)  # the sum, on one rank
+    show("reduce", whole, x if rank == 0 else None, once)
+    x = whole.clone()
+    dist.broadcast(x, src=0)  # what one rank has, on all
+    show("broadcast", whole, x, once)
+    x = whole.clone()
+    dist.all_reduce(x)  # the sum, on all: DDP's gradients
+    show("all-reduce", whole, x, twice)
+    x = torch.empty_like(whole)
+    dist.all_gather_into_tensor(x, part)  # all parts, on all: FSDP's parameters
+    show("all-gather", part, x, once)
+    x = torch.empty_like(part)
+    dist.reduce_scatter_tensor(x, whole)  # a part of the sum on each: FSDP's gradients
+    show("reduce-scatter", whole, x, once)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

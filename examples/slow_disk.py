@@ -1,0 +1,37 @@
+"""Train with images on a slow disk: reading one takes so many milliseconds longer.
+
+    python examples/slow_disk.py 30 --model tiny --img-size 96 --data examples/tiles/train
+
+What follows the milliseconds are flags of train_fsdp.py. The copies of --stage-dir are read at full
+speed, so that only the first reading of an image is slow.
+"""
+
+import os
+import sys
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from storage.image_list import ImageList
+
+read = ImageList.read
+
+
+def read_slowly(self: ImageList, index: int) -> bytes:
+    """Read a whole image file, after a pause."""
+    time.sleep(float(sys.argv[1]) / 1000)
+    return read(self, index)
+
+
+# Here and not below: the processes of the data loader import this file too.
+ImageList.read = read_slowly  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    import train_fsdp
+    from runtime import signals
+
+    if not sys.argv[1:] or not sys.argv[1].isdigit():
+        raise SystemExit(
+            "give the milliseconds first: python examples/slow_disk.py 30 --model tiny"
+        )
+    raise SystemExit(train_fsdp.main(sys.argv[2:], received=signals.collect()))
