@@ -3,7 +3,7 @@
 # make test    lint, types and tests, set-up included
 # make test-all    the same with the whole matrices, and what takes minutes; an hour
 # make quick   the tests of the files to read and of the layout, in a minute
-# make guide   run the commands of docs/guide.md, put what they print into it
+# make guide   run the commands of docs/guide.md, put what they print into it, draw its pictures
 # make bench-gpu     a GPU: sizes x compile x checkpointing, and the peers; 8 minutes, out/bench-gpu
 # make test-slurm    install a Slurm by apt (needs root or sudo), then run the tests that use it
 # make sweep-gpu    studies on one GPU, a page each under examples/gpu/, to be committed
@@ -52,6 +52,7 @@ quick: $(VENV)/dev.ok
 
 guide: $(VENV)/dev.ok
 	$(BIN)/python docs/rebuild.py
+	$(BIN)/python docs/figures.py
 
 bench-gpu: $(VENV)/dev.ok
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "no GPU is visible: benchmarks.step runs on a CPU" >&2; exit 1; }

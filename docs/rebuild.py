@@ -163,6 +163,13 @@ def rebuild_section(section: str, run: Callable[[str], str | None]) -> str:
     return FENCE.sub(renew, section)
 
 
+def remove_output(number: int) -> None:
+    """Remove what a section has left, out/guide/N or out/guide/N-NAME, so that it starts anew."""
+    for path in (ROOT / "out" / "guide").glob(f"{number}*"):
+        if re.fullmatch(rf"{number}([.-].*)?", path.name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def main(argv: list[str]) -> int:
     """Rebuild sections of the page, by default all; return exit status 1 if one has changed."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
@@ -174,15 +181,15 @@ def main(argv: list[str]) -> int:
     run = partial(execute, "bash", folder=ROOT, env=environment(ROOT))
     seconds, failed = {}, []
     for number in wanted:
-        for name in {
-            *re.findall(r"\bout/guide/[\w.-]+", found[number])
-        }:  # as if for the first time
-            shutil.rmtree(ROOT / name, ignore_errors=True)
+        remove_output(number)
         print(found[number].splitlines()[0], flush=True)
         started = time.monotonic()
         try:
             section = rebuild_section(found[number], run)
-            PAGE.write_text(PAGE.read_text().replace(found[number], section))
+            text = PAGE.read_text()
+            if found[number] not in text:
+                raise Changed("the section was edited meanwhile: run it again")
+            PAGE.write_text(text.replace(found[number], section))
         except Changed as error:
             failed.append(number)
             print(f"section {number}: {error}", flush=True)

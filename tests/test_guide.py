@@ -1,6 +1,7 @@
 """docs/guide.md: its commands print what it shows; docs/rebuild.py, which runs them."""
 
 import io
+import json
 import re
 import shlex
 import shutil
@@ -8,14 +9,16 @@ from contextlib import redirect_stdout
 from decimal import Decimal
 from functools import partial
 
+import figures
 import pytest
 import rebuild
 from conftest import ROOT
-from ranks import free_port, read_log, run_script, start_ranks
+from ranks import Run, free_port, read_log, run_ranks, run_script, start_ranks
 from test_docs import clone
 
 import plan
 from planner.machines import wire_bytes
+from runtime import step_profile
 
 TEXT = rebuild.PAGE.read_text() if rebuild.PAGE.exists() else ""
 SECTIONS = rebuild.sections(TEXT)
@@ -49,7 +52,8 @@ def agree(shown: str, printed: str) -> bool:
 def check_section(section: str, run) -> None:
     """Hold all that a section shows against what its commands print.
 
-    Of a block with the comment `# numbers vary` the words alone.
+    Of a block with the comment `# numbers vary` the words alone, also behind a line with the word
+    seconds.
     """
     vary = False
     pairs = zip(
@@ -61,6 +65,7 @@ def check_section(section: str, run) -> None:
             continue
         for lines in zip(shown.splitlines(), printed.splitlines(), strict=True):
             assert vary or agree(*lines), "\nshown:   {}\nprinted: {}".format(*lines)
+            vary = vary or "seconds" in lines[0]
 
 
 @pytest.mark.full
@@ -88,13 +93,12 @@ def test_plans_print_what_is_shown():
         check_section(section, run_plans)
 
 
-def test_sections_share_no_folder():
-    """Each can be run alone, and writes below out/guide only."""
-    owner: dict[str, int] = {}
+def test_sections_write_what_is_removed_before_they_run_again():
+    """Below out/guide, each by a name that begins with its number."""
     for number, section in SECTIONS.items():
         shell = "".join(content for language, content in rebuild.blocks(section) if language)
         for name in re.findall(r"\bout/guide/([\w.-]+)", shell):
-            assert owner.setdefault(name, number) == number, name
+            assert re.fullmatch(rf"{number}([.-].*)?", name), name
         for name in re.findall(r"--out[ =](\S+)", shell):
             assert name.startswith("out/guide/"), name
 
@@ -250,5 +254,50 @@ def test_a_slow_disk_is_what_the_log_says(more, tmp_path):
     start_ranks(1, partial(run_script, argv), tmp_path, free_port(), 120)
     _, steps, end = read_log(tmp_path / "out" / "log.jsonl")
     waited = [step["data_seconds"] for step in steps]
-    assert max(waited[2:]) < 0.1 if staged else min(waited[1:]) > 0.15  # of four images, 0.24 s
+    assert max(waited[2:]) < 0.1 if staged else min(waited[2:]) > 0.15  # of four images, 0.24 s
     assert staged or end["data_share"] > 0.5
+
+
+# --- docs/figures.py
+
+
+def test_bars_of_the_input_are_those_of_the_logs(tmp_path, monkeypatch, capsys):
+    rates = {"real": 10.0, "syn": 30.0, "io": 12.0}
+    for run, rate in rates.items():
+        records = {"event": "start", "run": run}, {"event": "end", "images_per_second": rate}
+        (tmp_path / f"8-{run}").mkdir()
+        (tmp_path / f"8-{run}" / "log.jsonl").write_text("\n".join(map(json.dumps, records)))
+    logs = [str(tmp_path / f"8-{run}" / "log.jsonl") for run in rates]
+    panel = figures.draw_input(*logs).axes[0]
+    assert [bar.get_height() for bar in panel.patches] == [*rates.values()]
+    names = [tick.get_text().split(":")[0] for tick in panel.get_xticklabels()]
+    assert names == [*rates]
+    monkeypatch.setattr(figures, "HERE", tmp_path)
+    assert figures.main(["input", *logs]) == 0
+    assert (tmp_path / "guide" / "input.png").stat().st_size > 5000
+    for wrong in (["input"], ["units"], ["nothing"], ["groups", "a file"]):
+        assert figures.main(wrong) == 2 and "give some of" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_pictures_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "HERE", tmp_path)
+    assert figures.main([]) == 0
+    assert {path.stem for path in tmp_path.glob("guide/*.png")} == {*figures.PICTURES} - {
+        *figures.FROM_FILES
+    }
+
+
+@pytest.mark.full
+def test_the_timeline_has_the_collectives_of_each_unit(tmp_path):
+    """Two gathers of each block and one of the root, one reduce-scatter of each."""
+    argv = "--model nano --img-size 32 --batch 4 --steps 7 --profile 1 --workers 0 --device cpu"
+    run_ranks(2, [Run([*argv.split(), "--mode", "full_shard"], params=False)], tmp_path)
+    path = next(tmp_path.glob("**/rank_00000.json.gz"))
+    trace = sorted(step_profile.read_trace(path), key=lambda event: event["ts"])
+    found = [(lane, unit) for lane, _, unit in figures.collective_boxes(trace) if unit]
+    blocks = ["b0", "b1", "d0", "d1"]
+    expected = [("all-gather", unit) for unit in [*blocks, *blocks, "root"]]
+    assert sorted(found) == sorted(expected + [("reduce-scatter", u) for u in [*blocks, "root"]])
+    assert sorted(unit for *_, unit in figures.compute_boxes(trace)) == sorted(blocks * 2)
+    assert figures.draw_units(str(path)).axes
