@@ -10,20 +10,21 @@ Shapes: B images of a local batch, C channels, H x W pixels, L patches.
 
 import errno
 import io
+import math
 import os
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import torchvision.transforms.functional as TF
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL.PngImagePlugin import PngImageFile
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
-from torchvision.transforms import InterpolationMode, RandomResizedCrop
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".npy")
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
@@ -34,6 +35,9 @@ MEMORY_BUDGET = 2**30
 # Errors of the file itself, not of the node: Pillow cannot decode it (no errno), it has vanished,
 # it may not be read, it is a link to itself, or a socket.
 FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENXIO)
+PNG_METADATA = {b"eXIf", b"tEXt", b"zTXt", b"iTXt", b"acTL"}  # that may tell an orientation
+JPEG_TABLES = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)  # segments before that of the frame
+LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # of crops, width : height
 
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
 
@@ -224,14 +228,32 @@ def open_image(
     width, height = image.size
     if width * height == 0:
         raise ValueError("no pixels")
-    if image.format != "JPEG":  # which may be decoded smaller; getexif decodes a PNG whole
+    if image.format != "JPEG":  # which may be decoded smaller; `orientation` may decode a PNG whole
         check_memory(4 * width * height, image.size, budget)
     # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without an
     # error. The last end marker must follow the last start of a scan (ITU-T T.81, table B.1).
     elif file.endswith(b"\0") and file.rfind(b"\xff\xd9") <= file.rfind(b"\xff\xda"):
         raise ValueError("truncated: zeros where the end of the JPEG should be")
-    sideways = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
-    return image, (height, width) if sideways else (width, height)
+    return image, (height, width) if orientation(image) in (5, 6, 7, 8) else (width, height)
+
+
+def orientation(image: Image.Image) -> int:
+    """Return how an image is turned, 1 to 8, by its EXIF data; 1 is upright."""
+    if is_plain_png(image):  # of any other PNG, getexif decodes all pixels first
+        return 1
+    return image.getexif().get(ExifTags.Base.Orientation, 1)
+
+
+def is_plain_png(image: Image.Image) -> bool:
+    """Tell whether this is a PNG in memory, not cut off, without metadata or further images."""
+    if not (isinstance(image, PngImageFile) and isinstance(image.fp, io.BytesIO)):
+        return False
+    file, at, chunks = image.fp.getvalue(), 8, set()
+    while at + 8 <= len(file):
+        size, name = struct.unpack_from(">I4s", file, at)
+        chunks.add(name)
+        at += size + 12
+    return b"IEND" in chunks and not chunks & PNG_METADATA
 
 
 def open_array(content: bytes) -> np.ndarray:
@@ -260,9 +282,49 @@ def reduction(image: Image.Image, crop: Sequence[int], side: int) -> int:
     """Return 1, 2, 4 or 8: how much smaller a JPEG may be decoded so that its crop has `side`."""
     # A turned image, rare here, is decoded whole: the last pixel of a reduced one may be a part of
     # a pixel, and turning would bring it to the front and shift all others.
-    if image.format != "JPEG" or image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+    if image.format != "JPEG" or orientation(image) != 1:
         return 1
     return max(scale for scale in (1, 2, 4, 8) if scale == 1 or min(crop[2:]) >= scale * side)
+
+
+def reduce_crop(crop: Sequence[int], reduce: int) -> tuple[int, int, int, int]:
+    """Round a crop (top, left, height, width) to the pixels of an image decoded at 1/`reduce`."""
+    top, left, bottom, right = (
+        round(n / reduce) for n in (crop[0], crop[1], crop[0] + crop[2], crop[1] + crop[3])
+    )
+    return top, left, bottom - top, right - left
+
+
+def skip_rows(image: Image.Image, top: int, bottom: int) -> None:
+    """Let only these rows of a file in memory be decoded, if it can: all others are undefined then.
+
+    A turned image, or a file that is cut off, is decoded whole: that is how the damage is found.
+    """
+    if not isinstance(image, ImageFile.ImageFile) or orientation(image) != 1:
+        return
+    if image.format == "TIFF":  # of many strips, unless it is compressed
+        last = max((strip[2] for strip in image.tile), default=0)  # by its place in the file
+        boxes = [strip[1] or (0, 0, *image.size) for strip in image.tile]
+        needed = [box[1] < bottom and box[3] > top for box in boxes]
+        image.tile = [t for t, use in zip(image.tile, needed, strict=True) if use or t[2] == last]
+    elif is_plain_png(image) and not image.info.get("interlace"):
+        clip_rows(image, bottom)
+    elif image.format == "JPEG":  # whose decoder stops at the height that its header gives
+        rows = bottom // 16 * 16 + 32  # whole blocks, and one more that the last row's colour needs
+        with cast(io.BytesIO, image.fp).getbuffer() as file:
+            at = 2
+            while file[at] == 0xFF and file[at + 1] in JPEG_TABLES:
+                at += 2 + int.from_bytes(file[at + 2 : at + 4], "big")
+            frame = file[at] == 0xFF and file[at + 1] in (0xC0, 0xC1, 0xC2)  # ITU-T T.81, B.2.2
+            if rows < image.height and frame and file[-2:] == b"\xff\xd9":
+                file[at + 5 : at + 7] = rows.to_bytes(2, "big")
+                clip_rows(image, rows)
+
+
+def clip_rows(image: ImageFile.ImageFile, rows: int) -> None:
+    """Tell Pillow to expect so many rows from its decoder."""
+    codec, _, offset, options = image.tile[0]
+    image.tile = [cast(Any, (codec, (0, 0, image.width, rows), offset, options))]
 
 
 def decode(image: Image.Image, reduce: int = 1, budget: int = MEMORY_BUDGET) -> Image.Image:
@@ -279,7 +341,8 @@ def decode(image: Image.Image, reduce: int = 1, budget: int = MEMORY_BUDGET) -> 
     if image.info.get("progressive"):  # all coefficients, 2 bytes each, before the first pixel
         needed += 6 * whole[0] * whole[1]
     check_memory(needed, whole, budget)
-    image = ImageOps.exif_transpose(image)
+    if orientation(image) != 1:  # upright, that would only copy it
+        image = ImageOps.exif_transpose(image)
     # older Pillows open a 16-bit PNG as "I"
     if image.mode.startswith("I;16") or (image.mode == "I" and file_format == "PNG"):
         grey = np.asarray(image) // 257  # `convert` would clip at 255
@@ -289,27 +352,26 @@ def decode(image: Image.Image, reduce: int = 1, budget: int = MEMORY_BUDGET) -> 
     if image.mode in ("RGBA", "RGBa", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image)
-    return image.convert("RGB")
+    if image.mode != "RGB":
+        return image.convert("RGB")
+    image.load()
+    return image
 
 
-def crop_and_resize(
-    image: AnyImage, crop: Sequence[int], side: int, flip: bool, reduce: int = 1
-) -> Tensor:
-    """Cut out (top, left, height, width) of the whole image -> (C, side, side) uint8 or float32."""
+def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int) -> Tensor:
+    """Cut out (top, left, height, width), resize it -> (C, side, side) uint8 or float32.
+
+    Bicubic with antialiasing, as by torchvision's v2.functional.resized_crop of a tensor.
+    """
     top, left, height, width = crop
-    size, bicubic = [side, side], InterpolationMode.BICUBIC
-    if isinstance(image, np.ndarray):  # few of PyTorch's kernels take uint16, all take float32
+    if isinstance(image, Image.Image):
+        pixels = np.array(image.crop((left, top, left + width, top + height)))  # (H, W, C)
+        part = torch.from_numpy(pixels).permute(2, 0, 1)  # channels last, PyTorch's fastest here
+    else:  # few of PyTorch's kernels take uint16, all take float32
         dtype = np.uint8 if image.dtype == np.uint8 else np.float32
-        part = image[:, top : top + height, left : left + width].astype(dtype, order="C")
-        whole = torch.from_numpy(part)[None]  # as torchvision's v2, without its import
-        pixels = F.interpolate(whole, size, mode="bicubic", antialias=True)[0]
-        return pixels.flip(-1) if flip else pixels
-    if reduce == 1:
-        image = TF.resized_crop(image, *crop, size, bicubic)
-    else:  # the box in pixels of the reduced image may be fractional, which TF cannot do
-        y, x, high, wide = (n / reduce for n in crop)
-        image = image.resize(size, Image.Resampling.BICUBIC, (x, y, x + wide, y + high))
-    return TF.pil_to_tensor(TF.hflip(image) if flip else image)
+        whole = image[:, top : top + height, left : left + width]
+        part = torch.from_numpy(whole.astype(dtype, order="C"))
+    return F.interpolate(part[None], [side, side], mode="bicubic", antialias=True)[0]
 
 
 class LoadStats(NamedTuple):
@@ -342,25 +404,50 @@ def draw_augmentation(
 ) -> tuple[Tensor, bool, tuple[int, int, int, int]]:
     """Draw masking noise (L,), flip, and crop (top, left, height, width) from (seed, position).
 
-    RandomResizedCrop of 20 to 100 % of the area, then a flip half of the time: the recipe of MAE
-    (arXiv 2111.06377, appendix A.1). Torch's generator is left as it was.
+    The crop is of 20 to 100 % of the area, and half of the images are flipped: the recipe of MAE
+    (arXiv 2111.06377, appendix A.1). Torch's own generator is not used.
     """
     word = np.random.SeedSequence((seed, position)).generate_state(1)[0]
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(word))  # torch.manual_seed would seed GPUs too
-        noise = torch.randperm(patches).float()
-        flip = bool(torch.rand(()) < 0.5)
-        blank = torch.empty(1).expand(1, height, width)  # get_params reads its size only
-        crop = RandomResizedCrop.get_params(blank, scale=[0.2, 1.0], ratio=[3 / 4, 4 / 3])
-    return noise, flip, crop
+    generator = torch.Generator().manual_seed(int(word))
+    noise = torch.randperm(patches, generator=generator).float()
+    flip = bool(torch.rand((), generator=generator) < 0.5)
+    return noise, flip, draw_crop(generator, width, height)
+
+
+def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int, int, int, int]:
+    """Draw a crop (top, left, height, width) of 3:4 to 4:3, the largest in the middle if none fits.
+
+    From the same generator torchvision's RandomResizedCrop draws the same.
+    """
+    for _ in range(10):
+        area = width * height * torch.empty(1).uniform_(0.2, 1.0, generator=generator).item()
+        aspect = torch.empty(1).uniform_(*LOG_ASPECT, generator=generator).exp().item()
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            top = int(torch.randint(height - h + 1, (), generator=generator))
+            left = int(torch.randint(width - w + 1, (), generator=generator))
+            return top, left, h, w
+    w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+class LocalBatch(NamedTuple):
+    """The samples of one rank in one accumulation step."""
+
+    image: Tensor  # (B, C, H, W) uint8 or float32, as in Sample
+    noise: Tensor  # (B, L) float32
+    image_ids: list[int]  # B of them
+    bad: list[tuple[int, str]]  # as in Sample, of all samples
+    stats: LoadStats
 
 
 @dataclass(eq=False)
 class Images(Dataset[Sample]):
     """Samples by (position, image index).
 
-    A JPEG is decoded at the smallest scale that its crop allows, and resized once; `exact` decodes
-    it whole, as torchvision would, at half the speed: pixels differ by 1 of 255 in the mean.
+    A JPEG is decoded at the smallest scale that its crop allows, the crop rounded to that scale's
+    pixels; `exact` decodes it at full size, as torchvision would, and more slowly. Of one crop,
+    pixels differ by less than 1 of 255 in the mean.
     """
 
     files: ImageSource
@@ -404,39 +491,45 @@ class Images(Dataset[Sample]):
             raise ValueError(text.format(*found, *wanted))
         noise, flip, crop = draw_augmentation(self.order.seed, position, self.patches, *size)
         reduce, encoded = 1, len(content) if isinstance(content, bytes) else 0  # bytes
+        del content  # or `skip_rows` would have to copy it
         if isinstance(image, Image.Image):
-            if encoded and not self.exact:
-                reduce = reduction(image, crop, self.img_size)
-            image = decode(image, reduce)
+            if encoded:
+                reduce = 1 if self.exact else reduction(image, crop, self.img_size)
+                skip_rows(image, crop[0], crop[0] + crop[2])
+            image, crop = decode(image, reduce), reduce_crop(crop, reduce)
         decoded = time.perf_counter()
-        pixels = crop_and_resize(image, crop, self.img_size, flip, reduce)
+        pixels = crop_and_resize(image, crop, self.img_size)
+        pixels = pixels.flip(-1) if flip else pixels
         resized = time.perf_counter()
         stats = LoadStats(encoded, read - started, decoded - read, resized - decoded)
         return Sample(pixels, noise, index, [], stats)
 
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> LocalBatch:
+        """Load a batch, in a worker into shared memory: what a DataLoader calls."""
+        started = time.perf_counter()
+        dtype = torch.uint8 if self.stats.dtype == "uint8" else torch.float32
+        side = self.img_size
+        image = torch.empty(len(places), len(self.stats.mean), side, side, dtype=dtype)
+        noise = torch.empty(len(places), self.patches)
+        if get_worker_info():  # the other process would get a copy
+            image.share_memory_()
+            noise.share_memory_()
+        seconds = time.perf_counter() - started
+        ids, bad, every = [], [], []
+        for i, place in enumerate(places):
+            sample = self[place]
+            started = time.perf_counter()
+            image[i], noise[i] = sample.image, sample.noise
+            seconds += time.perf_counter() - started
+            ids.append(sample.image_id)
+            bad += sample.bad
+            every.append(sample.stats)
+        stats = total([LoadStats(collate_seconds=seconds), *every])
+        return LocalBatch(image, noise, ids, bad, stats)
+
 
 # ---------------------------------------------------------------------------------------------
 # Batches
-
-
-class LocalBatch(NamedTuple):
-    """The samples of one rank in one accumulation step."""
-
-    image: Tensor  # (B, C, H, W) uint8 or float32, as in Sample
-    noise: Tensor  # (B, L) float32
-    image_ids: list[int]  # B of them
-    bad: list[tuple[int, str]]  # as in Sample, of all samples
-    stats: LoadStats
-
-
-def collate(samples: list[Sample]) -> LocalBatch:
-    """Stack samples, in a worker into shared memory."""
-    started = time.perf_counter()
-    image, noise = default_collate([(s.image, s.noise) for s in samples])
-    bad = [pair for s in samples for pair in s.bad]
-    seconds = LoadStats(collate_seconds=time.perf_counter() - started)
-    stats = total([seconds, *(s.stats for s in samples)])
-    return LocalBatch(image, noise, [s.image_id for s in samples], bad, stats)
 
 
 def build_loader(
@@ -466,7 +559,7 @@ def build_loader(
         Images(files, order, img_size, patches, exact, stats),
         batch_sampler=RankBatchSampler(order, global_batch, local_batch, rank, world_size, steps),
         num_workers=workers,
-        collate_fn=collate,
+        collate_fn=LocalBatch._make,  # a copy of the tuple: `Images` makes whole batches
         # A forked worker would inherit the threads, locks and devices of this process; one from the
         # fork server has imported modules only.
         multiprocessing_context="forkserver" if workers else None,

@@ -68,12 +68,14 @@ class EvalImages(Dataset[Sample]):
         image, size = data.open_image(content)
         crop, reduce = centre_crop(*size), 1
         if isinstance(image, Image.Image):
-            reduce = data.reduction(image, crop, self.img_size)
-            image = data.decode(image, reduce)
+            if isinstance(content, bytes):
+                reduce = data.reduction(image, crop, self.img_size)
+                data.skip_rows(image, crop[0], crop[0] + crop[2])
+            image, crop = data.decode(image, reduce), data.reduce_crop(crop, reduce)
         found = (len(image), image.dtype.name) if isinstance(image, np.ndarray) else (3, "uint8")
         if found != (wanted := (len(self.stats.mean), self.stats.dtype)):
             raise ValueError("{} channels of {}, not {} of {}".format(*found, *wanted))
-        return data.crop_and_resize(image, crop, self.img_size, flip=False, reduce=reduce)
+        return data.crop_and_resize(image, crop, self.img_size)
 
     def collate(self, samples: list[Sample]) -> EvalBatch:
         """Stack the images that could be read."""

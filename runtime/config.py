@@ -240,7 +240,7 @@ class Config:
     exact_decode: bool = flag(
         False,
         bool,
-        "decode JPEGs at full size, not at the scale that the crop needs (about half the speed)",
+        "decode JPEGs at full size, not at the scale that the crop needs (slower)",
         **RESULT,
     )
 

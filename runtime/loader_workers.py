@@ -32,7 +32,7 @@ def fork_server() -> ForkServerContext:
     """
     context = get_context("forkserver")
     # no module of ours: the server of older Pythons finds only what is installed
-    context.set_forkserver_preload(["torch", "torchvision.transforms.functional"])
+    context.set_forkserver_preload(["torch", "PIL.Image"])
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         resource_tracker.ensure_running()  # which unblocks SIGTERM

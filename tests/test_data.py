@@ -1,5 +1,5 @@
-"""data.py against PIL and numpy, and against its promise: the stream of samples is the same for
-any number of ranks and workers."""
+"""data.py against PIL, torchvision and numpy, and against its promise: the stream of samples is the
+same for any number of ranks and workers."""
 
 import errno
 import io
@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image, ImageOps
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms.v2 import functional as v2
 
 import data
 from runtime.synthetic_images import SyntheticImages
@@ -481,27 +483,99 @@ def test_a_batch_is_what_the_docstring_says():
 # --- one image
 
 
-def by_pil(image, seed, position, size):
-    """The pixels that this image, upright, must have at a position."""
+def by_torchvision(image, seed, position, size, reduce=1):
+    """The pixels that this image, upright, must have at a position, and those by Pillow.
+
+    The crop of an image that is decoded at 1/reduce has its edges at multiples of `reduce`.
+    """
     _, flip, (top, left, height, width) = data.draw_augmentation(seed, position, 16, *image.size)
-    image = image.crop((left, top, left + width, top + height))
-    image = image.resize((size, size), Image.Resampling.BICUBIC)
-    if flip:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return np.asarray(image).transpose(2, 0, 1)
+    bottom, right = top + height, left + width
+    top, left, bottom, right = (reduce * round(n / reduce) for n in (top, left, bottom, right))
+    bottom, right = min(bottom, image.height), min(right, image.width)
+    crop, bicubic = [top, left, bottom - top, right - left], v2.InterpolationMode.BICUBIC
+    both = [
+        v2.resized_crop(v2.pil_to_tensor(image.convert("RGB")), *crop, [size, size], bicubic),
+        v2.pil_to_tensor(v2.resized_crop(image.convert("RGB"), *crop, [size, size], bicubic)),
+    ]
+    return [(v2.horizontal_flip(x) if flip else x).contiguous() for x in both]
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("shape", [None, (300, 200), (50, 170)])
-def test_augmentation_equals_pil(tmp_path, shape):
+def test_augmentation_equals_torchvision(tmp_path, shape, exact):
     files = flat_folder(tmp_path, 6, width=shape[0], height=shape[1]) if shape else tiles()
-    dataset = dataset_of(files, 48, 16, seed=3, global_batch=6, exact=True)
+    side = 48 if exact else 224  # at which none of these is decoded smaller than it is
+    dataset = dataset_of(files, side, 16, seed=3, global_batch=6, exact=exact)
     for position in range(24):
         sample = sample_at(dataset, position)
         with Image.open(files.path(sample.image_id)) as image:
-            expected = by_pil(image, 3, position, 48)
+            expected, by_pil = by_torchvision(image, 3, position, side)
             noise, _, _ = data.draw_augmentation(3, position, 16, *image.size)
-        np.testing.assert_array_equal(sample.image.numpy(), expected)
+        assert torch.equal(sample.image, expected)
+        assert (sample.image.float() - by_pil.float()).abs().mean() < 0.5
         assert torch.equal(sample.noise, noise)
+
+
+@pytest.mark.parametrize("size", [(300, 200), (1, 1), (7, 1000), (900, 2), (256, 256)])
+def test_draws_are_those_of_torchvision(size):
+    """From the same generator: noise, flip, then RandomResizedCrop's own."""
+    for position in range(100):
+        word = int(np.random.SeedSequence((9, position)).generate_state(1)[0])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(word)
+            noise, flip = torch.randperm(16).float(), bool(torch.rand(()) < 0.5)
+            blank = torch.empty(1, size[1], size[0])
+            crop = RandomResizedCrop.get_params(blank, [0.2, 1.0], [3 / 4, 4 / 3])
+        found = data.draw_augmentation(9, position, 16, *size)
+        assert torch.equal(found[0], noise) and found[1:] == (flip, tuple(crop))
+
+
+FORMATS = {".jpg": "JPEG", ".tif": "TIFF", ".png": "PNG"}
+# Files of which a part may be decoded alone: the suffix, the options of save, a change of mode.
+PARTS = {
+    "JPEG": (".jpg", {}, "RGB"),
+    "all colours": (".jpg", {"subsampling": "4:4:4"}, "RGB"),
+    "half of the colours": (".jpg", {"subsampling": "4:2:2"}, "RGB"),
+    "progressive": (".jpg", {"progressive": True}, "RGB"),
+    "restarts": (".jpg", {"restart_marker_blocks": 5}, "RGB"),
+    "grey": (".jpg", {}, "L"),
+    "CMYK": (".jpg", {}, "CMYK"),
+    "comment": (".jpg", {"comment": b"\xff\xc0\x00\x11\x08\x00\x10\x00\x10"}, "RGB"),
+    "TIFF": (".tif", {}, "RGB"),
+    "deflated TIFF": (".tif", {"compression": "tiff_deflate"}, "RGB"),
+    "PNG": (".png", {}, "RGB"),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_rows_that_are_not_needed_change_nothing(tmp_path, kind):
+    """Whole and at 1/2, 1/4, 1/8: the pixels of the crop are those of a whole decode."""
+    suffix, options, mode = PARTS[kind]
+    file = io.BytesIO()
+    noise_image(0, 331, 415).convert(mode).save(file, FORMATS[suffix], **options)
+    for reduce in (1, 2, 4, 8) if suffix == ".jpg" else (1,):
+        whole = np.asarray(data.decode(data.open_image(file.getvalue())[0], reduce))
+        for top, bottom in ((0, 1), (3, 96), (100, 208), (17, 399), (330, 415)):
+            image, _ = data.open_image(file.getvalue())
+            data.skip_rows(image, top, bottom)
+            rows = slice(top // reduce, -(-bottom // reduce))
+            part = np.asarray(data.decode(image, reduce))
+            np.testing.assert_array_equal(part[rows], whole[rows])
+            if top == 0 and kind not in ("deflated TIFF", "TIFF"):  # it was not decoded whole
+                assert (part[-1] == part[-1, 0]).all()
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_file_that_is_cut_off_is_unreadable_wherever_its_crop_lies(tmp_path, kind):
+    suffix, options, mode = PARTS[kind]
+    file = io.BytesIO()
+    noise_image(0, 331, 415).convert(mode).save(file, FORMATS[suffix], **options)
+    whole = file.getvalue()
+    for cut in (len(whole) * 3 // 4, len(whole) - 2000, len(whole) - 200):
+        with pytest.raises((ValueError, OSError, SyntaxError)):
+            image, _ = data.open_image(whole[:cut])
+            data.skip_rows(image, 0, 50)
+            data.decode(image)
 
 
 @pytest.mark.parametrize("progressive", [False, True])
@@ -537,10 +611,12 @@ def test_a_reduced_decode_shows_the_same_crop(tmp_path, name, orientation):
     for position in range(12):
         _, _, crop = data.draw_augmentation(0, position, 16, *upright.size)
         with Image.open(tmp_path / name) as stored:
-            scales[data.reduction(stored, crop, 64)] += 1
+            reduce = data.reduction(stored, crop, 64)
+        scales[reduce] += 1
         image = sample_at(dataset, position).image.numpy().astype(float)
-        error = image - by_pil(upright, 0, position, 64)
-        assert 10 * np.log10(255**2 / np.square(error).mean()) > 40
+        expected, _ = by_torchvision(upright, 0, position, 64, reduce)
+        error = image - expected.numpy()
+        assert np.square(error).mean() < 255**2 / 10**4
         assert np.abs(error).mean() < 1
     assert set(scales) == ({4, 8} if (name, orientation) == ("x.jpg", 1) else {1})
 
@@ -697,8 +773,8 @@ def test_synthetic_stream_needs_no_file(tmp_path, monkeypatch):
     dataset = dataset_of(images, 32, 16, seed=5, global_batch=8)
     for position in (3, 4):
         sample = sample_at(dataset, position)
-        expected = by_pil(images.read(sample.image_id), 5, position, 32)
-        np.testing.assert_array_equal(sample.image.numpy(), expected)
+        expected, _ = by_torchvision(images.read(sample.image_id), 5, position, 32)
+        assert torch.equal(sample.image, expected)
     rows = stream(images, global_batch=8, steps=range(2))
     assert rows == stream(images, ranks=2, global_batch=8, steps=range(2))
     assert len({r.path for r in rows}) == 16
@@ -729,8 +805,8 @@ def test_the_next_good_image_stands_in_for_a_broken_one(tmp_path):
     assert [r.path for r in rows] == good  # position 23 takes from the next epoch
     for r, h in zip(rows, healthy, strict=False):
         with Image.open(r.path) as image:
-            pixels = np.ascontiguousarray(by_pil(image, 0, r.position, 32))  # its own crop and flip
-        assert (r.order, r.pixels) == (h.order, zlib.crc32(pixels))
+            pixels, _ = by_torchvision(image, 0, r.position, 32)  # its own crop and flip
+        assert (r.order, r.pixels) == (h.order, zlib.crc32(pixels.numpy()))
     assert stream(files, ranks=3, global_batch=6, steps=range(8)) == rows
     assert stream(files, ranks=2, workers=1, global_batch=6, steps=range(8)) == rows
 
@@ -813,8 +889,9 @@ def test_a_folder_that_may_not_be_read_is_not_left_out(tmp_path, monkeypatch):
 # --- workers
 
 
-def inside_worker(samples):
+def inside_worker(batch):
     return {
+        "shared": batch.image.is_shared() and batch.noise.is_shared(),
         "worker": torch.utils.data.get_worker_info() is not None,
         "parent": os.getppid(),
         "network": dist.is_initialized(),
@@ -843,6 +920,7 @@ def test_workers_inherit_neither_network_nor_device(monkeypatch):
         dist.destroy_process_group()
     for t in reports:
         assert t.pop("parent") != os.getpid()
+        assert t.pop("shared")  # or it would be copied on its way to this process
         assert t == {"worker": True, "network": False, "device": False, "inherited": False}
     assert loader.multiprocessing_context.get_start_method() != "fork"
 
