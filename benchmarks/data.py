@@ -17,10 +17,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from torchvision.transforms import v2
 
 import data
 import prepare
-from storage import image_list
+from storage import checking, image_list
 
 SIDE, BATCH, PATCHES = 224, 32, 196
 MEAN, STD = data.IMAGENET.mean, data.IMAGENET.std
@@ -54,22 +55,40 @@ def picture(generator: np.random.Generator, width: int, height: int) -> Image.Im
     return Image.fromarray(np.clip(total + 128 + grain, 0, 255).astype(np.uint8))
 
 
-def make_tree(root: Path, images: int, huge: int) -> None:
-    """JPEGs of 256 to 2,000 px in 51 classes two and three levels deep, some PNG, TIFF, 8,000 px.
+class Mixture(NamedTuple):
+    """Images of a data set: JPEGs of quality 90, PNG, uncompressed TIFF."""
 
-    Sides are spread evenly in their logarithm, as those of Million-AID are said to be mixed.
-    """
+    smallest: int  # side, pixels; sides are spread evenly in their logarithm
+    largest: int
+    every: int  # one PNG and one TIFF in so many images
+    huge: int  # JPEGs of 8,000 px besides
+
+    def __str__(self) -> str:
+        share = f"{1 / self.every:.0%}"
+        return (
+            f"{self.smallest} to {self.largest:,} px, {share} PNG, {share} TIFF, the rest JPEG; "
+            f"{self.huge} JPEGs of 8,000 px"
+        )
+
+
+# Sides of Million-AID are said to be mixed; nobody says how.
+MIXTURES = {"jpeg": Mixture(256, 2000, 50, 9), "mixed": Mixture(110, 2300, 20, 0)}
+
+
+def make_tree(root: Path, images: int, mixture: Mixture) -> None:
+    """Write so many images in 51 classes two and three levels deep, and the huge ones."""
+    low, high, every, huge = mixture
     for i in range(images + huge):
         generator = np.random.default_rng(i)
         leaf = i % 51
         folder = root / f"area_{leaf % 8}" / (f"part_{leaf % 14}" if leaf % 4 else "") / f"c{leaf}"
         folder.mkdir(parents=True, exist_ok=True)
-        width, height = (int(256 * (2000 / 256) ** x) for x in generator.random(2))
+        width, height = (int(low * (high / low) ** x) for x in generator.random(2))
         if i >= images:
             width = height = 8000
         suffix, options = ".jpg", {"quality": 90}
-        if i < images and i % 50 in (7, 23):
-            suffix, options = ((".png", {}), (".tif", {}))[i % 50 == 23]
+        if i < images and i % every in (7, 23 % every):
+            suffix, options = ((".png", {}), (".tif", {}))[i % every != 7]
         picture(generator, width, height).save(folder / f"P{i:07}{suffix}", **options)
 
 
@@ -94,13 +113,21 @@ def ours(root: str, workers: int, steps: int, seed: int, exact: bool = False) ->
 def same_images(root: str, steps: int, seed: int, samples: list[tuple[str, int]]) -> list[int]:
     """Where in a peer's list the images are that `ours` reads, in its order.
 
-    timm takes no TIFF: it has to read that much less.
+    timm takes no TIFF, and no peer a broken file: they have to read that much less.
     """
-    files = data.scan(root)
+    files, broken = data.scan(root), broken_images(root)
     order = data.ImageOrder(len(files), BATCH, seed)
     where = {os.path.realpath(path): i for i, (path, _) in enumerate(samples)}
-    paths = [os.path.realpath(files.path(order.image_at(p))) for p in range(steps * BATCH)]
+    indices = [order.image_at(position) for position in range(steps * BATCH)]
+    paths = [os.path.realpath(files.path(i)) for i in indices if i not in broken]
     return [where[path] for path in paths if path in where]
+
+
+@cache
+def broken_images(root: str) -> set[int]:
+    """Decode all images of a tree -> those that cannot be read."""
+    files = image_list.list_images(root)
+    return {i for i, _ in checking.find_problems(files, range(len(files)))}
 
 
 def peer(dataset: Any, order: list[int], workers: int, collate: Any = None) -> Iterable[Any]:
@@ -190,6 +217,7 @@ def rate(loader: Iterable[Any], steps: int) -> float:
 
 def compare(tree: str, pack: str, rounds: int, steps: int) -> Iterator[str]:
     """Lines of a table for one core and for two workers."""
+    prepare.main(["pack", tree, pack, "--max-side", "512"])
     found = loaders(tree, pack)
     for workers in (0, 2):
         rates: dict[str, list[float]] = {name: [] for name in found}
@@ -340,7 +368,8 @@ def index_of(count: int) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", help="a tree of class folders (default: one is generated)")
-    parser.add_argument("--images", type=int, default=1500, help="of the generated tree")
+    parser.add_argument("--mixture", choices=[*MIXTURES], help="of generated images (default: all)")
+    parser.add_argument("--images", type=int, default=700, help="of each generated tree")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=11, help=f"batches of {BATCH} per turn")
     parser.add_argument("--index", type=int, metavar="FILES", help="measure the list of files")
@@ -353,15 +382,17 @@ def main() -> None:
     if args.index:
         print("".join(index_of(args.index)))
         return
+    Image.MAX_IMAGE_PIXELS = None  # or the peers warn of large images
     with tempfile.TemporaryDirectory() as folder:
-        tree, pack = args.data or f"{folder}/tree", f"{folder}/pack"
-        if not args.data:
-            print(f"making {args.images} + 20 images", flush=True)
-            make_tree(Path(tree), args.images, 20)
-        Image.MAX_IMAGE_PIXELS = None  # or the peers warn of large images
-        prepare.main(["pack", tree, pack, "--max-side", "512"])
-        for line in compare(tree, pack, args.rounds, args.steps):
-            print(line, flush=True)
+        trees = {args.data: args.data} if args.data else {}
+        for name in () if args.data else [args.mixture] if args.mixture else MIXTURES:
+            trees[f"{args.images} images of {MIXTURES[name]}"] = f"{folder}/{name}"
+            make_tree(Path(folder, name), args.images, MIXTURES[name])
+        for title, tree in trees.items():
+            print(f"\n{title}", flush=True)
+            pack = f"{folder}/pack of {Path(tree).name}"
+            for line in compare(tree, pack, args.rounds, args.steps):
+                print(line, flush=True)
         print("".join(one_large(args.rounds)))
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from conftest import ROOT
 from ranks import environment, free_port, run_script, start_ranks
+from test_data import noise_image
 
 import vit
 
 
-def run(name: str, *argv: str) -> str:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *argv, "--device", "cpu"]
+def run(name: str, *argv: str, device: tuple[str, ...] = ("--device", "cpu")) -> str:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *argv, *device]
     env = environment(0, 1, 0)
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del env[variable]
@@ -120,3 +121,14 @@ def test_loop_benchmark():
         data,
     )
     assert "syn / bare:" in out and "real / syn:" in out and "the loop alone" in out
+
+
+@pytest.mark.full
+def test_data_benchmark_leaves_a_broken_file_out_for_the_peers(tmp_path):
+    for i in range(70):
+        (tmp_path / "tree" / f"class{i % 2}").mkdir(parents=True, exist_ok=True)
+        noise_image(i, 60, 40).save(tmp_path / "tree" / f"class{i % 2}" / f"{i}.jpg")
+    (tmp_path / "tree/class0/broken.jpg").write_bytes(b"\xff\xd8 no image")
+    out = run("data", "--data", str(tmp_path / "tree"), "--rounds", "1", "--steps", "2", device=())
+    for name in ("ImageFolder, v1", "timm", "data.py, exact", "data.py, pack"):
+        assert len([line for line in out.splitlines() if line.startswith(name)]) == 2
