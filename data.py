@@ -310,6 +310,7 @@ def skip_rows(image: Image.Image, top: int, bottom: int) -> None:
     elif is_plain_png(image) and not image.info.get("interlace"):
         clip_rows(image, bottom)
     elif image.format == "JPEG":  # whose decoder stops at the height that its header gives
+        image.decodermaxblock = 2**30  # the file at once: its parts would be joined again and again
         rows = bottom // 16 * 16 + 32  # whole blocks, and one more that the last row's colour needs
         with cast(io.BytesIO, image.fp).getbuffer() as file:
             at = 2
