@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import PIL
 import torch
-import torchvision
 from torch import Tensor
 
 import data
@@ -161,7 +161,7 @@ def versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
+        "pillow": PIL.__version__,
         "numpy": np.__version__,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
