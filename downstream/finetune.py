@@ -177,6 +177,7 @@ def tuning_step(
         with shard.accumulation(model, last=i == len(parts) - 1):
             with shard.autocast(model, images.device, run.dtype):
                 logits = model(images, scales).float()  # (B, classes)
+            del images  # fp32, of no use to backward
             loss = F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
             loss = loss / len(parts)
             (scaler.scale(loss) if scaler else loss).backward()

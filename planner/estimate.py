@@ -83,11 +83,27 @@ def rank_flops(run: PlannedRun, recompute: bool) -> float:
     config, again = run.config, recompute and run.ac == "full"
     if run.encoder_only:
         config = replace(config, decoder_width=0, decoder_depth=0)
+    config = replace(config, depth=config.depth - run.freeze_blocks)
     # tensor parallelism splits the blocks, not the layers around them
     ends = replace(config, depth=0, decoder_depth=0)
     around = vit.flops_per_image(ends, run.img_size, run.mask_ratio)
     whole = vit.flops_per_image(config, run.img_size, run.mask_ratio, again)
-    return run.accum * run.batch * (around + (whole - around) / run.tp)
+    trained = (0 if run.freeze_blocks else around) + (whole - around) / run.tp
+    return run.accum * run.batch * trained + frozen_flops(run)
+
+
+def frozen_flops(run: PlannedRun) -> float:
+    """Floating-point operations of a rank per step in frozen layers: of their forward pass alone.
+
+    That is half the training of the patch embedding and a third of a block's (vit.flops_per_image).
+    """
+    ends = replace(run.config, depth=0, decoder_width=0, decoder_depth=0)
+    embed, whole = (
+        vit.flops_per_image(replace(ends, depth=depth), run.img_size, run.mask_ratio)
+        for depth in (0, run.freeze_blocks)
+    )
+    forward = embed / 2 + (whole - embed) / 3
+    return run.accum * run.batch * forward if run.freeze_blocks else 0
 
 
 def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
@@ -96,13 +112,18 @@ def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
     Matmuls run at a share of the peak; everything else (norms, GELU, softmax, sums) takes a time
     per token and block. Full checkpointing runs the blocks' forward again: 4 passes instead of 3.
     """
-    layers = {"encoder": run.config.depth}
+    layers = {"encoder": run.config.depth - run.freeze_blocks}
     layers |= {} if run.encoder_only else {"decoder": run.config.decoder_depth}
     tokens = run.accum * run.batch * sum(run.tokens(part) * n for part, n in layers.items())
     passes = 4 / 3 if run.ac == "full" else 1
     peak = machine.peak_flops * (1 if run.precision != "fp32" else machine.fp32_share)
-    matmuls = rank_flops(run, recompute=False) / (peak * machine.efficiency)
-    return passes * (matmuls + tokens * machine.token_layer_seconds)
+    frozen = frozen_flops(run)
+    matmuls = (rank_flops(run, recompute=False) - frozen) / (peak * machine.efficiency)
+    seconds = passes * (matmuls + tokens * machine.token_layer_seconds)
+    # what is frozen: forward, a third
+    tokens = run.accum * run.batch * run.tokens("encoder") * run.freeze_blocks
+    forward = frozen / (peak * machine.efficiency) + tokens * machine.token_layer_seconds / 3
+    return seconds + forward
 
 
 def communication_seconds(run: PlannedRun, machine: Machine) -> tuple[float, float]:
@@ -126,7 +147,7 @@ def communication_seconds(run: PlannedRun, machine: Machine) -> tuple[float, flo
 
 def optimizer_seconds(run: PlannedRun, machine: Machine) -> float:
     """Seconds per step of AdamW, which reads 4 + 4 + 8 and writes 4 + 8 bytes per parameter."""
-    numel = sum(unit.numel for unit in run_units(run))
+    numel = sum(unit.numel for unit in run_units(run) if unit.trains)
     held = largest_partition(run) if run.mode == "zero1" else numel / run.shard
     on_host = machine.host_bytes_per_second
     return 28 * held / (on_host if run.cpu_offload else machine.optimizer_bytes_per_second)
@@ -275,6 +296,17 @@ class Plan:
         }
 
 
+def check_frozen(run: PlannedRun) -> None:
+    """Raise ValueError where frozen blocks cannot be planned."""
+    frozen, depth = f"--freeze-blocks {run.freeze_blocks}", run.config.depth
+    if not run.encoder_only:
+        raise ValueError(f"{frozen} is for fine-tuning: add --encoder-only --mask-ratio 0")
+    if run.freeze_blocks > depth:
+        raise ValueError(f"{frozen}: the model has {depth} blocks")
+    if run.tp > 1 or run.wrap not in ("auto", "block"):
+        raise ValueError(f"{frozen} is planned for whole blocks: leave out --tp and --wrap")
+
+
 def make_plan(
     run: PlannedRun,
     machine: Machine = MACHINES["frontier"],
@@ -287,6 +319,8 @@ def make_plan(
     """
     check_tensor_parallel(run.config, run.world_size, run.tp)
     mesh.check_group(run.data_ranks, run.shard)
+    if run.freeze_blocks:
+        check_frozen(run)
     if not run.encoder_only:
         check_masking(run.config, run.img_size, run.mask_ratio)
     memory_gib = machine.memory_gib if memory_gib is None else memory_gib

@@ -137,6 +137,7 @@ class StepMemory:
         self.memory = {p: block_memory(run, p, machine) for p in ("encoder", "decoder")}
         self.numel = {u.name: u.padded(run) for u in self.units}
         self.all = sum(self.numel.values())
+        self.trained = sum(self.numel[u.name] for u in self.units if u.trains)
         self.values = run.config.channels * run.img_size**2  # of an image
         self.pixels = FP32 * run.batch * self.values  # the images as fp32
         self.on_device = 0 if run.cpu_offload else 1  # share of the states
@@ -146,13 +147,13 @@ class StepMemory:
     def states(self) -> dict[str, float]:
         """What is live all the time."""
         run, c = self.run, self.run.config
-        per_rank = self.all / run.shard
-        states = largest_partition(run) if run.mode == "zero1" else per_rank
+        states = largest_partition(run) if run.mode == "zero1" else self.trained / run.shard
         patches = vit.patch_count(c, run.img_size)
-        tables = FP32 * (1 + patches) * (c.width + (0 if run.encoder_only else c.decoder_width))
+        rows = 1 + patches + (run.freeze_blocks > 0)  # the frozen class token
+        tables = FP32 * rows * (c.width + (0 if run.encoder_only else c.decoder_width))
         images = run.accum * run.batch * (run.pixel_bytes * self.values + FP32 * patches)
         return {
-            "parameters": FP32 * per_rank * self.on_device,
+            "parameters": FP32 * self.all / run.shard * self.on_device,
             "optimizer": 2 * FP32 * states * self.on_device,
             "inputs": tables + images,
             "workspace": self.machine.workspace_gib * GIB,
@@ -164,6 +165,8 @@ class StepMemory:
             return 0
         if self.run.engine == "fsdp1" and self.run.shard == 1 and self.run.precision == "fp32":
             return 0  # used in place
+        if self.run.engine == "ddp":  # autocast keeps its casts for backward alone
+            units = tuple(unit for unit in units if unit.trains)
         return sum(self.numel[u.name] for u in units) * self.run.compute_bytes
 
     def block_units(self, position: int, recomputed: bool = False) -> tuple[Unit, ...]:
@@ -187,6 +190,8 @@ class StepMemory:
         if not run.reshard:
             return self.unsharded(self.root, *before, *(self.units[i] for i in every))
         ahead = before[-1:] if run.prefetch != "none" else ()
+        if run.engine == "fsdp1":  # FSDP2 prefetches a frozen unit too
+            ahead = tuple(unit for unit in ahead if unit.trains)
         return self.unsharded(self.root, *ahead, *here)
 
     def gradients(self, done: Sequence[Unit]) -> float:
@@ -197,9 +202,9 @@ class StepMemory:
         """
         run = self.run
         if run.buckets:
-            return FP32 * self.all  # which are the gradients
-        ready = sum(self.numel[u.name] for u in done)
-        before = 0 if run.accum == 1 else self.all - ready
+            return FP32 * self.trained  # which are the gradients
+        ready = sum(self.numel[u.name] for u in done if u.trains)
+        before = 0 if run.accum == 1 else self.trained - ready
         size = BYTES[run.reduce_dtype] if run.replicated else FP32
         return (FP32 * ready + size * before) / run.shard * self.on_device
 
@@ -221,14 +226,27 @@ class StepMemory:
 
     def saved_activations(self, position: int) -> float:
         """Activations that blocks before `position` and the layers around the blocks save."""
-        blocks = sum(self.memory[unit.part].saved for unit in self.blocks[:position])
+        trained = self.blocks[self.run.freeze_blocks : position]
+        blocks = sum(self.memory[unit.part].saved for unit in trained)
         return blocks + self.edge_activations(position)
+
+    def forward_activations(self, position: int) -> float:
+        """Activations inside of a block's forward pass, with those that it saves."""
+        run, memory = self.run, self.memory[self.blocks[position].part]
+        if position < run.freeze_blocks:
+            return memory.e + memory.forward  # its input, which nothing saves
+        # Of the MLP's tensors some are saved ones. With a decoder, whose loss is the peak of
+        # forward, they count twice.
+        saved = {"none": 1 + memory.gates, "selective": memory.gates, "full": 0}[run.ac]
+        twice = saved * memory.f if run.encoder_only else 0
+        return memory.saved + memory.forward - twice
 
     def edge_activations(self, position: int) -> float:
         """Activations that embedding, norms, head and loss save until block `position` runs."""
         run, size = self.run, self.run.compute_bytes
         visible, pixels = run.tokens("encoder") - 1, run.config.channels * run.config.patch**2
         total = run.batch * visible * (pixels * size + 8)  # patches embedded, their indices
+        total = 0 if run.freeze_blocks else total
         e = self.memory["encoder"].e
         if run.encoder_only:
             return total + (e if position == len(self.blocks) else 0)
@@ -250,14 +268,15 @@ class StepMemory:
     def snapshots(self) -> Iterator[MemorySnapshot]:
         """Walk through the last accumulation step: forward, loss, backward, optimizer."""
         before = self.gradients(()) if self.run.accum > 1 or self.run.buckets else 0
+        # fp32 images and, for the loss, their patches
+        inputs = (1 if self.run.encoder_only else 2) * self.pixels
         for position, block in enumerate(self.blocks):
-            memory = self.memory[block.part]
             yield self.snapshot(
                 f"forward of {block.name}",
                 gradients=before,
                 unsharded=self.forward_units(position),
-                activations=self.saved_activations(position) + memory.saved + memory.forward,
-                inputs=2 * self.pixels,
+                activations=self.saved_activations(position) + self.forward_activations(position),
+                inputs=inputs,
             )
         count = len(self.blocks)
         loss = 0 if self.run.encoder_only else 2.5 * self.pixels
@@ -266,9 +285,9 @@ class StepMemory:
             gradients=before,
             unsharded=self.forward_units(count),
             activations=self.saved_activations(count) + loss,
-            inputs=2 * self.pixels,
+            inputs=inputs,
         )
-        for position in range(count - 1, -1, -1):
+        for position in range(count - 1, self.run.freeze_blocks - 1, -1):
             yield from self.backward(position)
         if self.run.engine != "ddp":
             yield self.reduction(self.root, self.units[1:], self.unsharded(self.root))
@@ -353,7 +372,7 @@ def largest_partition(run: PlannedRun) -> int:
     ZeroRedundancyOptimizer gives whole parameters, the largest first, each to the rank that has
     least so far; decaying parameters first, then the others.
     """
-    units = model_units(run.config, run.encoder_only)
+    units = [unit for unit in run_units(run) if unit.trains]
     shapes = [shape for unit in units for shape in unit.parameters.values()]
     load = [0] * min(run.world_size, len(shapes))
     for decays in (True, False):

@@ -49,6 +49,7 @@ class PlannedRun:
     cpu_offload: bool = False
     bucket_cap_mb: float | None = None
     encoder_only: bool = False
+    freeze_blocks: int = 0  # first blocks that do not train, nor do patch embedding and cls then
     image_dtype: str = "uint8"
 
     @classmethod
@@ -127,6 +128,7 @@ class Unit:
 
     name: str
     parameters: Mapping[str, tuple[int, ...]]  # shape by name, in the order of the module
+    trains: bool = True  # or else it is frozen
 
     @property
     def part(self) -> str:
@@ -164,30 +166,39 @@ def model_part(unit: str) -> str:
 
 @lru_cache(maxsize=64)
 def model_units(
-    config: vit.ViTConfig, encoder_only: bool, wrap: str = "block", tp: int = 1
+    config: vit.ViTConfig,
+    encoder_only: bool,
+    wrap: str = "block",
+    tp: int = 1,
+    freeze_blocks: int = 0,
 ) -> tuple[Unit, ...]:
     """List the root, then the units of a `wrap` in the order of forward (shard.find_units).
 
     Built on the meta device; shapes are those that each of `tp` ranks has. A unit has the names of
-    its first module and the number of its last.
+    its first module and the number of its last. With `freeze_blocks` the patch embedding is a unit
+    too, and the frozen class token a buffer (downstream/classifier.py).
     """
     with torch.device("meta"):
         model = vit.ViTMAE(config, config.patch)
-    modules = shard.find_units(model, list(shard.find_blocks(model, {vit.Block})), wrap)
+    classes = {vit.Block, vit.PatchEmbed} if freeze_blocks else {vit.Block}
+    modules = shard.find_units(model, list(shard.find_blocks(model, classes)), wrap)
     units: dict[str, dict[str, tuple[int, ...]]] = {"root": {}}
     for name, parameter in model.named_parameters():
         if encoder_only and name.startswith(("decoder", "mask_token")):
             continue
+        if freeze_blocks and name == "cls_token":
+            continue
         first, *more = shard.unit_of(name, modules) or ["root"]
         label = f"{first}-{more[-1].rpartition('.')[2]}" if more else first
         units.setdefault(label, {})[name] = split_shape(name, tuple(parameter.shape), tp)
-    return tuple(Unit(name, parameters) for name, parameters in units.items())
+    frozen = {"patch_embed", *(f"blocks.{i}" for i in range(freeze_blocks))}
+    return tuple(Unit(name, found, name not in frozen) for name, found in units.items())
 
 
 def run_units(run: PlannedRun) -> tuple[Unit, ...]:
     """List the root, then the units of this run; DDP, which has none, is planned block by block."""
     wrap = "block" if run.engine == "ddp" else run.wrap
-    return model_units(run.config, run.encoder_only, wrap, run.tp)
+    return model_units(run.config, run.encoder_only, wrap, run.tp, run.freeze_blocks)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -218,17 +229,23 @@ def _fsdp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
     The root is not freed in between. Of units inside of a checkpointed block FSDP1 gathers all but
     the last once more, for the recomputation. With accumulation all of that in every micro-step,
     except the all-reduce over replicas: FSDP2 sends it once, FSDP1's hybrid every time
-    (shard.accumulation).
+    (shard.accumulation). What is frozen is gathered for forward alone; but FSDP2 prefetches the
+    last frozen unit in backward, which does not need it.
     """
     recomputed = recomputed_units(run) if run.engine == "fsdp1" and run.ac != "none" else set()
     size, ranks = BYTES[run.reduce_dtype], run.shard
     reduces = run.accum if run.engine == "fsdp1" and run.shard > 1 else 1
-    for unit in run_units(run):
+    units, prefetches = run_units(run), run.engine == "fsdp2" and run.prefetch != "none"
+    forward_only = [unit.name for unit in units if not unit.trains]
+    forward_only = forward_only[:-1] if prefetches else forward_only
+    for unit in units:
         name, numel = unit.name, unit.padded(run)
-        again, tp = run.reshard and name != "root", run.tp
+        again, tp = run.reshard and name not in ("root", *forward_only), run.tp
         gathers = run.accum * (1 + again * (1 + (name in recomputed)))
         gathered, part, block = numel * run.compute_bytes, numel // run.shard, run.shard * tp
         yield PlannedCollective("all_gather", name, gathered, gathers, ranks, tp)
+        if not unit.trains:
+            continue
         yield PlannedCollective("reduce_scatter", name, numel * size, run.accum, ranks, tp)
         yield PlannedCollective("all_reduce", name, part * size, reduces, run.replicate, block)
 
@@ -273,7 +290,8 @@ def _ddp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
     world, size = run.world_size, BYTES[run.reduce_dtype]
     for i, numel in enumerate(ddp_buckets(run)):
         yield PlannedCollective("all_reduce", f"bucket {i}", numel * size, 1, world, 1)
-    for unit in model_units(run.config, run.encoder_only) if run.mode == "zero1" else ():
+    trained = [unit for unit in run_units(run) if unit.trains]
+    for unit in trained if run.mode == "zero1" else ():
         for shape, count in Counter(unit.parameters.values()).items():
             payload = math.prod(shape) * FP32
             yield PlannedCollective("broadcast", unit.name, payload, count, world, 1)
@@ -302,7 +320,7 @@ def _ready_order(run: PlannedRun) -> Iterator[int]:
     The last used come first; of a layer the bias, under autocast the weight, by when its cast is
     undone. `mask_token` and the decoder's ends come where they are used, not where defined.
     """
-    root, *blocks = model_units(run.config, run.encoder_only)
+    root, *blocks = (unit for unit in run_units(run) if unit.trains)
     for part, ends in (
         ("decoder", ("decoder_pred", "decoder_norm")),
         ("encoder", ("mask_token", "decoder_embed", "norm")),
