@@ -323,14 +323,19 @@ def draw_units(path: str) -> Figure:
         (backward, last, "backward"),
         (update["ts"], end_of(update), "optimizer"),
     ]
-    figure, (panel,) = new_figure(10, 3.6)
+    figure, (panel,) = new_figure(8.4, 3.8)
     lanes = ["", "blocks", *LANES]
+    span = (end_of(step) - start) / 1e3
+    free_from = [-span] * len(lanes)  # where the next label of a lane may begin
 
     def box(lane: int, begin: float, end: float, text: str, **look: Any) -> None:
         left, width = (begin - start) / 1e3, (end - begin) / 1e3
         panel.barh(-lane, width, left=left, height=0.7, **EDGE | look)
-        height = 0 if 1e3 * width > 0.1 * step["dur"] else 0.48  # above a box that is too narrow
-        panel.text(left + width / 2, height - lane, text, ha="center", va="center", fontsize=7)
+        height = 0 if width > 0.12 * span else 0.48  # above a box that is too narrow
+        middle, half = left + width / 2, 0.006 * span * len(text)
+        if middle - half >= free_from[lane]:  # a label that would touch the one before is left out
+            panel.text(middle, height - lane, text, ha="center", va="center", fontsize=7)
+            free_from[lane] = middle + half
 
     for i, (begin, end, name) in enumerate(phases):
         box(0, begin, end, name, color=("white", "#dddddd", "C1")[i])
