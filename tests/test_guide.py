@@ -13,7 +13,7 @@ import figures
 import pytest
 import rebuild
 from conftest import ROOT
-from ranks import Run, free_port, read_log, run_ranks, run_script, start_ranks
+from ranks import Run, free_port, run_ranks, run_script, start_ranks
 from test_docs import clone
 
 import plan
@@ -245,17 +245,18 @@ SLOW = (
     ],
 )
 def test_a_slow_disk_is_what_the_log_says(more, tmp_path):
-    """With staged copies the second epoch is fast."""
+    """Seconds to read an image: 0.06 more; less with copies of those that were read before."""
     for path in sorted(ROOT.glob("examples/tiles/train/desert/*.jpg"))[:8]:
         shutil.copy(path, tmp_path)
     argv = [*SLOW.split(), "--data", str(tmp_path), "--out", str(tmp_path / "out"), *more.split()]
     staged = argv[-1] == "--stage-dir"
     argv += [str(tmp_path / "disk")] if staged else []
     start_ranks(1, partial(run_script, argv), tmp_path, free_port(), 120)
-    _, steps, end = read_log(tmp_path / "out" / "log.jsonl")
-    waited = [step["data_seconds"] for step in steps]
-    assert max(waited[2:]) < 0.1 if staged else min(waited[2:]) > 0.15  # of four images, 0.24 s
-    assert staged or end["data_share"] > 0.5
+    records = map(json.loads, (tmp_path / "out" / "log.jsonl").read_text().splitlines())
+    by_event = {record["event"]: record for record in records}
+    (rank,) = by_event["io"]["ranks"]
+    assert (rank["read_seconds"] < 0.06) == staged
+    assert "workers 0" not in more or staged or by_event["end"]["data_share"] > 0.5
 
 
 # --- docs/figures.py
