@@ -667,7 +667,7 @@ def load(
     Returns its manifest: the `run_state` that was saved, and the "step". Everything is checked
     first, each checksum by one of the ranks: Damaged or OSError, the same on all ranks, leaves
     model and optimizer as they were. Where reading fails after that, by OSError or RuntimeError,
-    they hold a part of it: load again, or throw them away.
+    they are partly loaded: load again, or discard them.
     """
     folder = Path(folder)
     wanted = _expected_shapes(model, optimizer)

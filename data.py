@@ -1,4 +1,4 @@
-"""Images in: which files there are, which rank reads which one when, decoding, crops, batches.
+"""Load images: file listing, assignment to ranks, decoding, crops, batches.
 
 Every random draw is a function of (seed, position), where the position counts the samples of the
 whole job since its first step. So no rank, worker or sampler keeps a state: one integer says where

@@ -248,7 +248,7 @@ def check_devices(store: dist.Store, ranks: Ranks, device: torch.device) -> None
         problem = ""
         if 0 < len(without) < len(found):
             problem = (
-                f"{len(without)} of {len(found)} ranks found no GPU, the others did: rank {named}; "
+                f"{len(without)} of {len(found)} ranks found no GPU, others did: rank {named}; "
                 "give --device cpu to all, or leave these nodes out"
             )
         store.set("device/problem", problem)

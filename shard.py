@@ -195,7 +195,7 @@ def apply(
 
     Call the model, not its parts or other methods, and follow each forward pass in training mode
     by its backward pass, or a unit that is not resharded after forward starts the next one with
-    outdated parameters. Raises ValueError for what has no meaning; RuntimeError that names the
+    outdated parameters. Raises ValueError for invalid arguments; RuntimeError that names the
     parameters and buffers without a value.
     """
     for sentence in _problems(model, mode, mesh, split_block is not None, options):

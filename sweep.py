@@ -1,4 +1,4 @@
-"""Run a grid of training runs -> results.csv -> figures, a report, what limits each run.
+"""Run a grid of training runs; write results.csv, figures and a report of what limits each run.
 
     python sweep.py quick                                   # minutes on a laptop, report included
     python sweep.py io --models base --data DIR             # real, syn, io: what limits a run?

@@ -1,8 +1,7 @@
 """Fine-tune a pretrained encoder as a classifier, in any sharding mode, on any number of ranks.
 
-The flags of train_fsdp.py that have a meaning here have the same, and its loop runs these steps
-too: so ranks, log, checkpoints, bad steps and stops are as there. The same command continues an
-interrupted run.
+Flags shared with train_fsdp.py keep their meaning, and its training loop is used, so that ranks,
+log, checkpoints, bad steps and stops work alike. The same command continues an interrupted run.
 """
 
 import argparse
@@ -76,7 +75,7 @@ class Tuning(Config):
     freeze_blocks: int = flag(
         0,
         whole(0, 1000),
-        "first blocks that do not train, nor do the patch embedding and cls then",
+        "first blocks to freeze, with the patch embedding and cls",
         unit="BLOCKS",
         **RESULT,
     )

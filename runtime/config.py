@@ -174,7 +174,7 @@ class Config:
         None,
         ("none", "backward_pre", "backward_post"),
         "when backward all-gathers the next unit (default backward_pre; backward_post: --fsdp 1 "
-        "only, and it prefetches the wrong unit where MAE's decoder meets its encoder)",
+        "only, and it prefetches the wrong unit between MAE's decoder and encoder)",
         **SHARDING,
     )
     forward_prefetch: bool = flag(False, bool, "all-gather the next unit in forward", **SHARDING)
@@ -307,9 +307,9 @@ class Config:
     )
     keep: int = flag(2, whole(1, 10**6), "newest checkpoints to keep", unit="N")
     resume: str = flag(
-        "auto", filled, "auto: newest good checkpoint in --out, if any; none; or PATH", unit="WHAT"
+        "auto", filled, "auto: newest complete checkpoint in --out; none; or PATH", unit="WHAT"
     )
-    allow_changes: bool = flag(False, bool, "resume although flags that change the result changed")
+    allow_changes: bool = flag(False, bool, "resume even if flags marked * have changed")
     timeout: int = flag(
         300,
         whole(1, MOST_SECONDS),
@@ -451,7 +451,7 @@ def decisive(config: Config) -> tuple[str, ...]:
 
 
 def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
-    """Work out what follows from the flags for so many ranks; ValueError, one sentence, if nothing.
+    """Derive the run from the flags for `world_size` ranks; ValueError if they are invalid.
 
     `node_ranks`, the ranks per node, is the size of a shard group that --group does not give.
     """
@@ -476,7 +476,7 @@ def with_images(
     warmup = steps // 20 if config.warmup_steps is None else config.warmup_steps
     if warmup > steps:
         raise ValueError(
-            f"--warmup-steps {warmup} is more than {steps}, those of --epochs {config.epochs}"
+            f"--warmup-steps {warmup} exceeds {steps}, the steps of --epochs {config.epochs}"
         )
     return replace(
         run,
@@ -499,7 +499,7 @@ def batch_sizes(
     if global_batch % share:
         below = max(global_batch // share, 1) * share
         raise ValueError(
-            f"--global-batch {global_batch} does not divide over {world_size} ranks x {accum} "
+            f"--global-batch {global_batch} is not a multiple of {world_size} ranks x {accum} "
             f"accumulation steps: use {below} or {below + share}"
         )
     return global_batch // share, global_batch

@@ -22,7 +22,7 @@ from runtime.config import DEFAULT_STEPS, Config
 
 STARTUP_TIMEOUT_FACTOR = 4  # what is done for the first time may take so many times --timeout
 RANK0_REPORT_GRACE_SECONDS = 5.0  # that the other ranks leave to rank 0 for its error message
-TORCHRUN_NOTE = "note: what torchrun prints below this, its traceback too, means nothing"
+TORCHRUN_NOTE = "note: ignore the torchrun output below, including its traceback"
 PROGRAM = "train_fsdp.py"  # in error messages
 MAX_FAKE_RANKS = 2**17  # the process group of a dry run lists them all
 
@@ -133,7 +133,7 @@ def parse(argv: Sequence[str] | None) -> Config:
     parser = training_parser()
     config = make_config(parser, parser.parse_args(argv))
     if config.dry_run and not config.world_size:
-        parser.error("--dry-run: of how many ranks? add --world-size")
+        parser.error("--dry-run requires --world-size")
     if config.dry_run and not find_spec("planner"):
         parser.error("--dry-run needs the folder planner/: copy it too")
     if (config.eval_data or config.init_from) and not find_spec("downstream"):

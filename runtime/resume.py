@@ -154,7 +154,7 @@ def _retry(work: Callable[[], Result], say: Say) -> Result:
         except OSError as error:
             pause = next(pauses, None)
             if pause is None:
-                advice = "the same command tries again, --resume PATH takes another checkpoint"
+                advice = "run the command again, or select a checkpoint with --resume PATH"
                 raise OSError(f"{error}: {advice}") from None
             say(f"warning: {error}: trying again in {pause:.0f} s")
             time.sleep(pause)

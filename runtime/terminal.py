@@ -1,4 +1,4 @@
-"""Output on the terminal is a courtesy: a program does its work without it.
+"""Keep a program running when its terminal output cannot be written.
 
 Call `make_safe` first in a program. From then on a full disk or a closed pipe behind stdout or
 stderr loses lines, not the run, and a character that the terminal cannot show is printed as an

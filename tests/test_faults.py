@@ -274,7 +274,7 @@ FAULTS = {
         a_gpu_here,
         [],
         {
-            0: (2, None, r"error: 1 of 2 ranks found no GPU, the others did: rank 1 \("),
+            0: (2, None, r"error: 1 of 2 ranks found no GPU, others did: rank 1 \("),
             1: (2, None, None),
         },
     ),

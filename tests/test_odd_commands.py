@@ -215,7 +215,7 @@ ALL = (*BOTH, "plan.py")
         (ALL, "--mode ddp --prefetch none", {}, "--prefetch is for --mode full_shard"),
         (ALL, "--group 3", {}, "cannot be split into shard groups of 3"),
         (ALL, "--batch 8 --global-batch 8", {}, "give one of them"),
-        (ALL, "--global-batch 9 --accum 2", {}, "does not divide over"),
+        (ALL, "--global-batch 9 --accum 2", {}, "is not a multiple of"),
         (ALL, "--mode typo", {}, "invalid choice: 'typo'"),
         (ALL, "--profile-ranks 99", {}, "unrecognized arguments"),
         (ALL, "--profile --run io", {}, "--run io makes none"),
