@@ -100,7 +100,7 @@ def test_bytes_of_sharded_steps_are_those_of_theory_and_of_ddp_of_transformers(t
     assert text.count("(as planned)") == 3 and "NOT" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_loop_benchmark():
     data = str(ROOT / "examples" / "tiles" / "train")
     out = run(

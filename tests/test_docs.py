@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,58 @@ def test_two_ranks_by_torchrun_and_what_they_print(tmp_path):
     short = command.replace("--steps 20", "--steps 2 --workers 0")
     assert short != command
     find_printed(shown, execute(language, short, tmp_path, clone(tmp_path)))
+
+
+# --- the commands of the other pages, with images that are here and models that a CPU can train
+
+# Needs a cluster, the network, or images of 12 channels; tests/test_sweep.py runs the sweeps.
+ELSEWHERE = re.compile(
+    r"\b(sbatch|conda|pip|module|apptainer|tail|tensorboard|make|source)\b"
+    r"|--rdzv|sweep\.py|--channels 12"
+)
+STAND_INS = {
+    "Million-AID/train": "out/tiles",
+    "DIR": "out/tiles",
+    "TRAIN": "out/tiles",
+    "TEST": "examples/tiles/heldout",
+    "PACK": "out/pack",
+    "OUT/step_00000100": "out/demo/step_00000002",
+    "out/demo/step_00000100": "out/demo/step_00000002",
+    "OUT": "out/demo",
+    "RUN": "out/demo",
+    "out/huge": "out/demo",
+    "8": "2",  # ranks on a node, where torchrun starts them
+    "128": "8",  # images of a rank
+    "5": "1",  # epochs
+}
+SMALL = "tiny --img-size 96 --device cpu --precision fp32 --workers 0 --batch 4 --steps 2"
+
+
+def small(command: str) -> str:
+    """Write a command with the stand-ins; one that trains with a small model, for two steps."""
+    if command.startswith("python plan.py") or "--dry-run" in command:
+        return command.replace("PACK", STAND_INS["PACK"])
+    words = [STAND_INS.get(word, word) for word in command.split()]
+    train = "train_fsdp.py" in words
+    return " ".join(SMALL if train and word == "base" else word for word in words)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_every_command_runs(tmp_path):
+    run = partial(execute, "bash", folder=tmp_path, env=clone(tmp_path))
+    run("mkdir out && cp -r examples/tiles/train out/tiles")
+    ranks = "torchrun --standalone --nproc-per-node 2 train_fsdp.py --mode full_shard"
+    run(f"{ranks} --model {SMALL} --data out/tiles --out out/demo")
+    ran = 0
+    for page in ("outputs", "downstream", "manual", "README"):
+        text = PAGES.get(f"docs/{page}.md") or README.split("\n## Read it\n")[1]
+        shell = "".join(content for language, content in blocks(text) if language == "bash")
+        for line in shell.replace("\\\n", " ").splitlines():
+            if line and not ELSEWHERE.search(line):
+                run(small(line.split(" #")[0]))
+                ran += 1
+    assert ran >= 24
 
 
 # --- commands of all pages

@@ -221,8 +221,8 @@ def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, capsys):
     assert read_log(tmp_path / "log.jsonl")[2]["reason"] == "done"
 
 
-def test_under_torchrun_a_line_says_that_its_traceback_means_nothing(tmp_path, capsys, monkeypatch):
-    note = "traceback too, means nothing"
+def test_under_torchrun_a_line_says_to_ignore_its_traceback(tmp_path, capsys, monkeypatch):
+    note = "ignore the torchrun output below"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert run(tmp_path / "a", "--steps 1 --save-every none") == 0
     assert note not in "".join(capsys.readouterr())

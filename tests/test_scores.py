@@ -319,6 +319,7 @@ def probe_on(world: int, argv: list[str], folder: Path) -> list[int]:
     return on_ranks(world, probe_here, folder)
 
 
+@pytest.mark.full
 def test_two_ranks_give_the_score_of_one(run, tmp_path):  # noqa: F811
     """Of the same features, bit by bit."""
     pretrained = read_pretrained(run[0])

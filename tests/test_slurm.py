@@ -169,6 +169,7 @@ def reference(tmp_path_factory):
 # --- 1: from sbatch to a finished run
 
 
+@pytest.mark.full  # a minute and a half; a job of real ranks is in test_a_killed_rank_ends_the_job
 def test_two_nodes_of_two_ranks(case, reference, tmp_path):
     job = case.submit(
         *TRAIN, *HYBRID, "--steps", "3", TASKS_PER_NODE="2", CONDA_ENV="mae", PREFLIGHT="yes"

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FULL
 from parity import ARGV, SPLIT, Case, compare, split_cases
 from ranks import Run, join, on_ranks, run_ranks
 
@@ -32,6 +31,7 @@ def check(cases: list[Case], folder: Path) -> None:
         assert apart.fine(), (case, apart)
 
 
+@pytest.mark.full  # every day in test_a_checkpoint_moves_between_meshes
 def test_split_blocks_train_as_in_one_process(tmp_path):
     """Loss, gradient norm and parameters of four steps; replicas and tp ranks stay equal."""
     check([Case(4, "hybrid", 2, 1, tp=2, model=GATED, ac="selective", accum=2)], tmp_path)
@@ -72,12 +72,7 @@ def check_steps(results: list) -> None:
 
 def test_a_checkpoint_moves_between_meshes(tmp_path):
     """Split, qkv has another order of rows: its weights and AdamW's states of them."""
-    meshes = [
-        (1, "--mode ddp"),
-        (4, "--mode hybrid --group 2 --tp 2"),
-        (4, "--mode full_shard --tp 4"),
-        (2, "--mode full_shard"),
-    ]
+    meshes = [(1, "--mode ddp"), (4, "--mode hybrid --group 2 --tp 2"), (2, "--mode full_shard")]
     check_steps(hand_over(tmp_path, meshes))
 
 
@@ -111,7 +106,7 @@ TRAFFIC = [
     {"tp": 2, "mode": "hybrid", "group": 2, "precision": "bf16", "ac": "full", "accum": 2},
     {"tp": 4, "mode": "full_shard"},
     {"tp": 2, "mode": "no_shard", "gated": True, "ac": "selective"},
-][: 3 if FULL else 1]
+]
 
 
 def run_of(tp: int, mode: str, gated: bool = False, world: int = 4, **more):
@@ -145,6 +140,7 @@ def measure_traffic() -> list[dict]:
     return found
 
 
+@pytest.mark.full
 def test_planned_bytes_are_those_of_a_real_step(tmp_path):
     for seen in on_ranks(4, measure_traffic, tmp_path):
         for case, payload in zip(TRAFFIC, seen, strict=True):
