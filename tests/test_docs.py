@@ -228,6 +228,8 @@ def small(command: str) -> str:
         return command.replace("PACK", STAND_INS["PACK"])
     words = [STAND_INS.get(word, word) for word in command.split()]
     train = "train_fsdp.py" in words
+    if {*words} & {"linear", "finetune"} and "--epochs" not in words:
+        words += ["--epochs", "1"]
     return " ".join(SMALL if train and word == "base" else word for word in words)
 
 
