@@ -110,7 +110,10 @@ def watched(environ, folder, work):
         folder=str(folder / "stalled"),
         give_up=lambda text: print("GIVEN UP:", text, time.monotonic(), flush=True),
     )
-    work(watch, rank)
+    try:
+        work(watch, rank)
+    except RuntimeError as error:  # a rank that left before this one read the verdict: as Session
+        watch.exit_now(f"rank {rank}: {error}", 5)
     watch.stop()
     dist.barrier()
     dist.destroy_process_group()
