@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 4 -m benchmarks.sharded --model tiny --img-size 96 --batch 32
 
 Every contestant makes the same fp32 step on the same images; ours are train_fsdp.train_step in the
-modes `ddp`, `full_shard` and `hybrid` with two ranks per group, in FSDP2. Counted: the bytes of
-whole tensors that one step's collectives move, next to those of plan.py. Timed: steps in
-interleaved rounds, and the counted collectives alone, one after the other. A sharded step may be
-slower than DDP's by as much as its collectives alone are: `allowed` is that ratio, `x ddp` the
-measured one.
+modes `ddp`, `full_shard` and `hybrid` with two ranks per group, in FSDP2. `fully_shard` is that of
+PyTorch on our model, a unit per block, with AdamW and nothing else: what FSDP2 itself costs.
+Counted: the bytes of whole tensors that one step's collectives move, next to those of plan.py.
+Timed: steps in interleaved rounds, and the counted collectives alone, one after the other. A
+sharded step may be slower than DDP's by as much as its collectives alone are: `allowed` is that
+ratio, `x ddp` the measured one.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import data
@@ -32,11 +34,11 @@ import vit
 from benchmarks import peers
 from planner import estimate
 from planner.traffic import PlannedRun
-from runtime import comm_counter
+from runtime import comm_counter, cpu_kernels
 from runtime.config import Config, resolve
 from runtime.step_guard import StepGuard
 
-OURS, PEER = ("ddp", "full_shard", "hybrid"), "transformers"
+OURS, PLAIN, PEER = ("ddp", "full_shard", "hybrid"), "fully_shard", "transformers"
 SMALL = 1000  # bytes: norms and checks, not parameters
 
 
@@ -62,6 +64,28 @@ def ours(
             clip=None,
             dtype=torch.float32,
         )
+
+    return step
+
+
+def plain(
+    grid: DeviceMesh, config: vit.ViTConfig, batch: tuple[Tensor, Tensor], img_size: int
+) -> Callable[[], object]:
+    """Make a step of PyTorch's FSDP2 and fused AdamW: no gradient norm, no check for NaN."""
+    model = vit.ViTMAE(config, img_size)
+    vit.initialize(model)
+    cpu_kernels.apply_to(model)
+    for block in [*model.blocks, *model.decoder_blocks]:
+        fully_shard(block, mesh=grid["shard"])
+    fully_shard(model, mesh=grid["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=True)
+
+    def step() -> object:
+        loss, _, _ = model(data.normalize(batch[0]), 0.75, batch[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
 
     return step
 
@@ -150,8 +174,8 @@ def time_in_turns(steps: dict[str, Callable[[], object]], rounds: int) -> dict[s
 
 def theory(name: str, counted: Counter[str], args: argparse.Namespace, world: int) -> str:
     """Say whether the bytes are those that plan.py plans, or what DDP's should be."""
-    if name == PEER:
-        return "4 bytes per trained parameter"
+    if name in (PEER, PLAIN):
+        return "4 bytes per trained parameter" if name == PEER else "a unit per block"
     group = 2 if name == "hybrid" else None
     shape = args.batch, args.img_size
     config = vit.MODELS[args.model]
@@ -196,6 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape = shard.mesh_shape(mode, world, 2 if mode == "hybrid" else None)
         grids[mode] = mesh.build_mesh(shape, device)
         built[mode] = ours(mode, grids[mode], args.model, batch, args.img_size)
+    grids[PLAIN] = grids["full_shard"]
+    built[PLAIN] = plain(grids[PLAIN], config, batch, args.img_size)
     built[PEER] = theirs(config, batch, args.img_size)
     sent = {name: count_collectives(step, grids[name]) for name, step in built.items()}
     seconds = time_in_turns(built, args.rounds)

@@ -94,7 +94,7 @@ def test_bytes_of_sharded_steps_are_those_of_theory_and_of_ddp_of_transformers(t
     with torch.device("meta"):
         trained = sum(p.numel() for p in vit.ViTMAE(vit.MODELS["tiny"]).parameters())
     lines = {line.split()[0]: line for line in text.splitlines() if "bytes: " in line}
-    assert {*lines} == {"ddp", "full_shard", "hybrid", "transformers"}
+    assert {*lines} == {"ddp", "full_shard", "hybrid", "fully_shard", "transformers"}
     for name in ("ddp", "transformers"):
         assert f"bytes: all_reduce {4 * trained:,} (" in lines[name]
     assert text.count("(as planned)") == 3 and "NOT" not in text

@@ -13,6 +13,13 @@ import vit
 from runtime import cpu_kernels
 
 CPU = torch.device("cpu")
+HAS_ONEDNN = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+
+
+@pytest.fixture(autouse=True)
+def as_on_amd(monkeypatch):
+    """Whatever CPU the tests run on, oneDNN's products are tested."""
+    monkeypatch.setattr(cpu_kernels, "ONEDNN", HAS_ONEDNN)
 
 
 def with_kernels(model: nn.Module) -> nn.Module:
@@ -32,7 +39,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(not cpu_kernels.ONEDNN, reason="this PyTorch has not both MKL and oneDNN")
+@pytest.mark.skipif(not HAS_ONEDNN, reason="this PyTorch has not both MKL and oneDNN")
 @pytest.mark.parametrize("first", [False, True])
 def test_fp32_products_go_to_onednn_and_give_the_same(first):
     """`first`: the input needs no gradient, as that of a first layer."""
@@ -100,14 +107,20 @@ def test_a_model_with_them_is_the_same_model():
     images, noise = torch.randn(2, 3, 24, 24), torch.rand(2, 36)
     plain = vit.ViTMAE(config, 24)
     own = with_kernels(copy.deepcopy(plain))
-    assert {type(m) for m in own.modules()} - {type(m) for m in plain.modules()} == {
-        cpu_kernels.OneDNNLinear
-    }
+    new = {type(m) for m in own.modules()} - {type(m) for m in plain.modules()}
+    assert new == ({cpu_kernels.OneDNNLinear} if HAS_ONEDNN else set())
     assert list(plain.state_dict()) == list(own.state_dict())
     for model in (plain, own):
         model(images, 0.75, noise)[0].backward()
     for a, b in zip(plain.parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_products_stay_with_mkl_on_other_cpus(monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "ONEDNN", False)
+    model = with_kernels(vit.ViTMAE(vit.ViTConfig(48, 1, 96, 4, 4), 24))
+    assert cpu_kernels.OneDNNLinear not in map(type, model.modules())
+    assert model.blocks[0].attn.attend is cpu_kernels.cpu_attention
 
 
 HEAD_DIMS = sorted({(c.heads, c.width // c.heads) for c in vit.MODELS.values()} | {(16, 32)})
