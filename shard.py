@@ -172,11 +172,12 @@ def apply(
     *,
     block_classes: Collection[type[nn.Module]] | None = None,
     initial_value: InitialValue | None = None,
+    values_on_rank0: bool = False,
     load_later: bool = False,
     split_block: Callable[[nn.Module], None] | None = None,
     options: ShardingOptions = ShardingOptions(),
 ) -> nn.Module:
-    """Shard a model over the mesh; afterwards all ranks have the values of rank 0. Collective.
+    """Shard a model over the mesh; afterwards all ranks have the same values. Collective.
 
     `mesh` has the dimensions ("replicate", "shard") of `mesh_shape`; with FSDP2 also "tp", whose
     ranks share the work of a block that `split_block` has edited (runtime/tensor_parallel.py). A
@@ -184,10 +185,12 @@ def apply(
     (`find_units`); what is left is the root unit. `block_classes` says which modules are blocks:
     None finds them (`find_blocks`), set() is for a model without any.
 
-    Values that the model has are kept. What is on the meta device gets its values unit by unit, so
-    that no rank ever holds the whole model: by `initial_value`, or without it by the method
-    `reset_parameters` of each module, from `torch.initial_seed()`, the same in every mode and on
-    any number of ranks. With `load_later` nothing is drawn: load a checkpoint before a step.
+    Values that the model has on rank 0 are kept. What is on the meta device gets its values unit by
+    unit, so that no rank ever holds the whole model: by `initial_value`, or without it by the
+    method `reset_parameters` of each module, from `torch.initial_seed()`, the same in every mode
+    and on any number of ranks. The ranks share the work of `initial_value`: each name is drawn by
+    one and sent to all; by rank 0 with `values_on_rank0`, if no other rank has read the values.
+    With `load_later` nothing is drawn: load a checkpoint before a step.
 
     Parameters are fp32, and computed with in `param_dtype`: FSDP casts them and the inputs, DDP
     needs `autocast`. Buffers stay fp32: cast them where they are used. Outputs are in param_dtype:
@@ -208,7 +211,7 @@ def apply(
     wanted = sharded or options.ac != "none" or options.compile
     blocks = find_blocks(model, block_classes) if wanted else {}
     names = find_units(model, list(blocks), options.wrap) if sharded else []
-    values = _Values(model, initial_value, device)
+    values = _Values(model, initial_value, values_on_rank0, device)
     fill = _fill_and_split(partial(values.fill, draw=not load_later), blocks, split_block)
     if not load_later:
         _share_values(model, f"{mode} {options}", device)
@@ -680,14 +683,19 @@ def _problems(
 
 
 class _Values:
-    """Give the parameters and buffers of one model their values: on all ranks those of rank 0."""
+    """Give the parameters and buffers of one model their values, the same on all ranks."""
 
     def __init__(
-        self, model: nn.Module, initial_value: InitialValue | None, device: torch.device
+        self,
+        model: nn.Module,
+        initial_value: InitialValue | None,
+        values_on_rank0: bool,
+        device: torch.device,
     ) -> None:
         self.initial_value, self.device, self.seed = initial_value, device, torch.initial_seed()
+        self.sources = 1 if values_on_rank0 or not initial_value else dist.get_world_size()
         self.names = {module: name for name, module in model.named_modules()}
-        self.missing: list[str] = []
+        self.missing, self.problem = list[str](), ""
         if initial_value and not any(map(_on_meta, [*model.parameters(), *model.buffers()])):
             raise ValueError("initial_value is for a model on meta, but this one has values")
 
@@ -705,39 +713,52 @@ class _Values:
                 made[t] = made[t] if t in made else _allocate(t, self.device)
                 setattr(module, leaf, made[t])
                 owners[t] = module, leaf
-            if meta and draw:
-                self._draw(module, meta)
-        for t, (module, leaf) in owners.items() if draw else []:
+            if meta and draw and self.initial_value is None:
+                self._reset(module)
+        if not draw:
+            return
+        # The largest first, each by the next rank: they are what takes time.
+        order = sorted(owners, key=Tensor.numel, reverse=True)
+        source = {t: i % self.sources for i, t in enumerate(order)}
+        for t in order if self.initial_value else []:
+            # What is no floating-point number cannot be NaN: each rank sees whether it is set.
+            if dist.get_rank() == source[t] or not t.is_floating_point():
+                self._draw(*owners[t])
+        for t, (module, leaf) in owners.items():
             value = getattr(module, leaf)  # which reset_parameters may have replaced
-            untouched = value is made[t] and value._version == 0  # integers cannot be NaN
-            _share(value, self.device)
-            if untouched or bool(value.isnan().any()):
+            untouched = value is made[t] and value._version == 0
+            _share(value, self.device, source[t])
+            if bool(value.isnan().any()) or (untouched and not value.is_floating_point()):
                 self.missing.append(f"{self.names[module]}.{leaf}".lstrip("."))
 
     def check_complete(self) -> None:
-        """Raise RuntimeError that names what was given no value."""
+        """Raise RuntimeError that names what was given no value; ValueError for a wrong shape."""
+        if self.problem:
+            raise ValueError(self.problem)
         if self.missing:
             raise RuntimeError(
                 "build the model on the CPU, or pass initial_value: neither it nor a method "
                 f"reset_parameters gives a value to {', '.join(sorted(self.missing))}"
             )
 
-    def _draw(self, module: nn.Module, leaves: Iterable[str]) -> None:
-        """Draw the values of one module, independently of all others."""
-        if self.initial_value is None:
-            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-                torch.manual_seed(zlib.crc32(f"{self.seed}/{self.names[module]}".encode()))
-                for name in ("reset_parameters", "_reset_parameters"):  # nn.MultiheadAttention's
-                    getattr(module, name, lambda: None)()
-            return
-        for leaf in leaves:
-            name, tensor = f"{self.names[module]}.{leaf}".lstrip("."), getattr(module, leaf)
-            with suppress(KeyError):
-                value = self.initial_value(name, tensor.shape)
-                if value.shape != tensor.shape:
-                    shapes = f"{tuple(value.shape)}, but it is {tuple(tensor.shape)}"
-                    raise ValueError(f"initial_value gives {name} the shape {shapes}")
-                tensor.copy_(value)
+    def _reset(self, module: nn.Module) -> None:
+        """Draw the values of one module by its own method, independently of all others."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(zlib.crc32(f"{self.seed}/{self.names[module]}".encode()))
+            for name in ("reset_parameters", "_reset_parameters"):  # nn.MultiheadAttention's
+                getattr(module, name, lambda: None)()
+
+    def _draw(self, module: nn.Module, leaf: str) -> None:
+        assert self.initial_value is not None
+        name, tensor = f"{self.names[module]}.{leaf}".lstrip("."), getattr(module, leaf)
+        with suppress(KeyError):
+            value = self.initial_value(name, tensor.shape)
+            if value.shape != tensor.shape:
+                # Raised at the end, when no other rank waits for this one.
+                shapes = f"{tuple(value.shape)}, but it is {tuple(tensor.shape)}"
+                self.problem = f"initial_value gives {name} the shape {shapes}"
+                return
+            tensor.copy_(value)
 
 
 def _fill_and_split(
@@ -779,11 +800,11 @@ def _share_values(model: nn.Module, arguments: str, device: torch.device) -> Non
 
 
 @torch.no_grad()
-def _share(tensor: Tensor, device: torch.device) -> None:
-    """Replace the values of a tensor by those of rank 0. Collective."""
+def _share(tensor: Tensor, device: torch.device, source: int = 0) -> None:
+    """Replace the values of a tensor by those of one rank. Collective."""
     value = tensor.to(device).contiguous()
     if value.numel() and dist.get_world_size() > 1:
-        dist.broadcast(value.view(-1).view(torch.uint8), 0)  # as bytes: any dtype
+        dist.broadcast(value.view(-1).view(torch.uint8), source)  # as bytes: any dtype
     tensor.data = value.to(tensor.device)
 
 

@@ -97,8 +97,7 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """Make one optimizer step; return this rank's mean loss () and the gradient norm ().
 
-    Both stay on the device: nothing here waits for it, so that the host runs ahead and the device
-    never idles between two steps.
+    Both stay on the device: nothing here waits for it, so that the host runs ahead of the device.
     """
     loss = forward_backward(
         model, scaler, micro_batches, mask_ratio=mask_ratio, dtype=dtype, stats=stats
@@ -152,6 +151,7 @@ def build_model_and_optimizer(
         grid,
         block_classes={vit.Block},
         initial_value=initial_values(run, needed=initialise),
+        values_on_rank0=bool(c.init_from),
         load_later=not initialise,
         split_block=partial(tensor_parallel.split_block, grid=grid) if c.tp > 1 else None,
         options=run.sharding_options(),

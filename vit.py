@@ -355,7 +355,7 @@ def initial_value(config: ViTConfig, name: str, shape: torch.Size, seed: int = 0
         return sincos_positions(shape[-1], math.isqrt(shape[1] - 1))
     value = torch.empty(shape)
     # A generator for each name: the value depends neither on the order of the calls nor on the
-    # number of ranks, so each rank can draw the whole value and keep its shard.
+    # rank that draws it.
     draw = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     if leaf in ("cls_token", "mask_token"):
         return value.normal_(std=0.02, generator=draw)

@@ -439,9 +439,9 @@ def test_values_drawn_by_the_modules_are_the_same_in_every_mode_and_on_every_ran
             assert all(torch.equal(v, expected[n]) for n, v in values.items()), row
 
 
-def unequal_ranks() -> list[str]:
-    """On every rank: what is said about other models; a function's other values are rank 0's."""
-    rank, said = join(), []
+def unequal_ranks() -> tuple[list[str], list[str]]:
+    """On every rank: what is said about other models; the names whose values it draws."""
+    rank, said, drawn = join(), [], []
 
     def one(rank: int) -> nn.Module:
         return Language(24 + rank)
@@ -449,23 +449,40 @@ def unequal_ranks() -> list[str]:
     def meta_on_one(rank: int) -> nn.Module:
         return build_meta(Language) if rank else Language()
 
+    def value(name: str, shape: torch.Size, wrong: str = "") -> torch.Tensor:
+        drawn.append(name)
+        return torch.zeros(()) if name == wrong else torch.full(shape, float(rank))
+
     grid = mesh.build_mesh((1, 2), CPU)
     for model in (one(rank), meta_on_one(rank)):
         with pytest.raises(RuntimeError) as caught:
             shard.apply(model, "full_shard", grid)
         said.append(str(caught.value))
-    values = {"initial_value": lambda name, shape: torch.full(shape, float(rank))}
-    model = shard.apply(build_meta(Language), "full_shard", grid, **values)
+    # only one rank draws the value of a wrong shape; the other does not wait for it for ever
+    with pytest.raises((ValueError, RuntimeError), match=r"before\.weight"):
+        wrong = partial(value, wrong="before.weight")
+        shard.apply(build_meta(Language), "full_shard", grid, initial_value=wrong)
+    first = partial(shard.apply, mode="full_shard", mesh=grid, initial_value=value)
+    model = first(build_meta(Language), values_on_rank0=True)
     assert all(value.eq(0).all() for value in full_parameters(model).values())
+    drawn.clear()
+    values = full_parameters(first(build_meta(Language))).values()
+    assert {float(v.flatten()[0]) for v in values} == {0.0, 1.0}
+    assert all(v.eq(v.flatten()[0]).all() for v in values)
     dist.destroy_process_group()
-    return said
+    return said, drawn
 
 
 @pytest.mark.slow
-def test_ranks_with_other_models_are_refused_on_all(tmp_path):
-    first, second = on_ranks(2, unequal_ranks, tmp_path)
+def test_ranks_with_other_models_are_refused_and_initial_values_shared_out(tmp_path):
+    (first, drawn), (second, others) = on_ranks(2, unequal_ranks, tmp_path)
     assert first == second and len(first) == 2
     assert all("given different models" in text for text in first)
+    model = Language()
+    numels = {n: t.numel() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    assert sorted(drawn + others) == sorted(numels)
+    sizes = [sum(numels[name] for name in names) for names in (drawn, others)]
+    assert max(sizes) < 0.8 * sum(sizes)
 
 
 # --- what is refused, in one sentence
