@@ -28,13 +28,14 @@ ARGV += ["--steps", "3", "--save-every", "1", "--log-every", "1", "--warmup-step
 FSDP1 = ["--fsdp", "1"]
 MODES = [  # where parameters stay gathered between two forward passes, and where they do not
     (2, ["--mode", "shard_grad_op", *FSDP1]),
-    (3, ["--mode", "full_shard"]),
+    (2, ["--mode", "full_shard"]),
 ]
 UNSHARDED = ("ddp", "zero1", "no_shard")
 SHARDED = ("hybrid", "hybrid_grad_op", "full_shard")
 MORE = [
     (2, ["--mode", "shard_grad_op"]),
     *((2, ["--mode", mode]) for mode in (*UNSHARDED, *SHARDED)),
+    (3, ["--mode", "full_shard"]),
     *((2, ["--mode", mode, *FSDP1]) for mode in ("no_shard", *SHARDED)),
     (3, ["--mode", "shard_grad_op", *FSDP1]),
     (2, ["--mode", "full_shard", "--forward-prefetch", "--ac", "full"]),

@@ -515,17 +515,18 @@ def test_bucket_size_counts_the_all_reduces_of_ddp(facts):
 
 
 def covering() -> list[Case]:
-    """Every mode and engine on 4 ranks, checkpointing and accumulation by turns; the group that
-    FSDP1 gets wrong by itself (1) and the one that is the world; odd sizes.
+    """Every mode and engine, checkpointing and accumulation by turns, on 4 ranks where there are
+    groups; the group that FSDP1 gets wrong by itself (1), the one that is the world; three ranks.
     """
     cases = []
     for i, c in enumerate(modes(4, [2])):
-        cases.append(Case(4, c.mode, c.fsdp, c.group, ("none", "full")[i % 2], 1 + i // 2 % 2))
-    cases += [Case(4, "hybrid", 1, 1), Case(4, "hybrid", 2, 4, "full")]
+        ranks, ac, accum = 4 if c.group else 2, ("none", "full")[i % 2], 1 + i // 2 % 2
+        cases.append(Case(ranks, c.mode, c.fsdp, c.group, ac, accum))
+    cases += [Case(2, "hybrid", 1, 1), Case(2, "hybrid", 2, 2, "full")]
     cases += [Case(2, "full_shard", 2, wrap="auto"), Case(2, "hybrid", 2, 1, wrap="root")]
     cases += [Case(2, "full_shard", 1, ac="full", wrap="root")]
     cases += [Case(2, "full_shard", fsdp, 0, "full", fsdp, "size:6000") for fsdp in (1, 2)]
-    return [*cases, Case(3, "full_shard", 2, 0, "none", 2), Case(6, "hybrid_grad_op", 1, 3, "full")]
+    return [*cases, Case(3, "full_shard", 2, 0, "none", 2)]
 
 
 @pytest.mark.slow
@@ -536,14 +537,14 @@ def test_same_training_whatever_the_sharding(tmp_path):
     """
     found = compare(covering(), tmp_path)
     bad = {case: d for case, d in found.items() if not d.fine()}
-    assert not bad and len(found) == 21
+    assert not bad and len(found) == 20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "rows"),
     [
-        (15, [("zero1", 2), ("hybrid", 1), ("full_shard", 2)]),
+        (8, [("zero1", 2), ("hybrid", 1), ("full_shard", 2)]),
         pytest.param(50, ROWS, marks=pytest.mark.full),
     ],
 )

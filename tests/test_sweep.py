@@ -570,6 +570,7 @@ def test_results_of_other_machines_are_appended_and_stay(tmp_path, stand_in, mon
 # --- running, with training
 
 
+@pytest.mark.full
 def test_a_point_of_two_ranks_runs_under_torchrun(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
