@@ -185,27 +185,24 @@ def apply(
     (`find_units`); what is left is the root unit. `block_classes` says which modules are blocks:
     None finds them (`find_blocks`), set() is for a model without any.
 
-    Values that the model has on rank 0 are kept. What is on the meta device gets its values unit by
-    unit, so that no rank ever holds the whole model: by `initial_value`, or without it by the
-    method `reset_parameters` of each module, from `torch.initial_seed()`, the same in every mode
-    and on any number of ranks. The ranks share the work of `initial_value`: each name is drawn by
-    one and sent to all; by rank 0 with `values_on_rank0`, if no other rank has read the values.
-    With `load_later` nothing is drawn: load a checkpoint before a step.
+    Values that the model has on rank 0 are kept. What is on meta gets its values unit by unit, so
+    that no rank ever holds the whole model: by `initial_value`, or by each module's method
+    `reset_parameters` from `torch.initial_seed()`, the same in every mode and on any number of
+    ranks. Each value of `initial_value` is drawn by one rank and sent to all: by rank 0 with
+    `values_on_rank0`. With `load_later` nothing is drawn: load a checkpoint before a step.
 
     Parameters are fp32, and computed with in `param_dtype`: FSDP casts them and the inputs, DDP
     needs `autocast`. Buffers stay fp32: cast them where they are used. Outputs are in param_dtype:
     compute the loss in fp32. BatchNorm is computed in fp32, and its statistics are each rank's own.
 
     Call the model, not its parts or other methods, and follow each forward pass in training mode
-    by its backward pass, or a unit that is not resharded after forward starts the next one with
-    outdated parameters. Raises ValueError for invalid arguments; RuntimeError that names the
-    parameters and buffers without a value.
+    by its backward pass, or a unit that is not resharded after forward keeps outdated parameters.
+    Raises ValueError for invalid arguments, RuntimeError that names what is left without a value.
     """
     for sentence in _problems(model, mode, mesh, split_block is not None, options):
         raise ValueError(sentence)
     row, device = STRATEGIES[mode], _device(mesh)
-    if mesh.ndim == 3:
-        mesh = mesh["replicate", "shard"]
+    mesh = mesh["replicate", "shard"] if mesh.ndim == 3 else mesh
     sharded = row.engine == "fsdp"
     # DDP has no units, and needs blocks only for these two
     wanted = sharded or options.ac != "none" or options.compile
