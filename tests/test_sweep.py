@@ -239,6 +239,7 @@ def test_psutil_is_asked_for_only_where_runs_are_started(tmp_path, stand_in, mon
     assert "1 waiting" in here("status", tmp_path / "out")
 
 
+@pytest.mark.full
 def test_matplotlib_is_asked_for_only_where_it_draws(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
     env = environ()
@@ -505,6 +506,7 @@ def test_a_report_on_several_folders_leaves_theirs(swept, tmp_path, monkeypatch)
     assert {p: p.read_bytes() for f in folders for p in f.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.full
 def test_a_full_disk_ends_a_sweep_with_a_sentence_and_loses_nothing(tmp_path, stand_in):
     script, ran = stand_in
     disk = tmp_path / "disk"

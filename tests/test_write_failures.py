@@ -38,7 +38,7 @@ ALL_FAULTS = {
     "rename": (0, rf"{EIO} \(rank 0\)"),
     "latest": (0, rf"{EIO} \(rank 0\)"),
 }
-EVERYDAY = {"limit", "permission", "latest"}  # the others in make test-all only
+EVERYDAY = {"limit", "latest"}  # the others in make test-all only
 FAULTS = {fault: how for fault, how in ALL_FAULTS.items() if FULL or fault in EVERYDAY}
 LAST = {"limit": 0, "permission": -1} | ({"manifest": 0} if FULL else {})
 
