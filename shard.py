@@ -746,6 +746,7 @@ class _Values:
                 getattr(module, name, lambda: None)()
 
     def _draw(self, module: nn.Module, leaf: str) -> None:
+        """Copy the value of `initial_value` into a parameter or buffer, if it has one for it."""
         assert self.initial_value is not None
         name, tensor = f"{self.names[module]}.{leaf}".lstrip("."), getattr(module, leaf)
         with suppress(KeyError):

@@ -89,7 +89,7 @@ def _merge(
         merged = _merge_screened(best, index, queries, block, first)
         if merged:
             return merged
-    fast = queries.is_cpu and cpu_kernels.ONEDNN
+    fast = queries.is_cpu and cpu_kernels.prefers_onednn()
     similar = cpu_kernels.linear_op(queries, block) if fast else queries @ block.T  # (Q, n)
     values, places = similar.topk(min(k, len(block)), dim=1)
     return _keep_best(best, index, values, places + first, k)

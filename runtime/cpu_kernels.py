@@ -15,6 +15,7 @@ it needs torch alone.
 """
 
 import platform
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,16 @@ PLAIN_TOKENS = {torch.bfloat16: 320, torch.float32: 100}
 PLAIN_TYPES = (Tensor, nn.Parameter)  # not DTensor, not fake tensors: they have their own rules
 
 
-def _is_amd() -> bool:
-    """Tell whether the CPU is one of AMD's, by what Linux or Windows says."""
+@cache
+def prefers_onednn() -> bool:
+    """Tell whether there is MKL to avoid and oneDNN to use: on a CPU of AMD's, by its vendor id."""
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
     try:
-        said = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        said = platform.processor()
-    return "AuthenticAMD" in said
-
-
-# Whether there is MKL to avoid and oneDNN to use
-ONEDNN = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and _is_amd()
+        vendor = Path("/proc/cpuinfo").read_text()
+    except OSError:  # Windows
+        vendor = platform.processor()
+    return "AuthenticAMD" in vendor
 
 
 def apply_to(model: nn.Module) -> None:
@@ -48,7 +48,7 @@ def apply_to(model: nn.Module) -> None:
     values of parameters do not change. Works on the meta device too; before sharding.
     """
     for module in model.modules():
-        if ONEDNN and type(module) is nn.Linear:
+        if prefers_onednn() and type(module) is nn.Linear:
             module.__class__ = OneDNNLinear
         if hasattr(module, "attend"):
             module.attend = cpu_attention  # type: ignore[assignment]

@@ -19,7 +19,7 @@ HAS_ONEDNN = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_avai
 @pytest.fixture(autouse=True)
 def as_on_amd(monkeypatch):
     """Whatever CPU the tests run on, oneDNN's products are tested."""
-    monkeypatch.setattr(cpu_kernels, "ONEDNN", HAS_ONEDNN)
+    monkeypatch.setattr(cpu_kernels, "prefers_onednn", lambda: HAS_ONEDNN)
 
 
 def with_kernels(model: nn.Module) -> nn.Module:
@@ -117,7 +117,7 @@ def test_a_model_with_them_is_the_same_model():
 
 
 def test_products_stay_with_mkl_on_other_cpus(monkeypatch):
-    monkeypatch.setattr(cpu_kernels, "ONEDNN", False)
+    monkeypatch.setattr(cpu_kernels, "prefers_onednn", lambda: False)
     model = with_kernels(vit.ViTMAE(vit.ViTConfig(48, 1, 96, 4, 4), 24))
     assert cpu_kernels.OneDNNLinear not in map(type, model.modules())
     assert model.blocks[0].attn.attend is cpu_kernels.cpu_attention

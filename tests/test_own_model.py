@@ -462,11 +462,11 @@ def unequal_ranks() -> tuple[list[str], list[str]]:
     with pytest.raises((ValueError, RuntimeError), match=r"before\.weight"):
         wrong = partial(value, wrong="before.weight")
         shard.apply(build_meta(Language), "full_shard", grid, initial_value=wrong)
-    first = partial(shard.apply, mode="full_shard", mesh=grid, initial_value=value)
-    model = first(build_meta(Language), values_on_rank0=True)
+    sharded = partial(shard.apply, mode="full_shard", mesh=grid, initial_value=value)
+    model = sharded(build_meta(Language), values_on_rank0=True)
     assert all(value.eq(0).all() for value in full_parameters(model).values())
     drawn.clear()
-    values = full_parameters(first(build_meta(Language))).values()
+    values = full_parameters(sharded(build_meta(Language))).values()
     assert {float(v.flatten()[0]) for v in values} == {0.0, 1.0}
     assert all(v.eq(v.flatten()[0]).all() for v in values)
     dist.destroy_process_group()

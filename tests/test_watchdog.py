@@ -112,7 +112,7 @@ def watched(environ, folder, work):
     )
     try:
         work(watch, rank)
-    except RuntimeError as error:  # a rank that left before this one read the verdict: as Session
+    except RuntimeError as error:  # a rank left before this one read the verdict
         watch.exit_now(f"rank {rank}: {error}", 5)
     watch.stop()
     dist.barrier()
