@@ -35,7 +35,6 @@ import vit
 from runtime import cpu_kernels, image_source, tensor_parallel, topology
 from runtime.agreement import mean_over_ranks, run_on_rank0
 from runtime.bad_images import BadImageLog
-from runtime.config import Run, with_images
 from runtime.device_batches import NO_BATCH, Batch, open_batches
 from runtime.flags import parse
 from runtime.initial_values import initial_values
@@ -43,6 +42,7 @@ from runtime.log import open_log, open_tensorboard
 from runtime.meter import Meter, compile_seconds
 from runtime.record import finish, loss_of_zero, report_start
 from runtime.resume import Saves, list_newest_first, resume
+from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
 from runtime.step_guard import StepGuard
 

@@ -30,7 +30,8 @@ from planner import estimate
 from planner.machines import MACHINES
 from planner.traffic import PlannedRun
 from runtime import peak_flops, step_profile
-from runtime.config import Config, resolve
+from runtime.config import Config
+from runtime.run import resolve
 from runtime.step_guard import StepGuard
 
 WARM, TIMED = 3, 5  # steps

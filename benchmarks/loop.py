@@ -31,10 +31,11 @@ import train_fsdp
 import vit
 from runtime import device_batches
 from runtime.bad_images import BadImageLog
-from runtime.config import Config, Run, resolve, with_images
+from runtime.config import Config
 from runtime.log import Log, open_log
 from runtime.meter import Meter
 from runtime.resume import Saves
+from runtime.run import Run, resolve, with_images
 from runtime.session import Session, manual_gc
 from runtime.step_guard import StepGuard
 from runtime.synthetic_images import SyntheticImages

@@ -35,7 +35,8 @@ from benchmarks import peers
 from planner import estimate
 from planner.traffic import PlannedRun
 from runtime import comm_counter, cpu_kernels
-from runtime.config import Config, resolve
+from runtime.config import Config
+from runtime.run import resolve
 from runtime.step_guard import StepGuard
 
 OURS, PLAIN, PEER = ("ddp", "full_shard", "hybrid"), "fully_shard", "transformers"

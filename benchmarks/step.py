@@ -37,7 +37,8 @@ import data
 import mesh
 import train_fsdp
 import vit
-from runtime.config import DTYPES, Config, resolve
+from runtime.config import DTYPES, Config
+from runtime.run import resolve
 from runtime.step_guard import StepGuard
 
 CONTESTANTS = ("vit", "ddp", "hybrid", "transformers", "timm")

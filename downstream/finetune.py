@@ -35,7 +35,7 @@ from downstream.pretrained import Pretrained, check_fits, read_pretrained
 from runtime import cpu_kernels, flags, image_source, signals
 from runtime.agreement import run_on_rank0
 from runtime.bad_images import BadImageLog
-from runtime.config import RESULT, Config, Run, flag, with_images
+from runtime.config import RESULT, Config, flag
 from runtime.device_batches import Batch, open_batches
 from runtime.log import open_log
 from runtime.meter import Meter
@@ -43,6 +43,7 @@ from runtime.model_size import FIELDS
 from runtime.ranges import MOST_STEPS, filled, number, whole
 from runtime.record import finish, versions
 from runtime.resume import list_newest_first, resume
+from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
 from runtime.step_guard import StepGuard
 from train_fsdp import train

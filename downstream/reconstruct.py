@@ -13,9 +13,9 @@ import mesh
 import vit
 from downstream.images import fixed_noise, open_eval_loader
 from downstream.pretrained import build_pretrained, read_pretrained
-from runtime.config import check_masking
 from runtime.image_source import list_folder
 from runtime.ranges import filled, number, whole
+from runtime.run import check_masking
 
 HELP = "a picture: removed patches, filled in"
 COLUMNS = ("original", "masked", "prediction", "prediction + visible")

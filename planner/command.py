@@ -7,8 +7,8 @@ from planner.estimate import Plan, make_plan
 from planner.machines import MACHINES, read_machine
 from planner.traffic import PlannedRun
 from runtime import flags
-from runtime.config import resolve
 from runtime.ranges import filled, number, whole
+from runtime.run import resolve
 
 
 def plan_parser() -> flags.TrainingParser:

@@ -37,11 +37,12 @@ from planner.machines import MACHINES
 from planner.memory import GIB
 from runtime import agreement, image_source
 from runtime.comm_counter import CommEvent, Unsupported, counting
-from runtime.config import Config, Run, check_masking, resolve, with_images
+from runtime.config import Config
 from runtime.flags import print_error
 from runtime.memory_fit import planned
 from runtime.record import describe, start_record
 from runtime.resume import list_newest_first, read_run_state
+from runtime.run import Run, check_masking, resolve, with_images
 from runtime.step_guard import StepGuard
 
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same

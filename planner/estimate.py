@@ -31,7 +31,7 @@ from planner.traffic import (
     model_units,
     run_units,
 )
-from runtime.config import check_masking, check_tensor_parallel
+from runtime.run import check_masking, check_tensor_parallel
 
 # ---------------------------------------------------------------------------------------------
 # Does it fit

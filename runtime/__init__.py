@@ -1,7 +1,7 @@
 """What keeps a run alive and observable; it can skip a bad step but never alters a good one.
 
-Read config, flags, session (with agreement and watchdog), step_guard, meter, log, record, resume,
-initial_values, image_source (with synthetic_images), device_batches (with loader_workers),
+Read config, run, flags, session (with agreement and watchdog), step_guard, meter, log, record,
+resume, initial_values, image_source (with synthetic_images), device_batches (with loader_workers),
 bad_images (with bad_images_csv), memory_fit; then topology, run_profile (with step_profile and
 comm_counter), evaluation, tensor_parallel, cpu_kernels, peak_flops, and the small ones: ranges,
 model_size, progress, signals, terminal.

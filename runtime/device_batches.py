@@ -14,7 +14,7 @@ import data
 import mesh
 from runtime import loader_workers
 from runtime.agreement import AgreedError
-from runtime.config import Run
+from runtime.run import Run
 
 
 @dataclass(frozen=True)

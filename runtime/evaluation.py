@@ -21,8 +21,8 @@ import vit
 from downstream.images import EvalBatch, fixed_noise, open_eval_loader
 from downstream.reconstruct import draw_rows, notes, reconstructions
 from runtime.agreement import gather_to_rank0
-from runtime.config import Run
 from runtime.image_source import EVAL_FOLDER, share_eval_images
+from runtime.run import Run
 from runtime.session import Session
 
 PICTURED = 8  # images of a picture, where a local batch has so many

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import vit
 from runtime.agreement import run_on_rank0
-from runtime.config import Run
+from runtime.run import Run
 
 
 def initial_values(run: Run, needed: bool = True) -> Callable[[str, torch.Size], Tensor]:

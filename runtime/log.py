@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from runtime.agreement import gather_to_rank0, run_on_rank0
-from runtime.config import Run
 from runtime.peak_flops import peak_flops
+from runtime.run import Run
 from runtime.step_guard import StepVerdict
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from runtime.config import Run
 from runtime.peak_flops import peak_flops
+from runtime.run import Run
 
 # of PyTorch's allocators, whose errors have types of their own on a GPU only, of NCCL and cuBLAS
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED")

@@ -17,7 +17,6 @@ import vit
 from runtime import cpu_kernels
 from runtime.agreement import AgreedError, mean_over_ranks
 from runtime.bad_images import BadImageLog, describe_loaders
-from runtime.config import Run
 from runtime.device_batches import Batch
 from runtime.flags import TORCHRUN_NOTE
 from runtime.log import Log, device_memory
@@ -25,6 +24,7 @@ from runtime.memory_fit import planned
 from runtime.meter import Meter
 from runtime.peak_flops import peak_flops
 from runtime.resume import Saves, mark_done
+from runtime.run import Run
 from runtime.session import Session
 from runtime.step_guard import StepGuard
 

@@ -17,8 +17,9 @@ from torch import nn
 
 import checkpoint
 from runtime.agreement import AgreedError, run_on_rank0
-from runtime.config import Run, decisive, save_interval
+from runtime.config import save_interval
 from runtime.log import Log, rename_old_log
+from runtime.run import Run, decisive
 from runtime.session import Session
 
 Result = TypeVar("Result")

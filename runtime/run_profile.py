@@ -8,8 +8,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from runtime import comm_counter, step_profile
-from runtime.config import Run
 from runtime.log import Log
+from runtime.run import Run
 
 
 class RunProfile:

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from mesh import DIMENSIONS, Ranks, build_mesh, init_ranks, pick_device, read_ranks
 from runtime import flags, terminal
 from runtime.agreement import AgreedError, gather_to_rank0, run_on_rank0
-from runtime.config import resolve
 from runtime.ranges import number
+from runtime.run import resolve
 
 # The GCDs of local ranks 0 to 7 under Frontier's srun line (`-c7 --gpus-per-task=1
 # --gpu-bind=closest`), from OLCF's Frontier user guide. GCDs 0 1, 2 3, 4 5, 6 7 are a package: 200

@@ -14,7 +14,7 @@ import numpy as np
 import data
 import mesh
 from runtime import agreement, loader_workers
-from runtime.config import Run
+from runtime.run import Run
 from storage.image_list import ImageList
 from storage.staged_images import Staged
 

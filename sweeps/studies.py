@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import mesh
-from runtime.config import check_tensor_parallel
 from runtime.model_size import model_config
+from runtime.run import check_tensor_parallel
 from sweeps.attempts import last_error, read_text
 
 Point = dict[str, str]

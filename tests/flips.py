@@ -28,7 +28,8 @@ import checkpoint  # noqa: E402
 import mesh  # noqa: E402
 from runtime import resume  # noqa: E402
 from runtime.agreement import AgreedError  # noqa: E402
-from runtime.config import Config, Run  # noqa: E402
+from runtime.config import Config  # noqa: E402
+from runtime.run import Run  # noqa: E402
 
 FLAGS = {"model": "tiny", "seed": 0, "blr": 1e-3, "clip": None, "out": "a", "steps": 10}
 RUN_STATE = {

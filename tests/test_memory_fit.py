@@ -12,8 +12,8 @@ import train_fsdp
 from planner.command import read_command
 from planner.estimate import Plan
 from runtime import memory_fit
-from runtime.config import resolve
 from runtime.flags import parse
+from runtime.run import resolve
 
 
 @pytest.fixture(autouse=True)

@@ -848,7 +848,8 @@ def test_a_copy_without_this_room_reads_plain_folders_only(tmp_path):
     code = """
 import os, sys, torch.distributed as dist
 from runtime import agreement, config, device_batches, image_source
-run = config.resolve(config.Config("tiny", mode="ddp", batch=8, stage_dir="node", workers=0), 1, 1)
+from runtime.run import resolve
+run = resolve(config.Config("tiny", mode="ddp", batch=8, stage_dir="node", workers=0), 1, 1)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 real = config.Config(data=sys.argv[1])
 files, facts, steps = image_source.share_images(real, 48)

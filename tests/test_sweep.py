@@ -30,7 +30,7 @@ from planner import estimate
 from planner.command import plan_parser
 from planner.traffic import PlannedRun
 from runtime import flags
-from runtime.config import batch_sizes
+from runtime.run import batch_sizes
 from sweeps import attempts, bottleneck, drawing, figures, ladder, results, studies
 
 PUBLISHED = ROOT / "examples" / "published"

@@ -19,7 +19,8 @@ from planner.estimate import make_plan
 from planner.machines import MACHINES
 from planner.traffic import PlannedRun, collectives
 from runtime import comm_counter
-from runtime.config import Config, resolve
+from runtime.config import Config
+from runtime.run import resolve
 from runtime.step_guard import StepGuard
 
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ from ranks import Run, environment, free_port, on_ranks, read_log, run_ranks
 import data
 import train_fsdp
 from runtime import log, session
-from runtime.config import batch_sizes
 from runtime.flags import parse, training_parser
+from runtime.run import batch_sizes
 
 SMALL = [
     "--model",
