@@ -129,12 +129,17 @@ def write_every_row() -> dict:
     return found
 
 
+def sources(row: int, world: int) -> list[int]:
+    """Whose checkpoints a row loads: on 4 ranks all; on others every third, each row's as often."""
+    return [(row + d) % len(ROWS) for d in range(0, len(ROWS), 1 if world == 4 else 3)]
+
+
 def read_in_every_row() -> dict:
-    """On every rank: each row loads every checkpoint, then two losses."""
+    """On every rank: each row loads the checkpoints of its `sources`, then two losses."""
     out, found = start_a_rank(), {}
     world = dist.get_world_size()
     for i, (mode, fsdp) in enumerate(ROWS):
-        for turn, source in enumerate((i + d) % len(ROWS) for d in range(len(ROWS))):
+        for turn, source in enumerate(sources(i, world)):
             group = None if "hybrid" not in mode else 2 if world % 4 == 0 else (1, world)[turn % 2]
             # the row's own checkpoint: activation checkpointing the other way round
             model, optimizer = build(mode, fsdp, group, seed=9, ac=("full", "none")[i % 2])
@@ -202,7 +207,7 @@ def test_any_row_loads_what_any_row_wrote(of_four_ranks, world, tmp_path, monkey
     folder, written = of_four_ranks
     monkeypatch.setenv("CHECKPOINTS", str(folder))
     found = on_ranks(world, read_in_every_row, tmp_path, 1800)
-    assert len(found[0]) == len(ROWS) ** 2
+    assert found[0].keys() == {(i, s) for i in range(len(ROWS)) for s in sources(i, world)}
     differences = [
         abs(a - b) / b
         for (_, source), (*_, losses) in found[0].items()

@@ -29,7 +29,8 @@ import train_fsdp
 import vit
 from planner import dry_run, estimate, machines, memory, traffic
 from runtime import memory_fit
-from runtime.config import DTYPES, Config, resolve
+from runtime.config import DTYPES, Config
+from runtime.run import resolve
 from runtime.step_guard import StepGuard
 
 sys.path.append(str(ROOT / "examples" / "published"))
@@ -294,8 +295,15 @@ def whole_matrix(*cases: tuple) -> list:
     ],
 )
 def test_memory_is_that_of_the_tracker(model, world, mode, group, ac):
-    """With small blocks together, which is the form that has most to plan."""
-    case = (SHALLOW if model == "shallow" else vit.MODELS[model], world, mode, group, ac)
+    """With small blocks together, which is the form that has most to plan.
+
+    On many ranks with a quarter of the blocks: the tracker's time grows with ranks times blocks,
+    and blocks are alike. All blocks of 15b on 512 ranks are in the next test.
+    """
+    config = SHALLOW if model == "shallow" else vit.MODELS[model]
+    if world > 8 and model != "shallow":
+        config = replace(config, depth=config.depth // 4, decoder_depth=config.decoder_depth // 4)
+    case = (config, world, mode, group, ac)
     assert live_gib(*case) == pytest.approx(tracked_gib(*case), rel=0.03)
 
 
