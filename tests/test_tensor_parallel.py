@@ -39,8 +39,9 @@ def test_split_blocks_train_as_in_one_process(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", [PLAIN, GATED])
-@pytest.mark.parametrize(("ac", "accum"), [("none", 1), ("selective", 1), ("full", 2)])
+@pytest.mark.parametrize(
+    ("model", "ac", "accum"), [(PLAIN, "none", 1), (GATED, "selective", 1), (PLAIN, "full", 2)]
+)
 def test_every_mesh_trains_as_in_one_process(model, ac, accum, tmp_path):
     check(split_cases(model, ac=ac, accum=accum), tmp_path)
 
