@@ -856,7 +856,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     with suppress(ImportError):  # copied alone, it does without
-        from runtime import terminal
+        from runtime import process
 
-        terminal.make_safe()
+        process.make_safe()
     raise SystemExit(main())

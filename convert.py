@@ -24,8 +24,8 @@ from pathlib import Path
 
 from downstream.export import LAYOUTS, write_pretrained
 from downstream.pretrained import read_pretrained
-from runtime import terminal
-from runtime.ranges import Parser, filled, whole
+from runtime import process
+from runtime.config import Parser, filled, whole
 
 
 def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -65,5 +65,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    terminal.make_safe()
+    process.make_safe()
     raise SystemExit(main())

@@ -29,7 +29,7 @@ from planner.estimate import Plan, compare, reason
 from planner.machines import CONSTANTS, LINKS, MACHINES, Machine, build_ring, collective_seconds
 from planner.memory import GIB, MEMORY_PARTS, StepMemory
 from planner.traffic import collectives, link_bytes, model_part
-from runtime import terminal
+from runtime import process
 
 # ---------------------------------------------------------------------------------------------
 # What is printed
@@ -180,5 +180,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    terminal.make_safe()
-    sys.exit(main() or terminal.lost())
+    process.make_safe()
+    sys.exit(main() or process.lost())

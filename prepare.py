@@ -22,9 +22,9 @@ import sys
 from collections.abc import Sequence
 
 import mesh
-from runtime import terminal
-from runtime.progress import throttled_progress
-from runtime.ranges import Parser, filled, whole
+from runtime import process
+from runtime.config import Parser, filled, whole
+from runtime.process import throttled_progress
 from storage.channel_stats import write_stats
 from storage.checking import check_images
 from storage.image_list import list_images, save_index
@@ -110,5 +110,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # main says how to resume
-    terminal.make_safe()
+    process.make_safe()
     raise SystemExit(main())

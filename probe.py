@@ -21,9 +21,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from runtime import terminal
+from runtime import process
+from runtime.config import Parser, filled, whole
 from runtime.device_batches import LoaderFailed
-from runtime.ranges import Parser, filled, whole
 
 # To add a subcommand: one row, and a module with HELP, add_arguments(parser) and run(args), which
 # returns the exit status and raises ValueError or OSError, one sentence, where it fails.
@@ -73,5 +73,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    terminal.make_safe()
+    process.make_safe()
     raise SystemExit(main())

@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runtime import terminal
-from runtime.ranges import MOST_SECONDS, Parser, filled, number, whole
+from runtime import process
+from runtime.config import MOST_SECONDS, Parser, filled, number, whole
 from sweeps import attempts, results, slurm, studies
 from sweeps.folder import Sweep
 from sweeps.studies import Point
@@ -291,7 +291,7 @@ def stop(number: int, frame: Any) -> NoReturn:
 
 
 if __name__ == "__main__":
-    terminal.make_safe()
+    process.make_safe()
     for _number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(_number, stop)
     raise SystemExit(main())

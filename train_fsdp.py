@@ -11,10 +11,10 @@ runtime/. This file covers, in order: one step, the model, the loop, the run.
 if __name__ == "__main__":
     # Above the imports, which take seconds: a signal during them must not kill the process. Slurm
     # sends one shortly before the time limit; the loop then saves and leaves.
-    from runtime import signals, terminal
+    from runtime import process
 
-    terminal.make_safe()
-    RECEIVED = signals.collect()
+    process.make_safe()
+    RECEIVED = process.collect()
 
 import gc
 import math
@@ -32,19 +32,17 @@ import data
 import mesh
 import shard
 import vit
-from runtime import cpu_kernels, image_source, tensor_parallel, topology
-from runtime.agreement import mean_over_ranks, run_on_rank0
+from runtime import devices, image_source, tensor_parallel, topology
+from runtime.agreement import StepGuard, mean_over_ranks, run_on_rank0
 from runtime.bad_images import BadImageLog
+from runtime.config import parse
 from runtime.device_batches import NO_BATCH, Batch, open_batches
-from runtime.flags import parse
 from runtime.initial_values import initial_values
-from runtime.log import open_log, open_tensorboard
-from runtime.meter import Meter, compile_seconds
+from runtime.log import Meter, compile_seconds, open_log, open_tensorboard
 from runtime.record import finish, loss_of_zero, report_start
 from runtime.resume import Saves, list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
-from runtime.step_guard import StepGuard
 
 # ---------------------------------------------------------------------------------------------
 # One step
@@ -125,7 +123,7 @@ def build_meta_model(run: Run, device: torch.device) -> nn.Module:
     with torch.device("meta"):
         model = vit.ViTMAE(run.model, run.config.img_size, run.config.norm_pix_loss)
     if device.type == "cpu":  # on a GPU PyTorch's own kernels are the fast ones
-        cpu_kernels.apply_to(model)
+        devices.apply_to(model)
     return model
 
 
@@ -297,7 +295,7 @@ def run_training(run: Run, session: Session) -> str | None:
     report_start(run, session, guard.done, workers)
     profile, observe = None, cast(Callable[[int], AbstractContextManager], nullcontext)
     if config.profile and grid and ranks.rank == 0:
-        from runtime.run_profile import RunProfile
+        from runtime.step_profile import RunProfile
 
         profile = RunProfile(run, log, device, grid, steps)
         observe = profile.step

@@ -170,7 +170,7 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Multi-head self-attention with one fused qkv matrix: (B, T, D) -> (B, T, D)."""
 
-    # An attribute, so that another kernel can take its place from outside (runtime/cpu_kernels.py).
+    # An attribute, so that another kernel can take its place from outside (runtime/devices.py).
     attend = staticmethod(F.scaled_dot_product_attention)  # 3 x (B, N, T, E) -> (B, N, T, E)
 
     def __init__(self, width: int, heads: int) -> None:

@@ -29,10 +29,10 @@ import vit
 from planner import estimate
 from planner.machines import MACHINES
 from planner.traffic import PlannedRun
-from runtime import peak_flops, step_profile
+from runtime import devices, step_profile
+from runtime.agreement import StepGuard
 from runtime.config import Config
 from runtime.run import resolve
-from runtime.step_guard import StepGuard
 
 WARM, TIMED = 3, 5  # steps
 SECONDS = {False: 15.0, True: 60.0}  # per case, roughly: eager, compiled
@@ -164,7 +164,7 @@ def measure(row: Row, img_size: int, device: torch.device, folder: Path | None) 
     row.step_seconds = statistics.median(seconds)
     row.images_per_second = row.batch / row.step_seconds
     row.tflops = row.images_per_second * flops / 1e12
-    peak, _ = peak_flops.peak_flops(device)
+    peak, _ = devices.peak_flops(device)
     row.mfu = row.tflops * 1e12 / peak if peak else None
     if device.type == "cuda":
         row.peak_gib = torch.cuda.max_memory_allocated(device) / 2**30

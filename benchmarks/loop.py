@@ -30,15 +30,14 @@ import mesh
 import train_fsdp
 import vit
 from runtime import device_batches
+from runtime.agreement import StepGuard
 from runtime.bad_images import BadImageLog
 from runtime.config import Config
-from runtime.log import Log, open_log
-from runtime.meter import Meter
+from runtime.image_source import SyntheticImages
+from runtime.log import Log, Meter, open_log
 from runtime.resume import Saves
 from runtime.run import Run, resolve, with_images
 from runtime.session import Session, manual_gc
-from runtime.step_guard import StepGuard
-from runtime.synthetic_images import SyntheticImages
 
 BEFORE = 3  # steps that nobody counts
 LR = 1e-5

@@ -34,10 +34,10 @@ import vit
 from benchmarks import peers
 from planner import estimate
 from planner.traffic import PlannedRun
-from runtime import comm_counter, cpu_kernels
+from runtime import devices, step_profile
+from runtime.agreement import StepGuard
 from runtime.config import Config
 from runtime.run import resolve
-from runtime.step_guard import StepGuard
 
 OURS, PLAIN, PEER = ("ddp", "full_shard", "hybrid"), "fully_shard", "transformers"
 SMALL = 1000  # bytes: norms and checks, not parameters
@@ -75,7 +75,7 @@ def plain(
     """Make a step of PyTorch's FSDP2 and fused AdamW: no gradient norm, no check for NaN."""
     model = vit.ViTMAE(config, img_size)
     vit.initialize(model)
-    cpu_kernels.apply_to(model)
+    devices.apply_to(model)
     for block in [*model.blocks, *model.decoder_blocks]:
         fully_shard(block, mesh=grid["shard"])
     fully_shard(model, mesh=grid["shard"])
@@ -112,7 +112,7 @@ def theirs(
     return step
 
 
-def alone(grid: DeviceMesh, sent: Sequence[comm_counter.CommEvent], rounds: int) -> float:
+def alone(grid: DeviceMesh, sent: Sequence[step_profile.CommEvent], rounds: int) -> float:
     """Time these collectives alone, one after the other; seconds, median of the rounds."""
     groups = {
         "shard": grid.get_group("shard"),
@@ -134,7 +134,7 @@ def alone(grid: DeviceMesh, sent: Sequence[comm_counter.CommEvent], rounds: int)
     return statistics.median(timed(lambda: [call() for call in work]) for _ in range(rounds))
 
 
-def count_bytes(sent: Sequence[comm_counter.CommEvent], grid: DeviceMesh) -> Counter[str]:
+def count_bytes(sent: Sequence[step_profile.CommEvent], grid: DeviceMesh) -> Counter[str]:
     """Sum the bytes by kind of collective; one in a group of a single rank sends nothing."""
     sizes = {name: grid[name].size() for name in ("shard", "replicate")} | {"world": grid.size()}
     counted = Counter[str]()
@@ -153,12 +153,12 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def count_collectives(step: Callable[[], object], grid: DeviceMesh) -> list[comm_counter.CommEvent]:
+def count_collectives(step: Callable[[], object], grid: DeviceMesh) -> list[step_profile.CommEvent]:
     """Make steps, the last one counted; return its collectives of parameters or gradients."""
     for _ in range(3):  # DDP rebuilds its buckets after the first
         step()
-    found: list[comm_counter.CommEvent] = []
-    with comm_counter.counting(grid, found):
+    found: list[step_profile.CommEvent] = []
+    with step_profile.counting(grid, found):
         step()
     return [c for c in found if c.size > SMALL]
 

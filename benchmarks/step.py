@@ -37,9 +37,9 @@ import data
 import mesh
 import train_fsdp
 import vit
+from runtime.agreement import StepGuard
 from runtime.config import DTYPES, Config
 from runtime.run import resolve
-from runtime.step_guard import StepGuard
 
 CONTESTANTS = ("vit", "ddp", "hybrid", "transformers", "timm")
 OURS = ("vit", "ddp", "hybrid")

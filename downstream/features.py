@@ -23,7 +23,7 @@ import data
 import vit
 from downstream.images import open_eval_loader
 from downstream.pretrained import Pretrained, build_pretrained
-from runtime import agreement, cpu_kernels
+from runtime import agreement, devices
 from runtime.device_batches import LoaderFailed
 
 BATCH = 64  # images; always as many, so that any number of ranks computes the same bits
@@ -101,7 +101,7 @@ def build_encoder(
     if source.load:
         model = build_pretrained(source.load(), device, options.img_size)
         if device.type == "cpu":
-            cpu_kernels.apply_to(model)
+            devices.apply_to(model)
 
     @torch.inference_mode()
     def encode(images: Tensor) -> np.ndarray:

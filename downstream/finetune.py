@@ -32,20 +32,28 @@ from downstream.classifier import (
 )
 from downstream.images import open_eval_loader
 from downstream.pretrained import Pretrained, check_fits, read_pretrained
-from runtime import cpu_kernels, flags, image_source, signals
-from runtime.agreement import run_on_rank0
+from runtime import devices, image_source, process
+from runtime.agreement import StepGuard, run_on_rank0
 from runtime.bad_images import BadImageLog
-from runtime.config import RESULT, Config, flag
+from runtime.config import (
+    FIELDS,
+    MOST_STEPS,
+    RESULT,
+    Config,
+    TrainingParser,
+    add_flags,
+    filled,
+    flag,
+    make_config,
+    number,
+    whole,
+)
 from runtime.device_batches import Batch, open_batches
-from runtime.log import open_log
-from runtime.meter import Meter
-from runtime.model_size import FIELDS
-from runtime.ranges import MOST_STEPS, filled, number, whole
+from runtime.log import Meter, open_log
 from runtime.record import finish, versions
 from runtime.resume import list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
-from runtime.step_guard import StepGuard
 from train_fsdp import train
 
 HELP = "train the encoder, or its last blocks, as a classifier"
@@ -106,13 +114,13 @@ class TuningRun(Run):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this subcommand."""
-    flags.add_flags(parser, Tuning, LEFT_OUT)
+    add_flags(parser, Tuning, LEFT_OUT)
 
 
-@flags.errors_name("probe.py")
+@process.errors_name("probe.py")
 def run(args: argparse.Namespace) -> int:
     """Fine-tune; return the exit status: 0 done or stopped, 1 failed, 2 refused."""
-    received = signals.collect()
+    received = process.collect()
     try:
         pretrained = read_pretrained(args.run)
         if Path(args.run).resolve().is_relative_to(Path(args.out).resolve()):
@@ -123,15 +131,15 @@ def run(args: argparse.Namespace) -> int:
         check_fits(pretrained, pretrained.config, img_size)
         image_source.check_folder(args.test, "--test")
     except (OSError, ValueError) as error:
-        return flags.usage_error(str(error))
+        return process.usage_error(str(error))
     # the model of other code may have a shape of its own
     shape = ",".join(f"{name}={getattr(pretrained.config, name):d}" for name in FIELDS)
     known = {row.name: row.default for row in fields(Tuning)} | vars(args)
     known |= {"run": "real", "model": pretrained.size or f"base:{shape}"}
     known |= {"channels": pretrained.config.channels}
     known |= {"img_size": img_size, "norm_pix_loss": pretrained.norm_pix_loss}
-    parser = flags.TrainingParser(flags.PROGRAM)
-    config = flags.make_config(parser, argparse.Namespace(**known), Tuning)
+    parser = TrainingParser(process.PROGRAM)
+    config = make_config(parser, argparse.Namespace(**known), Tuning)
     return run_session(config, partial(run_tuning, pretrained), received)
 
 
@@ -256,7 +264,7 @@ def build_meta_classifier(run: TuningRun, device: torch.device) -> Classifier:
     with torch.device("meta"):
         model = Classifier(run.model, c.img_size, run.classes, c.pool, c.freeze_blocks)
     if device.type == "cpu":
-        cpu_kernels.apply_to(model)
+        devices.apply_to(model)
     return model
 
 

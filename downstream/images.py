@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import data
-from runtime import loader_workers
+from runtime import process
 from runtime.device_batches import loader_errors
 
 Sample = tuple[Tensor | str, int, int]  # pixels (C, H, W) or why there are none, label, index
@@ -109,8 +109,8 @@ def open_eval_loader(
             sampler=range(len(files)) if indices is None else indices,
             num_workers=workers,
             collate_fn=images.collate,
-            multiprocessing_context=loader_workers.fork_server() if workers else None,
-            worker_init_fn=loader_workers.start_worker,
+            multiprocessing_context=process.fork_server() if workers else None,
+            worker_init_fn=process.start_worker,
             generator=torch.Generator(),  # or it would draw from the global one
             prefetch_factor=4 if workers else None,
         )

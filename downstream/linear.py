@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from downstream.scores import add_score_arguments, run_scores
-from runtime.ranges import number, whole
+from runtime.config import number, whole
 
 HELP = "a score by training a linear classifier on frozen features"
 EPOCHS = 90

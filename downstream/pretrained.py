@@ -15,7 +15,7 @@ import data
 import vit
 from downstream.layouts import DECODER, infer_config
 from downstream.weight_files import read_weights
-from runtime.model_size import model_config
+from runtime.config import model_config
 
 POSITIONS = ("pos_embed", "decoder_pos_embed")
 

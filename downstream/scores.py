@@ -32,9 +32,9 @@ from downstream.features import (
 )
 from downstream.pretrained import Pretrained, random_weights, read_pretrained
 from runtime import agreement
+from runtime.config import filled, number, whole
 from runtime.image_source import check_folder, list_folder
-from runtime.progress import throttled_progress
-from runtime.ranges import filled, number, whole
+from runtime.process import throttled_progress
 
 # (training rows, their labels (N,), test rows, classes, seed, device) -> scores (Q, classes)
 Classify = Callable[[Rows, Tensor, Rows, int, int, torch.device], Tensor]

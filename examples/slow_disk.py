@@ -28,10 +28,10 @@ ImageList.read = read_slowly  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     import train_fsdp
-    from runtime import signals
+    from runtime import process
 
     if not sys.argv[1:] or not sys.argv[1].isdigit():
         raise SystemExit(
             "give the milliseconds first: python examples/slow_disk.py 30 --model tiny"
         )
-    raise SystemExit(train_fsdp.main(sys.argv[2:], received=signals.collect()))
+    raise SystemExit(train_fsdp.main(sys.argv[2:], received=process.collect()))

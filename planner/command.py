@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from planner.estimate import Plan, make_plan
 from planner.machines import MACHINES, read_machine
 from planner.traffic import PlannedRun
-from runtime import flags
-from runtime.ranges import filled, number, whole
+from runtime.config import TrainingParser, filled, make_config, number, training_parser, whole
 from runtime.run import resolve
 
 
-def plan_parser() -> flags.TrainingParser:
+def plan_parser() -> TrainingParser:
     """Add the flags of the plan to those of train_fsdp.py."""
-    parser = flags.training_parser("plan.py")
+    parser = training_parser("plan.py")
     parser.description = (
         "What a run will need, before it is queued: memory, traffic and time, by arithmetic alone. "
         "It takes the whole command line of train_fsdp.py, refuses what that refuses, and plans "
@@ -43,7 +42,7 @@ def read_command(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     try:
         machine = read_machine(args.machine)
         args.world_size = args.world_size or machine.ranks_per_node
-        config = flags.make_config(parser, args)
+        config = make_config(parser, args)
         run = resolve(config, args.world_size, machine.ranks_per_node)
         alone = {"encoder_only": args.encoder_only, "freeze_blocks": args.freeze_blocks}
         resolved = run.record() | alone

@@ -36,14 +36,14 @@ import shard
 from planner.machines import MACHINES
 from planner.memory import GIB
 from runtime import agreement, image_source
-from runtime.comm_counter import CommEvent, Unsupported, counting
+from runtime.agreement import StepGuard
 from runtime.config import Config
-from runtime.flags import print_error
-from runtime.memory_fit import planned
+from runtime.devices import planned
+from runtime.process import print_error
 from runtime.record import describe, start_record
 from runtime.resume import list_newest_first, read_run_state
 from runtime.run import Run, check_masking, resolve, with_images
-from runtime.step_guard import StepGuard
+from runtime.step_profile import CommEvent, Unsupported, counting
 
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same
 

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from runtime.peak_flops import PEAK_FLOPS
+from runtime.devices import PEAK_FLOPS
 
 LINKS = ("package", "node", "network")
 
@@ -61,7 +61,7 @@ class Machine:
 _NAMES = [field.name for field in fields(Machine)]
 CONSTANTS = tuple(_NAMES[_NAMES.index("efficiency") : _NAMES.index("fitted")])
 
-# Sources. Peaks: runtime/peak_flops.py. Memory: the capacity in PyTorch's out-of-memory messages,
+# Sources. Peaks: runtime/devices.py. Memory: the capacity in PyTorch's out-of-memory messages,
 # which is a little less than the data sheet's. Host: PCIe's 32 (Gen4) or 64 GB/s (Gen5) less 15 %.
 
 # NVIDIA's data sheets of the A100 (NVLink 600 GB/s both ways, fp32 19.5 of 312) and of the

@@ -1,8 +1,6 @@
 """What keeps a run alive and observable; it can skip a bad step but never alters a good one.
 
-Read config, run, flags, session (with agreement and watchdog), step_guard, meter, log, record,
-resume, initial_values, image_source (with synthetic_images), device_batches (with loader_workers),
-bad_images (with bad_images_csv), memory_fit; then topology, run_profile (with step_profile and
-comm_counter), evaluation, tensor_parallel, cpu_kernels, peak_flops, and the small ones: ranges,
-model_size, progress, signals, terminal.
+Read config, run, process, agreement, session (with watchdog), log, record, devices, resume,
+initial_values, image_source, device_batches, bad_images; then topology, step_profile, evaluation
+and tensor_parallel.
 """

@@ -5,20 +5,50 @@ bad_images.csv; too many of them end the run, on all ranks alike. The statistics
 loader are kept here too.
 """
 
+import csv
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import data
 from runtime import agreement
-from runtime.bad_images_csv import append_rows, read_paths
+from runtime.agreement import StepVerdict
 from runtime.device_batches import Batch
 from runtime.log import Log
-from runtime.step_guard import StepVerdict
+
+COLUMNS = ("path", "reason", "step")
+
+
+def append_rows(path: str, rows: Sequence[tuple[str, str, int | None]]) -> None:
+    """Append (path, reason, step or None), with a heading where the file is new; OSError.
+
+    The step is the first in which the image was found, counted from 1.
+    """
+    if not rows:
+        return
+    new = not os.path.exists(path)
+    with open(path, "a", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.writer(file)
+        if new:
+            writer.writerow(COLUMNS)
+        writer.writerows(rows)
+
+
+def read_paths(path: str) -> set[str]:
+    """Read the paths that are listed, if any; ValueError where `path` is no regular file."""
+    if not os.path.exists(path):
+        return set()
+    if not os.path.isfile(path):  # opening a FIFO would not return
+        raise ValueError(f"{path} is no file: move it away")
+    with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+        return {row["path"] for row in csv.DictReader(file) if row.get("path")}
+
 
 STAGES = ("read", "decode", "resize", "collate")
+
 SHOWN = 5  # bad images of one `sync` that are also named on the terminal
+
 LISTED = 20  # ranks that have a line of their own in a report
 
 

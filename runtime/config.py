@@ -1,24 +1,120 @@
-"""The one table of flags: `Config` is what was typed; what follows from it is in run.py.
+"""The one table of flags, `Config`, and its parser; what follows from the flags is in run.py.
 
 To add a flag, add a field to `Config` and use it: parser, --help, resume check, plan, sweep and log
 read the table. What a flag means is the business of the file that uses it.
 """
 
 import argparse
-from collections.abc import Callable, Collection, Mapping
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
+from typing import Any, Literal, NoReturn
 
 import torch
 
 import shard
 import vit
-from runtime.model_size import model_size
-from runtime.ranges import MOST_SECONDS, MOST_STEPS, filled, number, whole
+from runtime.process import usage_error
+
+MOST_SECONDS = 7 * 24 * 3600  # of any limit that waits
+
+MOST_STEPS = 10**8 - 1  # a checkpoint's name has eight digits
+
+
+class Parser(argparse.ArgumentParser):
+    """Print an error as one sentence; exit status 2. Flags are written out, not abbreviated."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **({"allow_abbrev": False} | kwargs))
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {message}", file=sys.stderr, flush=True)
+        raise SystemExit(2)
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Make an argparse type: a whole number from `low` to `high`."""
+
+    def convert(text: str) -> int:
+        # int() itself refuses thousands of digits, and takes those of any alphabet
+        if re.fullmatch(r"-?[0-9]{1,20}", text) and low <= int(text) <= high:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number from {low} to {high}")
+
+    return convert
+
+
+def number(low: float, high: float) -> Callable[[str], float]:
+    """Make an argparse type: a number from `low` to `high`."""
+
+    def convert(text: str) -> float:
+        plain = re.fullmatch(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", text)
+        if plain and low <= float(text) <= high:
+            return float(text)
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number from {low:g} to {high:g}")
+
+    return convert
+
+
+def filled(text: str) -> str:
+    """Be an argparse type: any text but none, which is what an unset variable of a shell gives."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is empty: is a shell variable unset?")
+    return text
+
+
+# What may follow the name of a row. Not `channels`: --channels is a flag, also of the images.
+FIELDS: Mapping[str, int] = {  # the largest value of each
+    field.name: 1 if field.type is bool else 10**6
+    for field in fields(vit.ViTConfig)
+    if field.name != "channels"
+}
+
+
+def model_config(text: str) -> vit.ViTConfig:
+    """Return the shape of the model `base`, or `base:depth=6,mlp_width=1536`.
+
+    ValueError, one sentence, for a name or a field that there is not, a value out of its range, and
+    a width that is not a multiple of its heads.
+    """
+    name, colon, rest = text.partition(":")
+    if name not in vit.MODELS:
+        example = "or one of these with other fields, as base:depth=6,mlp_width=1536"
+        raise ValueError(f"there is no model {name!r:.40}: use {', '.join(vit.MODELS)}, {example}")
+    changes: dict[str, Any] = {}
+    for part in rest.split(",") if colon else ():
+        field, _, value = part.partition("=")
+        if field not in FIELDS or field in changes:
+            known = ", ".join(FIELDS)
+            raise ValueError(f"{part!r:.40} in {text!r:.80} is not one FIELD=VALUE of {known}")
+        try:
+            least = 0 if field == "gated_mlp" else 1
+            changes[field] = whole(least, FIELDS[field])(value)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{field} of {text!r:.80}: {error}") from None
+    try:
+        return replace(vit.MODELS[name], **changes)
+    except ValueError as error:
+        raise ValueError(f"--model {text}: {error}") from None
+
+
+def model_size(text: str) -> str:
+    """Be an argparse type: the name of a model, as `model_config` reads it."""
+    try:
+        model_config(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 DEFAULT_STEPS = 100  # where neither --steps nor --epochs is given
+
 DEFAULT_BATCH = 32
 
 
@@ -85,7 +181,9 @@ def flag(
 
 
 SHARDING: Mapping[str, Any] = {"plan": True, "sweep": "sharding"}
+
 SETTING: Mapping[str, Any] = {"plan": True, "sweep": "setting"}
+
 RESULT: Mapping[str, Any] = {"result": True}
 
 
@@ -341,3 +439,144 @@ def names(mark: str, value: Any = None, table: type[Config] = Config) -> tuple[s
     """List the flags with a mark in the table: names("result"), names("sweep", "sharding")."""
     rows = ((row.name, row.metadata[mark]) for row in fields(table))
     return tuple(name for name, found in rows if (found == value if value else found))
+
+
+STARTUP_TIMEOUT_FACTOR = 4  # what is done for the first time may take so many times --timeout
+
+MAX_FAKE_RANKS = 2**17  # the process group of a dry run lists them all
+
+
+class TrainingParser(Parser):
+    """Print an error as one sentence, by rank 0 alone; exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(usage_error(message, program=self.prog))
+
+
+def training_parser(program: str = "train_fsdp.py") -> TrainingParser:
+    """Make the parser from the table. * marks what changes the result."""
+    parser = TrainingParser(
+        program,
+        description="Pretrain a ViT-MAE. * marks flags that decide the result of the training: a "
+        "resumed run must not change them without --allow-changes.",
+    )
+    add_flags(parser, Config)
+    return parser
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, table: type[Config], left_out: Collection[str] = ()
+) -> None:
+    """Give a parser the flags of a table, but for those left out."""
+    add = parser.add_argument
+    for row in fields(table):
+        mark = row.metadata
+        if mark["group"]:
+            add = parser.add_argument_group(mark["group"]).add_argument
+        if row.name in left_out:
+            continue
+        help = "* " * mark["result"] + mark["help"]
+        if row.default is not None and not isinstance(row.default, bool):
+            help += f" (default {row.default})"
+        options: dict[str, Any] = {"default": row.default, "help": help.replace("%", "%%")}
+        kind = mark["kind"]
+        if kind is bool and row.default is False:
+            options["action"] = "store_true"
+        elif kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif callable(kind):
+            options |= {"type": kind, "metavar": mark["unit"]}
+        else:
+            options["choices"] = kind
+        spellings = ["--" + row.name.replace("_", "-")]
+        if row.name == "run":  # torchrun takes a bare --run for its own --run-path
+            spellings, options["dest"] = ["--run-mode", "--run"], "run"
+        add(*spellings, **options, **mark["argparse"])
+
+
+def launched(environ: Mapping[str, str]) -> bool:
+    """Tell whether torchrun, or srun with more than one task, started this process."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
+    in_step = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
+    return "RANK" in environ or (in_step and tasks != "1")
+
+
+def default_mode(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    """Choose ddp for a single process, which it leaves alone; hybrid for several, or for FSDP."""
+    single = environ.get("WORLD_SIZE", "1") == "1" and ("RANK" in environ or not launched(environ))
+    if args.world_size:
+        single = args.world_size == 1
+    fsdp = [args.group, args.fsdp, args.wrap, args.prefetch, args.forward_prefetch]
+    fsdp += [args.cpu_offload, args.tp > 1, args.limit_all_gathers is not None]
+    return "ddp" if single and not any(fsdp) else "hybrid"
+
+
+def parse(argv: Sequence[str] | None) -> Config:
+    """Read the flags of a training run; one sentence and exit status 2 where they clash."""
+    parser = training_parser()
+    config = make_config(parser, parser.parse_args(argv))
+    if config.dry_run and not config.world_size:
+        parser.error("--dry-run requires --world-size")
+    if config.dry_run and not find_spec("planner"):
+        parser.error("--dry-run needs the folder planner/: copy it too")
+    if (config.eval_data or config.init_from) and not find_spec("downstream"):
+        parser.error("--eval-data and --init-from need the folder downstream/: copy it too")
+    if config.tensorboard and not find_spec("tensorboard"):
+        parser.error("--tensorboard needs the package tensorboard: pip install tensorboard")
+    if config.world_size and not config.dry_run:
+        parser.error(
+            "--world-size is for --dry-run: a real run has the ranks that its launcher starts"
+        )
+    if config.dry_run and launched(os.environ):
+        parser.error(
+            "--dry-run simulates its ranks in one process: run it without torchrun or srun"
+        )
+    if config.dry_run and (config.world_size or 0) > MAX_FAKE_RANKS:
+        parser.error(f"--dry-run steps at most {MAX_FAKE_RANKS} ranks: plan.py has the same flags")
+    return config
+
+
+def make_config(
+    parser: TrainingParser, args: argparse.Namespace, table: type[Config] = Config
+) -> Config:
+    """Make a Config of what the parser read, with the defaults that follow from the mode.
+
+    Of a table that extends it, where one is given. For every program that takes the flags of
+    training; the namespace may have more.
+    """
+    args.mode = args.mode or default_mode(args, os.environ)
+    # a plan or a dry run may be made on a login node, where the job's GPUs are not visible
+    gpu = args.device == "cuda" or (
+        args.device == "auto" and (args.world_size or torch.cuda.is_available())
+    )
+    for sentence in clashes(args, "cuda" if gpu else "cpu"):
+        parser.error(sentence)
+    # What has no meaning in this mode stays None, so that the log does not claim it.
+    for name in ("fsdp", "wrap", "prefetch", "limit_all_gathers"):
+        value = getattr(shard.ShardingOptions, name)
+        has_meaning = not any(shard.misuses(args.mode, {"fsdp": args.fsdp, name: value}))
+        if getattr(args, name) is None and has_meaning:
+            setattr(args, name, value)
+    return table(**{row.name: getattr(args, row.name) for row in fields(table)})
+
+
+def clashes(args: argparse.Namespace, device_type: str) -> Iterator[str]:
+    """Yield a sentence for each flag, given explicitly, that has no meaning with the others."""
+    given = {f.name: v for f in fields(Config) if (v := getattr(args, f.name)) != f.default}
+    yield from shard.misuses(args.mode, given, lambda name: "--" + name.replace("_", "-"))
+    use = "leave it out"
+    if args.cpu_offload and device_type == "cpu":
+        yield f"--cpu-offload moves parameters off a GPU, but this run is on the CPU: {use}"
+    if args.batch and args.global_batch:
+        yield "--batch and --global-batch: give one of them"
+    if args.steps and args.epochs:
+        yield "--steps and --epochs: give one of them"
+    steps = args.steps or DEFAULT_STEPS
+    if not args.epochs and (args.warmup_steps or 0) > steps:
+        yield f"--warmup-steps {args.warmup_steps} is more than the {steps} --steps"
+    if args.stage_dir and args.data == "synthetic":
+        yield f"--stage-dir copies images, --data synthetic has none: {use}"
+    if args.exact_decode and args.data == "synthetic":
+        yield f"--exact-decode is for JPEGs, --data synthetic has none: {use}"
+    if args.profile and args.run == "io":
+        yield "--profile is for training steps, --run io makes none: leave one of them out"

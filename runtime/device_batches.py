@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import data
 import mesh
-from runtime import loader_workers
+from runtime import process
 from runtime.agreement import AgreedError
 from runtime.run import Run
 
@@ -90,8 +90,8 @@ def device_batches(
     copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with loader_errors():
         if isinstance(loader, DataLoader) and loader.num_workers:
-            loader.multiprocessing_context = loader_workers.fork_server()
-            loader.worker_init_fn = loader_workers.start_worker
+            loader.multiprocessing_context = process.fork_server()
+            loader.worker_init_fn = process.start_worker
         batches = iter(loader)
     while step := fetch(batches, accum):
         with torch.cuda.stream(copy_stream):  # type: ignore[arg-type] # None: nothing changes

@@ -7,6 +7,9 @@ import json
 import math
 import os
 import re
+import statistics
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,11 +18,11 @@ from typing import Any, TextIO
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from runtime.agreement import gather_to_rank0, run_on_rank0
-from runtime.peak_flops import peak_flops
+from runtime.agreement import StepVerdict, gather_to_rank0, run_on_rank0
+from runtime.devices import device_memory, device_power, peak_flops
 from runtime.run import Run
-from runtime.step_guard import StepVerdict
 
 
 class Log:
@@ -174,33 +177,6 @@ class Log:
         return text
 
 
-def device_memory(device: torch.device) -> dict[str, float | int | None]:
-    """Return the peak GiB of this rank's GPU since the start, and the allocator's retries."""
-    names = ("peak_allocated_gib", "peak_reserved_gib", "alloc_retries")
-    if device.type != "cuda":
-        return dict.fromkeys(names)
-    stats = torch.cuda.memory_stats(device)
-    allocated = stats.get("allocated_bytes.all.peak", 0) / 2**30
-    reserved = stats.get("reserved_bytes.all.peak", 0) / 2**30
-    return dict(zip(names, (allocated, reserved, stats.get("num_alloc_retries", 0)), strict=True))
-
-
-def device_power(device: torch.device) -> dict[str, float]:
-    """Return the watts that this rank's GPU draws, by its driver; {} where torch cannot read them.
-
-    Of both halves of an MI250X at once, by one of them.
-    """
-    if device.type != "cuda":
-        return {}
-    try:
-        draw = torch.cuda.power_draw(device)
-    except Exception:  # no pynvml or amdsmi, or a driver that refuses: errors of many types
-        return {}
-    # NVIDIA: milliwatts; ROCm: watts so far (pytorch#197553), and no GPU draws 5 W, or 5 kW
-    watts = draw if torch.version.hip and draw < 5000 else draw / 1000
-    return {"power_watts": watts} if watts else {}
-
-
 def open_log(out: str) -> Log:
     """Open the log in the folder `out` to append, on rank 0; AgreedError if not. Collective."""
     path, log = os.path.join(out, "log.jsonl"), Log(None)
@@ -258,3 +234,60 @@ def rename_old_log(log: Log, out: str) -> None:
 
     if other := run_on_rank0(rename):
         log.say(f"note: this run begins at step 0; the log of an earlier one is now {other}")
+
+
+DATA_WAIT = "wait for data"  # name of the range in a profiler's trace
+
+
+def compile_seconds() -> float:
+    """Return the seconds that torch.compile has taken in this process so far."""
+    return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
+
+
+class Meter:
+    """Measure the steps of a loop; the clock is the host's and stops while `paused`."""
+
+    def __init__(self, begin: int, global_batch: int) -> None:
+        """Begin before step `begin`; each step has `global_batch` images of all ranks."""
+        self.begin = begin
+        self.global_batch = global_batch
+        self.rates: list[float] = []  # images per second of each interval
+        self.losses: deque[Tensor] = deque(maxlen=10)  # () each, on the device
+        self.waited = self.waited_before = 0.0  # seconds in this interval, and before it
+        self.started = self.interval_start = time.perf_counter()
+
+    @contextmanager
+    def data_wait(self) -> Iterator[None]:
+        """Count the time inside as waiting for data."""
+        start = time.perf_counter()
+        with record_function(DATA_WAIT):
+            yield
+        self.waited += time.perf_counter() - start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time inside out of the seconds per step: it logs, or saves."""
+        start = time.perf_counter()
+        yield
+        self.interval_start += time.perf_counter() - start
+
+    def interval(self, done: int) -> tuple[float, float]:
+        """End an interval after `done` steps; return seconds per step, and those spent waiting."""
+        now, steps = time.perf_counter(), done - self.begin
+        seconds, waited = (now - self.interval_start) / steps, self.waited / steps
+        self.rates.append(self.global_batch / seconds)
+        self.waited_before += self.waited
+        self.waited, self.begin, self.interval_start = 0.0, done, now
+        return seconds, waited
+
+    def summary(self) -> dict[str, float | None]:
+        """Return the numbers of the whole loop, by their keys in the log's end record."""
+        seconds = time.perf_counter() - self.started
+        # the first interval has the warm-up of caches, buckets and compilers
+        rate = statistics.median(self.rates[1:] or self.rates) if self.rates else None
+        return {
+            "images_per_second": rate,
+            "step_seconds": self.global_batch / rate if rate else None,
+            "seconds": seconds,
+            "data_share": (self.waited_before + self.waited) / seconds,
+        }

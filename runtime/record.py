@@ -14,19 +14,16 @@ import data
 import mesh
 import shard
 import vit
-from runtime import cpu_kernels
-from runtime.agreement import AgreedError, mean_over_ranks
+from runtime import devices
+from runtime.agreement import AgreedError, StepGuard, mean_over_ranks
 from runtime.bad_images import BadImageLog, describe_loaders
 from runtime.device_batches import Batch
-from runtime.flags import TORCHRUN_NOTE
-from runtime.log import Log, device_memory
-from runtime.memory_fit import planned
-from runtime.meter import Meter
-from runtime.peak_flops import peak_flops
+from runtime.devices import device_memory, peak_flops, planned
+from runtime.log import Log, Meter
+from runtime.process import TORCHRUN_NOTE
 from runtime.resume import Saves, mark_done
 from runtime.run import Run
 from runtime.session import Session
-from runtime.step_guard import StepGuard
 
 SLOW_ON_A_CPU = 1e12  # FLOPs of a step and process: some ten seconds on a few cores
 # MAE's own recipe ends at 1.5e-4 x 4096 / 256 = 2.4e-3; above twice that AdamW tends to diverge.
@@ -83,7 +80,7 @@ def attention_kernels(run: Run, device: torch.device) -> dict[str, str]:
     """Name the attention kernel of the encoder and of the decoder, which sees all patches."""
     c, kept = run.model, vit.kept_patches(run.patches, run.config.mask_ratio)
     return {
-        part: cpu_kernels.attention_kernel(heads, width // heads, tokens + 1, run.dtype, device)
+        part: devices.attention_kernel(heads, width // heads, tokens + 1, run.dtype, device)
         for part, heads, width, tokens in (
             ("encoder", c.heads, c.width, kept),
             ("decoder", c.decoder_heads, c.decoder_width, run.patches),

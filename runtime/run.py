@@ -9,8 +9,7 @@ import torch
 import mesh
 import shard
 import vit
-from runtime.config import DEFAULT_BATCH, DEFAULT_STEPS, DTYPES, Config, names
-from runtime.model_size import model_config
+from runtime.config import DEFAULT_BATCH, DEFAULT_STEPS, DTYPES, Config, model_config, names
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,12 @@ import torch.distributed as dist
 
 import mesh
 from runtime.agreement import AgreedError, gather_to_rank0, run_on_rank0
-from runtime.config import Config
+from runtime.config import STARTUP_TIMEOUT_FACTOR, Config
 from runtime.device_batches import LoaderFailed
-from runtime.flags import (
-    RANK0_REPORT_GRACE_SECONDS,
-    STARTUP_TIMEOUT_FACTOR,
-    print_error,
-    usage_error,
-)
+from runtime.devices import advise_out_of_memory, is_out_of_memory
 from runtime.image_source import check_folders
 from runtime.log import Log
-from runtime.memory_fit import advise_out_of_memory, is_out_of_memory
+from runtime.process import RANK0_REPORT_GRACE_SECONDS, print_error, usage_error
 from runtime.run import Run, check_masking, resolve
 from runtime.watchdog import Watchdog, exit_if_longer_than, is_peer_failure
 

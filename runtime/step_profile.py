@@ -16,22 +16,40 @@ Copy this one file: it needs torch alone. The loop names its wait for data by `r
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, schedule
+from torch.utils._pytree import tree_leaves
+
+from runtime.log import Log
+from runtime.run import Run
 
 KINDS = ("compute", "communication", "optimizer", "data", "idle")
+
 WARM = 5  # steps before the window: DDP builds its buckets, blocks are compiled, memory settles
+
 DATA, OPTIMIZER = "wait for data", "Optimizer.step#"  # names of ranges; the latter is PyTorch's own
+
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
 # Operators that compute, on a CPU: what wraps them (autograd's functions, hooks) may also wait.
 CPU_WORK = ("aten::", "mkldnn::", "vit_mae::", "fsdp::", "CompiledFunction", "## Call Compiled")
 
+
 Interval = tuple[float, float]  # from, to
+
 
 # ---------------------------------------------------------------------------------------------
 # Intervals of time
@@ -237,3 +255,143 @@ def table(seconds: dict[str, float], first: int) -> list[str]:
         "        " + "".join(f"{titles[kind]:>17}" for kind in KINDS) + f"{'step':>9}",
         f"rank   0{cells}{whole:9.4f}",
     ]
+
+
+class Unsupported(RuntimeError):
+    """This version of PyTorch lacks what is needed here."""
+
+
+@dataclass(frozen=True)
+class CommEvent:
+    """One collective: its kind, its group, the bytes of the whole tensor.
+
+    Whole is the tensor after an all-gather and before a reduce-scatter. `group` is a dimension of
+    the mesh ("shard", "replicate") or "world".
+    """
+
+    kind: str
+    group: str
+    size: int
+
+
+def counting(grid: DeviceMesh, found: list[CommEvent]) -> Any:
+    """Make a context that adds every collective of this process to `found`.
+
+    Unsupported where this version of PyTorch has no TorchDispatchMode where it is expected.
+    """
+    try:
+        from torch.utils._python_dispatch import TorchDispatchMode
+    except ImportError as error:
+        raise Unsupported(f"torch {torch.__version__}: {error}") from None
+    groups = {
+        str(grid.get_group(name).group_name): name for name in reversed(grid.mesh_dim_names or ())
+    }
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, given: Any = (), named: Any = None
+        ) -> Any:
+            if DTensor in types:
+                return NotImplemented  # comes back as plain local tensors
+            result = func(*given, **(named or {}))
+            kind = kind_of(func)
+            if kind:
+                sizes = [_bytes(argument) for argument in [*given, result]]
+                group = groups.get(_group_name(given), "world")
+                found.append(CommEvent(kind, group, max(sizes)))  # the whole tensor is the larger
+            return result
+
+    return Counting()
+
+
+def payload(found: Sequence[CommEvent], sizes: Mapping[str, int]) -> dict[str, int] | None:
+    """Sum the bytes of whole tensors by kind, in groups of several ranks; None if there are none.
+
+    `sizes` has the number of ranks of each group, by its name.
+    """
+    kinds = Counter[str]()
+    for collective in found:
+        if sizes[collective.group] > 1:
+            kinds[collective.kind] += collective.size
+    return dict(kinds) or None
+
+
+def kind_of(func: Any) -> str | None:
+    """Classify as all_gather, reduce_scatter, all_reduce, broadcast; None for other operators."""
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    name = func.name().partition("::")[2].replace("_", "")
+    for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
+        if name.startswith(kind.replace("_", "")):
+            return kind
+    return None
+
+
+def _bytes(argument: Any) -> int:
+    tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _group_name(given: Sequence[Any]) -> str:
+    """Find the process group among a collective's arguments: an object, or its name as the last."""
+    for argument in given:
+        if isinstance(argument, torch.ScriptObject):
+            return str(dist.ProcessGroup.unbox(argument).group_name)
+    return [argument for argument in given if isinstance(argument, str)][-1]
+
+
+class RunProfile:
+    """Profile some steps of rank 0; `step(step)` surrounds each step of the loop."""
+
+    def __init__(
+        self, run: Run, log: Log, device: torch.device, grid: DeviceMesh, steps: range
+    ) -> None:
+        """`steps` are those that this process trains; too few of them are a warning."""
+        self.run, self.log = run, log
+        self.events: list[CommEvent] = []
+        wanted = run.config.profile or 0
+        self.profile = None
+        if WARM + wanted > len(steps):
+            log.warn(
+                f"--profile {wanted} is left out: it needs {WARM + wanted} steps, "
+                f"{len(steps)} remain"
+            )
+            return
+        self.profile = StepProfile(
+            steps.start,
+            wanted,
+            device,
+            os.path.join(run.config.out, "profile"),
+            count=partial(self._counting, grid),
+            report=self._report,
+        )
+
+    def step(self, step: int) -> AbstractContextManager:
+        """Surround one step of the loop."""
+        return self.profile.step(step) if self.profile else nullcontext()
+
+    def payload_bytes(self) -> dict[str, int] | None:
+        """Return the bytes of whole tensors that a step sends, by kind of collective."""
+        return payload(self.events, self.run.ranks_per_group)
+
+    def _counting(self, grid: DeviceMesh) -> AbstractContextManager:
+        try:
+            return counting(grid, self.events)
+        except Unsupported:
+            return nullcontext()
+
+    def _report(self, found: dict[str, float] | str) -> None:
+        assert self.profile is not None
+        if isinstance(found, str):
+            self.log.warn(f"no profile: {found}")
+            return
+        whole, first = sum(found.values()), self.profile.first
+        self.log.write(
+            "profile",
+            first_step=first + 1,
+            steps=self.profile.steps,
+            ranks=[0],
+            **found,
+            shares={kind: seconds / whole for kind, seconds in found.items()},
+        )
+        self.log.say_all(table(found, first))

@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from mesh import DIMENSIONS, Ranks, build_mesh, init_ranks, pick_device, read_ranks
-from runtime import flags, terminal
+from runtime import process
 from runtime.agreement import AgreedError, gather_to_rank0, run_on_rank0
-from runtime.ranges import number
+from runtime.config import make_config, number, training_parser
 from runtime.run import resolve
 
 # The GCDs of local ranks 0 to 7 under Frontier's srun line (`-c7 --gpus-per-task=1
@@ -277,7 +277,7 @@ def format_timing(seconds: Sequence[float], shape: Sequence[int], mib: int = 16)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the mesh of a command line; returns 1 if the check fails, 2 if flags are refused."""
-    parser = flags.training_parser("runtime.topology")
+    parser = training_parser("runtime.topology")
     parser.description = (
         "Show the mesh that train_fsdp.py would use with the same flags, and time a small "
         "all-gather in every shard group. Nothing is read, trained or written."
@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=number(0.01, 1440), default=3, help="wait for all ranks (default 3)"
     )
-    config = flags.make_config(parser, args := parser.parse_args(argv))
+    config = make_config(parser, args := parser.parse_args(argv))
     rank, status = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0", 2
     try:
         ranks = read_ranks(os.environ)
@@ -304,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The launcher ends all ranks when the first one leaves: rank 0 reports first, the others
         # wait and then report what may be a problem of their own node.
         if rank != "0":
-            time.sleep(flags.RANK0_REPORT_GRACE_SECONDS)
+            time.sleep(process.RANK0_REPORT_GRACE_SECONDS)
         text = str(error).splitlines()[0]
         print(f"runtime.topology: error: rank {rank}: {text}", file=sys.stderr, flush=True)
         return status
@@ -316,5 +316,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    terminal.make_safe()
+    process.make_safe()
     raise SystemExit(main())

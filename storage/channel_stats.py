@@ -9,7 +9,7 @@ import numpy as np
 
 import data
 from runtime.image_source import stats_file
-from runtime.progress import throttled_progress
+from runtime.process import throttled_progress
 from storage.checking import PART, parallel_map
 from storage.image_list import ImageList, list_images
 from storage.safe_files import replacing

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 import data
-from runtime import loader_workers
-from runtime.bad_images_csv import append_rows
-from runtime.progress import throttled_progress
+from runtime import process
+from runtime.bad_images import append_rows
+from runtime.process import throttled_progress
 from storage.image_list import ImageList, list_images
 from storage.safe_files import naming
 
@@ -48,9 +48,7 @@ def parallel_map(
     if workers == 1:
         yield from ((part, work(part)) for part in parts)
         return
-    pool = ProcessPoolExecutor(
-        workers, loader_workers.fork_server(), initializer=loader_workers.start_helper
-    )
+    pool = ProcessPoolExecutor(workers, process.fork_server(), initializer=process.start_helper)
     try:
         running = {pool.submit(work, part): part for part in parts}
         for future in as_completed(running):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import data
-from runtime.progress import throttled_progress
+from runtime.process import throttled_progress
 from storage.safe_files import naming, regular, replacing
 
 PACK_INDEX = "pack.index"  # in the folder of a pack, beside its shards

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 import data
-from runtime.bad_images_csv import append_rows
-from runtime.progress import throttled_progress
+from runtime.bad_images import append_rows
+from runtime.process import throttled_progress
 from storage.checking import parallel_map
 from storage.image_list import PACK_INDEX, ImageList, fingerprint, list_images, save_index
 from storage.safe_files import naming, regular, replacing

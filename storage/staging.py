@@ -13,7 +13,7 @@ import numpy as np
 
 import data
 import mesh
-from runtime import agreement, loader_workers
+from runtime import agreement, process
 from runtime.run import Run
 from storage.image_list import ImageList
 from storage.staged_images import Staged
@@ -77,13 +77,13 @@ def wanted_on_node(
 
 def fill_in_background(staged: Staged, wanted: Callable[[], np.ndarray]) -> BaseProcess:
     """Start the process that fills a node's disk; it ends when that is done, or with this one."""
-    server = loader_workers.fork_server()
-    process = server.Process(target=_fill_at_low_priority, args=(staged, wanted), daemon=True)
-    process.start()
-    return process
+    server = process.fork_server()
+    helper = server.Process(target=_fill_at_low_priority, args=(staged, wanted), daemon=True)
+    helper.start()
+    return helper
 
 
 def _fill_at_low_priority(staged: Staged, wanted: Callable[[], np.ndarray]) -> None:
-    loader_workers.start_helper()
+    process.start_helper()
     os.nice(10)  # the loader workers come first
     staged.fill(wanted)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.memory_fit import host_gib
+from runtime.devices import host_gib
 from sweeps import attempts, results, slurm, studies
 from sweeps.studies import Point
 

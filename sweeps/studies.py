@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import mesh
-from runtime.model_size import model_config
+from runtime.config import model_config
 from runtime.run import check_tensor_parallel
 from sweeps.attempts import last_error, read_text
 

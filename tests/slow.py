@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import data
 import train_fsdp
 import vit
-from runtime import comm_counter
+from runtime import step_profile
 
 CAUSES = ("input", "communication", "compute")
 FLAGS = shlex.split(
@@ -31,7 +31,7 @@ class Links(TorchDispatchMode):
     """Delay every collective by 100 ms."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if comm_counter.kind_of(func):
+        if step_profile.kind_of(func):
             time.sleep(0.1)
         return func(*args, **(kwargs or {}))
 

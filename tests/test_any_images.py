@@ -27,7 +27,7 @@ import train_fsdp
 import vit
 from planner import dry_run
 from runtime import image_source
-from runtime.synthetic_images import SyntheticImages
+from runtime.image_source import SyntheticImages
 from storage import channel_stats, image_list
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -22,7 +22,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as v2
 
 import data
-from runtime.synthetic_images import SyntheticImages
+from runtime.image_source import SyntheticImages
 
 # of a machine with fewer cores than the workers asked for
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -27,7 +27,7 @@ import sweep
 import vit
 from downstream import finetune
 from planner.command import plan_parser
-from runtime import flags, log
+from runtime import config, devices
 
 ROOMS = ["runtime", "storage", "planner", "sweeps", "downstream"]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("docs/*.md")}
@@ -261,7 +261,7 @@ def test_commands_for_training_are_valid():
     found = [a for a in found if a.startswith("--") and "..." not in a and a != "--help"]
     assert len(found) >= 8
     for argv in found:
-        flags.parse(argv.split())  # SystemExit if not
+        config.parse(argv.split())  # SystemExit if not
 
 
 def test_torchrun_takes_all_flags_without_two_dashes():
@@ -274,7 +274,7 @@ def test_torchrun_takes_all_flags_without_two_dashes():
         assert " -- " not in argv
         args = get_args_parser().parse_args(argv.split())
         assert args.training_script.endswith(".py") or args.module
-    every = [option for row in flags.training_parser()._actions for option in row.option_strings]
+    every = [option for row in config.training_parser()._actions for option in row.option_strings]
     for option in {*every} - {"--run", "-h", "--help"}:
         get_args_parser().parse_args(["train_fsdp.py", option])
 
@@ -318,7 +318,7 @@ def test_shell_of_all_pages_is_shell():
 
 def test_flags_that_are_named_exist():
     known: set[str] = set()
-    for parser in (flags.training_parser(), plan_parser(), sweep.build_parser()):
+    for parser in (config.training_parser(), plan_parser(), sweep.build_parser()):
         known |= {option for row in parser._actions for option in row.option_strings}
     known |= {"--" + row.name.replace("_", "-") for row in fields(finetune.Tuning)}
     for path in (
@@ -438,7 +438,10 @@ def test_messages_are_those_of_the_code():
 
 def test_log_keys_are_those_of_the_code(monkeypatch):
     monkeypatch.setattr("torch.cuda.power_draw", lambda device: 1)
-    keys = {*log.device_memory(torch.device("cpu")), *log.device_power(torch.device("cuda"))}
+    keys = {
+        *devices.device_memory(torch.device("cpu")),
+        *devices.device_power(torch.device("cuda")),
+    }
     for node in ast.walk(ast.parse((ROOT / "runtime" / "log.py").read_text())):
         if isinstance(node, ast.Call) and node.args and ast.unparse(node.args[0]) == "'step'":
             keys |= {keyword.arg for keyword in node.keywords if keyword.arg}

@@ -267,7 +267,7 @@ def test_a_torch_without_the_private_parts_is_one_sentence(monkeypatch, capsys):
 
 def test_private_parts_are_imported_where_they_are_used():
     """In a function for each need: another PyTorch must not break a file by its import."""
-    allowed = {("planner/dry_run.py", "private_parts"), ("runtime/comm_counter.py", "counting")}
+    allowed = {("planner/dry_run.py", "private_parts"), ("runtime/step_profile.py", "counting")}
     private = (
         "torch._subclasses",
         "torch.testing._internal",

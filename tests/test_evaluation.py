@@ -163,7 +163,7 @@ def test_the_picture_the_clock_and_tensorboard(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Evaluation, "__call__", slowly)
     later = SimpleNamespace(perf_counter=lambda: clock() + taken)
-    monkeypatch.setattr("runtime.meter.time", later)
+    monkeypatch.setattr("runtime.log.time", later)
     out = tmp_path / "out"
     line = [*ARGV, *held_out(tmp_path), "--out", str(out), "--steps", "2", "--tensorboard"]
     assert train_fsdp.main([*line, "--save-every", "1"]) == 0
@@ -192,7 +192,7 @@ def test_a_wrong_folder_is_refused_before_anything_starts(tmp_path, capsys, monk
         assert printed.err.startswith("train_fsdp.py: error: ") and words in printed.err
         assert printed.err.count("\n") == 1 and not printed.out
         assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("runtime.flags.find_spec", lambda name: None)
+    monkeypatch.setattr("runtime.config.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as refused:
         train_fsdp.main([*line, "--eval-data", str(tmp_path)])
     assert refused.value.code == 2 and "copy it too" in capsys.readouterr().err

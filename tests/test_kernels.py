@@ -1,4 +1,4 @@
-"""runtime/cpu_kernels.py: the same numbers as PyTorch's own kernels, by other kernels."""
+"""runtime/devices.py: the same numbers as PyTorch's own kernels, by other kernels."""
 
 import collections
 import copy
@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vit
-from runtime import cpu_kernels
+from runtime import devices
 
 CPU = torch.device("cpu")
 HAS_ONEDNN = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
@@ -19,11 +19,11 @@ HAS_ONEDNN = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_avai
 @pytest.fixture(autouse=True)
 def as_on_amd(monkeypatch):
     """Whatever CPU the tests run on, oneDNN's products are tested."""
-    monkeypatch.setattr(cpu_kernels, "prefers_onednn", lambda: HAS_ONEDNN)
+    monkeypatch.setattr(devices, "prefers_onednn", lambda: HAS_ONEDNN)
 
 
 def with_kernels(model: nn.Module) -> nn.Module:
-    cpu_kernels.apply_to(model)
+    devices.apply_to(model)
     return model
 
 
@@ -87,13 +87,9 @@ def test_attention_is_attention(dtype, close, tokens):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, tokens, 16).to(dtype).requires_grad_() for _ in range(3))
     with Ops() as ops:
-        mine = cpu_kernels.cpu_attention(q, k, v)
-    name = cpu_kernels.attention_kernel(3, 16, tokens, dtype, CPU)
-    assert (
-        ("aten::bmm" in ops.seen)
-        == (name == "plain")
-        == (tokens <= cpu_kernels.PLAIN_TOKENS[dtype])
-    )
+        mine = devices.cpu_attention(q, k, v)
+    name = devices.attention_kernel(3, 16, tokens, dtype, CPU)
+    assert ("aten::bmm" in ops.seen) == (name == "plain") == (tokens <= devices.PLAIN_TOKENS[dtype])
     exact = F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)))
     torch.testing.assert_close(mine.double(), exact, rtol=close, atol=close)
     g = torch.randn_like(exact)
@@ -108,7 +104,7 @@ def test_a_model_with_them_is_the_same_model():
     plain = vit.ViTMAE(config, 24)
     own = with_kernels(copy.deepcopy(plain))
     new = {type(m) for m in own.modules()} - {type(m) for m in plain.modules()}
-    assert new == ({cpu_kernels.OneDNNLinear} if HAS_ONEDNN else set())
+    assert new == ({devices.OneDNNLinear} if HAS_ONEDNN else set())
     assert list(plain.state_dict()) == list(own.state_dict())
     for model in (plain, own):
         model(images, 0.75, noise)[0].backward()
@@ -117,10 +113,10 @@ def test_a_model_with_them_is_the_same_model():
 
 
 def test_products_stay_with_mkl_on_other_cpus(monkeypatch):
-    monkeypatch.setattr(cpu_kernels, "prefers_onednn", lambda: False)
+    monkeypatch.setattr(devices, "prefers_onednn", lambda: False)
     model = with_kernels(vit.ViTMAE(vit.ViTConfig(48, 1, 96, 4, 4), 24))
-    assert cpu_kernels.OneDNNLinear not in map(type, model.modules())
-    assert model.blocks[0].attn.attend is cpu_kernels.cpu_attention
+    assert devices.OneDNNLinear not in map(type, model.modules())
+    assert model.blocks[0].attn.attend is devices.cpu_attention
 
 
 HEAD_DIMS = sorted({(c.heads, c.width // c.heads) for c in vit.MODELS.values()} | {(16, 32)})
@@ -130,15 +126,13 @@ HEAD_DIMS = sorted({(c.heads, c.width // c.heads) for c in vit.MODELS.values()} 
 def test_every_head_dimension_has_a_kernel(heads, dim):
     """105, of 15b, too; on a CPU fused attention takes them all in fp32 and bf16."""
     for dtype in (torch.float32, torch.bfloat16):
-        assert cpu_kernels.attention_kernel(heads, dim, 50, dtype, CPU) == "plain"
-        assert cpu_kernels.attention_kernel(heads, dim, 1025, dtype, CPU) == "flash"
+        assert devices.attention_kernel(heads, dim, 50, dtype, CPU) == "plain"
+        assert devices.attention_kernel(heads, dim, 1025, dtype, CPU) == "flash"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("heads", "dim"), HEAD_DIMS)
 def test_every_head_dimension_has_a_fused_kernel_on_a_gpu(heads, dim):
     for tokens in (50, 257):
-        found = cpu_kernels.attention_kernel(
-            heads, dim, tokens, torch.bfloat16, torch.device("cuda")
-        )
+        found = devices.attention_kernel(heads, dim, tokens, torch.bfloat16, torch.device("cuda"))
         assert found in ("flash", "efficient", "cudnn")

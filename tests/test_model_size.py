@@ -11,7 +11,7 @@ import plan
 import train_fsdp
 import vit
 from downstream.pretrained import read_pretrained
-from runtime.model_size import model_config, model_size
+from runtime.config import model_config, model_size
 
 OWN = "tiny:depth=2,width=96,mlp_width=100,heads=4,gated_mlp=1"
 SHAPE = vit.ViTConfig(96, 2, 100, 4, 8, True, 3, 128, 2, 4)

@@ -17,8 +17,8 @@ import prepare
 import probe
 import sweep
 import train_fsdp
-from runtime import ranges, topology
-from runtime.flags import parse
+from runtime import config, topology
+from runtime.config import parse
 
 PROGRAMS = {
     "train_fsdp.py": train_fsdp,
@@ -191,7 +191,7 @@ def test_both_ends_of_a_range_are_taken_and_every_number_has_one(name):
 
 
 def test_what_is_a_number():
-    assert [ranges.number(0, 2e9)(t) for t in ("1", "1.", ".5", "0.5e-3", "1E9", "-0")] == [
+    assert [config.number(0, 2e9)(t) for t in ("1", "1.", ".5", "0.5e-3", "1E9", "-0")] == [
         1,
         1,
         0.5,
@@ -199,7 +199,7 @@ def test_what_is_a_number():
         1e9,
         0,
     ]
-    assert [ranges.whole(-3, 99)(t) for t in ("7", "-3", "007")] == [7, -3, 7]
+    assert [config.whole(-3, 99)(t) for t in ("7", "-3", "007")] == [7, -3, 7]
 
 
 BOTH = ("train_fsdp.py", "runtime.topology")

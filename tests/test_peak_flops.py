@@ -1,9 +1,9 @@
-"""runtime/peak_flops.py: the device names that torch reports."""
+"""runtime/devices.py: the device names that torch reports."""
 
 import pytest
 import torch
 
-from runtime.peak_flops import peak_flops
+from runtime.devices import peak_flops
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,10 @@ import shard
 import train_fsdp
 import vit
 from planner import dry_run, estimate, machines, memory, traffic
-from runtime import memory_fit
+from runtime import devices
+from runtime.agreement import StepGuard
 from runtime.config import DTYPES, Config
 from runtime.run import resolve
-from runtime.step_guard import StepGuard
 
 sys.path.append(str(ROOT / "examples" / "published"))
 import check
@@ -727,7 +727,7 @@ def test_a_device_finds_its_machine(device, gib, machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, gib * 2**30))
     run = resolve(Config("tiny", mode="ddp"), 1, 1)
-    found = memory_fit.planned(run, torch.device("cuda", 0), pytest.fail)
+    found = devices.planned(run, torch.device("cuda", 0), pytest.fail)
     assert found["machine"] == machine and found["available_gib"] == pytest.approx(gib)
 
 

@@ -41,7 +41,7 @@ from test_data import dataset_of, flat_folder, noise_image, sample_at, stream
 import checkpoint
 import data
 import prepare
-from runtime import bad_images, loader_workers
+from runtime import bad_images, process
 from storage import checking, image_list, packing, staging
 
 TILES = ROOT / "examples/tiles/train"
@@ -885,7 +885,7 @@ dist.destroy_process_group()
 
 def staged_run():
     """In a fresh process, as a script: a run whose first worker is the one that stages."""
-    loader_workers.start_worker = spy_on_worker
+    process.start_worker = spy_on_worker
     flags = [
         "--model",
         "tiny",
@@ -914,7 +914,7 @@ def staged_run():
 
 
 def checked_images():
-    loader_workers.start_helper = spy_on_worker
+    process.start_helper = spy_on_worker
     return prepare.main(["scan", str(TILES), "--workers", "2"])
 
 

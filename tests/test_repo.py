@@ -21,19 +21,8 @@ FILES = {
     if path.name != "__init__.py"
 }
 # They work when copied alone.
-ALONE = [
-    "vit",
-    "data",
-    "mesh",
-    "shard",
-    "runtime/agreement",
-    "checkpoint",
-    "runtime/cpu_kernels",
-    "runtime/step_profile",
-    "runtime/comm_counter",
-    "runtime/peak_flops",
-]
-LEAVES = ["runtime/ranges", "runtime/terminal"]  # of the standard library alone
+ALONE = ["vit", "data", "mesh", "shard", "checkpoint"]
+LEAVES = ["runtime/process"]  # of the standard library alone
 TOP = ["vit", "data", "mesh", "shard", "train_fsdp", "checkpoint", "prepare", "plan", "sweep"]
 TOP += ["probe", "convert"]
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
@@ -190,9 +179,9 @@ def test_args_is_seen_by_main_and_the_parser_only():
                 subcommand = name.startswith("downstream/") and function.name == "run"
                 if "args" in given and not subcommand:
                     assert (name, function.name) in {
-                        ("runtime/flags", "clashes"),
-                        ("runtime/flags", "default_mode"),
-                        ("runtime/flags", "make_config"),
+                        ("runtime/config", "clashes"),
+                        ("runtime/config", "default_mode"),
+                        ("runtime/config", "make_config"),
                     }
 
 

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mesh
 import shard
 import train_fsdp
+from runtime.agreement import StepGuard
 from runtime.config import Config
 from runtime.run import resolve
-from runtime.step_guard import StepGuard
 
 # What hands a number, or a number of numbers, to the host: on a GPU it would wait for the device.
 READS = {

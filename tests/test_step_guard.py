@@ -1,4 +1,4 @@
-"""runtime/step_guard.py: which steps all ranks skip, and what each learns of the others."""
+"""runtime/agreement.py: which steps all ranks skip, and what each learns of the others."""
 
 import operator
 from functools import partial
@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import join, on_ranks
 
-from runtime.step_guard import StepGuard, StepVerdict
+from runtime.agreement import StepGuard, StepVerdict
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")

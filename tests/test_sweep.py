@@ -29,7 +29,7 @@ import vit
 from planner import estimate
 from planner.command import plan_parser
 from planner.traffic import PlannedRun
-from runtime import flags
+from runtime import config
 from runtime.run import batch_sizes
 from sweeps import attempts, bottleneck, drawing, figures, ladder, results, studies
 
@@ -349,7 +349,7 @@ def test_a_point_of_which_little_is_known_has_a_row_and_is_drawn(tmp_path):
         ("2", rows[0]),
         ("1", results.make_row(point | {"ranks": "1"}, tmp_path, "waiting", plans)),
     ):
-        given = vars(flags.parse(["--dry-run", "--world-size", ranks]))
+        given = vars(config.parse(["--dry-run", "--world-size", ranks]))
         assert all(row[name] == given[name] for name in ("model", "mode", "accum", "run"))
     assert rows[0]["batch"] == batch_sizes(1, 1, None, None)[0]
     results.write_table(tmp_path / "results.csv", rows, results.COLUMNS)
@@ -782,7 +782,7 @@ def test_advice_names_what_is_there():
     for found in found_here:
         assert not re.search("batch|group|GCD|package|bf16", found.advice), found
     text = " ".join((*bottleneck.ADVICE.values(), *bottleneck.CPU_ADVICE.values(), *texts))
-    help_text = flags.training_parser().format_help()
+    help_text = config.training_parser().format_help()
     assert all(flag in help_text for flag in re.findall(r"`(--[a-z-]+)", text))
 
 

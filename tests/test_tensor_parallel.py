@@ -18,10 +18,10 @@ from planner import dry_run
 from planner.estimate import make_plan
 from planner.machines import MACHINES
 from planner.traffic import PlannedRun, collectives
-from runtime import comm_counter
+from runtime import step_profile
+from runtime.agreement import StepGuard
 from runtime.config import Config
 from runtime.run import resolve
-from runtime.step_guard import StepGuard
 
 CPU = torch.device("cpu")
 PLAIN, GATED = list(SPLIT)[1:]
@@ -133,11 +133,11 @@ def measure_traffic() -> list[dict]:
             lr=1e-3,
             **run.step_options(),
         )
-        with comm_counter.counting(grid, events):
+        with step_profile.counting(grid, events):
             step()
         # not the norm, not the vote
         counted = [e for e in events if e.kind != "all_reduce" or e.size > 1000]
-        found.append(comm_counter.payload(counted, run.ranks_per_group))
+        found.append(step_profile.payload(counted, run.ranks_per_group))
     dist.destroy_process_group()
     return found
 

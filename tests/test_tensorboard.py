@@ -66,7 +66,7 @@ def test_tensorboard_reads_what_the_log_says(tmp_path):
 
 
 def test_without_the_package_it_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("runtime.flags.find_spec", lambda name: None)
+    monkeypatch.setattr("runtime.config.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as leave:
         train_fsdp.main(ARGV)
     printed = capsys.readouterr()

@@ -17,8 +17,8 @@ from ranks import Run, environment, free_port, on_ranks, read_log, run_ranks
 
 import data
 import train_fsdp
-from runtime import log, session
-from runtime.flags import parse, training_parser
+from runtime import devices, session
+from runtime.config import parse, training_parser
 from runtime.run import batch_sizes
 
 SMALL = [
@@ -150,7 +150,7 @@ def test_half_set_environment_is_refused(capsys, monkeypatch):
 
 
 def test_errors_are_printed_by_rank_0_alone(monkeypatch, capsys):
-    monkeypatch.setattr("runtime.flags.RANK0_REPORT_GRACE_SECONDS", 0)
+    monkeypatch.setattr("runtime.process.RANK0_REPORT_GRACE_SECONDS", 0)
     for flags, ranks in (
         (["--group", "2"], {0: 1, 2: 0}),  # the same on every rank: one line
         (["--group", "2", "--mode", "ddp"], {0: 1, 2: 0}),
@@ -281,8 +281,8 @@ def test_the_power_of_a_gpu_is_logged_where_torch_can_read_it(hip, draw, found, 
 
     monkeypatch.setattr("torch.version.hip", hip)
     monkeypatch.setattr("torch.cuda.power_draw", power_draw)
-    assert log.device_power(torch.device("cuda", 0)) == found
-    assert log.device_power(torch.device("cpu")) == {}
+    assert devices.device_power(torch.device("cuda", 0)) == found
+    assert devices.device_power(torch.device("cpu")) == {}
 
 
 def test_batch_sizes():
