@@ -1,8 +1,8 @@
 """Open the loader of a run, and copy its batches to the device while the step before still runs."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ class Batch:
     image_ids: list[int]
     bad: list[tuple[int, str]]  # (image_id, reason): unreadable, replaced by others
     stats: data.LoadStats
+    error: Exception | None = None  # of the loader, which has no further batch
 
 
 NO_BATCH = Batch([], [], [], data.LoadStats())
@@ -34,19 +35,33 @@ class LoaderFailed(RuntimeError):
     """The data loader of this rank failed or ended early."""
 
 
-def open_batches(
-    run: Run,
-    ranks: mesh.Ranks,
-    device: torch.device,
-    files: data.ImageSource,
-    steps: range,
-    say: Callable[[str], None],
-) -> tuple[Iterator[Batch], Batch, int]:
-    """Start the loader; return the batches of `steps`, the first of them, the number of workers.
+class Batches:
+    """The batches of a run's steps; after a loader failure the last one again, with its error."""
 
-    The first batch is fetched here, before the loop's clock starts. Raises LoaderFailed, and
-    AgreedError where --stage-dir cannot be used. Collective.
+    def __init__(self, batches: Iterator[Batch], first: Batch, workers: int) -> None:
+        self.batches, self.first, self.workers = batches, first, workers
+        self.last, self.error = first, cast(Exception | None, None)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            if self.error is None:
+                self.last = next(self.batches)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the GPU, not the loader
+            raise
+        except Exception as error:
+            self.error = error
+        return replace(self.last, error=self.error)
+
+
+def open_batches(run: Run, session: Any, files: data.ImageSource, steps: range) -> Batches:
+    """Start the loader; return the batches of `steps`, the first of which is fetched here.
+
+    Raises LoaderFailed, and AgreedError where --stage-dir cannot be used. Collective.
     """
+    ranks, device, say = session.ranks, session.device, session.log.say
     config, workers = run.config, run.config.workers
     if workers is None:
         workers = min(6, mesh.cpu_cores(ranks) - 1)
@@ -75,8 +90,8 @@ def open_batches(
     batches = device_batches(cast(Iterable[data.LocalBatch], loader), config.accum, device)
     first = next(batches, NO_BATCH)  # none where no step is left
     if config.run == "syn":  # compute and communication alone: the same batch again and again
-        return repeat(first), first, workers
-    return chain([first], batches), first, workers
+        return Batches(repeat(first), first, workers)
+    return Batches(chain([first], batches), first, workers)
 
 
 def device_batches(
