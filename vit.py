@@ -140,15 +140,10 @@ def reconstruction_target(patches: Tensor, norm_pix: bool) -> Tensor:
     return (patches - mean) / (variance + 1e-6).sqrt()
 
 
-def patch_errors(pred: Tensor, patches: Tensor, norm_pix: bool) -> Tensor:
-    """Compute the mean squared error of each predicted patch: 2 x (B, L, P*P*C) -> (B, L), fp32."""
-    error = pred.float() - reconstruction_target(patches, norm_pix)  # fp32 in every precision
-    return error.square().mean(dim=-1)
-
-
 def loss_of_each(images: Tensor, pred: Tensor, mask: Tensor, patch: int, norm_pix: bool) -> Tensor:
     """Compute the loss of each image (B,), float64, from what `ViTMAE.forward` takes and gives."""
-    error = patch_errors(pred, patchify(images, patch), norm_pix).double()  # (B, L)
+    target = reconstruction_target(patchify(images, patch), norm_pix)
+    error = (pred.float() - target).square().mean(dim=-1).double()  # (B, L)
     return (error * mask).sum(dim=1) / mask.sum(dim=1)
 
 
@@ -329,7 +324,8 @@ class ViTMAE(nn.Module):
         mask = torch.ones(b, length, device=images.device).scatter(1, keep, 0.0)  # (B, L)
 
         pred = self.decode(self.encode(patches, keep), keep)  # (B, L, P*P*C)
-        error = patch_errors(pred, patches, self.norm_pix_loss)  # (B, L)
+        target = reconstruction_target(patches, self.norm_pix_loss)
+        error = (pred.float() - target).square().mean(dim=-1)  # (B, L), fp32 in every precision
         return (error * mask).sum() / mask.sum(), pred, mask
 
 
