@@ -17,7 +17,7 @@ from runtime.device_batches import Batch
 from runtime.log import Log
 from runtime.step_guard import StepVerdict
 
-STAGES = ("read", "decode", "resize", "collate")
+STAGES = ("read", "decode")
 SHOWN = 5  # bad images of one `sync` that are also named on the terminal
 LISTED = 20  # ranks that have a line of their own in a report
 
