@@ -17,7 +17,6 @@ from ranks import Run, run_ranks
 from test_data import dataset_of, noise_image, sample_at, stream
 from torchvision.transforms.v2 import functional as v2
 
-import checkpoint
 import data
 import plan
 import prepare
@@ -233,7 +232,7 @@ SMALL += ["--workers", "0", "--channels", "12"]
 
 
 @pytest.mark.slow
-def test_a_tree_of_twelve_channels_trains_and_resumes(tmp_path, capsys):
+def test_a_tree_of_twelve_channels_trains_and_resumes(tmp_path):
     """On 2 ranks to step 4, from step 2 on again by 1: as by 1 rank without a stop."""
     root, pack, shared = tmp_path / "root", tmp_path / "pack", tmp_path / "shared"
     array_tree(root, 32)
@@ -260,9 +259,6 @@ def test_a_tree_of_twelve_channels_trains_and_resumes(tmp_path, capsys):
         for step, expected in zip(mine, whole.steps[-len(mine) :], strict=True):
             assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5)
             assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-    out = tmp_path / "model.pth"
-    assert checkpoint.main(["consolidate", str(shared / "step_00000004"), str(out)]) == 1
-    assert "images with 12 channels" in capsys.readouterr().err and not out.exists()
 
 
 def test_plan_and_dry_run_know_the_channels(capsys, monkeypatch):

@@ -57,7 +57,6 @@ def listed(root, *made):
 
 TREES = {
     "class folders": {"lake/1.jpg": "lake", "lake/2.jpg": "lake", "dam/1.jpg": "dam"},
-    "levels": {"land/arable/paddy/1.jpg": "paddy", "water/lake/1.jpg": "lake"},
     "flat": {"1.jpg": None, "2.jpg": None},
     "mixture": {"1.jpg": None, "z/2.jpg": "z", "a/b/c/3.jpg": "c", "a/4.jpg": "a"},
     "one name twice": {"x/lake/1.jpg": "lake", "y/lake/1.jpg": "lake", "y/dam/1.jpg": "dam"},
@@ -156,8 +155,6 @@ MODES = {
     "grey": (row("L", 0, 7, 255), ".png", {}, [BLACK, (7, 7, 7), WHITE]),
     "palette": (palette(2, 1, 0), ".png", {}, [BLUE, GREEN, RED]),
     "palette, half": (palette(0, 1, 2), ".png", HALF_CLEAR, [RED, (0, 128, 0), BLACK]),
-    "grey, clear": (row("L", 9, 7), ".png", {"transparency": 7}, [(9, 9, 9), BLACK]),
-    "RGB, clear": (row("RGB", *RED, *CYAN), ".png", {"transparency": CYAN}, [RED, BLACK]),
     "LA": (LA, ".png", {}, [(200, 200, 200), (100, 100, 100), BLACK]),
     "RGBA": (RGBA, ".png", {}, [(200, 100, 50), (100, 50, 25), BLACK]),
     "webp": (row("RGBA", *RED, 255, *RED, 0), ".webp", {"lossless": True}, [RED, BLACK]),
@@ -180,25 +177,23 @@ UPRIGHT = {
     1: lambda a: a,
     2: lambda a: a[:, ::-1],
     3: lambda a: a[::-1, ::-1],
-    4: lambda a: a[::-1],
-    5: lambda a: a.swapaxes(0, 1),
     6: lambda a: np.rot90(a, -1),  # clockwise
     7: lambda a: a[::-1, ::-1].swapaxes(0, 1),
-    8: lambda a: np.rot90(a),
 }
 
 
 @pytest.mark.parametrize("orientation", UPRIGHT)
 def test_decode_turns_an_image_upright(tmp_path, orientation):
-    exif, grey = Image.Exif(), np.arange(6, dtype=np.uint16).reshape(2, 3)
+    exif = Image.Exif()
     exif[0x0112] = orientation
-    noise_image(0, 24, 16).save(tmp_path / "plain.jpg")
-    noise_image(0, 24, 16).save(tmp_path / "x.jpg", exif=exif)
-    Image.fromarray(grey * 257).save(tmp_path / "x.png", exif=exif)
-    stored = np.asarray(Image.open(tmp_path / "plain.jpg"))
-    for name, expected in (("x.jpg", stored), ("x.png", np.stack([grey] * 3, 2))):
-        rgb = np.asarray(read_rgb(tmp_path / name))
-        np.testing.assert_array_equal(rgb, UPRIGHT[orientation](expected))
+    for kind in ("JPEG", "PNG"):
+        plain, turned = saved(kind, noise_image(0, 24, 16)), io.BytesIO()
+        noise_image(0, 24, 16).save(turned, kind, exif=exif)
+        stored = np.asarray(Image.open(io.BytesIO(plain)))
+        image, size = data.open_image(turned.getvalue())
+        expected = UPRIGHT[orientation](stored)
+        np.testing.assert_array_equal(np.asarray(data.decode(image)), expected)
+        assert size == expected.shape[1::-1]
 
 
 def saved(kind, image, **options):
@@ -442,19 +437,19 @@ def photograph(width, height):
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
-@pytest.mark.parametrize(("name", "orientation"), [("x.jpg", 1), ("x.jpg", 6), ("x.png", 7)])
-def test_a_reduced_decode_shows_the_same_crop(tmp_path, name, orientation):
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_reduced_decode_shows_the_same_crop(tmp_path, orientation):
     """Against the whole image, upright, cut and resized by PIL: 40 dB, and no shift."""
     exif = Image.Exif()
     exif[0x0112] = orientation
-    photograph(1201, 803).save(tmp_path / name, exif=exif, quality=95)
-    with Image.open(tmp_path / name) as stored:
+    photograph(1201, 803).save(tmp_path / "x.jpg", exif=exif, quality=95)
+    with Image.open(tmp_path / "x.jpg") as stored:
         upright = ImageOps.exif_transpose(stored).convert("RGB")
     dataset = dataset_of(data.scan(str(tmp_path)), 64, 16, seed=0, global_batch=1)
     scales = Counter()
     for position in range(12):
         _, _, crop = data.draw_augmentation(0, position, 16, *upright.size)
-        with Image.open(tmp_path / name) as stored:
+        with Image.open(tmp_path / "x.jpg") as stored:
             reduce = data.reduction(stored, crop, 64)
         scales[reduce] += 1
         image = sample_at(dataset, position).image.numpy().astype(float)

@@ -74,13 +74,6 @@ def test_flops_agree_with_torchs_counter(name):
     assert vit.flops_per_image(config, 224, 0.5) == pytest.approx(expected, rel=0.01)
 
 
-def test_flops_of_the_published_sizes():
-    """GFLOP an image at 224 px, 75 % masked, computed by hand for the recipe's decoder."""
-    by_hand = {"base": 58.7, "huge": 291, "1b": 400, "3b": 1238, "5b": 2134, "15b": 5767}
-    for name, gflop in by_hand.items():
-        assert vit.flops_per_image(vit.MODELS[name]) / 1e9 == pytest.approx(gflop, rel=0.012)
-
-
 # --- patches, positions, masking
 
 
