@@ -271,7 +271,7 @@ class LocalBatch(NamedTuple):
 
 
 @dataclass(eq=False)
-class Images(Dataset[Any]):
+class Images(Dataset[Any]):  # so that the loader may be annotated by its batches
     """The `Sample`s by (position, image index); `exact` as in `crop_and_resize`."""
 
     files: ImageSource
