@@ -45,8 +45,7 @@ def read_paths(path: str) -> set[str]:
         return {row["path"] for row in csv.DictReader(file) if row.get("path")}
 
 
-STAGES = ("read", "decode", "resize", "collate")
-
+STAGES = ("read", "decode")
 SHOWN = 5  # bad images of one `sync` that are also named on the terminal
 
 LISTED = 20  # ranks that have a line of their own in a report

@@ -87,7 +87,7 @@ def open_batches(run: Run, session: Any, files: data.ImageSource, steps: range) 
         exact=config.exact_decode,
         stats=run.channel_stats or data.IMAGENET,
     )
-    batches = device_batches(cast(Iterable[data.LocalBatch], loader), config.accum, device)
+    batches = device_batches(loader, config.accum, device)
     first = next(batches, NO_BATCH)  # none where no step is left
     if config.run == "syn":  # compute and communication alone: the same batch again and again
         return Batches(repeat(first), first, workers)

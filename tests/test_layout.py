@@ -86,7 +86,7 @@ def test_nothing_is_kept_from_the_formatter():
 
 
 def test_no_name_is_defined_in_two_modules():
-    """Public functions and classes; `main` starts a program, two others a subcommand of probe.py."""
+    """Public functions and classes; `main` starts a program, the others a subcommand."""
     entries = {"main", "run", "add_arguments"}
     places = defaultdict(list)
     for name, tree in product().items():
