@@ -38,7 +38,7 @@ from runtime.bad_images import BadImageLog
 from runtime.config import parse
 from runtime.device_batches import NO_BATCH, Batch, open_batches
 from runtime.initial_values import initial_values
-from runtime.log import Meter, compile_seconds, open_log, open_tensorboard
+from runtime.log import Meter, compile_seconds, open_log
 from runtime.record import finish, loss_of_zero, report_start
 from runtime.resume import Saves, list_newest_first, resume
 from runtime.run import Run, with_images
@@ -167,25 +167,21 @@ def build_model_and_optimizer(
 
 
 def log_step(
-    run: Run,
     session: Session,
     step: int,
     loss: Tensor,
     norm: Tensor,
     lr: float,
-    guard: StepGuard,
     meter: Meter,
     bad_images: BadImageLog,
 ) -> None:
     """Log a step, and the bad images of all ranks since the last one. Collective."""
     pending = torch.full_like(loss, bad_images.pending)
     mean_loss, any_pending = mean_over_ranks(torch.stack([loss, pending]))
-    seconds, waited = meter.interval(guard.done)
-    with meter.paused():
-        if any_pending:
-            bad_images.sync()
-        session.log.step(run, step, mean_loss, norm, lr, seconds, waited, bad_images.count)
-        gc.collect()  # on all ranks at the same step, not at random times on one
+    if any_pending:
+        bad_images.sync()
+    session.log.step(step, mean_loss, norm.item(), lr, meter, bad_images)
+    gc.collect()  # on all ranks at the same step, not at random times on one
 
 
 def train(
@@ -224,9 +220,9 @@ def train(
             return guard.ended, guard.problem
         # log
         if log_now:
-            log_step(run, session, step, loss, norm, lr, guard, meter, bad_images)
+            log_step(session, step, loss, norm, lr, meter, bad_images)
         elif step == steps.start:
-            session.log.first_step(run, step, loss)
+            session.log.first_step(step, loss.item())
         # save
         ending = last or guard.stop or bad_images.too_many is not None
         if save_now or guard.save or ending:
@@ -284,8 +280,6 @@ def run_training(run: Run, session: Session) -> str | None:
 
     guard = StepGuard(device, config.max_skips)
     step_fn, saves, grid = prepare_training(run, session, guard)
-    if config.tensorboard:
-        open_tensorboard(log, run, guard.done)
     guard.stop_requested, guard.save_due = session.stop_requested, saves.due_by_clock
     session.where_saved = saves.where if config.run == "real" else None
 

@@ -331,6 +331,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     )
     start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": begin}
     start |= {"pretrained": pretrained.name, "trained_parameters": trained}
+    log.begin(run, device, begin)
     log.write("start", **start, versions=versions())
     log.say(f"{pretrained.name}: {trained:,} parameters train; {run.classes} classes")
     meter, scores = Meter(begin, run.global_batch), dict[str, float]()

@@ -70,6 +70,7 @@ def start_record(
 def report_start(run: Run, session: Session, begin: int, workers: int) -> None:
     """Log the start record before step `begin`; rank 0 plans the run, and says what it will do."""
     ranks, device, log = session.ranks, session.device, session.log
+    log.begin(run, device, begin)
     plan = planned(run, device, log.warn) if ranks.rank == 0 else None
     start = start_record(run, ranks, device, plan, begin=begin, workers=workers)
     log.write("start", **start)
