@@ -288,13 +288,13 @@ def run_training(run: Run, session: Session) -> str | None:
     zero = loss_of_zero(first, run)  # what a model that learns nothing would score
     report_start(run, session, guard.done, workers)
     profile, observe = None, cast(Callable[[int], AbstractContextManager], nullcontext)
+    compiled_before, meter = compile_seconds(), Meter(guard.done, run.global_batch)
     if config.profile and grid and ranks.rank == 0:
         from runtime.step_profile import RunProfile
 
-        profile = RunProfile(run, log, device, grid, steps)
+        profile = RunProfile(run, session, grid, meter)
         observe = profile.step
 
-    compiled_before, meter = compile_seconds(), Meter(guard.done, run.global_batch)
     with manual_gc():
         ended = train(run, session, batches, step_fn, guard, meter, saves, bad_images, observe)
     measured = {
