@@ -68,10 +68,6 @@ def test_a_run_with_a_window(tmp_path, capsys):
     events = step_profile.read_trace(tmp_path / "profile" / "rank_00000.json.gz")
     names = [e["name"] for e in events]
     assert names.count("Optimizer.step#AdamW.step") == names.count("wait for data") == 2
-    ends = [e["ts"] + e["dur"] for e in events if e["name"].startswith("aten::")]
-    begin = min(e["ts"] for e in events if e["name"] == "wait for data")
-    whole = sum(found[kind] for kind in step_profile.KINDS)
-    assert whole == pytest.approx((max(ends) - begin) / 2e6, rel=0.05)
     assert "exposed comm." in capsys.readouterr().out
 
 
