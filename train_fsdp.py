@@ -36,7 +36,7 @@ from runtime import devices, image_source, tensor_parallel, topology
 from runtime.agreement import StepGuard, mean_over_ranks, run_on_rank0
 from runtime.bad_images import BadImageLog
 from runtime.config import parse
-from runtime.device_batches import NO_BATCH, Batch, open_batches
+from runtime.device_batches import Batch, open_batches
 from runtime.initial_values import initial_values
 from runtime.log import Meter, compile_seconds, open_log, open_tensorboard
 from runtime.record import finish, loss_of_zero, report_start
@@ -203,7 +203,7 @@ def train(
 
     Reasons: done, signal, nan, data, bad, save. `observe(step)` surrounds a step, for a profiler.
     """
-    batch, steps = NO_BATCH, range(guard.done, run.steps)
+    steps = range(guard.done, run.steps)
     for step in steps:
         last = step + 1 == run.steps
         log_now = last or (step + 1) % run.config.log_every == 0
@@ -212,9 +212,10 @@ def train(
         with observe(step):
             # fetch: the loader works ahead, so that this seldom waits
             session.heartbeat("reading data", step)
-            with meter.data_wait(), guard.catch_loader_error():
+            with meter.data_wait():
                 batch = next(batches)
-                bad_images.record(step, batch)
+            guard.loader_error = batch.error
+            bad_images.record(step, batch)
             # step
             session.heartbeat("training", step)
             loss, norm = step_fn(batch.parts, lr=lr)  # train_step, bound in prepare_training
@@ -290,9 +291,9 @@ def run_training(run: Run, session: Session) -> str | None:
     session.where_saved = saves.where if config.run == "real" else None
 
     steps = range(guard.done, run.steps)
-    batches, first, workers = open_batches(run, ranks, device, files, steps, log.say)
-    zero = loss_of_zero(first, run)  # what a model that learns nothing would score
-    report_start(run, session, guard.done, workers)
+    batches = open_batches(run, session, files, steps)
+    zero = loss_of_zero(batches.first, run)  # what a model that learns nothing would score
+    report_start(run, session, guard.done, batches.workers)
     profile, observe = None, cast(Callable[[int], AbstractContextManager], nullcontext)
     if config.profile and grid and ranks.rank == 0:
         from runtime.step_profile import RunProfile

@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         if args.freeze_blocks > depth:
             raise ValueError(f"--freeze-blocks {args.freeze_blocks}: the model has {depth} blocks")
         check_fits(pretrained, pretrained.config, img_size)
-        image_source.check_folder(args.test, "--test")
+        image_source.check_folder(args.test, "--test", args.out)
     except (OSError, ValueError) as error:
         return process.usage_error(str(error))
     # the model of other code may have a shape of its own
@@ -324,7 +324,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     session.where_saved = saves.where
 
     steps = range(begin, run.steps)
-    loaded, _, workers = open_batches(run, ranks, device, files, steps, log.say)
+    loaded = open_batches(run, session, files, steps)
     batches = (
         replace(batch, parts=cast(Any, label_parts(run, files, ranks.rank, batch, step)))
         for step, batch in enumerate(loaded, begin)
@@ -341,7 +341,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
         yield
         if (step + 1) % run.epoch_steps == 0:
             with meter.paused():
-                scores.update(score(model, run, session, test_files, numbers, workers))
+                scores.update(score(model, run, session, test_files, numbers, loaded.workers))
                 log.write("scores", step=step + 1, **scores)
                 text = "test loss {test_loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
                 log.say(f"epoch {(step + 1) // run.epoch_steps}: {text.format(**scores)}")
