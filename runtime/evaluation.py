@@ -67,7 +67,8 @@ class Evaluation:
             if stop:
                 break
             losses, prediction, mask = self.forward(batch)
-            sums += torch.stack([losses.sum(), losses.new_tensor(len(losses))])
+            sums[0] += losses.sum()
+            sums[1] += len(losses)
             bad += batch.bad
             first = first or ((batch, prediction, mask) if batch.indices else None)
         self.model.train()
