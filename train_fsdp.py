@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 8 train_fsdp.py --model base --mode full_shard --data DIR
     srun python train_fsdp.py --model 3b --mode hybrid --group 2 --data DIR         # Slurm
 
-Read vit.py, data.py, mesh.py and shard.py first. What keeps a run alive and observable is in
-runtime/. This file covers, in order: one step, the model, the loop, the run.
+Read vit.py, data.py, mesh.py and shard.py first, and examples/minimal.py: the same training in 80
+lines. What keeps a run alive and observable is in runtime/. This file covers, in order: one step,
+the model, the loop, the run.
 """
 
 if __name__ == "__main__":
@@ -20,9 +21,9 @@ import gc
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,124 +34,107 @@ import mesh
 import shard
 import vit
 from runtime import devices, image_source, tensor_parallel, topology
-from runtime.agreement import StepGuard, mean_over_ranks, run_on_rank0
-from runtime.bad_images import BadImageLog
+from runtime.agreement import StepGuard, run_on_rank0
 from runtime.config import parse
 from runtime.device_batches import Batch, open_batches
 from runtime.initial_values import initial_values
-from runtime.log import Meter, compile_seconds, open_log, open_tensorboard
-from runtime.record import finish, loss_of_zero, report_start
+from runtime.log import open_log
+from runtime.record import Monitor, report_start
 from runtime.resume import Saves, list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
+
+COLLECT_EVERY = 100  # steps between two garbage collections
 
 # ---------------------------------------------------------------------------------------------
 # One step
 
 
-def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
+@dataclass
+class Training:
+    """A sharded model, and what a step of its training needs."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None  # fp16 needs one
+    loss_of: Callable[[nn.Module, Any], Tensor]  # (model, micro-batch) -> loss (), fp32
+    dtype: torch.dtype  # of the computation
+    clip: float | None  # largest gradient norm
+
+
+def learning_rate(step: int, run: Run) -> float:
     """Schedule of steps 0 .. steps-1: linear warm-up, then half a cosine down towards 0."""
-    if step < warmup:
-        return peak * (step + 1) / warmup  # not from 0, which would waste a step
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+    if step < run.warmup_steps:
+        return run.lr * (step + 1) / run.warmup_steps  # not from 0, which would waste a step
+    after, rest = step - run.warmup_steps, run.steps - run.warmup_steps
+    return run.lr * 0.5 * (1 + math.cos(math.pi * after / rest))
 
 
-def forward_backward(
-    model: nn.Module,
-    scaler: torch.amp.GradScaler | None,
-    micro_batches: Sequence[tuple[Tensor, Tensor]],
-    *,
-    mask_ratio: float,
-    dtype: torch.dtype,
-    stats: data.ChannelStats = data.IMAGENET,
-) -> Tensor:
-    """Accumulate the gradients of all micro-batches; return this rank's mean loss ().
-
-    Each micro-batch is (images (B, C, H, W) as loaded, masking noise (B, L)), on the device.
-    """
+def forward_backward(training: Training, micro_batches: Sequence[Any]) -> Tensor:
+    """Accumulate the gradients of all micro-batches; return this rank's mean loss ()."""
+    model, scaler, count = training.model, training.scaler, len(micro_batches)
     total = torch.zeros((), device=micro_batches[0][0].device)
-    for i, (images, noise) in enumerate(micro_batches):
+    for i, part in enumerate(micro_batches):
         # whole gradients are all-reduced after the last micro-batch, sharded ones reduced in each
-        with shard.accumulation(model, last=i == len(micro_batches) - 1):
-            with shard.autocast(model, images.device, dtype):
-                loss, _, _ = model(data.normalize(images, stats), mask_ratio, noise)
-            loss = loss / len(micro_batches)  # so that the sum is the mean of the whole batch
+        with shard.accumulation(model, last=i == count - 1):
+            with shard.autocast(model, total.device, training.dtype):
+                loss = training.loss_of(model, part)
+            loss = loss / count  # so that the sum is the mean of the whole batch
             (scaler.scale(loss) if scaler else loss).backward()
         total += loss.detach()
     return total
 
 
 def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
-    guard: StepGuard,
-    micro_batches: Sequence[tuple[Tensor, Tensor]],
-    *,
-    lr: float,
-    mask_ratio: float,
-    clip: float | None,
-    dtype: torch.dtype,
-    stats: data.ChannelStats = data.IMAGENET,
-) -> tuple[Tensor, Tensor]:
-    """Make one optimizer step; return this rank's mean loss () and the gradient norm ().
+    training: Training, guard: StepGuard, micro_batches: Sequence[Any], lr: float, **asked: bool
+) -> None:
+    """Make one optimizer step, unless some rank finds a bad value in it. Collective.
 
-    Both stay on the device: nothing here waits for it, so that the host runs ahead of the device.
+    `asked` is what this rank has to say besides, as of `StepGuard.vote`. Nothing here waits for a
+    GPU, so that the host runs ahead of it.
     """
-    loss = forward_backward(
-        model, scaler, micro_batches, mask_ratio=mask_ratio, dtype=dtype, stats=stats
-    )
+    optimizer, scaler = training.optimizer, training.scaler
+    loss = forward_backward(training, micro_batches)
     if scaler:
         scaler.unscale_(optimizer)  # the norm must be that of the true gradients
-    norm = shard.clip_grad_norm(model, clip or math.inf)  # over all shards: the same on every rank
+    # over all shards: the same on every rank
+    norm = shard.clip_grad_norm(training.model, training.clip or math.inf)
     # one small all-reduce: all ranks skip a step with a bad value, or none does
-    skip = guard.vote(loss, norm, scaled=scaler is not None)
+    skip = guard.vote(loss, norm, scaled=scaler is not None, **asked)
     for group in optimizer.param_groups:
-        group["lr"] = lr  # the same for all: MAE has no layer-wise decay in pretraining
+        group["lr"] = lr * group.get("lr_scale", 1.0)  # fine-tuning has a rate for each layer
     shard.optimizer_step(optimizer, skip)  # skipped on the device, without asking the host
     if scaler:
         scaler.update()
     optimizer.zero_grad()  # to None: their memory is free until the next backward
-    return loss, norm
 
 
 # ---------------------------------------------------------------------------------------------
 # The model: from shapes to a sharded model that trains
 
 
-def build_meta_model(run: Run, device: torch.device) -> nn.Module:
-    """Build the model on the meta device, shapes without memory, for later use on `device`."""
-    with torch.device("meta"):
-        model = vit.ViTMAE(run.model, run.config.img_size, run.config.norm_pix_loss)
-    if device.type == "cpu":  # on a GPU PyTorch's own kernels are the fast ones
-        devices.apply_to(model)
-    return model
+def build_training(
+    run: Run, grid: DeviceMesh, device: torch.device, resuming: bool = False
+) -> Training:
+    """Build, shard and initialise the model for `device`, with its AdamW. Collective.
 
-
-def build_model_and_optimizer(
-    run: Run,
-    grid: DeviceMesh,
-    device: torch.device,
-    *,
-    initialise: bool = True,
-    meta_model: nn.Module | None = None,
-) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler | None]:
-    """Build, shard and initialise the model; return it with its AdamW and, for fp16, a scaler.
-
-    No rank ever holds the whole model: it has no memory until it is sharded. Without `initialise`
-    its values are undefined until a checkpoint is loaded. `meta_model` is built unless given.
+    No rank ever holds the whole model: it has no memory until it is sharded. With `resuming` its
+    values are undefined until a checkpoint is loaded.
     """
     c, mode = run.config, str(run.config.mode)
-    model = meta_model or build_meta_model(run, device)
+    with torch.device("meta"):  # shapes without memory
+        model: nn.Module = vit.ViTMAE(run.model, c.img_size, c.norm_pix_loss)
+    if device.type == "cpu":  # on a GPU PyTorch's own kernels are the fast ones
+        devices.apply_to(model)
     decay = shard.weight_decay_names(model)  # by the shapes of whole parameters
     model = shard.apply(
         model,
         mode,
         grid,
         block_classes={vit.Block},
-        initial_value=initial_values(run, needed=initialise),
+        initial_value=initial_values(run, needed=not resuming),
         values_on_rank0=bool(c.init_from),
-        load_later=not initialise,
+        load_later=resuming,
         split_block=partial(tensor_parallel.split_block, grid=grid) if c.tp > 1 else None,
         options=run.sharding_options(),
     )
@@ -159,91 +143,86 @@ def build_model_and_optimizer(
     if c.tp > 1:
         tensor_parallel.share_inputs(model, grid)
         tensor_parallel.keep_state_layout(model, optimizer)
-    return model, optimizer, shard.build_scaler(model, device, run.dtype)
+    stats = run.channel_stats or data.IMAGENET
+
+    def loss_of(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
+        images, noise = part  # (B, C, H, W) as loaded, masking noise (B, L)
+        loss, _, _ = model(data.normalize(images, stats), c.mask_ratio, noise)
+        return loss
+
+    scaler = shard.build_scaler(model, torch.device(grid.device_type), run.dtype)
+    return Training(model, optimizer, scaler, loss_of, run.dtype, c.clip)
 
 
 # ---------------------------------------------------------------------------------------------
 # The loop
 
 
-def log_step(
-    run: Run,
-    session: Session,
-    step: int,
-    loss: Tensor,
-    norm: Tensor,
-    lr: float,
-    guard: StepGuard,
-    meter: Meter,
-    bad_images: BadImageLog,
-) -> None:
-    """Log a step, and the bad images of all ranks since the last one. Collective."""
-    pending = torch.full_like(loss, bad_images.pending)
-    mean_loss, any_pending = mean_over_ranks(torch.stack([loss, pending]))
-    seconds, waited = meter.interval(guard.done)
-    with meter.paused():
-        if any_pending:
-            bad_images.sync()
-        session.log.step(run, step, mean_loss, norm, lr, seconds, waited, bad_images.count)
-        gc.collect()  # on all ranks at the same step, not at random times on one
-
-
 def train(
     run: Run,
     session: Session,
+    training: Training,
+    monitor: Monitor,
     batches: Iterator[Batch],
-    step_fn: Callable[..., tuple[Tensor, Tensor]],
-    guard: StepGuard,
-    meter: Meter,
     saves: Saves,
-    bad_images: BadImageLog,
-    observe: Callable[[int], AbstractContextManager],
 ) -> tuple[str, str | None]:
     """Train the steps that are left; return why the run ends, and an error message if it failed.
 
-    Reasons: done, signal, nan, data, bad, save. `observe(step)` surrounds a step, for a profiler.
+    Reasons: done, signal, nan, data, bad, save.
     """
-    steps = range(guard.done, run.steps)
-    for step in steps:
+    guard, meter, evaluation = monitor.guard, monitor.meter, monitor.evaluation
+    for step in range(saves.begin, run.steps):
         last = step + 1 == run.steps
-        log_now = last or (step + 1) % run.config.log_every == 0
         save_now = last or saves.due_after(step + 1)
-        lr = learning_rate(step, run.steps, run.warmup_steps, run.lr)
-        with observe(step):
+        with monitor.profiled(step):
             # fetch: the loader works ahead, so that this seldom waits
-            session.heartbeat("reading data", step)
-            with meter.data_wait():
-                batch = next(batches)
-            guard.loader_error = batch.error
-            bad_images.record(step, batch)
+            batch = monitor.next_batch(batches, step)
             # step
             session.heartbeat("training", step)
-            loss, norm = step_fn(batch.parts, lr=lr)  # train_step, bound in prepare_training
-            meter.losses.append(loss)
-        # what all ranks agreed on: read one step late, or now if the host must wait anyway
-        if not guard.settle(batch.image_ids, log_now or save_now, bad_images.log_skipped_step):
-            return guard.ended, guard.problem
-        # log
-        if log_now:
-            log_step(run, session, step, loss, norm, lr, guard, meter, bad_images)
-        elif step == steps.start:
-            session.log.first_step(run, step, loss)
-        # save
-        ending = last or guard.stop or bad_images.too_many is not None
-        if save_now or guard.save or ending:
+            asked = monitor.asked(batch) | {"save": saves.due_by_clock()}
+            train_step(training, guard, batch.parts, learning_rate(step, run), **asked)
+        # log: what all ranks agreed on, of a GPU one step late unless the host must wait anyway
+        for verdict in monitor.settle(wait=save_now):
+            if monitor.log_due(verdict):
+                monitor.log_step(verdict, learning_rate(verdict.step, run))
+        if guard.ended:
+            return guard.ended, monitor.problem
+        # save and evaluate
+        ending = last or guard.stop or monitor.too_many is not None
+        saved = save_now or guard.save or ending
+        if saved:
             session.heartbeat("saving", step)
             with meter.paused():
                 failed = saves.save(guard.done, guard.consecutive, wait=ending)
-                if not failed:
-                    saves.evaluate(guard.done)
             guard.save = False
             if failed:
                 return "save", failed
+        if evaluation and evaluation.due(guard.done, saved):
+            with meter.paused():
+                evaluation(guard.done)
         # stop: a signal, or too many bad images, on whichever rank
-        if bad_images.too_many:
-            return "bad", bad_images.too_many
+        if monitor.too_many:
+            return "bad", monitor.too_many
         if guard.stop and not last:
             return "signal", None
+        if (step + 1) % COLLECT_EVERY == 0:
+            gc.collect()  # on all ranks at the same step, not at random times on one
+    return "done", None
+
+
+def read_images(
+    run: Run, session: Session, monitor: Monitor, batches: Iterator[Batch]
+) -> tuple[str, str | None]:
+    """Read the images of every step and train nothing, for --run-mode io; return as `train`."""
+    guard, zero = monitor.guard, torch.zeros((), device=session.device)
+    for step in range(run.steps):
+        batch = monitor.next_batch(batches, step)
+        guard.vote(zero, zero, **monitor.asked(batch))
+        for verdict in monitor.settle(wait=step + 1 == run.steps):
+            if monitor.log_due(verdict):
+                monitor.log_step(verdict, lr=0.0)
+        if guard.ended or monitor.too_many or guard.stop:
+            return guard.ended or ("bad" if monitor.too_many else "signal"), monitor.too_many
     return "done", None
 
 
@@ -251,64 +230,44 @@ def train(
 # The run: each part is made from those before it
 
 
-def prepare_training(
-    run: Run, session: Session, guard: StepGuard
-) -> tuple[Callable[..., tuple[Tensor, Tensor]], Saves, DeviceMesh | None]:
-    """Make the model, with a checkpoint's values or initial ones; return step, saves and mesh."""
-    config, log, device = run.config, session.log, session.device
-    if config.run == "io":  # no model
-        return guard.read_only_step, Saves(run, log), None
-    grid = mesh.build_mesh(run.mesh_shape, device)  # replicate x shard (x tp), ranks in rows
-    found = list_newest_first(run, log.say)
-    model, optimizer, scaler = build_model_and_optimizer(run, grid, device, initialise=not found)
-    saves = Saves(run, log)  # saves nothing
-    if config.run == "real":
-        saves, step, consecutive_bad = resume(found, run, session, model, optimizer, scaler)
-        guard.begin(step, consecutive_bad)
-    if config.eval_data and config.run == "real":
-        from runtime.evaluation import Evaluation
-
-        saves.evaluate = Evaluation(run, session, model)
-    step_fn = partial(train_step, model, optimizer, scaler, guard, **run.step_options())
-    return step_fn, saves, grid
+def prepare_training(run: Run, session: Session, grid: DeviceMesh) -> tuple[Training, Saves]:
+    """Make the model, with the values of a checkpoint or initial ones. Collective."""
+    checkpoints = list_newest_first(run, session.log.say)
+    training = build_training(run, grid, session.device, resuming=bool(checkpoints))
+    if run.config.run == "syn":
+        return training, Saves(run, session.log)  # which saves nothing
+    model, optimizer, scaler = training.model, training.optimizer, training.scaler
+    return training, resume(checkpoints, run, session, model, optimizer, scaler)
 
 
 def run_training(run: Run, session: Session) -> str | None:
     """Make one run, on every rank; return an error message where it has failed."""
-    config, ranks, device = run.config, session.ranks, session.device
+    config = run.config
     # rank 0 lists the images and opens the log for all
     files, found, _ = image_source.share_images(config, run.global_batch)
     session.log = log = open_log(config.out)
-    log.say_all(topology.describe_topology(ranks, device, run.mesh_shape, os.environ))
-    run = run_on_rank0(partial(with_images, run, **found))
-    bad_images = BadImageLog(config.out, run.images, config.max_bad, log, files.path)
-
-    guard = StepGuard(device, config.max_skips)
-    step_fn, saves, grid = prepare_training(run, session, guard)
-    if config.tensorboard:
-        open_tensorboard(log, run, guard.done)
-    guard.stop_requested, guard.save_due = session.stop_requested, saves.due_by_clock
+    shape = run.mesh_shape
+    log.say_all(topology.describe_topology(session.ranks, session.device, shape, os.environ))
+    run = run_on_rank0(lambda: with_images(run, **found))
+    training, saves, grid = None, Saves(run, log), None
+    if config.run != "io":
+        grid = mesh.build_mesh(run.mesh_shape, session.device)  # replicate x shard (x tp)
+        training, saves = prepare_training(run, session, grid)
+        if saves.begin >= run.steps:
+            saves.report_finished()
+            return None
     session.where_saved = saves.where if config.run == "real" else None
-
-    steps = range(guard.done, run.steps)
-    batches = open_batches(run, session, files, steps)
-    zero = loss_of_zero(batches.first, run)  # what a model that learns nothing would score
-    report_start(run, session, guard.done, batches.workers)
-    profile, observe = None, cast(Callable[[int], AbstractContextManager], nullcontext)
-    if config.profile and grid and ranks.rank == 0:
-        from runtime.step_profile import RunProfile
-
-        profile = RunProfile(run, log, device, grid, steps)
-        observe = profile.step
-
-    compiled_before, meter = compile_seconds(), Meter(guard.done, run.global_batch)
+    batches = open_batches(run, session, files, range(saves.begin, run.steps))
+    monitor = Monitor(run, session, files, saves, batches.first)
+    report_start(run, session, saves.begin, batches.workers)
+    if training and grid:
+        monitor.watch(training.model, grid, saves)
     with manual_gc():
-        ended = train(run, session, batches, step_fn, guard, meter, saves, bad_images, observe)
-    measured = {
-        "compile_seconds": compile_seconds() - compiled_before if config.compile else None,
-        "payload_bytes": profile.payload_bytes() if profile else None,
-    }
-    return finish(run, session, ended, guard, meter, saves, bad_images, zero, measured)
+        if training is None:
+            ended = read_images(run, session, monitor, batches)
+        else:
+            ended = train(run, session, training, monitor, batches, saves)
+    return monitor.finish(saves, ended)
 
 
 def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int:
@@ -320,7 +279,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     if config.dry_run:
         from planner.dry_run import dry_run
 
-        return dry_run(config)
+        return dry_run(config, build_training, forward_backward)
     return run_session(config, run_training, received)
 
 

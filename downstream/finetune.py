@@ -6,9 +6,8 @@ log, checkpoints, bad steps and stops work alike. The same command continues an 
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -33,8 +32,7 @@ from downstream.classifier import (
 from downstream.images import open_eval_loader
 from downstream.pretrained import Pretrained, check_fits, read_pretrained
 from runtime import devices, image_source, process
-from runtime.agreement import StepGuard, run_on_rank0
-from runtime.bad_images import BadImageLog
+from runtime.agreement import run_on_rank0
 from runtime.config import (
     FIELDS,
     MOST_STEPS,
@@ -49,12 +47,12 @@ from runtime.config import (
     whole,
 )
 from runtime.device_batches import Batch, open_batches
-from runtime.log import Meter, open_log
-from runtime.record import finish, versions
+from runtime.log import open_log
+from runtime.record import Monitor, versions
 from runtime.resume import list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
-from train_fsdp import train
+from train_fsdp import Training, train
 
 HELP = "train the encoder, or its last blocks, as a classifier"
 # Flags that only pretraining has, and those that all subcommands of probe.py have
@@ -62,8 +60,9 @@ LEFT_OUT = {
     *("model", "channels", "mask_ratio", "norm_pix_loss", "run", "steps", "tensorboard", "profile"),
     *("dry_run", "world_size", "data", "eval_data", "init_from", "img_size", "device"),
 }
-# images (B, C, H, W) as loaded, labels (B,), scales of drop path (B, depth, 2) or None
-MicroBatch = tuple[Tensor, Tensor, Tensor | None]
+# images (B, C, H, W) as loaded, labels (B,), scales of drop path (B, depth, 2) or None, the seed
+# of MixUp and CutMix
+MicroBatch = tuple[Tensor, Tensor, Tensor | None, int]
 
 
 @dataclass(frozen=True)
@@ -161,46 +160,23 @@ def label_parts(run: TuningRun, files: Any, rank: int, batch: Batch, step: int) 
         dealt = data.deal(0, images, run.local_batch, run.world_size)[:, rank]  # (accum, B)
         drawn = list(scales[torch.from_numpy(dealt)].to(device))
     images_of = (images for images, _ in batch.parts)
-    return list(zip(images_of, labels.chunk(config.accum), drawn, strict=True))
+    seeds = [seed_of(config.seed, step, i) for i in range(config.accum)]
+    return list(zip(images_of, labels.chunk(config.accum), drawn, seeds, strict=True))
 
 
-def tuning_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
-    guard: StepGuard,
-    parts: Sequence[MicroBatch],
-    *,
-    lr: float,
-    run: TuningRun,
-) -> tuple[Tensor, Tensor]:
-    """Make one optimizer step, as train_fsdp.py does; return loss () and gradient norm ()."""
+def build_loss(run: TuningRun) -> Callable[[nn.Module, MicroBatch], Tensor]:
+    """Make the function of a training step that computes the loss () of a micro-batch."""
     config = run.config
-    total = torch.zeros((), device=parts[0][0].device)
-    for i, (pixels, labels, scales) in enumerate(parts):
+
+    def loss_of(model: nn.Module, part: MicroBatch) -> Tensor:
+        pixels, labels, scales, seed = part
         images, targets = data.normalize(pixels, run.channel_stats), labels
         if config.mixup or config.cutmix:
-            seed = seed_of(config.seed, guard.voted, i)
             images, targets = mix(images, labels, run.classes, config.mixup, config.cutmix, seed)
-        with shard.accumulation(model, last=i == len(parts) - 1):
-            with shard.autocast(model, images.device, run.dtype):
-                logits = model(images, scales).float()  # (B, classes)
-            del images  # fp32, of no use to backward
-            loss = F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
-            loss = loss / len(parts)
-            (scaler.scale(loss) if scaler else loss).backward()
-        total += loss.detach()
-    if scaler:
-        scaler.unscale_(optimizer)
-    norm = shard.clip_grad_norm(model, config.clip or math.inf)
-    skip = guard.vote(total, norm, scaled=scaler is not None)
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
-    shard.optimizer_step(optimizer, skip)
-    if scaler:
-        scaler.update()
-    optimizer.zero_grad()
-    return total, norm
+        logits = model(images, scales).float()  # (B, classes)
+        return F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
+
+    return loss_of
 
 
 # ---------------------------------------------------------------------------------------------
@@ -252,6 +228,33 @@ def score(
     read, *totals = sums.tolist()
     means = [total / max(read, 1) for total in totals]
     return {"test_images": int(read)} | dict(zip(("test_loss", "top1", "top5"), means, strict=True))
+
+
+@dataclass
+class Scores:
+    """Score a model on the test images after the last step of each epoch."""
+
+    run: TuningRun
+    session: Session
+    model: nn.Module
+    files: Any
+    numbers: list[int]  # as of `classes_in`
+    workers: int
+    scores: dict[str, float] = field(default_factory=dict)
+
+    def due(self, step: int, saved: bool) -> bool:
+        """Tell whether an epoch ends after so many steps."""
+        return step % self.run.epoch_steps == 0
+
+    def __call__(self, step: int) -> None:
+        """Log the scores after so many steps. Collective."""
+        log = self.session.log
+        self.scores = score(
+            self.model, self.run, self.session, self.files, self.numbers, self.workers
+        )
+        log.write("scores", step=step, **self.scores)
+        text = "test loss {test_loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
+        log.say(f"epoch {step // self.run.epoch_steps}: {text.format(**self.scores)}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -310,43 +313,33 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     found["channel_stats"] = pretrained.stats
     plain_run = run_on_rank0(partial(with_images, plain_run, **found))
     run = TuningRun(**vars(plain_run), classes=len(files.classes))
-    bad_images = BadImageLog(config.out, run.images, config.max_bad, log, files.path)
 
-    guard = StepGuard(device, config.max_skips)
     saved = list_newest_first(run, log.say)
     meta = build_meta_classifier(run, device)
     trained = sum(p.numel() for p in meta.parameters() if p.requires_grad)
     model, optimizer = shard_classifier(meta, run, pretrained, device, new=not saved)
     scaler = shard.build_scaler(model, device, run.dtype)
-    saves, begin, consecutive_bad = resume(saved, run, session, model, optimizer, scaler)
-    guard.begin(begin, consecutive_bad)
-    guard.stop_requested, guard.save_due = session.stop_requested, saves.due_by_clock
+    saves = resume(saved, run, session, model, optimizer, scaler)
+    if saves.begin >= run.steps:
+        saves.report_finished()
+        return None
     session.where_saved = saves.where
 
-    steps = range(begin, run.steps)
-    loaded = open_batches(run, session, files, steps)
+    loaded = open_batches(run, session, files, range(saves.begin, run.steps))
     batches = (
         replace(batch, parts=cast(Any, label_parts(run, files, ranks.rank, batch, step)))
-        for step, batch in enumerate(loaded, begin)
+        for step, batch in enumerate(loaded, saves.begin)
     )
-    start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": begin}
+    monitor = Monitor(run, session, files, saves, loaded.first)
+    start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": saves.begin}
     start |= {"pretrained": pretrained.name, "trained_parameters": trained}
+    log.begin(run, device)
     log.write("start", **start, versions=versions())
     log.say(f"{pretrained.name}: {trained:,} parameters train; {run.classes} classes")
-    meter, scores = Meter(begin, run.global_batch), dict[str, float]()
-
-    @contextmanager
-    def score_epochs(step: int) -> Iterator[None]:
-        """Score the model after a step that ends an epoch."""
-        yield
-        if (step + 1) % run.epoch_steps == 0:
-            with meter.paused():
-                scores.update(score(model, run, session, test_files, numbers, loaded.workers))
-                log.write("scores", step=step + 1, **scores)
-                text = "test loss {test_loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
-                log.say(f"epoch {(step + 1) // run.epoch_steps}: {text.format(**scores)}")
-
-    step_fn = partial(tuning_step, model, optimizer, scaler, guard, run=run)
+    monitor.evaluation = Scores(run, session, model, test_files, numbers, loaded.workers)
+    monitor.loss_of_zero = None  # of pretraining
+    training = Training(model, optimizer, scaler, build_loss(run), run.dtype, config.clip)
     with manual_gc():
-        ended = train(run, session, batches, step_fn, guard, meter, saves, bad_images, score_epochs)
-    return finish(run, session, ended, guard, meter, saves, bad_images, None, scores)
+        ended = train(run, session, training, monitor, batches, saves)
+    monitor.end_record = monitor.evaluation.scores
+    return monitor.finish(saves, ended)

@@ -92,9 +92,12 @@ def fake_tensors() -> Iterator[None]:
 # The whole command
 
 
-def dry_run(config: Config) -> int:
+def dry_run(
+    config: Config, build: Callable[..., Any], forward_backward: Callable[..., torch.Tensor]
+) -> int:
     """Run the command up to one step on fake tensors; print a plan, train and write nothing.
 
+    `build` and `forward_backward` are the trainer's `build_training` and `forward_backward`.
     Returns the exit status: 0, 1 failed, 2 refused, 3 where the plan says NO to its memory.
     """
     try:
@@ -107,15 +110,16 @@ def dry_run(config: Config) -> int:
         run = resolve(config, ranks.world_size, ranks.local_world_size)
         check_masking(run.model, config.img_size, config.mask_ratio)
         with fake_world(ranks.world_size):
-            verdict = run_dry(run, ranks, partial(print, flush=True))
+            verdict = run_dry(run, ranks, lambda: simulate(run, build, forward_backward))
     except (ValueError, OSError, Unsupported, agreement.AgreedError) as error:
         print_error(str(error))
         return 1 if isinstance(error, Unsupported) else 2
     return 3 if verdict == "NO" else 0
 
 
-def run_dry(run: Run, ranks: mesh.Ranks, say: Callable[[str], None]) -> str | None:
+def run_dry(run: Run, ranks: mesh.Ranks, step_once: Callable[[], "Simulation"]) -> str | None:
     """Print what a real run would be, in its order and with its errors; return the verdict."""
+    say = partial(print, flush=True)
     config = replace(run.config, dry_run=False)
     say(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
     files, found, _ = image_source.find_images(config, None, run.global_batch, say)
@@ -148,7 +152,7 @@ def run_dry(run: Run, ranks: mesh.Ranks, say: Callable[[str], None]) -> str | No
         say(line)
 
     why_not = unsimulated(config)
-    simulation = None if why_not else simulate(run)
+    simulation = None if why_not else step_once()
     say(why_not or "one step of rank 0, simulated" + ", without --compile" * config.compile)
     for line in report(simulation, plan, run.ranks_per_group, config.cpu_offload):
         say(line)
@@ -230,19 +234,18 @@ class Simulation:
     collectives: list[CommEvent]  # in their order
 
 
-def simulate(run: Run) -> Simulation:
+def simulate(
+    run: Run, build: Callable[..., Any], forward_backward: Callable[..., torch.Tensor]
+) -> Simulation:
     """Run one step on fake tensors, inside `fake_world`, without torch.compile."""
-    from train_fsdp import build_meta_model, build_model_and_optimizer, forward_backward
-
     run = replace(run, config=replace(run.config, compile=False))
     config, side, batch = run.config, run.config.img_size, run.local_batch
     job_device = torch.device("cpu" if config.device == "cpu" else "cuda")
     grid = mesh.build_mesh(run.mesh_shape, CPU)
     found: list[CommEvent] = []
     with fake_tensors():
-        model, optimizer, scaler = build_model_and_optimizer(
-            run, grid, CPU, initialise=False, meta_model=build_meta_model(run, job_device)
-        )
+        training = build(run, grid, job_device, resuming=True)
+        model, scaler = training.model, training.scaler
         guard = StepGuard(CPU)  # here, so that its tensors are fake too
         shape = (batch, config.channels, side, side)
         stats = run.channel_stats or data.IMAGENET
@@ -257,21 +260,14 @@ def simulate(run: Run) -> Simulation:
                 reset = model.register_forward_pre_hook(
                     lambda *_: tracker.reset_mod_stats(), prepend=True
                 )
-                loss = forward_backward(
-                    model,
-                    scaler,
-                    batches,
-                    mask_ratio=config.mask_ratio,
-                    dtype=run.dtype,
-                    stats=stats,
-                )
+                loss = forward_backward(training, batches)
                 reset.remove()
                 after = _snapshot(tracker, "current")
             # Not tracked: under DTensor the tracker counts full tensors of which only the shape is
             # used. Not stepped: AdamW's fused step takes no memory except its states, which exist
             # from the second step on.
             if scaler:
-                scaler.unscale_(optimizer)
+                scaler.unscale_(training.optimizer)
             norm = shard.clip_grad_norm(model, config.clip or math.inf)
             guard.vote(loss, norm, scaled=scaler is not None)
         states = {"OptState": optimizer_bytes(model)}

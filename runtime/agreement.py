@@ -5,10 +5,8 @@ AgreedError and none is left waiting in a collective. Copy this one file: it nee
 """
 
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -80,44 +78,48 @@ def mean_over_ranks(values: Tensor) -> list[float]:
     return mean.tolist()
 
 
-class StepVerdict(NamedTuple):
+# ---------------------------------------------------------------------------------------------
+# Each step
+
+
+class Verdict(NamedTuple):
     """What the ranks found in one step; the same on all of them, except `own_loss`."""
 
+    step: int  # from 0
+    loss: float  # mean over all ranks
+    norm: float  # of the gradient
     own_loss: bool  # this rank's loss was not finite
-    loss: bool  # some rank's loss was not finite
-    norm: bool  # the gradient norm was not finite, and the gradient scaler does not explain it
+    bad_loss: bool  # some rank's loss was not finite
+    bad_norm: bool  # the norm was not finite, and the gradient scaler does not explain it
     consecutive: int  # bad steps up to this one without a good one between; 0 after a good one
     stop: bool  # a signal asked some rank to stop
     save: bool  # some rank's clock says that a checkpoint is due
     no_batch: bool  # some rank's data loader has failed: the step was not applied
+    bad_images: bool  # some rank has unreadable images to report
 
 
 class StepGuard:
     """Vote in each step whether it is applied, and remember how the run stands.
 
-    A bad step (loss or norm not finite) is not applied. After more than `max_skips` consecutive
-    ones none is applied any more, so that the host, which reads late, is never too late. A step
-    without some rank's batch is not applied either, and does not count as bad.
+    One small all-reduce per step gives all ranks the same answer. A bad step (loss or norm not
+    finite) is not applied. After more than `max_skips` consecutive ones none is applied any more,
+    so that the host, which reads late, is never too late. A step without some rank's batch is not
+    applied either, and does not count as bad. The device itself skips the update; the host reads
+    the verdict of a GPU one step later, when it has long arrived.
     """
 
     def __init__(self, device: torch.device, max_skips: int = 0) -> None:
-        gpu = device.type == "cuda"
+        self.late = device.type == "cuda"
         self.max_skips = max_skips
-        self.consecutive_bad = torch.zeros((), dtype=torch.int64, device=device)
+        self.consecutive_bad = torch.zeros((), dtype=torch.float64, device=device)
         # the host's copies of two verdicts, written in turn
-        self.host = torch.zeros(2, len(StepVerdict._fields), dtype=torch.int64, pin_memory=gpu)
-        self.copied = [torch.cuda.Event(), torch.cuda.Event()] if gpu else None
+        self.host = torch.zeros(2, 10, dtype=torch.float64, pin_memory=self.late)
+        self.copied = [torch.cuda.Event(), torch.cuda.Event()] if self.late else []
         self.voted = self.done = 0  # steps voted on, steps whose verdict was read
-        # what the next vote says of this rank, besides its loss and norm
-        self.stop_requested: Callable[[], bool] = lambda: False
-        self.save_due: Callable[[], bool] = lambda: False
-        self.loader_error: Exception | None = None
         # what all ranks know, from the verdicts read so far
         self.stop = self.save = False
         self.skipped = self.consecutive = 0
         self.ended = ""  # why no further step can be applied: "data", "nan"
-        self.problem: str | None = None  # the last bad step, in a sentence
-        self.image_ids: deque[list[int]] = deque(maxlen=2)  # of the last two steps
 
     def begin(self, step: int, consecutive: int) -> None:
         """Continue before `step`, after so many `consecutive` bad steps of an earlier run."""
@@ -125,88 +127,62 @@ class StepGuard:
         self.consecutive = consecutive
         self.consecutive_bad.fill_(consecutive)
 
-    @contextmanager
-    def catch_loader_error(self) -> Iterator[None]:
-        """Keep an error of this rank's data loader for the next vote.
-
-        The other ranks must not lose what was trained: all learn of it, save and end together. The
-        batch before stands in until then, in steps that are not applied.
-        """
-        try:
-            yield
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the GPU, not the loader
-            raise
-        except Exception as error:
-            self.loader_error = self.loader_error or error  # the first is the cause
-
-    def vote(self, loss: Tensor, norm: Tensor, scaled: bool = False) -> Tensor:
+    def vote(self, loss: Tensor, norm: Tensor, *, scaled: bool = False, **flags: bool) -> Tensor:
         """Agree after backward on a step: () fp32, 1 where it must not be applied. Collective.
 
         `loss` and `norm` () are of this rank. With a gradient scaler (`scaled`) an infinite norm is
-        how the scale is found: that step is skipped too, but does not count as bad.
+        how the scale is found: that step is skipped too, but does not count as bad. `flags` are
+        what else this rank has to say, by the names of `Verdict`: stop, save, no_batch, bad_images.
         """
-        own_loss = ~loss.isfinite()
-        infinite = ~norm.isfinite().to(own_loss.device)
-        of_this_rank = self.stop_requested(), self.save_due(), self.loader_error is not None
-        flags = [torch.full_like(own_loss, flag) for flag in of_this_rank]
-        found = torch.stack([own_loss, infinite & (not scaled), *flags]).long()
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        bad = found[:2].any() | (self.consecutive_bad > self.max_skips)
-        no_batch = found[4] > 0
+        device = self.consecutive_bad.device
+        loss, norm = loss.detach().to(device).double(), norm.detach().to(device).double()
+        own_loss, infinite = ~loss.isfinite(), ~norm.isfinite()
+        asked = [flags.get(name, False) for name in Verdict._fields[-4:]]
+        said = [own_loss, infinite & (not scaled), *(torch.full_like(own_loss, f) for f in asked)]
+        sums = torch.stack([loss / dist.get_world_size(), *said])  # (7,) float64
+        dist.all_reduce(sums)
+        loss, any_rank = sums[0], sums[1:] > 0
+        bad = any_rank[:2].any() | (self.consecutive_bad > self.max_skips)
+        no_batch = any_rank[-2]
         counted = torch.where(bad, self.consecutive_bad + 1, 0)
         self.consecutive_bad = torch.where(no_batch, self.consecutive_bad, counted)
-        # in the order of StepVerdict
-        verdict = torch.cat(
-            [own_loss.long()[None], found[:2], self.consecutive_bad[None], found[2:]]
-        )
-        slot = self.voted % 2
-        self.host[slot].copy_(verdict, non_blocking=True)
-        if self.copied:
+        slot, found = self.voted % 2, (loss, norm, own_loss, *any_rank[:2], self.consecutive_bad)
+        self.host[slot].copy_(torch.stack([*found, *any_rank[2:]]), non_blocking=True)
+        if self.late:
             self.copied[slot].record()
         self.voted += 1
         return (bad | infinite | no_batch).float()
 
-    def read_only_step(self, micro_batches: Any, *, lr: float) -> tuple[Tensor, Tensor]:
-        """Vote alone, in the place of a training step, for a run that only reads images."""
-        zero = torch.zeros_like(self.consecutive_bad, dtype=torch.float32)
-        self.vote(zero, zero)
-        return zero, zero
+    def settle(self, wait: bool = False) -> list[Verdict]:
+        """Read the verdicts that are new, in order; of a GPU's last step only with `wait`.
 
-    def read(self, step: int) -> StepVerdict:
-        """Read the verdict of one of the last two steps; of the earlier one without waiting."""
-        if self.copied:
-            self.copied[step % 2].synchronize()
-        own_loss, loss, norm, consecutive, *flags = self.host[step % 2].tolist()
-        return StepVerdict(bool(own_loss), bool(loss), bool(norm), consecutive, *map(bool, flags))
-
-    def settle(
-        self,
-        image_ids: list[int],
-        wait: bool,
-        report_skip: Callable[[int, StepVerdict, list[int]], str],
-    ) -> bool:
-        """Read the verdicts up to the step before the last vote, or, with `wait`, up to that vote.
-
-        `image_ids` are this rank's images of the last step; `report_skip(step, verdict, image_ids)`
-        is called for each bad step, on all ranks, and says what was wrong. Returns whether the
-        run can continue.
+        None follows one that ends the run (`ended`).
         """
-        self.image_ids.append(image_ids)
-        while not self.ended and self.done < self.voted - (not (wait or self.stop or self.save)):
-            step = self.done
-            verdict = self.read(step)
-            self.stop, self.save = self.stop or verdict.stop, self.save or verdict.save
-            if verdict.no_batch:
-                self.ended = "data"
+        verdicts: list[Verdict] = []
+        while not self.ended:
+            # all of them, once a stop or a save is asked for: it is for what is applied by then
+            late = self.late and not (wait or self.stop or self.save)
+            if self.done >= self.voted - late:
                 break
-            self.consecutive = verdict.consecutive
-            if verdict.consecutive:
-                self.skipped += 1
-                ids = self.image_ids[step - self.voted]  # -1 is the last step, -2 the one before
-                at_fault = verdict.own_loss or not verdict.loss
-                self.problem = report_skip(step, verdict, ids if at_fault else [])
-            if verdict.consecutive > self.max_skips:
-                self.ended = "nan"
-                break
-            self.done += 1
-        return not self.ended
+            verdicts.append(self._read(self.done))
+            self._count(verdicts[-1])
+        return verdicts
+
+    def _read(self, step: int) -> Verdict:
+        if self.late:
+            self.copied[step % 2].synchronize()
+        loss, norm, own_loss, bad_loss, bad_norm, consecutive, *flags = self.host[step % 2].tolist()
+        bad = bool(own_loss), bool(bad_loss), bool(bad_norm)
+        return Verdict(step, loss, norm, *bad, int(consecutive), *map(bool, flags))
+
+    def _count(self, verdict: Verdict) -> None:
+        self.stop, self.save = self.stop or verdict.stop, self.save or verdict.save
+        if verdict.no_batch:
+            self.ended = "data"
+            return
+        self.consecutive = verdict.consecutive
+        self.skipped += verdict.consecutive > 0
+        if verdict.consecutive > self.max_skips:
+            self.ended = "nan"
+            return
+        self.done += 1

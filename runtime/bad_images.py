@@ -13,7 +13,7 @@ from typing import Any
 
 import data
 from runtime import agreement
-from runtime.agreement import StepVerdict
+from runtime.agreement import Verdict
 from runtime.device_batches import Batch
 from runtime.log import Log
 
@@ -82,9 +82,9 @@ class BadImageLog:
         self.stats = data.total([self.stats, batch.stats])
         self.read += len(batch.image_ids)
 
-    def log_skipped_step(self, step: int, verdict: StepVerdict, image_ids: list[int]) -> str:
+    def log_skipped_step(self, verdict: Verdict, image_ids: list[int]) -> str:
         """Log a step that was not applied and its images, by name; return a message. Collective."""
-        return self.log.skip(step, verdict, [self.name_of(i) for i in image_ids])
+        return self.log.skip(verdict.step, verdict, [self.name_of(i) for i in image_ids])
 
     @property
     def pending(self) -> bool:

@@ -49,6 +49,10 @@ class Evaluation:
         # shuffled, so that the first ones are of many classes
         self.order = np.random.default_rng(run.config.seed).permutation(len(self.files))
 
+    def due(self, step: int, saved: bool) -> bool:
+        """Tell whether the model is evaluated after so many steps: wherever it is saved."""
+        return saved
+
     def __call__(self, step: int) -> None:
         """Log the mean loss after so many steps, and draw the first images. Collective.
 

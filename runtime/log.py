@@ -17,10 +17,9 @@ from itertools import count
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
 from torch.profiler import record_function
 
-from runtime.agreement import StepVerdict, gather_to_rank0, run_on_rank0
+from runtime.agreement import Verdict, gather_to_rank0, run_on_rank0
 from runtime.devices import device_memory, device_power, peak_flops
 from runtime.run import Run
 
@@ -86,19 +85,17 @@ class Log:
             self.scalars = None
             self.warn(f"TensorBoard's file cannot be written any more: {error}")
 
+    def begin(self, run: Run, device: torch.device) -> None:
+        """Log the steps of this run, which trains on this device."""
+        self.run, self.device = run, device
+
     def step(
-        self,
-        run: Run,
-        step: int,
-        loss: float,
-        norm: Tensor,
-        lr: float,
-        seconds: float,
-        waited: float,
-        bad_images: int,
+        self, step: int, loss: float, norm: float, lr: float, meter: "Meter", bad_images: Any
     ) -> None:
-        """Log a step, counted from 0; `norm` () on the device, `seconds`, `waited` per step."""
-        device, trained = norm.device, run.config.run != "io"
+        """Log a step, counted from 0, which ends an interval of the meter."""
+        run, device = self.run, self.device
+        seconds, waited = meter.interval(step + 1)
+        trained = run.config.run != "io"
         steps, rate = run.steps, run.global_batch / seconds
         per_rank = rate / run.world_size
         flops_per_image = run.flops_per_image() if trained else None
@@ -106,7 +103,7 @@ class Log:
         recomputed = run.flops_per_image(recomputed=True)
         peak = peak_flops(device)[0]
         memory = device_memory(device)
-        grad_norm = norm.item() if trained else None
+        grad_norm = norm if trained else None
         self.write(
             "step",
             step=step + 1,
@@ -123,7 +120,7 @@ class Log:
             mfu=flops / peak if flops and peak else None,
             **memory,
             **device_power(device),
-            bad_images=bad_images,
+            bad_images=bad_images.count,
         )
         shown = ""
         if trained:
@@ -136,18 +133,18 @@ class Log:
             f"{waited / seconds:4.0%}  ETA {left}"
         )
 
-    def first_step(self, run: Run, step: int, loss: Tensor) -> None:
+    def first_step(self, run: Run, step: int, loss: float) -> None:
         """Say that the first step is made: a sign of life where the first line may be minutes away.
 
         `step` counts from 0, `loss` () is this rank's.
         """
         if self.file and run.config.run != "io":
             self.say(
-                f"first step: {step + 1} of {run.steps}, loss {loss.item():.4f} on rank 0; a line "
+                f"first step: {step + 1} of {run.steps}, loss {loss:.4f}; a line "
                 f"follows every {run.config.log_every} steps"
             )
 
-    def skip(self, step: int, verdict: StepVerdict, images: list[str]) -> str:
+    def skip(self, step: int, verdict: Verdict, images: list[str]) -> str:
         """Log a step that was not applied: which ranks, which images; return a message. Collective.
 
         `images` are the paths of this rank's part of the batch, or none where another rank's loss
@@ -156,14 +153,14 @@ class Log:
         every = gather_to_rank0((verdict.own_loss, images)) or []
         ranks = [rank for rank, (own_loss, _) in enumerate(every) if own_loss]
         paths = [path for _, paths in every for path in paths]
-        if verdict.loss:
+        if verdict.bad_loss:
             named = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
             text = f"the loss is not finite at step {step + 1} on rank {named}"
         else:
             text = f"the gradient norm is not finite at step {step + 1}, though the losses are"
         if verdict.consecutive > 1:
             text += f", {verdict.consecutive} consecutive bad steps"
-        what = "loss" if verdict.loss else "gradient norm"
+        what = "loss" if verdict.bad_loss else "gradient norm"
         self.write(
             "skip",
             step=step + 1,
@@ -252,7 +249,7 @@ class Meter:
         self.begin = begin
         self.global_batch = global_batch
         self.rates: list[float] = []  # images per second of each interval
-        self.losses: deque[Tensor] = deque(maxlen=10)  # () each, on the device
+        self.losses: deque[float] = deque(maxlen=10)
         self.waited = self.waited_before = 0.0  # seconds in this interval, and before it
         self.started = self.interval_start = time.perf_counter()
 

@@ -1,25 +1,29 @@
-"""What a run is: the start record of the log, its lines on the terminal, what zero would score."""
+"""What a run records: what it is, what its steps were, how it ended."""
 
+import math
 import os
 import platform
+from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import PIL
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import data
 import mesh
 import shard
 import vit
 from runtime import devices
-from runtime.agreement import AgreedError, StepGuard, mean_over_ranks
+from runtime.agreement import AgreedError, StepGuard, Verdict, mean_over_ranks
 from runtime.bad_images import BadImageLog, describe_loaders
 from runtime.device_batches import Batch
 from runtime.devices import device_memory, peak_flops, planned
-from runtime.log import Log, Meter
+from runtime.log import Meter, compile_seconds, open_tensorboard
 from runtime.process import TORCHRUN_NOTE
 from runtime.resume import Saves, mark_done
 from runtime.run import Run
@@ -74,6 +78,7 @@ def report_start(run: Run, session: Session, begin: int, workers: int) -> None:
     start = start_record(run, ranks, device, plan, begin=begin, workers=workers)
     log.write("start", **start)
     log.say_all(describe(start))
+    log.begin(run, device)
 
 
 def attention_kernels(run: Run, device: torch.device) -> dict[str, str]:
@@ -165,65 +170,159 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def finish(
-    run: Run,
-    session: Session,
-    ended: tuple[str, str | None],
-    guard: StepGuard,
-    meter: Meter,
-    saves: Saves,
-    bad_images: BadImageLog,
-    loss_of_zero: Tensor | None,
-    measured: Mapping[str, Any],
-) -> str | None:
-    """Save what is not saved, log how the run ended; return its error message, if any. Collective.
-
-    `ended` is what the training loop returned, `measured` is added to the end record.
-    """
-    (reason, problem), config, log = ended, run.config, session.log
-    if reason == "data":
-        problem = session.first_loader_error(guard.loader_error, guard.done)
-    session.heartbeat("saving")
-    if reason == "nan":  # the same command meets the bad steps again
-        saves.save_last(guard.done + 1 - guard.consecutive, 0)
-    elif reason == "data":
-        saves.save_last(guard.done, guard.consecutive)
-    session.heartbeat("ending")
-    bad_images.sync()  # what was found since the last log line
-    end: dict[str, Any] = {"reason": reason, "problem": problem, "steps": guard.done}
-    end |= {"skipped": guard.skipped, "bad_images": bad_images.count}
-    end |= meter.summary() | device_memory(session.device)
-    end |= measured
-    if reason == "done" and meter.losses and loss_of_zero is not None and config.run != "io":
-        last = torch.stack([torch.stack(list(meter.losses)).nanmean(), loss_of_zero])
-        end["loss"], end["loss_of_zero"] = mean_over_ranks(last)
-    if reason == "done" and saves.saver:
-        try:
-            mark_done(config.out, True)
-        except AgreedError as error:
-            end["problem"] = str(error)
-    report_end(run, log, end, bad_images.report(end["seconds"], end["data_share"]))
-    if saves.saver:
-        log.say(saves.where(reason == "done"))
-    if "TORCHELASTIC_RUN_ID" in os.environ and reason == "signal":
-        log.say(TORCHRUN_NOTE)
-    advice = {"nan": ": lower --blr, add --clip 1, or look at the images of that step"}
-    return end["problem"] and end["problem"] + advice.get(reason, "")
+# ---------------------------------------------------------------------------------------------
+# Its steps, and its end
 
 
-def report_end(run: Run, log: Log, end: dict[str, Any], loaders: dict[str, Any]) -> None:
-    """Write the records `io` and `end` to the log, and what they say in short to the terminal."""
-    log.write("io", **loaders)
-    if run.config.run == "io" and loaders:
-        log.say_all(describe_loaders(loaders["ranks"]))
-    if "loss_of_zero" in end:
-        log.say(
-            f"mean loss of the last {min(10, run.steps)} steps {end['loss']:.4f}; predicting zero "
-            f"gives {end['loss_of_zero']:.4f}"
+class Monitor:
+    """Watch the steps of a run: the ranks' votes, the clock, unreadable images, the log."""
+
+    def __init__(self, run: Run, session: Session, files: Any, saves: Saves, first: Batch) -> None:
+        """Begin before the step of `saves`; `first` is the batch of that step. Collective."""
+        config, self.run, self.session = run.config, run, session
+        self.guard = StepGuard(session.device, config.max_skips)
+        self.guard.begin(saves.begin, saves.consecutive_bad)
+        self.meter = Meter(saves.begin, run.global_batch)
+        self.bad_images = BadImageLog(
+            config.out, run.images, config.max_bad, session.log, files.path
         )
-    log.write("end", **end)
-    log.say(
-        f"{end['reason']}: {end['steps']} steps in {end['seconds']:.1f} s, median "
-        f"{end['images_per_second'] or 0:.1f} img/s, {end['data_share']:.1%} of the time waiting "
-        f"for data; log in {os.path.join(run.config.out, 'log.jsonl')}"
-    )
+        self.begin, self.compiled = saves.begin, compile_seconds()
+        self.error: Exception | None = None  # of this rank's data loader
+        self.problem: str | None = None  # the last bad step, in a sentence
+        self.image_ids: deque[list[int]] = deque(maxlen=2)  # of the last two steps
+        zero = None if config.run == "io" else loss_of_zero(first, run)
+        self.loss_of_zero = None if zero is None else mean_over_ranks(zero[None])[0]
+        self.evaluation: Any = None  # called with the number of steps where its `due` says so
+        self.profile: Any = None
+        self.end_record: dict[str, float] = {}  # what the end record has besides
+
+    def watch(self, model: nn.Module, grid: DeviceMesh, saves: Saves) -> None:
+        """Evaluate the model and profile its steps too, where the flags ask for it. Collective."""
+        config, session = self.run.config, self.session
+        if config.tensorboard:
+            open_tensorboard(session.log, self.run, self.begin)
+        if config.eval_data and config.run == "real":
+            from runtime.evaluation import Evaluation
+
+            self.evaluation = Evaluation(self.run, session, model)
+        if config.profile and session.ranks.rank == 0:
+            from runtime.step_profile import RunProfile
+
+            steps = range(self.begin, self.run.steps)
+            self.profile = RunProfile(self.run, session.log, session.device, grid, steps)
+
+    def profiled(self, step: int) -> AbstractContextManager[Any]:
+        """Surround a step, which --profile may look at."""
+        return self.profile.step(step) if self.profile else nullcontext()
+
+    def next_batch(self, batches: Iterator[Batch], step: int) -> Batch:
+        """Take the batch of a step: the last one again where the loader has failed."""
+        self.session.heartbeat("reading data", step)
+        with self.meter.data_wait():
+            batch = next(batches)
+        self.error = batch.error
+        self.bad_images.record(step, batch)
+        self.image_ids.append(batch.image_ids)
+        return batch
+
+    def asked(self, batch: Batch) -> dict[str, bool]:
+        """Return what this rank has to say in the vote of a step, as of `StepGuard.vote`."""
+        return {
+            "stop": self.session.stop_requested(),
+            "no_batch": batch.error is not None,
+            "bad_images": self.bad_images.pending,
+        }
+
+    @property
+    def too_many(self) -> str | None:
+        """Say that too many images are unreadable; None where they are not."""
+        return self.bad_images.too_many
+
+    def settle(self, wait: bool) -> Iterator[Verdict]:
+        """Yield the verdicts of the steps that were applied, after reporting bad steps. Collective.
+
+        With `wait` up to the last step, otherwise those that need no waiting.
+        """
+        for verdict in self.guard.settle(wait):
+            if verdict.consecutive:
+                ids = self.image_ids[verdict.step - self.guard.voted]  # -1: the last step
+                at_fault = verdict.own_loss or not verdict.bad_loss
+                self.problem = self.bad_images.log_skipped_step(verdict, ids if at_fault else [])
+            if self.guard.ended and verdict.step == self.guard.done:
+                return
+            self.meter.losses.append(verdict.loss)
+            yield verdict
+        if self.too_many and not wait:  # the run ends: save what is applied by now
+            yield from self.settle(wait=True)
+
+    def log_due(self, verdict: Verdict) -> bool:
+        """Tell whether a step has a line in the log; say that the first step is made."""
+        step = verdict.step + 1
+        due = step == self.run.steps or step % self.run.config.log_every == 0
+        if verdict.step == self.begin and not due:
+            self.session.log.first_step(self.run, verdict.step, verdict.loss)
+        return due
+
+    def log_step(self, verdict: Verdict, lr: float) -> None:
+        """Log a step, and the bad images of all ranks since the last line. Collective."""
+        with self.meter.paused():
+            if verdict.bad_images:
+                self.bad_images.sync()
+        self.session.log.step(
+            verdict.step, verdict.loss, verdict.norm, lr, self.meter, self.bad_images
+        )
+
+    def finish(self, saves: Saves, ended: tuple[str, str | None]) -> str | None:
+        """Save what is not saved, log how the run ended; return its error message. Collective.
+
+        `ended` is what the training loop returned.
+        """
+        (reason, problem), guard, session = ended, self.guard, self.session
+        if reason == "data":
+            problem = session.first_loader_error(self.error, guard.done)
+        session.heartbeat("saving")
+        if reason == "nan":  # the same command meets the bad steps again
+            saves.save_last(guard.done + 1 - guard.consecutive, 0)
+        elif reason == "data":
+            saves.save_last(guard.done, guard.consecutive)
+        session.heartbeat("ending")
+        self.bad_images.sync()  # what was found since the last log line
+        if reason == "done" and saves.saver:
+            try:
+                mark_done(self.run.config.out, True)
+            except AgreedError as error:
+                problem = str(error)
+        self.report_end(reason, problem)
+        if saves.saver:
+            session.log.say(saves.where(reason == "done"))
+        if "TORCHELASTIC_RUN_ID" in os.environ and reason == "signal":
+            session.log.say(TORCHRUN_NOTE)
+        advice = {"nan": ": lower --blr, add --clip 1, or look at the images of that step"}
+        return problem and problem + advice.get(reason, "")
+
+    def report_end(self, reason: str, problem: str | None) -> None:
+        """Write the records `io` and `end`, and a summary to the terminal. Collective."""
+        run, log, meter, guard = self.run, self.session.log, self.meter, self.guard
+        end: dict[str, Any] = {"reason": reason, "problem": problem, "steps": guard.done}
+        end |= {"skipped": guard.skipped, "bad_images": self.bad_images.count}
+        end |= meter.summary() | device_memory(self.session.device) | self.end_record
+        compiled = compile_seconds() - self.compiled if run.config.compile else None
+        sent = self.profile.payload_bytes() if self.profile else None
+        end |= {"compile_seconds": compiled, "payload_bytes": sent}
+        loaders = self.bad_images.report(end["seconds"], end["data_share"])
+        log.write("io", **loaders)
+        if run.config.run == "io" and loaders:
+            log.say_all(describe_loaders(loaders["ranks"]))
+        losses = [loss for loss in meter.losses if math.isfinite(loss)]
+        if reason == "done" and losses and self.loss_of_zero is not None:
+            end |= {"loss": sum(losses) / len(losses), "loss_of_zero": self.loss_of_zero}
+            log.say(
+                f"mean loss of the last {len(losses)} steps {end['loss']:.4f}; predicting zero "
+                f"gives {self.loss_of_zero:.4f}"
+            )
+        log.write("end", **end)
+        log.say(
+            f"{reason}: {guard.done - self.begin} steps in {end['seconds']:.1f} s, median "
+            f"{end['images_per_second'] or 0:.1f} img/s, {end['data_share']:.1%} of the time "
+            f"waiting for data; log in {os.path.join(run.config.out, 'log.jsonl')}"
+        )

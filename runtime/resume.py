@@ -6,13 +6,10 @@ checkpoint.py reads and writes; which flags may change between two runs is decid
 import json
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import checkpoint
@@ -24,25 +21,36 @@ from runtime.session import Session
 
 Result = TypeVar("Result")
 PAUSES = (1.0, 3.0, 8.0, 20.0)  # seconds before each new attempt at a read that failed
-SCALER = torch.amp.GradScaler("cpu").state_dict().keys()
 Say = Callable[[str], None]  # prints a line, on rank 0
 
 
 def list_newest_first(run: Run, say: Say) -> list[Path]:
     """List the checkpoints that --resume allows, the furthest first. Collective.
 
-    None for --run-mode syn. AgreedError where --out must not hold any, or cannot be listed.
+    None for --run-mode syn and io. AgreedError where --out must not hold any, cannot be listed, or
+    holds checkpoints that are further than the one to begin at.
     """
     what, out = run.config.resume, run.config.out
-    if run.config.run != "real":
-        return []
-    try:
-        found = _on_rank0(partial(_retry, partial(checkpoint.list_checkpoints, out), say))[::-1]
-    except OSError as error:
-        raise AgreedError(str(error)) from error
-    if what == "none" and found:
-        raise AgreedError(f"{out} holds checkpoints of another run: use another --out", 2)
-    return found if what in ("auto", "none") else [Path(what)]
+
+    def find() -> list[Path]:
+        found = _retry(lambda: checkpoint.list_checkpoints(out), say)[::-1]
+        if what == "auto":
+            return found
+        if what == "none":
+            if found:
+                raise ValueError(f"{out} holds checkpoints of another run: use another --out")
+            return []
+        begin = Path(what)
+        step = _retry(lambda: read_manifest(begin), say)["step"]
+        further = [p for p in found if checkpoint.step_of(p) >= step and not p.samefile(begin)]
+        if further:  # the run would remove them, or take them for its own
+            raise ValueError(
+                f"{out} holds {further[0].name}, which is further than {what}: give another --out, "
+                f"or move it away: mv {further[0]} ELSEWHERE"
+            )
+        return [begin]
+
+    return run_on_rank0(find) if run.config.run == "real" else []
 
 
 def resume(
@@ -52,19 +60,23 @@ def resume(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
-) -> tuple["Saves", int, int]:
+) -> "Saves":
     """Load the first whole checkpoint of `found` and make --out ready to continue. Collective.
 
-    Returns the saves to come, the step to begin at and the consecutive bad steps before it; 0 and 0
-    if `found` is empty. AgreedError as of `read_run_state`, or where --out cannot be made ready.
+    Returns the saves to come, which know the step to `begin` at: 0 if `found` is empty. AgreedError
+    as of `read_run_state`, or where --out cannot be made ready.
     """
     config, log = run.config, session.log
-    load = partial(checkpoint.load, model=model, optimizer=optimizer, group=session.gloo)
-    state = read_run_state(found, run, log.say, load, scaler)
-    begin = state["step"]
-    if begin < run.steps:
+
+    def load(path: Path) -> None:
+        checkpoint.load(path, model, optimizer, group=session.gloo)
+
+    state = read_run_state(found, run, log.say, load)
+    if scaler and state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+    if state["step"] < run.steps:
         mark_done(config.out, False)
-    if begin == 0:
+    if state["step"] == 0:
         rename_old_log(log, config.out)
     saver = checkpoint.Saver(
         config.out,
@@ -74,115 +86,90 @@ def resume(
         group=session.gloo,
         background=config.async_save,
     )
-    return Saves(run, log, saver, scaler, begin), begin, state["in_a_row"]
+    return Saves(run, log, saver, scaler, state)
 
 
 def read_run_state(
-    found: Sequence[Path],
-    run: Run,
-    say: Say,
-    load: Callable[[Path], Any] | None = None,
-    scaler: torch.amp.GradScaler | None = None,
+    found: Sequence[Path], run: Run, say: Say, load: Callable[[Path], None] | None = None
 ) -> dict[str, Any]:
     """Load the first whole checkpoint of `found`; return its run state. Collective.
 
     The run state has "step", "flags", "in_a_row" (consecutive bad steps) and "scaler"; step 0 if
-    `found` is empty. Checkpoints that are further than it are moved aside. The flags that decide
-    the result must be those of `run`, unless --allow-changes. Without `load` nothing is changed.
-    AgreedError where the flags differ, where the one checkpoint that was asked for or all of them
-    are damaged, or where one cannot be read at the moment.
+    `found` is empty. The flags that decide the result must be those of `run`, unless
+    --allow-changes. A damaged checkpoint is renamed, so that none is ever overwritten. Without
+    `load` nothing is changed. AgreedError where the flags differ, where the one checkpoint that was
+    asked for or all of them are damaged, or where one cannot be read now.
     """
-    try:
-        return _resume(found, run, say, load, scaler)
-    except (ValueError, OSError) as error:
-        raise AgreedError(str(error), 2 if isinstance(error, ValueError) else 1) from error
-
-
-def _resume(
-    found: Sequence[Path],
-    run: Run,
-    say: Say,
-    load: Callable[[Path], Any] | None,
-    scaler: torch.amp.GradScaler | None,
-) -> dict[str, Any]:
-    config, skipped = run.config, []
+    damaged: list[Path] = []
     for path in found:
         try:
-            state = _on_rank0(partial(_retry, partial(_read_run_state, path), say))
-            changes = _changes(path, state["flags"], run)
-            if load:
-                _retry(partial(load, path), say)
+            state = _load_one(path, run, say, load)
         except checkpoint.Damaged as error:
-            if config.resume != "auto":
-                raise
+            if run.config.resume != "auto":
+                raise AgreedError(str(error), 2) from error
             say(f"warning: skipping unreadable checkpoint {error}")
-            skipped.append(str(error))
+            damaged.append(path)
             continue
-        if scaler and state["scaler"]:
-            scaler.load_state_dict(state["scaler"])
-        if load and (renamed := _on_rank0(partial(_move_aside, config.out, path, state["step"]))):
-            say(renamed)
-        say(f"resumed {path} at step {state['step']}; changed: {', '.join(changes) or '-'}")
+        if load and damaged:
+            run_on_rank0(lambda: [p.rename(p.with_name(f"damaged_{p.name}")) for p in damaged])
         return state
-    if skipped:
-        raise OSError(
-            f"no checkpoint in {config.out} can be read ({'; '.join(skipped)}): give --resume PATH "
-            "to begin at another one, or another --out to begin anew"
+    if damaged:
+        names = ", ".join(path.name for path in damaged)
+        raise AgreedError(
+            f"no checkpoint in {run.config.out} can be read ({names}): give --resume PATH to begin "
+            "at another one, or another --out to begin anew"
         )
-    return {"step": 0, "in_a_row": 0}
+    return {"step": 0, "in_a_row": 0, "scaler": None}
 
 
-def _on_rank0(work: Callable[[], Result]) -> Result:
-    """Run `work` on rank 0; its result, or its OSError or ValueError, on every rank. Collective."""
-    found: list[Any] = [None, None]
-    if dist.get_rank() == 0:
+def _load_one(
+    path: Path, run: Run, say: Say, load: Callable[[Path], None] | None
+) -> dict[str, Any]:
+    """Read the run state of a checkpoint, check its flags, `load` it; Damaged or AgreedError."""
+
+    def read() -> tuple[dict[str, Any], list[str]] | checkpoint.Damaged:
         try:
-            found[0] = work()
-        except (OSError, ValueError) as error:  # with its type, unlike agreement.run_on_rank0
-            found[1] = error
-    dist.broadcast_object_list(found, src=0)
-    if found[1]:
-        raise found[1]
-    return found[0]
+            state = _retry(lambda: read_manifest(path), say)
+        except checkpoint.Damaged as error:
+            return error  # for all ranks to raise
+        return state, _changes(path, state["flags"], run)
+
+    found = run_on_rank0(read)
+    if isinstance(found, checkpoint.Damaged):
+        raise found
+    if load:
+        try:
+            _retry(lambda: load(path), say)
+        except OSError as error:  # the same on all ranks
+            raise AgreedError(str(error)) from error
+    state, changes = found
+    say(f"resumed {path} at step {state['step']}; changed: {', '.join(changes) or '-'}")
+    return state
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read the run state that `Saves` wrote; Damaged or OSError where that is not possible."""
+    state: dict[str, Any] = {"flags": {}, "in_a_row": 0, "scaler": None}
+    return state | checkpoint.read_manifest(path)  # of another program: no flags
 
 
 def _retry(work: Callable[[], Result], say: Say) -> Result:
     """Run `work`; after an OSError, which may pass, again after each of the PAUSES."""
-    pauses = iter(PAUSES)
-    while True:
+    for pause in PAUSES:
         try:
             return work()
         except OSError as error:
-            pause = next(pauses, None)
-            if pause is None:
-                advice = "run the command again, or select a checkpoint with --resume PATH"
-                raise OSError(f"{error}: {advice}") from None
             say(f"warning: {error}: trying again in {pause:.0f} s")
             time.sleep(pause)
-
-
-def _read_run_state(path: Path) -> dict[str, Any]:
-    """Read and validate the run state that `Saves` wrote; Damaged where it is not sound."""
-    state: dict[str, Any] = {"flags": {}, "in_a_row": 0, "scaler": None}
-    state |= checkpoint.read_manifest(path)
-    flags, scaler, bad_steps = state["flags"], state["scaler"] or {}, state["in_a_row"]
-    sound = {
-        "flags": isinstance(flags, dict),
-        "scaler": isinstance(scaler, dict)
-        and scaler.keys() in (set(), SCALER)
-        and all(type(v) in (int, float) and 0 <= v < 2**63 for v in scaler.values()),
-        "in_a_row": type(bad_steps) is int and 0 <= bad_steps <= state["step"],
-    }
-    for name in (name for name, good in sound.items() if not good):
-        raise checkpoint.Damaged(f"{path}: {checkpoint.MANIFEST} has no sound {name!r}")
-    return state
+    try:
+        return work()
+    except OSError as error:
+        advice = "run the command again, or select a checkpoint with --resume PATH"
+        raise OSError(f"{error}: {advice}") from None
 
 
 def _changes(path: Path, then: dict[str, Any], run: Run) -> list[str]:
-    """List the flags that differ from the checkpoint's; ValueError where they must not.
-
-    A flag that an older checkpoint does not have counts as unchanged.
-    """
+    """List the flags that differ from the checkpoint's; ValueError where they must not."""
     now = json.loads(json.dumps(run.record()))
     changed = [key for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
     lists = {key for key in changed if isinstance(now[key], list)}
@@ -191,36 +178,16 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> list[str]:
     refused = [changes[key] for key in decisive(run.config) if key in changes]
     if refused and not run.config.allow_changes:
         raise ValueError(
-            f"{path} was trained with other flags ({', '.join(refused)}): add --allow-changes "
-            "to continue with these, or use another --out"
+            f"{path} was trained with other flags ({', '.join(refused)}): type them as they were, "
+            "add --allow-changes to continue with these, or use another --out"
         )
     return list(changes.values())
-
-
-def _move_aside(out: str, begin: Path, step: int) -> str | None:
-    """Move the checkpoints in `out` that a run from `begin` has not reached; return a message.
-
-    So that none is mistaken for its own, and none is removed.
-    """
-    further = [
-        path
-        for path in checkpoint.list_checkpoints(out)
-        if checkpoint.step_of(path) >= step and not (begin.exists() and path.samefile(begin))
-    ]
-    if not further:
-        return None
-    aside = next(p for n in count(1) if not (p := Path(out, f"set_aside_{n}")).exists())
-    aside.mkdir()
-    for path in further:
-        path.rename(aside / path.name)
-    names = ", ".join(path.name for path in further)
-    return f"moved to {aside}, because this run begins at step {step}: {names}"
 
 
 class Saves:
     """Save the checkpoints of a run, when one is due, and remember where the weights are.
 
-    Nothing is saved by `--run-mode syn` and `io`, which have no saver, or with --save-every none.
+    Nothing is saved by --run-mode syn and io, which have no saver, or with --save-every none.
     """
 
     def __init__(
@@ -229,16 +196,18 @@ class Saves:
         log: Log,
         saver: checkpoint.Saver | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        begin: int = 0,
+        state: dict[str, Any] | None = None,
     ) -> None:
-        """`begin` is the step that was resumed, or 0."""
-        self.saver, self.run, self.log, self.scaler, self.begin = saver, run, log, scaler, begin
+        """`state` is that of the checkpoint that was resumed."""
+        self.saver, self.run, self.log, self.scaler = saver, run, log, scaler
+        self.begin, self.consecutive_bad = 0, 0  # the step to begin at, bad steps before it
+        if state:
+            self.begin, self.consecutive_bad = state["step"], state["in_a_row"]
         self.since, self.problem = time.monotonic(), ""
-        self.evaluate: Callable[[int], None] = lambda step: None  # after each save: --eval-data
         self.steps, self.seconds = save_interval(run.config.save_every if saver else "none")
         self.off = not (self.steps or self.seconds)
         if saver:
-            saver.saved = begin
+            saver.saved = self.begin
         if saver and self.off:
             log.warn("--save-every none: no checkpoint is saved, whatever ends this run")
 
@@ -254,12 +223,13 @@ class Saves:
         """Save after so many steps; return why the run cannot continue, if so. Collective."""
         if self.off or self.saver is None:
             return None
-        start = time.monotonic()
+        start, before = time.monotonic(), self.saver.saved
         state = {"flags": self.run.record(), "in_a_row": consecutive_bad}
         state["scaler"] = self.scaler.state_dict() if self.scaler else None
         problems = self.saver.save(step, state, wait)
         self.since = time.monotonic()
-        self.log.write("save", step=step, seconds=self.since - start)
+        if self.saver.saved > before:  # in the background: the one before is on disk by now
+            self.log.write("save", step=self.saver.saved, seconds=self.since - start)
         failures = self.saver.failures
         self.problem = problems[-1] if failures else ""
         fatal = problems.pop() if failures == 2 or (failures and wait) else None
@@ -277,6 +247,12 @@ class Saves:
         for problem in filter(None, problems):
             self.log.warn(problem)
 
+    def report_finished(self) -> None:
+        """Say that no step is left to train. Collective."""
+        mark_done(self.run.config.out, True)
+        steps = f"all {self.run.steps} steps are trained"
+        self.log.say(f"already finished: {steps}; nothing to do. {self.where(True)}")
+
     def where(self, finished: bool) -> str:
         """Say where the weights are, for the end."""
         if self.off or self.saver is None:
@@ -284,8 +260,7 @@ class Saves:
         if not self.saver.saved:
             return f"nothing saved: {self.problem or 'no step was applied'}"
         path, how = self.saver.folder / f"step_{self.saver.saved:08d}", "the same command"
-        asked = self.run.config.resume
-        if asked != "auto":
+        if (asked := self.run.config.resume) != "auto":
             if self.saver.saved == self.begin:
                 path = Path(asked)
             else:

@@ -448,14 +448,13 @@ class Seen:
 def watched_step(job: dict[str, Any], rank: int, seen: Seen, train_step: Callable) -> Callable:
     """train_step, in which a signal may arrive, and after which the model is looked at."""
 
-    def step(model, optimizer, scaler, guard, *args, **kwargs):
+    def step(training, guard, *args, **kwargs):
         seen.step = guard.voted
         if (rank, seen.step) == (job["signal_rank"], job["signal_step"]):
             seen.received.append(signal.SIGTERM)
-        result = train_step(model, optimizer, scaler, guard, *args, **kwargs)
+        train_step(training, guard, *args, **kwargs)
         if job["params"]:
-            seen.look_at(model)
-        return result
+            seen.look_at(training.model)
 
     return step
 

@@ -204,10 +204,10 @@ def one_run(argv: list[str], meeting: Path, stop_at: int = -1) -> dict:
     The ranks agree on a port in a folder of their own.
     """
     import probe
-    from downstream import finetune
+    import train_fsdp
 
     rank, seen = int(os.environ["RANK"]), {}
-    original = finetune.tuning_step, shard.clip_grad_norm
+    original = train_fsdp.train_step, shard.clip_grad_norm
     meeting.mkdir(parents=True, exist_ok=True)
     os.environ["MASTER_PORT"] = agreed_port(meeting, rank)
 
@@ -221,17 +221,16 @@ def one_run(argv: list[str], meeting: Path, stop_at: int = -1) -> dict:
                 assert flat.grad is None and getattr(flat, "_saved_grad_shard", None) is None
         return original[1](model, *args)
 
-    def step(model, optimizer, scaler, guard, parts, **options):
+    def step(training, guard, *args, **asked):
         if guard.voted == stop_at and rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
-        result = original[0](model, optimizer, scaler, guard, parts, **options)
-        inner = getattr(optimizer, "optim", optimizer)
+        original[0](training, guard, *args, **asked)
+        inner = getattr(training.optimizer, "optim", training.optimizer)
         states = [t for state in inner.state.values() for t in state.values() if t.ndim]
         seen["state bytes"] = bytes_of(states)
-        seen["params"] = full_parameters(model)
-        return result
+        seen["params"] = full_parameters(training.model)
 
-    with patch.object(finetune, "tuning_step", step), patch.object(shard, "clip_grad_norm", clip):
+    with patch.object(train_fsdp, "train_step", step), patch.object(shard, "clip_grad_norm", clip):
         seen["status"] = probe.main(argv)
     return seen
 
@@ -531,7 +530,7 @@ def test_a_wrong_command_gets_one_sentence(
     import probe
     from downstream import finetune
 
-    monkeypatch.setattr(finetune.signals, "collect", list)  # handlers of pytest's own
+    monkeypatch.setattr(finetune.process, "collect", list)  # handlers of pytest's own
     argv = command(run, trees, tmp_path / "out")
     argv += [text.format(run=run, trees=trees) for text in wrong]
     if "--data" in wrong:

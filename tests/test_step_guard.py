@@ -1,13 +1,12 @@
-"""runtime/agreement.py: which steps all ranks skip, and what each learns of the others."""
+"""StepGuard of runtime/agreement.py: which steps all ranks skip, and what each learns of it."""
 
-import operator
-from functools import partial
+import math
 
 import pytest
 import torch
 from ranks import join, on_ranks
 
-from runtime.agreement import StepGuard, StepVerdict
+from runtime.agreement import StepGuard
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
@@ -16,40 +15,37 @@ NAN, INF = float("nan"), float("inf")
 FINITE = {
     "all finite": (0, False, {}, {}, "0000000", "0000000"),
     "one loss": (0, False, {(2, 4): NAN}, {}, "0000111", "0000123"),
-    "a loss and the norm with it": (0, False, {(2, 4): NAN}, {4: NAN}, "0000111", "0000123"),
     "infinite at once": (0, False, {(1, 0): INF}, {}, "1111111", "1234567"),
     "two ranks": (0, False, {(0, 5): NAN, (1, 3): -INF}, {}, "0001111", "0001234"),
     "the norm alone": (0, False, {}, {2: INF}, "0011111", "0012345"),
     "scaled, infinite norms": (0, True, {}, {0: INF, 3: NAN}, "1001000", "0000000"),
     "scaled, a loss": (0, True, {(2, 4): NAN}, {1: INF}, "0100111", "0000123"),
-    "one may be skipped": (1, False, {(2, 4): NAN}, {}, "0000100", "0000100"),
     "two apart": (1, False, {(2, 1): NAN, (0, 3): INF}, {}, "0101000", "0101000"),
     "one too many": (1, False, {(2, 1): NAN, (0, 2): INF}, {}, "0111111", "0123456"),
-    "loss, then norm": (2, False, {(1, 1): NAN}, {2: NAN}, "0110000", "0120000"),
     "scaled, between": (2, True, {(1, 1): NAN, (1, 3): NAN}, {2: INF}, "0111000", "0101000"),
 }
 FLAGS = {  # (rank, step)
     "stop": {(1, 3), (1, 4)},
     "save": {(0, 5)},
-    "no_batch": {(2, 7), (0, 8), (2, 8)},
+    "no_batch": {(2, 7)},
+    "bad_images": {(0, 2), (2, 2)},
 }
 
 
 def three_ranks():
-    """By name: for each step whether it is skipped, the verdict of the one before and its own."""
+    """By name: whether each step is skipped, and its verdict."""
     rank, found = join(), {}
     for name, (max_skips, scaled, losses, norms, *_) in FINITE.items():
         guard = StepGuard(CPU, max_skips)
+        guard.ended = "not read here: the host of a GPU reads late"
         found[name] = []
-        for step in range(9):  # in the last two a rank has no batch
-            loss = torch.tensor(losses.get((rank, step), 1.0))
+        for step in range(8):  # in the last one a rank has no batch
+            loss = torch.tensor(losses.get((rank, step), float(rank)))
             norm = torch.tensor(norms.get(step, 1.0))
-            guard.stop_requested = partial(operator.contains, FLAGS["stop"], (rank, step))
-            guard.save_due = partial(operator.contains, FLAGS["save"], (rank, step))
-            guard.loader_error = OSError() if (rank, step) in FLAGS["no_batch"] else None
-            skip = guard.vote(loss, norm, scaled)
+            flags = {flag: (rank, step) in where for flag, where in FLAGS.items()}
+            skip = guard.vote(loss, norm, scaled=scaled, **flags)
             assert (skip.shape, skip.dtype) == ((), torch.float32)
-            found[name].append((skip.item(), guard.read(step - 1), guard.read(step)))
+            found[name].append((skip.item(), guard._read(step)))
     return found
 
 
@@ -62,15 +58,60 @@ def three(tmp_path_factory):
 def test_all_ranks_skip_the_same_steps_and_know_why(three, name):
     _, scaled, losses, norms, skips, rows = FINITE[name]
     for rank, found in enumerate(three):
-        for step, (skip, before, now) in enumerate(found[name]):
-            assert skip == float((skips + "11")[step]), step
-            assert now == StepVerdict(
-                own_loss=(rank, step) in losses,
-                loss=any((r, step) in losses for r in range(3)),
-                norm=step in norms and not scaled,
-                consecutive=int(rows[min(step, 6)]),
-                **{
-                    flag: any((r, step) in where for r in range(3)) for flag, where in FLAGS.items()
-                },
+        for step, (skip, verdict) in enumerate(found[name]):
+            assert skip == float((skips + "1")[step]), step
+            bad = [r for r in range(3) if (r, step) in losses]
+            assert verdict.step == step and verdict.own_loss == (rank in bad)
+            assert (
+                verdict.loss == pytest.approx(1.0) if not bad else not math.isfinite(verdict.loss)
             )
-            assert step == 0 or before == found[name][step - 1][2]
+            assert verdict.bad_loss == bool(bad)
+            assert verdict.bad_norm == (step in norms and not scaled)
+            assert verdict.consecutive == int(rows[min(step, 6)])
+            for flag, where in FLAGS.items():
+                assert getattr(verdict, flag) == any((r, step) in where for r in range(3)), flag
+
+
+@pytest.fixture
+def alone():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def vote(guard: StepGuard, loss: float = 1.0, **flags: bool) -> None:
+    guard.vote(torch.tensor(loss), torch.tensor(1.0), **flags)
+
+
+def settled(guard: StepGuard, wait: bool = False) -> list[int]:
+    return [verdict.step for verdict in guard.settle(wait)]
+
+
+class Event:
+    """In the place of a GPU's."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_late_reader_settles_the_same_steps(alone, late):
+    """As for a GPU, whose verdicts are read one step later, but for a stop, a save, the end."""
+    guard = StepGuard(CPU, max_skips=1)
+    guard.late, guard.copied = late, [Event(), Event()]
+    vote(guard)
+    assert settled(guard) == ([] if late else [0])
+    vote(guard, NAN)
+    assert settled(guard) == ([0] if late else [1])
+    assert settled(guard, wait=True) == ([1] if late else [])
+    assert guard.done == 2 and guard.skipped == 1 and not guard.ended
+    vote(guard, stop=True)
+    assert settled(guard) == ([] if late else [2])
+    vote(guard)
+    assert settled(guard) == ([2, 3] if late else [3])
+    assert guard.stop and guard.done == 4  # what is applied by then is what is saved
+    vote(guard, NAN)
+    vote(guard, NAN)
+    assert settled(guard) == [4, 5]
+    assert guard.ended == "nan" and guard.done == 5 and guard.consecutive == 2
