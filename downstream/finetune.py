@@ -305,7 +305,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     """Make one run, on every rank; return an error message where it has failed."""
     config: Any = plain_run.config
     ranks, device = session.ranks, session.device
-    files, found, _ = image_source.share_images(config, plain_run.global_batch)
+    files, found = image_source.share_images(config, plain_run.global_batch)
     test_files = image_source.share_eval_images(replace(config, eval_data=config.test))
     session.log = log = open_log(config.out)
     numbers = run_on_rank0(partial(classes_in, test_files, files))

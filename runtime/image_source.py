@@ -99,8 +99,8 @@ def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tup
 
 def find_images(
     config: "Config", out: str | None, global_batch: int, say: Callable[[str], None]
-) -> tuple[Any, dict[str, Any], int]:
-    """List --data -> (images, what `with_images` needs to know of them, steps per epoch).
+) -> tuple[Any, dict[str, Any]]:
+    """List --data -> (images, what `with_images` needs to know of them).
 
     Keeps the list and raises as `list_folder`; ValueError too where there are too few images, or as
     `find_stats`.
@@ -109,15 +109,14 @@ def find_images(
     names: str | None = None
     if config.data != "synthetic":
         files, names = list_folder(config.data, out, say)
-    steps = data.steps_per_epoch(len(files), global_batch)
+    data.steps_per_epoch(len(files), global_batch)  # raises where there is not one
     stats = find_stats(config.data, config.channels)
     if config.data != "synthetic" and stats is data.IMAGENET:
         check_first_image(files)
-    facts = {"images": len(files), "image_names_and_sizes": names, "channel_stats": stats}
-    return files, facts, steps
+    return files, {"images": len(files), "image_names_and_sizes": names, "channel_stats": stats}
 
 
-def share_images(config: "Config", global_batch: int) -> tuple[Any, dict[str, Any], int]:
+def share_images(config: "Config", global_batch: int) -> tuple[Any, dict[str, Any]]:
     """Do as `find_images` on rank 0, and give every rank its result. Collective."""
     agreement.run_on_all_ranks(partial(check_folders, config))
     if config.eval_data:
