@@ -12,31 +12,27 @@ import errno
 import io
 import math
 import os
-import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
-from PIL.PngImagePlugin import PngImageFile
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".npy")
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
-# Bytes that decoding one image may take. It replaces Pillow's limit of pixels, which would refuse a
-# JPEG that is read at an eighth of its size in a sixty-fourth of the memory.
-MEMORY_BUDGET = 2**30
+MAX_PIXELS = 2**28  # of an image as it is decoded: 1 GiB
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit refuses JPEGs that are read at an eighth of it
 # Errors of the file itself, not of the node: Pillow cannot decode it (no errno), it has vanished,
 # it may not be read, it is a link to itself, or a socket.
 FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENXIO)
-PNG_METADATA = {b"eXIf", b"tEXt", b"zTXt", b"iTXt", b"acTL"}  # that may tell an orientation
-JPEG_TABLES = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)  # segments before that of the frame
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # of crops, width : height
 
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
@@ -60,12 +56,13 @@ class ImageSource(Protocol):
     """What a loader needs of a data set: an `ImageFolder`, or a class of your own."""
 
     def __len__(self) -> int: ...
-    def read(self, index: int) -> bytes | AnyImage: ...  # a file's content, or decoded; OSError
+    def path(self, index: int) -> str: ...  # a name for messages
+    def read(self, index: int) -> bytes | AnyImage: ...  # a whole file, or decoded; OSError
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """The images below one folder, sorted by the bytes of their relative paths."""
+    """The images below one folder, sorted by the bytes of their relative paths: an ImageSource."""
 
     root: str
     names: list[str]  # paths relative to root
@@ -76,11 +73,9 @@ class ImageFolder:
         return len(self.names)
 
     def path(self, index: int) -> str:
-        """Return the path of an image, for messages and for `read`."""
         return os.path.join(self.root, self.names[index])
 
     def read(self, index: int) -> bytes:
-        """Read an image file whole; OSError if it cannot be read."""
         with open(self.path(index), "rb", buffering=0) as file:
             return file.read()
 
@@ -89,30 +84,37 @@ def scan(root: str, visit: Callable[[str, int], None] | None = None) -> ImageFol
     """List the images below `root`: a class tree of any depth, a flat folder, or a mixture.
 
     The class of an image is the name of the folder it lies in (all 51 leaf names of Million-AID
-    differ), numbered in sorted order; folders of one name are one class. Skips hidden files and
-    folders; follows symbolic links, but not to a folder around them. Calls `visit` with the path of
-    each folder and the number of images in it. Raises OSError where a folder is missing or may not
-    be read, and ValueError where there is no image.
+    differ), numbered in sorted order; folders of one name are one class. Skips what is hidden;
+    follows symbolic links, but lists no folder twice. Calls `visit` with the path of each folder
+    and the number of images in it. Raises OSError where a folder is missing or may not be read, and
+    ValueError where there is no image.
     """
 
     def fail(error: OSError) -> None:
         raise error  # a folder skipped in silence would renumber the classes
 
-    def leads_up(folder: str, name: str) -> bool:
-        here, there = os.path.realpath(folder), os.path.realpath(os.path.join(folder, name))
-        return os.path.join(here, "").startswith(os.path.join(there, ""))
+    def identity(folder: str | Path) -> tuple[int, int]:
+        status = os.stat(folder)
+        return status.st_dev, status.st_ino
 
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {root}: give --data the folder of your images")
     names: list[str] = []
-    for folder, subfolders, files in os.walk(root, onerror=fail, followlinks=True):
-        subfolders[:] = [n for n in subfolders if not n.startswith(".") and not leads_up(folder, n)]
-        images = [n for n in files if n.lower().endswith(EXTENSIONS) and not n.startswith(".")]
-        relative = os.path.relpath(folder, root)
-        prefix = "" if relative == "." else os.path.join(relative, "")
-        names += [prefix + name for name in images]
-        if visit:
-            visit(folder, len(images))
+    listed = set(map(identity, Path(root).resolve().parents))  # a link upwards lists nothing
+    starts = [root]  # then links, which os.walk leaves to us: after the folders they may lead to
+    for start in starts:
+        for folder, subfolders, files in os.walk(start, onerror=fail):
+            if identity(folder) in listed:
+                subfolders.clear()
+                continue
+            listed.add(identity(folder))
+            subfolders[:] = sorted(n for n in subfolders if not n.startswith("."))
+            starts += filter(os.path.islink, [os.path.join(folder, n) for n in subfolders])
+            images = [n for n in files if n.lower().endswith(EXTENSIONS) and not n.startswith(".")]
+            here = os.path.relpath(folder, root)
+            names += [os.path.normpath(os.path.join(here, name)) for name in images]
+            if visit:
+                visit(folder, len(images))
     if not names:
         raise ValueError(f"no images found in {root}: looked for {' '.join(EXTENSIONS)}")
     names.sort(key=os.fsencode)  # the same order in every locale
@@ -165,10 +167,8 @@ def deal(step: int, global_batch: int, local_batch: int, world_size: int) -> np.
     never the batch. ValueError where the batch does not divide.
     """
     if global_batch % (local_batch * world_size):
-        raise ValueError(
-            f"a global batch of {global_batch} is not a multiple of {world_size} ranks x "
-            f"{local_batch} images"
-        )
+        ranks = f"{world_size} ranks x {local_batch} images"
+        raise ValueError(f"a global batch of {global_batch} is not a multiple of {ranks}")
     positions = np.arange(step * global_batch, (step + 1) * global_batch)
     return positions.reshape(-1, world_size, local_batch)
 
@@ -187,6 +187,9 @@ class RankBatchSampler:
     world_size: int
     steps: range
 
+    def __len__(self) -> int:
+        return len(self.steps) * (self.global_batch // (self.local_batch * self.world_size))
+
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in self.steps:
             dealt = deal(step, self.global_batch, self.local_batch, self.world_size)
@@ -195,209 +198,7 @@ class RankBatchSampler:
 
 
 # ---------------------------------------------------------------------------------------------
-# One image
-
-
-def open_image(
-    content: bytes | AnyImage, budget: int = MEMORY_BUDGET
-) -> tuple[AnyImage, tuple[int, int]]:
-    """Open what a source has read -> it, not decoded yet, and its (width, height) when upright.
-
-    ValueError where it is no image, or where decoding takes more than `budget` bytes.
-    """
-    file = content if isinstance(content, bytes) else b""
-    if file.startswith(b"\x93NUMPY"):
-        content = open_array(file)
-    if isinstance(content, np.ndarray):
-        if content.ndim != 3 or not content.size or content.dtype.name not in ARRAY_DTYPES:
-            what = f"{content.dtype} of shape {content.shape}"
-            raise ValueError(f"an array must be (C, H, W) {' or '.join(ARRAY_DTYPES)}, not {what}")
-        height, width = content.shape[1:]
-        check_memory(4 * content.size, (width, height), budget)  # as float32
-        if content.dtype.kind == "f" and not np.isfinite(content).all():
-            raise ValueError("NaN or infinite pixels")
-        return content, (width, height)
-    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # `budget` replaces it
-    try:
-        image = content if isinstance(content, Image.Image) else Image.open(io.BytesIO(content))
-    except UnidentifiedImageError:
-        what = f"begins with {file[:16]!r}" if file else "is empty"
-        raise ValueError(f"not an image: the file {what}") from None
-    finally:
-        Image.MAX_IMAGE_PIXELS = limit
-    width, height = image.size
-    if width * height == 0:
-        raise ValueError("no pixels")
-    if image.format != "JPEG":  # which may be decoded smaller; `orientation` may decode a PNG whole
-        check_memory(4 * width * height, image.size, budget)
-    # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without an
-    # error. The last end marker must follow the last start of a scan (ITU-T T.81, table B.1).
-    elif file.endswith(b"\0") and file.rfind(b"\xff\xd9") <= file.rfind(b"\xff\xda"):
-        raise ValueError("truncated: zeros where the end of the JPEG should be")
-    return image, (height, width) if orientation(image) in (5, 6, 7, 8) else (width, height)
-
-
-def orientation(image: Image.Image) -> int:
-    """Return how an image is turned, 1 to 8, by its EXIF data; 1 is upright."""
-    if is_plain_png(image):  # of any other PNG, getexif decodes all pixels first
-        return 1
-    return image.getexif().get(ExifTags.Base.Orientation, 1)
-
-
-def is_plain_png(image: Image.Image) -> bool:
-    """Tell whether this is a PNG in memory, not cut off, without metadata or further images."""
-    if not (isinstance(image, PngImageFile) and isinstance(image.fp, io.BytesIO)):
-        return False
-    file, at, chunks = image.fp.getvalue(), 8, set()
-    while at + 8 <= len(file):
-        size, name = struct.unpack_from(">I4s", file, at)
-        chunks.add(name)
-        at += size + 12
-    return b"IEND" in chunks and not chunks & PNG_METADATA
-
-
-def open_array(content: bytes) -> np.ndarray:
-    """View the pixels of a .npy file; ValueError where they are not what its header says."""
-    stream = io.BytesIO(content)
-    try:
-        np.lib.format.read_magic(stream)  # 1.0 is what np.save writes
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=1000)
-        # np.load would allocate whatever the header says; this refuses objects too
-        pixels = np.frombuffer(content, dtype, offset=stream.tell())
-        return pixels.reshape(shape, order="F" if fortran else "C")
-    except Exception as error:  # a hostile header raises even MemoryError, in the parser
-        raise ValueError(f"damaged .npy file: {error}") from None
-
-
-def check_memory(needed: int, size: tuple[int, int], budget: int) -> None:
-    """Raise ValueError where decoding needs more bytes than `budget`; `size`: (width, height)."""
-    if needed > budget:
-        raise ValueError(
-            f"{size[0]} x {size[1]} pixels take {needed / 2**30:.1f} GiB to decode, more than "
-            f"{budget / 2**30:.1f}: make it smaller by `prepare.py pack --max-side`"
-        )
-
-
-def reduction(image: Image.Image, crop: Sequence[int], side: int) -> int:
-    """Return 1, 2, 4 or 8: how much smaller a JPEG may be decoded so that its crop has `side`."""
-    # A turned image, rare here, is decoded whole: the last pixel of a reduced one may be a part of
-    # a pixel, and turning would bring it to the front and shift all others.
-    if image.format != "JPEG" or orientation(image) != 1:
-        return 1
-    return max(scale for scale in (1, 2, 4, 8) if scale == 1 or min(crop[2:]) >= scale * side)
-
-
-def reduce_crop(crop: Sequence[int], reduce: int) -> tuple[int, int, int, int]:
-    """Round a crop (top, left, height, width) to the pixels of an image decoded at 1/`reduce`."""
-    top, left, bottom, right = (
-        round(n / reduce) for n in (crop[0], crop[1], crop[0] + crop[2], crop[1] + crop[3])
-    )
-    return top, left, bottom - top, right - left
-
-
-def skip_rows(image: Image.Image, top: int, bottom: int) -> None:
-    """Let only these rows of a file in memory be decoded, if it can: all others are undefined then.
-
-    A turned image, or a file that is cut off, is decoded whole: that is how the damage is found.
-    """
-    if not isinstance(image, ImageFile.ImageFile) or orientation(image) != 1:
-        return
-    if image.format == "TIFF":  # of many strips, unless it is compressed
-        last = max((strip[2] for strip in image.tile), default=0)  # by its place in the file
-        boxes = [strip[1] or (0, 0, *image.size) for strip in image.tile]
-        needed = [box[1] < bottom and box[3] > top for box in boxes]
-        image.tile = [t for t, use in zip(image.tile, needed, strict=True) if use or t[2] == last]
-    elif is_plain_png(image) and not image.info.get("interlace"):
-        clip_rows(image, bottom)
-    elif image.format == "JPEG":  # whose decoder stops at the height that its header gives
-        image.decodermaxblock = 2**30  # the file at once: its parts would be joined again and again
-        rows = bottom // 16 * 16 + 32  # whole blocks, and one more that the last row's colour needs
-        with cast(io.BytesIO, image.fp).getbuffer() as file:
-            at = 2
-            while file[at] == 0xFF and file[at + 1] in JPEG_TABLES:
-                at += 2 + int.from_bytes(file[at + 2 : at + 4], "big")
-            frame = file[at] == 0xFF and file[at + 1] in (0xC0, 0xC1, 0xC2)  # ITU-T T.81, B.2.2
-            if rows < image.height and frame and file[-2:] == b"\xff\xd9":
-                file[at + 5 : at + 7] = rows.to_bytes(2, "big")
-                clip_rows(image, rows)
-
-
-def clip_rows(image: ImageFile.ImageFile, rows: int) -> None:
-    """Tell Pillow to expect so many rows from its decoder."""
-    codec, _, offset, options = image.tile[0]
-    image.tile = [cast(Any, (codec, (0, 0, image.width, rows), offset, options))]
-
-
-def decode(image: Image.Image, reduce: int = 1, budget: int = MEMORY_BUDGET) -> Image.Image:
-    """Decode to upright RGB, a JPEG at 1/1, 1/2, 1/4 or 1/8 of its size (`reduce`).
-
-    16-bit grey is scaled to 8 bits, transparent pixels are blended with black. Raises whatever
-    Pillow raises for a broken or truncated image; ValueError for 32-bit pixels, or where more than
-    `budget` bytes are needed.
-    """
-    whole, file_format = image.size, image.format
-    if reduce > 1:
-        image.draft(None, (whole[0] // reduce, whole[1] // reduce))
-    needed = 4 * image.width * image.height  # Pillow's RGB takes four bytes per pixel
-    if image.info.get("progressive"):  # all coefficients, 2 bytes each, before the first pixel
-        needed += 6 * whole[0] * whole[1]
-    check_memory(needed, whole, budget)
-    if orientation(image) != 1:  # upright, that would only copy it
-        image = ImageOps.exif_transpose(image)
-    # older Pillows open a 16-bit PNG as "I"
-    if image.mode.startswith("I;16") or (image.mode == "I" and file_format == "PNG"):
-        grey = np.asarray(image) // 257  # `convert` would clip at 255
-        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
-    if image.mode in ("I", "F"):
-        raise ValueError("32-bit image with an unknown range of values")
-    if image.mode in ("RGBA", "RGBa", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image)
-    if image.mode != "RGB":
-        return image.convert("RGB")
-    image.load()
-    return image
-
-
-def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int) -> Tensor:
-    """Cut out (top, left, height, width), resize it -> (C, side, side) uint8 or float32.
-
-    Bicubic with antialiasing, as by torchvision's v2.functional.resized_crop of a tensor.
-    """
-    top, left, height, width = crop
-    if isinstance(image, Image.Image):
-        pixels = np.array(image.crop((left, top, left + width, top + height)))  # (H, W, C)
-        part = torch.from_numpy(pixels).permute(2, 0, 1)  # channels last, PyTorch's fastest here
-    else:  # few of PyTorch's kernels take uint16, all take float32
-        dtype = np.uint8 if image.dtype == np.uint8 else np.float32
-        whole = image[:, top : top + height, left : left + width]
-        part = torch.from_numpy(whole.astype(dtype, order="C"))
-    return F.interpolate(part[None], [side, side], mode="bicubic", antialias=True)[0]
-
-
-class LoadStats(NamedTuple):
-    """What reading took, of one image or of several together, in one loader process."""
-
-    bytes: int = 0
-    read_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    resize_seconds: float = 0.0
-    collate_seconds: float = 0.0
-
-
-def total(stats: Iterable[LoadStats]) -> LoadStats:
-    """Add statistics, field by field."""
-    return LoadStats(*map(sum, zip(LoadStats(), *stats, strict=True)))
-
-
-class Sample(NamedTuple):
-    """One image as it is trained on."""
-
-    image: Tensor  # (C, H, W) uint8; float32 where the images are uint16 or float32
-    noise: Tensor  # (L,) float32, the masking order: a random permutation of 0 .. L-1
-    image_id: int  # index in the data set
-    bad: list[tuple[int, str]]  # (image_id, reason): unreadable images that this one replaces
-    stats: LoadStats
+# Augmentation
 
 
 def draw_augmentation(
@@ -432,6 +233,33 @@ def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int,
     return (height - h) // 2, (width - w) // 2, h, w
 
 
+# ---------------------------------------------------------------------------------------------
+# Samples and batches
+
+
+class LoadStats(NamedTuple):
+    """What loading took, of one image or of several, in one loader process."""
+
+    bytes: int = 0
+    read_seconds: float = 0.0
+    decode_seconds: float = 0.0  # until the crop is resized
+
+
+def total(stats: Iterable[LoadStats]) -> LoadStats:
+    """Add statistics, field by field."""
+    return LoadStats(*map(sum, zip(LoadStats(), *stats, strict=True)))
+
+
+class Sample(NamedTuple):
+    """One image as it is trained on."""
+
+    image: Tensor  # (C, H, W) uint8; float32 where the images are uint16 or float32
+    noise: Tensor  # (L,) float32, the masking order: a random permutation of 0 .. L-1
+    image_id: int  # index in the data set
+    bad: list[tuple[int, str]]  # (image_id, reason): unreadable images that this one replaces
+    stats: LoadStats
+
+
 class LocalBatch(NamedTuple):
     """The samples of one rank in one accumulation step."""
 
@@ -443,13 +271,8 @@ class LocalBatch(NamedTuple):
 
 
 @dataclass(eq=False)
-class Images(Dataset[Sample]):
-    """Samples by (position, image index).
-
-    A JPEG is decoded at the smallest scale that its crop allows, the crop rounded to that scale's
-    pixels; `exact` decodes it at full size, as torchvision would, and more slowly. Of one crop,
-    pixels differ by less than 1 of 255 in the mean.
-    """
+class Images(Dataset[Any]):  # so that the loader may be annotated by its batches
+    """The `Sample`s by (position, image index); `exact` as in `crop_and_resize`."""
 
     files: ImageSource
     order: ImageOrder
@@ -461,8 +284,8 @@ class Images(Dataset[Sample]):
     def __getitem__(self, place: tuple[int, int]) -> Sample:
         """Load an image; for an unreadable one the next good one of the order stands in.
 
-        The substitute gets the crop, flip and mask of this position. Raises RuntimeError after
-        SUBSTITUTES unreadable images in a row, and any error that is not the file's own.
+        It gets the crop, flip and mask of this position. Raises RuntimeError after SUBSTITUTES
+        unreadable images in a row, and any error that is not the file's own.
         """
         position, index = place
         bad: list[tuple[int, str]] = []
@@ -475,10 +298,8 @@ class Images(Dataset[Sample]):
                     raise  # of this node: another rank may not have it, and streams would differ
                 bad.append((index, f"{type(error).__name__}: {error}"))
             index = self.order.image_at(position + len(bad))
-        raise RuntimeError(
-            f"{SUBSTITUTES} images in a row could not be read, the last one number {bad[-1][0]} "
-            f"({bad[-1][1]})"
-        )
+        last = f"the last one number {bad[-1][0]} ({bad[-1][1]})"
+        raise RuntimeError(f"{SUBSTITUTES} images in a row could not be read, {last}")
 
     def load(self, position: int, index: int) -> Sample:
         """Load one image as it looks at this position; raises what reading and decoding raise."""
@@ -491,46 +312,19 @@ class Images(Dataset[Sample]):
             text = "{} channels of {}, not {} of {}: see `prepare.py stats`"
             raise ValueError(text.format(*found, *wanted))
         noise, flip, crop = draw_augmentation(self.order.seed, position, self.patches, *size)
-        reduce, encoded = 1, len(content) if isinstance(content, bytes) else 0  # bytes
-        del content  # or `skip_rows` would have to copy it
-        if isinstance(image, Image.Image):
-            if encoded:
-                reduce = 1 if self.exact else reduction(image, crop, self.img_size)
-                skip_rows(image, crop[0], crop[0] + crop[2])
-            image, crop = decode(image, reduce), reduce_crop(crop, reduce)
-        decoded = time.perf_counter()
-        pixels = crop_and_resize(image, crop, self.img_size)
+        encoded = len(content) if isinstance(content, bytes) else 0  # bytes
+        pixels = crop_and_resize(image, crop, self.img_size, self.exact or not encoded)
         pixels = pixels.flip(-1) if flip else pixels
-        resized = time.perf_counter()
-        stats = LoadStats(encoded, read - started, decoded - read, resized - decoded)
+        stats = LoadStats(encoded, read - started, time.perf_counter() - read)
         return Sample(pixels, noise, index, [], stats)
 
-    def __getitems__(self, places: Sequence[tuple[int, int]]) -> LocalBatch:
-        """Load a batch, in a worker into shared memory: what a DataLoader calls."""
-        started = time.perf_counter()
-        dtype = torch.uint8 if self.stats.dtype == "uint8" else torch.float32
-        side = self.img_size
-        image = torch.empty(len(places), len(self.stats.mean), side, side, dtype=dtype)
-        noise = torch.empty(len(places), self.patches)
-        if get_worker_info():  # the other process would get a copy
-            image.share_memory_()
-            noise.share_memory_()
-        seconds = time.perf_counter() - started
-        ids, bad, every = [], [], []
-        for i, place in enumerate(places):
-            sample = self[place]
-            started = time.perf_counter()
-            image[i], noise[i] = sample.image, sample.noise
-            seconds += time.perf_counter() - started
-            ids.append(sample.image_id)
-            bad += sample.bad
-            every.append(sample.stats)
-        stats = total([LoadStats(collate_seconds=seconds), *every])
-        return LocalBatch(image, noise, ids, bad, stats)
 
-
-# ---------------------------------------------------------------------------------------------
-# Batches
+def collate(samples: Sequence[Sample]) -> LocalBatch:
+    """Stack samples; in a worker into shared memory, as PyTorch's default does with tensors."""
+    images, noise = default_collate([(sample.image, sample.noise) for sample in samples])
+    bad = [pair for sample in samples for pair in sample.bad]
+    stats = total(sample.stats for sample in samples)
+    return LocalBatch(images, noise, [sample.image_id for sample in samples], bad, stats)
 
 
 def build_loader(
@@ -548,8 +342,8 @@ def build_loader(
     pin_memory: bool = False,
     exact: bool = False,
     stats: ChannelStats = IMAGENET,
-) -> DataLoader[Sample]:
-    """Make a loader of the `LocalBatch`es of one rank for these steps, accumulation steps in turn.
+) -> DataLoader[LocalBatch]:
+    """Make the DataLoader of one rank for these steps: a batch per accumulation step, in turn.
 
     One iterator covers all steps, so workers start once, not once per epoch. Images must have the
     channels and type of `stats`, which `normalize` needs too. With workers, `files` is pickled.
@@ -560,7 +354,7 @@ def build_loader(
         Images(files, order, img_size, patches, exact, stats),
         batch_sampler=RankBatchSampler(order, global_batch, local_batch, rank, world_size, steps),
         num_workers=workers,
-        collate_fn=LocalBatch._make,  # a copy of the tuple: `Images` makes whole batches
+        collate_fn=collate,
         # A forked worker would inherit the threads, locks and devices of this process; one from the
         # fork server has imported modules only.
         multiprocessing_context="forkserver" if workers else None,
@@ -578,3 +372,116 @@ def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
     for channel, mean, std in zip(x.unbind(1), stats.mean, stats.std, strict=True):
         channel.sub_(mean).div_(std)  # by numbers: a tensor of them would stall the device
     return x
+
+
+# ---------------------------------------------------------------------------------------------
+# One image: files and arrays to pixels
+
+
+def open_image(
+    content: bytes | AnyImage, max_pixels: int = MAX_PIXELS
+) -> tuple[AnyImage, tuple[int, int]]:
+    """Open what a source has read -> it, not decoded yet, and its (width, height) when upright.
+
+    Raises ValueError where it is no image, is damaged, or has too many pixels.
+    """
+    if isinstance(content, bytes):
+        content = open_file(content)
+    if isinstance(content, np.ndarray):
+        if content.ndim != 3 or not content.size or content.dtype.name not in ARRAY_DTYPES:
+            what = f"{content.dtype} of shape {content.shape}"
+            raise ValueError(f"an array must be (C, H, W) {' or '.join(ARRAY_DTYPES)}, not {what}")
+        if content.dtype.kind == "f" and not np.isfinite(content).all():
+            raise ValueError("NaN or infinite pixels")
+        return content, (content.shape[2], content.shape[1])
+    if content.format != "JPEG":  # which may be decoded smaller; of a PNG, `orientation` needs all
+        check_size(content, max_pixels)
+    width, height = content.size
+    return content, (height, width) if orientation(content) in (5, 6, 7, 8) else (width, height)
+
+
+def open_file(content: bytes) -> AnyImage:
+    """Read a .npy file, or open any other without decoding it; ValueError where it is damaged."""
+    if content.startswith(b"\x93NUMPY"):
+        try:
+            return np.load(io.BytesIO(content), allow_pickle=False)
+        except Exception as error:  # a damaged header raises many kinds, even MemoryError
+            raise ValueError(f"damaged .npy file: {error}") from None
+    try:
+        image = Image.open(io.BytesIO(content))
+    except UnidentifiedImageError:
+        what = f"begins with {content[:16]!r}" if content else "is empty"
+        raise ValueError(f"not an image: the file {what}") from None
+    # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without an
+    # error. The last end marker must follow the last start of a scan (ITU-T T.81, table B.1).
+    ended = content.rfind(b"\xff\xd9") > content.rfind(b"\xff\xda")
+    if image.format == "JPEG" and content.endswith(b"\0") and not ended:
+        raise ValueError("truncated: zeros where the end of the JPEG should be")
+    return image
+
+
+def check_size(image: Image.Image, max_pixels: int) -> None:
+    """Raise ValueError where an image has more than `max_pixels`."""
+    if (pixels := image.width * image.height) > max_pixels:
+        what = f"{image.width} x {image.height} pixels take {pixels / 2**28:.1f} GiB to decode"
+        raise ValueError(f"{what}: make it smaller by `prepare.py pack --max-side`")
+
+
+def orientation(image: Image.Image) -> int:
+    """Return how an image is turned, 1 to 8, by its EXIF data; 1 is upright."""
+    return image.getexif().get(ExifTags.Base.Orientation, 1)
+
+
+def reduction(image: Image.Image, crop: Sequence[int], side: int) -> int:
+    """Return 1, 2, 4 or 8: how much smaller a JPEG may be decoded so that its crop has `side`."""
+    # A turned image, rare here, is decoded whole: the last pixel of a reduced one may be a part of
+    # a pixel, and turning would bring it to the front and shift all others.
+    if image.format != "JPEG" or orientation(image) != 1:
+        return 1
+    return max(scale for scale in (1, 2, 4, 8) if scale == 1 or min(crop[2:]) >= scale * side)
+
+
+def decode(image: Image.Image, reduce: int = 1, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Decode to upright RGB, a JPEG at 1/1, 1/2, 1/4 or 1/8 of its size (`reduce`).
+
+    16-bit grey is scaled to 8 bits, transparent pixels are blended with black. Raises whatever
+    Pillow raises for a broken or truncated image, ValueError for 32-bit pixels, or as `check_size`.
+    """
+    file_format = image.format
+    if reduce > 1:
+        image.draft(None, (image.width // reduce, image.height // reduce))
+    check_size(image, max_pixels)
+    if orientation(image) != 1:  # upright, that would only copy it
+        image = ImageOps.exif_transpose(image)
+    # older Pillows open a 16-bit PNG as "I"
+    if image.mode.startswith("I;16") or (image.mode == "I" and file_format == "PNG"):
+        grey = np.asarray(image) // 257  # `convert` would clip at 255
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError("32-bit image with an unknown range of values")
+    if image.mode in ("RGBA", "RGBa", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image)
+    image.load()
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool = False) -> Tensor:
+    """Decode, cut out (top, left, height, width), resize -> (C, side, side) uint8 or float32.
+
+    Bicubic with antialiasing, as by torchvision's v2.functional.resized_crop of a tensor. A JPEG
+    is decoded at the smallest scale that its crop allows, the crop rounded to the pixels of that
+    scale; `exact` decodes it at full size, as torchvision would, and more slowly. Of one crop,
+    pixels differ by less than 1 of 255 in the mean.
+    """
+    top, left, height, width = crop
+    if isinstance(image, Image.Image):
+        reduce = 1 if exact else reduction(image, crop, side)
+        x0, y0, x1, y1 = (round(n / reduce) for n in (left, top, left + width, top + height))
+        pixels = np.array(decode(image, reduce).crop((x0, y0, x1, y1)))  # (H, W, C)
+        part = torch.from_numpy(pixels).permute(2, 0, 1)  # channels last, PyTorch's fastest here
+    else:  # few of PyTorch's kernels take uint16, all take float32
+        dtype = np.uint8 if image.dtype == np.uint8 else np.float32
+        whole = image[:, top : top + height, left : left + width]
+        part = torch.from_numpy(whole.astype(dtype, order="C"))
+    return F.interpolate(part[None], [side, side], mode="bicubic", antialias=True)[0]

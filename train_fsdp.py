@@ -261,7 +261,7 @@ def run_training(run: Run, session: Session) -> str | None:
     monitor = Monitor(run, session, files, saves, batches.first)
     report_start(run, session, saves.begin, batches.workers)
     if training and grid:
-        monitor.watch(training.model, grid, saves)
+        monitor.watch(training.model, grid)
     with manual_gc():
         if training is None:
             ended = read_images(run, session, monitor, batches)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 # ---------------------------------------------------------------------------------------------
 # Sizes
@@ -98,24 +99,20 @@ def flops_per_image(
     """
     c, patches = config, patch_count(config, img_size)
     kept, pixels = kept_patches(patches, mask_ratio), c.channels * c.patch**2
-
-    def stack(tokens: int, width: int, mlp_width: int, depth: int, matrices: int) -> list[int]:
-        linear = 4 * width * width + matrices * width * mlp_width  # qkv, proj, MLP
-        attention = 2 * tokens * width  # scores and weighted values
-        last = width * mlp_width  # the block's last product
-        return [2 * depth * tokens * n for n in (linear + attention, last)]
-
-    encoder, encoder_last = stack(kept + 1, c.width, c.mlp_width, c.depth, 3 if c.gated_mlp else 2)
-    decoder, decoder_last = stack(
-        patches + 1, c.decoder_width, 4 * c.decoder_width, c.decoder_depth, 2
+    stacks = (  # depth, tokens, width, MLP width, matrices of the MLP
+        (c.depth, kept + 1, c.width, c.mlp_width, 3 if c.gated_mlp else 2),
+        (c.decoder_depth, patches + 1, c.decoder_width, 4 * c.decoder_width, 2),
     )
-    embed = 2 * kept * pixels * c.width
-    ends = 2 * (kept + 1) * c.width * c.decoder_width + 2 * patches * c.decoder_width * pixels
     # The images need no gradient, so the patch embedding has half a backward pass.
-    flops = 2 * embed + 3 * (encoder + decoder + ends)
-    # Backward does not need a block's output: torch stops recomputing before the last product.
-    again = encoder + decoder - encoder_last - decoder_last
-    return flops + again if recompute else flops
+    flops = 2 * 2 * kept * pixels * c.width
+    flops += 3 * 2 * c.decoder_width * ((kept + 1) * c.width + patches * pixels)  # embed, pred
+    for depth, tokens, width, mlp_width, matrices in stacks:
+        block = 4 * width**2 + matrices * width * mlp_width  # qkv, proj, MLP
+        block += 2 * tokens * width  # scores and weighted values
+        # Recomputed is all but the last product: backward does not need a block's output.
+        again = block - width * mlp_width if recompute else 0
+        flops += 2 * depth * tokens * (3 * block + again)
+    return flops
 
 
 # ---------------------------------------------------------------------------------------------
@@ -143,24 +140,24 @@ def reconstruction_target(patches: Tensor, norm_pix: bool) -> Tensor:
     return (patches - mean) / (variance + 1e-6).sqrt()
 
 
+def loss_of_each(images: Tensor, pred: Tensor, mask: Tensor, patch: int, norm_pix: bool) -> Tensor:
+    """Compute the loss of each image (B,), float64, from what `ViTMAE.forward` takes and gives."""
+    target = reconstruction_target(patchify(images, patch), norm_pix)
+    error = (pred.float() - target).square().mean(dim=-1).double()  # (B, L)
+    return (error * mask).sum(dim=1) / mask.sum(dim=1)
+
+
 def sincos_positions(width: int, side: int) -> Tensor:
     """Compute the fixed 2-D positions (1, 1 + side*side, D), fp32; the first row, of cls, is zero.
 
     The first half of the features encodes the column, the second the row, as in the released
-    weights; each half is sin, then cos, at frequencies 1 / 10000^(i / (D/4)).
+    weights; each half is sin, then cos, at frequencies 1 / 10000^(i / (D/4)). D % 4 is 0.
     """
-    if width % 4:
-        raise ValueError(f"2-D sin-cos positions need a width that is a multiple of 4, not {width}")
     frequency = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width / 4))
     row, column = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     angles = [axis.reshape(-1, 1) * frequency for axis in (column, row)]  # 2 x (L, D/4)
     table = torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1)  # (L, D)
     return F.pad(table, (0, 0, 1, 0)).float().unsqueeze(0)  # (1, 1+L, D)
-
-
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Take the rows `index` (B, K) of each sample of x (B, L, D) -> (B, K, D)."""
-    return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -227,23 +224,17 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class PatchProjection(nn.Conv2d):
-    """The release's convolution as a matrix product of some patches: (B, K, P*P*C) -> (B, K, D)."""
-
-    def forward(self, patches: Tensor) -> Tensor:
-        weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # (D, P*P*C), row column channel
-        return F.linear(patches.to(weight.dtype), weight, self.bias)
-
-
 class PatchEmbed(nn.Module):
-    """Embed patches as tokens: (B, K, P*P*C) -> (B, K, D)."""
+    """Embed some patches as tokens: (B, K, P*P*C) -> (B, K, D)."""
 
     def __init__(self, patch: int, width: int, channels: int = 3) -> None:
         super().__init__()
-        self.proj = PatchProjection(channels, width, patch, stride=patch)
+        self.proj = nn.Conv2d(channels, width, patch, stride=patch)  # as in the release
 
     def forward(self, patches: Tensor) -> Tensor:
-        return self.proj(patches)
+        # The convolution as a matrix product, so that removed patches cost nothing.
+        weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)  # (D, P*P*C)
+        return F.linear(patches.to(weight.dtype), weight, self.proj.bias)
 
 
 class ViTMAE(nn.Module):
@@ -268,7 +259,6 @@ class ViTMAE(nn.Module):
             Block(c.width, c.heads, c.mlp_width, c.gated_mlp) for _ in range(c.depth)
         )
         self.norm = nn.LayerNorm(c.width, eps=1e-6)
-
         self.decoder_embed = nn.Linear(c.width, c.decoder_width)
         self.mask_token = nn.Parameter(torch.empty(1, 1, c.decoder_width))
         self.decoder_blocks = nn.ModuleList(
@@ -287,9 +277,9 @@ class ViTMAE(nn.Module):
 
     def encode(self, patches: Tensor, keep: Tensor) -> Tensor:
         """Encode the patches `keep` (B, K) of all patches (B, L, P*P*C) -> tokens (B, 1+K, D)."""
-        pos = self.pos_embed
-        x = self.patch_embed(gather_rows(patches, keep))  # (B, K, D)
-        x = x + gather_rows(pos[:, 1:].expand(len(x), -1, -1), keep).to(x.dtype)
+        pos, index = self.pos_embed, keep.unsqueeze(-1)  # (B, K, 1)
+        x = self.patch_embed(patches.take_along_dim(index, dim=1))  # (B, K, D)
+        x = x + pos[:, 1:].take_along_dim(index, dim=1).to(x.dtype)
         cls = (self.cls_token + pos[:, :1]).to(x.dtype)  # (1, 1, D)
         x = torch.cat([cls.expand(len(x), -1, -1), x], dim=1)  # (B, 1+K, D)
         for block in self.blocks:
@@ -343,37 +333,38 @@ class ViTMAE(nn.Module):
 # Initial values
 
 
-def initial_value(config: ViTConfig, name: str, shape: torch.Size, seed: int = 0) -> Tensor:
-    """Draw the whole fp32 initial value of the parameter or position table `name`, on the CPU.
+def initial_value(
+    config: ViTConfig, name: str, shape: torch.Size, seed: int = 0, device: Device = "cpu"
+) -> Tensor:
+    """Draw the whole fp32 initial value of the parameter or position table `name` on `device`.
 
     Values as in the official release: Xavier uniform for matrices (the patch kernel as
     (D, C*P*P), qkv as one), zero biases (but PyTorch's default for the patch kernel's), LayerNorm
-    1 and 0, tokens normal with std 0.02. Raises KeyError for a name that the model does not have.
+    1 and 0, tokens normal with std 0.02. A GPU draws other numbers than a CPU. Raises KeyError for
+    a name that the model does not have.
     """
-    leaf, ndim = name.split(".")[-1], len(shape)
+    leaf = name.split(".")[-1]
     if leaf in ("pos_embed", "decoder_pos_embed"):
-        return sincos_positions(shape[-1], math.isqrt(shape[1] - 1))
-    value = torch.empty(shape)
+        return sincos_positions(shape[-1], math.isqrt(shape[1] - 1)).to(device)
+    value = torch.empty(shape, device=device)
     # A generator for each name: the value depends neither on the order of the calls nor on the
     # rank that draws it.
-    draw = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    draw = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     if leaf in ("cls_token", "mask_token"):
         return value.normal_(std=0.02, generator=draw)
     if name == "patch_embed.proj.bias":
         bound = 1 / math.sqrt(config.channels * config.patch**2)  # nn.Conv2d: 1 / sqrt(fan in)
-        return value.uniform_(-bound, bound, generator=draw)
-    if leaf == "bias":
-        return value.zero_()
-    if leaf == "weight" and ndim == 1:
-        return value.fill_(1.0)
-    if leaf == "weight":
+    elif leaf == "weight" and len(shape) > 1:
         bound = math.sqrt(6 / (shape[0] + shape[1:].numel()))  # Glorot & Bengio 2010, eq. 16
-        return value.uniform_(-bound, bound, generator=draw)
-    raise KeyError(f"no initial value for the parameter {name}")
+    elif leaf in ("weight", "bias"):
+        return value.fill_(1.0 if leaf == "weight" else 0.0)
+    else:
+        raise KeyError(f"no initial value for the parameter {name}")
+    return value.uniform_(-bound, bound, generator=draw)
 
 
 @torch.no_grad()
-def initialize(model: "ViTMAE", seed: int = 0) -> None:
+def initialize(model: ViTMAE, seed: int = 0) -> None:
     """Initialise all parameters and buffers of an unsharded model in place; not on meta."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor.copy_(initial_value(model.config, name, tensor.shape, seed))

@@ -145,6 +145,7 @@ def build(
     parts = train_fsdp.build_model_and_optimizer(run, grid, device)
     step = partial(train_fsdp.train_step, *parts, guard, **run.step_options())
     log = open_log(out)
+    log.begin(run, device, 0)
     log.say = lambda text: None  # type: ignore[method-assign] # the table alone is for people
     return Segments(run, device, guard, step, batch, log, BadImageLog(out, 1, 1.0, log, str))
 

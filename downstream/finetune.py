@@ -333,7 +333,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     monitor = Monitor(run, session, files, saves, loaded.first)
     start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": saves.begin}
     start |= {"pretrained": pretrained.name, "trained_parameters": trained}
-    log.begin(run, device)
+    log.begin(run, device, saves.begin)
     log.write("start", **start, versions=versions())
     log.say(f"{pretrained.name}: {trained:,} parameters train; {run.classes} classes")
     monitor.evaluation = Scores(run, session, model, test_files, numbers, loaded.workers)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -66,16 +65,11 @@ class EvalImages(Dataset[Sample]):
         """Read, decode and crop an image -> (C, H, W); raises what these raise."""
         content = self.files.read(index)
         image, size = data.open_image(content)
-        crop, reduce = centre_crop(*size), 1
-        if isinstance(image, Image.Image):
-            if isinstance(content, bytes):
-                reduce = data.reduction(image, crop, self.img_size)
-                data.skip_rows(image, crop[0], crop[0] + crop[2])
-            image, crop = data.decode(image, reduce), data.reduce_crop(crop, reduce)
         found = (len(image), image.dtype.name) if isinstance(image, np.ndarray) else (3, "uint8")
         if found != (wanted := (len(self.stats.mean), self.stats.dtype)):
             raise ValueError("{} channels of {}, not {} of {}".format(*found, *wanted))
-        return data.crop_and_resize(image, crop, self.img_size)
+        whole = not isinstance(content, bytes)
+        return data.crop_and_resize(image, centre_crop(*size), self.img_size, exact=whole)
 
     def collate(self, samples: list[Sample]) -> EvalBatch:
         """Stack the images that could be read."""

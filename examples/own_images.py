@@ -4,7 +4,7 @@
     python own_images.py
 
 The images are windows of one large array on disk, as a scene of 12 bands is often kept. All that a
-data set needs is `__len__` and `read`, and the statistics of its channels.
+data set needs is `__len__`, `path` and `read`, and the statistics of its channels.
 """
 
 import os
@@ -19,15 +19,19 @@ class Windows:
     """Windows of an array (C, H, W) in a .npy file, side by side."""
 
     def __init__(self, path: str, side: int) -> None:
-        self.path, self.side = path, side
+        self.scene_path, self.side = path, side
         self.scene = np.load(path, mmap_mode="r")
         self.rows, self.columns = (n // side for n in self.scene.shape[1:])
 
     def __reduce__(self) -> tuple:
-        return Windows, (self.path, self.side)  # each loader process opens the file itself
+        return Windows, (self.scene_path, self.side)  # each loader process opens the file itself
 
     def __len__(self) -> int:
         return self.rows * self.columns
+
+    def path(self, index: int) -> str:
+        """Return a name for messages, such as those of images that cannot be read."""
+        return f"{self.scene_path} window {index}"
 
     def read(self, index: int) -> np.ndarray:
         """Return (C, side, side) uint8, uint16 or float32; a Pillow image or a file's bytes too."""

@@ -95,8 +95,7 @@ def open_batches(run: "Run", session: "Session", files: data.ImageSource, steps:
         exact=config.exact_decode,
         stats=run.channel_stats or data.IMAGENET,
     )
-    loaded = device_batches(cast(Iterable[data.LocalBatch], loader), config.accum, device)
-    return Batches(loaded, workers, alone)
+    return Batches(device_batches(loader, config.accum, device), workers, alone)
 
 
 def device_batches(

@@ -27,16 +27,6 @@ from runtime.session import Session
 PICTURED = 8  # images of a picture, where a local batch has so many
 
 
-def loss_of_each(x: Tensor, prediction: Tensor, mask: Tensor, patch: int, norm: bool) -> Tensor:
-    """Compute the loss of each image (B,), float64; their mean is the loss of vit.ViTMAE.
-
-    `x` (B, C, H, W) is normalised; `prediction` (B, L, P*P*C) and `mask` (B, L) are the model's.
-    """
-    target = vit.reconstruction_target(vit.patchify(x, patch), norm)
-    error = (prediction.float() - target).square().mean(dim=-1).double()  # (B, L)
-    return (error * mask).sum(dim=1) / mask.sum(dim=1)
-
-
 class Evaluation:
     """Evaluate a model on the images of --eval-data, all ranks together."""
 
@@ -130,7 +120,7 @@ class Evaluation:
             noise[:count] = fixed_noise(run.config.seed, batch.indices, run.patches)
         with shard.autocast(self.model, device, run.dtype):
             _, prediction, mask = self.model(x, run.config.mask_ratio, noise)
-        losses = loss_of_each(x, prediction, mask, c.patch, run.config.norm_pix_loss)
+        losses = vit.loss_of_each(x, prediction, mask, c.patch, run.config.norm_pix_loss)
         return losses[:count], prediction[:count], mask[:count]
 
     def save_picture(

@@ -173,7 +173,8 @@ def find_stats(folder: str, channels: int) -> data.ChannelStats:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
         stats = data.ChannelStats(tuple(found["mean"]), tuple(found["std"]), found["dtype"])
-        if not (math.isfinite(sum(stats.mean + stats.std)) and min(stats.std) > 0):
+        finite = math.isfinite(sum(stats.mean + stats.std)) and min(stats.std) > 0
+        if not finite or stats.dtype not in data.ARRAY_DTYPES or len(stats.mean) != len(stats.std):
             raise ValueError
     except (ValueError, TypeError, KeyError):
         raise ValueError(f"{path} is damaged: write it again by {command}") from None

@@ -23,7 +23,7 @@ from runtime.agreement import AgreedError, StepGuard, Verdict, mean_over_ranks
 from runtime.bad_images import BadImageLog, describe_loaders
 from runtime.device_batches import Batch
 from runtime.devices import device_memory, peak_flops, planned
-from runtime.log import Meter, compile_seconds, open_tensorboard
+from runtime.log import Meter, compile_seconds
 from runtime.process import TORCHRUN_NOTE
 from runtime.resume import Saves, mark_done
 from runtime.run import Run
@@ -43,42 +43,39 @@ def start_record(
 ) -> dict[str, Any]:
     """Describe a run for the log: its flags, what follows from them, its plan, its machine.
 
-    `plan` is that of memory_fit.planned; `more` is added as it stands: begin, workers.
+    `plan` is that of devices.planned; `more` is added as it stands: begin, workers.
     """
     peak, peak_source = peak_flops(device)
-    return (
-        run.record()
-        | {
-            "planned": {key: plan[key] for key in PLANNED}
-            if plan
-            else None,  # for Frontier's nodes
-            "lr": run.lr,
-            "epoch_steps": run.epoch_steps,
-            "launcher": ranks.launcher,
-            "local_world_size": ranks.local_world_size,
-            "device": device.type,
-            "mesh": dict(zip(mesh.DIMENSIONS, (*run.mesh_shape, 1), strict=False)),
-            "params": parameter_count(run),
-            "flops_per_image": run.flops_per_image(),
-            "hardware_flops_per_image": run.flops_per_image(recomputed=True),
-            "peak_flops_per_rank": peak,
-            "peak_flops_source": peak_source,
-            "sdpa": attention_kernels(run, device),
-            "host": platform.node(),
-            "versions": versions(),
-        }
-        | more
-    )
+    with torch.device("meta"):
+        model = vit.ViTMAE(run.model, run.config.img_size)
+    facts = {
+        "planned": plan and {key: plan[key] for key in PLANNED},
+        "lr": run.lr,
+        "epoch_steps": run.epoch_steps,
+        "launcher": ranks.launcher,
+        "local_world_size": ranks.local_world_size,
+        "device": device.type,
+        "mesh": dict(zip(mesh.DIMENSIONS, (*run.mesh_shape, 1), strict=False)),
+        "params": sum(p.numel() for p in model.parameters()),
+        "flops_per_image": run.flops_per_image(),
+        "hardware_flops_per_image": run.flops_per_image(recomputed=True),
+        "peak_flops_per_rank": peak,
+        "peak_flops_source": peak_source,
+        "sdpa": attention_kernels(run, device),
+        "host": platform.node(),
+        "versions": versions(),
+    }
+    return run.record() | facts | more
 
 
 def report_start(run: Run, session: Session, begin: int, workers: int) -> None:
     """Log the start record before step `begin`; rank 0 plans the run, and says what it will do."""
     ranks, device, log = session.ranks, session.device, session.log
+    log.begin(run, device, begin)
     plan = planned(run, device, log.warn) if ranks.rank == 0 else None
     start = start_record(run, ranks, device, plan, begin=begin, workers=workers)
     log.write("start", **start)
     log.say_all(describe(start))
-    log.begin(run, device)
 
 
 def attention_kernels(run: Run, device: torch.device) -> dict[str, str]:
@@ -93,13 +90,6 @@ def attention_kernels(run: Run, device: torch.device) -> dict[str, str]:
     }
 
 
-def parameter_count(run: Run) -> int:
-    """Count the parameters of the whole model."""
-    with torch.device("meta"):
-        model = vit.ViTMAE(run.model, run.config.img_size)
-    return sum(p.numel() for p in model.parameters())
-
-
 def loss_of_zero(batch: Batch, run: Run) -> Tensor | None:
     """Compute the loss () of predicting zero for every patch: what a model has to beat."""
     if not batch.parts:
@@ -112,62 +102,43 @@ def loss_of_zero(batch: Batch, run: Run) -> Tensor | None:
 
 def describe(start: dict[str, Any]) -> Iterator[str]:
     """Yield the start record as lines: what runs, its arithmetic, what to watch out for."""
-    s, row, world = start, shard.STRATEGIES[start["mode"]], start["world_size"]
-    group, tp = s["mesh"]["shard"], s["mesh"]["tp"]
-    gflop = s["flops_per_image"] / 1e9
-    again = s["hardware_flops_per_image"]
-    more = f", {again / 1e9:.1f} with recomputation" if again else ""
-    yield f"{s['model']}: {s['params']:,} parameters, {gflop:.1f} GFLOP per image{more}"
-    if s["sdpa"]:
-        yield "attention: " + ", ".join(f"{part} {name}" for part, name in s["sdpa"].items())
-        if "math" in s["sdpa"].values():
-            yield "warning: no fused attention for these heads in this precision: it will be slow"
+    s, world, node = start, start["world_size"], start["local_world_size"]
+    tp, again = s["mesh"]["tp"], s["hardware_flops_per_image"]
     shape = {name: size for name, size in s["mesh"].items() if name != "tp" or size > 1}
-    dimensions, data_ranks = " x ".join(map(str, shape.values())), world // tp
-    yield f"{world} ranks on {s['device']}, mesh {dimensions} ({' x '.join(shape)})"
-    traffic = row.traffic if data_ranks > 1 else "no communication"
-    yield f"{s['mode']}: shards {row.shards}; per step: {traffic}"
-    node = s["local_world_size"]
-    if mesh.straddles(group * tp, node):
-        on = f"{group} on nodes of {node}" if tp == 1 else f"{group} x {tp} on nodes of {node}"
-        yield f"note: shard groups of {on}: gathers go over the network"
-    if tp > 1 and mesh.straddles(tp, node):
-        yield (
-            f"warning: --tp {tp} on nodes of {node} ranks: every block waits for the network four "
-            f"times per step; use a --tp that divides {node}"
-        )
-    who = f"{data_ranks} groups of {tp} ranks" if tp > 1 else f"{world} ranks"
+    more = f", {again / 1e9:.1f} with recomputation" if again else ""
+    gflop = f"{s['flops_per_image'] / 1e9:.1f} GFLOP per image{more}"
+    yield f"{s['model']}: {s['params']:,} parameters, {gflop}"
+    sizes = " x ".join(map(str, shape.values()))
+    yield f"{world} ranks on {s['device']}, mesh {sizes} ({' x '.join(shape)})"
+    strategy = shard.STRATEGIES[s["mode"]]
+    traffic = strategy.traffic if world > tp else "no communication"
+    yield f"{s['mode']}: shards {strategy.shards}; per step: {traffic}"
+    for what, ranks in (("shard groups", s["mesh"]["shard"] * tp), ("--tp", tp)):
+        if node % ranks:
+            yield f"note: {what} of {ranks} ranks on nodes of {node}: they wait for the network"
+    who = f"{world // tp} groups of {tp} ranks" if tp > 1 else f"{world} ranks"
     yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"
-    yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['lr']:.3g}, reached in step " + str(
-        s["warmup_steps"] or 1
-    )
+    warmup = s["warmup_steps"] or 1
+    yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['lr']:.3g}, reached in step {warmup}"
+    if s["lr"] > LARGE_LR:
+        yield f"warning: lr {s['lr']:.3g} is very large (MAE's recipe: 2.4e-3); lower --blr"
     if s["planned"] and s["planned"]["verdict"]:
         sign = "" if s["planned"]["verdict"] == "FITS" else "warning: "
         yield f"{sign}plan: {s['planned']['fit']}"
-    if s["lr"] > LARGE_LR:
-        yield f"warning: lr {s['lr']:.3g} is very large (MAE's recipe: 2.4e-3); lower --blr"
     if s["device"] == "cpu" and s["flops_per_image"] * s["batch"] * s["accum"] > SLOW_ON_A_CPU:
         yield "note: a step of this size is slow on a CPU: try --model tiny --img-size 96 --batch 4"
     left = s["images"] % s["global_batch"]
-    yield f"data: {s['data']}, {s['images']} images, {s['epoch_steps']} steps per epoch"
-    imagenet = s["channel_mean"] == data.IMAGENET.mean
-    yield f"pixels: {s['channels']} channels of {s['image_dtype']}, mean and deviation of " + (
-        "ImageNet" if imagenet else "the images"
-    )
-    if left:
-        yield f"note: {left} images, different ones each time, are left out of each epoch"
+    unused = f"; {left} images, others each time, are left out of each" if left else ""
+    yield f"data: {s['data']}, {s['images']} images, {s['epoch_steps']} steps per epoch{unused}"
+    whose = "ImageNet" if s["channel_mean"] == data.IMAGENET.mean else "the images"
+    yield f"pixels: {s['channels']} channels of {s['image_dtype']}, mean and deviation of {whose}"
 
 
 def versions() -> dict[str, str | None]:
     """List the versions of Python and of the packages that decide numbers and speed."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "pillow": PIL.__version__,
-        "numpy": np.__version__,
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-    }
+    packages = {"torch": torch.__version__, "pillow": PIL.__version__, "numpy": np.__version__}
+    gpu = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    return {"python": platform.python_version(), **packages, **gpu}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -196,11 +167,9 @@ class Monitor:
         self.profile: Any = None
         self.end_record: dict[str, float] = {}  # what the end record has besides
 
-    def watch(self, model: nn.Module, grid: DeviceMesh, saves: Saves) -> None:
+    def watch(self, model: nn.Module, grid: DeviceMesh) -> None:
         """Evaluate the model and profile its steps too, where the flags ask for it. Collective."""
         config, session = self.run.config, self.session
-        if config.tensorboard:
-            open_tensorboard(session.log, self.run, self.begin)
         if config.eval_data and config.run == "real":
             from runtime.evaluation import Evaluation
 
@@ -208,8 +177,7 @@ class Monitor:
         if config.profile and session.ranks.rank == 0:
             from runtime.step_profile import RunProfile
 
-            steps = range(self.begin, self.run.steps)
-            self.profile = RunProfile(self.run, session.log, session.device, grid, steps)
+            self.profile = RunProfile(self.run, session, grid, self.meter)
 
     def profiled(self, step: int) -> AbstractContextManager[Any]:
         """Surround a step, which --profile may look at."""
@@ -260,7 +228,7 @@ class Monitor:
         step = verdict.step + 1
         due = step == self.run.steps or step % self.run.config.log_every == 0
         if verdict.step == self.begin and not due:
-            self.session.log.first_step(self.run, verdict.step, verdict.loss)
+            self.session.log.first_step(verdict.step, verdict.loss)
         return due
 
     def log_step(self, verdict: Verdict, lr: float) -> None:

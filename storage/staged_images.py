@@ -59,6 +59,10 @@ class Staged:
     def __len__(self) -> int:
         return len(self.files)
 
+    def path(self, index: int) -> str:
+        """Return the path of the original."""
+        return self.files.path(index)
+
     @contextmanager
     def locked(self, number: int) -> Iterator[None]:
         """Keep the other processes of the node off one image, or, by N, off the space in use."""

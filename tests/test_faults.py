@@ -136,10 +136,6 @@ def a_gpu_here():
     torch.cuda.set_device = lambda device: None
 
 
-def fifo():
-    os.mkfifo(os.path.join(os.environ["FOLDER"], "out", "bad_images.csv"))
-
-
 def become(environ, output, errors, fault, argv):
     """A rank that trains, with a fault of its own."""
     os.setsid()
@@ -267,7 +263,6 @@ FAULTS = {
         ["--workers", "1"],
         {0: (1, None, LOST), 1: (1, None, "rank 1: the data loader failed .*Too many open files")},
     ),
-    "a FIFO": (2, 0, fifo, [], {0: (2, None, "bad_images.csv is no file"), 1: (2, None, None)}),
     "one GPU": (
         2,
         0,

@@ -253,7 +253,7 @@ def test_warns_of_a_very_large_learning_rate_and_of_images_left_out(tmp_path, ca
     assert train_fsdp.main([*argv, "--blr", "0.1"]) == 0
     out = capsys.readouterr().out
     assert "warning: lr 0.0195 is very large" in out
-    assert "3 steps per epoch" in out and "note: 42 images" in out
+    assert "3 steps per epoch" in out and "; 42 images" in out
     assert train_fsdp.main(argv) == 0
     assert "very large" not in capsys.readouterr().out
 
