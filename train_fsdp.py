@@ -244,7 +244,7 @@ def run_training(run: Run, session: Session) -> str | None:
     """Make one run, on every rank; return an error message where it has failed."""
     config = run.config
     # rank 0 lists the images and opens the log for all
-    files, found, _ = image_source.share_images(config, run.global_batch)
+    files, found = image_source.share_images(config, run.global_batch)
     session.log = log = open_log(config.out)
     shape = run.mesh_shape
     log.say_all(topology.describe_topology(session.ranks, session.device, shape, os.environ))

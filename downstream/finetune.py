@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         if args.freeze_blocks > depth:
             raise ValueError(f"--freeze-blocks {args.freeze_blocks}: the model has {depth} blocks")
         check_fits(pretrained, pretrained.config, img_size)
-        image_source.check_folder(args.test, "--test")
+        image_source.check_folder(args.test, "--test", args.out)
     except (OSError, ValueError) as error:
         return process.usage_error(str(error))
     # the model of other code may have a shape of its own
@@ -305,7 +305,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     """Make one run, on every rank; return an error message where it has failed."""
     config: Any = plain_run.config
     ranks, device = session.ranks, session.device
-    files, found, _ = image_source.share_images(config, plain_run.global_batch)
+    files, found = image_source.share_images(config, plain_run.global_batch)
     test_files = image_source.share_eval_images(replace(config, eval_data=config.test))
     session.log = log = open_log(config.out)
     numbers = run_on_rank0(partial(classes_in, test_files, files))

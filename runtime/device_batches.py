@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice, repeat
-from typing import Any, cast
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader
 import data
 import mesh
 from runtime import process
-from runtime.agreement import AgreedError
-from runtime.run import Run
+
+if TYPE_CHECKING:  # the workers of an evaluation import this file
+    from runtime.run import Run
+    from runtime.session import Session
 
 
 @dataclass(frozen=True)
@@ -25,53 +27,59 @@ class Batch:
     image_ids: list[int]
     bad: list[tuple[int, str]]  # (image_id, reason): unreadable, replaced by others
     stats: data.LoadStats
-    error: Exception | None = None  # of the loader, which has no further batch
+    error: Exception | None = None  # why this is the batch of an earlier step
 
 
 NO_BATCH = Batch([], [], [], data.LoadStats())
 
 
 class LoaderFailed(RuntimeError):
-    """The data loader of this rank failed or ended early."""
+    """The data loader of this rank failed."""
 
 
-class Batches:
-    """The batches of a run's steps; after a loader failure the last one again, with its error."""
+class Batches(Iterator[Batch]):
+    """The batches of a run, one per step; the first is there before the loop's clock starts."""
 
-    def __init__(self, batches: Iterator[Batch], first: Batch, workers: int) -> None:
-        self.batches, self.first, self.workers = batches, first, workers
-        self.last, self.error = first, cast(Exception | None, None)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
+    def __init__(self, loaded: Iterator[Batch], workers: int, repeat: bool = False) -> None:
+        """Fetch the first batch, which is all there is with `repeat`. Raises LoaderFailed."""
+        self.loaded, self.workers, self.repeat = loaded, workers, repeat
+        self.first = next(loaded, NO_BATCH)  # none where no step is left
+        self.last = NO_BATCH
 
     def __next__(self) -> Batch:
-        try:
-            if self.error is None:
-                self.last = next(self.batches)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the GPU, not the loader
-            raise
-        except Exception as error:
-            self.error = error
-        return replace(self.last, error=self.error)
+        """Return the batch of the next step; once the loader has failed, the last one and why.
+
+        The ranks have to learn of it together, so that none waits for a collective of this one.
+        """
+        if self.first.parts:
+            self.last, self.first = self.first, NO_BATCH  # its memory is free after its step
+        elif not (self.repeat or self.last.error):
+            try:
+                self.last = next(self.loaded)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the GPU, not the loader
+                raise
+            except Exception as error:
+                self.last = replace(self.last, bad=[], stats=data.LoadStats(), error=error)
+        return self.last
 
 
-def open_batches(run: Run, session: Any, files: data.ImageSource, steps: range) -> Batches:
-    """Start the loader; return the batches of `steps`, the first of which is fetched here.
+def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
+    """Return --workers, by default one for each CPU core of this rank but one, at most 6."""
+    return min(6, mesh.cpu_cores(ranks) - 1) if workers is None else workers
+
+
+def open_batches(run: "Run", session: "Session", files: data.ImageSource, steps: range) -> Batches:
+    """Start the loader of `steps` and fetch the first batch.
 
     Raises LoaderFailed, and AgreedError where --stage-dir cannot be used. Collective.
     """
-    ranks, device, say = session.ranks, session.device, session.log.say
-    config, workers = run.config, run.config.workers
-    if workers is None:
-        workers = min(6, mesh.cpu_cores(ranks) - 1)
-    if config.stage_dir and config.run != "syn":
-        try:
-            from storage import staging
-        except ModuleNotFoundError:
-            text = "--stage-dir needs the folder storage/: copy it too"
-            raise AgreedError(text, status=2) from None
-        files = staging.stage(run, cast(Any, files), ranks, say, steps)
+    config, ranks, device = run.config, session.ranks, session.device
+    alone = config.run == "syn"  # compute and communication: the same batch again and again
+    if config.stage_dir and not alone:
+        from storage import staging
+
+        files = staging.stage(run, cast(Any, files), ranks, session.log.say, steps)
+    workers = worker_count(config.workers, ranks)
     loader = data.build_loader(
         files,
         img_size=config.img_size,
@@ -79,7 +87,7 @@ def open_batches(run: Run, session: Any, files: data.ImageSource, steps: range) 
         seed=config.seed,
         global_batch=run.global_batch,
         local_batch=run.local_batch,
-        steps=steps[:1] if config.run == "syn" else steps,
+        steps=steps[:1] if alone else steps,
         rank=run.data_rank(ranks.rank),
         world_size=run.data_ranks,
         workers=workers,
@@ -87,11 +95,7 @@ def open_batches(run: Run, session: Any, files: data.ImageSource, steps: range) 
         exact=config.exact_decode,
         stats=run.channel_stats or data.IMAGENET,
     )
-    batches = device_batches(loader, config.accum, device)
-    first = next(batches, NO_BATCH)  # none where no step is left
-    if config.run == "syn":  # compute and communication alone: the same batch again and again
-        return Batches(repeat(first), first, workers)
-    return Batches(chain([first], batches), first, workers)
+    return Batches(device_batches(loader, config.accum, device), workers, alone)
 
 
 def device_batches(
@@ -108,26 +112,20 @@ def device_batches(
             loader.multiprocessing_context = process.fork_server()
             loader.worker_init_fn = process.start_worker
         batches = iter(loader)
-    while step := fetch(batches, accum):
-        with torch.cuda.stream(copy_stream):  # type: ignore[arg-type] # None: nothing changes
-            parts = [
-                (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
-                for b in step
-            ]
-        if copy_stream:
-            training_stream = torch.cuda.current_stream(device)
-            training_stream.wait_stream(copy_stream)
-            for tensor in chain.from_iterable(parts):
-                tensor.record_stream(training_stream)  # its memory is free when the step is done
-        ids = [i for b in step for i in b.image_ids]
-        bad = [pair for b in step for pair in b.bad]
-        yield Batch(parts, ids, bad, data.total(b.stats for b in step))
-
-
-def fetch(batches: Iterator[data.LocalBatch], count: int) -> list[data.LocalBatch]:
-    """Take the next local batches of a loader; fewer at its end."""
-    with loader_errors():
-        return list(islice(batches, count))
+        while step := list(islice(batches, accum)):
+            with torch.cuda.stream(copy_stream):  # type: ignore[arg-type] # None: no change
+                parts = [
+                    (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
+                    for b in step
+                ]
+            if copy_stream:
+                training_stream = torch.cuda.current_stream(device)
+                training_stream.wait_stream(copy_stream)
+                for tensor in chain.from_iterable(parts):
+                    tensor.record_stream(training_stream)  # its memory is free after the step
+            ids = [i for b in step for i in b.image_ids]
+            bad = [pair for b in step for pair in b.bad]
+            yield Batch(parts, ids, bad, data.total(b.stats for b in step))
 
 
 @contextmanager

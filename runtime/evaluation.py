@@ -7,7 +7,6 @@ seed and its index alone, and the losses of single images are summed over all ra
 import os
 import time
 from collections.abc import Iterator
-from itertools import chain, repeat
 
 import numpy as np
 import torch
@@ -15,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import data
-import mesh
 import shard
 import vit
 from downstream.images import EvalBatch, fixed_noise, open_eval_loader
 from downstream.reconstruct import draw_rows, notes, reconstructions
 from runtime.agreement import gather_to_rank0
+from runtime.device_batches import LoaderFailed, worker_count
 from runtime.image_source import EVAL_FOLDER, share_eval_images
 from runtime.run import Run
 from runtime.session import Session
@@ -47,10 +46,10 @@ class Evaluation:
     def __call__(self, step: int) -> None:
         """Log the mean loss after so many steps, and draw the first images. Collective.
 
-        Ends without a result where a signal asks any rank to stop.
+        Images that cannot be read are left out. Ends without a result where none can, or where a
+        signal asks any rank to stop.
         """
         start, log, device = time.perf_counter(), self.session.log, self.session.device
-        run = self.run
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses, images
         stop = torch.zeros((), device=device)
         first: tuple[EvalBatch, Tensor, Tensor] | None = None
@@ -64,52 +63,59 @@ class Evaluation:
             losses, prediction, mask = self.forward(batch)
             sums[0] += losses.sum()
             sums[1] += len(losses)
-            bad += batch.bad if batch else []
-            first = first or (batch and (batch, prediction, mask))
+            bad += batch.bad
+            first = first or ((batch, prediction, mask) if batch.indices else None)
         self.model.train()
         if stop:
             log.say("evaluation left out: a signal asks this run to stop")
             return
         dist.all_reduce(sums)
-        every = sorted({pair for found in gather_to_rank0(bad) or [] for pair in found})
-        count = int(sums[1]) // run.config.tp  # its ranks had the same images
-        loss = (sums[0] / sums[1]).item()  # NaN where there is none
+        left_out = sorted({pair for found in gather_to_rank0(bad) or [] for pair in found})
+        for index, reason in left_out[:1]:
+            what = f"such as {self.files.path(index)} ({reason})"
+            log.warn(f"{len(left_out)} unreadable images left out of the evaluation, {what}")
+        count = int(sums[1]) // self.run.config.tp  # its ranks had the same images
+        used, seconds = f"{count} of {len(self.files)} images", time.perf_counter() - start
+        if not count:
+            log.warn(f"no evaluation: {used} can be read")
+            return
+        loss = (sums[0] / sums[1]).item()
+        log.write("eval", step=step, eval_loss=loss, images=count, seconds=seconds)
+        log.say(f"evaluation: loss {loss:.4f} over {used}, in {seconds:.1f} s")
         if self.session.ranks.rank == 0 and first:
             self.save_picture(step, loss, *first)
-        seconds = time.perf_counter() - start
-        log.write("eval", step=step, eval_loss=loss, images=count, seconds=seconds)
-        log.say(f"evaluation: loss {loss:.4f} over {count} images, in {seconds:.1f} s")
-        for index, reason in every[:1]:
-            what = f"such as {self.files.path(index)} ({reason})"
-            log.warn(f"{len(every)} unreadable images left out of the evaluation, {what}")
 
-    def batches(self) -> Iterator[EvalBatch | None]:
-        """Yield the batches of this rank; None where it has none, so that all have equally many."""
+    def batches(self) -> Iterator[EvalBatch]:
+        """Yield the batches of this rank; empty ones at the end, so that all have equally many."""
         run, ranks = self.run, self.session.ranks
         size = run.data_ranks * run.local_batch
         rounds = -(-len(self.order) // size)
         dealt = np.pad(self.order, (0, rounds * size - len(self.order)), constant_values=-1)
-        own = dealt.reshape(rounds, run.data_ranks, -1)[:, run.data_rank(ranks.rank)].ravel()
-        workers = run.config.workers
-        if workers is None:
-            workers = min(6, mesh.cpu_cores(ranks) - 1)
-        side, indices = run.config.img_size, own[own >= 0].tolist()
+        own = dealt.reshape(rounds, run.data_ranks, -1)[:, run.data_rank(ranks.rank)]  # (rounds, B)
+        indices, side = own[own >= 0].tolist(), run.config.img_size
+        workers = worker_count(run.config.workers, ranks)
         loader = open_eval_loader(self.files, side, run.local_batch, workers, self.stats, indices)
-        for _, batch in zip(range(rounds), chain(loader, repeat(None)), strict=False):
-            yield batch
+        for part in range(rounds):
+            bad: list[tuple[int, str]] = []
+            try:
+                batch = next(loader, None)
+            except LoaderFailed as error:  # and has no more: training needs none of its images
+                batch = None
+                bad = [(index, str(error)) for index in own[part:].ravel().tolist() if index >= 0]
+            yield batch or EvalBatch(torch.empty(0), torch.empty(0), [], bad)
 
     @torch.no_grad()
-    def forward(self, batch: EvalBatch | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, batch: EvalBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the losses of a batch (B,), predictions (B, L, P*P*C) and mask (B, L). Collective.
 
         The model sees a whole local batch each time: sharded ones run on all ranks or none, and
         compiled ones know one shape.
         """
         run, device = self.run, self.session.device
-        c, side, count = run.model, run.config.img_size, len(batch.indices) if batch else 0
+        c, side, count = run.model, run.config.img_size, len(batch.indices)
         x = torch.zeros(run.local_batch, c.channels, side, side, device=device)
         noise = torch.zeros(run.local_batch, run.patches, device=device)
-        if batch:
+        if count:
             x[:count] = data.normalize(batch.images.to(device), self.stats)
             noise[:count] = fixed_noise(run.config.seed, batch.indices, run.patches)
         with shard.autocast(self.model, device, run.dtype):

@@ -1,25 +1,28 @@
-"""Find the images of a run: rank 0 lists them, every rank then has the same list.
-
-All but plain folders is in storage/, which a copy of the trainer may lack.
-"""
+"""Find the images of a run: rank 0 lists them, every rank then has the same list."""
 
 import json
 import math
 import os
+import pickle
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
 import data
 from runtime import agreement
-from runtime.config import Config
+
+if TYPE_CHECKING:  # a loader worker imports this file for SyntheticImages
+    from runtime.config import Config
 
 SIDE = 256  # pixels
+ANNOUNCED_EVERY = 15.0  # seconds that listing takes
+EVAL_FOLDER = "eval"  # in --out: the list of --eval-data, and pictures
 
 
 @dataclass(frozen=True)
@@ -48,21 +51,22 @@ class SyntheticImages:
         return np.stack([np.asarray(channel) for channel in smooth])
 
 
-EVAL_FOLDER = "eval"  # in --out: the list of --eval-data, and pictures
-
-
-def check_folder(folder: str, flag: str = "--data") -> None:
-    """Raise ValueError where this rank does not see a folder of images."""
+def check_folder(folder: str, flag: str = "--data", out: str | None = None) -> None:
+    """Raise ValueError where this rank does not see a folder of images, or `out` lies in it."""
     if not os.path.isdir(folder):
         raise ValueError(f"there is no folder {folder}: give {flag} the folder of images")
+    images = os.path.realpath(folder)
+    if out and os.path.commonpath([images, os.path.realpath(out)]) == images:
+        raise ValueError(
+            f"--out {out} lies in {flag} {folder}: the pictures of the run would join its images"
+        )
 
 
-def check_folders(config: Config) -> None:
-    """Raise ValueError where this rank does not see --data or --eval-data."""
-    if config.data != "synthetic":
-        check_folder(config.data)
-    if config.eval_data is not None:
-        check_folder(config.eval_data, "--eval-data")
+def check_folders(config: "Config") -> None:
+    """Check --data and --eval-data as `check_folder` does."""
+    for flag, folder in (("--data", config.data), ("--eval-data", config.eval_data)):
+        if folder not in ("synthetic", None):
+            check_folder(str(folder), flag, config.out)
 
 
 def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tuple[Any, str]:
@@ -72,75 +76,67 @@ def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tup
     trainer without the folder storage/ reads plain folders only.
     """
     check_folder(folder)
+    ended = Event()
+
+    def announce() -> None:
+        while not ended.wait(ANNOUNCED_EVERY):
+            say(f"still listing {folder}: `python prepare.py index {folder}` does it once for all")
+
+    Thread(target=announce, daemon=True).start()
     try:
         from storage import image_list
+
+        files: Any = image_list.find_list(folder, out, say)
+        return files, image_list.fingerprint(files, times=False)
     except ModuleNotFoundError:
         if is_pack(folder):
-            text = f"{folder} is a pack: to read it, copy the folder storage/ too"
-            raise ValueError(text) from None
-        plain = data.scan(folder)
-        return plain, f"names {zlib.crc32(os.fsencode('/'.join(plain.names))):08x}"
-    files = image_list.find_list(folder, out, say)
-    return files, image_list.fingerprint(files, times=False)
+            raise
+        files = data.scan(folder)
+        return files, f"names {zlib.crc32(os.fsencode('/'.join(files.names))):08x}"
+    finally:
+        ended.set()
 
 
 def find_images(
-    config: Config, out: str | None, global_batch: int, say: Callable[[str], None]
-) -> tuple[Any, dict[str, Any], int]:
-    """List --data -> (images, what `with_images` needs to know of them, steps per epoch).
+    config: "Config", out: str | None, global_batch: int, say: Callable[[str], None]
+) -> tuple[Any, dict[str, Any]]:
+    """List --data -> (images, what `with_images` needs to know of them).
 
     Keeps the list and raises as `list_folder`; ValueError too where there are too few images, or as
     `find_stats`.
     """
-    folder = config.data
     files: Any = SyntheticImages(config.seed, config.channels)
     names: str | None = None
-    if folder != "synthetic":
-        files, names = list_folder(folder, out, say)
-    steps = data.steps_per_epoch(len(files), global_batch)
-    stats = find_stats(folder, config.channels)
-    if folder != "synthetic" and stats is data.IMAGENET:
+    if config.data != "synthetic":
+        files, names = list_folder(config.data, out, say)
+    data.steps_per_epoch(len(files), global_batch)  # raises where there is not one
+    stats = find_stats(config.data, config.channels)
+    if config.data != "synthetic" and stats is data.IMAGENET:
         check_first_image(files)
-    facts = {"images": len(files), "image_names_and_sizes": names, "channel_stats": stats}
-    return files, facts, steps
+    return files, {"images": len(files), "image_names_and_sizes": names, "channel_stats": stats}
 
 
-def share_images(config: Config, global_batch: int) -> tuple[Any, dict[str, Any], int]:
-    """Do as `find_images` on rank 0, and give every rank the same list. Collective."""
-
-    def find() -> tuple[str | None, dict[str, Any], int]:
-        say = partial(print, flush=True)
-        files, facts, steps = find_images(config, config.out, global_batch, say)
-        return getattr(files, "index_file", None), facts, steps
-
+def share_images(config: "Config", global_batch: int) -> tuple[Any, dict[str, Any]]:
+    """Do as `find_images` on rank 0, and give every rank its result. Collective."""
     agreement.run_on_all_ranks(partial(check_folders, config))
     if config.eval_data:
         share_eval_images(config)  # refused now, if at all
-    index, facts, steps = agreement.run_on_rank0(find)
-    if config.data == "synthetic":
-        return SyntheticImages(config.seed, config.channels), facts, steps
-    return agreement.run_on_all_ranks(partial(_load_list, config.data, index)), facts, steps
+    return _share(partial(find_images, config, config.out, global_batch, _say))
 
 
-def share_eval_images(config: Config) -> Any:
+def share_eval_images(config: "Config") -> Any:
     """List --eval-data on rank 0, and give every rank the same list. Collective."""
-    folder = str(config.eval_data)
-
-    def find() -> str | None:
-        kept = os.path.join(config.out, EVAL_FOLDER)
-        files, _ = list_folder(folder, kept, partial(print, flush=True))
-        return getattr(files, "index_file", None)
-
-    return agreement.run_on_all_ranks(partial(_load_list, folder, agreement.run_on_rank0(find)))
+    kept = os.path.join(config.out, EVAL_FOLDER)
+    return _share(partial(list_folder, str(config.eval_data), kept, _say))[0]
 
 
-def _load_list(folder: str, index: str | None) -> Any:
-    """Load the list that rank 0 has made; without one, where there is no storage/, make it."""
-    if index is None:
-        return data.scan(folder)
-    from storage.image_list import load_index
+_say = partial(print, flush=True)  # the log is opened once there are images
 
-    return load_index(index, folder)  # one file, which all processes map
+
+def _share(find: Callable[[], Any]) -> Any:
+    """Call `find` on rank 0 for all; a list is sent as its file's name, which each rank maps."""
+    found = agreement.run_on_rank0(lambda: pickle.dumps(find()))
+    return agreement.run_on_all_ranks(lambda: pickle.loads(found))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -165,18 +161,23 @@ def find_stats(folder: str, channels: int) -> data.ChannelStats:
 
     ValueError where there are none for so many channels, or the file is damaged.
     """
-    if folder == "synthetic":
-        made = data.ChannelStats((0.5,) * channels, (0.25,) * channels)
-        return data.IMAGENET if channels == 3 else made
+    if folder == "synthetic" and channels != 3:
+        return data.ChannelStats((0.5,) * channels, (0.25,) * channels)
     folder = folder.rstrip("/") or "/"
     path, command = stats_file(folder), f"`python prepare.py stats {folder}`"
-    if not os.path.lexists(path):
+    if folder == "synthetic" or not os.path.exists(path):
         if channels == 3:
             return data.IMAGENET
         raise ValueError(f"--channels {channels} needs their mean and deviation: type {command}")
-    stats = read_stats(path)
-    if stats is None:
-        raise ValueError(f"{path} is damaged: write it again by {command}")
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+        stats = data.ChannelStats(tuple(found["mean"]), tuple(found["std"]), found["dtype"])
+        finite = math.isfinite(sum(stats.mean + stats.std)) and min(stats.std) > 0
+        if not finite or stats.dtype not in data.ARRAY_DTYPES or len(stats.mean) != len(stats.std):
+            raise ValueError
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{path} is damaged: write it again by {command}") from None
     if len(stats.mean) != channels:
         raise ValueError(
             f"{path} is of images with {len(stats.mean)} channels, not {channels}: give --channels "
@@ -199,19 +200,3 @@ def check_first_image(files: Any) -> None:
             f"{files.path(0)} has {len(image)} channels of {image.dtype}: type `python prepare.py "
             f"stats {files.root}`, and give --channels the number that it prints"
         )
-
-
-def read_stats(path: str) -> data.ChannelStats | None:
-    """Read a file of `prepare.py stats`; None where it is none."""
-    if not os.path.isfile(path):
-        return None
-    with open(path, "rb") as file:
-        text = file.read(10**6)
-    try:
-        found = json.loads(text)
-        mean, std = (tuple(map(float, found[key])) for key in ("mean", "std"))
-        dtype = data.ARRAY_DTYPES[data.ARRAY_DTYPES.index(found["dtype"])]
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
-        return None
-    sound = len(mean) == len(std) > 0 and all(map(math.isfinite, mean + std)) and min(std) > 0
-    return data.ChannelStats(mean, std, dtype) if sound else None

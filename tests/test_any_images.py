@@ -204,9 +204,10 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_a_damaged_statistics_file_is_none(content, tmp_path):
-    (tmp_path / "x.json").write_bytes(content)
-    assert image_source.read_stats(str(tmp_path / "x.json")) is None
+def test_a_damaged_statistics_file_is_refused(content, tmp_path):
+    (tmp_path / "x.stats.json").write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: write it again by"):
+        image_source.find_stats(str(tmp_path / "x"), 1)
 
 
 # --- the model and the scripts

@@ -840,46 +840,6 @@ def test_a_stage_dir_that_cannot_be_made_is_refused_on_all_ranks(runs):
     assert "Not a directory" in refused.errors and refused.errors.count("error:") == 1
 
 
-# --- a copy of the trainer without storage/
-
-
-@pytest.mark.full
-def test_a_copy_without_this_room_reads_plain_folders_only(tmp_path):
-    code = """
-import os, sys, torch.distributed as dist
-from runtime import agreement, config, device_batches, image_source
-from runtime.run import resolve
-run = resolve(config.Config("tiny", mode="ddp", batch=8, stage_dir="node", workers=0), 1, 1)
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-real = config.Config(data=sys.argv[1])
-files, facts, steps = image_source.share_images(real, 48)
-assert (len(files), facts["images"], steps) == (192, 192, 4) and files.read(0)
-synthetic, made, _ = image_source.share_images(config.Config(channels=5), 48)
-assert synthetic.read(0).shape == (5, 256, 256) and made["channel_stats"].mean == (0.5,) * 5
-assert image_source.find_images(real, None, 48, print)[1] == facts
-os.mkdir("pack")
-open("pack/pack.index", "w").close()
-for refused in (
-    lambda: image_source.share_images(config.Config(data="pack"), 48),
-    lambda: device_batches.open_batches(run, None, None, files, range(1), print),
-):
-    try:
-        refused()
-    except (ValueError, agreement.AgreedError) as error:
-        assert "the folder storage/" in str(error), error
-    else:
-        raise AssertionError
-dist.destroy_process_group()
-"""
-    for name in ("vit.py", "data.py", "mesh.py", "shard.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "runtime", tmp_path / "runtime")
-    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, "-c", code, str(TILES)]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 # --- where workers come from
 
 
