@@ -195,4 +195,4 @@ def test_a_wrong_folder_is_refused_before_anything_starts(tmp_path, capsys, monk
     monkeypatch.setattr("runtime.config.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as refused:
         train_fsdp.main([*line, "--eval-data", str(tmp_path)])
-    assert refused.value.code == 2 and "copy it too" in capsys.readouterr().err
+    assert refused.value.code == 2 and "copy the folder too" in capsys.readouterr().err

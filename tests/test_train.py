@@ -10,7 +10,6 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ROOT
 from parity import ARGV, TILES
 from ranks import Run, environment, free_port, on_ranks, read_log, run_ranks
@@ -78,63 +77,6 @@ def one_process(monkeypatch):
 
 
 # --- flags
-
-NONSENSE = [
-    ("--mode full_shard --group 2", "--group is for --mode hybrid and hybrid_grad_op"),
-    ("--mode ddp --group 1", "--group is for --mode hybrid and hybrid_grad_op"),
-    ("--mode ddp --fsdp 2", "--fsdp is for --mode no_shard and shard_grad_op and"),
-    ("--mode zero1 --fsdp 1", "hybrid_grad_op, not zero1: leave it out"),
-    ("--mode ddp --prefetch none", "--prefetch is for --mode full_shard"),
-    ("--mode shard_grad_op --prefetch backward_pre", "--prefetch is for --mode full_shard"),
-    ("--mode no_shard --fsdp 1 --prefetch none", "--prefetch is for --mode full_shard"),
-    ("--mode full_shard --prefetch backward_post", "exists in FSDP1 only: add --fsdp 1"),
-    ("--mode full_shard --fsdp 2 --prefetch backward_post", "exists in FSDP1 only"),
-    ("--wrap size:0", "argument --wrap: wrap is 'size:0', but must be block, auto, root or size:N"),
-    ("--wrap blocks", "argument --wrap: wrap is 'blocks', but must be block, auto, root or size:N"),
-    ("--mode zero1 --wrap root", "--wrap is for --mode no_shard and shard_grad_op and full_shard"),
-    ("--fsdp 1 --wrap auto", "--wrap auto exists in FSDP2 only: use block, or no --fsdp 1"),
-    ("--mode zero1 --forward-prefetch", "--forward-prefetch is for --mode shard_grad_op and"),
-    ("--mode no_shard --forward-prefetch", "--forward-prefetch is for --mode shard_grad_op and"),
-    ("--limit-all-gathers", "--limit-all-gathers exists in FSDP1 only: add --fsdp 1"),
-    ("--no-limit-all-gathers --fsdp 2", "--limit-all-gathers exists in FSDP1 only: add --fsdp 1"),
-    ("--mode no_shard --fsdp 1 --limit-all-gathers", "hybrid_grad_op, not no_shard"),
-    ("--mode ddp --cpu-offload", "--cpu-offload is for --mode no_shard and"),
-    ("--cpu-offload --device cpu", "but this run is on the CPU"),
-    ("--mode hybrid --bucket-cap-mb 25", "--bucket-cap-mb is for --mode ddp and zero1"),
-    ("--batch 8 --global-batch 64", "--batch and --global-batch: give one of them"),
-    ("--steps 5 --epochs 1", "--steps and --epochs: give one of them"),
-    ("--warmup-steps 101", "--warmup-steps 101 is more than the 100 --steps"),
-    ("--steps 5 --warmup-steps 6", "--warmup-steps 6 is more than the 5 --steps"),
-    ("--mode sharded", "invalid choice: 'sharded'"),
-    ("--img-size 30", "image size 30 is not a multiple of the patch size 8: use 24 or 32"),
-    ("--mask-ratio 0", "--mask-ratio 0.0 removes no patch"),
-    ("--mask-ratio 1", "at least one must stay"),
-    ("--mode hybrid --group 2", "1 ranks cannot be split into shard groups of 2: use 1"),
-    ("--global-batch 9 --accum 2", "is not a multiple of 1 ranks x 2 accumulation steps: use 8 or"),
-    ("--data nowhere", "there is no folder nowhere"),
-    ("--dry-run", "--dry-run requires --world-size"),
-    ("--world-size 8", "--world-size is for --dry-run: a real run has the ranks"),
-    ("--dry-run --world-size 200000", "--dry-run steps at most 131072 ranks: plan.py has"),
-    ("--stage-dir x", "--stage-dir copies images, --data synthetic has none"),
-    ("--exact-decode", "--exact-decode is for JPEGs, --data synthetic has none"),
-    ("--tp 2", "--tp 2 does not divide the 1 ranks"),
-]
-
-
-@pytest.mark.parametrize(("flags", "sentence"), NONSENSE)
-def test_nonsense_is_refused_before_any_process_group(flags, sentence, capsys, monkeypatch):
-    def no_process_group(*args, **kwargs):
-        raise AssertionError("a process group was started")
-
-    monkeypatch.setattr(dist, "init_process_group", no_process_group)
-    try:
-        status = train_fsdp.main(["--model", "tiny", "--device", "cpu", *flags.split()])
-    except SystemExit as leave:
-        status = leave.code
-    printed = capsys.readouterr()
-    assert status == 2 and printed.out == ""
-    assert sentence in printed.err
-    assert printed.err.count("\n") == 1 and printed.err.startswith("train_fsdp.py: error: ")
 
 
 def test_cuda_without_a_gpu_is_refused(capsys, monkeypatch):
@@ -211,12 +153,12 @@ def test_help_has_the_groups_of_the_data_flow():
 
 
 def test_defaults_are_those_of_the_design(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    for name, value in environment(0, 8, 1).items():
+        monkeypatch.setenv(name, value)
     args = vars(parse([]))
     assert args["model"] == "base" and args["img_size"] == 224 and args["mask_ratio"] == 0.75
     assert args["mode"] == "hybrid" and args["fsdp"] == 2 and args["prefetch"] == "backward_pre"
-    assert args["limit_all_gathers"] is None and args["precision"] == "bf16"
+    assert args["limit_all_gathers"] is None
     assert parse(["--fsdp", "1"]).limit_all_gathers is True
     ddp = parse(["--mode", "ddp"])
     assert args["wrap"] == "block"
@@ -226,20 +168,20 @@ def test_defaults_are_those_of_the_design(monkeypatch):
 
 def test_one_process_has_nothing_to_shard(monkeypatch):
     """Unless FSDP is asked for; what srun or torchrun has started with several ranks is several."""
-    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
 
-    def mode(flags: str, **environ: str) -> str:
+    def mode(flags: str, ranks: int = 0, slurm: bool = False) -> str:
+        by_srun = {"STEP_ID": "0", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+        by_srun |= {"NTASKS": str(ranks), "TASKS_PER_NODE": str(ranks), "JOB_ID": "7"}
+        variables = {f"SLURM_{name}": value for name, value in by_srun.items()}
         with monkeypatch.context() as patch:
-            for name, value in environ.items():
-                patch.setenv(name, value)
+            for name, value in (variables if slurm else environment(0, ranks, 1)).items():
+                if ranks:
+                    patch.setenv(name, value)
             return parse(flags.split()).mode
 
-    assert mode("") == mode("", RANK="0", WORLD_SIZE="1") == "ddp"
-    assert mode("", SLURM_STEP_ID="0", SLURM_NTASKS="1") == "ddp"
+    assert mode("") == mode("", 1) == mode("", 1, slurm=True) == "ddp"
     assert mode("--dry-run --world-size 1") == "ddp" != mode("--dry-run --world-size 2")
-    assert mode("", RANK="0", WORLD_SIZE="2") == "hybrid"
-    assert mode("", SLURM_STEP_ID="0", SLURM_NTASKS="2") == "hybrid"
+    assert mode("", 2) == mode("", 2, slurm=True) == "hybrid"
     for flags in (
         "--group 1",
         "--fsdp 1",
