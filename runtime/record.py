@@ -25,7 +25,6 @@ from runtime.resume import Saves, mark_done
 from runtime.run import Run
 from runtime.session import Session
 
-SLOW_ON_A_CPU = 1e12  # FLOPs of a step and process: some ten seconds on a few cores
 # MAE's own recipe ends at 1.5e-4 x 4096 / 256 = 2.4e-3; above twice that AdamW tends to diverge.
 LARGE_LR = 4.8e-3
 PLANNED = (  # what the start record has of a plan
@@ -42,6 +41,7 @@ def start_record(
     `plan` is that of memory_fit.planned; `more` is added as it stands: begin, workers.
     """
     peak, peak_source = peak_flops(device)
+    gpu = device.type == "cuda" or run.config.world_size is not None  # or the plan of some
     return (
         run.record()
         | {
@@ -60,6 +60,8 @@ def start_record(
             "peak_flops_per_rank": peak,
             "peak_flops_source": peak_source,
             "sdpa": attention_kernels(run, device),
+            "precision_default": ": ".join(devices.default_precision(gpu)),
+            "cpu_step_seconds": devices.cpu_step_seconds(run, device),
             "host": platform.node(),
             "versions": versions(),
         }
@@ -113,6 +115,7 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     again = s["hardware_flops_per_image"]
     more = f", {again / 1e9:.1f} with recomputation" if again else ""
     yield f"{s['model']}: {s['params']:,} parameters, {gflop:.1f} GFLOP per image{more}"
+    yield f"precision: {s['precision']} (default {s['precision_default']})"
     if s["sdpa"]:
         yield "attention: " + ", ".join(f"{part} {name}" for part, name in s["sdpa"].items())
         if "math" in s["sdpa"].values():
@@ -141,8 +144,11 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
         yield f"{sign}plan: {s['planned']['fit']}"
     if s["lr"] > LARGE_LR:
         yield f"warning: lr {s['lr']:.3g} is very large (MAE's recipe: 2.4e-3); lower --blr"
-    if s["device"] == "cpu" and s["flops_per_image"] * s["batch"] * s["accum"] > SLOW_ON_A_CPU:
-        yield "note: a step of this size is slow on a CPU: try --model tiny --img-size 96 --batch 4"
+    if s["device"] == "cpu" and (s["cpu_step_seconds"] or 0) > 5:
+        yield (
+            f"note: a step takes about {s['cpu_step_seconds']:.0f} s on this CPU; a smaller run: "
+            "python train_fsdp.py --model tiny --img-size 96 --out out/tiny"
+        )
     left = s["images"] % s["global_batch"]
     yield f"data: {s['data']}, {s['images']} images, {s['epoch_steps']} steps per epoch"
     imagenet = s["channel_mean"] == data.IMAGENET.mean
