@@ -266,10 +266,10 @@ def make_config(parser: Parser, args: argparse.Namespace, table: type[Config] = 
     """
     config = table(**{row.name: getattr(args, row.name) for row in fields(table)})
     # a plan or a dry run may be made on a login node, where the job's GPUs are not visible
-    plan, auto = bool(config.world_size), config.device == "auto"
-    gpu = config.device == "cuda" or (auto and (plan or torch.cuda.is_available()))
+    seen = bool(config.world_size) or torch.cuda.is_available()
+    gpu = config.device == "cuda" or (config.device == "auto" and seen)
     known: dict[str, Any] = {"mode": config.mode or default_mode(config)}
-    known["precision"] = config.precision or devices.default_precision(gpu or plan)[0]
+    known["precision"] = config.precision or devices.default_precision(gpu)[0]
     try:
         check_flags(config, known["mode"], gpu)
     except ValueError as error:
@@ -323,7 +323,9 @@ def save_interval(text: str) -> tuple[int | None, float | None]:
     if text == "none":
         return None, None
     try:
-        return (None, 60 * number(0.001)(text[:-1])) if text[-1] == "m" else (whole(1)(text), None)
+        if text.endswith("m"):
+            return None, 60 * number(0.001)(text[:-1])
+        return whole(1)(text), None
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"--save-every takes steps (500), minutes (30m), none: {error}") from None
 

@@ -152,10 +152,12 @@ def planned(
     """
     has_verdict = (device is None or device.type == "cuda") and run.config.run != "io"
     try:
-        gib = rank_memory_gib(device, 1) if device and device.type == "cuda" else None
-        plan, describe_fit = _plan(run, device, gib)
-        found = plan.json() | {"fit": describe_fit(plan, run.config) if has_verdict else None}
-        return found if has_verdict else found | {"verdict": None}
+        from planner.advice import describe_fit
+
+        plan = _plan(run, device, rank_memory_gib(device, 1) if device and has_verdict else None)
+        if has_verdict:
+            return plan.json() | {"fit": describe_fit(plan, run.config)}
+        return plan.json() | {"fit": None, "verdict": None}
     except Exception as error:  # an estimate decides nothing: no run ends for want of it
         warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
         return None
@@ -166,19 +168,20 @@ def advise_out_of_memory(run: "Run", device: torch.device, node_ranks: int) -> s
     if run.config.run == "io":
         return "use fewer --workers or a smaller --batch"
     try:
-        plan, describe_fit = _plan(run, device, rank_memory_gib(device, node_ranks))
+        from planner.advice import describe_fit
+
+        plan = _plan(run, device, rank_memory_gib(device, node_ranks))
         return f"plan: {describe_fit(plan, run.config, ran_out=True)}"
     except Exception as error:  # perhaps for want of memory
         return f"try a smaller --batch with --accum, or --ac full (no plan: {error})"
 
 
-def _plan(run: "Run", device: torch.device | None, memory_gib: float | None) -> tuple[Any, Any]:
-    """Return the plan, and planner.advice.describe_fit."""
-    from planner import advice, estimate, machines, traffic
+def _plan(run: "Run", device: torch.device | None, memory_gib: float | None) -> Any:
+    from planner import estimate, machines, traffic
 
     machine = machines.nearest_machine(peak_flops(device)[0] if device else None, memory_gib)
     flags = traffic.PlannedRun.from_flags(run.model, run.record())
-    return estimate.make_plan(flags, machine, memory_gib), advice.describe_fit
+    return estimate.make_plan(flags, machine, memory_gib)
 
 
 def is_out_of_memory(error: Exception) -> bool:

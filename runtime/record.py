@@ -41,7 +41,8 @@ def start_record(
     `plan` is that of memory_fit.planned; `more` is added as it stands: begin, workers.
     """
     peak, peak_source = peak_flops(device)
-    gpu = device.type == "cuda" or run.config.world_size is not None  # or the plan of some
+    planned_gpu = bool(run.config.world_size) and run.config.device != "cpu"
+    precision = devices.default_precision(planned_gpu or device.type == "cuda")
     return (
         run.record()
         | {
@@ -60,7 +61,7 @@ def start_record(
             "peak_flops_per_rank": peak,
             "peak_flops_source": peak_source,
             "sdpa": attention_kernels(run, device),
-            "precision_default": ": ".join(devices.default_precision(gpu)),
+            "precision_default": ": ".join(precision),
             "cpu_step_seconds": devices.cpu_step_seconds(run, device),
             "host": platform.node(),
             "versions": versions(),

@@ -155,8 +155,11 @@ def test_a_process_of_its_own_does_the_same(tmp_path):
 def test_what_is_a_number():
     assert [config.number(0)(t) for t in ("1", ".5", "0.5e-3", "1E9")] == [1, 0.5, 5e-4, 1e9]
     assert [config.whole(-3, 99)(t) for t in ("7", "-3", "99")] == [7, -3, 99]
-    assert config.save_interval("500") == (500, None)
-    assert config.save_interval("0.5m") == (None, 30)
+    read = config.save_interval
+    assert (read("500"), read("0.5m"), read("none")) == ((500, None), (None, 30), (None, None))
+    for text in ("0", "-1", "0m", "m", "nanm", "infm", "1.5", "all", ""):
+        with pytest.raises(ValueError, match="--save-every takes steps"):
+            read(text)
     for text in ("-4", "100", "", "many", "1e3"):
         with pytest.raises(argparse.ArgumentTypeError):
             config.whole(-3, 99)(text)
@@ -184,6 +187,7 @@ def test_the_annotations_of_the_table_say_how_its_flags_are_read():
         ("--device cpu --precision bf16", "fpu avx2", "bf16"),
         ("--device cuda", "fpu avx2", "bf16"),
         ("--dry-run --world-size 8", "fpu avx2", "bf16"),
+        ("--dry-run --world-size 8 --device cpu", "fpu avx2", "fp32"),
     ],
 )
 def test_precision_is_what_the_device_computes_in(flags, cpu_flags, precision, monkeypatch):
