@@ -80,9 +80,7 @@ class Config:
     channels: int = flag(3, "channels of an image (other than 3: .npy)", "result setting")
     mask_ratio: float = flag(0.75, "fraction of patches masked", "result setting")
     norm_pix_loss: bool = flag(True, "normalise each target patch by mean and variance", "result")
-    init_from: str | None = flag(
-        None, "begin with the weights of a run, or of a file of MAE, timm, transformers", "result"
-    )
+    init_from: str | None = flag(None, "weights to begin with: a run's, or of a file", "result")
 
     mode: str | None = flag(
         None,
@@ -91,13 +89,11 @@ class Config:
         "sharding",
         choices=shard.STRATEGIES,
     )
-    group: int | None = flag(
-        None, "hybrid modes: ranks that share one copy (default: those of a node)", "sharding"
-    )
+    group: int | None = flag(None, "hybrid: ranks that share a copy (default: a node)", "sharding")
     tp: int = flag(1, "FSDP2: ranks that split the matrices of each block", "sharding")
     fsdp: Literal[1, 2] | None = flag(None, "2: fully_shard (default); 1: FSDP1", "sharding")
     wrap: Literal["block", "root"] | None = flag(
-        None, "FSDP: gather and free each block (default), or the whole model at once", "sharding"
+        None, "FSDP: gather each block at a time (default), or the whole model", "sharding"
     )
     prefetch: Literal["none", "backward_pre", "backward_post"] | None = flag(
         None, "when backward gathers the next unit (default backward_pre)", "sharding"
@@ -124,18 +120,12 @@ class Config:
     compile: bool = flag(False, "torch.compile every block", "setting")
 
     data: str = flag("synthetic", "folder of images", group="data")
-    eval_data: str | None = flag(
-        None, "folder of held-out images: their loss, and pictures, at each save and at the end"
-    )
+    eval_data: str | None = flag(None, "folder of held-out images: loss and pictures at each save")
     run: Literal["real", "syn", "io"] = flag(
         "real", "real: train; syn: the same batch each step; io: loader and copy only, no model"
     )
-    workers: int | None = flag(
-        None, "loader processes per rank (default: its cores less one, at most 6)", type=whole(0)
-    )
-    stage_dir: str | None = flag(
-        None, "node-local folder, to which images are copied when they are first read"
-    )
+    workers: int | None = flag(None, "loader processes per rank (cores - 1, max. 6)", type=whole(0))
+    stage_dir: str | None = flag(None, "node-local folder for copies of the images")
     max_bad: float = flag(0.01, "share of unreadable images that ends the run", type=number(0, 1))
     exact_decode: bool = flag(False, "decode JPEGs at full size (slower)", "result")
 
@@ -151,15 +141,11 @@ class Config:
     accum: int = flag(1, "accumulation steps", "setting")
     blr: float = flag(1.5e-4, "lr = blr x global batch / 256", "result")
     weight_decay: float = flag(0.05, "of AdamW, not applied to biases and norms", "result")
-    warmup_steps: int | None = flag(
-        None, "length of the linear warm-up (default: 5 % of the steps)", "result", type=whole(0)
-    )
+    warmup_steps: int | None = flag(None, "linear warm-up (5 % of all)", "result", type=whole(0))
     steps: int | None = flag(None, f"optimizer steps (default {DEFAULT_STEPS})", "result")
     epochs: int | None = flag(None, "passes over the data, instead of --steps")
     clip: float | None = flag(None, "largest gradient norm (default: none)", "result")
-    max_skips: int = flag(
-        0, "consecutive steps with a loss or norm not finite that are skipped", type=whole(0)
-    )
+    max_skips: int = flag(0, "consecutive steps with NaN or inf to skip", type=whole(0))
     seed: int = flag(0, "of weights, image order, crops and masks", "result", type=whole(0))
 
     out: str = flag("out", "log and checkpoints go here", group="output")
