@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -33,19 +33,7 @@ from downstream.images import open_eval_loader
 from downstream.pretrained import Pretrained, check_fits, read_pretrained
 from runtime import devices, image_source, process
 from runtime.agreement import run_on_rank0
-from runtime.config import (
-    FIELDS,
-    MOST_STEPS,
-    RESULT,
-    Config,
-    TrainingParser,
-    add_flags,
-    filled,
-    flag,
-    make_config,
-    number,
-    whole,
-)
+from runtime.config import FIELDS, Config, Parser, add_flags, flag, make_config, number, whole
 from runtime.device_batches import Batch, open_batches
 from runtime.log import open_log
 from runtime.record import Monitor, versions
@@ -69,34 +57,25 @@ MicroBatch = tuple[Tensor, Tensor, Tensor | None, int]
 class Tuning(Config):
     """The flags of fine-tuning: those of pretraining, a few with other defaults, and more."""
 
-    blr: float = flag(5e-4, number(0, 1000), "lr = blr x global batch / 256", **RESULT)
-    epochs: int = flag(50, whole(1, MOST_STEPS), "passes over the data", **RESULT)
-    out: str = flag("finetuned", filled, "log and checkpoints go here", unit="DIR", group="output")
-    test: str = flag(
-        None,
-        filled,
-        "images to score after each epoch",
-        unit="DIR",
-        group="fine-tuning",
-        required=True,
-    )
+    blr: float = flag(5e-4, "lr = blr x global batch / 256", "result")
+    epochs: int = flag(50, "passes over the data", "result")
+    out: str = flag("finetuned", "log and checkpoints go here", group="output")
+    test: str = flag(None, "images to score after each epoch", group="fine-tuning", required=True)
     freeze_blocks: int = flag(
-        0,
-        whole(0, 1000),
-        "first blocks to freeze, with the patch embedding and cls",
-        unit="BLOCKS",
-        **RESULT,
+        0, "first blocks to freeze, with the patch embedding and cls", "result", type=whole(0)
     )
-    pool: str = flag("mean", ("mean", "cls"), "classify the mean of the patches, or cls", **RESULT)
+    pool: Literal["mean", "cls"] = flag(
+        "mean", "classify the mean of the patches, or cls", "result"
+    )
     layer_decay: float = flag(
-        0.65, number(1e-3, 1), "learning rate of a block, as a share of the next one's", **RESULT
+        0.65, "lr of a block, as a share of the next one's", "result", type=number(1e-3, 1)
     )
     drop_path: float = flag(
-        0.1, number(0, 0.99), "share of branches that the last block leaves out", **RESULT
+        0.1, "share of branches that the last block leaves out", "result", type=number(0, 0.99)
     )
-    label_smoothing: float = flag(0.1, number(0, 0.99), "of the cross-entropy", **RESULT)
-    mixup: float = flag(0.0, number(0, 100), "alpha of MixUp; 0: none", unit="ALPHA", **RESULT)
-    cutmix: float = flag(0.0, number(0, 100), "alpha of CutMix; 0: none", unit="ALPHA", **RESULT)
+    label_smoothing: float = flag(0.1, "of the cross-entropy", "result", type=number(0, 0.99))
+    mixup: float = flag(0.0, "alpha of MixUp; 0: none", "result")
+    cutmix: float = flag(0.0, "alpha of CutMix; 0: none", "result")
 
 
 @dataclass(frozen=True)
@@ -137,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     known |= {"run": "real", "model": pretrained.size or f"base:{shape}"}
     known |= {"channels": pretrained.config.channels}
     known |= {"img_size": img_size, "norm_pix_loss": pretrained.norm_pix_loss}
-    parser = TrainingParser(process.PROGRAM)
+    parser = Parser(process.PROGRAM)
     config = make_config(parser, argparse.Namespace(**known), Tuning)
     return run_session(config, partial(run_tuning, pretrained), received)
 

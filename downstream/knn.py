@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from downstream.scores import add_score_arguments, run_scores
-from runtime import devices
 from runtime.config import whole
 
 HELP = "a score without training: k nearest neighbours of frozen features"
@@ -90,9 +89,7 @@ def _merge(
         merged = _merge_screened(best, index, queries, block, first)
         if merged:
             return merged
-    fast = queries.is_cpu and devices.prefers_onednn()
-    similar = devices.linear_op(queries, block) if fast else queries @ block.T  # (Q, n)
-    values, places = similar.topk(min(k, len(block)), dim=1)
+    values, places = (queries @ block.T).topk(min(k, len(block)), dim=1)
     return _keep_best(best, index, values, places + first, k)
 
 

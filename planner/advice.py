@@ -17,6 +17,17 @@ CHECKPOINTING = ("none", "selective", "full")  # --ac, in the order of what it s
 Change = tuple[str, dict[str, Any]]  # (flags, the fields of PlannedRun that they set)
 
 
+def describe_fit(plan: Plan, config: Config, ran_out: bool = False) -> str:
+    """Say in a sentence what a plan says of a run, and what would fit if that does not.
+
+    What has run out of memory needs too much whatever the plan says.
+    """
+    if plan.verdict == "FITS" and not ran_out:
+        return plan.fit
+    most = 0.9 * plan.peak_gib if ran_out else math.inf
+    return f"{plan.fit}; {what_would_fit(plan, config, most)}"
+
+
 def what_would_fit(plan: Plan, config: Config, most_gib: float = math.inf) -> str:
     """Name the smallest change of each kind after which the plan says FITS, in half a sentence.
 

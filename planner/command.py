@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from planner.estimate import Plan, make_plan
 from planner.machines import MACHINES, read_machine
 from planner.traffic import PlannedRun
-from runtime.config import TrainingParser, filled, make_config, number, training_parser, whole
+from runtime.config import Parser, filled, make_config, number, training_parser, whole
 from runtime.run import resolve
 
 
-def plan_parser() -> TrainingParser:
+def plan_parser() -> Parser:
     """Add the flags of the plan to those of train_fsdp.py."""
     parser = training_parser("plan.py")
     parser.description = (

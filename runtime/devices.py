@@ -1,23 +1,22 @@
-"""What a device can do: peak FLOP/s, memory, power, the kernels of a CPU, whether a run fits.
+"""What a device can do: peak FLOP/s, memory, power, precision, attention on a CPU, what fits.
 
-To add a device: one row of PEAK_FLOPS, which planner/machines.py reads too. Copy this one file: it
-needs torch alone.
+To add a device: one row of PEAK_FLOPS, which planner/machines.py reads too.
 """
 
 import os
-import platform
 import re
+import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from runtime.run import Run
+if TYPE_CHECKING:
+    from runtime.run import Run  # which imports the flags, and they this file
 
 # Dense bf16 peak of one device as torch numbers them, in FLOP/s, from the makers' data sheets. One
 # MI250X is two devices (GCDs): 191.5e12 each (OLCF Frontier user guide), not 383e12. The first part
@@ -52,94 +51,51 @@ def peak_flops(device: torch.device) -> tuple[float | None, str]:
     return None, f"not known for {name}"
 
 
-# Up to this many tokens plain attention is faster on a CPU; above, the scores leave the caches.
-PLAIN_TOKENS = {torch.bfloat16: 320, torch.float32: 100}
-
-PLAIN_TYPES = (Tensor, nn.Parameter)  # not DTensor, not fake tensors: they have their own rules
+# ---------------------------------------------------------------------------------------------
+# A CPU: precision, speed, attention
 
 
-@cache
-def prefers_onednn() -> bool:
-    """Tell whether there is MKL to avoid and oneDNN to use: on a CPU of AMD's, by its vendor id."""
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
-        return False
+FAST_STEP = 1e11  # FLOPs: not a second on most CPUs
+PRODUCTS_SHARE = 0.5  # of the speed of large matrix products that a step reaches
+
+
+def default_precision(gpu: bool) -> tuple[str, str]:
+    """Return the default of --precision and why: a CPU may be ten times slower in bf16."""
+    if gpu:
+        return "bf16", "a GPU has bf16 arithmetic"
     try:
-        vendor = Path("/proc/cpuinfo").read_text()
-    except OSError:  # Windows
-        vendor = platform.processor()
-    return "AuthenticAMD" in vendor
+        found = re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", Path("/proc/cpuinfo").read_text())
+    except OSError:  # not Linux
+        found = None
+    name, no = ("bf16", "") if found else ("fp32", "no ")
+    return name, f"this CPU has {no}bf16 arithmetic"
+
+
+def cpu_step_seconds(run: "Run", device: torch.device) -> float | None:
+    """Estimate the seconds of a step on this CPU, from a few matrix products; None for a fast one.
+
+    All ranks measure at once, as they will compute. None for a GPU and for a run without a model.
+    """
+    flops = (run.flops_per_image() or 0) * run.local_batch * run.config.accum / run.config.tp
+    if device.type != "cpu" or run.config.run == "io" or flops < FAST_STEP:
+        return None
+    a = torch.ones(768, 768, dtype=run.dtype)
+    a @ a  # the first is slower
+    start = time.perf_counter()
+    for _ in range(5):
+        a @ a
+    return flops * (time.perf_counter() - start) / (5 * 2 * 768**3) / PRODUCTS_SHARE
 
 
 def apply_to(model: nn.Module) -> None:
-    """Give a model the CPU kernels of this file, in place: those that are faster on this machine.
-
-    Attention is replaced in every module with an attribute `attend` (vit.Attention). Names and
-    values of parameters do not change. Works on the meta device too; before sharding.
-    """
+    """Compute attention by `cpu_attention` in every module with an attribute `attend`, in place."""
     for module in model.modules():
-        if prefers_onednn() and type(module) is nn.Linear:
-            module.__class__ = OneDNNLinear
         if hasattr(module, "attend"):
             module.attend = cpu_attention  # type: ignore[assignment]
 
 
-# ---------------------------------------------------------------------------------------------
-# Matrix products
-
-
-class OneDNNLinear(nn.Linear):
-    """nn.Linear, computed by oneDNN where PyTorch would use MKL: (..., D) -> (..., D')."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, b = self.weight, self.bias
-        fp32 = x.dtype == w.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-        if fp32 and x.is_cpu and type(w) in PLAIN_TYPES and type(x) in PLAIN_TYPES:
-            return _LinearFunction.apply(x, w, b)  # type: ignore[no-any-return]
-        return F.linear(x, w, b)
-
-
-def _matmul(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """x w^T + b: (R, D), (D', D), (D',) -> (R, D'), fp32."""
-    if torch.compiler.is_compiling():
-        return linear_op(x, w, b)
-    return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")  # type: ignore[no-any-return]
-
-
-# torch.compile has a rule for oneDNN's operator that takes constant weights only; under another
-# name the operator is called as it is.
-@torch.library.custom_op("vit_mae::linear", mutates_args=())
-def linear_op(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """`_matmul` as one operator."""
-    return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")  # type: ignore[no-any-return]
-
-
-@linear_op.register_fake
-def _linear_shape(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[0])  # (R, D')
-
-
-class _LinearFunction(torch.autograd.Function):
-    """F.linear with its gradients; oneDNN's operator has none of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, w)
-        y = _matmul(x.reshape(-1, x.shape[-1]), w, b)  # (B T, D')
-        # As F.linear: not a view to autograd, or FSDP2 warns about views modified in place.
-        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], w.shape[0]])  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, w = ctx.saved_tensors
-        rows = g.reshape(-1, g.shape[-1])  # (B T, D')
-        need_x, need_w, need_b = ctx.needs_input_grad
-        dx = _matmul(rows, w.t()).view_as(x) if need_x else None
-        dw = _matmul(rows.t(), x.reshape(-1, x.shape[-1]).t()) if need_w else None
-        return dx, dw, rows.sum(0) if need_b else None
-
-
-# ---------------------------------------------------------------------------------------------
-# Attention
+# Up to this many tokens plain attention is faster on a CPU; above, the scores leave the caches.
+PLAIN_TOKENS = {torch.bfloat16: 320, torch.float32: 100}
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -165,8 +121,8 @@ def attention_kernel(
     return SDPBackend(torch._fused_sdp_choice(q, q, q)).name.lower().removesuffix("_attention")
 
 
-# of PyTorch's allocators, whose errors have types of their own on a GPU only, of NCCL and cuBLAS
-OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED")
+# ---------------------------------------------------------------------------------------------
+# Memory and power
 
 
 def host_gib() -> float:
@@ -186,32 +142,41 @@ def rank_memory_gib(device: torch.device, node_ranks: int) -> float:
 
 
 def planned(
-    run: Run, device: torch.device | None, warn: Callable[[str], None]
+    run: "Run", device: torch.device | None, warn: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Estimate memory and traffic of a run as plan.py does; None, with a warning, if it fails.
 
     The plan is for the known machine that is nearest to `device`, with its own memory, or for
-    Frontier if that is None or a CPU. There is no verdict for a CPU, whose memory is the host's,
-    shared with the loaders, nor for a run without a model. `fit` says the verdict in a sentence.
+    Frontier if that is None or a CPU. `verdict` and `fit`, a sentence, are None for a CPU, whose
+    memory is the host's, shared with the loaders, and for a run without a model.
     """
-    gpu = device is None or device.type == "cuda"
+    has_verdict = (device is None or device.type == "cuda") and run.config.run != "io"
     try:
-        plan = _plan(run, device, rank_memory_gib(device, 1) if device and gpu else None)
-        found = plan.json() | {"fit": None}
-        if not gpu or run.config.run == "io":
-            return found | {"verdict": None}
-        found["fit"] = plan.fit
-        if found["verdict"] != "FITS":
-            from planner import advice
+        from planner.advice import describe_fit
 
-            found["fit"] += f"; {advice.what_would_fit(plan, run.config)}"
-        return found
+        plan = _plan(run, device, rank_memory_gib(device, 1) if device and has_verdict else None)
+        if has_verdict:
+            return plan.json() | {"fit": describe_fit(plan, run.config)}
+        return plan.json() | {"fit": None, "verdict": None}
     except Exception as error:  # an estimate decides nothing: no run ends for want of it
         warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
         return None
 
 
-def _plan(run: Run, device: torch.device | None, memory_gib: float | None) -> Any:
+def advise_out_of_memory(run: "Run", device: torch.device, node_ranks: int) -> str:
+    """Say in half a sentence what the plan says of a run that ran out of memory, and would fit."""
+    if run.config.run == "io":
+        return "use fewer --workers or a smaller --batch"
+    try:
+        from planner.advice import describe_fit
+
+        plan = _plan(run, device, rank_memory_gib(device, node_ranks))
+        return f"plan: {describe_fit(plan, run.config, ran_out=True)}"
+    except Exception as error:  # perhaps for want of memory
+        return f"try a smaller --batch with --accum, or --ac full (no plan: {error})"
+
+
+def _plan(run: "Run", device: torch.device | None, memory_gib: float | None) -> Any:
     from planner import estimate, machines, traffic
 
     machine = machines.nearest_machine(peak_flops(device)[0] if device else None, memory_gib)
@@ -221,26 +186,10 @@ def _plan(run: Run, device: torch.device | None, memory_gib: float | None) -> An
 
 def is_out_of_memory(error: Exception) -> bool:
     """Tell whether an error says that a GPU or the host has no memory left."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
-
-
-def advise_out_of_memory(run: Run, device: torch.device, node_ranks: int) -> str:
-    """Say in half a sentence what the plan says of a run that ran out of memory, and would fit."""
-    if run.config.run == "io":
-        return "use fewer --workers or a smaller --batch"
-    try:
-        from planner import advice
-
-        plan = _plan(run, device, rank_memory_gib(device, node_ranks))
-        # whatever the plan says of this run, what it needs is too much
-        return f"plan: {plan.fit}; {advice.what_would_fit(plan, run.config, 0.9 * plan.peak_gib)}"
-    except Exception as error:  # perhaps for want of memory
-        return (
-            "try a smaller --batch with --accum, --ac full or --mode full_shard (no plan: "
-            f"{type(error).__name__}: {error})"
-        )
+    # of PyTorch's allocators, whose errors have types of their own on a GPU only, NCCL and cuBLAS
+    words = r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED"
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))
 
 
 def device_memory(device: torch.device) -> dict[str, float | int | None]:

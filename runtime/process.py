@@ -170,6 +170,11 @@ def print_error(message: str, program: str | None = None) -> None:
         print(TORCHRUN_NOTE, file=sys.stderr, flush=True)
 
 
+def rank_of_environment() -> str:
+    """Return the rank that the launcher has set, before anything else is known of it."""
+    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+
+
 def usage_error(message: str, local: bool = False, program: str | None = None) -> int:
     """Print why a command is refused before any rank waits for another; return exit status 2.
 
@@ -178,7 +183,7 @@ def usage_error(message: str, local: bool = False, program: str | None = None) -
     Where the cause may be the rank's own (`local`: variables, GPU, disk), those that are still
     there print it too.
     """
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    rank = rank_of_environment()
     if rank == "0":
         print_error(message, program)
     else:

@@ -29,7 +29,6 @@ from runtime.resume import Saves, mark_done
 from runtime.run import Run
 from runtime.session import Session
 
-SLOW_ON_A_CPU = 1e12  # FLOPs of a step and process: some ten seconds on a few cores
 # MAE's own recipe ends at 1.5e-4 x 4096 / 256 = 2.4e-3; above twice that AdamW tends to diverge.
 LARGE_LR = 4.8e-3
 PLANNED = (  # what the start record has of a plan
@@ -46,6 +45,8 @@ def start_record(
     `plan` is that of devices.planned; `more` is added as it stands: begin, workers.
     """
     peak, peak_source = peak_flops(device)
+    planned_gpu = bool(run.config.world_size) and run.config.device != "cpu"
+    precision = devices.default_precision(planned_gpu or device.type == "cuda")
     with torch.device("meta"):
         model = vit.ViTMAE(run.model, run.config.img_size)
     facts = {
@@ -62,6 +63,8 @@ def start_record(
         "peak_flops_per_rank": peak,
         "peak_flops_source": peak_source,
         "sdpa": attention_kernels(run, device),
+        "precision_default": ": ".join(precision),
+        "cpu_step_seconds": devices.cpu_step_seconds(run, device),
         "host": platform.node(),
         "versions": versions(),
     }
@@ -108,6 +111,7 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     more = f", {again / 1e9:.1f} with recomputation" if again else ""
     gflop = f"{s['flops_per_image'] / 1e9:.1f} GFLOP per image{more}"
     yield f"{s['model']}: {s['params']:,} parameters, {gflop}"
+    yield f"precision: {s['precision']} (default {s['precision_default']})"
     sizes = " x ".join(map(str, shape.values()))
     yield f"{world} ranks on {s['device']}, mesh {sizes} ({' x '.join(shape)})"
     strategy = shard.STRATEGIES[s["mode"]]
@@ -125,8 +129,11 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     if s["planned"] and s["planned"]["verdict"]:
         sign = "" if s["planned"]["verdict"] == "FITS" else "warning: "
         yield f"{sign}plan: {s['planned']['fit']}"
-    if s["device"] == "cpu" and s["flops_per_image"] * s["batch"] * s["accum"] > SLOW_ON_A_CPU:
-        yield "note: a step of this size is slow on a CPU: try --model tiny --img-size 96 --batch 4"
+    if s["device"] == "cpu" and (s["cpu_step_seconds"] or 0) > 5:
+        yield (
+            f"note: a step takes about {s['cpu_step_seconds']:.0f} s on this CPU; a smaller run: "
+            "python train_fsdp.py --model tiny --img-size 96 --out out/tiny"
+        )
     left = s["images"] % s["global_batch"]
     unused = f"; {left} images, others each time, are left out of each" if left else ""
     yield f"data: {s['data']}, {s['images']} images, {s['epoch_steps']} steps per epoch{unused}"

@@ -34,15 +34,15 @@ class Run:
         """Count the ranks that train on images of their own: one per tensor-parallel group."""
         return self.world_size // self.config.tp
 
+    def data_rank(self, rank: int) -> int:
+        """Return which of them, from 0, has the images of this rank."""
+        return rank // self.config.tp
+
     @property
     def ranks_per_group(self) -> dict[str, int]:
         """Count the ranks of a group in each dimension of the mesh, and of all."""
         dimensions = dict(zip(mesh.DIMENSIONS, self.mesh_shape, strict=False))
         return dimensions | {"world": self.world_size}
-
-    def data_rank(self, rank: int) -> int:
-        """Return which of them, from 0, has the images of this rank."""
-        return rank // self.config.tp
 
     @property
     def lr(self) -> float:
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.config.precision]
+        return DTYPES[self.config.precision or "bf16"]
 
     @property
     def epoch_steps(self) -> int:
@@ -84,20 +84,16 @@ class Run:
 
     def record(self) -> dict[str, Any]:
         """Return the flags and what follows, by the names that checkpoints and the log use."""
+        follows = ["group", "world_size", "global_batch", "steps", "warmup_steps"]
+        follows += ["images", "image_names_and_sizes"]
+        record = asdict(self.config) | {name: getattr(self, name) for name in follows}
         stats, rgb = self.channel_stats, self.config.channels == 3
-        return asdict(self.config) | {
-            "group": self.group,
+        return record | {
             "batch": self.local_batch,
-            "global_batch": self.global_batch,
-            "world_size": self.world_size,
-            "images": self.images,
-            "image_names_and_sizes": self.image_names_and_sizes,
             # of images that are not known yet, for a plan: rather more memory than less
             "image_dtype": stats.dtype if stats else "uint8" if rgb else "float32",
             "channel_mean": stats and stats.mean,
             "channel_std": stats and stats.std,
-            "steps": self.steps,
-            "warmup_steps": self.warmup_steps,
         }
 
 
@@ -123,61 +119,43 @@ def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
     batches = batch_sizes(data_ranks, config.accum, config.batch, config.global_batch)
     patches = vit.patch_count(model, config.img_size)
     shape: tuple[int, ...] = shard.mesh_shape(str(config.mode), data_ranks, group)
-    shape += (tp,) * (tp > 1)
-    return Run(config, world_size, group, shape, *batches, patches)
+    return Run(config, world_size, group, shape + (tp,) * (tp > 1), *batches, patches)
 
 
 def with_images(
     run: Run, images: int, image_names_and_sizes: str | None, channel_stats: Any
 ) -> Run:
-    """Add what follows from the data; ValueError where its epochs are shorter than the warm-up."""
+    """Add what follows from the data; ValueError where the steps are fewer than the warm-up's."""
     config, epoch_steps = run.config, images // run.global_batch
     steps = config.steps or (config.epochs or 0) * epoch_steps or DEFAULT_STEPS
     warmup = steps // 20 if config.warmup_steps is None else config.warmup_steps
     if warmup > steps:
-        raise ValueError(
-            f"--warmup-steps {warmup} exceeds {steps}, the steps of --epochs {config.epochs}"
-        )
-    return replace(
-        run,
-        images=images,
-        image_names_and_sizes=image_names_and_sizes,
-        channel_stats=channel_stats,
-        steps=steps,
-        warmup_steps=warmup,
-    )
+        raise ValueError(f"--warmup-steps {warmup} is more than the {steps} steps of the run")
+    found = replace(run, images=images, image_names_and_sizes=image_names_and_sizes)
+    return replace(found, channel_stats=channel_stats, steps=steps, warmup_steps=warmup)
 
 
 def batch_sizes(
     world_size: int, accum: int, batch: int | None, global_batch: int | None
 ) -> tuple[int, int]:
     """Return (local batch, global batch) in images; ValueError where the latter does not divide."""
-    if global_batch is None:
-        batch = batch or DEFAULT_BATCH
-        return batch, batch * accum * world_size
     share = world_size * accum
+    if global_batch is None:
+        return batch or DEFAULT_BATCH, (batch or DEFAULT_BATCH) * share
     if global_batch % share:
         below = max(global_batch // share, 1) * share
-        raise ValueError(
-            f"--global-batch {global_batch} is not a multiple of {world_size} ranks x {accum} "
-            f"accumulation steps: use {below} or {below + share}"
-        )
+        parts = f"{world_size} ranks x {accum} accumulation steps: use {below} or {below + share}"
+        raise ValueError(f"--global-batch {global_batch} is not a multiple of {parts}")
     return global_batch // share, global_batch
 
 
 def check_tensor_parallel(model: vit.ViTConfig, world_size: int, tp: int) -> int:
     """Count the groups of `tp` ranks; ValueError where it does not divide ranks or model."""
-    sizes = {
-        "ranks": world_size,
-        "heads": model.heads,
-        "decoder heads": model.decoder_heads,
-        "features inside of the MLP": model.mlp_width,
-        "features inside of the decoder's MLP": 4 * model.decoder_width,
-    }
-    for name, size in sizes.items():
-        if size % tp:
-            fit = ", ".join(map(str, mesh.divisors(math.gcd(*sizes.values()))))
-            raise ValueError(f"--tp {tp} does not divide the {size} {name}: use {fit}")
+    mlps = model.mlp_width, 4 * model.decoder_width
+    most = math.gcd(world_size, model.heads, model.decoder_heads, *mlps)
+    if most % tp:
+        fit = ", ".join(map(str, mesh.divisors(most)))
+        raise ValueError(f"--tp {tp} does not divide the ranks, heads and MLP widths: use {fit}")
     return world_size // tp
 
 

@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--minutes", type=number(0.01, 1440), default=3, help="wait for all ranks (default 3)"
     )
     config = make_config(parser, args := parser.parse_args(argv))
-    rank, status = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0", 2
+    rank, status = process.rank_of_environment(), 2
     try:
         ranks = read_ranks(os.environ)
         rank, device = str(ranks.rank), pick_device(args.device, ranks)

@@ -21,8 +21,8 @@ from sweeps import attempts
 
 Row = dict[str, Any]
 
-SETTINGS = names("sweep")  # the flags that make two runs comparable: equal in both
-SHARDING = names("sweep", "sharding")  # of these, what the lines of a figure differ in
+SETTINGS = names("setting", "sharding")  # the flags that make two runs comparable: equal in both
+SHARDING = names("sharding")  # of these, what the lines of a figure differ in
 DEFAULTS = {"model": Config.model, "mode": "hybrid", "batch": DEFAULT_BATCH, "accum": Config.accum}
 # Columns copied from a run's log. Peaks and counters grow: their maximum is kept, else the median.
 STEP_COLUMNS = ["step_seconds", "data_seconds", "tflops_per_rank", "mfu"]
@@ -76,7 +76,7 @@ def make_row(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[s
     world_size = int(point["nodes"]) * int(point["ranks"])
     fsdp = {*SHARDING, "cpu_offload"} - {"mode", "bucket_cap_mb"}
     if world_size == 1 and not point.get("mode") and not any(map(point.get, fsdp)):
-        row["mode"] = "ddp"  # one process has nothing to shard (flags.default_mode)
+        row["mode"] = "ddp"  # one process has nothing to shard (config.default_mode)
     row |= {"state": state, "run": point.get("run") or "real", "world_size": world_size}
     row |= {key: value for key, value in plan.items() if key in COLUMNS}
     made = attempts.list_attempts(folder)

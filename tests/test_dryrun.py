@@ -235,14 +235,19 @@ def test_flags_that_a_checkpoint_forbids_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "variables", [{"RANK": "0", "WORLD_SIZE": "1"}, {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}]
+    "variables",
+    [
+        environment(0, 1, 1),
+        {f"SLURM_{name}": "0" for name in ("STEP_ID", "PROCID", "LOCALID", "NODEID")}
+        | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "4"},
+    ],
 )
 def test_a_launcher_is_refused(variables, monkeypatch, capsys):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as leave:
         train_fsdp.main([*TINY, "--dry-run", "--world-size", "8"])
-    sentence = "without torchrun or srun"
+    sentence = "without torchrun, srun"
     assert leave.value.code == 2 and sentence in capsys.readouterr().err
 
 

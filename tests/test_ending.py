@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 from dataclasses import replace
@@ -17,7 +16,6 @@ from ranks import Result, Run, read_log, run_ranks
 import checkpoint
 import train_fsdp
 from runtime import resume
-from runtime.config import save_interval
 
 TILES = ROOT / "examples" / "tiles" / "train"
 BATCH = 8
@@ -253,16 +251,3 @@ def test_saving_by_the_clock(tmp_path, monkeypatch):
     monkeypatch.setattr(resume, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert run(tmp_path, "--save-every 0.05m --steps 9 --keep 9") == 0
     assert names(tmp_path) == steps(4, 8, 9)
-
-
-def test_save_every_takes_steps_or_minutes_or_none():
-    assert save_interval("500") == (500, None) and save_interval("none") == (None, None)
-    assert save_interval("30m") == (None, 1800) and save_interval("0.5m") == (None, 30)
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "0m", "-1m", "m", "nanm", "infm", "1h", "1.5", "all"])
-def test_any_other_save_every_is_refused(text, capsys):
-    with pytest.raises(SystemExit) as leave:
-        train_fsdp.main([*ARGV, f"--save-every={text}"])
-    printed = capsys.readouterr().err
-    assert leave.value.code == 2 and re.search(r"error: .*--save-every: '.*minutes", printed)

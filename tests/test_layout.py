@@ -322,7 +322,7 @@ ADDED = {
     "a flag": (
         "runtime/config.py",
         r"steps between two log lines.*\n",
-        '    lr_floor: float = flag(0.0, number(0, 1), "lowest share of lr", **RESULT)\n',
+        '    lr_floor: float = flag(0.0, "lowest share of lr", "result")\n',
     ),
     "a schedule": (
         "train_fsdp.py",

@@ -47,9 +47,8 @@ def test_without_the_package_it_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("runtime.config.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as leave:
         train_fsdp.main(ARGV)
-    sentence = "--tensorboard needs the package tensorboard: pip install tensorboard"
-    printed = capsys.readouterr().err
-    assert leave.value.code == 2 and printed == f"train_fsdp.py: error: {sentence}\n"
+    printed = capsys.readouterr()
+    assert leave.value.code == 2 and printed.err.endswith("not here: pip install it\n")
 
 
 def test_a_full_disk_ends_the_curves_and_not_the_run(tmp_path, capsys):

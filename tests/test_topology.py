@@ -233,7 +233,7 @@ def test_a_slow_group_is_named_and_wrong_numbers_are_an_error(tmp_path):
         ("--group 3", "rank 0: 1 ranks cannot be split into shard groups of 3: use 1"),
         ("--device cuda", "rank 0: --device cuda: no GPU is visible"),
         ("--mode typo", "argument --mode: invalid choice: 'typo'"),
-        ("--blr -1", "argument --blr: '-1' is not a number from 0 to 1000"),
+        ("--blr -1", "argument --blr: '-1' is not a number from 0 up"),
         ("--mode ddp --group 2", "--group is for --mode hybrid and"),
     ],
 )

@@ -76,7 +76,7 @@ def one_process(monkeypatch):
             monkeypatch.delenv(name)
 
 
-# --- what the environment refuses
+# --- flags
 
 
 def test_cuda_without_a_gpu_is_refused(capsys, monkeypatch):
@@ -127,6 +127,48 @@ def test_log_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert train_fsdp.main([*SMALL, "--out", str(tmp_path / "file" / "out")]) == 2
     assert str(tmp_path / "file" / "out") in capsys.readouterr().err
+
+
+def test_defaults_are_those_of_the_design(monkeypatch):
+    for name, value in environment(0, 8, 1).items():
+        monkeypatch.setenv(name, value)
+    args = vars(parse([]))
+    assert args["model"] == "base" and args["img_size"] == 224 and args["mask_ratio"] == 0.75
+    assert args["mode"] == "hybrid" and args["fsdp"] == 2 and args["prefetch"] == "backward_pre"
+    assert args["limit_all_gathers"] is None
+    assert parse(["--fsdp", "1"]).limit_all_gathers is True
+    ddp = parse(["--mode", "ddp"])
+    assert args["wrap"] == "block"
+    assert ddp.fsdp is ddp.prefetch is ddp.wrap is None  # no meaning, so no claim
+    assert args["blr"] == 1.5e-4 and args["weight_decay"] == 0.05 and args["norm_pix_loss"]
+
+
+def test_one_process_has_nothing_to_shard(monkeypatch):
+    """Unless FSDP is asked for; what srun or torchrun has started with several ranks is several."""
+
+    def mode(flags: str, ranks: int = 0, slurm: bool = False) -> str:
+        by_srun = {"STEP_ID": "0", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+        by_srun |= {"NTASKS": str(ranks), "TASKS_PER_NODE": str(ranks), "JOB_ID": "7"}
+        variables = {f"SLURM_{name}": value for name, value in by_srun.items()}
+        with monkeypatch.context() as patch:
+            for name, value in (variables if slurm else environment(0, ranks, 1)).items():
+                if ranks:
+                    patch.setenv(name, value)
+            return parse(flags.split()).mode
+
+    assert mode("") == mode("", 1) == mode("", 1, slurm=True) == "ddp"
+    assert mode("--dry-run --world-size 1") == "ddp" != mode("--dry-run --world-size 2")
+    assert mode("", 2) == mode("", 2, slurm=True) == "hybrid"
+    for flags in (
+        "--group 1",
+        "--fsdp 1",
+        "--prefetch none",
+        "--forward-prefetch",
+        "--wrap root",
+        "--fsdp 1 --no-limit-all-gathers",
+    ):
+        assert mode(flags) == "hybrid", flags
+    assert mode("--mode full_shard") == "full_shard"
 
 
 # --- arithmetic

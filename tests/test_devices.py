@@ -1,0 +1,75 @@
+"""runtime/devices.py: what a device is by its name, attention on a CPU, how long a step takes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vit
+from runtime import devices
+from runtime.config import Config
+from runtime.run import resolve
+
+CPU = torch.device("cpu")
+HEAD_DIMS = sorted({(c.heads, c.width // c.heads) for c in vit.MODELS.values()} | {(16, 32)})
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("AMD Instinct MI250X", 191.5e12),
+        ("AMD Instinct MI250", 181e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA GeForce RTX 4090 D", 147.1e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_peak_flops(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    number, source = devices.peak_flops(torch.device("cuda", 0))
+    assert number == peak and (source == f"not known for {name}") == (peak is None)
+    assert devices.peak_flops(CPU)[0] is None
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("tokens", [50, 197, 400])
+def test_attention_is_attention(dtype, close, tokens):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, tokens, 16).to(dtype).requires_grad_() for _ in range(3))
+    mine = devices.cpu_attention(q, k, v)
+    exact = F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)))
+    torch.testing.assert_close(mine.double(), exact, rtol=close, atol=close)
+    g = torch.randn_like(exact)
+    ours, right = (torch.autograd.grad(o, (q, k, v), g.to(o.dtype)) for o in (mine, exact))
+    for a, b in zip(ours, right, strict=True):
+        assert (a - b).norm() <= close * b.norm()
+    plain = devices.attention_kernel(3, 16, tokens, dtype, CPU) == "plain"
+    assert plain == (tokens <= (100 if dtype == torch.float32 else 320))
+
+
+@pytest.mark.parametrize(("heads", "dim"), HEAD_DIMS)
+def test_every_head_dimension_has_a_kernel(heads, dim):
+    """105, of 15b, too: on a CPU fused attention takes them all; on a GPU in bf16."""
+    for dtype in (torch.float32, torch.bfloat16):
+        assert devices.attention_kernel(heads, dim, 1025, dtype, CPU) == "flash"
+    if torch.cuda.is_available():
+        found = devices.attention_kernel(heads, dim, 50, torch.bfloat16, torch.device("cuda"))
+        assert found in ("flash", "efficient", "cudnn")
+
+
+def test_a_long_step_on_a_cpu_is_announced(monkeypatch):
+    """By the time that its products take here; a GPU, a small model and --run io measure none."""
+
+    def seconds(device=CPU, model="base", **flags):
+        return devices.cpu_step_seconds(resolve(Config(model, mode="ddp", **flags), 1, 1), device)
+
+    assert seconds(precision="fp32") > 0
+    assert seconds(torch.device("cuda")) is seconds(run="io") is None
+    assert seconds(model="tiny", img_size=32) is None
+    monkeypatch.setattr(devices.time, "perf_counter", iter([0, 1]).__next__)
+    slow = seconds(precision="fp32")  # five products in a second
+    flops = 32 * vit.flops_per_image(vit.MODELS["base"], 224, 0.75)
+    assert slow == pytest.approx(flops / (5 * 2 * 768**3) / devices.PRODUCTS_SHARE)
