@@ -57,15 +57,6 @@ TORCHRUN = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
 }
-SRUN = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_NTASKS": "1",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_TASKS_PER_NODE": "1",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -224,19 +215,7 @@ ALL = (*BOTH, "plan.py")
         (("train_fsdp.py", "plan.py"), "--mask-ratio 1", {}, "at least one must stay"),
         (("train_fsdp.py", "plan.py"), "--mask-ratio 0", {}, "nothing to learn"),
         (("train_fsdp.py",), "--dry-run --world-size 100000000", {}, "--dry-run steps at most"),
-        (BOTH, "", TORCHRUN | {"MASTER_PORT": "99999999"}, "MASTER_PORT is '99999999'"),
-        (BOTH, "", TORCHRUN | {"WORLD_SIZE": "\u0662"}, "WORLD_SIZE is "),
-        (BOTH, "", TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '999"),
-        (BOTH, "", TORCHRUN | {"LOCAL_WORLD_SIZE": "-1"}, "LOCAL_WORLD_SIZE is '-1'"),
-        (BOTH, "", SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x99999999999)"}, "variables disagree"),
-        (BOTH, "", SRUN | {"SLURM_TASKS_PER_NODE": "1(x\u00b2)"}, "must look like 8(x2)"),
-        (BOTH, "", SRUN | {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'"),
-        (
-            ("train_fsdp.py",),
-            "--dry-run --world-size 8",
-            {"LOCAL_WORLD_SIZE": "x"},
-            "LOCAL_WORLD_SIZE is 'x'",
-        ),
+        (BOTH, "", TORCHRUN | {"WORLD_SIZE": "x"}, "invalid literal for int()"),
         (("sweep.py",), "quick --nodes 1,,2", {}, "'' is not a whole number"),
         (("sweep.py",), "", {}, "required: PLAN"),
         (("prepare.py",), "", {}, "required: command"),
@@ -313,7 +292,6 @@ def start(program: str) -> list[str]:
         "train_fsdp.py --img-size 100000",
         "sweep.py quick --ranks 0",
         pytest.param("train_fsdp.py --dry-run --timeout 1e14", marks=pytest.mark.full),
-        pytest.param("runtime.topology --minutes 1e300", marks=pytest.mark.full),
         pytest.param("plan.py --mask-ratio inf", marks=pytest.mark.full),
         pytest.param("prepare.py pack a b --quality 101", marks=pytest.mark.full),
         pytest.param("checkpoint.py verify", marks=pytest.mark.full),
