@@ -100,7 +100,7 @@ def test_launch_script_is_clean():
 def test_each_export_of_the_launch_script_has_its_reason():
     lines = LAUNCH.splitlines()
     exports = [i for i, line in enumerate(lines) if "export " in line]
-    assert len(exports) == 5
+    assert len(exports) == 4
     for i in exports:
         before = lines[i - 2] if lines[i - 1].endswith("||") else lines[i - 1]
         assert before.startswith("# "), lines[i]
