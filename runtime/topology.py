@@ -7,29 +7,22 @@ folder. It shows the host and device of each rank, which ranks share one copy of
 how long each of these shard groups takes to gather 16 MiB. Nothing is read or trained.
 """
 
-if __name__ == "__main__":
-    # Above the imports, which take seconds: Ctrl-C meanwhile ends the program without a traceback.
-    import os
-    import signal
-
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
 import math
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from mesh import DIMENSIONS, Ranks, build_mesh, init_ranks, pick_device, read_ranks, reason_of
+from mesh import DIMENSIONS, Ranks, build_mesh
 from runtime import flags, terminal
 from runtime.agreement import AgreedError, gather_to_rank0, run_on_rank0
-from runtime.run import resolve
+from runtime.run import Run
+from runtime.session import Session, run_session
 
 
 @dataclass(frozen=True)
@@ -128,7 +121,7 @@ def time_all_gather(shape: tuple[int, ...], device: torch.device) -> list[float]
     """Return the seconds that each shard group needs to gather 16 MiB. Collective.
 
     All groups gather at once; a group's time is that of its slowest rank, the median of five
-    rounds. Raises RuntimeError, on all ranks, if the data that arrives is not what was sent.
+    rounds. AgreedError if the data that arrives is not what was sent.
     """
     group = build_mesh(shape, device).get_group("shard")
     sent = torch.tensor(dist.get_process_group_ranks(group), dtype=torch.float32, device=device)
@@ -146,7 +139,7 @@ def time_all_gather(shape: tuple[int, ...], device: torch.device) -> list[float]
     dist.all_gather_object(seconds, statistics.median(rounds[2:]) if correct else math.inf)
     if math.inf in seconds:
         rank = seconds.index(math.inf)
-        raise RuntimeError(f"an all-gather returned wrong data on rank {rank}: faulty GPU or link?")
+        raise AgreedError(f"wrong data of an all-gather on rank {rank}: faulty GPU or link?")
     return [max(seconds[rank] for rank in group) for group in shard_groups(shape)]
 
 
@@ -167,35 +160,24 @@ def format_timing(seconds: Sequence[float], shape: Sequence[int]) -> Iterator[st
             yield f"warning: {where} is slow: {1e3 * taken:.2f} ms"
 
 
+def check_mesh(run: Run, session: Session) -> None:
+    """Print where the ranks of a run are and how fast they gather. Collective; AgreedError."""
+    lines = describe_topology(session.ranks, session.device, run.mesh_shape, os.environ)
+    if session.ranks.rank == 0:
+        built_for = f"CUDA {torch.version.cuda}, HIP {torch.version.hip}"
+        print(f"python {platform.python_version()}, torch {torch.__version__}, {built_for}")
+        print("\n".join(lines))
+    seconds = time_all_gather(run.mesh_shape, session.device)
+    if session.ranks.rank == 0:
+        print("\n".join(format_timing(seconds, run.mesh_shape)))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the mesh of a command line; returns 1 if the check fails, 2 if flags are refused."""
+    """Check the mesh of a command line; return the exit status of `run_session`."""
     parser = flags.training_parser("runtime.topology")
     config = flags.make_config(parser, parser.parse_args(argv))
-    rank, status = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0", 2
-    try:
-        ranks = read_ranks(os.environ)
-        device = pick_device(config.device, ranks)
-        shape = resolve(config, ranks.world_size, ranks.local_world_size).mesh_shape
-        status = 1
-        init_ranks(ranks, device, timeout_minutes=3)
-        lines = describe_topology(ranks, device, shape, os.environ)
-        if rank == "0":
-            built_for = f"CUDA {torch.version.cuda}, HIP {torch.version.hip}"
-            print(f"python {platform.python_version()}, torch {torch.__version__}, {built_for}")
-            print("\n".join(lines))
-        seconds = time_all_gather(shape, device)
-    except (RuntimeError, ValueError, OSError, AgreedError) as error:
-        # The launcher ends all ranks when the first one leaves: rank 0 reports first, the others
-        # wait and then report what may be a problem of their own node.
-        if rank != "0":
-            time.sleep(flags.RANK0_REPORT_GRACE_SECONDS)
-        text = f"runtime.topology: error: rank {rank}: {reason_of(error)}"
-        print(text, file=sys.stderr, flush=True)
-        return status
-    if rank == "0":
-        print(*format_timing(seconds, shape), sep="\n")
-    dist.destroy_process_group()
-    return 0
+    with flags.errors_name("runtime.topology"):
+        return run_session(replace(config, timeout=60), check_mesh)
 
 
 if __name__ == "__main__":

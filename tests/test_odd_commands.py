@@ -315,7 +315,6 @@ def test_a_process_of_its_own_does_the_same(line, tmp_path):
     ("program", "imported"),
     [
         ("plan.py", "torch"),
-        ("runtime.topology", "torch"),
         ("prepare.py", "torch"),
         ("sweep.py", "argparse"),
         ("probe.py", "argparse"),

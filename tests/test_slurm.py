@@ -312,14 +312,10 @@ def test_what_is_wrong_is_said_before_anything_runs(environ, sentence, tmp_path)
     assert "train_fsdp.py --" not in re.sub(r".*--dry-run.*", "", output)
 
 
-def test_a_plan_that_says_no_is_overruled(tmp_path):
-    assert pretend(tmp_path, PREFLIGHT="no", DRY="3")[0] == 0
-
-
 @pytest.mark.parametrize(
     ("flags", "environ", "word"),
     [
-        ((), {"AGAIN": "requeue"}, "scontrol requeue 7"),
+        ((), {"AGAIN": "requeue", "DRY": "3"}, "scontrol requeue 7"),  # PREFLIGHT=no: started
         ((), {"AGAIN": "requeue", "SLURM_JOB_QOS": "debug"}, "submit the same command again"),
         ((), {}, "submit the same command again"),
         (("--run-mode", "syn"), {"AGAIN": "requeue"}, "finished"),

@@ -99,7 +99,7 @@ def gather_on_four():
         dist.all_gather = patched
         try:
             told.append(topology.time_all_gather((2, 2), CPU))
-        except RuntimeError as error:
+        except AgreedError as error:
             told.append(str(error))
     dist.all_gather = real
     told.append(topology.describe_topology(ranks, CPU, (2, 2), {"SLURMD_NODENAME": "here"}))
@@ -114,7 +114,7 @@ def gather_on_four():
 def test_slow_groups_wrong_data_and_shared_devices_on_ranks(tmp_path):
     for slow, broken, table, shared in on_ranks(4, gather_on_four, tmp_path):
         assert slow[1] >= 0.5 and len([*topology.format_timing(slow, (2, 2))]) == 2
-        assert broken.startswith("an all-gather returned wrong data on rank 2")
+        assert broken.startswith("wrong data of an all-gather on rank 2")
         assert words(table[-1]) == "3 here 3 cpu 1: 2 3 1: 1 3"
         assert shared[1] == 2 and shared[0].startswith("ranks 0 and 1 share one device")
 
@@ -122,8 +122,11 @@ def test_slow_groups_wrong_data_and_shared_devices_on_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ("--device cpu --group 3", "rank 0: 1 ranks cannot be split into shard groups of 3: use 1"),
-        ("--device cuda", "rank 0: --device cuda: no GPU is visible"),
+        (
+            "--device cpu --data synthetic --group 3",
+            "1 ranks cannot be split into shard groups of 3: use 1",
+        ),
+        ("--device cuda", "--device cuda: no GPU is visible"),
         ("--mode typo", "argument --mode: invalid choice: 'typo'"),
         ("--mode ddp --group 2", "--group is for --mode hybrid and"),
     ],
