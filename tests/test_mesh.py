@@ -70,19 +70,8 @@ def numbers(environ):
             ONE_NODE | {"SLURM_TASKS_PER_NODE": "8(x4)", "SLURM_STEP_TASKS_PER_NODE": "4"},
             (2, 4, 2, 4, 0, "srun"),
         ),
-        # `srun torchrun`: Slurm counts agents, two here, and this one is the second
-        (
-            ONE_NODE
-            | {
-                "SLURM_NTASKS": "2",
-                "SLURM_TASKS_PER_NODE": "1(x2)",
-                "SLURM_PROCID": "1",
-                "SLURM_LOCALID": "0",
-                "SLURM_NODEID": "1",
-            }
-            | TORCHRUN,
-            (6, 8, 2, 4, 1, "torchrun"),
-        ),
+        # `srun torchrun`: Slurm counts agents
+        (ONE_NODE | TORCHRUN, (6, 8, 2, 4, 1, "torchrun")),
         ({}, (0, 1, 0, 1, 0, "single")),
         ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "3442"}, (0, 1, 0, 1, 0, "single")),
         ({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1"}, (0, 1, 0, 1, 0, "single")),
