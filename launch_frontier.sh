@@ -5,22 +5,19 @@
 #   CONDA_ENV=NAME sbatch -A ACCOUNT -p PARTITION -N 2 --exclusive --gpus-per-node=4 \
 #       launch_frontier.sh ...
 #
-# The first is for Frontier, the second for any other cluster with NVIDIA or AMD GPUs: the script
-# finds out by itself where it is. Submit from the folder of the scripts. docs/frontier.md explains
-# each flag and each variable: what appears below as NAME:-default is taken from the environment of
-# sbatch, if it is set there.
+# The first is for Frontier, the second for any other cluster with NVIDIA or AMD GPUs. Submit from
+# the folder of the scripts. docs/frontier.md explains each flag and variable: what appears below as
+# NAME:-default is taken from the environment of sbatch, if it is set there.
 #SBATCH -J vit-mae
 #SBATCH -N 2
 #SBATCH -t 2:00:00
 #SBATCH -o %x-%j.out
-# A round is one job of a run. The next one appends to the same file; after a node has failed Slurm
-# itself starts one.
+# A run takes several rounds of this job: the next one appends to the same file.
 #SBATCH --open-mode=append
 #SBATCH --requeue
 # To the ranks, not to this shell: 5 minutes before the end they save and exit with status 0.
 #SBATCH --signal=USR1@300
-# Slingshot: one half of a setting; the other half is the module rccl-net-plugin. Other networks
-# ignore it.
+# Slingshot: one half of a setting; the other half is the module rccl-net-plugin.
 #SBATCH --network=disable_rdzv_get
 set -euo pipefail
 
@@ -42,11 +39,10 @@ done
 
 # A rank without its GPU is an error, not a CPU run; a --device in "$@" comes later and wins.
 device=(--device cuda)
-nodes=$SLURM_JOB_NUM_NODES why="as it was set"
+nodes=$SLURM_JOB_NUM_NODES
 if [[ -z ${MACHINE:-} ]]; then
-    MACHINE=slurm why="this is not Frontier"
-    [[ ${LMOD_SYSTEM_NAME:-${SLURM_CLUSTER_NAME:-}} != frontier ]] ||
-        MACHINE=frontier why="by LMOD_SYSTEM_NAME, or Slurm's name of the cluster"
+    MACHINE=slurm
+    [[ ${LMOD_SYSTEM_NAME:-${SLURM_CLUSTER_NAME:-}} != frontier ]] || MACHINE=frontier
 fi
 case $MACHINE in
     frontier)
@@ -62,23 +58,16 @@ case $MACHINE in
         if ((nodes > 1)); then net=OFI; else net=Socket; fi
         ;;
     slurm)
-        [[ -z ${SLURM_GPUS:-} ]] || fail "--gpus does not say how many per node: --gpus-per-node=4"
-        # What was asked for, such as gres:gpu:a100:4: srun gives a step no more, though
-        # SLURM_GPUS_ON_NODE counts all GPUs of a node that the job has for itself.
-        read -r shared gres < <(squeue -hj "$SLURM_JOB_ID" -o '%h %b' 2>/dev/null) || gres=
-        gres=${gres//gres[:\/]/} gpus=${SLURM_GPUS_ON_NODE:-}
-        [[ ! $gres =~ gpu:([^,]*:)?([0-9]+) ]] || gpus=${BASH_REMATCH[2]}
-        [[ -n $gpus ]] || {
-            say "warning: Slurm has given this job no GPU, so the run is on CPUs: add" \
-                "--gpus-per-node=N or --gres=gpu:N to sbatch"
+        tasks=${TASKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+        if [[ -z ${SLURM_GPUS_ON_NODE:-} ]]; then
             device=()
-        }
-        tasks=${TASKS_PER_NODE:-${gpus:-1}}
+            say "warning: no GPU in this job, so it runs on CPUs: --gpus-per-node=N or --gres=gpu:N"
+        fi
         cores=${CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / tasks))}
         ((cores)) || fail "the job has $SLURM_CPUS_ON_NODE CPUs per node for $tasks ranks:" \
             "give sbatch --exclusive, or --cpus-per-gpu=8"
-        # Every rank sees all GPUs that the job has on its node: NCCL copies between them directly
-        # only then. srun gives a step all of them, if the flags of sbatch do not reach it.
+        # NCCL copies between GPUs directly only if a rank sees all that the job has on its node.
+        # srun gives a step all of them, if the flags of sbatch do not reach it.
         unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU
         gpu=(${GPU_BIND:+--gpus-per-task=1 --gpu-bind="$GPU_BIND"})
         port=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # jobs may share a node
@@ -86,40 +75,23 @@ case $MACHINE in
         ;;
     *) fail "MACHINE is $MACHINE, but must be frontier or slurm" ;;
 esac
-say "MACHINE is $MACHINE ($why): $nodes x $tasks ranks, $cores CPUs each"
-
-case ${AGAIN:=requeue} in
-    requeue | chain | no) ;;
-    *) fail "AGAIN is $AGAIN, but must be requeue, chain or no" ;;
-esac
-
-# `module` and `conda activate` are functions that login shells read; a script may have to do it.
-find_module() {
-    # shellcheck disable=SC1091 # a file of Lmod, or of Environment Modules
-    [[ $(type -t module) ]] || . "${MODULESHOME:-}/init/bash"
-}
-find_conda() {
-    local base exe=${CONDA_EXE:-}
-    [[ $(type -t conda) != function ]] || return 0 # a module has defined it
-    for base in "${CONDA_BASE:-}" "${exe%/*/*}" "${CONDA_PREFIX:-}" "$(conda info --base)"; do
-        [[ -n $base && -f $base/etc/profile.d/conda.sh ]] || continue
-        # shellcheck disable=SC1091 # a file of conda
-        . "$base/etc/profile.d/conda.sh"
-        return
-    done
-    return 1
-}
+say "MACHINE is $MACHINE: $nodes x $tasks ranks, $cores CPUs each"
 
 set +u # Lmod and conda are not written for it
-[[ -z $modules ]] || find_module 2>/dev/null ||
+# shellcheck disable=SC1091 # a file of Lmod, or of Environment Modules
+[[ -z $modules || $(type -t module) ]] || . "${MODULESHOME:-}/init/bash" 2>/dev/null ||
     fail "there is no module command to load '$modules': set MODULES= to load none"
 for name in $modules; do
     module load "$name" ||
         fail "module load $name failed (MACHINE is $MACHINE): see 'module avail', set MODULES"
 done
 if [[ -n ${CONDA_ENV:-} ]]; then
-    find_conda 2>/dev/null || fail "CONDA_ENV is $CONDA_ENV, but there is no conda: set" \
-        "CONDA_BASE to what 'conda info --base' prints, or PYTHON to the environment's python"
+    # A script has no `conda activate` but by this file; login shells set CONDA_EXE.
+    exe=${CONDA_EXE:-}
+    # shellcheck disable=SC1091 # a file of conda
+    [[ $(type -t conda) == function ]] || . "${CONDA_BASE:-${exe%/*/*}}/etc/profile.d/conda.sh" ||
+        fail "CONDA_ENV is $CONDA_ENV, but there is no conda: set CONDA_BASE to what" \
+            "'conda info --base' prints, or PYTHON to the environment's python"
     conda activate "$CONDA_ENV" ||
         fail "conda activate $CONDA_ENV failed: 'conda env list' prints the names and paths to give"
 fi
@@ -133,13 +105,10 @@ set -u
 for address in $(hostname -i 2>/dev/null) $(hostname -I 2>/dev/null) "$(uname -n)"; do
     [[ $address == 127.* || $address == *:* ]] || break # of no use to other nodes; IPv6
 done
-# Rank 0 runs on the first node, as this shell does. An address, because node names may not resolve.
-export MASTER_ADDR=${MASTER_ADDR:-$address}
-# Where rank 0 listens for the others.
-export MASTER_PORT=$port
+# Rank 0 listens on the first node, where this shell runs. Node names may not resolve.
+export MASTER_ADDR=${MASTER_ADDR:-$address} MASTER_PORT=$port
 # For saving and --cpu-offload; loader processes (at most cores - 1) use one thread each.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
-# No MIOpen cache folders: patches are embedded by a linear layer, nothing here is a convolution.
 
 # Every flag on the srun line, which inherits hardly any of sbatch's. Never torchrun: it would put
 # all ranks of a node on one core. -K1: a dead rank ends the step, or the others wait for it.
@@ -175,15 +144,9 @@ fi
 # ---- pre-flight check: a minute that may save node-hours
 
 if [[ ${PREFLIGHT:-yes} == yes ]]; then
-    if [[ $MACHINE == frontier && ${NCCL_NET} == OFI && -z ${NCCL_NET_PLUGIN:-} ]]; then
-        libraries=$(IFS=: && for dir in ${LD_LIBRARY_PATH:-}; do ls "$dir"; done 2>/dev/null) || :
-        [[ $libraries == *ccl-net*.so* ]] ||
-            fail "no plugin librccl-net.so for RCCL: load rccl-net-plugin, or set NCCL_NET=Socket"
-    fi
     "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' ||
         fail "$(command -v "$python") has no torch: set PYTHON, or CONDA_ENV"
-    # One process simulates rank 0: flags, images, memory. Refused flags (2) and a plan that says NO
-    # to the memory (3) end the job here.
+    # One process simulates rank 0. Refused flags (2) and a plan that says NO (3) end the job here.
     status=0
     LOCAL_WORLD_SIZE=$tasks srun -N1 -n1 -c"$cores" "${gpu[@]}" "$python" -u \
         train_fsdp.py "${device[@]}" "$@" --dry-run --world-size "$((nodes * tasks))" || status=$?
@@ -197,55 +160,27 @@ fi
 
 # ---- rounds: one run over as many jobs as it takes
 
-# OUT/.rounds: the first job, the newest checkpoint when this round began, rounds without a new one.
-# This round counts as one until it has saved: rounds that a failing node ends count too.
+# OUT/.rounds: the job, the newest checkpoint when its last round began, rounds without a new one. A
+# round counts as one until the next finds its checkpoint: those that a failing node ends count too.
 newest() { if [[ -f $out/latest ]]; then cat "$out/latest"; else echo none; fi; }
 mkdir -p "$out" || fail "cannot write to $out: give --out another folder"
-first=${FIRST_JOB:-$SLURM_JOB_ID} job='' before='' idle=0
+job='' before='' idle=0
 [[ ! -f $out/.rounds ]] || read -r job before idle <"$out/.rounds" || true
-[[ $job == "$first" && $before == "$(newest)" ]] || idle=0
-before=$(newest)
-stuck="two rounds without a new checkpoint: not requeued; use a longer -t, or --save-every none"
-((idle < 2)) || fail "$stuck"
-echo "$first $before $((++idle))" >"$out/.rounds"
+[[ $job == "$SLURM_JOB_ID" && $before == "$(newest)" ]] || idle=0
+((idle < 2)) || fail "two rounds without a new checkpoint: use a longer -t, or a smaller --batch"
+echo "$SLURM_JOB_ID $(newest) $((idle + 1))" >"$out/.rounds"
 
-say "job $SLURM_JOB_ID: $nodes x $tasks ranks, newest checkpoint $before"
+say "job $SLURM_JOB_ID: $nodes x $tasks ranks, newest checkpoint $(newest)"
 status=0
 each_rank train_fsdp.py "${device[@]}" "$@" || status=$?
 [[ $python != "$env"/* ]] || unstage
-if ((status)); then
-    say "error: the run ended with status $status: not requeued" >&2
-    exit "$status"
-fi
+((status == 0)) || { say "error: the run ended with status $status" >&2; exit "$status"; }
 [[ $run == real && ! -e $out/done ]] || { say "finished"; exit 0; }
 
 # Stopped by the signal: the ranks exit with 0 then too; only OUT shows what is left to do.
-[[ $(newest) == "$before" ]] || idle=0
-echo "$first $(newest) $idle" >"$out/.rounds"
-((idle < 2)) || fail "$stuck"
-[[ ${SLURM_JOB_QOS:-} != debug ]] || AGAIN=no # chains are not allowed there
-case $AGAIN in
-    requeue)
-        say "newest checkpoint $(newest): requeued"
-        scontrol requeue "$SLURM_JOB_ID" || fail "requeue was refused: AGAIN=chain, or submit again"
-        ;;
-    chain)
-        options=(-J "$SLURM_JOB_NAME" -N "$nodes")
-        if [[ $MACHINE == slurm ]]; then
-            options+=(--mincpus="$SLURM_CPUS_ON_NODE")
-            [[ -z ${SLURM_MEM_PER_NODE:-} ]] || options+=(--mem="$SLURM_MEM_PER_NODE")
-            [[ $shared != NO ]] || options+=(--exclusive)
-            [[ $gres == *gpu* ]] || gres=${gpus:+gpu:$gpus}
-            [[ -z $gres ]] || options+=(--gres="$gres")
-        fi
-        read -r -a asked < <(squeue -hj "$SLURM_JOB_ID" -o '-A %a -p %P -q %q -t %l -C %f')
-        for ((i = 0; i < ${#asked[@]}; i += 2)); do
-            [[ ${asked[i + 1]} == *null* ]] || options+=("${asked[@]:i:2}")
-        done
-        say "newest checkpoint $(newest): the next job is"
-        # The next job has another first node.
-        FIRST_JOB=$first env -u MASTER_ADDR \
-            sbatch -d "afterany:$SLURM_JOB_ID" "${options[@]}" "$0" "$@"
-        ;;
-    no) say "newest checkpoint $(newest), not done: submit the same command again to resume" ;;
-esac
+if [[ ${AGAIN:-requeue} == no || ${SLURM_JOB_QOS:-} == debug ]]; then
+    say "newest checkpoint $(newest), not done: submit the same command again to resume"
+else
+    say "newest checkpoint $(newest): requeued"
+    scontrol requeue "$SLURM_JOB_ID" || fail "requeue was refused: submit the same command again"
+fi

@@ -165,9 +165,7 @@ def run_dry(run: Run, ranks: mesh.Ranks, step_once: Callable[[], "Simulation"]) 
 
 def fake_ranks(world_size: int, environ: Mapping[str, str]) -> mesh.Ranks:
     """Make rank 0 of so many, on nodes of LOCAL_WORLD_SIZE (set by launch_frontier.sh) or 8."""
-    on_node = MACHINES["frontier"].ranks_per_node
-    if "LOCAL_WORLD_SIZE" in environ:
-        (on_node,) = mesh.read_integers(environ, ["LOCAL_WORLD_SIZE"], "launch_frontier.sh", low=1)
+    on_node = int(environ.get("LOCAL_WORLD_SIZE", MACHINES["frontier"].ranks_per_node))
     on_node = min(on_node, world_size)
     return mesh.Ranks(0, world_size, 0, on_node, 0, "dry run", {})
 

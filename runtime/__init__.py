@@ -4,3 +4,9 @@ Read config, run, process, agreement, session (with watchdog), log, record, devi
 initial_values, image_source, device_batches, bad_images; then topology, step_profile, evaluation
 and tensor_parallel.
 """
+
+import os
+
+# Read when torch is imported. Its C++ warnings are not for users: "Tried to pass options to
+# ProcessGroupGloo::split" on each rank with a GPU, IPv6 sockets that cannot be opened.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -70,10 +70,11 @@ class Session:
                     give_up=self.give_up,
                 )
                 # for what the hosts exchange; connected now, because a lost rank is noticed here
-                self.gloo = cast(Any, dist.new_group(backend="gloo"))
+                with mesh.quiet_gloo():
+                    self.gloo = cast(Any, dist.new_group(backend="gloo"))
                 dist.barrier(self.gloo)
             except (RuntimeError, OSError) as error:
-                cause = str(error).splitlines()[0]
+                cause = mesh.reason_of(error)
                 raise ConnectionError(f"{who} could not join the process group: {cause}") from error
 
     def heartbeat(self, phase: str, step: int | None = None) -> None:

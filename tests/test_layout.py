@@ -153,7 +153,7 @@ assert before == state(), (before, state())
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        env=environment(0, 1, 0),
+        env=environment(0, 1, 0) | {"TORCH_CPP_LOG_LEVEL": "ERROR"},
         timeout=120,
     )
     assert done.returncode == 0 and done.stdout == "", done.stderr

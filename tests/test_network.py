@@ -40,6 +40,9 @@ TRAIN = (
     "--log-every 1 --precision fp32 --device cpu --workers 0 --blr 1e-2 --clip 1"
 ).split()
 
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ALONE = {name: text for name, text in environment(0, 1, PORT).items() if name not in NAMES}
+
 
 class Hosts:
     """Two namespaces and what runs in them."""
@@ -52,29 +55,14 @@ class Hosts:
         inside = [] if host is None else ["-n", self.names[host]]
         subprocess.run(["ip", *inside, *text.split()], check=True, capture_output=True)
 
-    def start(self, host: int, *command: str, **environ: str) -> subprocess.Popen[str]:
+    def start(self, host: int, command: list[str], **environ: str) -> subprocess.Popen[str]:
         """A command on a host that knows no names, not even its own."""
-        clean = environment(0, 1, PORT)
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-            del clean[name]
+        inside = f"ip netns exec {self.names[host]} unshare --uts sh -c".split()
+        named = [f'hostname nowhere-{host}; exec "$@"', "-", sys.executable, "-u"]
         process = subprocess.Popen(
-            [
-                "ip",
-                "netns",
-                "exec",
-                self.names[host],
-                "unshare",
-                "--uts",
-                "sh",
-                "-c",
-                f'hostname nowhere-{host}; exec "$@"',
-                "-",
-                sys.executable,
-                "-u",
-                *command,
-            ],
+            [*inside, *named, *command],
             cwd=ROOT,
-            env=clean | {"GLOO_SOCKET_IFNAME": "right"} | environ,
+            env=ALONE | {"GLOO_SOCKET_IFNAME": "right"} | environ,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -94,23 +82,23 @@ class Hosts:
                     found.add((dotted(own), dotted(other)))
         return found
 
-    def finish(self, seconds: float = 120) -> tuple[list[str], set[tuple[str, str]]]:
-        """Wait for all that was started: outputs, and every pair of addresses that talked."""
+    def finish(self, seconds: float = 120) -> tuple[str, set[tuple[str, str]]]:
+        """Wait for all that was started: output, and every pair of addresses that talked."""
         deadline, talked = time.monotonic() + seconds, set()
         while any(p.poll() is None for p in self.running) and time.monotonic() < deadline:
             talked |= self.pairs()
             time.sleep(0.1)
-        status, outputs = [p.poll() for p in self.running], self.end()
-        assert status == [0] * len(status), (status, outputs)
-        return outputs, talked
+        status, output = [p.poll() for p in self.running], self.end()
+        assert status == [0] * len(status), (status, output)
+        return output, talked
 
-    def end(self) -> list[str]:
+    def end(self) -> str:
         for process in self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
         outputs = [process.communicate()[0] for process in self.running]
         self.running = []
-        return outputs
+        return "".join(outputs)
 
 
 def dotted(hexadecimal: str) -> str:
@@ -143,113 +131,43 @@ def losses(out: Path) -> list[float]:
     return [s["loss"] for s in read_log(out / "log.jsonl")[1]]
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> list[float]:
-    """Losses of a single process."""
-    out = tmp_path_factory.mktemp("alone")
-    env = environment(0, 1, 0)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del env[name]
-    command = [sys.executable, "train_fsdp.py", *TRAIN, "--out", str(out)]
-    subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, timeout=120)
-    return losses(out)
+def by_rank_variables(rank: int) -> tuple[list[str], dict[str, str]]:
+    numbers = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
+    numbers = {name: str(number) for name, number in numbers.items()}
+    return [], numbers | {"MASTER_ADDR": HERE, "MASTER_PORT": str(PORT)}
 
 
-@pytest.mark.full
-def test_two_hosts_by_rank_variables(hosts, reference, tmp_path):
-    for rank in range(4):
-        hosts.start(
-            rank // 2,
-            "train_fsdp.py",
-            *TRAIN,
-            "--mode",
-            "hybrid",
-            "--group",
-            "2",
-            "--out",
-            str(tmp_path),
-            RANK=str(rank),
-            WORLD_SIZE="4",
-            LOCAL_RANK=str(rank % 2),
-            LOCAL_WORLD_SIZE="2",
-            MASTER_ADDR=HERE,
-            MASTER_PORT=str(PORT),
-        )
-    outputs, talked = hosts.finish()
-    assert "mesh 2 x 2 (replicate x shard): 4 ranks on 2 nodes" in outputs[0]
-    assert re.findall(r"^(\d) +nowhere-(\d)", outputs[0], re.MULTILINE) == [
-        ("0", "0"),
-        ("1", "0"),
-        ("2", "1"),
-        ("3", "1"),
-    ]
-    assert losses(tmp_path) == pytest.approx(reference, rel=1e-5)
-    assert {(HERE, THERE), (THERE, HERE)} <= talked
-    assert {own for own, _ in talked} <= {HERE, THERE, "127.0.0.1"}
-
-
-@pytest.mark.full
-def test_two_hosts_by_torchrun(hosts, reference, tmp_path):
-    """--local-addr and is_host, because torchrun asks for names where it is not told."""
-    for host, address in enumerate((HERE, THERE)):
-        hosts.start(
-            host,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            "2",
-            "--nproc-per-node",
-            "2",
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            f"{HERE}:{PORT}",
-            "--rdzv-id",
-            "mae",
-            "--local-addr",
-            address,
-            "--rdzv-conf",
-            f"is_host={host == 0}",
-            "--",
-            "train_fsdp.py",
-            *TRAIN,
-            "--mode",
-            "hybrid",
-            "--group",
-            "4",
-            "--out",
-            str(tmp_path),
-        )
-    outputs, talked = hosts.finish()
-    assert any("mesh 1 x 4 (replicate x shard): 4 ranks on 2 nodes" in text for text in outputs)
-    assert losses(tmp_path) == pytest.approx(reference, rel=1e-5)
-    assert {(HERE, THERE), (THERE, HERE)} <= talked
-    assert {own for own, _ in talked} <= {HERE, THERE, "127.0.0.1"}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("program", ["topology", "init_ranks"])
-def test_a_master_that_is_not_there_is_named(hosts, program):
-    """Within its timeout, by the program and by the function."""
-    by = {
-        "topology": ["-m", "runtime.topology", "--device", "cpu", "--minutes", "0.1"],
-        "init_ranks": [
-            "-c",
-            "import os, torch, mesh; mesh.init_ranks(mesh.read_ranks(os.environ), "
-            "torch.device('cpu'), timeout_minutes=0.1)",
-        ],
-    }
-    process = hosts.start(
-        1,
-        *by[program],
-        RANK="1",
-        WORLD_SIZE="2",
-        LOCAL_RANK="0",
-        LOCAL_WORLD_SIZE="1",
-        MASTER_ADDR=NOBODY,
-        MASTER_PORT=str(PORT),
+def by_torchrun(host: int) -> tuple[list[str], dict[str, str]]:
+    """As docs/frontier.md has it: torchrun asks for names where it is not told."""
+    flags = (
+        f"--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint {HERE}:{PORT} "
+        f"--rdzv-id mae --local-addr {(HERE, THERE)[host]} --rdzv-conf is_host={host == 0} --"
     )
-    assert process.wait(60) == 1
-    (output,) = hosts.end()
-    error = {"topology": "error: rank 1: ", "init_ranks": "RuntimeError: "}[program]
-    assert f"{error}{NOBODY}:{PORT}: " in output
+    return ["-m", "torch.distributed.run", *flags.split()], {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("launch", "count"), [(by_rank_variables, 4), (by_torchrun, 2)])
+def test_two_hosts_train_as_one_process_does(hosts, launch, count, tmp_path):
+    train = ["train_fsdp.py", *TRAIN, "--mode", "hybrid", "--group", "2", "--out"]
+    for number in range(count):
+        before, environ = launch(number)
+        hosts.start(number * 2 // count, [*before, *train, str(tmp_path / "two")], **environ)
+    output, talked = hosts.finish()
+    assert "mesh 2 x 2 (replicate x shard): 4 ranks on 2 nodes" in output
+    rows = re.findall(r"^(\d) +nowhere-(\d)", output, re.MULTILINE)
+    assert rows == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")]
+    assert {(HERE, THERE), (THERE, HERE)} <= talked
+    assert {own for own, _ in talked} <= {HERE, THERE, "127.0.0.1"}
+    alone = [sys.executable, *train[:-5], "--out", str(tmp_path / "one")]
+    subprocess.run(alone, cwd=ROOT, env=ALONE, check=True, capture_output=True, timeout=120)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def test_a_master_that_is_not_there_is_named(hosts):
+    """Within its timeout: nobody hangs."""
+    environ = by_rank_variables(2)[1] | {"MASTER_ADDR": NOBODY}
+    code = "import os, torch, mesh; mesh.init_ranks(mesh.read_ranks(os.environ), "
+    hosts.start(1, ["-c", code + "torch.device('cpu'), timeout_minutes=0.05)"], **environ)
+    assert hosts.running[0].wait(60) == 1
+    assert f"RuntimeError: {NOBODY}:{PORT}: " in hosts.end()
