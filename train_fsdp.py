@@ -19,6 +19,7 @@ if __name__ == "__main__":
 import gc
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -145,22 +146,21 @@ def build_model_and_optimizer(
     c, mode = run.config, str(run.config.mode)
     model = meta_model or build_meta_model(run, device)
     decay = shard.weight_decay_names(model)  # by the shapes of whole parameters
+    # that writing into it is dangerous: nobody writes into the predictions
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     model = shard.apply(
         model,
         mode,
         grid,
         block_classes={vit.Block},
-        initial_value=initial_values(run, needed=initialise),
-        values_on_rank0=bool(c.init_from),
-        load_later=not initialise,
-        split_block=partial(tensor_parallel.split_block, grid=grid) if c.tp > 1 else None,
+        values=initial_values(run) if initialise else shard.undefined,
+        split_block=tensor_parallel.split_block if c.tp > 1 else None,
         options=run.sharding_options(),
     )
     # after sharding: its states are sharded as the parameters are
     optimizer = shard.build_optimizer(model, mode, decay, lr=run.lr, weight_decay=c.weight_decay)
     if c.tp > 1:
-        tensor_parallel.share_inputs(model, grid)
-        tensor_parallel.keep_state_layout(model, optimizer)
+        tensor_parallel.finish(model, optimizer, grid)
     return model, optimizer, shard.build_scaler(model, device, run.dtype)
 
 

@@ -343,8 +343,14 @@ class ViTMAE(nn.Module):
 # Initial values
 
 
-def initial_value(config: ViTConfig, name: str, shape: torch.Size, seed: int = 0) -> Tensor:
-    """Draw the whole fp32 initial value of the parameter or position table `name`, on the CPU.
+def initial_value(
+    config: ViTConfig,
+    name: str,
+    shape: torch.Size,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Draw the whole fp32 initial value of the parameter or position table `name`, on a device.
 
     Values as in the official release: Xavier uniform for matrices (the patch kernel as
     (D, C*P*P), qkv as one), zero biases (but PyTorch's default for the patch kernel's), LayerNorm
@@ -352,11 +358,11 @@ def initial_value(config: ViTConfig, name: str, shape: torch.Size, seed: int = 0
     """
     leaf, ndim = name.split(".")[-1], len(shape)
     if leaf in ("pos_embed", "decoder_pos_embed"):
-        return sincos_positions(shape[-1], math.isqrt(shape[1] - 1))
-    value = torch.empty(shape)
+        return sincos_positions(shape[-1], math.isqrt(shape[1] - 1)).to(device)
+    value = torch.empty(shape, device=device)
     # A generator for each name: the value depends neither on the order of the calls nor on the
     # rank that draws it.
-    draw = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    draw = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     if leaf in ("cls_token", "mask_token"):
         return value.normal_(std=0.02, generator=draw)
     if name == "patch_embed.proj.bias":

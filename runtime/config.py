@@ -41,15 +41,6 @@ def save_every(text: str) -> str:
     return text
 
 
-def unit_wrapping(text: str) -> str:
-    """Check the text of --wrap, for argparse."""
-    try:
-        shard.unit_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
 def flag(
     default: Any,
     kind: Callable[[str], Any] | Collection[str],
@@ -156,13 +147,11 @@ class Config:
         unit="ENGINE",
         **SHARDING,
     )
-    wrap: str | None = flag(
+    wrap: Literal["block", "root"] | None = flag(
         None,
-        unit_wrapping,
-        "FSDP modes: what is gathered and freed as a whole: block; auto: small neighbouring blocks "
-        "together; root: the whole model; size:N: modules with N or more parameters, by PyTorch's "
-        "size_based_auto_wrap_policy (default block)",
-        unit="UNITS",
+        ("block", "root"),
+        "FSDP modes: what is gathered and freed as a whole: each block, or with root the model "
+        "(default block)",
         **SHARDING,
     )
     prefetch: Literal["none", "backward_pre", "backward_post"] | None = flag(

@@ -331,7 +331,7 @@ for mode in shard.STRATEGIES:
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     decay = shard.weight_decay_names(model)
     model = shard.apply(model, mode, grid, block_classes={torch.nn.Linear},
-                        initial_value=lambda name, shape: torch.ones(shape),
+                        values=lambda name, shape, device: torch.ones(shape),
                         options=shard.ShardingOptions(param_dtype=torch.float32))
     optimizer = shard.build_optimizer(model, mode, decay, lr=0.1, weight_decay=0.0)
     out = model(torch.ones(1, 4))
