@@ -160,7 +160,7 @@ def build_model_and_optimizer(
     # after sharding: its states are sharded as the parameters are
     optimizer = shard.build_optimizer(model, mode, decay, lr=run.lr, weight_decay=c.weight_decay)
     if c.tp > 1:
-        tensor_parallel.finish(model, optimizer, grid)
+        tensor_parallel.finish_split(model, optimizer, grid)
     return model, optimizer, shard.build_scaler(model, device, run.dtype)
 
 

@@ -9,7 +9,7 @@ Two all-reduces of the activations (B, T, D) in forward and two in backward, per
 what is outside of the blocks are computed by every rank of the group.
 
 shard.apply lets `split_block` edit each block of vit.py before FSDP2 shards it over the other two
-dimensions of the mesh (replicate, shard, tp); `finish` comes when there is an optimizer.
+dimensions of the mesh (replicate, shard, tp); `finish_split` comes when there is an optimizer.
 """
 
 import logging
@@ -66,7 +66,7 @@ def split_block(block: vit.Block, grid: DeviceMesh) -> None:
     qkv.register_load_state_dict_pre_hook(_load_qkv)
 
 
-def finish(model: nn.Module, optimizer: torch.optim.Optimizer, grid: DeviceMesh) -> None:
+def finish_split(model: nn.Module, optimizer: torch.optim.Optimizer, grid: DeviceMesh) -> None:
     """Share the inputs of a sharded model with split blocks; order the states of its optimizer.
 
     All ranks of a tensor-parallel group compute with the inputs of its first rank. They read the
