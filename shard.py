@@ -197,8 +197,7 @@ def apply(
     row, device, blocks = STRATEGIES[mode], _device(mesh), find_blocks(model, block_classes)
     parts = *model.named_modules(), *model.named_parameters(), *model.named_buffers()
     names: dict[Any, str] = {part: name for name, part in parts}
-    meta = any(_on_meta(t) for t in [*model.parameters(), *model.buffers()])
-    if values is not None and not meta:
+    if values and not any(map(_on_meta, [*model.parameters(), *model.buffers()])):
         raise ValueError("values is for a model on meta, but this one has values")
     if values is not undefined:
         _share_values(model, f"{mode} {[*blocks]} {options}", device)
@@ -344,9 +343,8 @@ def _fsdp2_settings(row: Strategy, mesh: DeviceMesh, options: ShardingOptions) -
 def accumulation(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     """Enter around forward and backward of one accumulation step; only the `last` one all-reduces.
 
-    Sharded gradients are reduce-scattered at every step, or whole gradients would pile up; hybrid
-    modes all-reduce them at the last. FSDP1's hybrid modes cannot part the two: they all-reduce at
-    every step, with the same result.
+    Sharded gradients are reduce-scattered at every step, or whole gradients would pile up; FSDP1's
+    hybrid modes cannot part the two and all-reduce at every step.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)
@@ -555,9 +553,8 @@ def _problems(
     model: nn.Module, mode: str, mesh: DeviceMesh, split: bool, options: ShardingOptions
 ) -> Iterator[str]:
     """Yield a sentence for each argument of `apply` with which training would go wrong."""
-    tp = mesh.shape[2] if mesh.ndim == 3 else 1
-    hybrid = mode in STRATEGIES and STRATEGIES[mode].group == "group"
-    wanted = mesh_shape(mode, dist.get_world_size() // tp, mesh.shape[1] if hybrid else None)
+    tp, group = mesh.shape[2] if mesh.ndim == 3 else 1, mesh.shape[1] if "hybrid" in mode else None
+    wanted = mesh_shape(mode, dist.get_world_size() // tp, group)
     names = ("replicate", "shard", "tp")[: 3 if split else 2]
     if mesh.mesh_dim_names != names or mesh.shape[:2] != wanted:
         yield (
@@ -615,8 +612,11 @@ def _materialise(
                     new.fill_(float("nan"))  # to see what is set
             setattr(module, leaf, made[t])
             drawn[names[t]] = module, leaf
-        if meta and values is None:
-            _reset(module, names[module], device)
+        if meta and values is None:  # independently of all other modules
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(zlib.crc32(f"{torch.initial_seed()}/{names[module]}".encode()))
+                for method in ("reset_parameters", "_reset_parameters"):  # nn.MultiheadAttention's
+                    getattr(module, method, lambda: None)()
     missing = []
     for name, (module, leaf) in drawn.items() if values is None else ():
         t = getattr(module, leaf)  # which reset_parameters may have replaced
@@ -629,14 +629,6 @@ def _materialise(
             "build the model on the CPU, or pass values: no reset_parameters gives a value, other "
             f"than NaN, to {', '.join(sorted(missing))}"
         )
-
-
-def _reset(module: nn.Module, name: str, device: torch.device) -> None:
-    """Draw the values of one module by its own method, independently of all others."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(zlib.crc32(f"{torch.initial_seed()}/{name}".encode()))
-        for method in ("reset_parameters", "_reset_parameters"):  # nn.MultiheadAttention's
-            getattr(module, method, lambda: None)()
 
 
 def _share_values(model: nn.Module, arguments: str, device: torch.device) -> None:
