@@ -20,9 +20,9 @@ if __name__ == "__main__":
 import gc
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -127,22 +127,21 @@ def build_training(
     if device.type == "cpu":  # on a GPU PyTorch's own kernels are the fast ones
         devices.apply_to(model)
     decay = shard.weight_decay_names(model)  # by the shapes of whole parameters
+    # that writing into it is dangerous: nobody writes into the predictions
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     model = shard.apply(
         model,
         mode,
         grid,
         block_classes={vit.Block},
-        initial_value=initial_values(run, needed=not resuming),
-        values_on_rank0=bool(c.init_from),
-        load_later=resuming,
-        split_block=partial(tensor_parallel.split_block, grid=grid) if c.tp > 1 else None,
+        values=shard.undefined if resuming else initial_values(run),
+        split_block=tensor_parallel.split_block if c.tp > 1 else None,
         options=run.sharding_options(),
     )
     # after sharding: its states are sharded as the parameters are
     optimizer = shard.build_optimizer(model, mode, decay, lr=run.lr, weight_decay=c.weight_decay)
     if c.tp > 1:
-        tensor_parallel.share_inputs(model, grid)
-        tensor_parallel.keep_state_layout(model, optimizer)
+        tensor_parallel.finish_split(model, optimizer, grid)
     stats = run.channel_stats or data.IMAGENET
 
     def loss_of(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:

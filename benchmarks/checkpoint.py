@@ -58,7 +58,7 @@ def build(model: str, fsdp: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         MODE,
         grid,
         block_classes={vit.Block},
-        initial_value=lambda name, shape: torch.zeros(shape),
+        values=lambda name, shape, device: torch.zeros(shape, device=device),
         options=shard.ShardingOptions(fsdp=2 if fsdp == 2 else 1, param_dtype=torch.float32),
     )
     return sharded, shard.build_optimizer(sharded, MODE, decay, lr=1e-3, weight_decay=0.05)

@@ -57,7 +57,7 @@ def build(
         "full_shard",
         mesh.build_mesh(shard.mesh_shape("full_shard", dist.get_world_size()), device),
         block_classes={vit.Block},
-        initial_value=partial(vit.initial_value, config, seed=0),
+        values=partial(vit.initial_value, config, seed=0),
         options=shard.ShardingOptions(param_dtype=dtype, cast_inputs=False),
     )
     optimizer = shard.build_optimizer(model, "full_shard", decay, lr=1e-4, weight_decay=0.05)

@@ -81,11 +81,11 @@ def unit_classes(frozen_blocks: int) -> set[type[nn.Module]]:
 
 
 def initial_classifier_value(
-    pretrained: Pretrained, seed: int, name: str, shape: torch.Size
+    pretrained: Pretrained, seed: int, name: str, shape: torch.Size, device: torch.device
 ) -> Tensor:
     """Return the initial value of a parameter or buffer: the pretrained one, but for the head."""
     if name.startswith("head."):  # small, so that the first gradients of the encoder are
-        return vit.initial_value(pretrained.config, name, shape, seed) * 0.01
+        return vit.initial_value(pretrained.config, name, shape, seed, device) * 0.01
     return value_of(pretrained, name, shape, config=pretrained.config)
 
 

@@ -264,8 +264,9 @@ def shard_classifier(
         mode,
         mesh.build_mesh(run.mesh_shape, device),
         block_classes=unit_classes(frozen),
-        initial_value=partial(initial_classifier_value, pretrained, config.seed),
-        load_later=not new,
+        values=partial(initial_classifier_value, pretrained, config.seed)
+        if new
+        else shard.undefined,
         options=run.sharding_options(),
     )
     optimizer = build_layerwise_adamw(

@@ -20,7 +20,7 @@ class Classifier(nn.Module):
         super().__init__()
         layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
         self.embed, self.head = nn.Embedding(100, 64), nn.Linear(64, 10)
-        self.encoder = nn.TransformerEncoder(layer, 4)  # its four layers become the blocks
+        self.encoder = nn.TransformerEncoder(layer, 4)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, 16), each of 100 -> (B, 10)
         return self.head(self.encoder(self.embed(tokens)).mean(dim=1))
@@ -34,8 +34,8 @@ def train(mode="full_shard", group=None, steps=20, out="out", **given):
     grid = mesh.build_mesh(shard.mesh_shape(mode, ranks.world_size, group), device)
     torch.manual_seed(0)
     model = Classifier()  # a very large one is built under `with torch.device("meta"):`
-    decay = shard.weight_decay_names(model)
-    model = shard.apply(model, mode, grid, options=options)
+    decay, blocks = shard.weight_decay_names(model), {nn.TransformerEncoderLayer}
+    model = shard.apply(model, mode, grid, block_classes=blocks, options=options)
     optimizer = shard.build_optimizer(model, mode, decay, lr=2e-4, weight_decay=0.05)
     newest = checkpoint.find_newest(out)  # by whatever mode and number of ranks
     begin = checkpoint.load(newest, model, optimizer)["step"] if newest else 0

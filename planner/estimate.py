@@ -131,7 +131,7 @@ def communication_seconds(run: PlannedRun, machine: Machine) -> tuple[float, flo
 
     The root unit is gathered before the forward pass and reduced after the backward pass, when
     there is nothing to compute. Of its collectives only the share of blocks counts, under `wrap`
-    root and size:N: the layers outside of blocks are small, and the fitted constants have them.
+    root: the layers outside of blocks are small, and the fitted constants have them.
     Each block waits for the sums of tensor parallelism.
     """
     total = of_root = of_activations = 0.0
@@ -303,7 +303,7 @@ def check_frozen(run: PlannedRun) -> None:
         raise ValueError(f"{frozen} is for fine-tuning: add --encoder-only --mask-ratio 0")
     if run.freeze_blocks > depth:
         raise ValueError(f"{frozen}: the model has {depth} blocks")
-    if run.tp > 1 or run.wrap not in ("auto", "block"):
+    if run.tp > 1 or run.wrap != "block":
         raise ValueError(f"{frozen} is planned for whole blocks: leave out --tp and --wrap")
 
 

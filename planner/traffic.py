@@ -172,25 +172,23 @@ def model_units(
     tp: int = 1,
     freeze_blocks: int = 0,
 ) -> tuple[Unit, ...]:
-    """List the root, then the units of a `wrap` in the order of forward (shard.find_units).
+    """List the root, then the blocks in the order of forward, which `wrap` root leaves in the root.
 
-    Built on the meta device; shapes are those that each of `tp` ranks has. A unit has the names of
-    its first module and the number of its last. With `freeze_blocks` the patch embedding is a unit
-    too, and the frozen class token a buffer (downstream/classifier.py).
+    Built on the meta device; shapes are those that each of `tp` ranks has. With `freeze_blocks` the
+    patch embedding is a unit too, and the frozen class token a buffer (downstream/classifier.py).
     """
     with torch.device("meta"):
         model = vit.ViTMAE(config, config.patch)
     classes = {vit.Block, vit.PatchEmbed} if freeze_blocks else {vit.Block}
-    modules = shard.find_units(model, list(shard.find_blocks(model, classes)), wrap)
+    blocks = shard.find_blocks(model, classes) if wrap == "block" else {}
     units: dict[str, dict[str, tuple[int, ...]]] = {"root": {}}
     for name, parameter in model.named_parameters():
         if encoder_only and name.startswith(("decoder", "mask_token")):
             continue
         if freeze_blocks and name == "cls_token":
             continue
-        first, *more = shard.unit_of(name, modules) or ["root"]
-        label = f"{first}-{more[-1].rpartition('.')[2]}" if more else first
-        units.setdefault(label, {})[name] = split_shape(name, tuple(parameter.shape), tp)
+        unit = next((block for block in blocks if name.startswith(f"{block}.")), "root")
+        units.setdefault(unit, {})[name] = split_shape(name, tuple(parameter.shape), tp)
     frozen = {"patch_embed", *(f"blocks.{i}" for i in range(freeze_blocks))}
     return tuple(Unit(name, found, name not in frozen) for name, found in units.items())
 
@@ -226,13 +224,11 @@ def collectives(run: PlannedRun) -> list[PlannedCollective]:
 def _fsdp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
     """Gather before forward, again before backward where it was freed; reduce after backward.
 
-    The root is not freed in between. Of units inside of a checkpointed block FSDP1 gathers all but
-    the last once more, for the recomputation. With accumulation all of that in every micro-step,
-    except the all-reduce over replicas: FSDP2 sends it once, FSDP1's hybrid every time
-    (shard.accumulation). What is frozen is gathered for forward alone; but FSDP2 prefetches the
+    The root is not freed in between. With accumulation all of that in every micro-step, except the
+    all-reduce over replicas: FSDP2 sends it once, FSDP1's hybrid every time (shard.accumulation).
+    What is frozen is gathered for forward alone; but FSDP2 prefetches the
     last frozen unit in backward, which does not need it.
     """
-    recomputed = recomputed_units(run) if run.engine == "fsdp1" and run.ac != "none" else set()
     size, ranks = BYTES[run.reduce_dtype], run.shard
     reduces = run.accum if run.engine == "fsdp1" and run.shard > 1 else 1
     units, prefetches = run_units(run), run.engine == "fsdp2" and run.prefetch != "none"
@@ -241,7 +237,7 @@ def _fsdp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
     for unit in units:
         name, numel = unit.name, unit.padded(run)
         again, tp = run.reshard and name not in ("root", *forward_only), run.tp
-        gathers = run.accum * (1 + again * (1 + (name in recomputed)))
+        gathers = run.accum * (1 + again)
         gathered, part, block = numel * run.compute_bytes, numel // run.shard, run.shard * tp
         yield PlannedCollective("all_gather", name, gathered, gathers, ranks, tp)
         if not unit.trains:
@@ -266,20 +262,6 @@ def _tp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
     for numel in (pixels, vit.patch_count(c, run.img_size)):
         size = run.batch * numel * FP32
         yield PlannedCollective("broadcast", "inputs", size, run.accum, run.tp, 1)
-
-
-def recomputed_units(run: PlannedRun) -> set[str]:
-    """Name the units inside of blocks, but for those with a block's last layer.
-
-    The backward pass begins with the last layer, for which it gathers that unit, and then
-    recomputes the block.
-    """
-    found = set[str]()
-    for block in model_units(run.config, run.encoder_only)[1:]:
-        *_, last = block.parameters
-        inner = [u for u in run_units(run) if u.name.startswith(f"{block.name}.")]
-        found |= {unit.name for unit in inner if last not in unit.parameters}
-    return found
 
 
 def _ddp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:

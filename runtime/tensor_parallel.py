@@ -8,8 +8,8 @@ MLP, for the same images, and holds only these rows or columns of the matrices:
 Two all-reduces of the activations (B, T, D) in forward and two in backward, per block. Norms and
 what is outside of the blocks are computed by every rank of the group.
 
-`split_block` edits a block of vit.py from outside, before FSDP2 shards it over the other two
-dimensions of the mesh (replicate, shard, tp). Read shard.py first.
+shard.apply lets `split_block` edit each block of vit.py before FSDP2 shards it over the other two
+dimensions of the mesh (replicate, shard, tp); `finish_split` comes when there is an optimizer.
 """
 
 import logging
@@ -66,11 +66,14 @@ def split_block(block: vit.Block, grid: DeviceMesh) -> None:
     qkv.register_load_state_dict_pre_hook(_load_qkv)
 
 
-def share_inputs(model: nn.Module, grid: DeviceMesh) -> None:
-    """Let all ranks of a tensor-parallel group compute with the inputs of its first rank.
+def finish_split(model: nn.Module, optimizer: torch.optim.Optimizer, grid: DeviceMesh) -> None:
+    """Share the inputs of a sharded model with split blocks; order the states of its optimizer.
 
-    They read the same images. But if a disk fails one of them, it trains on others; no collective
-    sums the gradients of norms and embeddings over the group, so its copies would differ for good.
+    All ranks of a tensor-parallel group compute with the inputs of its first rank. They read the
+    same images. But if a disk fails one of them, it trains on others; no collective sums the
+    gradients of norms and embeddings over the group, so its copies would differ for good.
+
+    In state dicts of the optimizer, as in those of the model, qkv has its usual order of rows.
     """
     group = grid["tp"].get_group()
 
@@ -80,10 +83,6 @@ def share_inputs(model: nn.Module, grid: DeviceMesh) -> None:
                 dist.broadcast(tensor, group=group, group_src=0)
 
     model.register_forward_pre_hook(broadcast)
-
-
-def keep_state_layout(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give qkv its usual order of rows in the state dicts of an optimizer too."""
     # It warns, at every use, of two collectives where one would do: of a few numbers, or in a save.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     layers = [m.qkv for m in model.modules() if isinstance(m, vit.Attention)]
@@ -114,24 +113,18 @@ def _heads_by_rank(whole: Tensor, tp: int) -> Tensor:
     return whole.unflatten(0, (3, tp, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def _usual_rows(split: Tensor, tp: int) -> Tensor:
-    """Undo `_heads_by_rank`."""
-    return split.unflatten(0, (tp, 3, -1)).transpose(0, 1).flatten(0, 2)
-
-
 @torch.no_grad()
 def _usual_order(t: DTensor, _: Any = None) -> DTensor:
     """Return a tensor of qkv with its rows in the usual order, sharded again. Collective."""
-    sharded, tp = t.device_mesh["shard"], t.device_mesh["tp"]
+    tp = t.device_mesh["tp"]
     # dimension by dimension: a rank's part is whole within its shard group
     shape = torch.Size([t.shape[0] // tp.size(), *t.shape[1:]])
-    stride = t.stride()
     part = DTensor.from_local(
-        t.to_local(), sharded, [Shard(0)], run_check=False, shape=shape, stride=stride
+        t.to_local(), t.device_mesh["shard"], [Shard(0)], shape=shape, stride=t.stride()
     ).full_tensor()
-    whole = DTensor.from_local(part, tp, [Shard(0)], run_check=False).full_tensor()
+    whole = DTensor.from_local(part, tp, [Shard(0)]).full_tensor()
+    rows = whole.unflatten(0, (tp.size(), 3, -1)).transpose(0, 1).flatten(0, 2)
     placements = [p if p.is_replicate() else Shard(0) for p in t.placements]
-    rows = _usual_rows(whole, tp.size())
     return distribute_tensor(rows, t.device_mesh, placements, src_data_rank=None)
 
 
@@ -142,9 +135,8 @@ def _order_of(t: DTensor, p: Any) -> DTensor:
     rows = _heads_by_rank(t.full_tensor(), tp.size())
     part = rows.chunk(tp.size())[tp.get_local_rank()]
     local = distribute_tensor(part, sharded, [Shard(0)], src_data_rank=None).to_local()
-    return DTensor.from_local(
-        local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
+    placed = p.device_mesh, p.placements
+    return DTensor.from_local(local, *placed, shape=p.shape, stride=p.stride())
 
 
 def _save_qkv(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

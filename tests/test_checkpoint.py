@@ -75,7 +75,7 @@ def build(mode, fsdp=2, group=None, *, seed=0, ac="none", config=CONFIG):
         mode,
         grid,
         block_classes={vit.Block},
-        initial_value=partial(vit.initial_value, config, seed=seed),
+        values=partial(vit.initial_value, config, seed=seed),
         options=shard.ShardingOptions(fsdp=fsdp, ac=ac, param_dtype=torch.float32),
     )
     return model, shard.build_optimizer(model, mode, decay, lr=1e-3, weight_decay=0.05)
@@ -973,7 +973,7 @@ def test_later_checkpoints_are_moved_aside(folder, finished, capsys):
 def test_initial_values_are_not_drawn_for_a_load(folder, finished, tmp_path, monkeypatch):
     drawn, draw = [], vit.initial_value
 
-    def initial_value(config, name, shape, seed=0):
+    def initial_value(config, name, shape, seed=0, device="cpu"):
         drawn.append(name)
         return draw(config, name, shape, seed)
 

@@ -481,13 +481,17 @@ def test_a_resumed_run_needs_no_file_and_a_wrong_file_is_refused_before_training
     }
     torch.save({"model": weights | deeper}, tmp_path / "deep.pth")
     torch.save({"model": weights, "pretrained": {"heads": 5}}, tmp_path / "heads.pth")
-    wrong = [train(tmp_path / n, tmp_path / f"{n}.pth") for n in ("shape", "deep", "heads", "no")]
+    nan = weights["blocks.1.norm1.weight"] * float("nan")
+    torch.save({"model": weights | {"blocks.1.norm1.weight": nan}}, tmp_path / "nan.pth")
+    names = ("shape", "deep", "heads", "nan", "no")
+    wrong = [train(tmp_path / n, tmp_path / f"{n}.pth") for n in names]
     first, *refused = run_ranks(2, [train(out, gone, "--steps", "1"), *wrong], tmp_path / "ranks")
     assert first.status == [0, 0]
     sentences = (
         "norm.bias is (41,), (40,) in the model",
         "blocks.2.attn.proj.bias is (40,), missing in the model",
         "has 5 heads, the model 4",
+        "nan.pth: blocks.1.norm1.weight is not finite",
         "there is no",
     )
     for result, sentence in zip(refused, sentences, strict=True):

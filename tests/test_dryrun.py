@@ -63,7 +63,7 @@ CASES = [
     for accum in (1, 2)
 ]
 CASES += ["--mode full_shard --accum 2 --ac full --reduce-dtype bf16 --prefetch none --clip 1"]
-CASES += ["--mode full_shard --wrap root", "--mode hybrid --group 2 --wrap size:30000 --ac full"]
+CASES += ["--mode full_shard --wrap root", "--mode hybrid --group 2 --wrap root --ac full"]
 
 # Each operation: its kind, which argument is the full tensor, which the group. One that is not
 # here fails the test by its name.
@@ -408,8 +408,8 @@ def test_engines_that_are_not_simulated_are_named_and_planned(flags, reason, mon
 
 
 def test_auto_is_the_gpu_of_the_job(capsys):
-    """A login node has none; --cpu-offload, fp16 and --compile are shown as they will be."""
-    argv = [*TINY, "--cpu-offload", "--compile", "--precision", "fp16", "--group", "4"]
+    """A login node has none; --cpu-offload and --compile are shown as they will be."""
+    argv = [*TINY, "--cpu-offload", "--compile", "--group", "4"]
     argv[argv.index("--device") + 1] = "auto"
     argv += ["--dry-run", "--world-size", "16", "--out", "never-made"]
     assert train_fsdp.main(argv) == 0

@@ -341,7 +341,7 @@ def test_the_classifier_is_the_encoder_of_the_pretrained_model(run):
         model = Classifier(found.config, 56, 5, "cls", frozen)
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             shape = value.shape
-            value.data = initial_classifier_value(found, 0, name, shape)
+            value.data = initial_classifier_value(found, 0, name, shape, "cpu")
         tokens = whole.encode(vit.patchify(images, 8), torch.arange(49).expand(2, -1))
         torch.testing.assert_close(model(images), model.head(tokens[:, 0]))
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
@@ -399,7 +399,7 @@ def sharded(config: vit.ViTConfig, side: int, frozen: int, mode: str, grid, **op
         mode,
         grid,
         block_classes=unit_classes(frozen),
-        load_later=True,
+        values=shard.undefined,
         options=shard.ShardingOptions(cast_inputs=False, preserve_rng_state=False, **options),
     )
 

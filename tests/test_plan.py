@@ -38,7 +38,6 @@ import check
 
 CPU = torch.device("cpu")
 # Widths that 4, 6 and 8 ranks do not divide, so that everything is padded.
-# Wrap auto takes the decoder's two blocks as one unit.
 CONFIG = vit.ViTConfig(36, 3, 68, 2, 8, decoder_width=20, decoder_depth=2, decoder_heads=2)
 GATED = vit.ViTConfig(
     20, 2, 28, 2, 8, gated_mlp=True, decoder_width=12, decoder_depth=1, decoder_heads=2
@@ -82,12 +81,10 @@ TRAFFIC = [
     {"mode": "ddp", "accum": 2, "reduce_dtype": "bf16"},
     {"mode": "zero1", "precision": "fp32"},
     {"mode": "no_shard", "fsdp": 1, "accum": 2},
-    {"mode": "shard_grad_op", "fsdp": 2, "reduce_dtype": "bf16", "accum": 2, "wrap": "auto"},
+    {"mode": "shard_grad_op", "fsdp": 2, "reduce_dtype": "bf16", "accum": 2},
     {"mode": "full_shard", "fsdp": 1, "prefetch": "none"},
-    {"mode": "full_shard", "fsdp": 2, "ac": "full", "wrap": "auto"},
+    {"mode": "full_shard", "fsdp": 2, "ac": "full"},
     {"mode": "full_shard", "fsdp": 1, "wrap": "root"},
-    {"mode": "full_shard", "fsdp": 1, "ac": "full", "wrap": "size:2000", "accum": 2},
-    {"mode": "full_shard", "fsdp": 2, "ac": "full", "wrap": "size:2000", "accum": 2},
     {"mode": "hybrid", "group": 2, "fsdp": 2, "wrap": "root", "accum": 2},
     {"mode": "hybrid", "group": 2, "fsdp": 1, "accum": 2},
     {"mode": "hybrid_grad_op", "group": 2, "fsdp": 2, "forward_prefetch": True},
@@ -115,12 +112,7 @@ def traffic_cases(world: int) -> list[dict]:
         for option in (*options, {"forward_prefetch": True}):
             cases += [c | option for c in full if c["mode"] == "full_shard"]
         fsdp = [c for c in plain if "fsdp" in c and c["mode"] != "no_shard"]
-        wraps = [("auto", "none"), ("root", "full"), ("size:1", "none"), ("size:2000", "full")]
-        wraps += [("size:2000", "selective"), ("size:5000", "none")]
-        for wrap, ac in wraps:
-            cases += [
-                c | {"wrap": wrap, "ac": ac} for c in fsdp if (c["fsdp"], wrap) != (1, "auto")
-            ]
+        cases += [c | {"wrap": "root", "ac": "full"} for c in fsdp]
     return cases
 
 
@@ -138,7 +130,7 @@ def wire_of(case: dict, config: vit.ViTConfig, world: int, bucket_cap_mb: int | 
         mode,
         mesh.build_mesh(shard.mesh_shape(mode, world, group), CPU),
         block_classes={vit.Block},
-        initial_value=partial(vit.initial_value, config),
+        values=partial(vit.initial_value, config),
         options=shard.ShardingOptions(
             param_dtype=dtype,
             reduce_dtype=reduce_dtype,
@@ -216,7 +208,7 @@ def test_traffic_is_exactly_that_of_a_real_run(world, tmp_path):
 
 
 def tracked_gib(
-    config: vit.ViTConfig, world: int, mode: str, group: int | None, ac: str, wrap: str = "auto"
+    config: vit.ViTConfig, world: int, mode: str, group: int | None, ac: str, wrap: str = "block"
 ) -> float:
     """The peak that PyTorch's own tracker sees in the real wrapped model, under fake tensors.
 
@@ -233,7 +225,7 @@ def tracked_gib(
                 mode,
                 grid,
                 block_classes={vit.Block},
-                load_later=True,
+                values=shard.undefined,
                 options=shard.ShardingOptions(
                     ac=ac, wrap=wrap, cast_inputs=False, preserve_rng_state=False
                 ),
@@ -251,7 +243,7 @@ def tracked_gib(
 
 
 def live_gib(
-    config: vit.ViTConfig, world: int, mode: str, group: int | None, ac: str, wrap: str = "auto"
+    config: vit.ViTConfig, world: int, mode: str, group: int | None, ac: str, wrap: str = "block"
 ) -> float:
     """The same by the plan: no optimizer, no workspace, and heads unpadded as on a CPU."""
     case = {"img_size": 224, "batch": 32, "mode": mode, "group": group, "ac": ac, "wrap": wrap}
@@ -311,13 +303,13 @@ def test_memory_is_that_of_the_tracker(model, world, mode, group, ac):
     ("model", "world", "mode", "group", "ac", "wrap"),
     [
         ("shallow", 8, "full_shard", None, "none", "root"),
-        ("shallow", 8, "full_shard", None, "full", "size:2000000"),
+        ("shallow", 8, "full_shard", None, "full", "root"),
         *whole_matrix(
             *(
                 ("shallow", 8, *mode, ac, wrap)
                 for mode in (("full_shard", None), ("hybrid", 4), ("shard_grad_op", None))
                 for ac in ("none", "full")
-                for wrap in ("block", "root", "size:2000000", "size:4000000")
+                for wrap in ("block", "root")
             ),
             *(
                 (*case, wrap)
@@ -325,7 +317,7 @@ def test_memory_is_that_of_the_tracker(model, world, mode, group, ac):
                     ("1b", 64, "full_shard", None, "none"),
                     ("15b", 512, "hybrid", 4, "full"),
                 )
-                for wrap in ("block", "root", "size:20000000")
+                for wrap in ("block", "root")
             ),
         ),
     ],
@@ -618,8 +610,6 @@ def test_any_number_of_ranks_needs_no_list_of_them(flags, capsys):
         "--mode ddp --fsdp 1",
         "--prefetch backward_post",
         "--mode ddp --wrap block",
-        "--fsdp 1 --wrap auto",
-        "--wrap size:30000",
         "--bucket-cap-mb 8",
         "--batch 8 --global-batch 64",
         "--mode full_shard --limit-all-gathers",

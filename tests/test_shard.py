@@ -1,6 +1,5 @@
 """shard.py: every row of the table on real process groups, every option really on."""
 
-import collections
 import dataclasses
 import re
 from contextlib import nullcontext
@@ -12,11 +11,9 @@ import torch.distributed as dist
 from parity import ARGV, Case, compare, modes
 from ranks import Run, join, on_ranks, run_ranks
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import mesh
@@ -25,7 +22,6 @@ import vit
 
 CONFIG = vit.ViTConfig(32, 3, 64, 2, 8, decoder_width=32, decoder_depth=2, decoder_heads=2)
 UNITS = 3 + 2 + 1  # encoder blocks, decoder blocks, root
-SMALL_DECODER = dataclasses.replace(CONFIG, decoder_width=16)  # its blocks: one unit of wrap auto
 CPU = torch.device("cpu")
 FSDP_MODES = ["no_shard", "shard_grad_op", "full_shard", "hybrid", "hybrid_grad_op"]
 ROWS = [("ddp", 2), ("zero1", 2)] + [(mode, fsdp) for fsdp in (1, 2) for mode in FSDP_MODES]
@@ -43,57 +39,17 @@ def test_mesh_shapes():
         assert [shard.mesh_shape(mode, 8, g) for g in (1, 2, 8)] == [(8, 1), (4, 2), (1, 8)]
 
 
-def test_mesh_shape_refuses_what_has_no_meaning():
-    with pytest.raises(ValueError, match="there is no mode zero3: use one of ddp, zero1, no_shard"):
-        shard.mesh_shape("zero3", 8)
-    with pytest.raises(ValueError, match="group is for mode hybrid and hybrid_grad_op, not full"):
-        shard.mesh_shape("full_shard", 8, 2)
-    with pytest.raises(ValueError, match="mode hybrid needs `group`, how many ranks share a copy"):
-        shard.mesh_shape("hybrid", 8)
-
-
-def test_small_blocks_of_one_stack_make_a_unit():
-    def sizes(encoder: list[int], decoder: list[int]) -> list[list[int]]:
-        names = [f"blocks.{i}" for i in range(len(encoder))]
-        names += [f"decoder_blocks.{i}" for i in range(len(decoder))]
-        numels = encoder + decoder
-        return [[numels[i] for i in unit] for unit in shard.unit_ranges(names, numels)]
-
-    assert sizes([9, 9], [4, 4, 4, 4, 4]) == [[9], [9], [4, 4], [4, 4], [4]]
-    assert sizes([9, 9], [5, 5]) == [[9], [9], [5], [5]]  # two would be larger than a block
-    assert sizes([2, 2], [8, 8]) == [[2, 2], [8], [8]]  # whichever stack is small
-    assert sizes([4, 4, 4], [4, 8]) == [[4, 4], [4], [4], [8]]  # never across stacks
-    assert sizes([], []) == []
-
-
 @pytest.mark.parametrize(
-    ("wrap", "units"),
+    ("arguments", "words"),
     [
-        ("block", [[f"blocks.{i}"] for i in range(3)] + [[f"decoder_blocks.{i}"] for i in (0, 1)]),
-        ("auto", [*([f"blocks.{i}"] for i in range(3)), ["decoder_blocks.0", "decoder_blocks.1"]]),
-        ("root", []),
-        ("size:9000", []),  # more than a block has
-        ("size:8000", [[f"blocks.{i}"] for i in range(3)]),
+        (("zero3", 8), "there is no mode zero3: use one of ddp, zero1, no_shard"),
+        (("full_shard", 8, 2), "group is for mode hybrid and hybrid_grad_op, not full"),
+        (("hybrid", 8), "mode hybrid needs `group`, how many ranks share a copy"),
     ],
 )
-def test_units_of_each_wrap(wrap, units):
-    model = vit.ViTMAE(SMALL_DECODER, 32)
-    assert shard.find_units(model, list(shard.find_blocks(model, {vit.Block})), wrap) == units
-
-
-@pytest.mark.parametrize("smallest", [1, 1000, 3000, 4200, 8000])
-def test_units_by_size_are_those_of_fsdp1(single, smallest):
-    """The modules that FSDP1 itself wraps by PyTorch's policy; at 4200 a unit is inside another."""
-    policy = partial(size_based_auto_wrap_policy, min_num_params=smallest)
-    theirs = FSDP1(vit.ViTMAE(CONFIG, 32), auto_wrap_policy=policy, device_id=CPU)
-    wrapped = {n for n, m in theirs.named_modules() if isinstance(m, FSDP1)} - {""}
-    wrapped = {shard.original_name(f"{name}.x")[:-2] for name in wrapped}
-    model = vit.ViTMAE(CONFIG, 32)
-    units = shard.find_units(model, list(shard.find_blocks(model, {vit.Block})), f"size:{smallest}")
-    assert {name for (name,) in units} == wrapped and len(units) == len(wrapped) > 3
-    assert [n for n, _ in model.named_parameters()] == [
-        n for n, _ in vit.ViTMAE(CONFIG, 32).named_parameters()
-    ]
+def test_mesh_shape_refuses_what_has_no_meaning(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        shard.mesh_shape(*arguments)
 
 
 def test_original_names():
@@ -124,7 +80,7 @@ def build(mode: str, grid, *, dtype=torch.float32, config=CONFIG, **options) -> 
         mode,
         grid,
         block_classes={vit.Block},
-        initial_value=partial(vit.initial_value, config, seed=0),
+        values=partial(vit.initial_value, config, seed=0),
         options=shard.ShardingOptions(param_dtype=dtype, cast_inputs=False, **options),
     )
 
@@ -133,31 +89,6 @@ def batch(seed: int = 0) -> tuple:
     generator = torch.Generator().manual_seed(seed)
     images = torch.randn(2, 3, 32, 32, generator=generator)
     return images, 0.75, torch.rand(2, 16, generator=generator)
-
-
-@pytest.mark.parametrize(("mode", "fsdp"), [("ddp", 2), ("full_shard", 1), ("full_shard", 2)])
-def test_a_forgotten_parameter_is_found_by_name(single, mode, fsdp):
-    class Scaled(vit.Block):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.gamma = nn.Parameter(torch.empty(32))
-
-        def forward(self, x):
-            return self.gamma * super().forward(x)
-
-    with torch.device("meta"):
-        model = vit.ViTMAE(CONFIG, 32)
-        model.blocks[1] = Scaled(32, 2, 64)
-    values = partial(vit.initial_value, CONFIG)
-    with pytest.raises(RuntimeError, match=r"gives a value to blocks\.1\.gamma$"):
-        shard.apply(
-            model,
-            mode,
-            single,
-            block_classes={vit.Block, Scaled},
-            initial_value=values,
-            options=shard.ShardingOptions(fsdp=fsdp),
-        )
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1"])
@@ -171,18 +102,6 @@ def test_a_single_rank_is_not_wrapped(single, mode):
     assert pred.dtype == torch.bfloat16
     grads = [p.grad for p in model.parameters() if p.requires_grad]
     assert all(g.dtype == torch.float32 and g._base is None for g in grads)  # a bucket's are views
-
-
-def test_block_classes_that_match_no_module_are_refused(single):
-    with torch.device("meta"):
-        model = vit.ViTMAE(CONFIG, 32)
-    with pytest.raises(ValueError, match="block_classes match no module: Conv1d"):
-        shard.apply(model, "full_shard", single, block_classes={nn.Conv1d})
-
-
-def test_backward_post_is_refused_by_fsdp2(single):
-    with pytest.raises(ValueError, match="backward_post exists in FSDP1 only"):
-        build("full_shard", single, prefetch="backward_post")
 
 
 def test_fsdp1_gets_its_options(single):
@@ -200,55 +119,16 @@ def test_fsdp1_gets_its_options(single):
     assert off.limit_all_gathers and not on.limit_all_gathers
 
 
-class Count(TorchDispatchMode):
-    """Counts the operations that are really executed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: collections.Counter = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops[func] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_checkpointing_recomputes_what_it_says(single):
-    """Four products, two norms a block: full redoes all but the last product, selective norms."""
-
-    def executed(ac: str) -> tuple[int, int]:
-        model = build("full_shard", single, ac=ac)
-        with Count() as count:
-            model(*batch())[0].backward()
-        aten = torch.ops.aten
-        return count.ops[aten.addmm.default], count.ops[aten.native_layer_norm.default]
-
-    blocks = UNITS - 1
-    plain, norms = executed("none")
-    assert (plain, norms) == (4 * blocks + 3, 2 * blocks + 2)
-    assert executed("full") == (plain + 3 * blocks, norms + 2 * blocks)
-    assert executed("selective") == (plain, norms + 2 * blocks)
-
-
-@pytest.mark.parametrize("name", ["tiny", "5b"])
-def test_flops_with_recomputation_are_those_executed(single, name):
-    """By torch's own counter, which sees plain matrix products; 5b has the gated MLP."""
+@pytest.mark.parametrize("ac", ["none", "selective", "full"])
+def test_checkpointing_recomputes_what_it_says(single, ac):
+    """By torch's own counter: full all products but a block's last, selective none of them."""
     plain = vit.ViTConfig(32, 2, 64, 2, 8, decoder_width=32, decoder_depth=1, decoder_heads=2)
-    config = dataclasses.replace(plain, gated_mlp=vit.MODELS[name].gated_mlp)
-    for ac in ("none", "full"):
-        with torch.device("meta"):
-            model = vit.ViTMAE(config, 32)
-        model = shard.apply(
-            model,
-            "full_shard",
-            single,
-            block_classes={vit.Block},
-            initial_value=partial(vit.initial_value, config, seed=0),
-            options=shard.ShardingOptions(ac=ac, param_dtype=torch.float32),
-        )
+    for config in (plain, dataclasses.replace(plain, gated_mlp=True)):
+        model = build("full_shard", single, config=config, ac=ac)
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             model(*batch())[0].backward()
         formula = vit.flops_per_image(config, 32, recompute=ac == "full")
-        assert 2 * formula == pytest.approx(counter.get_total_flops(), rel=0.001), ac
+        assert 2 * formula == pytest.approx(counter.get_total_flops(), rel=0.001)
 
 
 @pytest.mark.full
@@ -264,35 +144,57 @@ def test_compiled_blocks_are_compiled_once_and_give_the_same(single):
     assert 1 <= counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
 
 
-def test_the_optimizer_is_fused_decays_by_name_and_can_skip(single):
+def whole_values(model: nn.Module) -> torch.Tensor:
+    parts = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+    return torch.cat([part.flatten().clone() for part in parts])
+
+
+def test_the_optimizer_is_fused_decays_by_name_and_takes_betas_and_eps(single):
     for mode, fsdp in (("ddp", 2), ("zero1", 2), ("full_shard", 1), ("full_shard", 2)):
         with torch.device("meta"):
             decay = shard.weight_decay_names(vit.ViTMAE(CONFIG, 32))
         model = build(mode, single, fsdp=fsdp, ac="full")
-        optimizer = shard.build_optimizer(model, mode, decay, lr=0.1, weight_decay=0.05)
+        settings = {"lr": 0.1, "weight_decay": 0.05, "betas": (0.8, 0.9), "eps": 1e-6}
+        optimizer = shard.build_optimizer(model, mode, decay, **settings)
         names = {p: shard.original_name(n) for n, p in model.named_parameters()}
         decays = {names[p]: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
         assert len(decays) == len(names)
         for name, value in decays.items():
-            plain = name.endswith("bias") or "norm" in name
-            assert value == (0 if plain else 0.05), name
+            assert value == (0 if name.endswith("bias") or "norm" in name else 0.05), name
         inner = getattr(optimizer, "optim", optimizer)
-        assert all(g["fused"] and g["betas"] == (0.9, 0.95) for g in inner.param_groups)
+        found = {(g["fused"], g["betas"], g["eps"]) for g in inner.param_groups}
+        assert found == {(True, (0.8, 0.9), 1e-6)}
 
-        def values(model=model):
-            return torch.cat(
-                [
-                    getattr(p, "full_tensor", lambda p=p: p)().detach().flatten().clone()
-                    for p in model.parameters()
-                ]
-            )
 
-        before = values()
-        model(*batch())[0].backward()
-        shard.optimizer_step(optimizer, torch.tensor(1.0))
-        assert torch.equal(values(), before)
-        shard.optimizer_step(optimizer, torch.tensor(0.0))
-        assert not torch.equal(values(), before)
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        *(("full_shard", kind) for kind in ("adamw", "plain adamw", "nadam")),
+        *(("zero1", kind) for kind in ("adamw", "sgd", "plain adamw")),
+    ],
+)
+def test_any_optimizer_leaves_out_a_step_that_is_to_be_skipped(single, mode, kind):
+    model = build(mode, single)
+    cls, settings = {
+        "adamw": (torch.optim.AdamW, {"fused": True}),
+        "sgd": (torch.optim.SGD, {"fused": True, "momentum": 0.9}),
+        "plain adamw": (torch.optim.AdamW, {}),
+        "nadam": (torch.optim.NAdam, {}),
+    }[kind]
+    settings["lr"] = 0.1
+    if mode == "zero1":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), cls, **settings)
+    else:
+        optimizer = cls(model.parameters(), **settings)
+    before = whole_values(model)
+    model(*batch())[0].backward()
+    next(model.parameters()).grad.mul_(float("nan"))
+    shard.optimizer_step(optimizer, torch.tensor(1.0))
+    assert torch.equal(whole_values(model), before)
+    optimizer.zero_grad()
+    model(*batch())[0].backward()
+    shard.optimizer_step(optimizer, torch.tensor(0.0))
+    assert whole_values(model).isfinite().all() and not torch.equal(whole_values(model), before)
 
 
 def test_cpu_offload_of_fsdp2_trains_the_same(single):
@@ -379,19 +281,6 @@ def facts_of_a_row(mode: str, fsdp: int) -> dict:
     return found
 
 
-def facts_of_units(grid) -> dict:
-    """Collectives and whole gradients, of small blocks together and of single blocks."""
-    found = {}
-    for name, options in {"units": {}, "recomputed": {"ac": "full"}}.items():
-        for key, wrap in {name: "auto", f"{name}, single blocks": "block"}.items():
-            model = build("full_shard", grid, config=SMALL_DECODER, wrap=wrap, **options)
-            forward_backward(model)
-            model.zero_grad()
-            sent = collectives(events(model))
-            found[key] = sent, [p.grad.full_tensor() for p in model.parameters()]
-    return found
-
-
 def events_of_prefetch(grid, **options) -> list[str]:
     model = build("full_shard", grid, **options)
     for _ in range(2):
@@ -408,7 +297,7 @@ def all_reduces_of_ddp(cap: int) -> int:
         "ddp",
         mesh.build_mesh((4, 1), CPU),
         block_classes={vit.Block},
-        initial_value=partial(vit.initial_value, vit.MODELS["tiny"]),
+        values=partial(vit.initial_value, vit.MODELS["tiny"]),
         options=shard.ShardingOptions(bucket_cap_mb=cap),
     )
     for _ in range(2):
@@ -423,7 +312,6 @@ def facts_of_four_ranks() -> dict:
     grid = mesh.build_mesh((1, 4), CPU)
     found = {
         "rows": rows,
-        **facts_of_units(grid),
         "backward_pre": events_of_prefetch(grid, prefetch="backward_pre"),
         "none": events_of_prefetch(grid, prefetch="none"),
         "forward_prefetch": events_of_prefetch(grid, forward_prefetch=True),
@@ -460,28 +348,14 @@ def test_collectives_are_those_of_the_table(facts, mode, fsdp):
 
 
 @pytest.mark.parametrize(("mode", "fsdp"), ROWS)
-def test_each_rank_holds_its_part_of_the_parameters(facts, mode, fsdp):
+def test_each_rank_holds_its_part_and_sums_in_the_reduce_dtype(facts, mode, fsdp):
+    assert facts["rows"][mode, fsdp]["bf16_sums"]
     with torch.device("meta"):
         whole = sum(p.numel() for p in vit.ViTMAE(CONFIG, 32).parameters())
     parts = [rows[mode, fsdp]["local"] for rows in facts["ranks"]]
     share = {"1": 1, "group": 2, "world": 4}[shard.STRATEGIES[mode].group]
     assert sum(parts) == whole * 4 // share
     assert max(parts) < 1.1 * whole / share
-
-
-@pytest.mark.parametrize(("mode", "fsdp"), ROWS)
-def test_gradients_are_summed_in_the_reduce_dtype(facts, mode, fsdp):
-    assert facts["rows"][mode, fsdp]["bf16_sums"]
-
-
-def test_units_of_several_blocks_send_less_often_and_learn_the_same(facts):
-    """3 encoder blocks and a root with 2 decoder blocks: as one unit, or a unit each."""
-    for name in ("units", "recomputed"):
-        (few, mine), (many, single) = facts[name], facts[f"{name}, single blocks"]
-        assert few == {"all_gather": 2 * 4 + 1, "reduce_scatter": 5, "all_reduce": 0}
-        assert many == {"all_gather": 2 * 5 + 1, "reduce_scatter": 6, "all_reduce": 0}
-        assert len(mine) == len(single) > 60
-        assert all(torch.equal(a, b) for a, b in zip(mine, single, strict=True))
 
 
 def test_prefetch_is_what_it_says(facts):
@@ -523,9 +397,8 @@ def covering() -> list[Case]:
         ranks, ac, accum = 4 if c.group else 2, ("none", "full")[i % 2], 1 + i // 2 % 2
         cases.append(Case(ranks, c.mode, c.fsdp, c.group, ac, accum))
     cases += [Case(2, "hybrid", 1, 1), Case(2, "hybrid", 2, 2, "full")]
-    cases += [Case(2, "full_shard", 2, wrap="auto"), Case(2, "hybrid", 2, 1, wrap="root")]
+    cases += [Case(2, "hybrid", 2, 1, wrap="root")]
     cases += [Case(2, "full_shard", 1, ac="full", wrap="root")]
-    cases += [Case(2, "full_shard", fsdp, 0, "full", fsdp, "size:6000") for fsdp in (1, 2)]
     return [*cases, Case(3, "full_shard", 2, 0, "none", 2)]
 
 
@@ -537,7 +410,7 @@ def test_same_training_whatever_the_sharding(tmp_path):
     """
     found = compare(covering(), tmp_path)
     bad = {case: d for case, d in found.items() if not d.fine()}
-    assert not bad and len(found) == 20
+    assert not bad and len(found) == 17
 
 
 @pytest.mark.slow

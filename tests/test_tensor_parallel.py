@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from parity import ARGV, SPLIT, Case, compare, split_cases
+from parity import ARGV, SPLIT, compare, split_cases
 from ranks import Run, join, on_ranks, run_ranks
 
-import data
 import mesh
 import train_fsdp
 import vit
@@ -27,23 +26,12 @@ CPU = torch.device("cpu")
 PLAIN, GATED = list(SPLIT)[1:]
 
 
-def check(cases: list[Case], folder: Path) -> None:
-    for case, apart in compare(cases, folder).items():
-        assert apart.fine(), (case, apart)
-
-
-@pytest.mark.full  # every day in test_a_checkpoint_moves_between_meshes
-def test_split_blocks_train_as_in_one_process(tmp_path):
-    """Loss, gradient norm and parameters of four steps; replicas and tp ranks stay equal."""
-    check([Case(4, "hybrid", 2, 1, tp=2, model=GATED, ac="selective", accum=2)], tmp_path)
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("model", "ac", "accum"), [(PLAIN, "none", 1), (GATED, "selective", 1), (PLAIN, "full", 2)]
-)
+@pytest.mark.parametrize(("model", "ac", "accum"), [(GATED, "selective", 1), (PLAIN, "full", 2)])
 def test_every_mesh_trains_as_in_one_process(model, ac, accum, tmp_path):
-    check(split_cases(model, ac=ac, accum=accum), tmp_path)
+    """Loss, gradient norm and parameters of four steps; replicas and tp ranks stay equal."""
+    for case, apart in compare(split_cases(model, ac=ac, accum=accum), tmp_path).items():
+        assert apart.fine(), (case, apart)
 
 
 # --- checkpoints
@@ -88,12 +76,6 @@ def test_a_checkpoint_moves_between_meshes(tmp_path):
             (2, "--mode ddp"),
             (6, "--mode full_shard --tp 2"),  # 60 rows over three shards: not all are equal
         ],
-        [
-            (1, "--mode ddp"),
-            (8, "--mode hybrid --group 2 --tp 2"),
-            (3, "--mode full_shard"),
-            (4, "--mode full_shard --tp 4"),
-        ],
         [(1, "--mode ddp"), (4, "--mode shard_grad_op --tp 4"), (8, "--mode hybrid --tp 2")],
     ],
 )
@@ -106,7 +88,6 @@ def test_checkpoints_move_between_many_meshes(meshes, tmp_path):
 
 TRAFFIC = [
     {"tp": 2, "mode": "hybrid", "group": 2, "precision": "bf16", "ac": "full", "accum": 2},
-    {"tp": 4, "mode": "full_shard"},
     {"tp": 2, "mode": "no_shard", "gated": True, "ac": "selective"},
 ]
 
@@ -163,9 +144,7 @@ SHALLOW = "15b:depth=4,decoder_depth=1"  # as wide as 15b
         (SHALLOW, 2, 8, "selective"),
         *[
             pytest.param(model, tp, 8 * tp, ac, marks=pytest.mark.full)
-            for model in ("15b", "5b")
-            for tp in (2, 4, 8)
-            for ac in ("none", "selective", "full")
+            for model, tp, ac in (("15b", 8, "none"), ("5b", 2, "selective"), ("15b", 4, "full"))
         ],
     ],
 )
@@ -209,23 +188,7 @@ def test_ranks_of_a_group_read_the_same_images():
     """Each image of a step once per tensor-parallel group."""
     run = run_of(2, "full_shard", world=8)
     assert (run.data_ranks, run.global_batch) == (4, 8)
-    own = [
-        next(
-            iter(
-                data.RankBatchSampler(
-                    data.ImageOrder(1000, run.global_batch, 0),
-                    run.global_batch,
-                    run.local_batch,
-                    run.data_rank(rank),
-                    run.data_ranks,
-                    range(1),
-                )
-            )
-        )
-        for rank in range(8)
-    ]
-    assert all(own[rank] == own[rank + 1] for rank in range(0, 8, 2))
-    assert len({image for batch in own[::2] for image in batch}) == 8
+    assert [run.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 # --- words
@@ -237,6 +200,8 @@ def test_ranks_of_a_group_read_the_same_images():
         ("--tp 2 --mode ddp", "ddp"),
         ("--tp 2 --mode zero1", "zero1"),
         ("--tp 2 --fsdp 1", "FSDP2"),
+        ("--tp 2 --precision fp16", "--tp is not for fp16"),
+        ("--cpu-offload --precision fp16 --device cuda", "--cpu-offload is not for fp16"),
         ("--tp 8 --model tiny:heads=4", "4 heads: use 1, 2, 4"),
         ("--tp 4 --model tiny:heads=4,decoder_heads=2", "2 decoder heads: use 1, 2"),
         ("--tp 2 --model tiny:heads=4,mlp_width=77", "77 features"),
