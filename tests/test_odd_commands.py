@@ -341,7 +341,6 @@ def test_a_process_of_its_own_does_the_same(line, tmp_path):
         ("prepare.py", "torch"),
         ("sweep.py", "argparse"),
         ("probe.py", "argparse"),
-        ("checkpoint.py", "torch"),
     ],
 )
 def test_ctrl_c_during_the_imports_leaves_no_traceback(program, imported, tmp_path):

@@ -78,18 +78,18 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_none_is_one_sentence(run, tm
 def test_statistics_and_channels_are_those_of_the_run(run, tmp_path):
     out = shutil.copytree(run[0] / "step_00000002", tmp_path / "step_00000002")
     manifest = json.loads((out / "checkpoint.json").read_text())
-    del manifest["checksum"]
     flags = manifest["flags"]
     assert read_pretrained(out).stats.mean == tuple(flags["channel_mean"])
     flags |= {"channel_mean": [7.0, 8.0], "channel_std": [2.0, 3.0], "image_dtype": "uint16"}
     flags |= {"channels": 2}
-    manifest["format"] = 1  # has no checksum of its own
+    manifest["checksum"] = checkpoint._manifest_checksum(manifest)
     (out / "checkpoint.json").write_text(json.dumps(manifest))
     found = read_pretrained(out)
     assert found.stats == ((7.0, 8.0), (2.0, 3.0), "uint16") and found.config.channels == 2
     with pytest.raises(ValueError, match=r"patch_embed.proj.weight is \(40, 3, 8, 8\)"):
         build_pretrained(found, CPU)
     flags["model"] = "unknown"
+    manifest["checksum"] = checkpoint._manifest_checksum(manifest)
     (out / "checkpoint.json").write_text(json.dumps(manifest))
     with pytest.raises(checkpoint.Damaged, match="not written by train_fsdp"):
         read_pretrained(out)
