@@ -473,7 +473,7 @@ def _read(tensors: dict[str, Tensor], folder: Path, metadata: Metadata, **option
 
 
 def _raise_first(folder: Path, problems: Mapping[int, BaseException | None]) -> None:
-    """Raise an OSError of some rank, which may pass, or else its Damaged."""
+    """Raise an OSError of some rank, which may pass, or else the Damaged of one."""
     for rank, problem in problems.items():
         if isinstance(problem, OSError):
             raise OSError(f"{folder} cannot be read: {problem} (rank {rank})")
@@ -542,8 +542,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="List, verify, consolidate checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("ls", help="list the checkpoints of a run").add_argument("dir")
-    commands.add_parser("verify", help="read and check a whole checkpoint").add_argument("dir")
-    command = commands.add_parser("consolidate", help="write its model to one file")
+    commands.add_parser("verify", help="check every file of a checkpoint").add_argument("dir")
+    command = commands.add_parser("consolidate", help="write its model to one new file")
     command.add_argument("dir")
     command.add_argument("out")
     args = parser.parse_args(argv)
