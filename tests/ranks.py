@@ -22,7 +22,6 @@ import resource
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -351,17 +350,6 @@ def bound_by_permissions():
 
 
 @contextlib.contextmanager
-def read_only(folder: Path, step: int):
-    """The folder becomes a read-only file system (root, Linux)."""
-    subprocess.run(["mount", "--bind", folder, folder], check=True)
-    try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-@contextlib.contextmanager
 def no_temporary(folder: Path, step: int):
     """A file lies where the temporary folder would be made."""
     other = folder / f".step_{step:08d}.writing"
@@ -406,7 +394,6 @@ def failing(where: str, name: str, when: Callable[..., bool] = lambda *args: Tru
 FAULTS: dict[str, Callable] = {
     "limit": files_limited,
     "permission": permission_lost,
-    "read-only": read_only,
     "in the way": no_temporary,
     "done": done_in_the_way,
     "write": failing("_Writer", "write_data"),
@@ -416,7 +403,7 @@ FAULTS: dict[str, Callable] = {
     "manifest": failing("", "_replacing", lambda path: path.name == "checkpoint.json"),
     "rename": failing("Path", "rename", lambda path, *_: path.name.endswith(".writing")),
     "latest": failing("", "_replacing", lambda path: path.name == "latest"),
-    "list": failing("Path", "glob", lambda path, pattern: pattern == ".step_*"),
+    "list": failing("Path", "glob", lambda path, pattern: pattern.startswith(".step_")),
 }
 
 
@@ -513,20 +500,19 @@ def faulty_saves(job: dict[str, Any], rank: int) -> Any:
 
     import checkpoint
 
-    attempts, write = itertools.count(), checkpoint._write
+    attempts, write = itertools.count(), checkpoint.Saver._write
 
-    def write_with_fault(tensors, writer, group):
-        folder, step = writer.out, writer.manifest["step"]
+    def write_with_fault(self, tensors, writer):
         wrong = next(attempts) in job["fault_saves"] and job["fault_rank"] in (-1, rank)
-        fault = FAULTS[job["fault"]](folder, step) if wrong else contextlib.nullcontext()
+        fault = FAULTS[job["fault"]](self.folder, self.step) if wrong else contextlib.nullcontext()
         dist.barrier()  # what is wrong with the folder is so for all
         with fault:
             dist.barrier()
-            problem = write(tensors, writer, group)
+            problem = write(self, tensors, writer)
             dist.barrier()
             return problem
 
-    return patch.object(checkpoint, "_write", write_with_fault)
+    return patch.object(checkpoint.Saver, "_write", write_with_fault)
 
 
 def hooks(job: dict[str, Any], rank: int, seen: Seen) -> Iterator[Any]:
