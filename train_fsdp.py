@@ -33,7 +33,7 @@ import data
 import mesh
 import shard
 import vit
-from runtime import devices, image_source, tensor_parallel, topology
+from runtime import image_source, tensor_parallel, topology
 from runtime.agreement import StepGuard, run_on_rank0
 from runtime.config import parse
 from runtime.device_batches import Batch, open_batches
@@ -113,10 +113,8 @@ def train_step(
 # The model: from shapes to a sharded model that trains
 
 
-def build_training(
-    run: Run, grid: DeviceMesh, device: torch.device, resuming: bool = False
-) -> Training:
-    """Build, shard and initialise the model for `device`, with its AdamW. Collective.
+def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Training:
+    """Build, shard and initialise the model, with its AdamW. Collective.
 
     No rank ever holds the whole model: it has no memory until it is sharded. With `resuming` its
     values are undefined until a checkpoint is loaded.
@@ -124,8 +122,6 @@ def build_training(
     c, mode = run.config, str(run.config.mode)
     with torch.device("meta"):  # shapes without memory
         model: nn.Module = vit.ViTMAE(run.model, c.img_size, c.norm_pix_loss)
-    if device.type == "cpu":  # on a GPU PyTorch's own kernels are the fast ones
-        devices.apply_to(model)
     decay = shard.weight_decay_names(model)  # by the shapes of whole parameters
     # that writing into it is dangerous: nobody writes into the predictions
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
@@ -232,7 +228,7 @@ def read_images(
 def prepare_training(run: Run, session: Session, grid: DeviceMesh) -> tuple[Training, Saves]:
     """Make the model, with the values of a checkpoint or initial ones. Collective."""
     checkpoints = list_newest_first(run, session.log.say)
-    training = build_training(run, grid, session.device, resuming=bool(checkpoints))
+    training = build_training(run, grid, resuming=bool(checkpoints))
     if run.config.run == "syn":
         return training, Saves(run, session.log)  # which saves nothing
     model, optimizer, scaler = training.model, training.optimizer, training.scaler

@@ -34,7 +34,7 @@ import vit
 from benchmarks import peers
 from planner import estimate
 from planner.traffic import PlannedRun
-from runtime import devices, step_profile
+from runtime import step_profile
 from runtime.agreement import StepGuard
 from runtime.config import Config
 from runtime.run import resolve
@@ -75,7 +75,6 @@ def plain(
     """Make a step of PyTorch's FSDP2 and fused AdamW: no gradient norm, no check for NaN."""
     model = vit.ViTMAE(config, img_size)
     vit.initialize(model)
-    devices.apply_to(model)
     for block in [*model.blocks, *model.decoder_blocks]:
         fully_shard(block, mesh=grid["shard"])
     fully_shard(model, mesh=grid["shard"])

@@ -23,7 +23,7 @@ import data
 import vit
 from downstream.images import open_eval_loader
 from downstream.pretrained import Pretrained, build_pretrained
-from runtime import agreement, devices
+from runtime import agreement
 from runtime.device_batches import LoaderFailed
 
 BATCH = 64  # images; always as many, so that any number of ranks computes the same bits
@@ -100,8 +100,6 @@ def build_encoder(
     model = None
     if source.load:
         model = build_pretrained(source.load(), device, options.img_size)
-        if device.type == "cpu":
-            devices.apply_to(model)
 
     @torch.inference_mode()
     def encode(images: Tensor) -> np.ndarray:

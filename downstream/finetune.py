@@ -31,7 +31,7 @@ from downstream.classifier import (
 )
 from downstream.images import open_eval_loader
 from downstream.pretrained import Pretrained, check_fits, read_pretrained
-from runtime import devices, image_source, process
+from runtime import image_source, process
 from runtime.agreement import run_on_rank0
 from runtime.config import FIELDS, Config, Parser, add_flags, flag, make_config, number, whole
 from runtime.device_batches import Batch, open_batches
@@ -240,14 +240,11 @@ class Scores:
 # The run
 
 
-def build_meta_classifier(run: TuningRun, device: torch.device) -> Classifier:
-    """Build the classifier on the meta device, shapes without memory, for later use on `device`."""
+def build_meta_classifier(run: TuningRun) -> Classifier:
+    """Build the classifier on the meta device: shapes without memory."""
     c = run.config
     with torch.device("meta"):
-        model = Classifier(run.model, c.img_size, run.classes, c.pool, c.freeze_blocks)
-    if device.type == "cpu":
-        devices.apply_to(model)
-    return model
+        return Classifier(run.model, c.img_size, run.classes, c.pool, c.freeze_blocks)
 
 
 def shard_classifier(
@@ -295,7 +292,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     run = TuningRun(**vars(plain_run), classes=len(files.classes))
 
     saved = list_newest_first(run, log.say)
-    meta = build_meta_classifier(run, device)
+    meta = build_meta_classifier(run)
     trained = sum(p.numel() for p in meta.parameters() if p.requires_grad)
     model, optimizer = shard_classifier(meta, run, pretrained, device, new=not saved)
     scaler = shard.build_scaler(model, device, run.dtype)

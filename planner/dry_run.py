@@ -16,7 +16,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader
 import data
 import mesh
 import shard
+import vit
 from planner.machines import MACHINES
 from planner.memory import GIB
 from runtime import agreement, image_source
@@ -133,7 +134,7 @@ def run_dry(run: Run, ranks: mesh.Ranks, step_once: Callable[[], "Simulation"]) 
         run, CPU if config.device == "cpu" else gpu, lambda text: say(f"warning: {text}")
     )
     start = start_record(run, ranks, CPU, plan, begin=state["step"], workers=0)
-    elsewhere = {} if config.device == "cpu" else {"device": "a GPU each", "sdpa": None}
+    elsewhere = {} if config.device == "cpu" else {"device": "a GPU each"}
     for line in describe(start | elsewhere):
         say(line)
     loader = data.build_loader(
@@ -238,11 +239,12 @@ def simulate(
     """Run one step on fake tensors, inside `fake_world`, without torch.compile."""
     run = replace(run, config=replace(run.config, compile=False))
     config, side, batch = run.config, run.config.img_size, run.local_batch
-    job_device = torch.device("cpu" if config.device == "cpu" else "cuda")
     grid = mesh.build_mesh(run.mesh_shape, CPU)
     found: list[CommEvent] = []
-    with fake_tensors():
-        training = build(run, grid, job_device, resuming=True)
+    # the tensors are on a CPU, the job may not be: then its attention is the fused one
+    cpu = config.device == "cpu"
+    with fake_tensors(), nullcontext() if cpu else mock.patch.dict(vit.PLAIN_TOKENS, clear=True):
+        training = build(run, grid, resuming=True)
         model, scaler = training.model, training.scaler
         guard = StepGuard(CPU)  # here, so that its tensors are fake too
         shape = (batch, config.channels, side, side)

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 
 if TYPE_CHECKING:
     from runtime.run import Run  # which imports the flags, and they this file
@@ -52,7 +49,7 @@ def peak_flops(device: torch.device) -> tuple[float | None, str]:
 
 
 # ---------------------------------------------------------------------------------------------
-# A CPU: precision, speed, attention
+# A CPU: precision, speed
 
 
 FAST_STEP = 1e11  # FLOPs: not a second on most CPUs
@@ -85,40 +82,6 @@ def cpu_step_seconds(run: "Run", device: torch.device) -> float | None:
     for _ in range(5):
         a @ a
     return flops * (time.perf_counter() - start) / (5 * 2 * 768**3) / PRODUCTS_SHARE
-
-
-def apply_to(model: nn.Module) -> None:
-    """Compute attention by `cpu_attention` in every module with an attribute `attend`, in place."""
-    for module in model.modules():
-        if hasattr(module, "attend"):
-            module.attend = cpu_attention  # type: ignore[assignment]
-
-
-# Up to this many tokens plain attention is faster on a CPU; above, the scores leave the caches.
-PLAIN_TOKENS = {torch.bfloat16: 320, torch.float32: 100}
-
-
-def cpu_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(E)) v, 3 x (B, N, T, E) -> (B, N, T, E)."""
-    if q.is_cpu and q.shape[-2] <= PLAIN_TOKENS.get(q.dtype, 0):
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, N, T, T)
-        return scores.softmax(dim=-1) @ v
-    return F.scaled_dot_product_attention(q, k, v)
-
-
-def attention_kernel(
-    heads: int, head_dim: int, tokens: int, dtype: torch.dtype, device: torch.device
-) -> str:
-    """Name the kernel that computes attention in training: `plain`, or PyTorch's in lower case.
-
-    "math" means that there is no fused kernel: slow, and it keeps T x T scores for backward.
-    """
-    shape = (1, heads, tokens, head_dim)
-    q = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
-    if q.is_cpu and tokens <= PLAIN_TOKENS.get(dtype, 0):
-        return "plain"
-    # PyTorch decides by shape, dtype and device of the tensors, and by requires_grad.
-    return SDPBackend(torch._fused_sdp_choice(q, q, q)).name.lower().removesuffix("_attention")
 
 
 # ---------------------------------------------------------------------------------------------

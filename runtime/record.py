@@ -62,7 +62,6 @@ def start_record(
         "hardware_flops_per_image": run.flops_per_image(recomputed=True),
         "peak_flops_per_rank": peak,
         "peak_flops_source": peak_source,
-        "sdpa": attention_kernels(run, device),
         "precision_default": ": ".join(precision),
         "cpu_step_seconds": devices.cpu_step_seconds(run, device),
         "host": platform.node(),
@@ -79,18 +78,6 @@ def report_start(run: Run, session: Session, begin: int, workers: int) -> None:
     start = start_record(run, ranks, device, plan, begin=begin, workers=workers)
     log.write("start", **start)
     log.say_all(describe(start))
-
-
-def attention_kernels(run: Run, device: torch.device) -> dict[str, str]:
-    """Name the attention kernel of the encoder and of the decoder, which sees all patches."""
-    c, kept = run.model, vit.kept_patches(run.patches, run.config.mask_ratio)
-    return {
-        part: devices.attention_kernel(heads, width // heads, tokens + 1, run.dtype, device)
-        for part, heads, width, tokens in (
-            ("encoder", c.heads, c.width, kept),
-            ("decoder", c.decoder_heads, c.decoder_width, run.patches),
-        )
-    }
 
 
 def loss_of_zero(batch: Batch, run: Run) -> Tensor | None:

@@ -10,7 +10,6 @@ from runtime.config import Config
 from runtime.run import resolve
 
 CPU = torch.device("cpu")
-HEAD_DIMS = sorted({(c.heads, c.width // c.heads) for c in vit.MODELS.values()} | {(16, 32)})
 
 
 @pytest.mark.parametrize(
@@ -39,25 +38,13 @@ def test_peak_flops(monkeypatch, name, peak):
 def test_attention_is_attention(dtype, close, tokens):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, tokens, 16).to(dtype).requires_grad_() for _ in range(3))
-    mine = devices.cpu_attention(q, k, v)
+    mine = vit.attend(q, k, v)
     exact = F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)))
     torch.testing.assert_close(mine.double(), exact, rtol=close, atol=close)
     g = torch.randn_like(exact)
     ours, right = (torch.autograd.grad(o, (q, k, v), g.to(o.dtype)) for o in (mine, exact))
     for a, b in zip(ours, right, strict=True):
         assert (a - b).norm() <= close * b.norm()
-    plain = devices.attention_kernel(3, 16, tokens, dtype, CPU) == "plain"
-    assert plain == (tokens <= (100 if dtype == torch.float32 else 320))
-
-
-@pytest.mark.parametrize(("heads", "dim"), HEAD_DIMS)
-def test_every_head_dimension_has_a_kernel(heads, dim):
-    """105, of 15b, too: on a CPU fused attention takes them all; on a GPU in bf16."""
-    for dtype in (torch.float32, torch.bfloat16):
-        assert devices.attention_kernel(heads, dim, 1025, dtype, CPU) == "flash"
-    if torch.cuda.is_available():
-        found = devices.attention_kernel(heads, dim, 50, torch.bfloat16, torch.device("cuda"))
-        assert found in ("flash", "efficient", "cudnn")
 
 
 def test_a_long_step_on_a_cpu_is_announced(monkeypatch):

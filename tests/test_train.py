@@ -41,7 +41,6 @@ START_KEYS = {
     "flops_per_image",
     "peak_flops_per_rank",
     "hardware_flops_per_image",
-    "sdpa",
     "peak_flops_source",
     "global_batch",
     "lr",

@@ -1,0 +1,80 @@
+"""Pretrain a ViT-MAE in any sharding mode: copy vit.py, data.py, mesh.py and shard.py beside this.
+    python minimal.py --data DIR                                                # one process
+    torchrun --nproc-per-node 4 minimal.py --data DIR --mode hybrid --group 2   # two copies
+    srun python minimal.py --data DIR --mode full_shard                         # Slurm
+The losses are those of train_fsdp.py with the same flags. It lacks what keeps a long run alive:
+checkpoints, a log, signals, a check of each step, a watchdog."""
+
+import argparse
+import math
+import os
+import warnings
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+import data
+import mesh
+import shard
+import vit
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    warmup = steps // 20
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+def train(args: argparse.Namespace) -> None:
+    warnings.filterwarnings("ignore", "FSDP2-wrapped .* returned a view")  # nobody writes into it
+    ranks = mesh.read_ranks(os.environ)  # from srun, torchrun or neither
+    device = mesh.pick_device("auto", ranks)
+    mesh.init_ranks(ranks, device)
+    config, steps, batch = vit.MODELS[args.model], args.steps, args.batch * ranks.world_size
+    dtype, peak = getattr(torch, args.dtype), 1.5e-4 * batch / 256
+
+    # A model of shapes alone. Each block gets its values, the same on all ranks, and is cut.
+    with torch.device("meta"):
+        model = vit.ViTMAE(config, args.img_size)
+    decay = shard.weight_decay_names(model)
+    grid = mesh.build_mesh(shard.mesh_shape(args.mode, ranks.world_size, args.group), device)
+    how = {"param_dtype": dtype, "cast_inputs": False}  # the model casts its inputs by itself
+    how = {"values": partial(vit.initial_value, config), "options": shard.ShardingOptions(**how)}
+    model = shard.apply(model, args.mode, grid, block_classes={vit.Block}, **how)
+    optimizer = shard.build_optimizer(model, args.mode, decay, lr=peak, weight_decay=0.05)
+
+    # Every rank reads images of its own, whatever the mode.
+    patches = vit.patch_count(config, args.img_size)
+    place = {"rank": ranks.rank, "world_size": ranks.world_size, "workers": args.workers}
+    sizes = {"img_size": args.img_size, "global_batch": batch, "local_batch": args.batch}
+    files = data.scan(args.data)
+    loader = data.build_loader(files, patches=patches, seed=0, steps=range(steps), **place, **sizes)
+    for step, images in enumerate(loader):
+        x, noise = data.normalize(images.image.to(device)), images.noise.to(device)
+        with shard.autocast(model, device, dtype):  # for ddp and zero1: FSDP casts by itself
+            loss, _, _ = model(x, 0.75, noise)
+        loss.backward()
+        norm = shard.clip_grad_norm(model)  # over all shards
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps, peak)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().double() / ranks.world_size
+        dist.all_reduce(mean)
+        if ranks.rank == 0:
+            print(f"step {step + 1}/{steps}  loss {mean:.17g}  norm {norm:.9g}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", required=True, metavar="DIR")
+    parser.add_argument("--model", default="tiny", choices=vit.MODELS)
+    parser.add_argument("--mode", default="full_shard", choices=shard.STRATEGIES)
+    parser.add_argument("--group", type=int, help="hybrid modes: ranks that share one copy")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    for name, default in ("img-size", 96), ("batch", 32), ("steps", 100), ("workers", 1):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    train(parser.parse_args())

@@ -1,0 +1,83 @@
+"""examples/minimal.py: the losses of train_fsdp.py, to the last digit, with four files beside it."""
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from conftest import FULL, ROOT
+from parity import TILES
+from ranks import Run, agreed_port, environment, on_ranks, run_ranks
+
+import shard
+
+MODES = [
+    (mode, group)
+    for mode, row in shard.STRATEGIES.items()
+    for group in ([1, 2] if row.group == "group" else [None])
+]
+STEPS = 4
+
+
+def losses_of_minimal() -> list[list[float]]:
+    """Train as one rank in each mode, one after another; the losses that rank 0 prints."""
+    sys.path.append(str(ROOT / "examples"))
+    import minimal
+
+    folder, world = Path(os.environ["FOLDER"]), int(os.environ["WORLD_SIZE"])
+    found = []
+    for i, (mode, group) in enumerate(MODES):
+        given = {"data": TILES, "model": "tiny", "img_size": 32, "steps": STEPS, "workers": 0}
+        if group and world % group:
+            continue
+        (folder / f"port{i}").mkdir(exist_ok=True)
+        os.environ["MASTER_PORT"] = agreed_port(folder / f"port{i}", int(os.environ["RANK"]))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            args = Namespace(mode=mode, group=group, batch=4, dtype="float32", **given)
+            minimal.train(args)
+        found.append([float(text) for text in re.findall(r"loss (\S+)", printed.getvalue())])
+    return found
+
+
+@pytest.mark.parametrize("world", [2, *([1, 4] if FULL else [])])
+def test_its_losses_are_those_of_the_trainer_in_every_mode(world, tmp_path):
+    found = on_ranks(world, losses_of_minimal, tmp_path / "minimal")[0]
+    base = ["--data", TILES, "--model", "tiny", "--img-size", "32", "--steps", str(STEPS)]
+    base += ["--batch", "4", "--workers", "0", "--log-every", "1", "--device", "cpu"]
+    runs = [
+        Run(
+            [*base, "--precision", "fp32", "--mode", mode, *(["--group", str(group)] * bool(group))]
+        )
+        for mode, group in MODES
+        if not group or world % group == 0
+    ]
+    results = run_ranks(world, runs, tmp_path / "trainer")
+    assert found == [[step["loss"] for step in result.steps] for result in results]
+    assert all(len(losses) == STEPS for losses in found)
+
+
+@pytest.mark.slow
+def test_it_needs_four_files_and_fits_a_screen(tmp_path):
+    assert len((ROOT / "examples" / "minimal.py").read_text().splitlines()) <= 80
+    for name in ("examples/minimal", "vit", "data", "mesh", "shard"):
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    env = environment(0, 1, 0)
+    for name in ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del env[name]
+    command = [sys.executable, "minimal.py", "--data", TILES, "--img-size", "32", "--steps", "2"]
+    done = subprocess.run(
+        [*command, "--batch", "4"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert re.fullmatch(r"(step \d/2  loss 1\.\d+  norm \d\.\d+\n){2}", done.stdout), done.stdout
