@@ -1,4 +1,4 @@
-"""examples/minimal.py: the losses of train_fsdp.py, to the last digit, with four files beside it."""
+"""examples/minimal.py: the losses of train_fsdp.py to the last digit, with four files beside it."""
 
 import contextlib
 import io
