@@ -81,3 +81,9 @@ def test_it_needs_four_files_and_fits_a_screen(tmp_path):
     )
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert re.fullmatch(r"(step \d/2  loss 1\.\d+  norm \d\.\d+\n){2}", done.stdout), done.stdout
+
+
+def test_readme_shows_its_lines():
+    shown = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    lines = [line.strip() for line in (ROOT / "examples/minimal.py").read_text().splitlines()]
+    assert shown.count("\n") >= 10 and {line.strip() for line in shown.splitlines()} <= {*lines}
