@@ -6,8 +6,8 @@ do since), or with one vote each.
 """
 
 import argparse
-import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,12 @@ from torch import Tensor
 
 from downstream.scores import add_score_arguments, run_scores
 from runtime.config import whole
+from runtime.process import throttled_progress
 
 HELP = "a score without training: k nearest neighbours of frozen features"
 TEMPERATURE = 0.07
 QUERIES, BANK = 16384, 16384  # rows in memory at a time
-SIMILARITIES = 2**25  # at a time: 128 MiB
-# Of a product of unit vectors in bf16: a relative error of 2^-9 in either, in the result, and in
-# what it is compared with; a little more for the sum.
-BF16_ERROR = 4.5 * 2**-9
+STEP = 2048  # queries compared with a block at a time: 128 MiB of similarities
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,81 +61,24 @@ def nearest(
     order (Q, k) fp32, and the rows' numbers (Q, k) int64, on the CPU; fewer where N is less than k.
     Reads in blocks: needs about 1 GiB, whatever N and Q, for D up to 4096.
     """
-    device = device or torch.device("cpu")
-    k = min(k, len(bank))
-    found = []
+    device, k, found = device or torch.device("cpu"), min(k, len(bank)), []
+    progress = throttled_progress(partial(print, flush=True), "k-NN, queries against a block")
+    done = 0
     for _, some in blocks(queries, QUERIES, device):
         best = torch.empty(len(some), 0, device=device)
         index = torch.empty(len(some), 0, dtype=torch.int64, device=device)
         for first, block in blocks(bank, BANK, device):
-            step = max(1, SIMILARITIES // len(block))
-            parts = [
-                _merge(best[i : i + step], index[i : i + step], some[i : i + step], block, first, k)
-                for i in range(0, len(some), step)
-            ]
+            parts = []
+            for own, its, x in zip(*(t.split(STEP) for t in (best, index, some)), strict=True):
+                values, places = (x @ block.T).topk(min(k, len(block)), dim=1)
+                values, places = torch.cat([own, values], 1), torch.cat([its, places + first], 1)
+                values, chosen = values.topk(min(k, values.shape[1]), dim=1)
+                parts.append((values, places.gather(1, chosen)))
             best, index = (torch.cat(part) for part in zip(*parts, strict=True))
+            progress(done := done + len(some))
         found.append((best.cpu(), index.cpu()))
     best, index = (torch.cat(part) for part in zip(*found, strict=True))
     return best, index
-
-
-def _merge(
-    best: Tensor, index: Tensor, queries: Tensor, block: Tensor, first: int, k: int
-) -> tuple[Tensor, Tensor]:
-    """Keep the k best of what was found so far (Q, k') and of a block of the bank (n, D)."""
-    if best.shape[1] == k and _bf16_is_fast(queries.device):
-        merged = _merge_screened(best, index, queries, block, first)
-        if merged:
-            return merged
-    values, places = (queries @ block.T).topk(min(k, len(block)), dim=1)
-    return _keep_best(best, index, values, places + first, k)
-
-
-def _keep_best(
-    best: Tensor, index: Tensor, values: Tensor, places: Tensor, k: int
-) -> tuple[Tensor, Tensor]:
-    """Keep the k best of two sets of similarities (Q, .) with the numbers of their rows."""
-    values, places = torch.cat([best, values], 1), torch.cat([index, places], 1)
-    values, chosen = values.topk(min(k, values.shape[1]), dim=1)
-    return values, places.gather(1, chosen)
-
-
-def _bf16_is_fast(device: torch.device) -> bool:
-    """Tell whether this is a CPU with matrix units for bf16, at several times the rate of fp32."""
-    amx = getattr(torch.cpu, "_is_amx_tile_supported", None)  # private, so it may be gone
-    return device.type == "cpu" and amx is not None and amx()
-
-
-def _merge_screened(
-    best: Tensor, index: Tensor, queries: Tensor, block: Tensor, first: int
-) -> tuple[Tensor, Tensor] | None:
-    """Do as `_merge`: find by a product in bf16 which pairs may count, compute these in fp32.
-
-    None where they are many.
-    """
-    low = queries.bfloat16() @ block.bfloat16().T  # (Q, n)
-    row, column = _at_least(low, (best[:, -1:] - BF16_ERROR).bfloat16())
-    if len(row) * queries.shape[1] > SIMILARITIES:
-        return None
-    exact = (queries[row] * block[column]).sum(dim=1)
-    counts = torch.bincount(row, minlength=len(queries))
-    place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]  # its number in its row
-    shape = len(queries), max(1, int(counts.max()))
-    values, places = torch.full(shape, -torch.inf), torch.zeros(shape, dtype=torch.int64)
-    values[row, place], places[row, place] = exact, column + first
-    return _keep_best(best, index, values, places, best.shape[1])
-
-
-def _at_least(values: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the few of `values` (Q, n) that reach `limit` (Q, 1) -> their rows and columns, sorted.
-
-    Five times as fast as to compare them all: only groups whose maximum reaches it are searched.
-    """
-    size = math.gcd(values.shape[1], 128)
-    groups = values.unflatten(1, (-1, size))
-    row, group = (groups.amax(dim=2) >= limit).nonzero(as_tuple=True)
-    found, place = (groups[row, group] >= limit[row]).nonzero(as_tuple=True)
-    return row[found], group[found] * size + place
 
 
 def vote(similarity: Tensor, labels: Tensor, classes: int, weighted: bool = True) -> Tensor:

@@ -42,10 +42,9 @@ def clusters(rows: int, classes: int, width: int, noise: float, seed: int):
 # --- k nearest neighbours
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "screened"])
 @pytest.mark.parametrize("blocks", [(16384, 16384), (300, 70)], ids=["whole", "blocks"])
-def test_knn_equals_scikit_learn(bf16, blocks, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: bf16)
+def test_knn_equals_scikit_learn(blocks, monkeypatch):
+    monkeypatch.setattr(knn, "STEP", blocks[1])
     monkeypatch.setattr(knn, "BANK", blocks[0])
     monkeypatch.setattr(knn, "QUERIES", blocks[1])
     (bank, labels), (queries, _) = clusters(2000, 7, 24, 1.5, 1), clusters(500, 7, 24, 1.5, 2)
