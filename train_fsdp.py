@@ -275,6 +275,7 @@ def prepare_training(
 def run_training(run: Run, session: Session) -> str | None:
     """Make one run, on every rank; return an error message where it has failed."""
     config, ranks, device = run.config, session.ranks, session.device
+    session.heartbeat("listing images")
     # rank 0 lists the images and opens the log for all
     files, found, _ = image_source.share_images(config, run.global_batch)
     session.log = log = open_log(config.out)
@@ -283,6 +284,7 @@ def run_training(run: Run, session: Session) -> str | None:
     bad_images = BadImageLog(config.out, run.images, config.max_bad, log, files.path)
 
     guard = StepGuard(device, config.max_skips)
+    session.heartbeat("building the model")
     step_fn, saves, grid = prepare_training(run, session, guard)
     if config.tensorboard:
         open_tensorboard(log, run, guard.done)
@@ -290,6 +292,7 @@ def run_training(run: Run, session: Session) -> str | None:
     session.where_saved = saves.where if config.run == "real" else None
 
     steps = range(guard.done, run.steps)
+    session.heartbeat("reading the first batch")
     batches, first, workers = open_batches(run, ranks, device, files, steps, log.say)
     zero = loss_of_zero(first, run)  # what a model that learns nothing would score
     report_start(run, session, guard.done, workers)
