@@ -200,7 +200,6 @@ def fork_server() -> ForkServerContext:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    atexit.unregister(kill_children)  # there may be an earlier call
     atexit.register(kill_children)
     return context
 

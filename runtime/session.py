@@ -73,7 +73,7 @@ class Session:
 
         self.heartbeat(f"making sure that no other run uses {out}")
         run_on_rank0(lock)
-        self.heartbeat("starting")
+        self.heartbeat("preparing the run")
 
     def heartbeat(self, phase: str, step: int | None = None) -> None:
         """Tell the watchdog what this rank does next."""

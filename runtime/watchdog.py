@@ -63,6 +63,7 @@ class Watchdog:
         # a connection of its own: a waiting call blocks that of the process group
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         self.store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+        self.store.set(f"watchdog/{self.rank}", json.dumps(self._state(0)))
         self.threads.append(Thread(target=self._publish, daemon=True))
         self.threads[-1].start()
 
@@ -150,10 +151,7 @@ class Watchdog:
 
     def _states(self) -> list[list[Any]]:
         keys = [f"watchdog/{rank}" for rank in range(self.world_size)]
-        there = keys if self.store.check(keys) else [k for k in keys if self.store.check([k])]
-        found = dict(zip(there, self.store.multi_get(there), strict=True))
-        never = [0, -1, "starting", None, "an unknown host", 0.0]
-        return [json.loads(found[k]) if k in found else never for k in keys]
+        return [json.loads(text) for text in self.store.multi_get(keys)]
 
     def _judge(self, tick: int) -> None:
         """Find the ranks that are behind, on rank 0, unless the run continues meanwhile."""
@@ -224,7 +222,9 @@ class FolderLock:
             here = not found or found["host"] == self.owner["host"]
             if held and here:  # nobody was there, or it is dead
                 return True
-            if held is None and (not found or (here and not _runs(found["pid"]))):
+            if held is None and (
+                not found or (here and not os.path.exists(f"/proc/{found['pid']}"))
+            ):
                 return False
             first, late = first or found, time.monotonic() > deadline
             if (found and found != first) or (late and held is False and here):
@@ -274,20 +274,10 @@ class FolderLock:
             os.close(file)
 
     def _refusal(self, found: dict[str, Any] | None) -> ValueError:
-        owner = found or {"host": self.owner["host"], "pid": "unknown", "job": None}
-        who = f"process {owner['pid']} on {owner['host']}"
-        who += f", Slurm job {owner['job']}" if owner["job"] else ""
+        owner = found or self.owner | {"pid": "unknown", "job": None}
+        job = f", Slurm job {owner['job']}" if owner["job"] else ""
+        who = f"process {owner['pid']} on {owner['host']}{job}"
         return ValueError(
             f"{self.folder} is in use by another run ({who}): wait for it, stop it, or give "
             f"another --out; a run that is dead is noticed by itself, if not, remove {self.path}"
         )
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's
-        pass
-    return True
