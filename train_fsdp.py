@@ -238,7 +238,9 @@ def prepare_training(run: Run, session: Session, grid: DeviceMesh) -> tuple[Trai
 def run_training(run: Run, session: Session) -> str | None:
     """Make one run, on every rank; return an error message where it has failed."""
     config = run.config
+    session.lock_folder(config.out)  # against a second run
     # rank 0 lists the images and opens the log for all
+    session.heartbeat("listing images")
     files, found = image_source.share_images(config, run.global_batch)
     session.log = log = open_log(config.out)
     shape = run.mesh_shape
@@ -246,12 +248,14 @@ def run_training(run: Run, session: Session) -> str | None:
     run = run_on_rank0(lambda: with_images(run, **found))
     training, saves, grid = None, Saves(run, log), None
     if config.run != "io":
+        session.heartbeat("building the model")
         grid = mesh.build_mesh(run.mesh_shape, session.device)  # replicate x shard (x tp)
         training, saves = prepare_training(run, session, grid)
         if saves.begin >= run.steps:
             saves.report_finished()
             return None
     session.where_saved = saves.where if config.run == "real" else None
+    session.heartbeat("reading the first batch")
     batches = open_batches(run, session, files, range(saves.begin, run.steps))
     monitor = Monitor(run, session, files, saves, batches.first)
     report_start(run, session, saves.begin, batches.workers)

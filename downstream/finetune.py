@@ -282,6 +282,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     """Make one run, on every rank; return an error message where it has failed."""
     config: Any = plain_run.config
     ranks, device = session.ranks, session.device
+    session.lock_folder(config.out)
     files, found = image_source.share_images(config, plain_run.global_batch)
     test_files = image_source.share_eval_images(replace(config, eval_data=config.test))
     session.log = log = open_log(config.out)

@@ -6,7 +6,7 @@ AgreedError and none is left waiting in a collective. Copy this one file: it nee
 
 import traceback
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,15 @@ T = TypeVar("T")
 
 
 class AgreedError(Exception):
-    """An error that every rank raises at the same place, with the same text and exit status."""
+    """An error that every rank raises at the same place, with the same text and exit status.
 
-    def __init__(self, text: str, status: int = 1) -> None:
+    `status` is 2 where the command or its input is wrong, 1 where the run has failed. `error` is
+    what one rank raised, on all of them and with its type, or None.
+    """
+
+    def __init__(self, text: str, status: int = 1, error: Exception | None = None) -> None:
         super().__init__(text)
-        self.status = status  # 2: the command or its input is wrong; 1: the run has failed
+        self.status, self.error = status, error
 
 
 def run_on_rank0(work: Callable[[], T]) -> T:
@@ -29,13 +33,12 @@ def run_on_rank0(work: Callable[[], T]) -> T:
     The status is 2 for a ValueError, 1 for other errors. The traceback of a bug, neither a
     ValueError nor an OSError, is printed on rank 0. Collective.
     """
-    result: list = [None, None]
-    if dist.get_rank() == 0:
-        result = list(_attempt(work))
-    dist.broadcast_object_list(result, src=0)
-    if result[1] is not None:
-        raise AgreedError(*result[1])
-    return result[0]
+    found = [_attempt(work) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    result, error = cast("tuple[T, Exception | None]", found[0])
+    if error is not None:
+        raise _agreed(error)
+    return result
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:
@@ -44,24 +47,27 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
     It carries the error of the lowest rank that has one, as of `run_on_rank0`. Collective.
     """
     result, error = _attempt(work)
-    errors: list[tuple[str, int] | None] = [None] * dist.get_world_size()
+    errors: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     for rank, found in enumerate(errors):
         if found is not None:
-            text, status = found
-            raise AgreedError(f"{text} (rank {rank})" if len(errors) > 1 else text, status)
-    return result  # type: ignore[return-value]
+            raise _agreed(found, f" (rank {rank})" if len(errors) > 1 else "")
+    return cast(T, result)
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, tuple[str, int] | None]:
-    """Run `work`; return its result, or None and (text, exit status) of its error."""
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Run `work`; return its result, or None and its error, as one that can be sent."""
     try:
         return work(), None
     except (OSError, ValueError) as error:
-        return None, (str(error), 2 if isinstance(error, ValueError) else 1)
+        return None, error
     except Exception as error:  # a bug
         traceback.print_exc()
-        return None, (f"{type(error).__name__}: {error}", 1)
+        return None, RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _agreed(error: Exception, where: str = "") -> AgreedError:
+    return AgreedError(f"{error}{where}", 2 if isinstance(error, ValueError) else 1, error)
 
 
 def gather_to_rank0(value: T) -> list[T] | None:

@@ -118,7 +118,6 @@ def find_images(
 
 def share_images(config: "Config", global_batch: int) -> tuple[Any, dict[str, Any]]:
     """Do as `find_images` on rank 0, and give every rank its result. Collective."""
-    agreement.run_on_all_ranks(partial(check_folders, config))
     if config.eval_data:
         share_eval_images(config)  # refused now, if at all
     return _share(partial(find_images, config, config.out, global_batch, _say))

@@ -1,17 +1,15 @@
-"""Keep a program running when its terminal output cannot be written.
+"""What a process of a run is to its surroundings: its terminal, its signals, its children.
 
-Call `make_safe` first in a program. From then on a full disk or a closed pipe behind stdout or
-stderr loses lines, not the run, and a character that the terminal cannot show is printed as an
-escape. Copy this one file: it needs nothing else.
+A full disk or a closed pipe behind stdout or stderr loses lines, not the run; a signal asks the run
+to stop; loader workers leave with their rank. Copy this one file: it needs nothing else.
 """
 
 import atexit
 import errno
-import fcntl
 import io
 import os
+import select
 import signal
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +24,9 @@ from multiprocessing import (
 from multiprocessing.context import ForkServerContext
 from threading import Thread
 from typing import Any
+
+# ---------------------------------------------------------------------------------------------
+# The terminal
 
 
 class Lossy(io.FileIO):
@@ -44,7 +45,10 @@ class Lossy(io.FileIO):
 
 
 def make_safe() -> None:
-    """Let no write to stdout or stderr fail, and write each line at once."""
+    """Let no write to stdout or stderr fail, and write each line at once.
+
+    A character that the terminal cannot show is printed as an escape.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -62,21 +66,122 @@ def lost() -> str | None:
     return f"{os.path.basename(sys.argv[0])}: error: stdout: {error.strerror}" if error else None
 
 
+def throttled_progress(
+    say: Callable[[str], None], doing: str, every: float = 5.0
+) -> Callable[[int], None]:
+    """Make a progress function that prints a rate every few seconds, and nothing for short work."""
+    started = last = time.monotonic()
+
+    def progress(count: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= every:
+            last = now
+            say(f"{doing}: {count} images, {count / (now - started):.0f} per second")
+
+    return progress
+
+
+# ---------------------------------------------------------------------------------------------
+# Errors of the whole run
+
+PROGRAM = "train_fsdp.py"  # in error messages
+
+TORCHRUN_NOTE = "note: ignore the torchrun output below, including its traceback"
+
+RANK0_REPORT_GRACE_SECONDS = 5.0  # that the other ranks leave to rank 0 for its error message
+
+
+def print_error(message: str, program: str | None = None) -> None:
+    """Print an error of the whole run."""
+    print(f"{program or PROGRAM}: error: {message}", file=sys.stderr, flush=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        print(TORCHRUN_NOTE, file=sys.stderr, flush=True)
+
+
+def usage_error(message: str, local: bool = False, program: str | None = None) -> int:
+    """Print why a command is refused before any rank waits for another; return exit status 2.
+
+    Rank 0 prints it, as the environment names it: nothing else is known yet. The others wait a
+    little, because a rank that leaves first makes its launcher end rank 0 before it has printed.
+    Where the cause may be the rank's own (`local`: variables, GPU, disk), those that are still
+    there print it too.
+    """
+    rank = rank_of_environment()
+    if rank == "0":
+        print_error(message, program)
+    else:
+        time.sleep(RANK0_REPORT_GRACE_SECONDS)
+        if local:
+            print_error(f"{message} (rank {rank})", program)
+    return 2
+
+
+def rank_of_environment() -> str:
+    """Return this process's rank as its launcher names it, before anything is checked."""
+    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+
+
+@contextmanager
+def errors_name(program: str) -> Iterator[None]:
+    """Let the error messages of a run name another program than train_fsdp.py."""
+    global PROGRAM
+    before, PROGRAM = PROGRAM, program
+    try:
+        yield
+    finally:
+        PROGRAM = before
+
+
+# ---------------------------------------------------------------------------------------------
+# Signals, and a launcher that is gone
+
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1}  # by which a launcher asks a run to stop
+
+
 def collect() -> list[int]:
-    """Collect SIGTERM, SIGUSR1 and SIGINT in the list returned; a second Ctrl-C kills."""
+    """Collect SIGTERM, SIGUSR1 and SIGINT in the list returned; a second Ctrl-C ends the process.
+
+    A thread does so, at once: Python calls a signal handler only when the main thread is back from
+    what it computes or waits for. The thread also ends a process whose torchrun is gone.
+    """
     received: list[int] = []
-
-    def handle(number: int, frame: object) -> None:
-        received.append(number)
-        if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, handle)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    for number in (*STOP_SIGNALS, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    Thread(target=_listen, args=(read, received, os.getppid()), daemon=True).start()
     return received
 
 
-STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1}  # by which a launcher asks a run to stop
+def _listen(pipe: int, received: list[int], launcher: int) -> None:
+    """Act on each signal whose number comes out of `pipe`, and on the end of the launcher."""
+
+    def say(text: str) -> None:
+        if rank_of_environment() == "0":
+            with suppress(OSError):
+                os.write(2, f"\n{text}\n".encode())  # not print: the main thread may be inside
+
+    while True:
+        ready, _, _ = select.select([pipe], [], [], 1.0)
+        # a shell may end before the run that it started; torchrun is the ranks' own
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher:
+            say(f"{PROGRAM}: error: torchrun is gone: this run ends without saving")
+            os._exit(1)
+        for number in os.read(pipe, 64) if ready else b"":
+            if number == signal.SIGINT and number in received:
+                say("ended without saving")
+                os._exit(128 + number)
+            if number == signal.SIGINT:
+                say("stopping after this step; press again to end without saving")
+            if number in (*STOP_SIGNALS, signal.SIGINT):
+                received.append(number)
+
+
+# ---------------------------------------------------------------------------------------------
+# Children: loader workers and helpers
 
 
 def fork_server() -> ForkServerContext:
@@ -89,14 +194,12 @@ def fork_server() -> ForkServerContext:
     context = get_context("forkserver")
     # no module of ours: the server of older Pythons finds only what is installed
     context.set_forkserver_preload(["torch", "PIL.Image"])
-    masked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    resource_tracker.ensure_running()  # first: its start unblocks SIGTERM
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        resource_tracker.ensure_running()  # which unblocks SIGTERM
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-    atexit.unregister(kill_children)  # there may be an earlier call
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     atexit.register(kill_children)
     return context
 
@@ -124,7 +227,6 @@ def start_worker(worker: int = 0) -> None:
             os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    enlarge_pipes()
     Thread(target=watch, daemon=True).start()
 
 
@@ -132,80 +234,3 @@ def start_helper() -> None:
     """Do as `start_worker`, but let SIGTERM end this process: its work can be interrupted."""
     start_worker()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
-def enlarge_pipes() -> None:
-    """Let this process write its messages without waiting for their reader (Linux).
-
-    A worker that is killed in the middle of a message leaves a reader that waits for the rest for
-    ever, and messages of several large batches may fill a pipe's usual 64 KiB.
-    """
-    with suppress(FileNotFoundError):
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # closed meanwhile, or beyond the limit of an ordinary user
-                if stat.S_ISFIFO(os.fstat(int(name)).st_mode):
-                    fcntl.fcntl(int(name), fcntl.F_SETPIPE_SZ, 2**20)
-
-
-def throttled_progress(
-    say: Callable[[str], None], doing: str, every: float = 5.0
-) -> Callable[[int], None]:
-    """Make a progress function that prints a rate every few seconds, and nothing for short work."""
-    started = last = time.monotonic()
-
-    def progress(count: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= every:
-            last = now
-            say(f"{doing}: {count} images, {count / (now - started):.0f} per second")
-
-    return progress
-
-
-def print_error(message: str, program: str | None = None) -> None:
-    """Print an error of the whole run."""
-    print(f"{program or PROGRAM}: error: {message}", file=sys.stderr, flush=True)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        print(TORCHRUN_NOTE, file=sys.stderr, flush=True)
-
-
-def rank_of_environment() -> str:
-    """Return the rank that the launcher has set, before anything else is known of it."""
-    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-
-
-def usage_error(message: str, local: bool = False, program: str | None = None) -> int:
-    """Print why a command is refused before any rank waits for another; return exit status 2.
-
-    Rank 0 prints it, as the environment names it: nothing else is known yet. The others wait a
-    little, because a rank that leaves first makes its launcher end rank 0 before it has printed.
-    Where the cause may be the rank's own (`local`: variables, GPU, disk), those that are still
-    there print it too.
-    """
-    rank = rank_of_environment()
-    if rank == "0":
-        print_error(message, program)
-    else:
-        time.sleep(RANK0_REPORT_GRACE_SECONDS)
-        if local:
-            print_error(f"{message} (rank {rank})", program)
-    return 2
-
-
-@contextmanager
-def errors_name(program: str) -> Iterator[None]:
-    """Let the error messages of a run name another program than train_fsdp.py."""
-    global PROGRAM
-    before, PROGRAM = PROGRAM, program
-    try:
-        yield
-    finally:
-        PROGRAM = before
-
-
-PROGRAM = "train_fsdp.py"  # in error messages
-
-TORCHRUN_NOTE = "note: ignore the torchrun output below, including its traceback"
-
-RANK0_REPORT_GRACE_SECONDS = 5.0  # that the other ranks leave to rank 0 for its error message

@@ -1,23 +1,23 @@
 """The ranks of a run, from joining to leaving: each error becomes one sentence and exit status.
 
 `run_session` is the one place that decides: usage errors end with status 2 before any rank waits
-for another; an AgreedError is raised on all ranks, printed by rank 0, and all leave together; a
-lost peer, and memory that has run out, end this rank at once; everything else is a bug and keeps
-its traceback.
+for another; an AgreedError is raised on all ranks, printed by rank 0, and all leave together; any
+other exception, a lost peer, say, ends this rank at once, and a bug's traceback is printed.
 """
 
 import gc
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 import mesh
-from runtime.agreement import AgreedError, gather_to_rank0, run_on_rank0
+from runtime.agreement import AgreedError, gather_to_rank0, run_on_all_ranks, run_on_rank0
 from runtime.config import STARTUP_TIMEOUT_FACTOR, Config
 from runtime.device_batches import LoaderFailed
 from runtime.devices import advise_out_of_memory, is_out_of_memory
@@ -25,57 +25,56 @@ from runtime.image_source import check_folders
 from runtime.log import Log
 from runtime.process import RANK0_REPORT_GRACE_SECONDS, print_error, usage_error
 from runtime.run import Run, check_masking, resolve
-from runtime.watchdog import Watchdog, exit_if_longer_than, is_peer_failure
+from runtime.watchdog import FolderLock, Watchdog
 
 
 class Session:
     """Hold what the ranks of a run share: process group, watchdog, log, requests to stop."""
 
     def __init__(
-        self, ranks: mesh.Ranks, device: torch.device, out: str, signals: Sequence[int]
+        self, ranks: mesh.Ranks, device: torch.device, timeout: int, signals: Sequence[int]
     ) -> None:
-        """`signals` grows by the number of each signal that asks this process to stop."""
-        self.ranks, self.device, self.out, self.signals = ranks, device, out, signals
+        """`timeout` in seconds; `signals` grows by each signal that asks this process to stop."""
+        self.ranks, self.device, self.signals = ranks, device, signals
         self.log = Log(None)
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
         self.reason = "timeout"  # in the log, where the run is ended from outside the loop
+        self.seconds = STARTUP_TIMEOUT_FACTOR * timeout  # to join
+        self.watchdog = Watchdog(ranks.rank, ranks.world_size, timeout, STARTUP_TIMEOUT_FACTOR)
+        self.watchdog.give_up = self.give_up
 
-    def join(self, timeout: int) -> None:
-        """Connect to the other ranks and start the watchdog; `timeout` in seconds. Collective.
+    def join(self) -> None:
+        """Connect to the other ranks and start the watchdog. Collective.
 
         ConnectionError where they cannot be reached, ValueError as of mesh.init_ranks.
         """
-        ranks, limit = self.ranks, STARTUP_TIMEOUT_FACTOR * timeout
-        who = f"rank {ranks.rank} of {ranks.world_size}"
-        # how many collectives torch records for the watchdog
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-
-        def no_answer() -> None:
+        ranks = self.ranks
+        if ranks.world_size > 1:
             where = ":".join(ranks.init[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
-            print_error(
-                f"{who} has no answer from {where}: rank 0 is stuck, or the port belongs to "
-                "another program"
-            )
+            self.heartbeat(f"waiting for all {ranks.world_size} ranks at {where}")
+        try:
+            mesh.init_ranks(ranks, self.device, timeout_minutes=self.seconds / 60)
+            if ranks.world_size > 1:
+                self.watchdog.connect(ranks.init)
+            # for what the hosts exchange; connected now, because a lost rank is noticed here
+            with mesh.quiet_gloo():
+                self.gloo = cast(Any, dist.new_group(backend="gloo"))
+            dist.barrier(self.gloo)
+        except (RuntimeError, OSError) as error:
+            who = f"rank {ranks.rank} of {ranks.world_size}"
+            raise ConnectionError(
+                f"{who} could not join the process group: {cause_of(error)}"
+            ) from error
 
-        with exit_if_longer_than(limit + 10, no_answer):
-            try:
-                mesh.init_ranks(ranks, self.device, timeout_minutes=limit / 60)
-                self.watchdog = Watchdog(
-                    ranks.rank,
-                    ranks.world_size,
-                    ranks.init,
-                    seconds=timeout,
-                    startup_factor=STARTUP_TIMEOUT_FACTOR,
-                    folder=os.path.join(self.out, "stalled"),
-                    give_up=self.give_up,
-                )
-                # for what the hosts exchange; connected now, because a lost rank is noticed here
-                with mesh.quiet_gloo():
-                    self.gloo = cast(Any, dist.new_group(backend="gloo"))
-                dist.barrier(self.gloo)
-            except (RuntimeError, OSError) as error:
-                cause = mesh.reason_of(error)
-                raise ConnectionError(f"{who} could not join the process group: {cause}") from error
+    def lock_folder(self, out: str) -> None:
+        """Keep other runs out of `out`; AgreedError, status 2, where one is there. Collective."""
+
+        def lock() -> None:
+            self.watchdog.lock = FolderLock(out)
+
+        self.heartbeat(f"making sure that no other run uses {out}")
+        run_on_rank0(lock)
+        self.heartbeat("preparing the run")
 
     def heartbeat(self, phase: str, step: int | None = None) -> None:
         """Tell the watchdog what this rank does next."""
@@ -96,12 +95,12 @@ class Session:
         dist.barrier(self.gloo)  # rank 0 serves the store: it exits when nobody needs it any more
         dist.destroy_process_group()
 
-    def exit_after_failure(self, error: RuntimeError | MemoryError, run: Run) -> NoReturn:
-        """Exit at once where a peer is lost, or this rank's loader or memory failed.
+    def fail(self, error: Exception, run: Run) -> str:
+        """Say what has failed on this rank alone, and exit at once if there are other ranks.
 
-        Other errors are bugs, and raised again. The launcher or the watchdog ends the other ranks.
+        Their collectives fail then, or the watchdog ends them. A bug's traceback is printed.
         """
-        lost, cause = is_peer_failure(error), cause_of(error)
+        what, cause = "failed", cause_of(error)
         if isinstance(error, LoaderFailed):
             what = "the data loader failed"
         elif is_out_of_memory(error):
@@ -109,17 +108,17 @@ class Session:
             advice = advise_out_of_memory(run, self.device, self.ranks.local_world_size)
             # PyTorch adds a page to what it tried to allocate
             cause = f"{'. '.join(cause.split('. ')[:2]).rstrip('.: ')}; {advice}"
-        elif lost:
+        elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):
             what = "lost connection to another rank"
-        elif lost is None:
-            traceback.print_exception(error)
-            what = "failed, or lost connection to another rank"
         else:
-            raise error
-        rank, where = self.ranks.rank, self.watchdog.where()
-        self.watchdog.exit_now(
-            f"rank {rank}: {what} ({where}): {cause}", RANK0_REPORT_GRACE_SECONDS
-        )
+            traceback.print_exception(error)
+            cause = f"{type(error).__name__}: {cause.removeprefix(f'{type(error).__name__}: ')}"
+        text = f"rank {self.ranks.rank}: {what} ({self.watchdog.where()}): {cause}"
+        if self.ranks.world_size > 1:
+            time.sleep(RANK0_REPORT_GRACE_SECONDS if self.ranks.rank else 0)
+            self.watchdog.exit_now(text)
+        self.log.write("end", reason=self.reason, problem=text)
+        return f"{text}; {self.where_saved(False)}" if self.where_saved else text
 
     def first_loader_error(self, error: Exception | None, step: int) -> str:
         """Return, on all ranks, the error of the first whose loader failed in `step`. Collective.
@@ -140,10 +139,11 @@ class Session:
 
 
 def cause_of(error: Exception) -> str:
-    """Return the line of an error that names its cause: for a loader worker, its own error."""
-    text = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
-    lines = text.strip().splitlines() or [type(error).__name__]
-    return lines[-1 if "Traceback" in text else 0]
+    """Return the line of an error that names its cause: a loader worker's own error, NCCL's too."""
+    if not isinstance(error, RuntimeError):
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1] if "Traceback" in str(error) else mesh.reason_of(error)
 
 
 def run_session(
@@ -161,22 +161,25 @@ def run_session(
             check_folders(config)
     except (ValueError, RuntimeError) as error:
         return usage_error(str(error), local=True)
-    session = Session(ranks, device, config.out, signals)
+    session = Session(ranks, device, config.timeout, signals)
     try:
         run = resolve(config, ranks.world_size, ranks.local_world_size)
         check_masking(run.model, config.img_size, config.mask_ratio)
-        session.join(config.timeout)
+        session.join()
     except ConnectionError as error:
+        session.watchdog.stop()
         print_error(str(error))
         return 1
     except ValueError as error:
+        session.watchdog.stop()
         return usage_error(str(error))
     try:
+        run_on_all_ranks(lambda: check_folders(config))
         problem, status = work(run, session), 1
     except AgreedError as error:
         problem, status = str(error), error.status
-    except (RuntimeError, MemoryError) as error:
-        session.exit_after_failure(error, run)
+    except Exception as error:  # on this rank alone: it must not keep the others waiting
+        problem, status = session.fail(error, run), 1
     if problem and ranks.rank == 0:  # first: launchers kill the others when one rank fails
         print_error(problem)
     session.leave()

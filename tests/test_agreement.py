@@ -6,15 +6,17 @@ import pytest
 import torch
 from ranks import join, on_ranks
 
+import checkpoint
 from runtime import agreement
 
 
 def result_or_error(work):
-    """What `work` returns, or (exit status, text) of the error that it raises on all ranks."""
+    """What `work` returns, or (status, type, text) of the error that it raises on all ranks."""
     try:
         return work()
     except agreement.AgreedError as error:
-        return error.status, str(error)
+        assert str(error).startswith(str(error.error))
+        return error.status, type(error.error), str(error)
 
 
 def four_ranks():
@@ -29,7 +31,7 @@ def four_ranks():
         return {"files": ["a", "b"], "rank": rank}
 
     def refuse():
-        raise ValueError("no image lies below x")
+        raise checkpoint.Damaged("no image lies below x")
 
     def bug():
         raise KeyError("x")
@@ -60,20 +62,20 @@ def four(tmp_path_factory):
 
 
 def test_run_on_rank0_gives_all_ranks_its_result_or_its_error(four):
-    """Status 2 for a ValueError, which is the user's to mend, 1 for all others."""
+    """With its type, a bug's excepted; status 2 for a ValueError, which is the user's to mend."""
     for rank, found in enumerate(four):
         assert found["rank 0"] == [
-            (1, "[Errno 2] No such file or directory: '/no/such/folder'"),
+            (1, FileNotFoundError, "[Errno 2] No such file or directory: '/no/such/folder'"),
             {"files": ["a", "b"], "rank": 0},
-            (2, "no image lies below x"),
-            (1, "KeyError: 'x'"),
+            (2, checkpoint.Damaged, "no image lies below x"),
+            (1, RuntimeError, "KeyError: 'x'"),
         ]
         assert found["nothing"] is None
         assert found["calls"] == (["work", "fail", "work"] if rank == 0 else ["work"])
 
 
 def test_run_on_all_ranks_gives_each_its_own_result_or_all_the_error_of_one(four):
-    problem = 1, "[Errno 13] Permission denied: '/mnt/x' (rank 2)"
+    problem = 1, PermissionError, "[Errno 13] Permission denied: '/mnt/x' (rank 2)"
     for rank, found in enumerate(four):
         assert found["all ranks"] == [{"files": ["a", "b"], "rank": rank}, problem]
 

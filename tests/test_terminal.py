@@ -1,7 +1,8 @@
-"""What is behind stdout, and names that it cannot print, end no program: run, scan, plan, mesh."""
+"""What is behind stdout ends no program; signals are answered at once."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,11 +73,10 @@ TRAIN = (
 )
 
 
-@pytest.mark.parametrize("behind", ["closed pipe", "full device", "full disk", "latin-1"])
+@pytest.mark.parametrize("behind", ["closed pipe", "full disk", "latin-1"])
 def test_whatever_stdout_is_the_work_is_done(behind, images, small_disk, tmp_path):
     output, encoding = {
         "closed pipe": (None, "utf-8"),
-        "full device": ("/dev/full", "utf-8"),
         "full disk": (small_disk, "utf-8"),
         "latin-1": (str(tmp_path / "output.txt"), "latin-1"),
     }[behind]
@@ -91,9 +91,6 @@ def test_whatever_stdout_is_the_work_is_done(behind, images, small_disk, tmp_pat
     for record in records:
         json.dumps(record, ensure_ascii=False).encode()  # no lone surrogates
     assert all(names_listed(images, tmp_path / "bad_images.csv"))
-    if behind == "full device":
-        return
-
     # prepare.py scan: 1, because some are broken, and each is listed
     scan = ["prepare.py", "scan", str(images), "--workers", "1", "--out", str(tmp_path / "bad.csv")]
     assert ended(tmp_path, scan, output, encoding)[0] == 1
@@ -103,8 +100,7 @@ def test_whatever_stdout_is_the_work_is_done(behind, images, small_disk, tmp_pat
         assert r"b\udce4d.jpg" in shown and r"\u6570" in shown
         return
 
-    # a tool of several ranks, and one whose only product is what it prints
-    assert ended(tmp_path, ["-m", "runtime.topology", "--device", "cpu"], output)[0] == 0
+    # one whose only product is what it prints
     status, text = ended(tmp_path, ["plan.py", "--model", "tiny", "--world-size", "8"], output)
     full = behind == "full disk"
     assert (status, text) == (full, "plan.py: error: stdout: No space left on device\n" * full)
@@ -116,17 +112,50 @@ def names_listed(images, path):
     return [text.count(os.fsencode(images) + b"/" + name) == 1 for name in BAD]
 
 
-def test_a_reader_that_goes_away_does_not_end_a_scan(images, tmp_path):
-    """As `python prepare.py scan DIR | head -1`."""
-    scan = [sys.executable, "prepare.py", "scan", str(images), "--workers", "1", "--out"]
-    job = subprocess.Popen(
-        [*scan, str(tmp_path / "bad.csv")],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(0, 1, 0),
-    )
-    assert job.stdout and job.stderr and job.stdout.readline()
-    job.stdout.close()
-    assert job.stderr.read() == b"" and job.wait(60) == 1
-    assert (tmp_path / "bad.csv").read_bytes().count(b"\n") == 1 + len(BAD)
+# --- signals: in processes that do nothing but wait
+
+WAIT = "from runtime import process; r = process.collect(); print(1, flush=True); {}"
+# as a computation or a collective, from which Python returns late
+BUSY = "import ctypes; ctypes.CDLL(None).sleep(60); ctypes.CDLL(None).sleep(60)"
+
+
+def start(code, **environ):
+    command = [sys.executable, "-c", WAIT.format(code)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environ = environment(0, 1, 0) | environ
+    job = subprocess.Popen(command, cwd=ROOT, env=environ, **pipes)
+    assert job.stdout.readline() == "1\n"
+    return job
+
+
+def test_ctrl_c_answers_at_once_and_the_second_ends_the_process():
+    job = start(BUSY)
+    job.send_signal(signal.SIGINT)
+    assert [job.stderr.readline() for _ in range(2)][1].startswith("stopping after this step; pre")
+    job.send_signal(signal.SIGINT)
+    text = job.communicate(timeout=20)[1]
+    assert "ended without saving" in text and "Traceback" not in text and job.returncode == 130
+
+
+def test_other_signals_are_collected_without_a_word():
+    job = start("import time\nwhile len(r) < 2: time.sleep(0.01)\nprint(*map(int, r))")
+    job.send_signal(signal.SIGUSR1)
+    job.send_signal(signal.SIGTERM)
+    numbers, text = job.communicate(timeout=20)
+    assert sorted(map(int, numbers.split())) == [signal.SIGUSR1, signal.SIGTERM] and not text
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "a shell"])
+def test_a_rank_leaves_with_torchrun_and_outlives_a_shell(launcher):
+    code = BUSY if launcher == "torchrun" else "import time; time.sleep(4); print('done')"
+    environ = {"TORCHELASTIC_RUN_ID": "x"} if launcher == "torchrun" else {}
+    child = f"[sys.executable, '-c', {WAIT.format(code)!r}]"
+    parent = f"subprocess.Popen({child}); time.sleep(60)"
+    job = start(f"import subprocess, sys, time; {parent}", **environ)
+    assert job.stdout.readline() == "1\n"
+    job.kill()
+    output, text = job.communicate(timeout=20)  # both ends: the child has left
+    if launcher == "torchrun":
+        assert "torchrun is gone" in text
+    else:
+        assert output == "done\n" and not text

@@ -1,77 +1,61 @@
-"""runtime/watchdog.py: a run whose ranks wait for one that is stuck ends, and names it."""
+"""runtime/watchdog.py: a stuck rank is named, nobody hangs, and a folder has one run at a time."""
 
-import json
+import errno
 import os
+import platform
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
 from parity import TILES
-from ranks import NANO, environment, fork_server, free_port, processes_of, read_log
+from ranks import environment, fork_server, free_port
 
 import mesh
 import train_fsdp
-import vit
 from runtime import watchdog
 
-# --- without a training: all scenarios at once, since nearly all of their time is waiting
+# --- stuck ranks: all scenarios at once, since nearly all of their time is waiting
 
 
 def sleeps_here():
     time.sleep(1000)
 
 
-def steps(watch, rank, last, stuck=(), stuck_at=-1):
-    """Steps 0 to `last`; the ranks in `stuck` never end the phase before one of them."""
+def steps(watch, last):
     for step in range(last + 1):
         watch.heartbeat("reading data", step)
-        if rank in stuck and step == stuck_at:
-            sleeps_here()
         watch.heartbeat("training", step)
         dist.all_reduce(torch.ones(3))
         time.sleep(0.05)
 
 
 def is_stuck(watch, rank):
-    steps(watch, rank, 1000, stuck=(2,), stuck_at=4)
-
-
-def waits_for_all(watch, rank):
-    """All save; that may take three times what it once took: 2.5 s, so 7.5 s instead of 2."""
-    steps(watch, rank, 3)
-    watch.heartbeat("saving", 3)
-    time.sleep(2.5)
-    watch.heartbeat("training", 3)
-    watch.heartbeat("saving", 9)
-    print("saving", time.monotonic(), flush=True)
-    if rank:
+    steps(watch, 3)
+    watch.heartbeat("reading data", 4)
+    if rank == 1:
         sleeps_here()
+    watch.heartbeat("training", 4)
     dist.all_reduce(torch.ones(3))
 
 
-def saves_slowly(watch, rank):
-    """Though the save before was quick."""
-    steps(watch, rank, 3)
-    watch.heartbeat("saving", 3)
-    watch.heartbeat("training", 3)
-    watch.heartbeat("saving", 9)
-    time.sleep(3)
-    watch.heartbeat("training", 9)
-
-
 def goes_on(watch, rank):
-    steps(watch, rank, 3)
+    """A save may take four times as long as a step, though the one before was quick."""
+    for seconds in (0, 4):
+        steps(watch, 3)
+        watch.heartbeat("saving", 3)
+        time.sleep(seconds)
     print("going", flush=True)
-    steps(watch, rank, 80)
+    steps(watch, 80)
 
 
 def endless(watch, rank):
-    steps(watch, rank, 3)
+    steps(watch, 3)
     print("going", flush=True)
     while True:
         watch.heartbeat("training", 7)
@@ -79,16 +63,13 @@ def endless(watch, rank):
         time.sleep(0.05)
 
 
-# name: (ranks, what each does under a watchdog)
+# name: (what each of two ranks does under a watchdog, the ranks that are stopped meanwhile)
 SCENARIOS = {
-    "stuck": (3, is_stuck),
-    "limit": (3, waits_for_all),
-    "slow save": (2, saves_slowly),
-    "suspended": (2, goes_on),
-    "rank 0 stopped": (3, endless),
-    "rank 1 stopped": (3, endless),
+    "stuck": (is_stuck, ()),
+    "suspended": (goes_on, (0, 1)),
+    "rank 0 stopped": (endless, (0,)),
+    "rank 1 stopped": (endless, (1,)),
 }
-STOPPED = {"suspended": (0, 1), "rank 0 stopped": (0,), "rank 1 stopped": (1,)}
 
 
 def watched(environ, folder, work):
@@ -98,77 +79,59 @@ def watched(environ, folder, work):
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ.update(environ, TORCH_FR_BUFFER_SIZE="100")
+    os.environ.update(environ)
     ranks = mesh.read_ranks(os.environ)
+    watch = watchdog.Watchdog(rank, ranks.world_size, seconds=2)
+    watch.give_up = lambda text: print("GIVEN UP:", text, flush=True)
     mesh.init_ranks(ranks, torch.device("cpu"))
-    watch = watchdog.Watchdog(
-        rank,
-        ranks.world_size,
-        ranks.init,
-        seconds=2,
-        startup_factor=2,
-        folder=str(folder / "stalled"),
-        give_up=lambda text: print("GIVEN UP:", text, time.monotonic(), flush=True),
-    )
+    watch.connect(ranks.init)
     try:
         work(watch, rank)
     except RuntimeError as error:  # a rank left before this one read the verdict
-        watch.exit_now(f"rank {rank}: {error}", 5)
+        time.sleep(5)
+        watch.exit_now(f"rank {rank}: {error}")
     watch.stop()
     dist.barrier()
     dist.destroy_process_group()
 
 
 def watch_all(folder: Path):
-    """Run every scenario: {name: (exit statuses, outputs, the last collectives by rank)}."""
+    """Run every scenario: {name: (exit statuses, outputs)}."""
     processes = {}
-    for name, (world, work) in SCENARIOS.items():
+    for name, (work, _) in SCENARIOS.items():
         (folder / name).mkdir()
-        port, processes[name] = free_port(), []
-        for rank in range(world):
-            given = environment(rank, world, port), folder / name, work
-            processes[name].append(fork_server().Process(target=watched, args=given))
-            processes[name][-1].start()
+        port = free_port()
+        given = [(environment(rank, 2, port), folder / name, work) for rank in range(2)]
+        processes[name] = [fork_server().Process(target=watched, args=one) for one in given]
+        for process in processes[name]:
+            process.start()
 
-    def output(name, rank):
-        path = folder / name / f"rank{rank}.txt"
-        return path.read_text() if path.exists() else ""
+    def outputs(name):
+        paths = [folder / name / f"rank{rank}.txt" for rank in range(2)]
+        return [path.read_text() if path.exists() else "" for path in paths]
 
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 120
     try:
-        for name, ranks in STOPPED.items():
-            while not all("going" in output(name, r) for r in range(SCENARIOS[name][0])):
-                assert time.monotonic() < deadline, [output(name, r) for r in range(3)]
+        for name, (_, stopped) in SCENARIOS.items():
+            while stopped and not all("going" in text for text in outputs(name)):
+                assert time.monotonic() < deadline, outputs(name)
                 time.sleep(0.05)
-            time.sleep(0.5)  # a heartbeat is published every 0.1 s
-            for rank in ranks:
+            time.sleep(0.5 if stopped else 0)  # a heartbeat is published every 0.1 s
+            for rank in stopped:
                 os.kill(processes[name][rank].pid, signal.SIGSTOP)
-        time.sleep(5)
-        assert all(p.is_alive() for p in processes["suspended"])
+        time.sleep(4)
         for process in processes["suspended"]:
+            assert process.is_alive()
             os.kill(process.pid, signal.SIGCONT)
-        left = [
-            (name, rank)
-            for name, ranks in processes.items()
-            for rank in range(len(ranks))
-            if name == "suspended" or rank not in STOPPED.get(name, ())
-        ]
-        for name, rank in left:
-            processes[name][rank].join(max(0, deadline - time.monotonic()))
+        for name, (_, stopped) in SCENARIOS.items():
+            for rank in range(2):
+                if name == "suspended" or rank not in stopped:
+                    processes[name][rank].join(max(0, deadline - time.monotonic()))
     finally:
-        for ranks in processes.values():
-            for process in ranks:
-                if process.is_alive():
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.join()
-    return {
-        name: (
-            [process.exitcode for process in ranks],
-            [output(name, rank) for rank in range(len(ranks))],
-            {p.name: json.loads(p.read_text()) for p in (folder / name / "stalled").glob("*.json")},
-        )
-        for name, ranks in processes.items()
-    }
+        for process in [p for ranks in processes.values() for p in ranks if p.is_alive()]:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+    return {name: ([p.exitcode for p in processes[name]], outputs(name)) for name in SCENARIOS}
 
 
 @pytest.fixture(scope="module")
@@ -177,125 +140,128 @@ def found(once):
 
 
 def test_a_rank_that_is_stuck_is_named_with_its_code(found):
-    status, texts, collectives = found["stuck"]
-    assert status == [1, 1, 1], texts
-    assert re.search(
-        r"GIVEN UP: no progress for \d+ s: rank 2 \(reading data in step 5, on .*\) is "
-        r"stuck, rank 0 \(training in step 5, on .*\) waits",
-        texts[0],
-    )
-    assert "in sleeps_here" in texts[2] and "Thread" in texts[2]
-    assert "GIVEN UP" not in texts[1] + texts[2] and "in sleeps_here" not in texts[0] + texts[1]
-    for rank in range(3):
-        entries = collectives[f"rank_0000{rank}.json"]["entries"]
-        assert len(entries) >= 4 + (rank != 2)
-        assert entries[-1]["profiling_name"] == "gloo:all_reduce"
+    status, texts = found["stuck"]
+    assert status == [1, 1], texts
+    named = r"GIVEN UP: no progress for \d+ s: rank 1 \(reading data in step 5, on .*\) is stuck"
+    assert re.search(rf"{named}, rank 0 \(training in step 5, on .*\) waits", texts[0])
+    assert "in sleeps_here" in texts[1] and "Thread" in texts[1]
+    assert "GIVEN UP" not in texts[1] and "in sleeps_here" not in texts[0]
 
 
-def test_a_limit_grows_by_experience(found):
-    status, texts, _ = found["limit"]
-    assert status == [1, 1, 1], texts
-    text = re.search(
-        r"(?m)all ranks wait for each other \(saving in step 10, on .* ([\d.]+)$", texts[0]
-    )
-    begun = re.search(r"saving ([\d.]+)", texts[0])
-    assert text and begun and float(text[1]) - float(begun[1]) > 3 * 2.5
-
-
-def test_a_save_may_be_slow_though_the_one_before_was_not(found):
-    status, texts, _ = found["slow save"]
-    assert status == [0, 0] and "GIVEN UP" not in "".join(texts), texts
-
-
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_rank_that_is_stopped_is_named(stopped, found):
-    status, texts, _ = found[f"rank {stopped} stopped"]
-    assert [s for r, s in enumerate(status) if r != stopped] == [1, 1], texts
+def test_a_rank_that_is_stopped_is_named(found):
     here = r"\(training in step 8, on .*\)"
-    if stopped == 0:
-        # the first of the two to notice, by whose end the other may lose its connection
-        assert any(
-            re.search(rf"GIVEN UP: rank 0 does not answer rank {rank} {here}", texts[rank])
-            for rank in (1, 2)
-        ), texts
-    else:
-        wanted = rf"rank 1 {here} stopped sending heartbeats, rank 0 {here} waits"
-        assert re.search(wanted, texts[0]), texts
+    status, texts = found["rank 0 stopped"]
+    assert status[1] == 1 and re.search(f"has no answer from rank 0 {here}: it is", texts[1]), texts
+    status, texts = found["rank 1 stopped"]
+    wanted = rf"rank 1 {here} stopped sending heartbeats, rank 0 {here} waits"
+    assert status[0] == 1 and re.search(wanted, texts[0]), texts
 
 
 def test_a_job_that_is_suspended_as_a_whole_continues(found):
     """Slurm may stop all processes for long (scontrol suspend): nobody is stuck."""
-    status, texts, _ = found["suspended"]
+    status, texts = found["suspended"]
     assert status == [0, 0] and "GIVEN UP" not in "".join(texts), texts
 
 
-# --- with a training
-
-ARGV = (
-    f"--model nano --img-size 32 --data {TILES} --device cpu --workers 0 --precision fp32 "
-    "--mode full_shard --global-batch 12 --log-every 1 --save-every 2 --timeout 5 --steps"
-).split()
-
-
-def trains(environ, output, argv):
-    """A rank of a training."""
-    os.setsid()
-    file = os.open(output, os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.environ.update(environ)
-    os.chdir(ROOT)
-    vit.MODELS["nano"] = NANO
-    raise SystemExit(train_fsdp.main(argv))
+def test_what_takes_long_is_said_and_less_and_less_often(capsys):
+    watch = watchdog.Watchdog(0, 1, seconds=1)
+    watch.patience["listing images"] = 0.2
+    watch.heartbeat("listing images")
+    time.sleep(1)
+    watch.stop()
+    told = capsys.readouterr().err.splitlines()
+    assert 1 <= len(told) <= 3 and told[0].startswith("rank 0: listing images, on "), told
 
 
-@pytest.mark.full
-def test_a_training_whose_rank_is_stopped_ends_and_can_be_resumed(tmp_path, monkeypatch, capsys):
-    port, processes, log = free_port(), [], tmp_path / "log.jsonl"
-    argv = [*ARGV, "100000", "--out", str(tmp_path)]
-    for rank in range(2):
-        given = environment(rank, 2, port), tmp_path / f"rank{rank}.txt", argv
-        processes.append(fork_server().Process(target=trains, args=given))
-        processes[-1].start()
+# --- the folder of a run
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """hosts(name, flock): from here on this is that host, with or without flock."""
+
+    def no_flock(file, how):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    flock = watchdog.fcntl.flock
+
+    def become(name, there=True):
+        monkeypatch.setattr(platform, "node", lambda: name)
+        monkeypatch.setattr(watchdog.fcntl, "flock", flock if there else no_flock)
+
+    return become
+
+
+@pytest.mark.parametrize("flock", [True, False])
+@pytest.mark.parametrize("other", ["a", "b"])
+def test_a_second_run_is_refused_while_the_first_lives(flock, other, tmp_path, hosts):
+    hosts("a", flock)
+    first, ended = watchdog.FolderLock(str(tmp_path), settle=0.1), Event()
+
+    def renew():
+        while not ended.wait(0.05):
+            assert first.renew() is None
+
+    thread = Thread(target=renew)
+    thread.start()
     try:
-        deadline = time.monotonic() + 90
-        while not log.exists() or log.read_text().count('"step"') < 8:
-            assert time.monotonic() < deadline and all(p.is_alive() for p in processes)
-            time.sleep(0.1)
-        os.kill(processes[1].pid, signal.SIGSTOP)
-        processes[0].join(60)
-        text = (tmp_path / "rank0.txt").read_text()
-        assert processes[0].exitcode == 1, text
-        named = re.search(
-            r"(?m)^train_fsdp.py: error: no progress for .* rank 1 \(.* in "
-            r"step (\d+), on .*\) stopped sending heartbeats",
-            text,
-        )
-        assert named, text
-        assert re.search(r"; saved \S+step_\d+; the same command continues from there\n", text)
-        _, logged, end = read_log(log)
-        assert end["reason"] == "timeout" and "rank 1" in end["problem"]
-        # its last heartbeat was sent a twentieth of --timeout before it was stopped, or less
-        assert int(named[1]) <= logged[-1]["step"] + 2
-        # released, it finds nobody and leaves too
-        os.kill(processes[1].pid, signal.SIGCONT)
-        processes[1].join(60)
-        assert processes[1].exitcode == 1
-        deadline = time.monotonic() + 45
-        while any(processes_of(p.pid) for p in processes):
-            assert time.monotonic() < deadline, "processes are left"
-            time.sleep(0.1)
+        hosts(other, flock)
+        who = rf"in use by another run \(process {os.getpid()} on a\): .* remove {tmp_path}/.lock"
+        with pytest.raises(ValueError, match=who):
+            watchdog.FolderLock(str(tmp_path), patience=5, settle=0.1)
     finally:
-        for p in processes:
-            if p.is_alive():
-                os.killpg(p.pid, signal.SIGKILL)
-            p.join()
+        ended.set()
+        thread.join()
+    first.release()
+    watchdog.FolderLock(str(tmp_path), patience=0, settle=0.1).release()
 
-    monkeypatch.setitem(vit.MODELS, "nano", NANO)
-    for name in list(os.environ):
-        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            monkeypatch.delenv(name)
-    last = logged[-1]["step"]
-    argv = [*ARGV, str(last + 3), "--out", str(tmp_path), "--allow-changes"]
+
+@pytest.mark.parametrize("flock", [True, False])
+def test_no_folder_is_locked_by_a_run_that_is_dead(flock, tmp_path, hosts):
+    """Killed, its record stays; on another host the file system may even keep its lock."""
+    hosts("a", flock)
+    dead = watchdog.FolderLock(str(tmp_path), settle=0)
+    hosts("b", flock)
+    again = watchdog.FolderLock(str(tmp_path), patience=0.5, settle=0.1)
+    # should it have been asleep instead, it ends before it writes over the other's checkpoints
+    assert "in use by another run" in dead.renew()
+    assert again.renew() is None
+    if not flock:  # on the same host no sign of life is waited for
+        process = fork_server().Process(target=int)
+        process.start()
+        process.join()
+        again._write(again.owner | {"pid": process.pid})
+        watchdog.FolderLock(str(tmp_path), patience=60, settle=0.1)
+
+
+@pytest.mark.parametrize("flock", [True, False])
+def test_of_runs_that_start_at_once_one_has_the_folder(flock, tmp_path, hosts):
+    hosts("a", flock)
+
+    def start(number):
+        try:
+            lock = watchdog.FolderLock(str(tmp_path), patience=2, settle=0.5)
+        except ValueError:
+            return False
+        for _ in range(30):
+            assert lock.renew() is None
+            time.sleep(0.1)
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(start, range(8))) == 1
+
+
+def test_a_run_in_a_folder_in_use_is_refused_before_it_writes(tmp_path, capsys, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(watchdog.FolderLock.__init__, "__defaults__", (0.5, 0.1))
+    lock = watchdog.FolderLock(str(tmp_path))
+    flags = f"--model tiny --img-size 32 --device cpu --run io --steps 1 --batch 4 --data {TILES}"
+    argv = [*flags.split(), "--workers", "0", "--out", str(tmp_path)]
+    assert train_fsdp.main(argv) == 2
+    printed = capsys.readouterr().err
+    assert "in use by another run" in printed and printed.count("\n") == 1
+    assert os.listdir(tmp_path) == [".lock"]
+    lock.release()
     assert train_fsdp.main(argv) == 0
-    assert "resumed" in capsys.readouterr().out and (tmp_path / "done").exists()
