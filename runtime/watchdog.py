@@ -203,6 +203,7 @@ class FolderLock:
         self.folder, self.path, self.beats = folder, os.path.join(folder, ".lock"), 0
         job = os.environ.get("SLURM_JOB_ID")
         self.owner = {"host": platform.node(), "pid": os.getpid(), "job": job, "time": time.time()}
+        self.made = not os.path.exists(folder)
         try:
             os.makedirs(folder, exist_ok=True)
             self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -245,9 +246,12 @@ class FolderLock:
         return None
 
     def release(self) -> None:
-        """Let other runs have the folder."""
+        """Let other runs have the folder; remove it where this run made it and wrote nothing."""
         with suppress(OSError):
             self._write(None)
+            if self.made and os.listdir(self.folder) == [".lock"]:
+                os.unlink(self.path)
+                os.rmdir(self.folder)
         os.close(self.file)
 
     def _flock(self) -> bool | None:
