@@ -30,6 +30,8 @@ def main() -> None:
         raise SystemExit("start several ranks: torchrun --nproc-per-node 4 examples/collectives.py")
     gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)  # all_gather_object would use GPU 0 on every rank
     dist.init_process_group("nccl" if gpus else "gloo", device_id=device if gpus else None)
     rank, n = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(1, n + 1, device=device) * 10**rank  # (n,) int64
@@ -51,10 +53,10 @@ def main() -> None:
     dist.all_reduce(x)  # the sum, on all: DDP's gradients
     show("all-reduce", whole, x, twice)
     x = torch.empty_like(whole)
-    dist.all_gather_into_tensor(x, part)  # all parts, on all: FSDP's parameters
+    dist.all_gather([*x.chunk(n)], part)  # all parts, on all: FSDP's parameters
     show("all-gather", part, x, once)
     x = torch.empty_like(part)
-    dist.reduce_scatter_tensor(x, whole)  # a part of the sum on each: FSDP's gradients
+    dist.reduce_scatter(x, [*whole.chunk(n)])  # a part of the sum on each: FSDP's gradients
     show("reduce-scatter", whole, x, once)
     dist.destroy_process_group()
 

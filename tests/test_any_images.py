@@ -265,7 +265,7 @@ def test_a_tree_of_twelve_channels_trains_and_resumes(tmp_path):
 def test_plan_and_dry_run_know_the_channels(capsys, monkeypatch):
     found = []
     simulate = dry_run.simulate
-    monkeypatch.setattr(dry_run, "simulate", lambda run: found.append(simulate(run)) or found[-1])
+    monkeypatch.setattr(dry_run, "simulate", lambda *a: found.append(simulate(*a)) or found[-1])
     flags = [*SMALL, "--batch", "2", "--mode", "full_shard", "--world-size", "4"]
     assert train_fsdp.main([*flags, "--data", "synthetic", "--dry-run"]) == 0
     capsys.readouterr()

@@ -86,7 +86,7 @@ def test_cuda_without_a_gpu_is_refused(capsys, monkeypatch):
 def test_half_set_environment_is_refused(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     assert train_fsdp.main(SMALL) == 2
-    assert "WORLD_SIZE is missing; it is set by torchrun" in capsys.readouterr().err
+    assert "'WORLD_SIZE' is missing; it is set by torchrun" in capsys.readouterr().err
 
 
 def test_errors_are_printed_by_rank_0_alone(monkeypatch, capsys):
