@@ -105,7 +105,7 @@ class Config:
 
     data: str = flag("synthetic", "folder of images", group="data")
     eval_data: str | None = flag(None, "folder of held-out images: loss and pictures at each save")
-    run: Literal["real", "syn", "io"] = flag(
+    run_mode: Literal["real", "syn", "io"] = flag(
         "real", "real: train; syn: the same batch each step; io: loader and copy only, no model"
     )
     workers: int | None = flag(None, "loader processes per rank (cores - 1, max. 6)", type=whole(0))
@@ -196,8 +196,8 @@ def add_flags(
         else:
             options |= readers.get(kind, {"type": filled})
         spellings = ["--" + row.name.replace("_", "-")]
-        if row.name == "run":  # torchrun takes a bare --run for its own --run-path
-            spellings, options["dest"] = ["--run-mode", "--run"], "run"
+        if row.name == "run_mode":  # torchrun takes a bare --run for its own --run-path
+            spellings.append("--run")
         add(*spellings, **options | about["options"])
 
 

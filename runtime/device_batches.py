@@ -71,7 +71,7 @@ def open_batches(run: "Run", session: "Session", files: data.ImageSource, steps:
     Raises LoaderFailed, and AgreedError where --stage-dir cannot be used.
     """
     config, ranks, device = run.config, session.ranks, session.device
-    alone = config.run == "syn"  # compute and communication: the same batch again and again
+    alone = config.run_mode == "syn"  # compute and communication: the same batch again and again
     if config.stage_dir and not alone:
         from storage import staging
 

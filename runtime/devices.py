@@ -65,7 +65,7 @@ def default_precision(gpu: bool) -> tuple[str, str]:
 def cpu_step_seconds(run: "Run", device: torch.device) -> float | None:
     """Estimate the seconds of a step on this CPU by a few matrix products; None for a fast one."""
     flops = (run.flops_per_image() or 0) * run.local_batch * run.config.accum / run.config.tp
-    if device.type != "cpu" or run.config.run == "io" or flops < FAST_STEP:
+    if device.type != "cpu" or run.config.run_mode == "io" or flops < FAST_STEP:
         return None
     a = torch.ones(768, 768, dtype=run.dtype)
     a @ a  # the first is slower
@@ -99,7 +99,7 @@ def planned(
     The plan is for the known machine nearest to `device`, Frontier for None or a CPU. `verdict` and
     `fit`, a sentence, are None for a run without a model and for a CPU, whose memory is shared.
     """
-    fits = (device is None or device.type == "cuda") and run.config.run != "io"
+    fits = (device is None or device.type == "cuda") and run.config.run_mode != "io"
     try:
         plan, sentence = _plan(run, device, rank_memory_gib(device, 1) if device and fits else None)
         return plan.json() | ({"fit": sentence} if fits else {"fit": None, "verdict": None})
@@ -110,7 +110,7 @@ def planned(
 
 def advise_out_of_memory(run: "Run", device: torch.device, node_ranks: int) -> str:
     """Say in half a sentence what the plan says of a run that ran out of memory, and would fit."""
-    if run.config.run == "io":
+    if run.config.run_mode == "io":
         return "use fewer --workers or a smaller --batch"
     try:
         return f"plan: {_plan(run, device, rank_memory_gib(device, node_ranks), ran_out=True)[1]}"

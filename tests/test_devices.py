@@ -51,7 +51,7 @@ def test_a_long_step_on_a_cpu_is_announced(monkeypatch):
         return devices.cpu_step_seconds(resolve(Config(model, mode="ddp", **flags), 1, 1), device)
 
     assert seconds(precision="fp32") > 0
-    assert seconds(torch.device("cuda")) is seconds(run="io") is None
+    assert seconds(torch.device("cuda")) is seconds(run_mode="io") is None
     assert seconds(model="tiny", img_size=32) is None
     monkeypatch.setattr(devices.time, "perf_counter", iter([0, 1]).__next__)
     slow = seconds(precision="fp32")  # five products in a second

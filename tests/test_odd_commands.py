@@ -144,7 +144,7 @@ def test_the_annotations_of_the_table_say_how_its_flags_are_read():
     found = config.parse([*typed.split(), "--run", "syn", "--seed", "0", "--mask-ratio", "0.5"])
     assert found.fsdp == 1 and found.limit_all_gathers is found.norm_pix_loss is False
     assert found.compile is True and found.async_save is False and found.profile == 3
-    assert (found.clip, found.run, found.seed, found.mask_ratio) == (1.0, "syn", 0, 0.5)
+    assert (found.clip, found.run_mode, found.seed, found.mask_ratio) == (1.0, "syn", 0, 0.5)
     assert {"seed", "precision", "blr"} < {*config.names("result")}
     assert {"model", "batch"} < {*config.names("setting", "sharding")} - {"seed", "out"}
     assert "mode" in config.names("sharding") and "model" not in config.names("sharding")
