@@ -229,7 +229,7 @@ def prepare_training(run: Run, session: Session, grid: DeviceMesh) -> tuple[Trai
     """Make the model, with the values of a checkpoint or initial ones. Collective."""
     checkpoints = list_newest_first(run, session.log.say)
     training = build_training(run, grid, resuming=bool(checkpoints))
-    if run.config.run == "syn":
+    if run.config.run_mode == "syn":
         return training, Saves(run, session.log)  # which saves nothing
     model, optimizer, scaler = training.model, training.optimizer, training.scaler
     return training, resume(checkpoints, run, session, model, optimizer, scaler)
@@ -247,14 +247,14 @@ def run_training(run: Run, session: Session) -> str | None:
     log.say_all(topology.describe_topology(session.ranks, session.device, shape, os.environ))
     run = run_on_rank0(lambda: with_images(run, **found))
     training, saves, grid = None, Saves(run, log), None
-    if config.run != "io":
+    if config.run_mode != "io":
         session.heartbeat("building the model")
         grid = mesh.build_mesh(run.mesh_shape, session.device)  # replicate x shard (x tp)
         training, saves = prepare_training(run, session, grid)
         if saves.begin >= run.steps:
             saves.report_finished()
             return None
-    session.where_saved = saves.where if config.run == "real" else None
+    session.where_saved = saves.where if config.run_mode == "real" else None
     session.heartbeat("reading the first batch")
     batches = open_batches(run, session, files, range(saves.begin, run.steps))
     monitor = Monitor(run, session, files, saves, batches.first)

@@ -140,7 +140,7 @@ def build(
         steps=args.steps,
         out=out,
     )
-    run = with_images(resolve(options, 1, 1), 100 * args.batch, None, data.IMAGENET)
+    run = with_images(resolve(options, 1, 1), 100 * args.batch)
     grid, guard = mesh.build_mesh((1, 1), device), StepGuard(device)
     parts = train_fsdp.build_model_and_optimizer(run, grid, device)
     step = partial(train_fsdp.train_step, *parts, guard, **run.step_options())

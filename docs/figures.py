@@ -245,7 +245,7 @@ def draw_input(*logs: str) -> Figure:
     for i, path in enumerate(logs):
         records = [json.loads(line) for line in Path(path).read_text().splitlines() if line]
         by_event = {record["event"]: record for record in records}  # the last of each
-        run = by_event["start"]["run"]
+        run = by_event["start"]["run_mode"]
         rates.append(by_event["end"]["images_per_second"])
         names.append(re.sub(r"^\d+-", "", Path(path).parent.name) + f":\n{does[run]}")
         look = EDGE | {"color": f"C{[*does].index(run)}", "hatch": RUN_HATCHES[run]}

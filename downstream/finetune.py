@@ -45,8 +45,8 @@ from train_fsdp import Training, train
 HELP = "train the encoder, or its last blocks, as a classifier"
 # Flags that only pretraining has, and those that all subcommands of probe.py have
 LEFT_OUT = {
-    *("model", "channels", "mask_ratio", "norm_pix_loss", "run", "steps", "tensorboard", "profile"),
-    *("dry_run", "world_size", "data", "eval_data", "init_from", "img_size", "device"),
+    *("model", "channels", "mask_ratio", "norm_pix_loss", "run_mode", "steps", "tensorboard"),
+    *("profile", "dry_run", "world_size", "data", "eval_data", "init_from", "img_size", "device"),
 }
 # images (B, C, H, W) as loaded, labels (B,), scales of drop path (B, depth, 2) or None, the seed
 # of MixUp and CutMix
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     # the model of other code may have a shape of its own
     shape = ",".join(f"{name}={getattr(pretrained.config, name):d}" for name in FIELDS)
     known = {row.name: row.default for row in fields(Tuning)} | vars(args)
-    known |= {"run": "real", "model": pretrained.size or f"base:{shape}"}
+    known |= {"run_mode": "real", "model": pretrained.size or f"base:{shape}"}
     known |= {"channels": pretrained.config.channels}
     known |= {"img_size": img_size, "norm_pix_loss": pretrained.norm_pix_loss}
     parser = Parser(process.PROGRAM)

@@ -212,7 +212,7 @@ def first_samples(loader: DataLoader[Any], workers: int | None) -> Iterator[str]
 
 def unsimulated(config: Config) -> str | None:
     """Say why the step of this mode, engine and --run is not simulated; None where it is."""
-    if config.run == "io":
+    if config.run_mode == "io":
         return "--run io: no model, no step"
     if shard.STRATEGIES[str(config.mode)].engine != "fsdp" or config.fsdp == 1:
         engine = f"--mode {config.mode}" if config.fsdp is None else "--fsdp 1"

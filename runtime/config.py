@@ -8,6 +8,7 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from types import NoneType
@@ -30,16 +31,13 @@ STARTUP_TIMEOUT_FACTOR = 4  # what is done for the first time may take so many t
 
 def number(low: float, high: float = math.inf, kind: type = float) -> Callable[[str], Any]:
     """Make an argparse type: a finite number of this kind from `low` to `high`."""
+    what = "whole number" if kind is int else "number"
+    limits = f"from {low:g} " + (f"to {high:g}" if high < math.inf else "up")
 
     def convert(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if low <= value <= high and value != math.inf:
-            return value
-        what = "whole number" if kind is int else "number"
-        limits = f"from {low:g} " + (f"to {high:g}" if high < math.inf else "up")
+        with suppress(ValueError):
+            if low <= (value := kind(text)) <= high and value != math.inf:
+                return value
         raise argparse.ArgumentTypeError(f"{text!r:.40} is not a {what} {limits}")
 
     return convert
@@ -58,14 +56,12 @@ def filled(text: str) -> str:
 
 
 def flag(default: Any, help: str, marks: str = "", group: str = "", **argparse_options: Any) -> Any:
-    """Describe one flag as a dataclass field; the annotation of the field says how it is read.
+    """Describe one flag as a dataclass field; its annotation says how it is read.
 
-    Whole numbers are 1 or more, others 0 or more, unless `argparse_options` have another `type`.
-    `marks` are words. result: decides the result, so that a resumed run must not change it.
-    setting: a sweep compares runs only where it is equal. sharding: and draws one line for each
-    value of it. `group` is the heading that begins here.
+    `marks` are words. result: a resumed run must not change it. setting: a sweep compares runs only
+    where it is equal. sharding: and draws a line for each value of it. `group` is a heading.
     """
-    about = {"help": help, "marks": marks.split(), "group": group, "argparse": argparse_options}
+    about = {"help": help, "marks": marks.split(), "group": group, "options": argparse_options}
     return field(default=default, metadata=about)
 
 
@@ -82,38 +78,26 @@ class Config:
     norm_pix_loss: bool = flag(True, "normalise each target patch by mean and variance", "result")
     init_from: str | None = flag(None, "weights to begin with: a run's, or of a file", "result")
 
-    mode: str | None = flag(
-        None,
-        "strategy (default hybrid; ddp for a single process, which has nothing to shard)",
-        "sharding",
-        "sharding",
-        choices=shard.STRATEGIES,
+    mode: str | None = flag(  # one process has nothing to shard
+        None, "default hybrid; 1 process: ddp", "sharding", "sharding", choices=shard.STRATEGIES
     )
     group: int | None = flag(None, "hybrid: ranks that share a copy (default: a node)", "sharding")
     tp: int = flag(1, "FSDP2: ranks that split the matrices of each block", "sharding")
     fsdp: Literal[1, 2] | None = flag(None, "2: fully_shard (default); 1: FSDP1", "sharding")
-    wrap: Literal["block", "root"] | None = flag(
-        None, "FSDP: gather each block at a time (default), or the whole model", "sharding"
-    )
+    wrap: Literal["block", "root"] | None = flag(None, "FSDP: the unit (default block)", "sharding")
     prefetch: Literal["none", "backward_pre", "backward_post"] | None = flag(
         None, "when backward gathers the next unit (default backward_pre)", "sharding"
     )
     forward_prefetch: bool = flag(False, "all-gather the next unit in forward", "sharding")
     limit_all_gathers: bool | None = flag(None, "FSDP1: few at a time (default)", "sharding")
-    cpu_offload: bool = flag(
-        False, "keep states and AdamW on the host; under torchrun set OMP_NUM_THREADS", "setting"
-    )
+    cpu_offload: bool = flag(False, "FSDP: parameters and AdamW on the host", "setting")
     bucket_cap_mb: int | None = flag(None, "ddp, zero1: MiB of a bucket (default 25)", "sharding")
 
-    device: Literal["auto", "cpu", "cuda"] = flag(
-        "auto", "device to train on; cuda includes ROCm", "setting", "memory, speed"
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "cuda: ROCm too", "setting", "speed")
+    precision: str | None = flag(
+        None, "default bf16; fp32 on a CPU without it", "result setting", choices=DTYPES
     )
-    precision: Literal["bf16", "fp16", "fp32"] | None = flag(
-        None, "of the computation (default bf16; fp32 on a CPU without bf16)", "result setting"
-    )
-    reduce_dtype: Literal["bf16", "fp16", "fp32"] = flag(
-        "fp32", "dtype in which gradients are reduced over ranks", "result setting"
-    )
+    reduce_dtype: str = flag("fp32", "of gradients over ranks", "result setting", choices=DTYPES)
     ac: Literal["none", "selective", "full"] = flag(
         "none", "activation checkpointing: recompute norms and GELU, or whole blocks", "setting"
     )
@@ -121,7 +105,7 @@ class Config:
 
     data: str = flag("synthetic", "folder of images", group="data")
     eval_data: str | None = flag(None, "folder of held-out images: loss and pictures at each save")
-    run: Literal["real", "syn", "io"] = flag(
+    run_mode: Literal["real", "syn", "io"] = flag(
         "real", "real: train; syn: the same batch each step; io: loader and copy only, no model"
     )
     workers: int | None = flag(None, "loader processes per rank (cores - 1, max. 6)", type=whole(0))
@@ -131,13 +115,11 @@ class Config:
 
     batch: int | None = flag(
         None,
-        f"images per rank and accumulation step (default {DEFAULT_BATCH})",
+        f"images per rank and micro-batch (default {DEFAULT_BATCH})",
         "setting",
         "optimisation",
     )
-    global_batch: int | None = flag(
-        None, "images per step of all ranks; replaces --batch", "result"
-    )
+    global_batch: int | None = flag(None, "images per step of all ranks (no --batch)", "result")
     accum: int = flag(1, "accumulation steps", "setting")
     blr: float = flag(1.5e-4, "lr = blr x global batch / 256", "result")
     weight_decay: float = flag(0.05, "of AdamW, not applied to biases and norms", "result")
@@ -157,23 +139,15 @@ class Config:
     resume: str = flag("auto", "auto: newest complete checkpoint in --out; none; or a path")
     allow_changes: bool = flag(False, "resume even if flags marked * have changed")
     timeout: int = flag(300, "seconds without progress of a rank after which the run ends")
-    profile: int | None = flag(
-        None, "profile 3, or so many, steps on rank 0: --out/profile", nargs="?", const=3
-    )
+    profile: int | None = flag(None, "steps to profile (3): --out/profile", nargs="?", const=3)
 
-    dry_run: bool = flag(
-        False, "no training: check, plan and step --world-size ranks in one process", group="plan"
-    )
+    dry_run: bool = flag(False, "plan, and simulate --world-size ranks", group="plan")
     world_size: int | None = flag(None, "ranks to plan for; then --device auto means GPU")
 
 
 def names(*marks: str, table: type[Config] = Config) -> tuple[str, ...]:
     """List the flags that have one of the marks, in the order of the table."""
     return tuple(row.name for row in fields(table) if {*marks} & {*row.metadata["marks"]})
-
-
-# ---------------------------------------------------------------------------------------------
-# The parser
 
 
 class Parser(argparse.ArgumentParser):
@@ -199,6 +173,7 @@ def add_flags(
 ) -> None:
     """Give a parser the flags of a table, but for those left out."""
     add, hints = parser.add_argument, get_type_hints(table)
+    # numbers are 1 or more, others than whole ones 0 or more, unless a flag has a type of its own
     readers = {int: {"type": whole(1), "metavar": "N"}, float: {"type": number(0), "metavar": "X"}}
     for row in fields(table):
         about = row.metadata
@@ -212,21 +187,18 @@ def add_flags(
         options: dict[str, Any] = {"default": row.default, "help": help.replace("%", "%%")}
         kinds = get_args(hints[row.name])  # of X | None, or the values of a Literal
         kind = kinds[0] if NoneType in kinds else hints[row.name]
-        if kind is bool:
-            has_no = argparse.BooleanOptionalAction  # --no-norm-pix-loss
-            options["action"] = "store_true" if row.default is False else has_no
+        if kind is bool and row.default is False:
+            options["action"] = "store_true"
+        elif kind is bool:  # --no-norm-pix-loss
+            options["action"] = argparse.BooleanOptionalAction
         elif get_origin(kind) is Literal:
             options |= {"choices": get_args(kind), "type": type(get_args(kind)[0])}
         else:
             options |= readers.get(kind, {"type": filled})
         spellings = ["--" + row.name.replace("_", "-")]
-        if row.name == "run":  # torchrun takes a bare --run for its own --run-path
-            spellings, options["dest"] = ["--run-mode", "--run"], "run"
-        add(*spellings, **options | about["argparse"])
-
-
-# ---------------------------------------------------------------------------------------------
-# What was typed, checked
+        if row.name == "run_mode":  # torchrun takes a bare --run for its own --run-path
+            spellings.append("--run")
+        add(*spellings, **options | about["options"])
 
 
 def parse(argv: Sequence[str] | None) -> Config:
@@ -235,83 +207,65 @@ def parse(argv: Sequence[str] | None) -> Config:
     config = make_config(parser, parser.parse_args(argv))
     if config.dry_run != bool(config.world_size):
         parser.error("--dry-run and --world-size go together; a run has its launcher's ranks")
-    if config.dry_run and find_launcher() not in (("single", 1), ("srun", 1)):
+    if config.dry_run and started_ranks() > 1:
         parser.error("--dry-run simulates its ranks in one process: run it without torchrun, srun")
-    needed = {"planner": config.dry_run, "downstream": config.eval_data or config.init_from}
-    for name, flags in (needed | {"tensorboard": config.tensorboard}).items():
-        if flags and not find_spec(name):
-            missing = "pip install it" if name == "tensorboard" else "copy the folder too"
-            parser.error(f"these flags need {name}, which is not here: {missing}")
+    if config.tensorboard and not find_spec("tensorboard"):
+        parser.error("--tensorboard needs tensorboard, which is not here: pip install it")
     return config
 
 
 def make_config(parser: Parser, args: argparse.Namespace, table: type[Config] = Config) -> Config:
-    """Make a Config of what was parsed, with the defaults that follow from mode and device.
-
-    Or of a table that extends it. For every program that takes the flags of training.
-    """
+    """Make a Config, or a table that extends it, of what was parsed, its defaults filled in."""
     config = table(**{row.name: getattr(args, row.name) for row in fields(table)})
-    # a plan or a dry run may be made on a login node, where the job's GPUs are not visible
-    seen = bool(config.world_size) or torch.cuda.is_available()
-    gpu = config.device == "cuda" or (config.device == "auto" and seen)
-    known: dict[str, Any] = {"mode": config.mode or default_mode(config)}
-    known["precision"] = config.precision or devices.default_precision(gpu)[0]
     try:
-        check_flags(config, known["mode"], gpu)
+        return fill_defaults(config)
     except ValueError as error:
         parser.error(str(error))
-    # What has no meaning in this mode stays None, so that the log does not claim it.
-    for name in ("fsdp", "wrap", "prefetch", "limit_all_gathers"):
-        value = getattr(shard.ShardingOptions, name)
-        misused = any(shard.misuses(known["mode"], {"fsdp": config.fsdp, name: value}))
-        if getattr(config, name) is None and not misused:
-            known[name] = value
-    return replace(config, **known)
 
 
-def check_flags(config: Config, mode: str, gpu: bool) -> None:
-    """Raise ValueError, one sentence, where flags have no meaning, alone or with the others."""
-    c = config
+def fill_defaults(c: Config) -> Config:
+    """Add the defaults that follow from mode and device; ValueError where flags clash."""
     model_config(c.model)
     save_interval(c.save_every)
+    # a plan or a dry run may be made on a login node, where the job's GPUs are not visible
+    seen = bool(c.world_size) or torch.cuda.is_available()
+    gpu = c.device == "cuda" or (c.device == "auto" and seen)
     given = {row.name: v for row in fields(Config) if (v := getattr(c, row.name)) != row.default}
+    # one process has nothing to shard, unless it is given a flag that ddp does not have
+    alone = (c.world_size or started_ranks()) == 1 and not any(shard.misuses("ddp", given))
+    mode = c.mode or ("ddp" if alone else "hybrid")
     for sentence in shard.misuses(mode, given, lambda name: "--" + name.replace("_", "-")):
         raise ValueError(sentence)
     if c.cpu_offload and not gpu:
         raise ValueError("--cpu-offload moves parameters off a GPU, but this run is on the CPU")
     if not c.epochs and (c.warmup_steps or 0) > (c.steps or DEFAULT_STEPS):
         raise ValueError(f"--warmup-steps {c.warmup_steps} is more than the steps of the run")
-    if c.batch and c.global_batch:
-        raise ValueError("--batch and --global-batch: give one of them")
-    if c.steps and c.epochs:
-        raise ValueError("--steps and --epochs: give one of them")
+    for one, other in (("batch", "global_batch"), ("steps", "epochs")):
+        if one in given and other in given:
+            raise ValueError(f"--{one} and --{other.replace('_', '-')}: give one of them")
+    known: dict[str, Any] = {"precision": c.precision or devices.default_precision(gpu)[0]}
+    # What has no meaning in this mode stays None, so that the log does not claim it.
+    for name in ("fsdp", "wrap", "prefetch", "limit_all_gathers"):
+        value = getattr(shard.ShardingOptions, name)
+        if name not in given and not any(shard.misuses(mode, {"fsdp": c.fsdp, name: value})):
+            known[name] = value
+    return replace(c, mode=mode, **known)
 
 
-def find_launcher() -> tuple[str, int]:
-    """Return who started this process and how many ranks; run_session says where it is unclear."""
+def started_ranks() -> int:
+    """Count the ranks that a launcher has started; 1 where run_session will say what is wrong."""
     try:
-        ranks = mesh.read_ranks(os.environ)
+        return mesh.read_ranks(os.environ).world_size
     except (RuntimeError, ValueError):
-        return "single", 1
-    return ranks.launcher, ranks.world_size
-
-
-def default_mode(config: Config) -> str:
-    """Choose ddp for a single process, which it leaves alone; hybrid for several, or for FSDP."""
-    c = config
-    fsdp = (c.group, c.fsdp, c.wrap, c.prefetch, c.forward_prefetch, c.cpu_offload, c.tp > 1)
-    single = (c.world_size or find_launcher()[1]) == 1
-    return "ddp" if single and not any(fsdp) and c.limit_all_gathers is None else "hybrid"
+        return 1
 
 
 def save_interval(text: str) -> tuple[int | None, float | None]:
     """Parse --save-every into (steps, seconds); None for what is not given; ValueError."""
-    if text == "none":
-        return None, None
     try:
         if text.endswith("m"):
             return None, 60 * number(0.001)(text[:-1])
-        return whole(1)(text), None
+        return (None if text == "none" else whole(1)(text)), None
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"--save-every takes steps (500), minutes (30m), none: {error}") from None
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -38,27 +38,24 @@ class LoaderFailed(RuntimeError):
 
 
 class Batches(Iterator[Batch]):
-    """The batches of a run, one per step; the first is there before the loop's clock starts."""
+    """The batches of a run, one per step; `first` is there before the loop's clock starts."""
 
-    def __init__(self, loaded: Iterator[Batch], workers: int, repeat: bool = False) -> None:
-        """Fetch the first batch, which is all there is with `repeat`. Raises LoaderFailed."""
-        self.loaded, self.workers, self.repeat = loaded, workers, repeat
+    def __init__(self, loaded: Iterator[Batch], workers: int) -> None:
+        """Fetch the first batch. Raises LoaderFailed."""
+        self.loaded, self.workers = loaded, workers
         self.first = next(loaded, NO_BATCH)  # none where no step is left
         self.last = NO_BATCH
 
     def __next__(self) -> Batch:
-        """Return the batch of the next step; once the loader has failed, the last one and why.
-
-        The ranks have to learn of it together, so that none waits for a collective of this one.
-        """
+        """Return the batch of the next step; once the loader has failed, the last one and why."""
         if self.first.parts:
             self.last, self.first = self.first, NO_BATCH  # its memory is free after its step
-        elif not (self.repeat or self.last.error):
+        elif not self.last.error:
             try:
                 self.last = next(self.loaded)
             except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the GPU, not the loader
                 raise
-            except Exception as error:
+            except Exception as error:  # all ranks learn of it together: none waits for this one
                 self.last = replace(self.last, bad=[], stats=data.LoadStats(), error=error)
         return self.last
 
@@ -69,12 +66,12 @@ def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
 
 
 def open_batches(run: "Run", session: "Session", files: data.ImageSource, steps: range) -> Batches:
-    """Start the loader of `steps` and fetch the first batch.
+    """Start the loader of `steps` and fetch the first batch. Collective.
 
-    Raises LoaderFailed, and AgreedError where --stage-dir cannot be used. Collective.
+    Raises LoaderFailed, and AgreedError where --stage-dir cannot be used.
     """
     config, ranks, device = run.config, session.ranks, session.device
-    alone = config.run == "syn"  # compute and communication: the same batch again and again
+    alone = config.run_mode == "syn"  # compute and communication: the same batch again and again
     if config.stage_dir and not alone:
         from storage import staging
 
@@ -95,16 +92,16 @@ def open_batches(run: "Run", session: "Session", files: data.ImageSource, steps:
         exact=config.exact_decode,
         stats=run.channel_stats or data.IMAGENET,
     )
-    return Batches(device_batches(loader, config.accum, device), workers, alone)
+    loaded = device_batches(loader, config.accum, device)
+    return Batches(repeat(next(loaded)) if alone else loaded, workers)
 
 
 def device_batches(
     loader: Iterable[data.LocalBatch], accum: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Yield the batch of each step, of `accum` local batches, on `device`.
+    """Yield the batch of each step, of `accum` local batches, on `device`. Raises LoaderFailed.
 
-    To a GPU they are copied on a stream of their own: requested while the step before still runs, a
-    batch is there when that step has ended. Raises LoaderFailed.
+    To a GPU they are copied on a stream of their own, while the step before still runs.
     """
     copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with loader_errors():

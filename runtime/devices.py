@@ -1,4 +1,4 @@
-"""What a device can do: peak FLOP/s, memory, power, precision, attention on a CPU, what fits.
+"""What a device can do: peak FLOP/s, precision, memory, power, and whether a run fits.
 
 To add a device: one row of PEAK_FLOPS, which planner/machines.py reads too.
 """
@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,8 @@ import torch
 if TYPE_CHECKING:
     from runtime.run import Run  # which imports the flags, and they this file
 
-# Dense bf16 peak of one device as torch numbers them, in FLOP/s, from the makers' data sheets. One
-# MI250X is two devices (GCDs): 191.5e12 each (OLCF Frontier user guide), not 383e12. The first part
-# that occurs in torch's name of the device counts, so longer names come before their beginnings.
+# Dense bf16 peak of one device as torch numbers them, in FLOP/s. One MI250X is two devices (GCDs).
+# The first part that occurs in torch's name of it counts: longer names before their beginnings.
 PEAK_FLOPS = {
     "MI250X": (191.5e12, "OLCF Frontier user guide, per GCD"),
     "MI250": (181e12, "AMD MI250 data sheet, 362.1 per card, per GCD"),
@@ -48,10 +48,6 @@ def peak_flops(device: torch.device) -> tuple[float | None, str]:
     return None, f"not known for {name}"
 
 
-# ---------------------------------------------------------------------------------------------
-# A CPU: precision, speed
-
-
 FAST_STEP = 1e11  # FLOPs: not a second on most CPUs
 PRODUCTS_SHARE = 0.5  # of the speed of large matrix products that a step reaches
 
@@ -60,21 +56,16 @@ def default_precision(gpu: bool) -> tuple[str, str]:
     """Return the default of --precision and why: a CPU may be ten times slower in bf16."""
     if gpu:
         return "bf16", "a GPU has bf16 arithmetic"
-    try:
-        found = re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", Path("/proc/cpuinfo").read_text())
-    except OSError:  # not Linux
-        found = None
-    name, no = ("bf16", "") if found else ("fp32", "no ")
-    return name, f"this CPU has {no}bf16 arithmetic"
+    with suppress(OSError):  # not Linux
+        if re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", Path("/proc/cpuinfo").read_text()):
+            return "bf16", "this CPU has bf16 arithmetic"
+    return "fp32", "this CPU has no bf16 arithmetic"
 
 
 def cpu_step_seconds(run: "Run", device: torch.device) -> float | None:
-    """Estimate the seconds of a step on this CPU, from a few matrix products; None for a fast one.
-
-    All ranks measure at once, as they will compute. None for a GPU and for a run without a model.
-    """
+    """Estimate the seconds of a step on this CPU by a few matrix products; None for a fast one."""
     flops = (run.flops_per_image() or 0) * run.local_batch * run.config.accum / run.config.tp
-    if device.type != "cpu" or run.config.run == "io" or flops < FAST_STEP:
+    if device.type != "cpu" or run.config.run_mode == "io" or flops < FAST_STEP:
         return None
     a = torch.ones(768, 768, dtype=run.dtype)
     a @ a  # the first is slower
@@ -82,10 +73,6 @@ def cpu_step_seconds(run: "Run", device: torch.device) -> float | None:
     for _ in range(5):
         a @ a
     return flops * (time.perf_counter() - start) / (5 * 2 * 768**3) / PRODUCTS_SHARE
-
-
-# ---------------------------------------------------------------------------------------------
-# Memory and power
 
 
 def host_gib() -> float:
@@ -109,18 +96,13 @@ def planned(
 ) -> dict[str, Any] | None:
     """Estimate memory and traffic of a run as plan.py does; None, with a warning, if it fails.
 
-    The plan is for the known machine that is nearest to `device`, with its own memory, or for
-    Frontier if that is None or a CPU. `verdict` and `fit`, a sentence, are None for a CPU, whose
-    memory is the host's, shared with the loaders, and for a run without a model.
+    The plan is for the known machine nearest to `device`, Frontier for None or a CPU. `verdict` and
+    `fit`, a sentence, are None for a run without a model and for a CPU, whose memory is shared.
     """
-    has_verdict = (device is None or device.type == "cuda") and run.config.run != "io"
+    fits = (device is None or device.type == "cuda") and run.config.run_mode != "io"
     try:
-        from planner.advice import describe_fit
-
-        plan = _plan(run, device, rank_memory_gib(device, 1) if device and has_verdict else None)
-        if has_verdict:
-            return plan.json() | {"fit": describe_fit(plan, run.config)}
-        return plan.json() | {"fit": None, "verdict": None}
+        plan, sentence = _plan(run, device, rank_memory_gib(device, 1) if device and fits else None)
+        return plan.json() | ({"fit": sentence} if fits else {"fit": None, "verdict": None})
     except Exception as error:  # an estimate decides nothing: no run ends for want of it
         warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
         return None
@@ -128,28 +110,29 @@ def planned(
 
 def advise_out_of_memory(run: "Run", device: torch.device, node_ranks: int) -> str:
     """Say in half a sentence what the plan says of a run that ran out of memory, and would fit."""
-    if run.config.run == "io":
+    if run.config.run_mode == "io":
         return "use fewer --workers or a smaller --batch"
     try:
-        from planner.advice import describe_fit
-
-        plan = _plan(run, device, rank_memory_gib(device, node_ranks))
-        return f"plan: {describe_fit(plan, run.config, ran_out=True)}"
+        return f"plan: {_plan(run, device, rank_memory_gib(device, node_ranks), ran_out=True)[1]}"
     except Exception as error:  # perhaps for want of memory
         return f"try a smaller --batch with --accum, or --ac full (no plan: {error})"
 
 
-def _plan(run: "Run", device: torch.device | None, memory_gib: float | None) -> Any:
-    from planner import estimate, machines, traffic
+def _plan(
+    run: "Run", device: torch.device | None, memory_gib: float | None, ran_out: bool = False
+) -> tuple[Any, str]:
+    """Return the plan of a run, and what it says in a sentence."""
+    from planner import advice, estimate, machines, traffic
 
     machine = machines.nearest_machine(peak_flops(device)[0] if device else None, memory_gib)
     flags = traffic.PlannedRun.from_flags(run.model, run.record())
-    return estimate.make_plan(flags, machine, memory_gib)
+    plan = estimate.make_plan(flags, machine, memory_gib)
+    return plan, advice.describe_fit(plan, run.config, ran_out)
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Tell whether an error says that a GPU or the host has no memory left."""
-    # of PyTorch's allocators, whose errors have types of their own on a GPU only, NCCL and cuBLAS
+    # PyTorch's allocators have a type of error of their own on a GPU only; NCCL and cuBLAS none
     words = r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED"
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))
@@ -157,24 +140,19 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def device_memory(device: torch.device) -> dict[str, float | int | None]:
     """Return the peak GiB of this rank's GPU since the start, and the allocator's retries."""
-    names = ("peak_allocated_gib", "peak_reserved_gib", "alloc_retries")
     if device.type != "cuda":
-        return dict.fromkeys(names)
-    stats = torch.cuda.memory_stats(device)
-    allocated = stats.get("allocated_bytes.all.peak", 0) / 2**30
-    reserved = stats.get("reserved_bytes.all.peak", 0) / 2**30
-    return dict(zip(names, (allocated, reserved, stats.get("num_alloc_retries", 0)), strict=True))
+        return dict.fromkeys(("peak_allocated_gib", "peak_reserved_gib", "alloc_retries"))
+    return {
+        "peak_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+        "peak_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+        "alloc_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+    }
 
 
 def device_power(device: torch.device) -> dict[str, float]:
-    """Return the watts that this rank's GPU draws, by its driver; {} where torch cannot read them.
-
-    Of both halves of an MI250X at once, by one of them.
-    """
-    if device.type != "cuda":
-        return {}
+    """Return the watts that this rank's GPU draws (an MI250X: both halves); {} if not known."""
     try:
-        draw = torch.cuda.power_draw(device)
+        draw = torch.cuda.power_draw(device) if device.type == "cuda" else 0
     except Exception:  # no pynvml or amdsmi, or a driver that refuses: errors of many types
         return {}
     # NVIDIA: milliwatts; ROCm: watts so far (pytorch#197553), and no GPU draws 5 W, or 5 kW

@@ -40,14 +40,13 @@ class Evaluation:
         self.order = np.random.default_rng(run.config.seed).permutation(len(self.files))
 
     def due(self, step: int, saved: bool) -> bool:
-        """Tell whether the model is evaluated after so many steps: wherever it is saved."""
+        """Tell whether to evaluate after so many steps: wherever the model is saved."""
         return saved
 
     def __call__(self, step: int) -> None:
         """Log the mean loss after so many steps, and draw the first images. Collective.
 
-        Images that cannot be read are left out. Ends without a result where none can, or where a
-        signal asks any rank to stop.
+        Unreadable images are left out; without any other, or with a signal, there is no result.
         """
         start, log, device = time.perf_counter(), self.session.log, self.session.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses, images
@@ -87,29 +86,27 @@ class Evaluation:
 
     def batches(self) -> Iterator[EvalBatch]:
         """Yield the batches of this rank; empty ones at the end, so that all have equally many."""
-        run, ranks = self.run, self.session.ranks
-        size = run.data_ranks * run.local_batch
-        rounds = -(-len(self.order) // size)
-        dealt = np.pad(self.order, (0, rounds * size - len(self.order)), constant_values=-1)
-        own = dealt.reshape(rounds, run.data_ranks, -1)[:, run.data_rank(ranks.rank)]  # (rounds, B)
-        indices, side = own[own >= 0].tolist(), run.config.img_size
-        workers = worker_count(run.config.workers, ranks)
-        loader = open_eval_loader(self.files, side, run.local_batch, workers, self.stats, indices)
-        for part in range(rounds):
+        run, ranks, size = self.run, self.session.ranks, self.run.local_batch
+        order, side = self.order.tolist(), run.config.img_size
+        parts = [order[i : i + size] for i in range(0, len(order), size)]
+        own = parts[run.data_rank(ranks.rank) :: run.data_ranks]
+        workers, nothing = worker_count(run.config.workers, ranks), torch.empty(0)
+        indices = [index for part in own for index in part]
+        loader = open_eval_loader(self.files, side, size, workers, self.stats, indices)
+        for i in range(-(-len(parts) // run.data_ranks)):
             bad: list[tuple[int, str]] = []
+            batch = None
             try:
                 batch = next(loader, None)
             except LoaderFailed as error:  # and has no more: training needs none of its images
-                batch = None
-                bad = [(index, str(error)) for index in own[part:].ravel().tolist() if index >= 0]
-            yield batch or EvalBatch(torch.empty(0), torch.empty(0), [], bad)
+                bad = [(index, str(error)) for part in own[i:] for index in part]
+            yield batch or EvalBatch(nothing, nothing, [], bad)
 
     @torch.no_grad()
     def forward(self, batch: EvalBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the losses of a batch (B,), predictions (B, L, P*P*C) and mask (B, L). Collective.
 
-        The model sees a whole local batch each time: sharded ones run on all ranks or none, and
-        compiled ones know one shape.
+        The model sees a whole local batch even of no image: all ranks take part in its collectives.
         """
         run, device = self.run, self.session.device
         c, side, count = run.model, run.config.img_size, len(batch.indices)
@@ -127,16 +124,14 @@ class Evaluation:
         self, step: int, loss: float, batch: EvalBatch, prediction: Tensor, mask: Tensor
     ) -> None:
         """Write the picture of the first images to OUT/eval, and to TensorBoard where that is."""
-        run, log = self.run, self.session.log
-        patch, norm_pix = run.model.patch, run.config.norm_pix_loss
-        shown = slice(PICTURED)
-        panels = reconstructions(
-            batch.images[shown], prediction[shown], mask[shown], patch, norm_pix, self.stats
-        )
-        paths = [self.files.path(i) for i in batch.indices[shown]]
+        run, log, norm_pix = self.run, self.session.log, self.run.config.norm_pix_loss
+        images, predicted, masked = (x[:PICTURED] for x in (batch.images, prediction, mask))
+        patch, stats = run.model.patch, self.stats
+        panels = reconstructions(images, predicted, masked, patch, norm_pix, stats)
+        paths = [self.files.path(i) for i in batch.indices[:PICTURED]]
         names = [os.path.relpath(path, self.files.root) for path in paths]
         title = f"step {step}, {run.config.mask_ratio:.0%} of the patches removed, loss {loss:.4f}"
-        picture = draw_rows(panels, names, [title, *notes(norm_pix, self.stats)])
+        picture = draw_rows(panels, names, [title, *notes(norm_pix, stats)])
         try:
             os.makedirs(self.folder, exist_ok=True)
             picture.save(os.path.join(self.folder, f"step_{step:08d}.png"), optimize=True)

@@ -1,14 +1,12 @@
 """Find the images of a run: rank 0 lists them, every rank then has the same list."""
 
 import json
-import math
 import os
 import pickle
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +19,6 @@ if TYPE_CHECKING:  # a loader worker imports this file for SyntheticImages
     from runtime.config import Config
 
 SIDE = 256  # pixels
-ANNOUNCED_EVERY = 15.0  # seconds that listing takes
 EVAL_FOLDER = "eval"  # in --out: the list of --eval-data, and pictures
 
 
@@ -57,9 +54,7 @@ def check_folder(folder: str, flag: str = "--data", out: str | None = None) -> N
         raise ValueError(f"there is no folder {folder}: give {flag} the folder of images")
     images = os.path.realpath(folder)
     if out and os.path.commonpath([images, os.path.realpath(out)]) == images:
-        raise ValueError(
-            f"--out {out} lies in {flag} {folder}: the pictures of the run would join its images"
-        )
+        raise ValueError(f"--out {out} lies in {flag} {folder}: its pictures would join the images")
 
 
 def check_folders(config: "Config") -> None:
@@ -70,40 +65,28 @@ def check_folders(config: "Config") -> None:
 
 
 def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tuple[Any, str]:
-    """List the images of a folder or pack -> (images, fingerprint of their names and sizes).
+    """List a folder or pack, kept in `out` if given -> (images, checksum of names and sizes).
 
-    The list is kept in `out`, where one is given. ValueError where there are none. A copy of the
-    trainer without the folder storage/ reads plain folders only.
+    ValueError where there are none. A copy of the trainer without storage/ reads plain folders.
     """
     check_folder(folder)
-    ended = Event()
-
-    def announce() -> None:
-        while not ended.wait(ANNOUNCED_EVERY):
-            say(f"still listing {folder}: `python prepare.py index {folder}` does it once for all")
-
-    Thread(target=announce, daemon=True).start()
     try:
         from storage import image_list
-
-        files: Any = image_list.find_list(folder, out, say)
-        return files, image_list.fingerprint(files, times=False)
     except ModuleNotFoundError:
         if is_pack(folder):
             raise
         files = data.scan(folder)
         return files, f"names {zlib.crc32(os.fsencode('/'.join(files.names))):08x}"
-    finally:
-        ended.set()
+    found = image_list.find_list(folder, out, say)
+    return found, image_list.fingerprint(found, times=False)
 
 
 def find_images(
     config: "Config", out: str | None, global_batch: int, say: Callable[[str], None]
 ) -> tuple[Any, dict[str, Any]]:
-    """List --data -> (images, what `with_images` needs to know of them).
+    """List --data -> (images, what `with_images` needs to know of them), as `list_folder`.
 
-    Keeps the list and raises as `list_folder`; ValueError too where there are too few images, or as
-    `find_stats`.
+    ValueError too where there are too few images for a step, or as `find_stats`.
     """
     files: Any = SyntheticImages(config.seed, config.channels)
     names: str | None = None
@@ -120,13 +103,13 @@ def share_images(config: "Config", global_batch: int) -> tuple[Any, dict[str, An
     """Do as `find_images` on rank 0, and give every rank its result. Collective."""
     if config.eval_data:
         share_eval_images(config)  # refused now, if at all
-    return _share(partial(find_images, config, config.out, global_batch, _say))
+    return _share(lambda: find_images(config, config.out, global_batch, _say))
 
 
 def share_eval_images(config: "Config") -> Any:
     """List --eval-data on rank 0, and give every rank the same list. Collective."""
     kept = os.path.join(config.out, EVAL_FOLDER)
-    return _share(partial(list_folder, str(config.eval_data), kept, _say))[0]
+    return _share(lambda: list_folder(str(config.eval_data), kept, _say))[0]
 
 
 _say = partial(print, flush=True)  # the log is opened once there are images
@@ -138,20 +121,14 @@ def _share(find: Callable[[], Any]) -> Any:
     return agreement.run_on_all_ranks(lambda: pickle.loads(found))
 
 
-# ---------------------------------------------------------------------------------------------
-# Mean and deviation of each channel
-
-
 def is_pack(folder: str) -> bool:
     """Tell whether `folder` is a pack of images, not a tree of files."""
     return os.path.exists(os.path.join(folder, "pack.index"))
 
 
 def stats_file(folder: str) -> str:
-    """Return where `prepare.py stats` keeps its result: in a pack, beside any other folder.
-
-    A file in a tree of images would make the list of its files outdated.
-    """
+    """Return where `prepare.py stats` keeps the mean and deviation of each channel."""
+    # beside a tree, not in it, where a new file would make the list of its files outdated
     return os.path.join(folder, "stats.json") if is_pack(folder) else f"{folder}.stats.json"
 
 
@@ -172,30 +149,21 @@ def find_stats(folder: str, channels: int) -> data.ChannelStats:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
         stats = data.ChannelStats(tuple(found["mean"]), tuple(found["std"]), found["dtype"])
-        finite = math.isfinite(sum(stats.mean + stats.std)) and min(stats.std) > 0
-        if not finite or stats.dtype not in data.ARRAY_DTYPES or len(stats.mean) != len(stats.std):
-            raise ValueError
     except (ValueError, TypeError, KeyError):
         raise ValueError(f"{path} is damaged: write it again by {command}") from None
-    if len(stats.mean) != channels:
-        raise ValueError(
-            f"{path} is of images with {len(stats.mean)} channels, not {channels}: give --channels "
-            f"{len(stats.mean)}, or if the images have changed, type {command}"
-        )
+    if (count := len(stats.mean)) != channels:
+        what = f"{path} is of images with {count} channels, not {channels}: give --channels {count}"
+        raise ValueError(f"{what}, or if the images have changed, type {command}")
     return stats
 
 
 def check_first_image(files: Any) -> None:
-    """Raise ValueError where the first image is an array that ImageNet's statistics do not fit.
-
-    One that cannot be read is no reason: others stand in for it, and it is listed.
-    """
+    """Raise ValueError where the first image is an array that ImageNet's statistics do not fit."""
     try:
         image, _ = data.open_image(files.read(0))
-    except Exception:  # Pillow raises many kinds for a broken file
+    except Exception:  # of many kinds; others stand in for a broken file, and it is listed
         return
     if isinstance(image, np.ndarray) and (len(image), image.dtype) != (3, np.uint8):
-        raise ValueError(
-            f"{files.path(0)} has {len(image)} channels of {image.dtype}: type `python prepare.py "
-            f"stats {files.root}`, and give --channels the number that it prints"
-        )
+        what = f"{files.path(0)} has {len(image)} channels of {image.dtype}"
+        command = f"`python prepare.py stats {files.root}`"
+        raise ValueError(f"{what}: type {command}, and give --channels the number that it prints")

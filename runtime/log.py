@@ -100,7 +100,7 @@ class Log:
         if self.file and run.config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            folder = os.path.join(run.config.out, "tensorboard", run.config.run)
+            folder = os.path.join(run.config.out, "tensorboard", run.config.run_mode)
             with self._disk_may_fail(folder):
                 self.tensorboard = SummaryWriter(folder, purge_step=step + 1)
 
@@ -157,7 +157,7 @@ class Log:
         A run that only reads images has no loss, no norm and no FLOPs.
         """
         seconds, waited = meter.interval(step + 1)
-        run, trained = self.run, self.run.config.run != "io"
+        run, trained = self.run, self.run.config.run_mode != "io"
         rate = run.global_batch / seconds
         per_rank = rate / run.world_size
         counts = run.flops_per_image(), run.flops_per_image(recomputed=True)
@@ -193,7 +193,7 @@ class Log:
 
     def first_step(self, step: int, loss: float) -> None:
         """Say that the first step, counted from 0, is made: the first line may be minutes away."""
-        if self.run.config.run != "io":
+        if self.run.config.run_mode != "io":
             self.say(
                 f"first step: {step + 1} of {self.run.steps}, loss {loss:.4f}; a line follows "
                 f"every {self.run.config.log_every} steps"

@@ -155,7 +155,7 @@ class Monitor:
         self.error: Exception | None = None  # of this rank's data loader
         self.problem: str | None = None  # the last bad step, in a sentence
         self.image_ids: deque[list[int]] = deque(maxlen=2)  # of the last two steps
-        zero = None if config.run == "io" else loss_of_zero(first, run)
+        zero = None if config.run_mode == "io" else loss_of_zero(first, run)
         self.loss_of_zero = None if zero is None else mean_over_ranks(zero[None])[0]
         self.evaluation: Any = None  # called with the number of steps where its `due` says so
         self.profile: Any = None
@@ -164,7 +164,7 @@ class Monitor:
     def watch(self, model: nn.Module, grid: DeviceMesh) -> None:
         """Evaluate the model and profile its steps too, where the flags ask for it. Collective."""
         config, session = self.run.config, self.session
-        if config.eval_data and config.run == "real":
+        if config.eval_data and config.run_mode == "real":
             from runtime.evaluation import Evaluation
 
             self.evaluation = Evaluation(self.run, session, model)
@@ -273,7 +273,7 @@ class Monitor:
         end |= {"compile_seconds": compiled, "payload_bytes": sent}
         loaders = self.bad_images.report(end["seconds"], end["data_share"])
         log.write("io", **loaders)
-        if run.config.run == "io" and loaders:
+        if run.config.run_mode == "io" and loaders:
             log.say_all(describe_loaders(loaders["ranks"]))
         losses = [loss for loss in meter.losses if math.isfinite(loss)]
         if reason == "done" and losses and self.loss_of_zero is not None:

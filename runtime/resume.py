@@ -50,7 +50,7 @@ def list_newest_first(run: Run, say: Say) -> list[Path]:
             )
         return [begin]
 
-    return run_on_rank0(find) if run.config.run == "real" else []
+    return run_on_rank0(find) if run.config.run_mode == "real" else []
 
 
 def resume(

@@ -14,7 +14,7 @@ from runtime.config import DEFAULT_BATCH, DEFAULT_STEPS, DTYPES, Config, model_c
 
 @dataclass(frozen=True)
 class Run:
-    """Hold what follows from the flags, the ranks and the data; the same on every rank."""
+    """The flags and what follows from them; resolve() makes one, with_images() adds the data."""
 
     config: Config
     world_size: int
@@ -35,14 +35,14 @@ class Run:
         return self.world_size // self.config.tp
 
     def data_rank(self, rank: int) -> int:
-        """Return which of them, from 0, has the images of this rank."""
+        """Return which of them has the images of this rank."""
         return rank // self.config.tp
 
     @property
     def ranks_per_group(self) -> dict[str, int]:
         """Count the ranks of a group in each dimension of the mesh, and of all."""
-        dimensions = dict(zip(mesh.DIMENSIONS, self.mesh_shape, strict=False))
-        return dimensions | {"world": self.world_size}
+        sizes = zip(mesh.DIMENSIONS, self.mesh_shape, strict=False)
+        return dict(sizes, world=self.world_size)
 
     @property
     def lr(self) -> float:
@@ -63,10 +63,9 @@ class Run:
 
     def flops_per_image(self, recomputed: bool = False) -> int | None:
         """Count the FLOPs of a step per image; `recomputed` ones too, None where none are."""
-        c = self.config
-        if recomputed and c.ac != "full":
-            return None
-        return vit.flops_per_image(self.model, c.img_size, c.mask_ratio, recompute=recomputed)
+        model, c = self.model, self.config
+        none = recomputed and c.ac != "full"
+        return None if none else vit.flops_per_image(model, c.img_size, c.mask_ratio, recomputed)
 
     def sharding_options(self) -> shard.ShardingOptions:
         """Return the options of shard.apply: the flags of the same names, where they are given."""
@@ -76,18 +75,12 @@ class Run:
         # The model casts the patches itself: their targets stay fp32. It has no dropout.
         return shard.ShardingOptions(**given, cast_inputs=False, preserve_rng_state=False)
 
-    def step_options(self) -> dict[str, Any]:
-        """Return the options of train_fsdp.train_step that stay the same in all steps."""
-        c = self.config
-        options = {"mask_ratio": c.mask_ratio, "clip": c.clip, "dtype": self.dtype}
-        return options | ({"stats": self.channel_stats} if self.channel_stats else {})
-
     def record(self) -> dict[str, Any]:
         """Return the flags and what follows, by the names that checkpoints and the log use."""
         follows = ["group", "world_size", "global_batch", "steps", "warmup_steps"]
         follows += ["images", "image_names_and_sizes"]
-        record = asdict(self.config) | {name: getattr(self, name) for name in follows}
         stats, rgb = self.channel_stats, self.config.channels == 3
+        record = asdict(self.config) | {name: getattr(self, name) for name in follows}
         return record | {
             "batch": self.local_batch,
             # of images that are not known yet, for a plan: rather more memory than less
@@ -98,41 +91,36 @@ class Run:
 
 
 def decisive(config: Config) -> tuple[str, ...]:
-    """List the keys of Run.record() that decide the result: a resumed run must have the same.
-
-    Not the path of --data, because the same images may lie elsewhere by now.
-    """
+    """List the keys of Run.record() that a resumed run must not change."""
+    # not the path of --data: the same images may lie elsewhere by now
     images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
     return names("result", table=type(config)) + images
 
 
 def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
-    """Derive the run from the flags for `world_size` ranks; ValueError if they are invalid.
-
-    `node_ranks`, the ranks per node, is the size of a shard group that --group does not give.
-    """
-    group, tp, model = None, config.tp, model_config(config.model)
+    """Derive the run of so many ranks, by default a node's share a copy; ValueError if invalid."""
+    c, mode, tp, group, model = (
+        config,
+        str(config.mode),
+        config.tp,
+        None,
+        model_config(config.model),
+    )
     data_ranks = check_tensor_parallel(model, world_size, tp)
-    if shard.STRATEGIES[str(config.mode)].group == "group":
-        group = config.group or min(max(node_ranks // tp, 1), data_ranks)
+    if shard.STRATEGIES[mode].group == "group":
+        group = c.group or min(max(node_ranks // tp, 1), data_ranks)
     mesh.check_group(data_ranks, group or 1)
-    batches = batch_sizes(data_ranks, config.accum, config.batch, config.global_batch)
-    patches = vit.patch_count(model, config.img_size)
-    shape: tuple[int, ...] = shard.mesh_shape(str(config.mode), data_ranks, group)
-    return Run(config, world_size, group, shape + (tp,) * (tp > 1), *batches, patches)
+    batches = batch_sizes(data_ranks, c.accum, c.batch, c.global_batch)
+    shape = (*shard.mesh_shape(mode, data_ranks, group), *[tp] * (tp > 1))
+    return Run(c, world_size, group, shape, *batches, vit.patch_count(model, c.img_size))
 
 
-def with_images(
-    run: Run, images: int, image_names_and_sizes: str | None, channel_stats: Any
-) -> Run:
-    """Add what follows from the data; ValueError where the steps are fewer than the warm-up's."""
-    config, epoch_steps = run.config, images // run.global_batch
-    steps = config.steps or (config.epochs or 0) * epoch_steps or DEFAULT_STEPS
-    warmup = steps // 20 if config.warmup_steps is None else config.warmup_steps
-    if warmup > steps:
-        raise ValueError(f"--warmup-steps {warmup} is more than the {steps} steps of the run")
-    found = replace(run, images=images, image_names_and_sizes=image_names_and_sizes)
-    return replace(found, channel_stats=channel_stats, steps=steps, warmup_steps=warmup)
+def with_images(run: Run, images: int, **facts: Any) -> Run:
+    """Add what follows from the data; the `facts` are fields of Run too."""
+    c = run.config
+    steps = c.steps or (c.epochs or 0) * (images // run.global_batch) or DEFAULT_STEPS
+    warmup = steps // 20 if c.warmup_steps is None else c.warmup_steps
+    return replace(run, images=images, steps=steps, warmup_steps=warmup, **facts)
 
 
 def batch_sizes(
@@ -140,13 +128,12 @@ def batch_sizes(
 ) -> tuple[int, int]:
     """Return (local batch, global batch) in images; ValueError where the latter does not divide."""
     share = world_size * accum
-    if global_batch is None:
-        return batch or DEFAULT_BATCH, (batch or DEFAULT_BATCH) * share
-    if global_batch % share:
-        below = max(global_batch // share, 1) * share
+    total = global_batch or (batch or DEFAULT_BATCH) * share
+    if total % share:
+        below = max(total // share, 1) * share
         parts = f"{world_size} ranks x {accum} accumulation steps: use {below} or {below + share}"
-        raise ValueError(f"--global-batch {global_batch} is not a multiple of {parts}")
-    return global_batch // share, global_batch
+        raise ValueError(f"--global-batch {total} is not a multiple of {parts}")
+    return total // share, total
 
 
 def check_tensor_parallel(model: vit.ViTConfig, world_size: int, tp: int) -> int:
@@ -160,7 +147,7 @@ def check_tensor_parallel(model: vit.ViTConfig, world_size: int, tp: int) -> int
 
 
 def check_masking(config: vit.ViTConfig, img_size: int, mask_ratio: float) -> int:
-    """Count the patches of an image; ValueError where none of them is left to predict."""
+    """Count the patches of an image; ValueError where none is left to predict."""
     patches = vit.patch_count(config, img_size)
     if vit.kept_patches(patches, mask_ratio) == patches:
         raise ValueError(f"--mask-ratio {mask_ratio} removes no patch: nothing to learn")

@@ -86,7 +86,7 @@ def ideal_rates(rows: Iterable[Row]) -> dict[tuple, Ideal]:
     """
     found: dict[tuple, Ideal] = {}
     for row in rows:
-        if row["run"] != "syn" or not row.get("images_per_second") or row.get("caveat"):
+        if row["run_mode"] != "syn" or not row.get("images_per_second") or row.get("caveat"):
             continue
         world, rate = row["world_size"], row["images_per_second"] / device_count(row)
         before = found.get(ideal_key(row))
@@ -114,7 +114,7 @@ def find_bottlenecks(rows: Sequence[Row]) -> list[Bottleneck | None]:
     runs: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         if row.get("images_per_second"):
-            runs.setdefault(setting_key(row), {})[row["run"]] = row
+            runs.setdefault(setting_key(row), {})[row["run_mode"]] = row
     return [
         find_bottleneck(row, runs.get(setting_key(row), {}), ideal.get(ideal_key(row)))
         if row["state"] in ("done", "out of memory", "skipped")
@@ -139,14 +139,14 @@ def find_bottleneck(row: Row, runs: Mapping[str, Row], ideal: Ideal | None) -> B
         return bottleneck_of(row, "memory", why)
     if not row.get("images_per_second"):
         return Bottleneck("unknown", "too few steps were measured", "more `--steps`")
-    compared = row["run"] != "syn" and {"real", "syn", "io"} <= {*runs}
+    compared = row["run_mode"] != "syn" and {"real", "syn", "io"} <= {*runs}
     if not compared and all(row.get(f"profile_{name}") is not None for name in PROFILE):
         own, sent, optimizer, data, idle = (float(row[f"profile_{name}"]) for name in PROFILE)
         return largest_part(row, "its profile", own + optimizer + idle, sent, data)
-    if row["run"] == "io" and not compared:
+    if row["run_mode"] == "io" and not compared:
         return bottleneck_of(row, "unknown", "only reading was run, and nothing to compare it with")
     step, waited = step_seconds(row), row.get("data_seconds") or 0.0
-    why, slow_input = f"seconds per step: {row['run']} {step:.3g}", None
+    why, slow_input = f"seconds per step: {row['run_mode']} {step:.3g}", None
     if compared:
         real, syn, io = (step_seconds(runs[name]) for name in ("real", "syn", "io"))
         why = f"seconds per step: real {real:.3g}, syn {syn:.3g}, io {io:.3g}"

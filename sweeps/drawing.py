@@ -103,12 +103,12 @@ def sharding(row: Row) -> str:
 def series_labels(rows: Sequence[Row]) -> list[str]:
     """Label the series of each row: its sharding, its caveat, and all in which the rows differ."""
     same = {"model", "mode", "group", "prefetch", "limit_all_gathers"}
-    names = [n for n in ("source", "run", *results.SETTINGS) if n not in same]
+    names = [n for n in ("source", "run_mode", *results.SETTINGS) if n not in same]
     differ = [n for n in names if len({r.get(n) for r in rows if r.get(n) is not None}) > 1]
     labels = []
     for row in rows:
         more = [
-            f"{row[n]}" if n in ("source", "run") else f"{n} {results.format_cell(row[n])}"
+            f"{row[n]}" if n in ("source", "run_mode") else f"{n} {results.format_cell(row[n])}"
             for n in differ
             if row.get(n) is not None
         ]
@@ -130,8 +130,8 @@ def rows_of_study(rows: Sequence[Row], study: str) -> list[Row]:
     return [
         row
         for row in rows
-        if (row["run"] == "syn" and study in row["study"].split())
-        or (row["run"] != "io" and not named & {*row["study"].split()})
+        if (row["run_mode"] == "syn" and study in row["study"].split())
+        or (row["run_mode"] != "io" and not named & {*row["study"].split()})
     ]
 
 

@@ -203,7 +203,7 @@ def draw_options(rows: Sequence[Row], _: Styles) -> Picture | None:
 def draw_io(rows: Sequence[Row], _: Styles) -> Picture | None:
     """Draw the seconds per step of real, syn and io runs, and of one rank alone."""
     settings = group_by((row for row in rows if rate_quartiles(row)), bottleneck.setting_key)
-    settings = {k: rs for k, rs in settings.items() if {"real", "io"} & {r["run"] for r in rs}}
+    settings = {k: rs for k, rs in settings.items() if {"real", "io"} & {r["run_mode"] for r in rs}}
     if not settings:
         return None
     picture = Picture("io", "What limits a step: real, synthetic, input alone", 1)
@@ -213,13 +213,14 @@ def draw_io(rows: Sequence[Row], _: Styles) -> Picture | None:
     names = []
     for place, some in enumerate(settings.values()):
         for row in some:
-            i, step = list(drawing.RUN_HATCHES).index(row["run"]), bottleneck.step_seconds(row)
+            i, step = list(drawing.RUN_HATCHES).index(row["run_mode"]), bottleneck.step_seconds(row)
             low, middle, high = rate_quartiles(row) or (1.0, 1.0, 1.0)
             value = (step * middle / high, step, step * middle / low)
-            look = {"color": f"C{i}", "hatch": drawing.RUN_HATCHES[row["run"]], "label": row["run"]}
+            mode = row["run_mode"]
+            look = {"color": f"C{i}", "hatch": drawing.RUN_HATCHES[mode], "label": mode}
             drawing.draw_bar(panel, place + 0.25 * (i - 1), value, width=0.23, **look)
-            picture.record_point(row["run"], row, sharding(row), step)
-        row = next((row for row in some if row["run"] == "real"), some[0])
+            picture.record_point(mode, row, sharding(row), step)
+        row = next((row for row in some if row["run_mode"] == "real"), some[0])
         limit = getattr(limits[id(row)], "limit", "unknown")
         names.append(f"{row['model']}, {row['world_size']} ranks\n{sharding(row)}\nlimit: {limit}")
         alone, source = bottleneck.ideal_seconds(row, rates.get(bottleneck.ideal_key(row)))

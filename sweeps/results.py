@@ -34,10 +34,11 @@ PLANS = ["planned_images_per_second", "planned_gib", "payload_mb", "planned_payl
 PLANS = [*PLANS, "memory_gib", "max_local_batch"]
 PROFILE_COLUMNS = [f"profile_{name}" for name in PROFILE]
 NUMBERS = [*RATES, "measured_lines", *STEP_COLUMNS, *GROWING_COLUMNS, *PROFILE_COLUMNS, *PLANS]
-IDENTITY = ["id", "study", "state", "reason", "run", "nodes", "ranks", "world_size"]
+IDENTITY = ["id", "study", "state", "reason", "run_mode", "nodes", "ranks", "world_size"]
 ORIGIN = ["source", "caveat", "host", "cores", *VERSIONS, "started", "log"]
 COLUMNS = [*IDENTITY, *SETTINGS, "workers", *NUMBERS, *ORIGIN]
-REQUIRED = ("id", "study", "state", "run", "model", "mode", "world_size", "batch")  # in every row
+# in every row
+REQUIRED = ("id", "study", "state", "run_mode", "model", "mode", "world_size", "batch")
 TEXTS = {"id", "study", "reason", "model", "host", "source", "caveat", "started", "log", *VERSIONS}
 # Why these published rows are not compared with others (examples/published/README.md).
 CAVEATS = {("ddp", None): "probably not bf16", ("hybrid", 1): "gradients probably not reduced"}
@@ -76,8 +77,8 @@ def make_row(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[s
     world_size = int(point["nodes"]) * int(point["ranks"])
     fsdp = {*SHARDING, "cpu_offload"} - {"mode", "bucket_cap_mb"}
     if world_size == 1 and not point.get("mode") and not any(map(point.get, fsdp)):
-        row["mode"] = "ddp"  # one process has nothing to shard (config.default_mode)
-    row |= {"state": state, "run": point.get("run") or "real", "world_size": world_size}
+        row["mode"] = "ddp"  # one process has nothing to shard (config.fill_defaults)
+    row |= {"state": state, "run_mode": point.get("run_mode") or "real", "world_size": world_size}
     row |= {key: value for key, value in plan.items() if key in COLUMNS}
     made = attempts.list_attempts(folder)
     if not made or state in ("waiting", "skipped"):
@@ -187,7 +188,8 @@ def published(folder: Path) -> list[Row]:
                 if cells.get("kind", "max_allocated") == "max_reserved":
                     continue
                 row = {k: parse_cell(k, v) for k, v in cells.items()}
-                row |= {"id": f"{name}.csv:{line}", "study": study, "state": "done", "run": "syn"}
+                row |= {"id": f"{name}.csv:{line}", "study": study}
+                row |= {"state": "done", "run_mode": "syn"}
                 row |= {"source": folder.name, "log": f"{table}:{line}", "batch": 32}
                 row |= {"world_size": row["nodes"] and 8 * row["nodes"], "memory_gib": 64.0}
                 row["caveat"] = CAVEATS.get((row["mode"], row.get("group")))

@@ -74,7 +74,7 @@ def options_points(models: Sequence[str], layouts: Sequence[Layout]) -> Iterator
     shardings = [("full_shard", ""), *(("hybrid", str(g)) for g in groups)]
     choices = itertools.product(models, shardings, PREFETCHES, ("false", "true"))
     for model, (mode, group), prefetch, limit in choices:
-        flags = {"mode": mode, "group": group, "fsdp": "1", "run": "syn"}
+        flags = {"mode": mode, "group": group, "fsdp": "1", "run_mode": "syn"}
         flags |= {"prefetch": prefetch, "limit_all_gathers": limit}
         yield make_point("options", model, layouts[-1], **flags)
 
@@ -87,7 +87,9 @@ def scaling_points(models: Sequence[str], layouts: Sequence[Layout]) -> Iterator
         modes = [(m, "") for m in ("ddp", "no_shard", "shard_grad_op", "full_shard")]
         modes += [("hybrid", str(g)) for g in groups if world % g == 0]
         for mode, group in modes if world > 1 else modes[:2]:  # one rank has nothing to shard
-            yield make_point("scaling", model, (nodes, ranks), mode=mode, group=group, run="syn")
+            yield make_point(
+                "scaling", model, (nodes, ranks), mode=mode, group=group, run_mode="syn"
+            )
 
 
 def io_points(models: Sequence[str], layouts: Sequence[Layout], data: str) -> Iterator[Point]:
@@ -101,7 +103,7 @@ def io_points(models: Sequence[str], layouts: Sequence[Layout], data: str) -> It
             baseline = mode == "ddp" or (one_rank and len(layouts) > 1)
             for run in ("syn",) if baseline else ("real", "syn", "io"):
                 images = "" if run == "syn" else data
-                yield make_point("io", model, layout, mode=mode, run=run, data=images)
+                yield make_point("io", model, layout, mode=mode, run_mode=run, data=images)
 
 
 def ladder_rungs() -> dict[str, Point]:
@@ -116,7 +118,7 @@ def ladder_points(models: Sequence[str], layout: Layout) -> Iterator[Point]:
         with contextlib.suppress(ValueError):
             if "tp" in cells:
                 check_tensor_parallel(model_config(model), math.prod(layout), int(cells["tp"]))
-            yield make_point("ladder", model, layout, mode="full_shard", run="syn", **cells)
+            yield make_point("ladder", model, layout, mode="full_shard", run_mode="syn", **cells)
 
 
 def quick_points(gpus: int, ranks: int, models: str | None, data: str) -> Iterator[Point]:
@@ -252,12 +254,14 @@ def with_ids(points: Sequence[Point], extra: Mapping[str, str]) -> list[Point]:
     found: dict[str, Point] = {}
     for point in points:
         cells = {k: v for k, v in {**point, **extra}.items() if v and k not in ("id", "study")}
+        if "run" in cells:  # the short form of the flag
+            cells["run_mode"] = cells.pop("run")
         for name in RESERVED:
             if name in cells:
                 raise ValueError(f"--{name.replace('_', '-')} is set by the sweep: leave it out")
         text = json.dumps(sorted(cells.items()))
         name = f"{cells.get('model', 'base')}-{cells.get('mode', 'hybrid')}{cells.get('group', '')}"
-        name += f"-{cells['nodes']}x{cells['ranks']}-{cells.get('run', 'real')}"
+        name += f"-{cells['nodes']}x{cells['ranks']}-{cells.get('run_mode', 'real')}"
         name += f"-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
         studies = {*found.get(name, {}).get("study", "").split(), *point["study"].split()}
         found[name] = {"id": name, "study": " ".join(sorted(studies)), **cells}

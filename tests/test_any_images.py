@@ -194,13 +194,7 @@ def test_stats_are_those_of_numpy(dtype, tmp_path):
     assert image_source.find_stats(str(tmp_path), 3) == data.IMAGENET  # RGB without a file
 
 
-DAMAGED = [
-    b"{",
-    b'{"mean": [1], "std": [1, 1], "dtype": "uint8"}',
-    b'{"mean": [NaN], "std": [1], "dtype": "uint8"}',
-    b'{"mean": [1], "std": [-1], "dtype": "uint8"}',
-    b'{"mean": [1], "std": [1], "dtype": "int64"}',
-]
+DAMAGED = [b"{", b'{"mean": [1], "std": null, "dtype": "uint8"}']
 
 
 @pytest.mark.parametrize("content", DAMAGED)

@@ -266,7 +266,7 @@ def test_a_slow_disk_is_what_the_log_says(more, tmp_path):
 def test_bars_of_the_input_are_those_of_the_logs(tmp_path, monkeypatch, capsys):
     rates = {"real": 10.0, "syn": 30.0, "io": 12.0}
     for run, rate in rates.items():
-        records = {"event": "start", "run": run}, {"event": "end", "images_per_second": rate}
+        records = {"event": "start", "run_mode": run}, {"event": "end", "images_per_second": rate}
         (tmp_path / f"8-{run}").mkdir()
         (tmp_path / f"8-{run}" / "log.jsonl").write_text("\n".join(map(json.dumps, records)))
     logs = [str(tmp_path / f"8-{run}" / "log.jsonl") for run in rates]

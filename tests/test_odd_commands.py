@@ -1,7 +1,6 @@
 """What is mistyped on a command line: one sentence and status 2, before anything starts."""
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -58,16 +57,11 @@ def refused(program: str, argv: list[str], capsys) -> str:
 # flags of train_fsdp.py, and what the sentence has
 TRAINING = [
     ("--mode full_shard --group 2", "--group is for --mode hybrid and hybrid_grad_op"),
-    ("--mode zero1 --fsdp 1", "hybrid_grad_op, not zero1: leave it out"),
-    ("--mode shard_grad_op --prefetch backward_pre", "--prefetch is for --mode full_shard"),
     ("--mode full_shard --prefetch backward_post", "exists in FSDP1 only: add --fsdp 1"),
-    ("--mode no_shard --forward-prefetch", "--forward-prefetch is for --mode shard_grad_op"),
     ("--no-limit-all-gathers", "--limit-all-gathers exists in FSDP1 only: add --fsdp 1"),
-    ("--mode ddp --cpu-offload", "--cpu-offload is for --mode no_shard and"),
     ("--cpu-offload", "but this run is on the CPU"),
     ("--mode hybrid --bucket-cap-mb 25", "--bucket-cap-mb is for --mode ddp and zero1"),
     ("--mode sharded", "invalid choice: 'sharded'"),
-    ("--wrap blocks", "invalid choice: 'blocks'"),
     ("--fsdp 3", "invalid choice: 3"),
     ("--group 2", "1 ranks cannot be split into shard groups of 2"),
     ("--tp 2", "--tp 2 does not divide the ranks, heads and MLP widths: use 1"),
@@ -75,49 +69,33 @@ TRAINING = [
     ("--mask-ratio 0", "--mask-ratio 0.0 removes no patch"),
     ("--mask-ratio 1", "at least one must stay"),
     ("--batch 8 --global-batch 64", "--batch and --global-batch: give one of them"),
-    (
-        "--global-batch 9 --accum 2",
-        "--global-batch 9 is not a multiple of 1 ranks x 2 accumulation steps: use 8 or",
-    ),
+    ("--global-batch 9 --accum 2", "of 1 ranks x 2 accumulation steps: use 8 or 10"),
     ("--steps 5 --epochs 1", "--steps and --epochs: give one of them"),
     ("--warmup-steps 101", "--warmup-steps 101 is more than"),
-    ("--steps 5 --warmup-steps 6", "--warmup-steps 6 is more than"),
     ("--data nowhere", "there is no folder nowhere"),
     ("--dry-run", "--dry-run and --world-size go together"),
-    ("--world-size 8", "--dry-run and --world-size go together"),
     ("--model giant", "--model giant: 'giant'; use tiny, base"),
-    ("--model base:", "--model base:: '' is not a whole number"),
     ("--model base:layers=3", "no field layers, only width, depth"),
-    ("--model base:channels=4", "no field channels, only width, depth"),
-    ("--model base:depth", "'' is not a whole number from 1"),
     ("--model base:heads=0", "'0' is not a whole number from 1"),
     ("--model base:heads=7", "width 768 is not a multiple of 4 and of its 7 heads"),
-    ("--save-every 0", "--save-every takes steps (500), minutes (30m), none: '0'"),
     ("--save-every 30h", "--save-every takes steps (500), minutes (30m), none: '30h'"),
     ("--batch 0", "argument --batch: '0' is not a whole number from 1 up"),
     ("--steps 1.5", "argument --steps: '1.5' is not a whole number"),
-    ("--workers -1", "argument --workers: '-1' is not a whole number from 0 up"),
     ("--max-bad 5", "argument --max-bad: '5' is not a number from 0 to 1"),
     ("--blr nan", "argument --blr: 'nan' is not a number"),
-    ("--clip inf", "argument --clip: 'inf' is not a number"),
     ("--data=", "argument --data: '' is empty: is a shell variable unset?"),
     ("--ste 5", "unrecognized arguments: --ste 5"),  # no abbreviations
 ]
 OTHERS = [
-    ("plan.py", "--batch 0", "argument --batch: '0' is not a whole number"),
     ("plan.py", "--group 3", "cannot be split into shard groups of 3"),
-    ("plan.py", "--save-every 0", "--save-every takes"),
     ("plan.py", "--machine nowhere", "there is no machine nowhere"),
     ("plan.py", "--memory-gib x", "'x' is not a number"),
     ("runtime.topology", "--device cpu --group 3", "cannot be split into shard groups of 3"),
-    ("runtime.topology", "--device cpu --mode typo", "invalid choice: 'typo'"),
     ("sweep.py", "quick --nodes 1,,2", "'' is not a whole number"),
     ("sweep.py", "", "required: PLAN"),
     ("prepare.py", "unpack a", "invalid choice: 'unpack'"),
-    ("prepare.py", "pack a", "required: DST"),
     ("prepare.py", "pack a b --quality 101", "'101' is not a whole number from 1 to 100"),
     ("checkpoint.py", "burn a", "invalid choice: 'burn'"),
-    ("checkpoint.py", "consolidate a", "required: out"),
     ("probe.py", "knn a", "required: --data"),
     ("probe.py", "finetune a --data b", "required: --test"),
     ("probe.py", "finetune a --data b --test c --drop-path 1", "not a number from 0 to 0.99"),
@@ -141,26 +119,22 @@ def test_odd_machine_files(content, tmp_path_factory, capsys):
     assert "the machine file" in refused("plan.py", ["--machine", str(path)], capsys)
 
 
-def test_a_process_of_its_own_does_the_same(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "train_fsdp.py", "--img-size", "225"],
-        text=True,
-        capture_output=True,
-        timeout=120,
-    )
+def test_a_process_of_its_own_does_the_same():
+    command = [sys.executable, ROOT / "train_fsdp.py", "--img-size", "225"]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "") and not os.listdir()
     assert done.stderr.startswith("train_fsdp.py: error: image size 225 is not a multiple")
 
 
 def test_what_is_a_number():
-    assert [config.number(0)(t) for t in ("1", ".5", "0.5e-3", "1E9")] == [1, 0.5, 5e-4, 1e9]
+    assert [config.number(0)(t) for t in (".5", "1E9")] == [0.5, 1e9]
     assert [config.whole(-3, 99)(t) for t in ("7", "-3", "99")] == [7, -3, 99]
     read = config.save_interval
     assert (read("500"), read("0.5m"), read("none")) == ((500, None), (None, 30), (None, None))
-    for text in ("0", "-1", "0m", "m", "nanm", "infm", "1.5", "all", ""):
+    for text in ("0", "0m", "nanm", "1.5", ""):
         with pytest.raises(ValueError, match="--save-every takes steps"):
             read(text)
-    for text in ("-4", "100", "", "many", "1e3"):
+    for text in ("-4", "100", "1e3"):
         with pytest.raises(argparse.ArgumentTypeError):
             config.whole(-3, 99)(text)
 
@@ -170,7 +144,7 @@ def test_the_annotations_of_the_table_say_how_its_flags_are_read():
     found = config.parse([*typed.split(), "--run", "syn", "--seed", "0", "--mask-ratio", "0.5"])
     assert found.fsdp == 1 and found.limit_all_gathers is found.norm_pix_loss is False
     assert found.compile is True and found.async_save is False and found.profile == 3
-    assert (found.clip, found.run, found.seed, found.mask_ratio) == (1.0, "syn", 0, 0.5)
+    assert (found.clip, found.run_mode, found.seed, found.mask_ratio) == (1.0, "syn", 0, 0.5)
     assert {"seed", "precision", "blr"} < {*config.names("result")}
     assert {"model", "batch"} < {*config.names("setting", "sharding")} - {"seed", "out"}
     assert "mode" in config.names("sharding") and "model" not in config.names("sharding")
@@ -180,12 +154,9 @@ def test_the_annotations_of_the_table_say_how_its_flags_are_read():
     ("flags", "cpu_flags", "precision"),
     [
         ("--device cpu", "fpu avx512_bf16 bmi1", "bf16"),
-        ("--device cpu", "amx_bf16", "bf16"),
         ("--device cpu", "fp asimd bf16 i8mm", "bf16"),  # ARM
         ("--device cpu", "fpu avx2 avx512f", "fp32"),
         ("--device cpu", None, "fp32"),  # not Linux
-        ("--device cpu --precision bf16", "fpu avx2", "bf16"),
-        ("--device cuda", "fpu avx2", "bf16"),
         ("--dry-run --world-size 8", "fpu avx2", "bf16"),
         ("--dry-run --world-size 8 --device cpu", "fpu avx2", "fp32"),
     ],
@@ -201,15 +172,10 @@ def test_precision_is_what_the_device_computes_in(flags, cpu_flags, precision, m
 
 
 def test_the_start_and_a_refused_resume_name_the_precision(monkeypatch, capsys):
-    argv = ["--model", "tiny:depth=1", "--img-size", "32", "--device", "cpu", "--workers", "0"]
-    argv += ["--batch", "2", "--steps", "1"]
-    for reason in ("bf16", "fp32"):
-        monkeypatch.setattr(devices, "default_precision", lambda gpu, r=reason: (r, f"has {r}"))
-        status = train_fsdp.main([*argv, "--out", "out"])
-        printed = capsys.readouterr()
-        if reason == "bf16":
-            assert status == 0 and "precision: bf16 (default bf16: has bf16)" in printed.out
-            with open("out/log.jsonl") as file:
-                start = json.loads(file.readline())
-            assert (start["precision"], start["precision_default"]) == ("bf16", "bf16: has bf16")
-    assert status == 2 and "precision bf16 -> fp32 (as before: --precision bf16)" in printed.err
+    argv = "--model tiny:depth=1 --img-size 32 --device cpu --workers 0 --batch 2 --steps 1"
+    monkeypatch.setattr(devices, "default_precision", lambda gpu: ("bf16", "has bf16"))
+    assert train_fsdp.main(argv.split()) == 0
+    assert "precision: bf16 (default bf16: has bf16)" in capsys.readouterr().out
+    monkeypatch.setattr(devices, "default_precision", lambda gpu: ("fp32", "has fp32"))
+    assert train_fsdp.main(argv.split()) == 2
+    assert "precision bf16 -> fp32 (as before: --precision bf16)" in capsys.readouterr().err

@@ -46,7 +46,7 @@ log = open(os.path.join(out, "log.jsonl"), "a")
 def write(**record):
     log.write(json.dumps(record) + "\\n")
     log.flush()
-write(event="start", steps=20, model=flags["--model"], run=flags.get("--run", "real"),
+write(event="start", steps=20, model=flags["--model"], run_mode=flags.get("--run-mode", "real"),
       host=os.environ.get("HOST_NAME", "here"),
       versions={"torch": "9.9"}, batch=32, accum=1, mode=flags.get("--mode", "hybrid"),
       world_size=1, device="cpu")
@@ -134,7 +134,7 @@ def test_the_studies_are_what_the_paper_varied():
         (mode, None) for mode in ("ddp", "no_shard", "shard_grad_op", "full_shard")
     }
     inputs = studies.with_ids(list(studies.io_points(["base"], [(1, 1), (1, 2)], "DIR")), {})
-    assert [(p["ranks"], p["run"]) for p in inputs] == [
+    assert [(p["ranks"], p["run_mode"]) for p in inputs] == [
         ("1", "syn"),
         ("1", "syn"),
         ("2", "real"),
@@ -307,7 +307,7 @@ def test_a_profile_in_the_log_decides(tmp_path):
     ]
     (made / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     assert attempts.finalize(made, 0)["state"] == "done"
-    point = {"id": "id", "study": "mine", "nodes": "1", "ranks": "2", "run": "syn"}
+    point = {"id": "id", "study": "mine", "nodes": "1", "ranks": "2", "run_mode": "syn"}
     found = results.make_row(point, tmp_path / "id", "done", {})
     assert found["profile_communication"] == 4 and found["images_per_second"] == 10
     limit = bottleneck.find_bottlenecks([found])[0]
@@ -350,7 +350,7 @@ def test_a_point_of_which_little_is_known_has_a_row_and_is_drawn(tmp_path):
         ("1", results.make_row(point | {"ranks": "1"}, tmp_path, "waiting", plans)),
     ):
         given = vars(config.parse(["--dry-run", "--world-size", ranks]))
-        assert all(row[name] == given[name] for name in ("model", "mode", "accum", "run"))
+        assert all(row[name] == given[name] for name in ("model", "mode", "accum", "run_mode"))
     assert rows[0]["batch"] == batch_sizes(1, 1, None, None)[0]
     results.write_table(tmp_path / "results.csv", rows, results.COLUMNS)
     again = results.read_folder(tmp_path)
@@ -434,7 +434,7 @@ def swept(tmp_path_factory):
     """The folder of a finished sweep of one point, and the point's id."""
     folder = tmp_path_factory.mktemp("swept")
     script, out = table(folder / "stand_in.py", STAND_IN), folder / "out"
-    points = table(folder / "mine.csv", "ranks,model,run\n1,tiny,syn\n")
+    points = table(folder / "mine.csv", "ranks,model,run_mode\n1,tiny,syn\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAN", str(folder / "ran"))
         here(points, "--out", out, "--script", script)
@@ -536,7 +536,7 @@ def test_a_full_disk_ends_a_sweep_with_a_sentence_and_loses_nothing(tmp_path, st
 
 def test_results_of_other_machines_are_appended_and_stay(tmp_path, stand_in, monkeypatch):
     script, _ = stand_in
-    points = table(tmp_path / "mine.csv", "ranks,model,run\n1,tiny,syn\n")
+    points = table(tmp_path / "mine.csv", "ranks,model,run_mode\n1,tiny,syn\n")
     for name, base in (("here", "100"), ("there", "200")):  # the same point, so the same id
         monkeypatch.setenv("HOST_NAME", name)
         monkeypatch.setenv("BASE", base)
@@ -668,7 +668,8 @@ def test_the_bottleneck_is_right_where_the_cause_is_known(tmp_path, monkeypatch)
         for ranks, run in points:
             folder = tmp_path / cause / f"{ranks}-{run}"
             state = attempts.finalize(folder / "1", 0)["state"]
-            point = {"id": folder.name, "study": "io", "nodes": "1", "ranks": ranks, "run": run}
+            point = {"id": folder.name, "study": "io", "nodes": "1", "ranks": ranks}
+            point["run_mode"] = run
             rows.append(results.make_row(point, folder, state, {}))
         found = {
             row["id"]: limit and (limit.limit, limit.why)
@@ -686,7 +687,7 @@ def row(run: str, rate: float, world: int = 8, **more: object) -> results.Row:
         "id": run,
         "study": "io",
         "state": "done",
-        "run": run,
+        "run_mode": run,
         "world_size": world,
         "nodes": 1,
         "mode": "full_shard",

@@ -79,7 +79,7 @@ def test_a_line_has_the_rate_of_its_own_steps_and_the_memory_of_the_device(clock
     )
     # with --cpu-offload the norm is on the CPU, the memory is that of the GPU
     config = Config("tiny", 32, mode="ddp", batch=4, steps=8)
-    written, run = log.Log(io.StringIO()), with_images(resolve(config, 1, 1), 100, None, None)
+    written, run = log.Log(io.StringIO()), with_images(resolve(config, 1, 1), 100)
     written.begin(run, torch.device("cuda", 3), 0)
     meter = log.Meter(0, 4)
     for step in range(6):
