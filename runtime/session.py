@@ -70,11 +70,11 @@ class Session:
                     give_up=self.give_up,
                 )
                 # for what the hosts exchange; connected now, because a lost rank is noticed here
-                with mesh.quiet_gloo():
-                    self.gloo = cast(Any, dist.new_group(backend="gloo"))
+                self.gloo = cast(Any, dist.new_group(backend="gloo"))
                 dist.barrier(self.gloo)
             except (RuntimeError, OSError) as error:
-                cause = mesh.reason_of(error)
+                # of NCCL's lines, the one that says why
+                cause = (str(error).partition("Last error:\n")[2] or str(error)).partition("\n")[0]
                 raise ConnectionError(f"{who} could not join the process group: {cause}") from error
 
     def heartbeat(self, phase: str, step: int | None = None) -> None:
