@@ -1,9 +1,8 @@
-"""Load images: file listing, assignment to ranks, decoding, crops, batches.
+"""Load images: file listing, assignment to ranks, crops, batches, decoding.
 
 Every random draw is a function of (seed, position), where the position counts the samples of the
 whole job since its first step. So no rank, worker or sampler keeps a state: one integer says where
 a run is, and any number of ranks and workers sees the same images, crops, flips and masks.
-
 Copy this one file: `for batch in build_loader(scan("tiles"), img_size=96, ...)` needs nothing else.
 Shapes: B images of a local batch, C channels, H x W pixels, L patches.
 """
@@ -21,21 +20,19 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".npy")
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
-MAX_PIXELS = 2**28  # of an image as it is decoded: 1 GiB
-Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit refuses JPEGs that are read at an eighth of it
-# Errors of the file itself, not of the node: Pillow cannot decode it (no errno), it has vanished,
-# it may not be read, it is a link to itself, or a socket.
-FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENXIO)
+# Errors of the file itself, not of the node: it cannot be decoded (no errno), read or found.
+FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EACCES)
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # of crops, width : height
 
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
+Image.MAX_IMAGE_PIXELS = 2**29  # Pillow refuses images of twice as many: 4 GiB decoded
 
 
 class ChannelStats(NamedTuple):
@@ -76,38 +73,29 @@ class ImageFolder:
         return os.path.join(self.root, self.names[index])
 
     def read(self, index: int) -> bytes:
-        with open(self.path(index), "rb", buffering=0) as file:
-            return file.read()
+        return Path(self.path(index)).read_bytes()
 
 
 def scan(root: str, visit: Callable[[str, int], None] | None = None) -> ImageFolder:
     """List the images below `root`: a class tree of any depth, a flat folder, or a mixture.
 
-    The class of an image is the name of the folder it lies in (all 51 leaf names of Million-AID
-    differ), numbered in sorted order; folders of one name are one class. Skips what is hidden;
-    follows symbolic links, but lists no folder twice. Calls `visit` with the path of each folder
-    and the number of images in it. Raises OSError where a folder is missing or may not be read, and
-    ValueError where there is no image.
+    The class of an image is the name of its folder. Skips what is hidden; follows symbolic links,
+    but lists no folder twice. Calls `visit` with each folder and the number of images in it.
+    OSError where a folder cannot be listed, ValueError where there is no image.
     """
 
     def fail(error: OSError) -> None:
         raise error  # a folder skipped in silence would renumber the classes
 
-    def identity(folder: str | Path) -> tuple[int, int]:
-        status = os.stat(folder)
-        return status.st_dev, status.st_ino
-
-    if not os.path.isdir(root):
-        raise FileNotFoundError(f"there is no folder {root}: give --data the folder of your images")
     names: list[str] = []
-    listed = set(map(identity, Path(root).resolve().parents))  # a link upwards lists nothing
+    listed = set(Path(root).resolve().parents)  # a link upwards lists nothing
     starts = [root]  # then links, which os.walk leaves to us: after the folders they may lead to
     for start in starts:
         for folder, subfolders, files in os.walk(start, onerror=fail):
-            if identity(folder) in listed:
+            if (real := Path(folder).resolve()) in listed:
                 subfolders.clear()
                 continue
-            listed.add(identity(folder))
+            listed.add(real)
             subfolders[:] = sorted(n for n in subfolders if not n.startswith("."))
             starts += filter(os.path.islink, [os.path.join(folder, n) for n in subfolders])
             images = [n for n in files if n.lower().endswith(EXTENSIONS) and not n.startswith(".")]
@@ -131,18 +119,12 @@ def scan(root: str, visit: Callable[[str, int], None] | None = None) -> ImageFol
 def steps_per_epoch(images: int, global_batch: int) -> int:
     """Count the whole global batches of an epoch; ValueError if there is not even one."""
     if global_batch > images:
-        raise ValueError(
-            f"a global batch of {global_batch} is larger than the data set of {images} images: "
-            f"use fewer ranks or a --batch that keeps the global batch at {images} or less"
-        )
+        raise ValueError(f"global batch {global_batch} is larger than the data set of {images}")
     return images // global_batch
 
 
 class ImageOrder:
-    """The image at each position: every epoch is a new permutation, drawn from (seed, epoch).
-
-    The last incomplete global batch of an epoch is left out.
-    """
+    """The image at each position: an epoch is a permutation, less its last incomplete batch."""
 
     def __init__(self, images: int, global_batch: int, seed: int) -> None:
         self.images, self.seed = images, seed
@@ -164,21 +146,15 @@ def deal(step: int, global_batch: int, local_batch: int, world_size: int) -> np.
 
     Each rank in turn gets one local batch, then again for the next accumulation step. All ranks
     together read each position once, in every sharding mode: a hybrid group shards parameters,
-    never the batch. ValueError where the batch does not divide.
+    never the batch.
     """
-    if global_batch % (local_batch * world_size):
-        ranks = f"{world_size} ranks x {local_batch} images"
-        raise ValueError(f"a global batch of {global_batch} is not a multiple of {ranks}")
     positions = np.arange(step * global_batch, (step + 1) * global_batch)
     return positions.reshape(-1, world_size, local_batch)
 
 
 @dataclass(frozen=True)
 class RankBatchSampler:
-    """The local batches of one rank, as lists of (position, image index).
-
-    The index is looked up here, so that no worker needs to hold the permutation.
-    """
+    """The local batches of one rank, as lists of (position, image index)."""
 
     order: ImageOrder
     global_batch: int
@@ -194,6 +170,7 @@ class RankBatchSampler:
         for step in self.steps:
             dealt = deal(step, self.global_batch, self.local_batch, self.world_size)
             for positions in dealt[:, self.rank].tolist():  # B integers
+                # Looked up here, so that no worker needs to hold the permutation.
                 yield [(position, self.order.image_at(position)) for position in positions]
 
 
@@ -206,8 +183,7 @@ def draw_augmentation(
 ) -> tuple[Tensor, bool, tuple[int, int, int, int]]:
     """Draw masking noise (L,), flip, and crop (top, left, height, width) from (seed, position).
 
-    The crop is of 20 to 100 % of the area, and half of the images are flipped: the recipe of MAE
-    (arXiv 2111.06377, appendix A.1). Torch's own generator is not used.
+    A crop has 20 to 100 % of the area, half of the images are flipped: MAE (arXiv 2111.06377, A.1).
     """
     word = np.random.SeedSequence((seed, position)).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(word))
@@ -217,10 +193,7 @@ def draw_augmentation(
 
 
 def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int, int, int, int]:
-    """Draw a crop (top, left, height, width) of 3:4 to 4:3, the largest in the middle if none fits.
-
-    From the same generator torchvision's RandomResizedCrop draws the same.
-    """
+    """Draw a crop (top, left, height, width) of 3:4 to 4:3, as torchvision's RandomResizedCrop."""
     for _ in range(10):
         area = width * height * torch.empty(1).uniform_(0.2, 1.0, generator=generator).item()
         aspect = torch.empty(1).uniform_(*LOG_ASPECT, generator=generator).exp().item()
@@ -229,6 +202,7 @@ def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int,
             top = int(torch.randint(height - h + 1, (), generator=generator))
             left = int(torch.randint(width - w + 1, (), generator=generator))
             return top, left, h, w
+    # None fits: the largest one in the middle.
     w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
     return (height - h) // 2, (width - w) // 2, h, w
 
@@ -250,29 +224,22 @@ def total(stats: Iterable[LoadStats]) -> LoadStats:
     return LoadStats(*map(sum, zip(LoadStats(), *stats, strict=True)))
 
 
-class Sample(NamedTuple):
-    """One image as it is trained on."""
-
-    image: Tensor  # (C, H, W) uint8; float32 where the images are uint16 or float32
-    noise: Tensor  # (L,) float32, the masking order: a random permutation of 0 .. L-1
-    image_id: int  # index in the data set
-    bad: list[tuple[int, str]]  # (image_id, reason): unreadable images that this one replaces
-    stats: LoadStats
-
-
 class LocalBatch(NamedTuple):
     """The samples of one rank in one accumulation step."""
 
-    image: Tensor  # (B, C, H, W) uint8 or float32, as in Sample
-    noise: Tensor  # (B, L) float32
-    image_ids: list[int]  # B of them
-    bad: list[tuple[int, str]]  # as in Sample, of all samples
+    image: Tensor  # (B, C, H, W) uint8; float32 where the images are uint16 or float32
+    noise: Tensor  # (B, L) float32, the masking orders: random permutations of 0 .. L-1
+    image_ids: list[int]  # B indices in the data set
+    bad: list[tuple[int, str]]  # (image_id, reason): unreadable images that these replace
     stats: LoadStats
+
+
+Sample = tuple[Tensor, Tensor, int, list[tuple[int, str]], LoadStats]  # of one image, as above
 
 
 @dataclass(eq=False)
 class Images(Dataset[Any]):  # so that the loader may be annotated by its batches
-    """The `Sample`s by (position, image index); `exact` as in `crop_and_resize`."""
+    """The samples by (position, image index); `exact` as in `crop_and_resize`."""
 
     files: ImageSource
     order: ImageOrder
@@ -282,26 +249,25 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
     stats: ChannelStats = IMAGENET  # an image of other channels or type counts as unreadable
 
     def __getitem__(self, place: tuple[int, int]) -> Sample:
-        """Load an image; for an unreadable one the next good one of the order stands in.
+        """Load an image, or if it is unreadable the next one of the order, with the same draws.
 
-        It gets the crop, flip and mask of this position. Raises RuntimeError after SUBSTITUTES
-        unreadable images in a row, and any error that is not the file's own.
+        RuntimeError after SUBSTITUTES in a row; raises any error that is not the file's own.
         """
         position, index = place
         bad: list[tuple[int, str]] = []
         while len(bad) < SUBSTITUTES:
             try:
-                return self.load(position, index)._replace(bad=bad)
+                image, noise, stats = self.load(position, index)
+                return image, noise, index, bad, stats
             except Exception as error:  # Pillow raises many kinds for a broken file
                 number = getattr(error, "errno", None)
                 if isinstance(error, MemoryError) or number not in FILE_ERRNOS:
                     raise  # of this node: another rank may not have it, and streams would differ
                 bad.append((index, f"{type(error).__name__}: {error}"))
             index = self.order.image_at(position + len(bad))
-        last = f"the last one number {bad[-1][0]} ({bad[-1][1]})"
-        raise RuntimeError(f"{SUBSTITUTES} images in a row could not be read, {last}")
+        raise RuntimeError(f"{SUBSTITUTES} images in a row could not be read, the last: {bad[-1]}")
 
-    def load(self, position: int, index: int) -> Sample:
+    def load(self, position: int, index: int) -> tuple[Tensor, Tensor, LoadStats]:
         """Load one image as it looks at this position; raises what reading and decoding raise."""
         started = time.perf_counter()
         content = self.files.read(index)
@@ -315,16 +281,15 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
         encoded = len(content) if isinstance(content, bytes) else 0  # bytes
         pixels = crop_and_resize(image, crop, self.img_size, self.exact or not encoded)
         pixels = pixels.flip(-1) if flip else pixels
-        stats = LoadStats(encoded, read - started, time.perf_counter() - read)
-        return Sample(pixels, noise, index, [], stats)
+        return pixels, noise, LoadStats(encoded, read - started, time.perf_counter() - read)
 
 
 def collate(samples: Sequence[Sample]) -> LocalBatch:
     """Stack samples; in a worker into shared memory, as PyTorch's default does with tensors."""
-    images, noise = default_collate([(sample.image, sample.noise) for sample in samples])
-    bad = [pair for sample in samples for pair in sample.bad]
-    stats = total(sample.stats for sample in samples)
-    return LocalBatch(images, noise, [sample.image_id for sample in samples], bad, stats)
+    images, noise = default_collate([sample[:2] for sample in samples])
+    _, _, image_ids, bad, stats = zip(*samples, strict=True)
+    replaced = [pair for pairs in bad for pair in pairs]
+    return LocalBatch(images, noise, list(image_ids), replaced, total(stats))
 
 
 def build_loader(
@@ -346,8 +311,7 @@ def build_loader(
     """Make the DataLoader of one rank for these steps: a batch per accumulation step, in turn.
 
     One iterator covers all steps, so workers start once, not once per epoch. Images must have the
-    channels and type of `stats`, which `normalize` needs too. With workers, `files` is pickled.
-    ValueError where the global batch is larger than the data set.
+    channels and type of `stats`. ValueError where the global batch is larger than the data set.
     """
     order = ImageOrder(len(files), global_batch, seed)
     return DataLoader(
@@ -365,9 +329,7 @@ def build_loader(
 
 
 def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
-    """(B, C, H, W) as loaded -> float32, normalised; ValueError where `stats` is of other C."""
-    if images.shape[1] != len(stats.mean):
-        raise ValueError(f"images of {images.shape[1]} channels, statistics of {len(stats.mean)}")
+    """Normalise (B, C, H, W) as loaded -> float32; ValueError where `stats` is of other C."""
     x = images.float() / 255 if images.dtype == torch.uint8 else images.clone()
     for channel, mean, std in zip(x.unbind(1), stats.mean, stats.std, strict=True):
         channel.sub_(mean).div_(std)  # by numbers: a tensor of them would stall the device
@@ -378,88 +340,54 @@ def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
 # One image: files and arrays to pixels
 
 
-def open_image(
-    content: bytes | AnyImage, max_pixels: int = MAX_PIXELS
-) -> tuple[AnyImage, tuple[int, int]]:
+def open_image(content: bytes | AnyImage) -> tuple[AnyImage, tuple[int, int]]:
     """Open what a source has read -> it, not decoded yet, and its (width, height) when upright.
 
-    Raises ValueError where it is no image, is damaged, or has too many pixels.
+    ValueError, or whatever Pillow and numpy raise, where it is no image, damaged or too large.
     """
-    if isinstance(content, bytes):
-        content = open_file(content)
-    if isinstance(content, np.ndarray):
-        if content.ndim != 3 or not content.size or content.dtype.name not in ARRAY_DTYPES:
-            what = f"{content.dtype} of shape {content.shape}"
-            raise ValueError(f"an array must be (C, H, W) {' or '.join(ARRAY_DTYPES)}, not {what}")
-        if content.dtype.kind == "f" and not np.isfinite(content).all():
-            raise ValueError("NaN or infinite pixels")
-        return content, (content.shape[2], content.shape[1])
-    if content.format != "JPEG":  # which may be decoded smaller; of a PNG, `orientation` needs all
-        check_size(content, max_pixels)
-    width, height = content.size
-    return content, (height, width) if orientation(content) in (5, 6, 7, 8) else (width, height)
-
-
-def open_file(content: bytes) -> AnyImage:
-    """Read a .npy file, or open any other without decoding it; ValueError where it is damaged."""
-    if content.startswith(b"\x93NUMPY"):
-        try:
-            return np.load(io.BytesIO(content), allow_pickle=False)
-        except Exception as error:  # a damaged header raises many kinds, even MemoryError
-            raise ValueError(f"damaged .npy file: {error}") from None
-    try:
+    image: AnyImage
+    if not isinstance(content, bytes):
+        image = content
+    elif content.startswith(b"\x93NUMPY"):
+        image = np.load(io.BytesIO(content), allow_pickle=False)
+    else:
         image = Image.open(io.BytesIO(content))
-    except UnidentifiedImageError:
-        what = f"begins with {content[:16]!r}" if content else "is empty"
-        raise ValueError(f"not an image: the file {what}") from None
-    # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without an
-    # error. The last end marker must follow the last start of a scan (ITU-T T.81, table B.1).
-    ended = content.rfind(b"\xff\xd9") > content.rfind(b"\xff\xda")
-    if image.format == "JPEG" and content.endswith(b"\0") and not ended:
-        raise ValueError("truncated: zeros where the end of the JPEG should be")
-    return image
-
-
-def check_size(image: Image.Image, max_pixels: int) -> None:
-    """Raise ValueError where an image has more than `max_pixels`."""
-    if (pixels := image.width * image.height) > max_pixels:
-        what = f"{image.width} x {image.height} pixels take {pixels / 2**28:.1f} GiB to decode"
-        raise ValueError(f"{what}: make it smaller by `prepare.py pack --max-side`")
+        # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without
+        # an error. The last end marker must follow the last start of a scan (ITU-T T.81, B.1).
+        ended = content.rfind(b"\xff\xd9") > content.rfind(b"\xff\xda")
+        if image.format == "JPEG" and content.endswith(b"\0") and not ended:
+            raise ValueError("truncated: zeros where the end of the JPEG should be")
+    if isinstance(image, np.ndarray):
+        if image.ndim != 3 or not image.size or image.dtype.name not in ARRAY_DTYPES:
+            raise ValueError(f"not (C, H, W) of {ARRAY_DTYPES}: {image.dtype} {image.shape}")
+        if image.dtype.kind == "f" and not np.isfinite(image).all():
+            raise ValueError("NaN or infinite pixels")
+        return image, (image.shape[2], image.shape[1])
+    width, height = image.size
+    return image, (height, width) if orientation(image) in (5, 6, 7, 8) else (width, height)
 
 
 def orientation(image: Image.Image) -> int:
-    """Return how an image is turned, 1 to 8, by its EXIF data; 1 is upright."""
+    """Read from EXIF data how an image is turned, 1 to 8; 1 is upright."""
     return image.getexif().get(ExifTags.Base.Orientation, 1)
 
 
-def reduction(image: Image.Image, crop: Sequence[int], side: int) -> int:
-    """Return 1, 2, 4 or 8: how much smaller a JPEG may be decoded so that its crop has `side`."""
-    # A turned image, rare here, is decoded whole: the last pixel of a reduced one may be a part of
-    # a pixel, and turning would bring it to the front and shift all others.
-    if image.format != "JPEG" or orientation(image) != 1:
-        return 1
-    return max(scale for scale in (1, 2, 4, 8) if scale == 1 or min(crop[2:]) >= scale * side)
-
-
-def decode(image: Image.Image, reduce: int = 1, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
     """Decode to upright RGB, a JPEG at 1/1, 1/2, 1/4 or 1/8 of its size (`reduce`).
 
-    16-bit grey is scaled to 8 bits, transparent pixels are blended with black. Raises whatever
-    Pillow raises for a broken or truncated image, ValueError for 32-bit pixels, or as `check_size`.
+    Scales 16-bit grey to 8 bits, blends transparent pixels with black. Raises whatever Pillow
+    raises for a broken image, ValueError for 32-bit pixels.
     """
-    file_format = image.format
     if reduce > 1:
         image.draft(None, (image.width // reduce, image.height // reduce))
-    check_size(image, max_pixels)
     if orientation(image) != 1:  # upright, that would only copy it
         image = ImageOps.exif_transpose(image)
-    # older Pillows open a 16-bit PNG as "I"
-    if image.mode.startswith("I;16") or (image.mode == "I" and file_format == "PNG"):
+    if image.mode.startswith("I;16"):
         grey = np.asarray(image) // 257  # `convert` would clip at 255
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise ValueError("32-bit image with an unknown range of values")
-    if image.mode in ("RGBA", "RGBa", "LA", "PA") or "transparency" in image.info:
+    if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image)
     image.load()
@@ -470,13 +398,16 @@ def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool
     """Decode, cut out (top, left, height, width), resize -> (C, side, side) uint8 or float32.
 
     Bicubic with antialiasing, as by torchvision's v2.functional.resized_crop of a tensor. A JPEG
-    is decoded at the smallest scale that its crop allows, the crop rounded to the pixels of that
-    scale; `exact` decodes it at full size, as torchvision would, and more slowly. Of one crop,
-    pixels differ by less than 1 of 255 in the mean.
+    is decoded at the smallest scale that its crop allows: faster than at full size, as torchvision
+    does and `exact` too, and on average less than 1 of 255 different.
     """
     top, left, height, width = crop
     if isinstance(image, Image.Image):
-        reduce = 1 if exact else reduction(image, crop, side)
+        # A turned image is decoded whole: at a smaller scale its last pixel may be a part of one,
+        # and turning would bring it to the front and shift all others.
+        exact = exact or image.format != "JPEG" or orientation(image) != 1
+        fits = 1 if exact else max(1, min(height, width) // side)
+        reduce = max(scale for scale in (1, 2, 4, 8) if scale <= fits)
         x0, y0, x1, y1 = (round(n / reduce) for n in (left, top, left + width, top + height))
         pixels = np.array(decode(image, reduce).crop((x0, y0, x1, y1)))  # (H, W, C)
         part = torch.from_numpy(pixels).permute(2, 0, 1)  # channels last, PyTorch's fastest here

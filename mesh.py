@@ -32,35 +32,25 @@ DIMENSIONS = ("replicate", "shard", "tp")  # of a mesh; tp, tensor parallelism, 
 def build_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh:
     """Build the mesh of all ranks, with dimensions "replicate" and "shard", or these and "tp".
 
-    `shape` is (number of replicas, ranks per shard group), or these and the ranks that split each
-    block, which are neighbours. Collective, after `init_ranks`. Raises ValueError if the shape does
-    not hold exactly the world.
+    `shape` is (replicas, ranks per shard group), or these and the neighbours that split each block.
+    Collective, after `init_ranks`. ValueError if the shape does not hold exactly the world.
     """
-    world_size = dist.get_world_size()
-    check_group(world_size, shape[1])
-    if math.prod(shape) != world_size:
-        sizes = " x ".join(map(str, shape))
-        raise ValueError(f"a {sizes} mesh does not hold {world_size} ranks")
+    if math.prod(shape) != dist.get_world_size():
+        raise ValueError(f"a mesh of {shape} does not hold {dist.get_world_size()} ranks")
     with quiet_gloo():
         return init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS[: len(shape)])
 
 
 def check_group(world_size: int, group: int) -> None:
     """Raise ValueError, with the sizes that fit, if `group` does not divide the world."""
-    if group < 1 or world_size % group:
-        sizes = ", ".join(map(str, divisors(world_size)))
+    if group not in (sizes := divisors(world_size)):
         what = f"{world_size} ranks cannot be split into shard groups of {group}"
-        raise ValueError(f"{what}: use {sizes}")
+        raise ValueError(f"{what}: use {', '.join(map(str, sizes))}")
 
 
 def divisors(number: int) -> list[int]:
     """List the divisors of a positive integer in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def straddles(group: int, local_world_size: int) -> bool:
-    """Check whether any shard group spans several nodes, if all nodes have as many ranks."""
-    return group > local_world_size or local_world_size % group != 0
 
 
 @dataclass(frozen=True)
@@ -79,28 +69,24 @@ class Ranks:
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
     """Read the ranks from torchrun's variables, else from srun's, else return a single process.
 
-    Raises RuntimeError, one sentence that names the missing variable and who sets it, if only some
-    of a launcher's variables are set: a job is never silently taken for a single process.
+    RuntimeError if some of a launcher's variables are missing, or ranks are not in blocks.
     """
     # torchrun first: under `srun torchrun` Slurm's variables count torchrun's agents, not ranks.
     if environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
         read, setter = _torchrun_ranks, "torchrun, as RANK, WORLD_SIZE or LOCAL_RANK is set"
     elif "SLURM_STEP_ID" in environ:
-        read, setter = _slurm_ranks, "srun"
+        address = "MASTER_ADDR=$(hostname -i) MASTER_PORT=3442"
+        read, setter = _slurm_ranks, f"srun, an address by you: `export {address}` before srun"
     elif "SLURM_JOB_ID" in environ and (
         environ.get("SLURM_NTASKS", "1") != "1" or environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
     ):  # inside a batch job: every task but this one would be missing
-        raise RuntimeError(
-            "this Slurm job has several tasks or nodes, but this process was not started by srun: "
-            f"type `srun python {os.path.basename(sys.argv[0])} ...`"
-        )
+        job = "this Slurm job has several tasks or nodes"
+        raise RuntimeError(f"{job}, but this process was not started by srun: type `srun python`")
     else:
         return Ranks(0, 1, 0, 1, 0, "single", {})
     try:
         return read(environ)
     except KeyError as error:
-        if setter == "srun" and error.args[0] in ("MASTER_ADDR", "MASTER_PORT"):
-            setter = "you: `export MASTER_ADDR=$(hostname -i) MASTER_PORT=3442` before srun"
         raise RuntimeError(f"the variable {error} is missing; it is set by {setter}") from None
 
 
@@ -123,10 +109,8 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
         counts += [int(count)] * int(nodes or 1)
     # Round-robin over the nodes would make each shard group, neighbours in rank, span all nodes.
     if sum(counts) != world_size or rank != sum(counts[:node]) + local_rank:
-        raise RuntimeError(
-            f"rank {rank} of {world_size} is local rank {local_rank} of node {node}, but ranks "
-            f"must fill the nodes {text} in blocks: add `--distribution=block` to srun"
-        )
+        where = f"rank {rank} of {world_size} is local rank {local_rank} of node {node} of {text}"
+        raise RuntimeError(f"{where}, not in blocks: add `--distribution=block` to srun")
     if len(counts) == 1:  # the address is known; two jobs that share the node need two ports
         job = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
         port = 20000 + zlib.crc32(job.encode()) % 10000
@@ -137,33 +121,24 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
 
 def process_cores() -> int:
     """Count the CPU cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def cpu_cores(ranks: Ranks) -> int:
-    """Count the CPU cores of this rank, at least 1."""
-    # srun binds each rank to cores of its own; other launchers leave it all cores of the node.
-    shared_by = 1 if ranks.launcher == "srun" else ranks.local_world_size
-    return max(1, process_cores() // shared_by)
+    """Count the CPU cores of this rank: srun binds it to its own, others leave it the node's."""
+    return max(1, process_cores() // (1 if ranks.launcher == "srun" else ranks.local_world_size))
 
 
 def pick_device(name: str, ranks: Ranks) -> torch.device:
-    """Choose this rank's device for the name `auto`, `cpu` or `cuda` (ROCm too).
-
-    Raises ValueError if there is no GPU, or fewer than ranks on the node.
-    """
+    """Choose the device for `auto`, `cpu` or `cuda` (ROCm too); ValueError if GPUs are missing."""
     count = torch.cuda.device_count() if name != "cpu" else 0
     if name == "cpu" or (name == "auto" and count == 0):
         return torch.device("cpu")
     if count == 0:
         raise ValueError("--device cuda: no GPU is visible to this process; use --device cpu")
     if 1 < count < ranks.local_world_size:
-        raise ValueError(
-            f"{ranks.local_world_size} ranks on this node share {count} GPUs: start {count} ranks "
-            "per node, or use --device cpu"
-        )
+        share = f"{ranks.local_world_size} ranks on this node share {count} GPUs"
+        raise ValueError(f"{share}: start {count} ranks per node, or use --device cpu")
     # A rank sees its own GPU alone, numbered 0 (`--gpus-per-task=1`), or all GPUs of its node.
     return torch.device("cuda", 0 if count == 1 else ranks.local_rank)
 
@@ -171,8 +146,7 @@ def pick_device(name: str, ranks: Ranks) -> torch.device:
 def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) -> None:
     """Start the default process group: nccl (RCCL on ROCm) for GPU tensors, gloo for CPU tensors.
 
-    Collective. Waits for all ranks, at most `timeout_minutes`, then raises RuntimeError. Raises
-    ValueError, on all ranks, if some have a GPU and others have none.
+    Collective; RuntimeError if a rank does not come, ValueError if only some have a GPU.
     """
     timeout, on_gpu = timedelta(minutes=timeout_minutes), device.type == "cuda"
     # gloo connects each rank with every other, once per group: hundreds of ranks need many files.
@@ -182,47 +156,32 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
     if on_gpu:
         torch.cuda.set_device(device)
     store: dist.Store = dist.HashStore()  # of a single process: no port is opened
-    try:
-        if ranks.init:
-            os.environ.update(ranks.init)
-            meet = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
-            store = next(meet)[0]
-            store.set(f"device/{ranks.rank}", device.type)
-            found = store.multi_get([f"device/{rank}" for rank in range(ranks.world_size)])
-            if len({*found}) > 1:  # those with a GPU would wait for the others until the timeout
-                store.set(f"found/{ranks.rank}", "")
-                if ranks.rank == 0:  # it serves the store, and leaves last
-                    store.wait([f"found/{rank}" for rank in range(ranks.world_size)])
-                raise ValueError(
-                    f"rank {found.index(b'cpu')} found no GPU, others did: give --device cpu to "
-                    "all, or leave its node out"
-                )
-        with quiet_gloo():
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-                store=store,
-                rank=ranks.rank,
-                world_size=ranks.world_size,
-                timeout=timeout,
-                device_id=device if on_gpu and ranks.init else None,
-            )
-    except (RuntimeError, OSError) as error:  # not all of torch's messages name the address
-        where = ":".join(ranks.init.values())
-        raise RuntimeError(f"{where}: {reason_of(error)}") from error
-
-
-def reason_of(error: Exception) -> str:
-    """Return the line of an error that says why: NCCL's is the one after "Last error:"."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[lines.index("Last error:") + 1] if "Last error:" in lines[:-1] else lines[0]
+    if ranks.init:
+        os.environ.update(ranks.init)
+        store = next(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout))[0]
+        store.set(f"device/{ranks.rank}", device.type)
+        found = store.multi_get([f"device/{rank}" for rank in range(ranks.world_size)])
+        if len({*found}) > 1:  # those with a GPU would wait for the others until the timeout
+            store.set(f"found/{ranks.rank}", "")
+            if ranks.rank == 0:  # it serves the store, and leaves last
+                store.wait([f"found/{rank}" for rank in range(ranks.world_size)])
+            raise ValueError(f"rank {found.index(b'cpu')} found no GPU, others did; see --device")
+    with quiet_gloo():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timeout,
+            device_id=device if on_gpu and ranks.init else None,
+        )
 
 
 @contextmanager
 def quiet_gloo() -> Iterator[None]:
     """Hide the line that gloo of torch 2.10 prints on stdout for every new group."""
-    # NCCL_DEBUG prints there as well.
     if torch.__version__ >= "2.11" or "NCCL_DEBUG" in os.environ or not sys.stdout:
-        yield
+        yield  # NCCL_DEBUG prints there as well
         return
     with os.fdopen(os.dup(1)) as stdout, open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)

@@ -111,14 +111,14 @@ def dry_run(
         run = resolve(config, ranks.world_size, ranks.local_world_size)
         check_masking(run.model, config.img_size, config.mask_ratio)
         with fake_world(ranks.world_size):
-            verdict = run_dry(run, ranks, lambda: simulate(run, build, forward_backward))
+            verdict = run_dry(run, ranks, lambda run: simulate(run, build, forward_backward))
     except (ValueError, OSError, Unsupported, agreement.AgreedError) as error:
         print_error(str(error))
         return 1 if isinstance(error, Unsupported) else 2
     return 3 if verdict == "NO" else 0
 
 
-def run_dry(run: Run, ranks: mesh.Ranks, step_once: Callable[[], "Simulation"]) -> str | None:
+def run_dry(run: Run, ranks: mesh.Ranks, step_once: Callable[[Run], "Simulation"]) -> str | None:
     """Print what a real run would be, in its order and with its errors; return the verdict."""
     say = partial(print, flush=True)
     config = replace(run.config, dry_run=False)
@@ -153,7 +153,7 @@ def run_dry(run: Run, ranks: mesh.Ranks, step_once: Callable[[], "Simulation"]) 
         say(line)
 
     why_not = unsimulated(config)
-    simulation = None if why_not else step_once()
+    simulation = None if why_not else step_once(run)
     say(why_not or "one step of rank 0, simulated" + ", without --compile" * config.compile)
     for line in report(simulation, plan, run.ranks_per_group, config.cpu_offload):
         say(line)

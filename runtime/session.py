@@ -142,8 +142,10 @@ def cause_of(error: Exception) -> str:
     """Return the line of an error that names its cause: a loader worker's own error, NCCL's too."""
     if not isinstance(error, RuntimeError):
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1] if "Traceback" in str(error) else mesh.reason_of(error)
+    text = str(error).strip() or type(error).__name__
+    if "Traceback" in text:
+        return text.splitlines()[-1]
+    return (text.partition("Last error:\n")[2] or text).splitlines()[0]
 
 
 def run_session(

@@ -2,9 +2,7 @@
 
     srun python -m runtime.topology --mode hybrid --group 2
 
-launch_frontier.sh starts it before a run. It takes train_fsdp.py's flags and is started in the same
-folder. It shows the host and device of each rank, which ranks share one copy of the parameters, and
-how long each of these shard groups takes to gather 16 MiB. Nothing is read or trained.
+launch_frontier.sh starts it before a run, with train_fsdp.py's flags. Nothing is read or trained.
 """
 
 import math
@@ -12,22 +10,22 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from mesh import DIMENSIONS, Ranks, build_mesh
 from runtime import process
-from runtime.agreement import AgreedError, gather_to_rank0, run_on_rank0
+from runtime.agreement import gather_to_rank0, run_on_rank0
 from runtime.config import make_config, training_parser
 from runtime.run import Run
 from runtime.session import Session, run_session
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """The host and device of one rank."""
 
     rank: int
@@ -56,17 +54,14 @@ def check_devices_differ(placements: Sequence[Placement]) -> None:
     for p in placements:
         other = users.setdefault((p.node, p.pci, p.uuid), p.rank)
         if p.pci and other != p.rank:
-            raise ValueError(
-                f"ranks {other} and {p.rank} share one device, {p.pci} of {p.host}: "
-                "give srun `--gpus-per-task=1 --gpu-bind=closest`"
-            )
+            shared = f"ranks {other} and {p.rank} share one device, {p.pci} of {p.host}"
+            raise ValueError(f"{shared}: give srun `--gpus-per-task=1 --gpu-bind=closest`")
 
 
-def shard_groups(shape: Sequence[int]) -> list[range]:
-    """List the ranks of each shard group of a mesh (replicate, shard), or one with tp too."""
-    block, tp = math.prod(shape[1:]), math.prod(shape[2:])  # ranks of a replica, of a tp group
-    firsts = range(0, math.prod(shape), block)
-    return [range(first + i, first + block, tp) for first in firsts for i in range(tp)]
+def groups_of(shape: Sequence[int], dimension: int) -> list[list[int]]:
+    """List the ranks of each group of a mesh: of dimension 0 replicate, 1 shard, 2 tp."""
+    grid = torch.arange(math.prod(shape)).view(*shape[:2], -1)
+    return grid.movedim(dimension, -1).flatten(0, 1).tolist()
 
 
 def format_ranks(numbers: Sequence[int]) -> str:
@@ -76,31 +71,22 @@ def format_ranks(numbers: Sequence[int]) -> str:
 
 
 def format_topology(placements: Sequence[Placement], shape: Sequence[int]) -> list[str]:
-    """Make a table of the ranks, one per line; of more than four nodes three are shown."""
-    world, block, tp = math.prod(shape), math.prod(shape[1:]), math.prod(shape[2:])
-    nodes, groups = sorted({p.node for p in placements}), shard_groups(shape)
-    hidden = nodes[2:-1] if len(nodes) > 4 else []
-    rows = [
-        ["rank", "host", "local", "device", "PCI", "shard group", "replicate group", "tp group"]
-    ]
-    for p in placements:
-        row, column, split = p.rank // block * tp + p.rank % tp, p.rank % block, p.rank // tp
-        members = [
-            f"{row}: {format_ranks(groups[row])}",
-            f"{column}: {format_ranks(range(column, world, block))}",
-            f"{split}: {format_ranks(range(split * tp, split * tp + tp))}" if tp > 1 else "",
-        ]
-        if p.node not in hidden:
-            rows.append([str(p.rank), p.host, str(p.local_rank), p.device, p.pci, *members])
-        elif p.node == hidden[0] and p.local_rank == 0:
-            rows.append(["..", f"{len(hidden)} more nodes", *[""] * 6])
-    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    names = " x ".join(DIMENSIONS[: len(shape)])
-    where = f"{world} ranks on {len(nodes)} node{'s' * (len(nodes) > 1)}"
-    head = f"mesh {' x '.join(map(str, shape))} ({names}): {where}"
-    lines = ["  ".join(map(str.ljust, row, widths)) for row in zip(*columns, strict=True)]
-    return [head, *(line.rstrip() for line in lines)]
+    """Make a table of the ranks, one per line; of more than 32 ranks 24 are shown."""
+    world, nodes = len(placements), len({p.node for p in placements})
+    table = [["rank", "host", "local", "device"]]
+    table += [[str(p.rank), p.host, str(p.local_rank), p.device] for p in placements]
+    more = [["PCI", *(p.pci for p in placements)]] if placements[0].pci else []
+    for dimension in (1, 0, 2)[: len(shape)]:
+        groups = enumerate(groups_of(shape, dimension))
+        texts = {rank: f"{i}: {format_ranks(group)}" for i, group in groups for rank in group}
+        more.append([f"{DIMENSIONS[dimension]} group", *(texts[p.rank] for p in placements)])
+    table = [[*row, *column] for row, column in zip(table, zip(*more, strict=True), strict=True)]
+    if world > 32:
+        table[17:-8] = [["..", f"{world - 24} more ranks", *[""] * (len(table[0]) - 2)]]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    sizes, named = " x ".join(map(str, shape)), " x ".join(DIMENSIONS[: len(shape)])
+    return [f"mesh {sizes} ({named}): {world} ranks on {nodes} node{'s' * (nodes > 1)}", *lines]
 
 
 def describe_topology(
@@ -110,67 +96,49 @@ def describe_topology(
     if ranks.world_size == 1:
         return []
     placements = gather_to_rank0(find_placement(ranks, device, environ)) or []
-
-    def lines() -> list[str]:
-        check_devices_differ(placements)
-        return format_topology(placements, shape)
-
-    return run_on_rank0(lines)
+    run_on_rank0(lambda: check_devices_differ(placements))
+    return run_on_rank0(lambda: format_topology(placements, shape))
 
 
 def time_all_gather(shape: tuple[int, ...], device: torch.device) -> list[float]:
-    """Return the seconds that each shard group needs to gather 16 MiB. Collective.
-
-    All groups gather at once; a group's time is that of its slowest rank, the median of five
-    rounds. AgreedError if the data that arrives is not what was sent.
-    """
+    """Time how each shard group gathers 16 MiB, all at once -> seconds of each. Collective."""
     group = build_mesh(shape, device).get_group("shard")
-    sent = torch.tensor(dist.get_process_group_ranks(group), dtype=torch.float32, device=device)
-    piece = torch.full((2**22 // shape[1],), float(dist.get_rank()), device=device)  # fp32
+    piece = torch.zeros(2**22 // shape[1], device=device)  # fp32
     whole = torch.empty(shape[1], piece.numel(), device=device)
-    rounds = []
+    rounds = []  # seconds
     for _ in range(7):  # the first two open the connections
         start = time.perf_counter()
         dist.all_gather([*whole], piece, group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         rounds.append(time.perf_counter() - start)
-    correct = bool((whole == sent[:, None]).all())
     seconds = [0.0] * dist.get_world_size()
-    dist.all_gather_object(seconds, statistics.median(rounds[2:]) if correct else math.inf)
-    if math.inf in seconds:
-        rank = seconds.index(math.inf)
-        raise AgreedError(f"wrong data of an all-gather on rank {rank}: faulty GPU or link?")
-    return [max(seconds[rank] for rank in group) for group in shard_groups(shape)]
+    dist.all_gather_object(seconds, statistics.median(rounds[2:]))
+    return [max(seconds[rank] for rank in group) for group in groups_of(shape, 1)]
 
 
-def format_timing(seconds: Sequence[float], shape: Sequence[int]) -> Iterator[str]:
-    """Yield the result of `time_all_gather`, then the groups that need twice the median's time."""
+def format_timing(seconds: Sequence[float], shape: Sequence[int]) -> list[str]:
+    """Say what `time_all_gather` found, and which groups need twice the median's time."""
     size, median = shape[1], statistics.median_low(seconds)
-    if size == 1:
-        yield "all-gather: nothing to time, every rank is its own shard group"
-        return
     rate = 2**24 * (size - 1) / size / median / 1e9  # a rank receives all but its own part
-    yield (
-        f"all-gather of 16 MiB among {size} ranks, all groups at once: {1e3 * min(seconds):.2f} "
-        f"to {1e3 * max(seconds):.2f} ms, median {rate:.2f} GB/s per rank"
-    )
-    for i, (group, taken) in enumerate(zip(shard_groups(shape), seconds, strict=True)):
-        if taken > 2 * median:
+    times = f"{1e3 * min(seconds):.2f} to {1e3 * max(seconds):.2f} ms, median {rate:.2f} GB/s"
+    lines = [f"all-gather of 16 MiB among {size} ranks, all groups at once: {times} per rank"]
+    for i, group in enumerate(groups_of(shape, 1)):
+        if seconds[i] > 2 * median:
             where = f"shard group {i} (ranks {format_ranks(group)})"
-            yield f"warning: {where} is slow: {1e3 * taken:.2f} ms"
+            lines.append(f"warning: {where} is slow: {1e3 * seconds[i]:.2f} ms")
+    return lines
 
 
 def check_mesh(run: Run, session: Session) -> None:
     """Print where the ranks of a run are and how fast they gather. Collective; AgreedError."""
     lines = describe_topology(session.ranks, session.device, run.mesh_shape, os.environ)
+    built_for = f"CUDA {torch.version.cuda}, HIP {torch.version.hip}"
+    lines = [f"python {platform.python_version()}, torch {torch.__version__}, {built_for}", *lines]
+    if run.mesh_shape[1] > 1:  # or every rank is its own shard group
+        lines += format_timing(time_all_gather(run.mesh_shape, session.device), run.mesh_shape)
     if session.ranks.rank == 0:
-        built_for = f"CUDA {torch.version.cuda}, HIP {torch.version.hip}"
-        print(f"python {platform.python_version()}, torch {torch.__version__}, {built_for}")
         print("\n".join(lines))
-    seconds = time_all_gather(run.mesh_shape, session.device)
-    if session.ranks.rank == 0:
-        print("\n".join(format_timing(seconds, run.mesh_shape)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

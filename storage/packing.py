@@ -28,8 +28,6 @@ from storage.checking import parallel_map
 from storage.image_list import PACK_INDEX, ImageList, fingerprint, list_images, save_index
 from storage.safe_files import naming, regular, replacing
 
-PACK_PIXELS = 8 * data.MAX_PIXELS  # of an image: packing has fewer processes than training
-
 
 @dataclass(frozen=True)
 class PackSettings:
@@ -65,7 +63,7 @@ def downscale(content: bytes, max_side: int, quality: int) -> bytes | None:
 
     An array stays one, of the same dtype.
     """
-    image, (width, height) = data.open_image(content, PACK_PIXELS)
+    image, (width, height) = data.open_image(content)
     if max(width, height) <= max_side:
         return None
     packed = io.BytesIO()
@@ -73,7 +71,7 @@ def downscale(content: bytes, max_side: int, quality: int) -> bytes | None:
         np.save(packed, shrink(image, max_side))
         return packed.getvalue()
     fits = [scale for scale in (1, 2, 4, 8) if max(width, height) >= 2 * scale * max_side]
-    rgb = data.decode(image, max(fits, default=1), PACK_PIXELS)  # two pixels for each that stays
+    rgb = data.decode(image, max(fits, default=1))  # two pixels for each that stays
     rgb.thumbnail((max_side, max_side), Image.Resampling.BICUBIC)
     rgb.save(packed, "JPEG", quality=quality)
     return packed.getvalue()

@@ -101,16 +101,8 @@ def test_one_node_under_srun_needs_no_address():
 def test_a_missing_variable_is_named_with_who_sets_it(environ, launcher):
     """A job is never taken for a single process."""
     for name in environ.keys() - {"GROUP_RANK", "SLURM_JOB_ID", "SLURM_STEP_ID"}:
-        yours = launcher == "srun" and name.startswith("MASTER")
-        sentence = f"{name}.* is missing; .* set by {'you: .export' if yours else launcher}"
-        with pytest.raises(RuntimeError, match=sentence):
+        with pytest.raises(RuntimeError, match=f"{name}.* is missing; it is set by {launcher}"):
             mesh.read_ranks(without(environ, name))
-
-
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
-def test_one_variable_of_torchrun_is_no_single_process(name):
-    with pytest.raises(RuntimeError, match="is missing; it is set by torchrun"):
-        mesh.read_ranks({name: "0"})
 
 
 @pytest.mark.parametrize(
@@ -134,7 +126,7 @@ def test_the_batch_shell_of_a_slurm_job_is_no_single_process(shell):
     ],
 )
 def test_ranks_that_do_not_fill_the_nodes_in_blocks_are_refused(changes):
-    with pytest.raises(RuntimeError, match="in blocks: add `--distribution=block` to srun"):
+    with pytest.raises(RuntimeError, match="not in blocks: add `--distribution=block` to srun"):
         mesh.read_ranks(SRUN | changes)
 
 
@@ -177,15 +169,6 @@ def test_check_group_names_the_sizes_that_fit():
             mesh.check_group(12, group)
 
 
-def test_straddles():
-    """Whether a group's ranks, counted out, lie on two nodes."""
-    for group in range(1, 9):
-        for node in range(1, 9):
-            firsts = range(0, 8 * group * node, group)
-            across = any(first // node != (first + group - 1) // node for first in firsts)
-            assert mesh.straddles(group, node) == across
-
-
 # --- several ranks
 
 
@@ -215,10 +198,9 @@ def test_the_mesh_is_the_one_of_the_docstring(fake_rank):
 
 def test_a_mesh_of_another_size_is_refused(fake_rank):
     fake_rank(3, 8)
-    with pytest.raises(ValueError, match="8 ranks cannot be split into shard groups of 3: use 1"):
-        mesh.build_mesh((2, 3), CPU)
-    with pytest.raises(ValueError, match="a 2 x 2 mesh does not hold 8 ranks"):
-        mesh.build_mesh((2, 2), CPU)
+    for shape in ((2, 3), (2, 2)):
+        with pytest.raises(ValueError, match=r"a mesh of \(2, \d\) does not hold 8 ranks"):
+            mesh.build_mesh(shape, CPU)
 
 
 def test_a_single_process_needs_no_address(monkeypatch):
@@ -253,20 +235,9 @@ def mixed():
     """Join as a rank that found a GPU, or as one that did not."""
     ranks = mesh.read_ranks(os.environ)
     torch.cuda.set_device = lambda device: None
-    with pytest.raises(ValueError, match=r"^rank 1 found no GPU, .*give --device cpu"):
+    with pytest.raises(ValueError, match=r"^rank 1 found no GPU, others did; see --dev"):
         mesh.init_ranks(ranks, CPU if ranks.rank else torch.device("cuda", 0), timeout_minutes=1)
 
 
 def test_ranks_with_and_without_a_gpu_do_not_wait_for_each_other(tmp_path):
     on_ranks(2, mixed, tmp_path)
-
-
-def test_the_reason_of_an_error():
-    nccl = (
-        "NCCL error in: NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for details)\n"
-        "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
-        "Last error:\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 40"
-    )
-    assert mesh.reason_of(RuntimeError(nccl)).startswith("Duplicate GPU detected : rank 0")
-    assert mesh.reason_of(RuntimeError("first\nsecond")) == "first"
-    assert mesh.reason_of(RuntimeError()) == "RuntimeError"

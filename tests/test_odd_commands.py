@@ -67,7 +67,7 @@ TRAINING = [
     ("--tp 2", "--tp 2 does not divide the ranks, heads and MLP widths: use 1"),
     ("--img-size 225", "image size 225 is not a multiple of the patch size 16"),
     ("--mask-ratio 0", "--mask-ratio 0.0 removes no patch"),
-    ("--mask-ratio 1", "at least one must stay"),
+    ("--mask-ratio 1", "mask ratio 1.0 leaves 0 of"),
     ("--batch 8 --global-batch 64", "--batch and --global-batch: give one of them"),
     ("--global-batch 9 --accum 2", "of 1 ranks x 2 accumulation steps: use 8 or 10"),
     ("--steps 5 --epochs 1", "--steps and --epochs: give one of them"),

@@ -105,12 +105,12 @@ def test_what_does_not_fit_is_refused():
         vit.ViTConfig(48, 2, 96, 5, 4)
     with pytest.raises(ValueError, match=r"width 512 is not a multiple of .* 7"):
         vit.ViTConfig(48, 2, 96, 4, 4, decoder_heads=7)
-    with pytest.raises(ValueError, match="not a multiple of the patch size 14: use 210 or 224"):
+    with pytest.raises(ValueError, match="not a multiple of the patch size 14"):
         vit.ViTMAE(vit.MODELS["huge"], 220)
     with pytest.raises(ValueError, match=r"do not fit this model.*24, 24"):
         small()(torch.zeros(1, 3, 28, 28))
     for ratio in (1.0, -0.1, 0.99):
-        with pytest.raises(ValueError, match="at least one must stay"):
+        with pytest.raises(ValueError, match="patches visible"):
             vit.kept_patches(16, ratio)
 
 
