@@ -147,9 +147,8 @@ def apply(
     `undefined` memory, if a checkpoint is loaded before a step.
 
     Call the model, not its parts or other methods; in a step the same blocks on every rank, or some
-    train on wrong weights in silence. Follow a forward pass in training mode by its backward pass,
-    or a unit that is not resharded keeps outdated parameters. Raises ValueError for invalid
-    arguments, RuntimeError if the ranks have different models.
+    train on wrong weights in silence; after a forward pass in training mode its backward pass.
+    Raises ValueError for invalid arguments, RuntimeError if the ranks have different models.
     """
     _check_arguments(model, mode, mesh, split_block is not None, options)
     row, device, blocks = STRATEGIES[mode], _device(mesh), find_blocks(model, block_classes)
@@ -275,14 +274,13 @@ def _fsdp2_settings(row: Strategy, mesh: DeviceMesh, options: ShardingOptions) -
     """FSDP2: the strategy is the mesh and `reshard_after_forward`; parameters become DTensors."""
     pinned = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     return {
-        # Two dimensions: sharded over the second, replicated over the first. One: sharded over it.
+        # of two dimensions: replicated over the first
         "mesh": mesh["shard"] if row.group == "world" else mesh,
         "mp_policy": fsdp.MixedPrecisionPolicy(
             options.param_dtype, options.reduce_dtype, cast_forward_inputs=options.cast_inputs
         ),
         "offload_policy": pinned if options.cpu_offload else fsdp.OffloadPolicy(),
-        # None: all but the root unit (tokens, embeddings, norms), which is used last in forward and
-        # first in backward, and stays gathered in between.
+        # None: all but the root unit, which is used last in forward and first in backward
         "reshard_after_forward": None if row.reshard else False,
     }
 
@@ -452,16 +450,12 @@ def _prepare_blocks(
             how["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matmuls)
         _replace(model, {block: checkpoint_wrapper(block, **how) for block in blocks.values()})
     for name in blocks if options.compile else ():
-        # Blocks of one shape share a compilation, and FSDP's hooks stay outside of it. Not dynamic:
-        # one graph for encoder and decoder blocks alike would be slower than one for each.
+        # Not dynamic: one graph for encoder and decoder blocks would be slower than one for each.
         model.get_submodule(name).compile(dynamic=False)
 
 
 def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Selective checkpointing: keep attention and matrix products, recompute norms, GELU and sums.
-
-    A product that narrows, the MLP's last, is not kept: no gradient in the block needs its result.
-    """
+    """Keep attention and matrix products, but the MLP's last, whose result no gradient needs."""
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         left, right = args[-2:]
         keep = left.shape[-1] <= right.shape[-1]

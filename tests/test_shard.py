@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from parity import ARGV, Case, compare, modes
-from ranks import Run, join, on_ranks, run_ranks
+from parity import Case, compare, modes
+from ranks import join, on_ranks
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -266,15 +266,6 @@ def events_of_prefetch(grid, **options) -> list[str]:
     return events(model)
 
 
-def all_reduces_of_ddp(cap: int) -> int:
-    """Of 9 MiB of gradients in buckets of so many MiB."""
-    grid = mesh.build_mesh((4, 1), CPU)
-    model = build("ddp", grid, config=vit.MODELS["tiny"], bucket_cap_mb=cap)
-    for _ in range(2):
-        forward_backward(model)
-    return collectives(events(model))["all_reduce"]
-
-
 def facts_of_four_ranks() -> dict:
     """Runs on every rank; what the tests below look at."""
     join()
@@ -285,7 +276,6 @@ def facts_of_four_ranks() -> dict:
         "backward_pre": events_of_prefetch(grid, prefetch="backward_pre"),
         "none": events_of_prefetch(grid, prefetch="none"),
         "forward_prefetch": events_of_prefetch(grid, forward_prefetch=True),
-        "buckets": [all_reduces_of_ddp(cap) for cap in (25, 1)],
     }
     dist.destroy_process_group()
     return found
@@ -350,11 +340,6 @@ def test_prefetch_is_what_it_says(facts):
     assert gathered_ahead(facts["forward_prefetch"]) and not gathered_ahead(facts["backward_pre"])
 
 
-def test_bucket_size_counts_the_all_reduces_of_ddp(facts):
-    large, small = facts["buckets"]
-    assert large == 1 and 6 <= small <= 12  # 9 MiB in buckets of 25 and of 1 MiB
-
-
 # --- same training, whatever the sharding
 
 
@@ -381,16 +366,3 @@ def test_same_training_whatever_the_sharding(tmp_path):
     found = compare(covering(), tmp_path)
     bad = {case: d for case, d in found.items() if not d.fine()}
     assert not bad and len(found) == 17
-
-
-@pytest.mark.slow
-def test_bf16_stays_near_fp32(tmp_path):
-    """Each step's loss within 2 %."""
-    argv = [*ARGV, "--steps", "8", "--img-size", "32", "--mode"]
-    bf16 = ("zero1", "hybrid --fsdp 1", "full_shard")
-    runs = [Run([*argv, "ddp"], params=False)]
-    runs += [Run([*argv, *f"{mode} --precision bf16".split()], params=False) for mode in bf16]
-    fp32, *rest = run_ranks(2, runs, tmp_path, 900)
-    for mode, result in zip(bf16, rest, strict=True):
-        losses = [[step["loss"] for step in found.steps] for found in (result, fp32)]
-        assert len(losses[0]) == 8 and losses[0] == pytest.approx(losses[1], rel=0.02), mode

@@ -1,7 +1,6 @@
 """--tp: the same training as one process, checkpoints in both directions, bytes and memory."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -85,16 +84,10 @@ def measure_traffic() -> list[dict]:
     for case in TRAFFIC:
         run, events = run_of(**case), []
         grid = mesh.build_mesh(run.mesh_shape, CPU)
-        step = partial(
-            train_fsdp.train_step,
-            *train_fsdp.build_model_and_optimizer(run, grid, CPU),
-            StepGuard(CPU),
-            [(torch.zeros(2, 3, 32, 32, dtype=torch.uint8), torch.rand(2, 16))] * run.config.accum,
-            lr=1e-3,
-            **run.step_options(),
-        )
+        training = train_fsdp.build_training(run, grid)
+        part = torch.zeros(2, 3, 32, 32, dtype=torch.uint8), torch.rand(2, 16)
         with step_profile.counting(grid, events):
-            step()
+            train_fsdp.train_step(training, StepGuard(CPU), [part] * run.config.accum, lr=1e-3)
         # not the norm, not the vote
         counted = [e for e in events if e.kind != "all_reduce" or e.size > 1000]
         found.append(step_profile.payload(counted, run.ranks_per_group))
@@ -126,7 +119,7 @@ def test_memory_is_that_of_the_tracker(model, tp, world, ac):
     config = Config(model, mode="hybrid", group=2, fsdp=2, tp=tp, batch=16, ac=ac, device="cpu")
     run = resolve(config, world, 8)
     with dry_run.fake_world(world):
-        seen = dry_run.simulate(run).peak
+        seen = dry_run.simulate(run, train_fsdp.build_training, train_fsdp.forward_backward).peak
     machine = replace(MACHINES["frontier"], workspace_gib=0.0, head_multiple=1)
     planned = make_plan(PlannedRun.from_flags(run.model, run.record()), machine)
     live = max(s.total - s.bytes["optimizer"] for s in planned.snapshots)
@@ -137,7 +130,7 @@ def share_inputs() -> list[float]:
     """On every rank: the loss of a step on images of its own."""
     rank, run = join(), run_of(2, "full_shard")
     grid = mesh.build_mesh(run.mesh_shape, CPU)
-    model, _, _ = train_fsdp.build_model_and_optimizer(run, grid, CPU)
+    model = train_fsdp.build_training(run, grid).model
     draw = torch.Generator().manual_seed(rank)
     images = torch.randn(2, 3, 32, 32, generator=draw)
     noise = torch.rand(2, 16, generator=draw)
@@ -189,4 +182,4 @@ def test_a_group_over_several_nodes_is_warned_of(capsys, tmp_path):
     assert train_fsdp.main([*flags.split(), *job.split()]) == 0
     out = capsys.readouterr().out
     assert "mesh 2 x 1 x 16 (replicate x shard x tp)" in out
-    assert "warning: --tp 16 on nodes of 8 ranks" in out
+    assert "note: --tp of 16 ranks on nodes of 8" in out
