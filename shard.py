@@ -4,15 +4,10 @@ Three engines: DDP (plain, or with ZeRO-1's sharded optimizer), FSDP1 (`FullySha
 deprecated, used by the published study) and FSDP2 (`fully_shard`, the maintained one). `apply` is
 the entry point, for any model in fp32; examples/own_model.py is a whole training loop with it.
 Copy this one file: it needs torch alone.
-
-To add a strategy: one row of STRATEGIES, and of README's table. One of a new kind also needs a
-function like `_ddp` or a line in `mesh_shape`, and its collectives in planner/traffic.py.
 """
 
-import inspect
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -32,7 +27,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
-from torch.distributed.utils import _cast_forward_inputs
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -50,69 +44,44 @@ class Strategy:
     engine: Literal["ddp", "zero1", "fsdp"]  # zero1: DDP; fsdp: FSDP1 or FSDP2, as asked for
     group: Literal["1", "group", "world"]  # ranks that together hold one copy of the parameters
     reshard: bool  # free the gathered parameters after forward, gather them again in backward
-    use_when: str
+    shards: str  # what each rank holds only a part of
+    traffic: str  # parameter-sized collectives per step
 
-    @property
-    def shards(self) -> str:
-        """Say what each rank holds only a part of."""
-        if self.group == "1":
-            return "optimizer states" if self.engine == "zero1" else "nothing"
-        kept = "gradients and states always; parameters between steps"
-        return "parameters, gradients, states" if self.reshard else kept
 
-    @property
-    def traffic(self) -> str:
-        """Count the parameter-sized collectives per step."""
-        if self.group == "1":
-            return "1 all-reduce, 1 broadcast" if self.engine == "zero1" else "1 all-reduce"
-        inside = f"{1 + self.reshard} all-gather, 1 reduce-scatter"
-        across = " in the group; 1 all-reduce of a shard across groups"
-        return inside + across * (self.group == "group")
-
+ALL, PART = "parameters, gradients, states", "gradients and states always; parameters between steps"
+GATHER1, GATHER2 = "1 all-gather, 1 reduce-scatter", "2 all-gather, 1 reduce-scatter"
+ACROSS = " in the group; 1 all-reduce of a shard across groups"
 
 STRATEGIES: dict[str, Strategy] = {
-    "ddp": Strategy("ddp", "1", False, "everything fits on one device; the baseline"),
-    "zero1": Strategy("zero1", "1", False, "only the optimizer states are too large"),
-    "no_shard": Strategy("fsdp", "1", False, "like ddp, but with FSDP's mixed precision"),
-    "shard_grad_op": Strategy(
-        "fsdp", "world", False, "the bf16 parameters fit whole, the states do not"
-    ),
-    "full_shard": Strategy("fsdp", "world", True, "nothing else fits; few nodes"),
-    "hybrid": Strategy("fsdp", "group", True, "many nodes; the smallest group that fits"),
-    "hybrid_grad_op": Strategy(
-        "fsdp", "group", False, "like hybrid, if the whole bf16 parameters fit"
-    ),
+    "ddp": Strategy("ddp", "1", False, "nothing", "1 all-reduce"),
+    "zero1": Strategy("zero1", "1", False, "optimizer states", "1 all-reduce, 1 broadcast"),
+    "no_shard": Strategy("fsdp", "1", False, "nothing", "1 all-reduce"),
+    "shard_grad_op": Strategy("fsdp", "world", False, PART, GATHER1),
+    "full_shard": Strategy("fsdp", "world", True, ALL, GATHER2),
+    "hybrid": Strategy("fsdp", "group", True, ALL, GATHER2 + ACROSS),
+    "hybrid_grad_op": Strategy("fsdp", "group", False, PART, GATHER1 + ACROSS),
 }
 
 
 def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[int, int]:
-    """Return the mesh (replicas, ranks per shard group) of a mode; only hybrid modes take `group`.
-
-    Raises ValueError for an unknown mode, a group that the mode does not take, or a missing one.
-    """
+    """Return the mesh (replicas, ranks per shard group) of a mode; ValueError where they clash."""
     if mode not in STRATEGIES:
         raise ValueError(f"there is no mode {mode}: use one of {', '.join(STRATEGIES)}")
-    for sentence in misuses(mode, {"group": group} if group else {}):
-        raise ValueError(sentence)
-    row = STRATEGIES[mode]
-    if row.group == "group" and not group:
-        raise ValueError(f"mode {mode} needs `group`, how many ranks share a copy: those of a node")
-    shard = {"1": 1, "world": world_size, "group": group or 0}[row.group]
+    if bool(group) != (STRATEGIES[mode].group == "group"):
+        raise ValueError(
+            "the hybrid modes need `group`, how many ranks share a copy; no other does"
+        )
+    shard = {"1": 1, "world": world_size, "group": group or 0}[STRATEGIES[mode].group]
     return world_size // shard, shard
 
 
 # The options that only some strategies have
 OPTIONS_OF: dict[str, Callable[[Strategy], bool]] = {
     "group": lambda row: row.group == "group",
-    "fsdp": lambda row: row.engine == "fsdp",
-    "wrap": lambda row: row.engine == "fsdp",
-    "cpu_offload": lambda row: row.engine == "fsdp",
-    "bucket_cap_mb": lambda row: row.engine != "fsdp",
-    "find_unused_parameters": lambda row: row.engine != "fsdp",
+    **dict.fromkeys(("fsdp", "wrap", "cpu_offload", "tp"), lambda row: row.engine == "fsdp"),
+    **dict.fromkeys(("bucket_cap_mb", "find_unused_parameters"), lambda row: row.engine != "fsdp"),
     "prefetch": lambda row: row.reshard,  # the others gather nothing in backward
-    "forward_prefetch": lambda row: row.group != "1",
-    "tp": lambda row: row.engine == "fsdp",
-    "limit_all_gathers": lambda row: row.group != "1",
+    **dict.fromkeys(("forward_prefetch", "limit_all_gathers"), lambda row: row.group != "1"),
 }
 
 
@@ -127,8 +96,7 @@ def misuses(
             modes = " and ".join(other for other, row in STRATEGIES.items() if has(row))
             yield f"{spell(name)} is for {spell('mode')} {modes}, not {mode}: leave it out"
         elif given.get("fsdp") != 1 and (name == "limit_all_gathers" or value == "backward_post"):
-            shown = f"{spell(name)} {value}" if name == "prefetch" else spell(name)
-            yield f"{shown} exists in FSDP1 only: add {spell('fsdp')} 1, or leave it out"
+            yield f"{spell(name)} {value} exists in FSDP1 only: add {spell('fsdp')} 1, or leave it"
         elif name == "tp" and (given.get("fsdp") == 1 or given.get("wrap") == "root"):
             yield f"{spell(name)} needs whole blocks and FSDP2: use {spell('wrap')} block"
         elif name in ("tp", "cpu_offload") and fp16:
@@ -147,7 +115,7 @@ class ShardingOptions:
     wrap: Literal["block", "root"] = "block"  # FSDP: a unit is a block, or the whole model
     param_dtype: torch.dtype = torch.bfloat16  # of the computation; stored parameters are fp32
     reduce_dtype: torch.dtype = torch.float32  # in which gradients are summed over ranks
-    cast_inputs: bool = True  # FSDP: to param_dtype, those of the model, its blocks and its layers
+    cast_inputs: bool = True  # FSDP: to param_dtype, those of the model and of its blocks
     prefetch: Literal["none", "backward_pre", "backward_post"] = "backward_pre"  # post: FSDP1 only
     forward_prefetch: bool = False  # FSDP only
     limit_all_gathers: bool = True  # FSDP1 only
@@ -174,36 +142,25 @@ def apply(
     `mesh` has the dimensions ("replicate", "shard") of `mesh_shape`, and with FSDP2 perhaps "tp",
     whose ranks share the work of a block: `split_block(block, mesh)` edits it. FSDP gathers and
     frees unit by unit: the outermost modules of `block_classes` (set(): none), and the rest, the
-    root.
-
-    Values that the model has on rank 0 are kept. What is on meta gets its values unit by unit, so
-    that no rank ever holds the whole model: `values(name, shape, device=...)` returns the whole of
-    one, alike on every rank; without it each module's `reset_parameters` draws them, the same in
-    every mode and on any number of ranks. With `values=undefined` load a checkpoint before a step.
-
-    Parameters are fp32, and computed with in `param_dtype`: FSDP casts them and the inputs, DDP
-    needs `autocast`. Buffers keep their dtype: cast them where they are used. Outputs are in
-    param_dtype: compute the loss in fp32. BatchNorm is computed in fp32, its statistics are each
-    rank's own. FSDP1 moves also the parameters that a step did not use: their gradient is zero, in
-    FSDP2 None. The state of an optimizer must be elementwise (not Adafactor's).
+    root. Values that the model has on rank 0 are kept. What is on meta gets its values unit by
+    unit: `values(name, shape, device=...)` returns the whole of one, alike on every rank, or
+    `undefined` memory, if a checkpoint is loaded before a step.
 
     Call the model, not its parts or other methods; in a step the same blocks on every rank, or some
-    train on wrong weights in silence. Follow a forward pass in training mode by its backward pass,
-    or a unit that is not resharded keeps outdated parameters. Raises ValueError for invalid
-    arguments, RuntimeError that names what is left without a value.
+    train on wrong weights in silence; after a forward pass in training mode its backward pass.
+    Raises ValueError for invalid arguments, RuntimeError if the ranks have different models.
     """
-    for sentence in _problems(model, mode, mesh, split_block is not None, options):
-        raise ValueError(sentence)
+    _check_arguments(model, mode, mesh, split_block is not None, options)
     row, device, blocks = STRATEGIES[mode], _device(mesh), find_blocks(model, block_classes)
-    parts = *model.named_modules(), *model.named_parameters(), *model.named_buffers()
-    names: dict[Any, str] = {part: name for name, part in parts}
-    if values and not any(map(_on_meta, [*model.parameters(), *model.buffers()])):
-        raise ValueError("values is for a model on meta, but this one has values")
+    names = {t: n for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    if any(map(_on_meta, names)) != (values is not None):
+        raise ValueError("give `values` to a model on meta, and to no other")
     if values is not undefined:
         _share_values(model, f"{mode} {[*blocks]} {options}", device)
 
     def fill(module: nn.Module) -> None:
-        _materialise(module, names, device, values)
+        if values:
+            _materialise(module, names, device, values)
         if split_block and module in blocks.values():
             split_block(module, mesh)
 
@@ -212,9 +169,7 @@ def apply(
         fill(model)
         return _ddp(model.to(device), mesh, options)
     units = blocks if options.wrap == "block" else {}
-    outside = _check_units(model, names, units)
-    if options.cast_inputs:
-        _cast_inputs(outside[1:], options.param_dtype)  # FSDP casts those of the model, the first
+    _check_units(model, units)
     _prepare_blocks(model, blocks, options)
     return _fsdp(model, units, row, mesh["replicate", "shard"], options, fill)
 
@@ -227,15 +182,11 @@ def _device(mesh: DeviceMesh) -> torch.device:
 # ---------------------------------------------------------------------------------------------
 # The engines
 
-# What turns off the broadcast of buffers at every step; the older name is deprecated
-SYNC_BUFFERS = {"forward_sync_buffers", "broadcast_buffers"} & {*inspect.signature(DDP).parameters}
-
 
 def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Module:
     """DDP: whole parameters on every rank, gradients all-reduced in buckets during backward."""
     if mesh.size() == 1:
         return model  # nobody to communicate with: no buckets, a second copy of the gradients
-    constant: dict[str, Any] = {max(SYNC_BUFFERS): False}  # as in FSDP; most are tables
     sharded = DDP(
         model,
         device_ids=[_device(mesh).index] if mesh.device_type == "cuda" else None,
@@ -243,8 +194,8 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
         gradient_as_bucket_view=True,  # no second copy of the gradients
         bucket_cap_mb=options.bucket_cap_mb,
         find_unused_parameters=options.find_unused_parameters,
-        **constant,
     )
+    sharded.broadcast_buffers = False  # at every step; as in FSDP: most are tables
     hooks = {torch.bfloat16: "bf16_compress_hook", torch.float16: "fp16_compress_hook"}
     if hook := hooks.get(options.reduce_dtype):
         sharded.register_comm_hook(mesh.get_group("replicate"), getattr(default_hooks, hook))
@@ -268,14 +219,12 @@ def _fsdp(
         policy = fsdp.MixedPrecisionPolicy(None, options.reduce_dtype, cast_forward_inputs=False)
         exact = {"mixed_precision": None} if first else {"mp_policy": policy}
         norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}
-    with warnings.catch_warnings():  # FSDP1's advice to use DDP instead of NO_SHARD
-        warnings.filterwarnings("ignore", "The `NO_SHARD`", FutureWarning)
-        for name, module in {**norms, **blocks}.items():
-            fill(module)  # whole, until it is cut
-            unit = model.get_submodule(name)  # the module, or what checkpoints it
-            _replace(model, {unit: wrap(unit, **settings | (exact if name in norms else {}))})
-        fill(model)
-        sharded = wrap(model, **settings)
+    for name, module in {**norms, **blocks}.items():
+        fill(module)  # whole, until it is cut
+        unit = model.get_submodule(name)  # the module, or what checkpoints it
+        _replace(model, {unit: wrap(unit, **settings | (exact if name in norms else {}))})
+    fill(model)
+    sharded = wrap(model, **settings)
     units: list[Any] = [model.get_submodule(name) for name in blocks]
     if options.prefetch == "none" and not first:
         # In backward FSDP2 prefetches the next unit unless it has a list of what to prefetch. An
@@ -301,6 +250,7 @@ def _fsdp1_settings(row: Strategy, mesh: DeviceMesh, options: ShardingOptions) -
         # FSDP1 does not reduce gradients at all if a shard group has one rank (pytorch#154888).
         # NO_SHARD is what such a strategy is meant to equal.
         name, submesh = "NO_SHARD", mesh["replicate"]
+        warnings.filterwarnings("ignore", "The `NO_SHARD`", FutureWarning)  # "use DDP"
     elif row.group == "world":
         name, submesh = "FULL_SHARD" if row.reshard else "SHARD_GRAD_OP", mesh["shard"]
     else:
@@ -324,14 +274,13 @@ def _fsdp2_settings(row: Strategy, mesh: DeviceMesh, options: ShardingOptions) -
     """FSDP2: the strategy is the mesh and `reshard_after_forward`; parameters become DTensors."""
     pinned = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     return {
-        # Two dimensions: sharded over the second, replicated over the first. One: sharded over it.
+        # of two dimensions: replicated over the first
         "mesh": mesh["shard"] if row.group == "world" else mesh,
         "mp_policy": fsdp.MixedPrecisionPolicy(
             options.param_dtype, options.reduce_dtype, cast_forward_inputs=options.cast_inputs
         ),
         "offload_policy": pinned if options.cpu_offload else fsdp.OffloadPolicy(),
-        # None: all but the root unit (tokens, embeddings, norms), which is used last in forward and
-        # first in backward, and stays gathered in between.
+        # None: all but the root unit, which is used last in forward and first in backward
         "reshard_after_forward": None if row.reshard else False,
     }
 
@@ -343,8 +292,7 @@ def _fsdp2_settings(row: Strategy, mesh: DeviceMesh, options: ShardingOptions) -
 def accumulation(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     """Enter around forward and backward of one accumulation step; only the `last` one all-reduces.
 
-    Sharded gradients are reduce-scattered at every step, or whole gradients would pile up; FSDP1's
-    hybrid modes cannot part the two and all-reduce at every step.
+    Sharded gradients are reduce-scattered at every step. FSDP1's hybrid modes all-reduce too.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)
@@ -355,9 +303,7 @@ def accumulation(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     return model.no_sync() if unsharded and not last else nullcontext()  # type: ignore[operator]
 
 
-def autocast(
-    model: nn.Module, device: torch.device, dtype: torch.dtype
-) -> AbstractContextManager[Any]:
+def autocast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
     """Enter around a forward pass in `dtype`: FSDP casts its units itself, the others need it."""
     needed = not isinstance(model, FSDP1 | FSDPModule) and dtype != torch.float32
     return torch.autocast(device.type, dtype) if needed else nullcontext()
@@ -388,59 +334,43 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module"}
+WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
 
 
 def original_name(name: str) -> str:
     """Return the name that a parameter had before its model was wrapped."""
     parts = name.removeprefix("module.").split(".")  # DDP's; a submodule further down keeps it
-    return ".".join(part for part in parts if part not in WRAPPERS - {"module"})
+    return ".".join(part for part in parts if part not in WRAPPERS)
 
 
 def weight_decay_names(model: nn.Module) -> set[str]:
-    """List the parameters that decay: all but biases and norms (1-D), as in the MAE recipe.
-
-    Call it before the model is wrapped: FSDP1 makes every parameter 1-D.
-    """
+    """List what decays: all but biases and norms. Before wrapping: FSDP1 makes all of it 1-D."""
     return {name for name, p in model.named_parameters() if p.ndim > 1}
 
 
 def build_optimizer(
-    model: nn.Module,
-    mode: str,
-    decay: Iterable[str],
-    *,
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
+    model: nn.Module, mode: str, decay: Collection[str], *, lr: float, weight_decay: float
 ) -> torch.optim.Optimizer:
     """Build a fused AdamW; `decay` has the original names of what decays."""
-    decays = set(decay)
     trained = [(original_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
-    decaying = [p for n, p in trained if n in decays]
-    others = [p for n, p in trained if n not in decays]
     groups: list[dict[str, Any]] = [
-        {"params": of_mesh, "weight_decay": rate}
-        for parameters, rate in ((decaying, weight_decay), (others, 0.0))
-        for of_mesh in by_mesh(parameters)
+        {"params": of_mesh, "weight_decay": weight_decay if decays else 0.0}
+        for decays in (True, False)
+        for of_mesh in by_mesh(p for name, p in trained if (name in decay) == decays)
     ]
-    settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "fused": True}
+    settings: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "fused": True}
     if STRATEGIES[mode].engine == "zero1":
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **settings)
     return torch.optim.AdamW(groups, **settings)
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """Make one step of any optimizer, or none if `skip` (), the same on every rank, is 1.
-
-    The host does not wait for the device if the optimizer is a fused AdamW or Adam.
-    """
+    """Make one step of any optimizer, or none if `skip` (), the same on every rank, is 1."""
     inner: Any = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     # Not SGD, whose first step, if it is left out, leaves the momentum uninitialised.
     adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     if adam and getattr(inner, "_step_supports_amp_scaling", False):
-        # It reads the attribute by which a gradient scaler tells it to skip.
+        # It reads what a gradient scaler sets, on the device: the host does not wait.
         inner.found_inf = skip.to(optimizer.param_groups[0]["params"][0].device)
     elif skip.item():
         return
@@ -457,66 +387,61 @@ def build_scaler(
 
 
 # ---------------------------------------------------------------------------------------------
-# Blocks and units
+# Arguments, blocks, initial values
 
 
-def find_blocks(
-    model: nn.Module, block_classes: Collection[type[nn.Module]]
-) -> dict[str, nn.Module]:
-    """Find the blocks of a model, by name: the outermost modules of `block_classes`.
+def _check_arguments(
+    model: nn.Module, mode: str, mesh: DeviceMesh, split: bool, options: ShardingOptions
+) -> None:
+    """Raise ValueError for arguments of `apply` with which training would go wrong."""
+    tp = mesh.shape[2] if split else 1
+    group = mesh.shape[1] if STRATEGIES[mode].group == "group" else None
+    wanted = mesh_shape(mode, dist.get_world_size() // tp, group)
+    if mesh.shape[:2] != wanted:
+        raise ValueError(f"mode {mode} here needs a mesh that begins with {wanted}, not {mesh}")
+    for name, hint in get_type_hints(ShardingOptions).items():
+        value = getattr(options, name)
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            raise ValueError(f"{name} is {value!r}, but must be one of {get_args(hint)}")
+    given = {n: v for n, v in vars(options).items() if v != getattr(ShardingOptions, n)}
+    for sentence in misuses(mode, given | ({"tp": tp} if tp > 1 else {})):
+        raise ValueError(sentence)
+    if "module" in dict(model.named_children()):
+        raise ValueError("rename the submodule module: DDP uses this name")
+    for name, p in model.named_parameters():
+        if p.dtype != torch.float32:
+            raise ValueError(f"{name} is {p.dtype}, but parameters are stored in fp32: .float()")
 
-    Raises ValueError, which lists the classes that could be blocks, if there are none of these.
-    """
-    classes = tuple(block_classes)
-    found = {n: m for n, m in model.named_modules() if isinstance(m, classes) and m is not model}
-    if classes and not found:
-        # with children, and a forward, which a ModuleList does not have
-        parts = [type(m) for m in model.modules() if m is not model and [*m.children()]]
-        counts = Counter(c.__name__ for c in parts if c.forward is not nn.Module.forward)
-        listed = ", ".join(f"{name} x {count}" for name, count in counts.most_common(8))
-        wanted = ", ".join(sorted(cls.__name__ for cls in classes))
-        problem = f"block_classes match no module: {wanted}; give classes out of"
-        raise ValueError(f"{problem} {listed or 'none'}, or set() for a model without blocks")
+
+def find_blocks(model: nn.Module, classes: Collection[type[nn.Module]]) -> dict[str, nn.Module]:
+    """Find the outermost modules of these classes, by name; ValueError if there are none."""
+    wanted = tuple(classes)
+    found = {n: m for n, m in model.named_modules() if isinstance(m, wanted) and m is not model}
+    if wanted and not found:
+        listed = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+        raise ValueError(f"block_classes match no module: use set(), or classes out of {listed}")
     inner = {part for block in found.values() for part in block.modules() if part is not block}
     return {name: block for name, block in found.items() if block not in inner}
 
 
-def _check_units(
-    model: nn.Module, names: Mapping[Any, str], units: Mapping[str, nn.Module]
-) -> list[nn.Module]:
-    """Return the modules outside of units; ValueError for a parameter in two, which FSDP unties."""
+def _check_units(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError for a parameter in two units, which FSDP would untie."""
     inside = {part for unit in units.values() for part in unit.modules()}
-    outside = [module for module in model.modules() if module not in inside]
     found: dict[nn.Parameter, str] = {}
-    for unit, modules in [*((n, [*u.modules()]) for n, u in units.items()), ("the root", outside)]:
+    for name, unit in [*units.items(), ("the root", model)]:
+        modules = [part for part in unit.modules() if unit is not model or part not in inside]
         for p in [p for module in modules for p in module.parameters(recurse=False)]:
-            if found.setdefault(p, unit) != unit:
-                raise ValueError(
-                    f"{names[p]} is in two units, {found[p]} and {unit}: choose block_classes that "
-                    "leave it in one, wrap root, or use mode ddp or zero1"
-                )
-    return outside
-
-
-def _cast_inputs(layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Let layers cast their floating-point inputs, as units do."""
-
-    def cast(layer: nn.Module, inputs: Any, named: Any) -> Any:
-        return _cast_forward_inputs(dtype, *inputs, **named)
-
-    for layer in layers:
-        if any(True for _ in layer.parameters(recurse=False)) and not isinstance(layer, _BatchNorm):
-            layer.register_forward_pre_hook(cast, with_kwargs=True)
+            if found.setdefault(p, name) != name:
+                where = f"a parameter {tuple(p.shape)} is in two units, {found[p]} and {name}"
+                raise ValueError(f"{where}: use other block_classes, wrap root, or mode ddp")
 
 
 def _prepare_blocks(
     model: nn.Module, blocks: Mapping[str, nn.Module], options: ShardingOptions
 ) -> None:
-    """Checkpoint and compile the blocks.
-
-    The order matters. Checkpointing comes first, so that the recomputation is inside the compiled
-    region and inside the unit: a block is gathered once for recomputation and gradient together.
-    """
+    """Checkpoint and compile the blocks."""
+    # Checkpointing comes first, so that the recomputation is inside the compiled region and inside
+    # the unit: a block is gathered once for recomputation and gradient together.
     if options.ac != "none":
         if any(isinstance(part, _BatchNorm) for b in blocks.values() for part in b.modules()):
             raise ValueError(f"ac {options.ac} would count each batch twice in BatchNorm")
@@ -525,16 +450,12 @@ def _prepare_blocks(
             how["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matmuls)
         _replace(model, {block: checkpoint_wrapper(block, **how) for block in blocks.values()})
     for name in blocks if options.compile else ():
-        # Blocks of one shape share a compilation, and FSDP's hooks stay outside of it. Not dynamic:
-        # one graph for encoder and decoder blocks alike would be slower than one for each.
+        # Not dynamic: one graph for encoder and decoder blocks would be slower than one for each.
         model.get_submodule(name).compile(dynamic=False)
 
 
 def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Selective checkpointing: keep attention and matrix products, recompute norms, GELU and sums.
-
-    A product that narrows, the MLP's last, is not kept: no gradient in the block needs its result.
-    """
+    """Keep attention and matrix products, but the MLP's last, whose result no gradient needs."""
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         left, right = args[-2:]
         keep = left.shape[-1] <= right.shape[-1]
@@ -545,39 +466,6 @@ def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# ---------------------------------------------------------------------------------------------
-# Checks and initial values
-
-
-def _problems(
-    model: nn.Module, mode: str, mesh: DeviceMesh, split: bool, options: ShardingOptions
-) -> Iterator[str]:
-    """Yield a sentence for each argument of `apply` with which training would go wrong."""
-    tp, group = mesh.shape[2] if mesh.ndim == 3 else 1, mesh.shape[1] if "hybrid" in mode else None
-    wanted = mesh_shape(mode, dist.get_world_size() // tp, group)
-    names = ("replicate", "shard", "tp")[: 3 if split else 2]
-    if mesh.mesh_dim_names != names or mesh.shape[:2] != wanted:
-        yield (
-            f"mode {mode} here needs a mesh {names} that begins with {wanted}, not "
-            f"{mesh.mesh_dim_names} of {mesh.shape}: build it with shard.mesh_shape"
-        )
-    for name, hint in get_type_hints(ShardingOptions).items():
-        value = getattr(options, name)
-        if get_origin(hint) is Literal and value not in get_args(hint):
-            yield f"{name} is {value!r}, but must be {' or '.join(map(repr, get_args(hint)))}"
-    given = {n: v for n, v in vars(options).items() if v != getattr(ShardingOptions, n)}
-    yield from misuses(mode, given | ({"tp": tp} if tp > 1 else {}))
-    if isinstance(model, DDP | FSDP1 | FSDPModule):
-        yield "the model is sharded already: apply takes a plain module, once"
-    for name in WRAPPERS & dict(model.named_children()).keys():
-        yield f"rename the submodule {name}: wrappers use this name"
-    for name, p in model.named_parameters():
-        if p.dtype != torch.float32:
-            yield f"{name} is {p.dtype}, but parameters are stored in fp32: .float()"
-        if STRATEGIES[mode].engine == "fsdp" and not (p.ndim and p.numel()):
-            yield f"{name} has the shape {tuple(p.shape)}, which cannot be sharded: use mode ddp"
-
-
 def undefined(name: str, shape: torch.Size, device: torch.device) -> Tensor:
     """Return memory of any content: for `apply`, where a checkpoint is loaded afterwards."""
     return torch.empty(shape, device=device)
@@ -585,52 +473,22 @@ def undefined(name: str, shape: torch.Size, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def _materialise(
-    unit: nn.Module, names: Mapping[Any, str], device: torch.device, values: InitialValue | None
+    unit: nn.Module, names: Mapping[Tensor, str], device: torch.device, values: InitialValue
 ) -> None:
     """Give what is on meta in a module and below it memory and values, alike on every rank."""
     made: dict[Tensor, Tensor] = {}  # tied parameters stay tied
-    drawn: dict[str, tuple[nn.Module, str]] = {}  # where each is that reset_parameters sets
-    # Children first, because some modules set the values of their children too. Of the modules
-    # that have a tied parameter the first sets it last.
-    for module in reversed(list(unit.modules())):
-        own = {**module._parameters, **module._buffers}
-        meta = {leaf: t for leaf, t in own.items() if t is not None and _on_meta(t)}
-        for leaf, t in meta.items():
-            if t not in made:
-                new = made[t] = torch.empty_like(t, device=device)
-                if isinstance(t, nn.Parameter):
-                    made[t] = nn.Parameter(new, t.requires_grad)
-                if values is not None:
-                    try:
-                        value = values(names[t], t.shape, device=device)
-                    except KeyError as error:
-                        raise RuntimeError(f"values gives no value to {names[t]}") from error
-                    if value.shape != t.shape:
-                        raise ValueError(f"values gives {names[t]} the shape {tuple(value.shape)}")
-                    new.copy_(value)
-                elif new.is_floating_point():
-                    new.fill_(float("nan"))  # to see what is set
-            setattr(module, leaf, made[t])
-            drawn[names[t]] = module, leaf
-        if meta and values is None:  # independently of all other modules
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                torch.manual_seed(zlib.crc32(f"{torch.initial_seed()}/{names[module]}".encode()))
-                for method in ("reset_parameters", "_reset_parameters"):  # nn.MultiheadAttention's
-                    getattr(module, method, lambda: None)()
-    missing = []
-    for name, (module, leaf) in drawn.items() if values is None else ():
-        t = getattr(module, leaf)  # which reset_parameters may have replaced
-        _share(t, device)  # for modules that draw by other generators than PyTorch's
-        untouched = t._version == 0 and any(t is new for new in made.values())
-        if t.isnan().any() if t.is_floating_point() else untouched:
-            missing.append(name)
-    if missing:
-        raise RuntimeError(
-            "build the model on the CPU, or pass values: no reset_parameters gives a value, other "
-            f"than NaN, to {', '.join(sorted(missing))}"
-        )
+    for module in unit.modules():
+        for leaf, t in {**module._parameters, **module._buffers}.items():
+            if t is not None and _on_meta(t):
+                if t not in made:
+                    new = torch.empty_like(t, device=device)
+                    new.copy_(values(names[t], t.shape, device=device))
+                    is_parameter = isinstance(t, nn.Parameter)
+                    made[t] = nn.Parameter(new, t.requires_grad) if is_parameter else new
+                setattr(module, leaf, made[t])
 
 
+@torch.no_grad()
 def _share_values(model: nn.Module, arguments: str, device: torch.device) -> None:
     """Send the values that a model has from rank 0 to all; RuntimeError if the models differ."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
@@ -641,17 +499,10 @@ def _share_values(model: nn.Module, arguments: str, device: torch.device) -> Non
     if extremes.sum():
         raise RuntimeError("the ranks were given different models, modes or options")
     for tensor in tensors.values():
-        if not _on_meta(tensor):
-            _share(tensor, device)
-
-
-@torch.no_grad()
-def _share(tensor: Tensor, device: torch.device) -> None:
-    """Replace the values of a tensor by those of rank 0. Collective."""
-    if tensor.numel() and dist.get_world_size() > 1:
-        value = tensor.to(device).contiguous()
-        dist.broadcast(value.view(-1).view(torch.uint8), 0)  # as bytes: any dtype
-        tensor.data = value.to(tensor.device)
+        if tensor.numel() and not _on_meta(tensor):
+            value = tensor.to(device).contiguous()
+            dist.broadcast(value.view(-1).view(torch.uint8), 0)  # as bytes: any dtype
+            tensor.data = value.to(tensor.device)
 
 
 def _on_meta(tensor: Tensor) -> bool:

@@ -8,8 +8,7 @@ MLP, for the same images, and holds only these rows or columns of the matrices:
 Two all-reduces of the activations (B, T, D) in forward and two in backward, per block. Norms and
 what is outside of the blocks are computed by every rank of the group.
 
-shard.apply lets `split_block` edit each block of vit.py before FSDP2 shards it over the other two
-dimensions of the mesh (replicate, shard, tp); `finish_split` comes when there is an optimizer.
+`split_block` edits a block of vit.py before FSDP2 shards it; `finish_split` needs an optimizer.
 """
 
 import logging
@@ -19,13 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
 
 import vit
 
@@ -40,28 +33,25 @@ def split_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
     layer = name.rpartition(".")[0]
     if layer.endswith(SPLIT_BY_ROWS):
         return (shape[0] // tp, *shape[1:])
-    if layer.endswith(SPLIT_BY_COLUMNS) and len(shape) > 1:
-        return (shape[0], shape[1] // tp)
-    return shape
+    by_columns = layer.endswith(SPLIT_BY_COLUMNS) and len(shape) > 1
+    return (shape[0], shape[1] // tp) if by_columns else shape
 
 
 def split_block(block: vit.Block, grid: DeviceMesh) -> None:
-    """Split a block whose parameters have their values. Collective.
-
-    Its parameters keep their names. In state dicts qkv has its usual order of rows.
-    """
+    """Split a block that has its values; in state dicts qkv has its usual order. Collective."""
     qkv, tp = block.attn.qkv, grid["tp"].size()
     for p in qkv.parameters():
         p.data = _heads_by_rank(p.data, tp)
     block.attn.heads //= tp
-    split: dict[str, Any] = dict.fromkeys(SPLIT_BY_ROWS, ColwiseParallel())
-    split |= dict.fromkeys(SPLIT_BY_COLUMNS, RowwiseParallel())
+    split: dict[str, Any] = dict.fromkeys(SPLIT_BY_ROWS, parallel.ColwiseParallel())
+    split |= dict.fromkeys(SPLIT_BY_COLUMNS, parallel.RowwiseParallel())
     # once for both layers of a gated MLP: one all-reduce of the gradient instead of two
-    split["mlp"] = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    same = Replicate()
+    split["mlp"] = parallel.PrepareModuleInput(input_layouts=same, desired_input_layouts=same)
     present = {name for name, _ in block.named_modules()}
     plan = {name: style for name, style in split.items() if name in present}
     # None: each rank has the whole value and keeps its part, without communication
-    parallelize_module(block, grid["tp"], plan, src_data_rank=None)
+    parallel.parallelize_module(block, grid["tp"], plan, src_data_rank=None)
     qkv.register_state_dict_post_hook(_save_qkv)
     qkv.register_load_state_dict_pre_hook(_load_qkv)
 
@@ -69,11 +59,9 @@ def split_block(block: vit.Block, grid: DeviceMesh) -> None:
 def finish_split(model: nn.Module, optimizer: torch.optim.Optimizer, grid: DeviceMesh) -> None:
     """Share the inputs of a sharded model with split blocks; order the states of its optimizer.
 
-    All ranks of a tensor-parallel group compute with the inputs of its first rank. They read the
-    same images. But if a disk fails one of them, it trains on others; no collective sums the
-    gradients of norms and embeddings over the group, so its copies would differ for good.
-
-    In state dicts of the optimizer, as in those of the model, qkv has its usual order of rows.
+    All ranks of a tensor-parallel group compute with the inputs of its first rank: if a disk fails
+    one of them, it reads other images, and no collective sums the gradients of norms and embeddings
+    over the group. In state dicts of the optimizer too qkv has its usual order of rows.
     """
     group = grid["tp"].get_group()
 
@@ -93,17 +81,14 @@ def finish_split(model: nn.Module, optimizer: torch.optim.Optimizer, grid: Devic
         for group, named in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
             for p, key in zip(group["params"], named["params"], strict=True):
                 if p in split and key in states:
-                    states[key] = {
-                        leaf: convert(t, p) if t.shape == p.shape else t
-                        for leaf, t in states[key].items()
-                    }
+                    old = states[key].items()
+                    states[key] = {n: convert(t, p) if t.shape == p.shape else t for n, t in old}
         return state_dict | {"state": states}
 
     optimizer.register_state_dict_post_hook(lambda _, state: converted(state, _usual_order))
     optimizer.register_load_state_dict_pre_hook(lambda _, state: converted(state, _order_of))
 
 
-# ---------------------------------------------------------------------------------------------
 # The rows of qkv. Whole, they are q, k, v, each head by head. A part must have its heads' q, k and
 # v, and DTensor cuts a tensor into contiguous parts, so that the order is another while split.
 
@@ -116,12 +101,10 @@ def _heads_by_rank(whole: Tensor, tp: int) -> Tensor:
 @torch.no_grad()
 def _usual_order(t: DTensor, _: Any = None) -> DTensor:
     """Return a tensor of qkv with its rows in the usual order, sharded again. Collective."""
-    tp = t.device_mesh["tp"]
+    tp, sharded = t.device_mesh["tp"], (t.device_mesh["shard"], [Shard(0)])
     # dimension by dimension: a rank's part is whole within its shard group
     shape = torch.Size([t.shape[0] // tp.size(), *t.shape[1:]])
-    part = DTensor.from_local(
-        t.to_local(), t.device_mesh["shard"], [Shard(0)], shape=shape, stride=t.stride()
-    ).full_tensor()
+    part = DTensor.from_local(t.to_local(), *sharded, shape=shape, stride=t.stride()).full_tensor()
     whole = DTensor.from_local(part, tp, [Shard(0)]).full_tensor()
     rows = whole.unflatten(0, (tp.size(), 3, -1)).transpose(0, 1).flatten(0, 2)
     placements = [p if p.is_replicate() else Shard(0) for p in t.placements]
@@ -135,8 +118,7 @@ def _order_of(t: DTensor, p: Any) -> DTensor:
     rows = _heads_by_rank(t.full_tensor(), tp.size())
     part = rows.chunk(tp.size())[tp.get_local_rank()]
     local = distribute_tensor(part, sharded, [Shard(0)], src_data_rank=None).to_local()
-    placed = p.device_mesh, p.placements
-    return DTensor.from_local(local, *placed, shape=p.shape, stride=p.stride())
+    return DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
 
 
 def _save_qkv(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -58,7 +58,9 @@ def refused(program: str, argv: list[str], capsys) -> str:
 TRAINING = [
     ("--mode full_shard --group 2", "--group is for --mode hybrid and hybrid_grad_op"),
     ("--mode full_shard --prefetch backward_post", "exists in FSDP1 only: add --fsdp 1"),
-    ("--no-limit-all-gathers", "--limit-all-gathers exists in FSDP1 only: add --fsdp 1"),
+    ("--mode no_shard --forward-prefetch", "--forward-prefetch is for --mode shard_grad_op"),
+    ("--no-limit-all-gathers", "exists in FSDP1 only: add --fsdp 1"),
+    ("--mode ddp --cpu-offload", "--cpu-offload is for --mode no_shard and"),
     ("--cpu-offload", "but this run is on the CPU"),
     ("--mode hybrid --bucket-cap-mb 25", "--bucket-cap-mb is for --mode ddp and zero1"),
     ("--mode sharded", "invalid choice: 'sharded'"),
