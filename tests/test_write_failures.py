@@ -5,10 +5,8 @@ import json
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,41 +25,27 @@ ARGV = changed(SMALL, model="nano", steps="6", keep="9", mode="full_shard")
 EIO = r"OSError: \[Errno 5\] Input/output error"
 
 # fault in tests/ranks.py: the rank that it strikes (-1: all), the sentence
-ALL_FAULTS = {
+FAULTS = {
     "limit": (1, r"OSError: \[Errno 27\] File too large.* \(rank 1\)"),
-    "in the way": (0, r"FileExistsError: .*\(rank 0\)"),
-    "permission": (-1, r"PermissionError: \[Errno 13\] .*\(rank 0\)"),
-    "written": (0, rf"{EIO} \(rank 0\)"),
-    "fsync": (1, rf"{EIO} \(rank 1\)"),
-    "metadata": (0, rf"{EIO} \(rank 0\)"),
-    "manifest": (0, rf"{EIO} \(rank 0\)"),
-    "rename": (0, rf"{EIO} \(rank 0\)"),
     "latest": (0, rf"{EIO} \(rank 0\)"),
 }
-EVERYDAY = {"limit", "latest"}  # the others in make test-all only
-FAULTS = {fault: how for fault, how in ALL_FAULTS.items() if FULL or fault in EVERYDAY}
-
-
-def can_mount() -> bool:
-    """Whether this process may mount a file system."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        return False
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder]
-        mounted = subprocess.run(command, capture_output=True).returncode == 0
-        if mounted:
-            subprocess.run(["umount", folder], check=True)
-        return mounted
+if FULL:
+    FAULTS |= {
+        "permission": (-1, r"PermissionError: \[Errno 13\] .*\(rank 0\)"),
+        "fsync": (1, rf"{EIO} \(rank 1\)"),
+        "metadata": (0, rf"{EIO} \(rank 0\)"),
+        "rename": (0, rf"{EIO} \(rank 0\)"),
+    }
 
 
 @pytest.fixture
 def tmpfs(tmp_path):
     """A file system of 45 MB: room for one checkpoint of 27 MB (`tiny`)."""
-    if not can_mount():
-        pytest.skip("only root can mount a small file system")
     folder = tmp_path / "small"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=45m", "tmpfs", folder], check=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=45m", "tmpfs", folder]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("only root can mount a small file system")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
 
@@ -95,7 +79,6 @@ def all_results(out: Path) -> tuple[Path, dict[str, Result]]:
     runs["signal"] = replace(runs["last"], signal_rank=1, signal_step=2, fault_saves=(1,))
     behind = [*changed(ARGV, save_every="2"), "--async-save"]
     runs["behind"] = Run(behind, params=False, full_rank=1, full_saves=(0,))
-    runs["list"] = Run(ARGV, params=False, fault="list", fault_rank=0, fault_saves=(1,))
     runs = {name: replace(run, to=run.to or str(out / name)) for name, run in runs.items()}
     found = run_ranks(2, list(runs.values()), out / "ranks", timeout=400)
     return out, dict(zip(runs, found, strict=True))
@@ -145,13 +128,10 @@ def test_the_last_save_must_not_fail(results):
 
 @linux
 @pytest.mark.slow
-def test_what_does_not_end_a_run(results):
-    """One failed save in the background; leftovers that rank 0 cannot list."""
+def test_one_failed_save_in_the_background_does_not_end_a_run(results):
     out, found = results
-    assert found["behind"].status == found["list"].status == [0, 0]
+    assert found["behind"].status == [0, 0] and names(out / "behind") == steps(4, 6)
     assert "step 2 was not saved" in warnings(found["behind"].output)[0]
-    assert not warnings(found["list"].output)
-    assert names(out / "behind") == steps(4, 6) and names(out / "list") == steps(2, 4, 6)
 
 
 @linux
@@ -200,13 +180,8 @@ def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path, tmpfs, cap
 
 
 @linux
-def test_consolidate_leaves_no_partial_file(good, tmpfs, tmp_path, capsys):  # noqa: F811
+def test_consolidate_leaves_no_partial_file(good, tmpfs, capsys):  # noqa: F811
     (tmpfs / "fill").write_bytes(bytes(44 * 2**20 + 900_000))
-    for out, reason in (
-        (tmpfs / "model.pth", "No space left"),
-        (tmp_path / "none" / "model.pth", "No such file or directory"),
-    ):
-        assert checkpoint.main(["consolidate", str(good), str(out)]) == 1
-        error = capsys.readouterr().err
-        assert f"{out} was not written: [Errno " in error and reason in error
+    assert checkpoint.main(["consolidate", str(good), str(tmpfs / "model.pth")]) == 1
+    assert "No space left" in capsys.readouterr().err
     assert [p.name for p in tmpfs.iterdir()] == ["fill"]
