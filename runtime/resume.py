@@ -1,7 +1,4 @@
-"""Where a run resumes from, and the checkpoints that it saves: --resume, --save-every.
-
-checkpoint.py reads and writes; which flags may change between two runs is decided here.
-"""
+"""Where a run resumes from, and the checkpoints that it saves: --resume, --save-every."""
 
 import json
 import time
@@ -31,21 +28,17 @@ def list_newest_first(run: Run, say: Say) -> list[Path]:
     what, out = run.config.resume, run.config.out
 
     def find() -> list[Path]:
-        found = _retry(lambda: checkpoint.list_checkpoints(out), say)[::-1]
-        if what == "auto":
+        found: list[Path] = _retry(say, checkpoint.list_checkpoints, out)[::-1]
+        if what == "none" and found:
+            raise ValueError(f"{out} holds checkpoints of another run: use another --out")
+        if what in ("auto", "none"):
             return found
-        if what == "none":
-            if found:
-                raise ValueError(f"{out} holds checkpoints of another run: use another --out")
-            return []
         begin = Path(what)
-        step = _retry(lambda: checkpoint.read_manifest(begin), say)["step"]
+        step = _retry(say, checkpoint.read_manifest, begin)["step"]
         further = [p for p in found if checkpoint.step_of(p) >= step and not p.samefile(begin)]
         if further:  # the run would remove them, or take them for its own
-            raise ValueError(
-                f"{out} holds {further[0].name}, which is further than {what}: give another --out, "
-                f"or move it away: mv {further[0]} ELSEWHERE"
-            )
+            advice = f"give another --out, or move it away: mv {further[0]} ELSEWHERE"
+            raise ValueError(f"{out} holds {further[0].name}, further than {what}: {advice}")
         return [begin]
 
     return run_on_rank0(find) if run.config.run == "real" else []
@@ -92,15 +85,31 @@ def read_run_state(
     are damaged; where one cannot be read now.
     """
     damaged: list[Path] = []
-    for path in found:
+
+    def read() -> dict[str, Any]:
+        state: dict[str, Any] = {"flags": {}, "in_a_row": 0, "scaler": None}  # of another program
         try:
-            state = _load_one(path, run, say, load)
+            state |= _retry(say, checkpoint.read_manifest, path)
+        except checkpoint.Damaged as error:
+            return {"damaged": error}  # for all ranks to raise
+        return state | {"changes": ", ".join(_changes(path, state["flags"], run)) or "-"}
+
+    for path in found:
+        state = run_on_rank0(read)
+        try:
+            if "damaged" in state:
+                raise state["damaged"]
+            if load:
+                _retry(say, load, path)
         except checkpoint.Damaged as error:
             if run.config.resume != "auto":
                 raise AgreedError(str(error), 2) from error
             say(f"warning: skipping unreadable checkpoint {error}")
             damaged.append(path)
             continue
+        except OSError as error:  # the same on all ranks
+            raise AgreedError(str(error)) from error
+        say(f"resumed {path} at step {state['step']}; changed: {state['changes']}")
         if load and damaged:
             run_on_rank0(lambda: [p.rename(p.with_name(f"damaged_{p.name}")) for p in damaged])
         return state
@@ -110,39 +119,15 @@ def read_run_state(
     return {"step": 0, "in_a_row": 0, "scaler": None}
 
 
-def _load_one(
-    path: Path, run: Run, say: Say, load: Callable[[Path], None] | None
-) -> dict[str, Any]:
-    """Check the flags of a checkpoint and `load` it; return its run state. Damaged, AgreedError."""
-
-    def read() -> dict[str, Any] | checkpoint.Damaged:
-        state: dict[str, Any] = {"flags": {}, "in_a_row": 0, "scaler": None}  # of another program
-        try:
-            state |= _retry(lambda: checkpoint.read_manifest(path), say)
-        except checkpoint.Damaged as error:
-            return error  # for all ranks to raise
-        return state | {"changes": _changes(path, state["flags"], run)}
-
-    state = run_on_rank0(read)
-    if isinstance(state, checkpoint.Damaged):
-        raise state
-    try:
-        _retry(lambda: load and load(path), say)
-    except OSError as error:  # the same on all ranks
-        raise AgreedError(str(error)) from error
-    say(f"resumed {path} at step {state['step']}; changed: {', '.join(state['changes']) or '-'}")
-    return state
-
-
-def _retry(work: Callable[[], Any], say: Say) -> Any:
-    """Run `work`; after an OSError, which may pass, again after each of the PAUSES."""
+def _retry(say: Say, work: Callable[[Any], Any], path: Any) -> Any:
+    """Return work(path); after an OSError, which may pass, try again after each of the PAUSES."""
     for pause in PAUSES:
         try:
-            return work()
+            return work(path)
         except OSError as error:
             say(f"warning: {error}: trying again in {pause:.0f} s")
             time.sleep(pause)
-    return work()
+    return work(path)
 
 
 def _changes(path: Path, then: dict[str, Any], run: Run) -> list[str]:
@@ -153,10 +138,8 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> list[str]:
     changes |= {key: f"{key} changed" for key in changed if isinstance(now[key], list)}  # too long
     refused = [changes[key] for key in decisive(run.config) if key in changes]
     if refused and not run.config.allow_changes:
-        raise ValueError(
-            f"{path} was trained with other flags ({', '.join(refused)}): type them as they were, "
-            "add --allow-changes to continue with these, or use another --out"
-        )
+        advice = "type them as they were, add --allow-changes, or use another --out"
+        raise ValueError(f"{path} was trained with other flags ({', '.join(refused)}): {advice}")
     return list(changes.values())
 
 
@@ -178,7 +161,7 @@ class Saves:
         self.saver, self.run, self.log, self.scaler = saver, run, log, scaler
         self.begin = state["step"] if state else 0
         self.consecutive_bad = state["in_a_row"] if state else 0  # before the step to begin at
-        self.since, self.problem = time.monotonic(), ""
+        self.since, self.problem = time.monotonic(), ""  # of the newest save
         self.steps, self.seconds = save_interval(run.config.save_every if saver else "none")
         self.off = not (self.steps or self.seconds)
         if saver:

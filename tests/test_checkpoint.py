@@ -11,7 +11,6 @@ import zlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Event
 from unittest.mock import patch
 
 import pytest
@@ -93,10 +92,7 @@ def steps(*numbers: int) -> list[str]:
 
 
 def write_every_row() -> list:
-    """On every rank: two steps in each row, a checkpoint, the values, and the next two losses.
-
-    In the background in every second row.
-    """
+    """On every rank and in each row: two steps, a checkpoint, the values, and two losses."""
     join()
     found, group = [], dist.new_group(backend="gloo")  # the thread's own
     for i, (mode, fsdp) in enumerate(ROWS):
@@ -145,28 +141,13 @@ def of_four_ranks(once):
 
 
 @pytest.mark.slow
-def test_every_row_writes_each_value_once(of_four_ranks):
-    folder, found = of_four_ranks
-    with torch.device("meta"):
-        model = vit.ViTMAE(CONFIG, 32)
-    parameters = [p.numel() for p in model.parameters()]
-    buffers = [b.numel() for b in model.buffers()]
-    for i, row in enumerate(ROWS):
-        assert found[i][0] == [], row
-        index = checkpoint.check(folder / str(i) / "step_00000002")[1]
-        entries = index.state_dict_metadata.values()
-        assert len(entries) == 4 * len(parameters) + len(buffers)  # value, two moments, step count
-        values = sum(chunk.sizes.numel() for entry in entries for chunk in entry.chunks)
-        assert values == 3 * sum(parameters) + len(parameters) + sum(buffers), row
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4, 8] if FULL else [2])
 def test_any_row_loads_what_any_row_wrote(of_four_ranks, world, tmp_path, monkeypatch):
     folder, written = of_four_ranks
     monkeypatch.setenv("ROWS", str(folder))
     found = on_ranks(world, read_in_every_row, tmp_path, 1800)[0]
     assert found.keys() == {(i, s) for i in range(len(ROWS)) for s in sources(i, world)}
+    assert not any(problems for problems, _, _ in written)
     for (target, source), losses in found.items():
         expected = written[source][1] or written[0][1]  # zero1 trains what ddp trains
         assert losses == pytest.approx(expected, rel=1e-6), (ROWS[target], ROWS[source])
@@ -202,7 +183,6 @@ def test_consolidated_file_is_the_official_model_and_replaces_nothing(of_four_ra
 def test_ls_and_verify(good, tmp_path, capsys):
     for step in (2, 4, 6):
         shutil.copytree(good, tmp_path / f"step_{step:08d}")
-    (tmp_path / ".step_00000008.writing").mkdir()
     (tmp_path / "step_00000004" / "checkpoint.json").unlink()
     flip(tmp_path / "step_00000006" / SHARD)
     assert checkpoint.main(["ls", str(tmp_path)]) == 0
@@ -214,8 +194,7 @@ def test_ls_and_verify(good, tmp_path, capsys):
     damaged = str(tmp_path / "step_00000006")
     for command in (["verify", damaged], ["consolidate", damaged, str(tmp_path / "model.pth")]):
         assert checkpoint.main(command) == 1
-        printed = capsys.readouterr()
-        assert f"checksum mismatch in {SHARD}" in printed.err and printed.err.count("\n") == 1
+        assert f"checksum mismatch in {SHARD}\n" in capsys.readouterr().err
     assert not list(tmp_path.glob("*model*"))
     with pytest.raises(SystemExit, match="2"):
         checkpoint.main(["verify", str(tmp_path / "none")])
@@ -292,14 +271,6 @@ DAMAGED = {
     "index flipped": (lambda f: flip(f / ".metadata"), r"mismatch in \.metadata"),
     "no manifest": (lambda f: (f / "checkpoint.json").unlink(), r"it contains no checkpoint\.json"),
     "manifest flipped": (lambda f: flip(f / "checkpoint.json"), r"mismatch in checkpoint\.json"),
-    "manifest a list": (
-        lambda f: (f / "checkpoint.json").write_text("[1]"),
-        r"mismatch in checkpoint\.json",
-    ),
-    "os.system": (
-        lambda f: replace_index(f, pickle.dumps(Malicious(os.system, f"touch {f.parent}/marker"))),
-        r"\.metadata is refused: it contains 'posix\.system",
-    ),
     "within": (hostile_within, r"\.metadata is refused: it contains 'posix\.system"),
     "dotted": (dotted_pickle, r"\.metadata is refused: it contains 'torch\.os\.system"),
     "object": (pickled_object, r"\.metadata is refused: it contains '.*BytesStorage"),
@@ -316,25 +287,6 @@ def test_damage_is_found_and_no_code_is_run(kind, copy):
     assert not (copy.parent / "marker").exists()
 
 
-EVERY_DAY = [("zero1", 2), ("full_shard", 1), ("full_shard", 2)]
-
-
-@pytest.mark.parametrize(("mode", "fsdp"), ROWS if FULL else EVERY_DAY)
-def test_a_damaged_checkpoint_leaves_the_model_as_it_was(mode, fsdp, copy, single):
-    """Training after it equals a fresh start; the undamaged one loads."""
-    group = 1 if "hybrid" in mode else None
-    fresh = train(*build(mode, fsdp, group), range(3))
-    model, optimizer = build(mode, fsdp, group)
-    content = (copy / SHARD).read_bytes()
-    flip(copy / SHARD)
-    with pytest.raises(checkpoint.Damaged, match="checksum mismatch"):
-        checkpoint.load(copy, model, optimizer)
-    assert train(model, optimizer, range(3)) == fresh
-    (copy / SHARD).write_bytes(content)
-    assert checkpoint.load(copy, model, optimizer)["step"] == 2
-    assert train(model, optimizer, range(2, 3))[0] == pytest.approx(fresh[2], rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("config", "more", "sentence"),
     [
@@ -348,14 +300,14 @@ def test_names_and_shapes_must_be_those_of_the_model(config, more, sentence, sin
     model, optimizer = build(config=config)
     tensors = checkpoint.named_tensors(model, optimizer) | {n: torch.ones(1) for n in more}
     with patch.object(checkpoint, "named_tensors", lambda *_: tensors):
-        folder = checkpoint.save(tmp_path, 2, model, optimizer, {"a": [1]})
+        folder = checkpoint.save(tmp_path, 2, model, optimizer)
     for mode in ("full_shard", "zero1"):
         with pytest.raises(checkpoint.Damaged, match=sentence):
             checkpoint.load(folder, *build(mode))
 
 
-def test_any_tensor_and_any_run_state_is_read_as_it_was_saved(single, tmp_path):
-    """A large run state, keys that are no words, another memory format, a tied weight."""
+def test_any_tensor_is_read_as_it_was_saved(single, tmp_path):
+    """Another memory format, a tied weight, a frozen one."""
 
     def other_program():
         model = torch.nn.Module()
@@ -367,11 +319,9 @@ def test_any_tensor_and_any_run_state_is_read_as_it_was_saved(single, tmp_path):
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     model, optimizer = other_program()
-    state = {"a": list(range(10**6)), "b": {3: float("nan"), 20: None}}
-    folder = checkpoint.save(tmp_path, 1, model, optimizer, state)
+    folder = checkpoint.save(tmp_path, 1, model, optimizer, {"a": [1, None]})
     other, its = other_program()
-    manifest = checkpoint.load(folder, other, its)
-    assert manifest["a"] == state["a"] and [*manifest["b"]] == ["3", "20"]
+    assert checkpoint.load(folder, other, its)["a"] == [1, None]
     for name, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor), name
     read = FileSystemReader(folder).read_metadata().state_dict_metadata  # by DCP's own reader
@@ -433,7 +383,7 @@ def test_every_flipped_bit_is_found_or_harmless(single, tmp_path):
     assert found_in == {"checkpoint.json", ".metadata", SHARD}
 
 
-# --- kills, removals, the background
+# --- kills, removals
 
 
 def killed_while_it_saves() -> None:
@@ -488,29 +438,6 @@ def test_older_checkpoints_alone_are_removed(single, tmp_path):
     assert (tmp_path / "latest").read_text() == "step_00000006\n"
     assert checkpoint.find_newest(tmp_path) == tmp_path / "step_100000000"
     assert checkpoint.find_newest(tmp_path / "none") is None
-
-
-def test_training_continues_while_a_save_is_written(single, tmp_path, monkeypatch):
-    """The writer waits until four more steps are done; what it writes is the state before them."""
-    model, optimizer = build()
-    train(model, optimizer, range(1))
-    before = {n: p.clone() for n, p in full_parameters(model).items()}
-    trained, write_data = Event(), checkpoint.dcp.FileSystemWriter.write_data
-
-    def write_late(self, plan, planner):
-        assert trained.wait(60)
-        return write_data(self, plan, planner)
-
-    monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", write_late)
-    saver = checkpoint.Saver(tmp_path, model, optimizer, background=True)
-    assert saver.save(1, {}, wait=False) == [] and saver.saved == 0
-    train(model, optimizer, range(1, 5))
-    trained.set()
-    assert saver.finish() == [] and saver.saved == 1
-    other, its = build(seed=9)
-    checkpoint.load(tmp_path / "step_00000001", other, its)
-    for name, value in full_parameters(other).items():
-        assert torch.equal(value, before[name]), name
 
 
 # --- --resume, --keep, in one process
@@ -619,29 +546,22 @@ def test_a_named_checkpoint_has_no_fallback(folder, finished, tmp_path, capsys):
         assert sentence in the_error(capsys)
 
 
-@pytest.mark.parametrize("where", ["out", "elsewhere"])
-def test_no_checkpoint_is_further_than_the_one_to_begin_at(where, folder, tmp_path, capsys):
-    """Neither of this folder, nor of a copy that --resume names."""
-    begin = folder / "step_00000004"
-    if where == "elsewhere":
-        begin = shutil.copytree(begin, tmp_path / "other" / begin.name)
-    before = tree(folder)
-    assert run(folder, "--resume", str(begin)) == 2
-    printed = the_error(capsys)
-    assert f"{folder} holds step_00000006, which is further than {begin}" in printed
-    assert f"mv {folder}/step_00000006 ELSEWHERE" in printed and tree(folder) == before
+def test_no_checkpoint_is_further_than_the_one_to_begin_at(folder, tmp_path, capsys):
+    """Of this folder, or a copy elsewhere; with --resume none there must be none at all."""
+    inside, before = folder / "step_00000004", tree(folder)
+    for begin in inside, shutil.copytree(inside, tmp_path / "other" / inside.name):
+        assert run(folder, "--resume", str(begin)) == 2
+        printed = the_error(capsys)
+        assert f"{folder} holds step_00000006, further than {begin}" in printed
+        assert f"mv {folder}/step_00000006 ELSEWHERE" in printed
+    assert run(folder, "--resume", "none") == 2
+    assert "holds checkpoints of another run: use another --out" in the_error(capsys)
+    assert tree(folder) == before
 
 
-CHANGES = [
-    ("--seed 6", "seed 5 -> 6"),
-    ("--model nano", "model tiny -> nano"),
-    ("--precision bf16", "precision fp32 -> bf16"),
-]
-
-
-def test_flags_that_change_the_result_are_refused(folder, finished, capsys, monkeypatch):
-    monkeypatch.setitem(vit.MODELS, "nano", replace(vit.MODELS["tiny"], depth=2))
-    for flags, sentence in CHANGES:
+def test_flags_that_change_the_result_are_refused(folder, finished, capsys):
+    changes = {"--seed 6": "seed 5 -> 6", "--precision bf16": "precision fp32 -> bf16"}
+    for flags, sentence in changes.items():
         assert run(folder, *flags.split()) == 2
         printed = the_error(capsys)
         assert f"was trained with other flags ({sentence}" in printed
@@ -654,11 +574,6 @@ def test_flags_that_change_the_result_are_refused(folder, finished, capsys, monk
     assert run(folder, "--seed", "6", "--allow-changes") == 0
     assert "at step 2; changed: allow_changes" in (out := capsys.readouterr().out)
     assert "seed 5 -> 6" in out and losses(folder)[0][1] != losses(finished)[2][1]
-
-
-def test_resume_none_is_refused_in_a_folder_with_checkpoints(folder, capsys):
-    assert run(folder, "--resume", "none") == 2
-    assert "holds checkpoints of another run: use another --out" in the_error(capsys)
 
 
 # --- stopped and resumed, on several ranks
