@@ -1,4 +1,4 @@
-"""Sharded checkpoints that load anywhere: saved by any mode, engine and world size, loaded by any.
+"""Sharded checkpoints: saved by any mode, engine and world size, loaded by any.
 
 Built on `torch.distributed.checkpoint` (DCP): each rank writes its own shards, every replica once,
 and reads what it needs from the shards of all, under the names of the unwrapped model.
@@ -7,8 +7,8 @@ and reads what it needs from the shards of all, under the names of the unwrapped
                   .metadata          DCP's index: which tensor is where
                   __0_0.distcp       the shards of rank 0
 
-It is written under a temporary name, synced to the disk and renamed: a folder with the final name
-is complete. One that cannot be loaded raises Damaged (for good) or an OSError (which may pass).
+Written under a temporary name, synced to the disk and renamed: a folder with the final name is
+complete. Loading raises Damaged (for good) or an OSError (which may pass).
 
     python checkpoint.py ls DIR                 list the checkpoints of a run
     python checkpoint.py verify DIR             check every checksum
@@ -27,8 +27,7 @@ import shutil
 import sys
 import warnings
 import zlib
-from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,11 +39,10 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as state_dicts
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-FORMAT = 2  # of the folder; raised when older code could not read it
 MANIFEST, INDEX = "checkpoint.json", ".metadata"
 FLAT = state_dicts.StateDictOptions(flatten_optimizer_state_dict=True)
 # PyTorch warns of what is meant here, FSDP1 without shards and reading without ranks, and (2.10) of
@@ -59,32 +57,22 @@ class Damaged(ValueError):
 # --- Model and optimizer as named tensors
 
 
-def _unwrapped_name(name: str) -> str:
-    """Return the name that a parameter has in the unwrapped model."""
-    wrappers = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
-    parts = name.removeprefix("module.").split(".")  # DDP's; a submodule further down keeps it
-    return ".".join(part for part in parts if part not in wrappers)
-
-
 def _create_adam_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state that AdamW lacks before its first step: DCP would take one, of zeros."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.requires_grad and not optimizer.state[p]:
-                device = p.device if group["fused"] or group["capturable"] else torch.device("cpu")
-                optimizer.state[p] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=device),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
+                state = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                device = p.device if group["fused"] or group["capturable"] else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                optimizer.state[p] = state
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return every tensor of the training state as this rank holds it. Collective.
 
-    The names are "model.NAME" and "optim.state.NAME.LEAF"; sharded tensors are DTensors. Numbers
-    that the flags decide (learning rate, betas) are not included. Tied parameters have one state,
-    frozen ones none. ValueError for an optimizer of another model, or whose state cannot be saved.
+    The names are "model.NAME" and "optim.state.NAME.LEAF"; sharded tensors are DTensors. Learning
+    rate and betas are not included. ValueError where the optimizer's state cannot be saved.
     """
     zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
     inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1's, of this rank's parameters
@@ -99,9 +87,10 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     state: dict[str, Any] = state_dicts.get_model_state_dict(model)
     tensors: dict[str, Any] = {f"model.{name}": value for name, value in state.items()}
     if zero1:
-        names: dict[Any, str] = {p: _unwrapped_name(n) for n, p in model.named_parameters()}
-        for p, leaves in inner.state.items():
-            tensors |= {f"optim.state.{names[p]}.{leaf}": value for leaf, value in leaves.items()}
+        for name, p in model.named_parameters():
+            name = re.sub(r"^module\.|\b(_checkpoint_wrapped_module|_orig_mod)\.", "", name)
+            for leaf, value in inner.state.get(p, {}).items():
+                tensors[f"optim.state.{name}.{leaf}"] = value
     else:
         state = state_dicts.get_optimizer_state_dict(model, optimizer, options=FLAT)
         tensors |= {f"optim.{n}": value for n, value in state.items() if n.startswith("state.")}
@@ -112,7 +101,7 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def _size_and_crc(path: Path) -> list[int]:
-    """Return what the manifest says of a file: its size in bytes and its CRC-32."""
+    """Return the size of a file in bytes, and its CRC-32."""
     size = crc = 0
     with path.open("rb") as file:
         while block := file.read(2**20):
@@ -148,16 +137,9 @@ def _rename_for_removal(checkpoint: Path) -> None:
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove, on rank 0, partial and renamed checkpoints: no reason for a save to fail."""
-    if dist.get_rank() > 0:
-        return
     with suppress(OSError):
-        for path in [*folder.glob(".step_*.writing"), *folder.glob(".step_*.removed")]:
+        for path in folder.glob(".step_*.*") if dist.get_rank() == 0 else ():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    """Return the OSError behind an error of torch.save, which fails again as it closes its file."""
-    return error.__context__ if isinstance(error.__context__, OSError) else error
 
 
 # --- Saving
@@ -166,15 +148,12 @@ def _root_cause(error: BaseException) -> BaseException:
 class _Writer(dcp.FileSystemWriter):
     """DCP's writer, to a temporary folder that rank 0 completes and renames.
 
-    DCP calls `finish` on rank 0 when all have written, and raises an error of any rank on all of
-    them: a full disk on one rank fails the save on all.
+    DCP calls `finish` on rank 0 when all have written, and raises an error of any rank on all.
     """
-
-    problem: Exception | None = None  # why this rank has nothing to write
 
     def __init__(self, folder: Path, step: int, run_state: dict[str, Any], keep: int) -> None:
         self.out, self.final, self.keep = folder, folder / f"step_{step:08d}", keep
-        self.manifest = run_state | {"format": FORMAT, "step": step}
+        self.manifest = run_state | {"step": step}
         super().__init__(folder / f".{self.final.name}.writing")
 
     def storage_meta(self) -> None:
@@ -182,8 +161,6 @@ class _Writer(dcp.FileSystemWriter):
 
     def prepare_local_plan(self, plan: Any) -> Any:
         """Return the plan of this rank, whose folder `write_data` makes."""
-        if self.problem:
-            raise self.problem
         return plan
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -193,7 +170,7 @@ class _Writer(dcp.FileSystemWriter):
         try:
             written: Any = super().write_data(plan, planner).value()
         except RuntimeError as error:
-            raise _root_cause(error) from None
+            raise error.__context__ or error from None  # torch.save fails again as it closes
         names = {result.storage_data.relative_path for result in written}
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result([*written, {name: _size_and_crc(folder / name) for name in names}])
@@ -217,7 +194,7 @@ class _Writer(dcp.FileSystemWriter):
             file.write(f"{self.final.name}\n".encode())
         with suppress(OSError):
             steps = [p for p in list_checkpoints(self.out) if step_of(p) <= manifest["step"]]
-            for old in steps[: -self.keep]:
+            for old in steps[: -max(1, self.keep)]:
                 _rename_for_removal(old)
 
 
@@ -239,26 +216,20 @@ class Saver:
         group: dist.ProcessGroup | None = None,
         background: bool = False,
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"keep is {keep}: at least the newest checkpoint must be kept")
         self.folder, self.model, self.optimizer = Path(folder), model, optimizer
-        self.keep, self.group = keep, group
+        self.keep, self.group, self.failures = keep, group, 0  # in a row
         self.thread = ThreadPoolExecutor(1) if background else None
         # on a GPU one copy, in pinned memory, serves all saves: slow to allocate, fast to fill
         self.stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         self.pending: Future[list[str]] | None = None
-        self.failures = 0  # in a row
         self.step = self.saved = 0  # of the newest attempt; of the newest that is on disk
 
     def save(self, step: int, run_state: dict[str, Any], wait: bool = True) -> list[str]:
         """Save, and store `run_state` (JSON) in the manifest; `wait` for its end. Collective.
 
         Returns a sentence per failed save, the same on all ranks: this one and, in the background,
-        the one before. A failed save leaves the older checkpoints as they were. ValueError for a
-        negative step and TypeError for what is not JSON come before anything is written.
+        the one before. A failed save leaves the older checkpoints as they were.
         """
-        if step < 0:
-            raise ValueError(f"step {step} cannot be saved: it is negative")
         run_state = json.loads(json.dumps(run_state))  # as it will be read
         problems = self.finish()
         if self.failures == 2 and not wait:
@@ -268,11 +239,8 @@ class Saver:
         tensors = named_tensors(self.model, self.optimizer)
         if self.thread is None:
             return problems + self._write(tensors, writer)
-        try:
-            tensors = self.stager.stage(tensors)  # training changes the originals meanwhile
-            writer.per_thread_copy_ahead = 0  # nothing is left to copy
-        except Exception as error:  # no memory for it
-            writer.problem = error
+        tensors = self.stager.stage(tensors)  # training changes the originals meanwhile
+        writer.per_thread_copy_ahead = 0  # nothing is left to copy
         self.pending = self.thread.submit(self._write, tensors, writer)
         return problems + (self.finish() if wait else [])
 
@@ -288,8 +256,8 @@ class Saver:
             dcp.save(tensors, storage_writer=writer, process_group=self.group)
         except CheckpointException as failed:  # with the errors of all ranks
             self.failures += 1
-            errors = {rank: error for rank, (error, _) in failed.failures.items()}
-            reasons = sorted(f"{type(e).__name__}: {e} (rank {r})" for r, e in errors.items())
+            errors = failed.failures.items()
+            reasons = sorted(f"{type(e).__name__}: {e} (rank {r})" for r, (e, _) in errors)
             return [f"step {self.step} was not saved: {'; '.join(reasons)}"]
         finally:
             _remove_leftovers(self.folder)
@@ -306,10 +274,7 @@ def save(
     *,
     keep: int = 2,
 ) -> Path:
-    """Save one checkpoint and return its folder; a run that saves often uses a `Saver`. Collective.
-
-    Raises OSError, the same on all ranks, if it failed, ValueError and TypeError as a `Saver` does.
-    """
+    """Save one checkpoint and return its folder; OSError on all ranks if it failed. Collective."""
     problems = Saver(folder, model, optimizer, keep=keep).save(step, run_state or {})
     if problems:
         raise OSError(problems[0])
@@ -322,21 +287,18 @@ def save(
 class _Unpickler(pickle.Unpickler):
     """Unpickle DCP's index, which may name what it consists of, and no code."""
 
+    allowed = re.compile(  # not BytesStorageMetadata, which DCP would unpickle too
+        r"collections\.OrderedDict|torch\.(Size|bool|(b?float|u?int|complex)\d\w*)|"
+        r"torch\.(serialization\._get_layout|distributed\.checkpoint\.(filesystem\._StorageInfo|"
+        r"metadata\.((TensorStorage|ChunkStorage)?Metadata|MetadataIndex|StorageMeta|"
+        r"TensorProperties|_MEM_FORMAT_ENCODING)))"
+    )
+
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class, the dtype or the function that is named, if it may be."""
-        where, own = f"{module}.{name}", Metadata.__module__
-        if where in (
-            "collections.OrderedDict",
-            "torch.Size",
-            "torch.serialization._get_layout",
-            "torch.distributed.checkpoint.filesystem._StorageInfo",
-        ):
+        """Return what is named, if it may be."""
+        if self.allowed.fullmatch(f"{module}.{name}"):
             return super().find_class(module, name)
-        found = getattr(sys.modules[module], name, None) if module in ("torch", own) else None
-        part = isinstance(found, type) and found.__module__ == own
-        if isinstance(found, torch.dtype) or (part and found is not BytesStorageMetadata):
-            return found
-        raise pickle.UnpicklingError(f"it contains {where!r}, which this code never writes")
+        raise pickle.UnpicklingError(f"it contains '{module}.{name}', which this code never writes")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -346,30 +308,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         unchanged = manifest["checksum"] == _manifest_checksum(manifest)
     except (FileNotFoundError, NotADirectoryError):
         raise Damaged(f"{folder}: not a checkpoint (it contains no {MANIFEST})") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise Damaged(f"{folder}: {MANIFEST} is not readable") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        unchanged = False  # no JSON, or no object
     if not unchanged:
         raise Damaged(f"{folder}: checksum mismatch in {MANIFEST}")
-    if manifest["format"] != FORMAT:
-        raise Damaged(f"{folder} has format {manifest['format']}, this code reads {FORMAT}")
-    if re.fullmatch(r"step_[0-9]{8,}", folder.name) and manifest["step"] != step_of(folder):
-        raise Damaged(f"{folder}: {MANIFEST} belongs to step {manifest['step']}")
     return manifest
 
 
 def check(folder: Path, part: int = 0, parts: int = 1) -> tuple[dict[str, Any], Metadata]:
-    """Check the index and every `parts`-th shard file of a checkpoint, from the `part`-th on.
-
-    Returns its manifest and index; Damaged where a file is not what they say.
-    """
+    """Check the index and every `parts`-th shard file -> manifest and index; Damaged or OSError."""
     manifest = read_manifest(folder)
     files, index = manifest["files"], (folder / INDEX).read_bytes()
-    shards = sorted(files.keys() - {INDEX})[part::parts]
     found = {INDEX: [len(index), zlib.crc32(index)]}
-    for name, (size, crc) in (found | {n: _size_and_crc(folder / n) for n in shards}).items():
-        if size != files[name][0]:
-            raise Damaged(f"{folder}: {name} has {size} bytes, not {files[name][0]}")
-        if crc != files[name][1]:
+    for name in sorted(files.keys() - {INDEX})[part::parts]:
+        found[name] = _size_and_crc(folder / name)
+    for name, size_and_crc in found.items():
+        if size_and_crc != files[name]:
             raise Damaged(f"{folder}: checksum mismatch in {name}")
     try:
         return manifest, _Unpickler(io.BytesIO(index)).load()
@@ -378,15 +332,12 @@ def check(folder: Path, part: int = 0, parts: int = 1) -> tuple[dict[str, Any], 
 
 
 def step_of(folder: Path) -> int:
-    """Return the step in the name of a checkpoint's folder."""
+    """Return the step in a folder's name."""
     return int(folder.name.removeprefix("step_"))
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
-    """List the checkpoints in a folder by step, damaged ones too.
-
-    OSError where the folder cannot be read: that does not mean that there are none.
-    """
+    """List the checkpoints in a folder by step, damaged ones too; OSError if it is unreadable."""
     try:
         with os.scandir(folder) as entries:
             named = [e for e in entries if re.fullmatch(r"step_[0-9]{8,}", e.name)]
@@ -405,13 +356,28 @@ def find_newest(folder: str | Path) -> Path | None:
 class _Reader(dcp.FileSystemReader):
     """DCP's reader, with an index that was checked: DCP itself would unpickle anything."""
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self.metadata = metadata
+    index = Metadata({})
+    problem: Exception | None = None  # of this rank
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self) -> Metadata:
         """Return the index."""
-        return self.metadata
+        return self.index
+
+    def set_up_storage_reader(self, *args: Any, **options: Any) -> None:
+        """Raise, on all ranks and before any of them reads, what one has found."""
+        if self.problem:
+            raise self.problem
+        super().set_up_storage_reader(*args, **options)
+
+    def read(self, tensors: dict[str, Tensor], **options: Any) -> None:
+        """Read tensors in place; raise an OSError of any rank, which may pass, or its error."""
+        try:
+            dcp.load(tensors, storage_reader=self, **options)
+        except CheckpointException as failed:  # with the errors of all ranks
+            for rank, (error, _) in failed.failures.items():
+                if isinstance(error, OSError):
+                    raise OSError(f"{self.path} cannot be read: {error} (rank {rank})") from None
+            raise error from None
 
 
 def load(
@@ -424,26 +390,24 @@ def load(
     """Load a checkpoint into a sharded model and its optimizer; return its manifest. Collective.
 
     That is the `run_state` that was saved, and the "step". Every file is checked first, by one of
-    the ranks: Damaged or OSError, the same on all ranks, leaves the model as it was. An OSError or
-    RuntimeError in the reading after that leaves it partly loaded: load again, or discard it.
+    the ranks: Damaged or OSError, the same on all ranks, leaves the model as it was. An error after
+    that leaves it partly loaded.
     """
-    folder, tensors = Path(folder), named_tensors(model, optimizer)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    reader, tensors = _Reader(Path(folder)), named_tensors(model, optimizer)
     zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
-    for name, p in model.named_parameters() if zero1 else ():  # whose state another rank may have
-        for leaf, shape in ("step", ()), ("exp_avg", p.shape), ("exp_avg_sq", p.shape):
-            if p.requires_grad:
-                shapes[f"optim.state.{_unwrapped_name(name)}.{leaf}"] = tuple(shape)
-    problem: Exception | None = None
     try:
-        manifest, metadata = check(folder, dist.get_rank(), dist.get_world_size())
-        _check_names_and_shapes(folder, metadata, shapes)
+        manifest, reader.index = check(Path(folder), dist.get_rank(), dist.get_world_size())
+        entries: dict[str, Any] = reader.index.state_dict_metadata
+        # with ZeRO-1 other ranks have the other parameters' state
+        more = {name for name in entries if not (zero1 and name.startswith("optim."))}
+        for name in sorted(tensors.keys() | more):
+            saved = tuple(entries[name].size) if name in entries else "missing"
+            own = tuple(tensors[name].shape) if name in tensors else "missing"
+            if saved != own:
+                raise Damaged(f"{folder}: {name} is {saved} in the checkpoint, {own} in the model")
     except (Damaged, OSError) as error:
-        problem = error
-    problems: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem, group=group)
-    _raise_first(folder, dict(enumerate(problems)))
-    _read(tensors, folder, metadata, process_group=group)
+        reader.problem = error
+    reader.read(tensors, process_group=group)
     state: Any = {n[len("model.") :]: t for n, t in tensors.items() if n.startswith("model.")}
     state_dicts.set_model_state_dict(model, state)
     if not zero1:  # whose own tensors were loaded into
@@ -453,87 +417,40 @@ def load(
     return manifest
 
 
-def _check_names_and_shapes(folder: Path, metadata: Metadata, shapes: dict[str, Any]) -> None:
-    """Damaged unless names and unsharded shapes are the model's: none missing, none more."""
-    entries: dict[str, Any] = metadata.state_dict_metadata
-    for name in sorted(shapes.keys() | entries.keys()):
-        saved = tuple(entries[name].size) if name in entries else "missing"
-        if saved != (own := shapes.get(name, "missing")):
-            raise Damaged(f"{folder}: {name} is {saved} in the checkpoint, {own} in the model")
-
-
-def _read(tensors: dict[str, Tensor], folder: Path, metadata: Metadata, **options: Any) -> None:
-    """Read tensors of a checkpoint in place; OSError or RuntimeError of any rank."""
-    try:
-        dcp.load(tensors, storage_reader=_Reader(folder, metadata), **options)
-    except CheckpointException as failed:  # with the errors of all ranks
-        errors = {rank: error for rank, (error, _) in failed.failures.items()}
-        _raise_first(folder, errors)
-        raise RuntimeError(f"{folder} could not be loaded: {errors}") from None
-
-
-def _raise_first(folder: Path, problems: Mapping[int, BaseException | None]) -> None:
-    """Raise an OSError of some rank, which may pass, or else the Damaged of one."""
-    for rank, problem in problems.items():
-        if isinstance(problem, OSError):
-            raise OSError(f"{folder} cannot be read: {problem} (rank {rank})")
-    for problem in problems.values():
-        if isinstance(problem, Damaged):
-            raise problem
-
-
 def verify(folder: str | Path) -> int:
     """Check every file of a checkpoint; return the number of its tensors."""
     return len(check(Path(folder))[1].state_dict_metadata)
 
 
-class LazyTensors(UserDict[str, Any]):
-    """Tensors by name, each read when it is asked for; their `shapes` are known before."""
+def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Check and read a checkpoint, without ranks -> its manifest, the whole model on the CPU.
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> None:
-        self.data = self.shapes = shapes
-        self.read = read
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.read(name)
-
-
-def read_model(folder: str | Path) -> tuple[dict[str, Any], LazyTensors]:
-    """Check a checkpoint, without ranks -> its manifest, and the CPU tensors of the whole model.
-
-    Damaged where it cannot be read, OSError where a file of it cannot be.
+    Damaged where it is no sound checkpoint, OSError where a file cannot be read.
     """
-    folder = Path(folder)
-    manifest, metadata = check(folder)
-    saved: dict[str, Any] = metadata.state_dict_metadata
-    entries = {n.removeprefix("model."): e for n, e in saved.items() if n.startswith("model.")}
-
-    def read(name: str) -> Tensor:
-        tensor = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
-        _read({f"model.{name}": tensor}, folder, metadata, no_dist=True)
-        return tensor
-
-    return manifest, LazyTensors({name: tuple(e.size) for name, e in entries.items()}, read)
+    reader, tensors = _Reader(Path(folder)), dict[str, Tensor]()
+    manifest, reader.index = check(Path(folder))
+    entries: dict[str, Any] = reader.index.state_dict_metadata
+    for name, entry in entries.items():
+        if name.startswith("model."):
+            tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    reader.read(tensors, no_dist=True)
+    return manifest, {name[len("model.") :]: tensor for name, tensor in tensors.items()}
 
 
 def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
     """Write the model to a new file, for `torch.load(out)["model"]`, and return it.
 
-    ValueError where `out` exists, and where the images have other channels than those of the
-    official MAE, whose names these are; Damaged; OSError where the file cannot be written.
+    ValueError where `out` exists, Damaged, or OSError.
     """
     out = Path(out)
     if os.path.lexists(out):
         raise ValueError(f"{out} exists: give the name of a new file")
-    try:
-        with _replacing(out) as file:  # opened before minutes of reading
-            manifest, saved = read_model(folder)
-            if (channels := manifest.get("flags", {}).get("channels", 3)) != 3:
-                raise ValueError(f"{folder}: images with {channels} channels, the official have 3")
-            model = dict(saved)
+    with _replacing(out) as file:  # opened before minutes of reading
+        manifest, model = read_model(folder)
+        try:
             torch.save({"model": model, "step": manifest["step"]}, file)
-    except (OSError, RuntimeError) as error:
-        raise OSError(f"{out} was not written: {_root_cause(error)}") from None
+        except RuntimeError as error:
+            raise error.__context__ or error from None  # torch.save fails again as it closes
     return model
 
 
@@ -549,8 +466,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not os.path.isdir(args.dir):
         parser.error(f"there is no folder {args.dir}")
-    if args.command == "consolidate" and os.path.lexists(args.out):
-        parser.error(f"{args.out} exists: give the name of a new file")
     try:
         if args.command == "ls":
             for path in (found := list_checkpoints(args.dir)):
@@ -569,12 +484,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.command == "verify":
             print(f"{args.dir} is complete: {verify(args.dir)} tensors")
         else:
-            model = consolidate(args.dir, args.out)
-            values = sum(tensor.numel() for tensor in model.values())
-            print(f"{args.out}: {len(model)} parameters and buffers, {values:,} values")
-    except (ValueError, OSError) as error:
+            print(f"{args.out}: {len(consolidate(args.dir, args.out))} parameters and buffers")
+    except (Damaged, OSError) as error:
         print(f"checkpoint.py: error: {error}", file=sys.stderr)
         return 1
+    except ValueError as error:
+        parser.error(str(error))
     return 0
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import vit
-from checkpoint import LazyTensors
 
 DECODER = ("decoder_", "mask_token")  # how the names of a decoder's weights begin
 OFFICIAL_LARGE = vit.ViTConfig(1024, 24, 4096, 16, 16)  # released too, but no row of vit.MODELS
@@ -79,8 +78,8 @@ def _our_name(theirs: str) -> str:
     return f"{outside[part]}.{leaf}"
 
 
-def from_transformers(weights: Mapping[str, Tensor]) -> LazyTensors:
-    """Rename the weights of transformers' ViTMAE; q, k and v become one when they are read.
+def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the weights of transformers' ViTMAE; q, k and v become one.
 
     ValueError names the first weight that is none of ViTMAE, or the first of q, k, v that misses.
     """
@@ -98,19 +97,12 @@ def from_transformers(weights: Mapping[str, Tensor]) -> LazyTensors:
             raise ValueError(f"{_their_name(missing)} is missing")
         sources[fused] = [found[part] for part in wanted]
 
-    def shape(names: list[str]) -> tuple[int, ...]:
-        first, *rest = [tuple(weights[name].shape) for name in names]
-        return (first[0] + sum(other[0] for other in rest), *first[1:]) if rest else first
-
-    def read(name: str) -> Tensor:
-        parts = [weights[theirs] for theirs in sources[name]]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
     for names in sources.values():  # three that cannot be one
         for other in names[1:]:
             if weights[other].shape != weights[names[0]].shape or not weights[other].ndim:
                 raise ValueError(f"{other} has another shape than {names[0]}")
-    return LazyTensors({name: shape(names) for name, names in sources.items()}, read)
+    merged = {name: [weights[theirs] for theirs in names] for name, names in sources.items()}
+    return {n: torch.cat(parts) if len(parts) > 1 else parts[0] for n, parts in merged.items()}
 
 
 def to_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

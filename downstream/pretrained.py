@@ -44,7 +44,7 @@ def read_pretrained(
     """Read a run (its newest whole checkpoint), one checkpoint, or weights in another layout.
 
     Those are a file of the official MAE, of timm or of convert.py, and a folder of transformers.
-    Its tensors are mapped into memory, those of a checkpoint read when they are asked for.
+    Tensors of files are mapped into memory, those of a checkpoint read.
     `heads` are those of encoder and decoder where the file does not say. ValueError or OSError, one
     sentence, where there is no such model.
     """
@@ -146,9 +146,7 @@ def resize_positions(table: Tensor, side: int) -> Tensor:
 
 
 def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of weights by name, without reading any."""
-    if isinstance(weights, checkpoint.LazyTensors):
-        return weights.shapes
+    """Return the shapes of weights by name."""
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 

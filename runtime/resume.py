@@ -1,13 +1,10 @@
-"""Where a run resumes from, and the checkpoints that it saves: --resume, --save-every.
-
-checkpoint.py reads and writes; which flags may change between two runs is decided here.
-"""
+"""Where a run resumes from, and the checkpoints that it saves: --resume, --save-every."""
 
 import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +16,6 @@ from runtime.log import Log, rename_old_log
 from runtime.run import Run, decisive
 from runtime.session import Session
 
-Result = TypeVar("Result")
 PAUSES = (1.0, 3.0, 8.0, 20.0)  # seconds before each new attempt at a read that failed
 Say = Callable[[str], None]  # prints a line, on rank 0
 
@@ -27,27 +23,22 @@ Say = Callable[[str], None]  # prints a line, on rank 0
 def list_newest_first(run: Run, say: Say) -> list[Path]:
     """List the checkpoints that --resume allows, the furthest first. Collective.
 
-    None for --run-mode syn and io. AgreedError where --out must not hold any, cannot be listed, or
-    holds checkpoints that are further than the one to begin at.
+    AgreedError where --out must not hold any, or holds some further than the one to begin at.
     """
     what, out = run.config.resume, run.config.out
 
     def find() -> list[Path]:
-        found = _retry(lambda: checkpoint.list_checkpoints(out), say)[::-1]
-        if what == "auto":
+        found: list[Path] = _retry(say, checkpoint.list_checkpoints, out)[::-1]
+        if what == "none" and found:
+            raise ValueError(f"{out} holds checkpoints of another run: use another --out")
+        if what in ("auto", "none"):
             return found
-        if what == "none":
-            if found:
-                raise ValueError(f"{out} holds checkpoints of another run: use another --out")
-            return []
         begin = Path(what)
-        step = _retry(lambda: read_manifest(begin), say)["step"]
+        step = _retry(say, checkpoint.read_manifest, begin)["step"]
         further = [p for p in found if checkpoint.step_of(p) >= step and not p.samefile(begin)]
         if further:  # the run would remove them, or take them for its own
-            raise ValueError(
-                f"{out} holds {further[0].name}, which is further than {what}: give another --out, "
-                f"or move it away: mv {further[0]} ELSEWHERE"
-            )
+            advice = f"give another --out, or move it away: mv {further[0]} ELSEWHERE"
+            raise ValueError(f"{out} holds {further[0].name}, further than {what}: {advice}")
         return [begin]
 
     return run_on_rank0(find) if run.config.run_mode == "real" else []
@@ -61,15 +52,14 @@ def resume(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
 ) -> "Saves":
-    """Load the first whole checkpoint of `found` and make --out ready to continue. Collective.
+    """Load the first whole checkpoint of `found`; return the saves to come. Collective.
 
-    Returns the saves to come, which know the step to `begin` at: 0 if `found` is empty. AgreedError
-    as of `read_run_state`, or where --out cannot be made ready.
+    They know the step to `begin` at. AgreedError as of `read_run_state`.
     """
-    config, log = run.config, session.log
+    config, log, group = run.config, session.log, session.gloo
 
     def load(path: Path) -> None:
-        checkpoint.load(path, model, optimizer, group=session.gloo)
+        checkpoint.load(path, model, optimizer, group=group)
 
     state = read_run_state(found, run, log.say, load)
     if scaler and state["scaler"]:
@@ -79,12 +69,7 @@ def resume(
     if state["step"] == 0:
         rename_old_log(log, config.out)
     saver = checkpoint.Saver(
-        config.out,
-        model,
-        optimizer,
-        keep=config.keep,
-        group=session.gloo,
-        background=config.async_save,
+        config.out, model, optimizer, keep=config.keep, group=group, background=config.async_save
     )
     return Saves(run, log, saver, scaler, state)
 
@@ -92,104 +77,77 @@ def resume(
 def read_run_state(
     found: Sequence[Path], run: Run, say: Say, load: Callable[[Path], None] | None = None
 ) -> dict[str, Any]:
-    """Load the first whole checkpoint of `found`; return its run state. Collective.
+    """`load` the first whole checkpoint of `found`; return its run state. Collective.
 
-    The run state has "step", "flags", "in_a_row" (consecutive bad steps) and "scaler"; step 0 if
-    `found` is empty. The flags that decide the result must be those of `run`, unless
-    --allow-changes. A damaged checkpoint is renamed, so that none is ever overwritten. Without
-    `load` nothing is changed. AgreedError where the flags differ, where the one checkpoint that was
-    asked for or all of them are damaged, or where one cannot be read now.
+    That is "step", "flags", "in_a_row" (consecutive bad steps) and "scaler"; step 0 if `found` is
+    empty. A damaged one is renamed, so that none is ever overwritten, unless `load` is None.
+    AgreedError for other decisive flags without --allow-changes; where the one asked for, or all,
+    are damaged; where one cannot be read now.
     """
     damaged: list[Path] = []
-    for path in found:
+
+    def read() -> dict[str, Any]:
+        state: dict[str, Any] = {"flags": {}, "in_a_row": 0, "scaler": None}  # of another program
         try:
-            state = _load_one(path, run, say, load)
+            state |= _retry(say, checkpoint.read_manifest, path)
+        except checkpoint.Damaged as error:
+            return {"damaged": error}  # for all ranks to raise
+        return state | {"changes": ", ".join(_changes(path, state["flags"], run)) or "-"}
+
+    for path in found:
+        state = run_on_rank0(read)
+        try:
+            if "damaged" in state:
+                raise state["damaged"]
+            if load:
+                _retry(say, load, path)
         except checkpoint.Damaged as error:
             if run.config.resume != "auto":
                 raise AgreedError(str(error), 2) from error
             say(f"warning: skipping unreadable checkpoint {error}")
             damaged.append(path)
             continue
+        except OSError as error:  # the same on all ranks
+            raise AgreedError(str(error)) from error
+        say(f"resumed {path} at step {state['step']}; changed: {state['changes']}")
         if load and damaged:
             run_on_rank0(lambda: [p.rename(p.with_name(f"damaged_{p.name}")) for p in damaged])
         return state
     if damaged:
-        names = ", ".join(path.name for path in damaged)
-        raise AgreedError(
-            f"no checkpoint in {run.config.out} can be read ({names}): give --resume PATH to begin "
-            "at another one, or another --out to begin anew"
-        )
+        advice = "give --resume PATH to begin at another one, or another --out to begin anew"
+        raise AgreedError(f"no checkpoint in {run.config.out} can be read: {advice}")
     return {"step": 0, "in_a_row": 0, "scaler": None}
 
 
-def _load_one(
-    path: Path, run: Run, say: Say, load: Callable[[Path], None] | None
-) -> dict[str, Any]:
-    """Read the run state of a checkpoint, check its flags, `load` it; Damaged or AgreedError."""
-
-    def read() -> tuple[dict[str, Any], list[str]] | checkpoint.Damaged:
-        try:
-            state = _retry(lambda: read_manifest(path), say)
-        except checkpoint.Damaged as error:
-            return error  # for all ranks to raise
-        return state, _changes(path, state["flags"], run)
-
-    found = run_on_rank0(read)
-    if isinstance(found, checkpoint.Damaged):
-        raise found
-    if load:
-        try:
-            _retry(lambda: load(path), say)
-        except OSError as error:  # the same on all ranks
-            raise AgreedError(str(error)) from error
-    state, changes = found
-    say(f"resumed {path} at step {state['step']}; changed: {', '.join(changes) or '-'}")
-    return state
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the run state that `Saves` wrote; Damaged or OSError where that is not possible."""
-    state: dict[str, Any] = {"flags": {}, "in_a_row": 0, "scaler": None}
-    return state | checkpoint.read_manifest(path)  # of another program: no flags
-
-
-def _retry(work: Callable[[], Result], say: Say) -> Result:
-    """Run `work`; after an OSError, which may pass, again after each of the PAUSES."""
+def _retry(say: Say, work: Callable[[Any], Any], path: Any) -> Any:
+    """Return work(path); after an OSError, which may pass, try again after each of the PAUSES."""
     for pause in PAUSES:
         try:
-            return work()
+            return work(path)
         except OSError as error:
             say(f"warning: {error}: trying again in {pause:.0f} s")
             time.sleep(pause)
-    try:
-        return work()
-    except OSError as error:
-        advice = "run the command again, or select a checkpoint with --resume PATH"
-        raise OSError(f"{error}: {advice}") from None
+    return work(path)
 
 
 def _changes(path: Path, then: dict[str, Any], run: Run) -> list[str]:
     """List the flags that differ from the checkpoint's; ValueError where they must not."""
     now = json.loads(json.dumps(run.record()))
     changed = [key for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
-    lists = {key for key in changed if isinstance(now[key], list)}
     changes = {key: f"{key} {then[key]} -> {now[key]}" for key in changed}
-    if "precision" in changes:  # its default is that of the device
-        changes["precision"] += f" (as before: --precision {then['precision']})"
-    changes |= {key: f"{key} changed" for key in lists}  # too long to print
+    changes |= {key: f"{key} changed" for key in changed if isinstance(now[key], list)}  # too long
     refused = [changes[key] for key in decisive(run.config) if key in changes]
     if refused and not run.config.allow_changes:
-        raise ValueError(
-            f"{path} was trained with other flags ({', '.join(refused)}): type them as they were, "
-            "add --allow-changes to continue with these, or use another --out"
-        )
+        advice = "type them as they were, add --allow-changes, or use another --out"
+        raise ValueError(f"{path} was trained with other flags ({', '.join(refused)}): {advice}")
     return list(changes.values())
 
 
 class Saves:
     """Save the checkpoints of a run, when one is due, and remember where the weights are.
 
-    Nothing is saved by --run-mode syn and io, which have no saver, or with --save-every none.
+    Nothing is saved without a `saver` (--run-mode syn and io), or with --save-every none. `state`
+    is that of the checkpoint that was resumed.
     """
 
     def __init__(
@@ -200,18 +158,16 @@ class Saves:
         scaler: torch.amp.GradScaler | None = None,
         state: dict[str, Any] | None = None,
     ) -> None:
-        """`state` is that of the checkpoint that was resumed."""
         self.saver, self.run, self.log, self.scaler = saver, run, log, scaler
-        self.begin, self.consecutive_bad = 0, 0  # the step to begin at, bad steps before it
-        if state:
-            self.begin, self.consecutive_bad = state["step"], state["in_a_row"]
-        self.since, self.problem = time.monotonic(), ""
+        self.begin = state["step"] if state else 0
+        self.consecutive_bad = state["in_a_row"] if state else 0  # before the step to begin at
+        self.since, self.problem = time.monotonic(), ""  # of the newest save
         self.steps, self.seconds = save_interval(run.config.save_every if saver else "none")
         self.off = not (self.steps or self.seconds)
         if saver:
             saver.saved = self.begin
-        if saver and self.off:
-            log.warn("--save-every none: no checkpoint is saved, whatever ends this run")
+            if self.off:
+                log.warn("--save-every none: no checkpoint is saved, whatever ends this run")
 
     def due_after(self, step: int) -> bool:
         """Tell whether a checkpoint is due after so many steps."""
@@ -244,16 +200,15 @@ class Saves:
         if self.off or self.saver is None:
             return
         problems = self.saver.finish()  # of the save in the background
-        if self.saver.saved < step:
-            problems.append(self.save(step, consecutive_bad, wait=True) or "")
-        for problem in filter(None, problems):
+        if self.saver.saved < step and (failed := self.save(step, consecutive_bad, wait=True)):
+            problems.append(failed)
+        for problem in problems:
             self.log.warn(problem)
 
     def report_finished(self) -> None:
         """Say that no step is left to train. Collective."""
         mark_done(self.run.config.out, True)
-        steps = f"all {self.run.steps} steps are trained"
-        self.log.say(f"already finished: {steps}; nothing to do. {self.where(True)}")
+        self.log.say(f"already finished: all {self.run.steps} steps; {self.where(True)}")
 
     def where(self, finished: bool) -> str:
         """Say where the weights are, for the end."""
@@ -263,26 +218,12 @@ class Saves:
             return f"nothing saved: {self.problem or 'no step was applied'}"
         path, how = self.saver.folder / f"step_{self.saver.saved:08d}", "the same command"
         if (asked := self.run.config.resume) != "auto":
-            if self.saver.saved == self.begin:
-                path = Path(asked)
-            else:
-                how += " with --resume auto"
+            new = self.saver.saved > self.begin
+            path, how = (path, f"{how} with --resume auto") if new else (Path(asked), how)
         return f"saved {path}" if finished else f"saved {path}; {how} continues from there"
 
 
 def mark_done(out: str, done: bool) -> None:
     """Make OUT/done, or remove a shorter run's; AgreedError, status 1, if it cannot. Collective."""
     path = Path(out, "done")
-
-    def change() -> None:
-        try:
-            path.unlink(missing_ok=True)
-            if done:
-                path.touch()
-        except OSError as error:
-            raise OSError(
-                f"{path} cannot be {'written' if done else 'removed'} ({error}): move it away, or "
-                "make its folder writable"
-            ) from None
-
-    run_on_rank0(change)
+    run_on_rank0(lambda: path.touch() if done else path.unlink(missing_ok=True))

@@ -4,15 +4,13 @@
 
 Each round trains until one or all ranks get SIGKILL, SIGTERM, SIGUSR1 or SIGSTOP at a random moment
 of start-up, training or saving. It must end by itself, as if no launcher watched, and leave whole
-checkpoints, no process and no pile of folders; a job that is stopped as a whole must go on. In
-every second round what the ranks print goes to a pipe that closes at a random moment, which must
-change nothing. In the end each step must have one answer, however often it was trained.
+checkpoints, no process and no pile of folders; a job that is stopped as a whole must go on. In the
+end each step must have one answer, however often it was trained.
 """
 
 import argparse
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -21,7 +19,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -49,7 +46,6 @@ class Report:
 
     rounds: int = 0
     last_step: int = 0
-    repeated: int = 0  # step lines written more than once
     kinds: Counter[str] = field(default_factory=Counter)  # what the rounds got
     worst: float = 0.0  # relative difference between answers to one step
     problems: list[str] = field(default_factory=list)
@@ -100,33 +96,14 @@ def strike(ranks: list[subprocess.Popen], name: str, hit: list[subprocess.Popen]
     return ""
 
 
-def closing_pipe(path: Path, seconds: float) -> int:
-    """Open a pipe to write to, whose text goes to a file; after so many seconds nobody reads it."""
-    read, write = os.pipe()
-    deadline = time.monotonic() + seconds
-
-    def listen() -> None:
-        with open(read, "rb", 0) as pipe, open(path, "ab", 0) as file:
-            while (left := deadline - time.monotonic()) > 0:
-                if select.select([pipe], [], [], left)[0]:
-                    text = pipe.read(65536)
-                    file.write(text)
-                    if not text:
-                        return  # all ranks have left
-
-    Thread(target=listen, daemon=True).start()
-    return write
-
-
-def one_round(out: Path, choose: random.Random, report: Report, pipe_seconds: float | None) -> None:
-    """Start ranks, strike them, look at what is left; their output goes to a pipe for a while."""
+def one_round(out: Path, choose: random.Random, report: Report) -> None:
+    """Start ranks, strike them, look at what is left."""
     world, mode = choose.choice([1, 2, 3, 4]), choose.choice(MODES)
     behind = choose.choice([[], ["--async-save"]])
     command = [sys.executable, "train_fsdp.py", *ARGV, "--mode", *mode.split(), *behind]
     begin = len(all_steps(out))
     known, port = bool(checkpoint.list_checkpoints(out)), free_port()
-    path = out / "output.txt"
-    with open(path if pipe_seconds is None else closing_pipe(path, pipe_seconds), "ab") as output:
+    with open(out / "output.txt", "ab") as output:
         ranks = [
             subprocess.Popen(
                 [*command, "--out", str(out)],
@@ -178,9 +155,8 @@ def one_round(out: Path, choose: random.Random, report: Report, pipe_seconds: fl
 def kill(rounds: int, seed: int, out: Path) -> Report:
     """So many rounds in one folder."""
     report, choose, known = Report(), random.Random(seed), 0
-    pipes = random.Random(seed)  # of its own: `choose` makes the rounds of a seed
     for report.rounds in range(1, rounds + 1):
-        one_round(out, choose, report, pipes.uniform(0, 20) if report.rounds % 2 else None)
+        one_round(out, choose, report)
         names = [p.name for p in checkpoint.list_checkpoints(out)]
         print(f"round {report.rounds}: {names} {report.problems[known:] or ''}", flush=True)
         known = len(report.problems)
@@ -191,7 +167,6 @@ def kill(rounds: int, seed: int, out: Path) -> Report:
     if sorted(answers) != list(range(1, report.last_step + 1)):
         report.problems.append("some step has no answer")
     for losses in answers.values():
-        report.repeated += len(losses) - 1
         report.worst = max(report.worst, (max(losses) - min(losses)) / min(losses))
     if report.worst > 1e-5:
         report.problems.append(f"answers to one step differ by {report.worst:.1e}")

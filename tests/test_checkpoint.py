@@ -5,14 +5,12 @@ import io
 import json
 import os
 import pickle
-import re
 import shutil
 import signal
 import zlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Event
 from unittest.mock import patch
 
 import pytest
@@ -24,6 +22,7 @@ from parity import ARGV as PARITY
 from ranks import Run, full_parameters, join, on_ranks, read_log, run_ranks
 from test_train import changed
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import checkpoint
 import mesh
@@ -93,16 +92,12 @@ def steps(*numbers: int) -> list[str]:
 
 
 def write_every_row() -> list:
-    """On every rank: two steps in each row, a checkpoint, the values, and the next two losses.
-
-    In the background in every second row.
-    """
+    """On every rank and in each row: two steps, a checkpoint, the values, and two losses."""
     join()
     found, group = [], dist.new_group(backend="gloo")  # the thread's own
     for i, (mode, fsdp) in enumerate(ROWS):
-        model, optimizer = build(
-            mode, fsdp, 2 if "hybrid" in mode else None, ac=("none", "full")[i % 2]
-        )
+        size, ac = 2 if "hybrid" in mode else None, ("none", "full")[i % 2]
+        model, optimizer = build(mode, fsdp, size, ac=ac)
         train(model, optimizer, range(2))
         out = Path(os.environ["FOLDER"], "rows", str(i))
         saver = checkpoint.Saver(out, model, optimizer, group=group, background=i % 2 == 0)
@@ -146,32 +141,13 @@ def of_four_ranks(once):
 
 
 @pytest.mark.slow
-def test_every_row_writes_each_value_once(of_four_ranks):
-    folder, found = of_four_ranks
-    with torch.device("meta"):
-        model = vit.ViTMAE(CONFIG, 32)
-    parameters = [p.numel() for p in model.parameters()]
-    buffers = [b.numel() for b in model.buffers()]
-    for i, row in enumerate(ROWS):
-        assert found[i][0] == [], row
-        out = folder / str(i)
-        assert sorted(p.name for p in out.iterdir()) == ["latest", "step_00000002"], row
-        index = checkpoint.check(out / "step_00000002")[1]
-        entries = index.state_dict_metadata.values()
-        assert len(entries) == 4 * len(parameters) + len(buffers)  # value, two moments, step count
-        values = sum(chunk.sizes.numel() for entry in entries for chunk in entry.chunks)
-        assert values == 3 * sum(parameters) + len(parameters) + sum(buffers), row
-        written = sum(f.stat().st_size for f in (out / "step_00000002").glob("*.distcp"))
-        assert written == sum(place.length for place in index.storage_data.values()), row
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4, 8] if FULL else [2])
 def test_any_row_loads_what_any_row_wrote(of_four_ranks, world, tmp_path, monkeypatch):
     folder, written = of_four_ranks
     monkeypatch.setenv("ROWS", str(folder))
     found = on_ranks(world, read_in_every_row, tmp_path, 1800)[0]
     assert found.keys() == {(i, s) for i in range(len(ROWS)) for s in sources(i, world)}
+    assert not any(problems for problems, _, _ in written)
     for (target, source), losses in found.items():
         expected = written[source][1] or written[0][1]  # zero1 trains what ddp trains
         assert losses == pytest.approx(expected, rel=1e-6), (ROWS[target], ROWS[source])
@@ -187,58 +163,39 @@ def single():
     dist.destroy_process_group()
 
 
-def test_consolidated_file_is_the_official_model_and_replaces_nothing(
-    of_four_ranks, tmp_path, capsys
-):
+@pytest.mark.slow
+def test_consolidated_file_is_the_official_model_and_replaces_nothing(of_four_ranks, tmp_path):
     folder, written = of_four_ranks
     source, out = folder / str(FULL_SHARD) / "step_00000002", tmp_path / "model.pth"
     assert checkpoint.main(["consolidate", str(source), str(out)]) == 0
     state = torch.load(out, weights_only=True)
     model = vit.ViTMAE(CONFIG, 32)
     model.load_state_dict(state["model"], strict=True)
-    assert state["step"] == 2
+    assert state["step"] == 2 and [p.name for p in tmp_path.iterdir()] == ["model.pth"]
     for name, p in model.named_parameters():
         assert torch.equal(p, written[FULL_SHARD][2][name]), name
-    values = sum(tensor.numel() for tensor in model.state_dict().values())
-    sentence = f"{out}: {len(model.state_dict())} parameters and buffers, {values:,} values\n"
-    assert capsys.readouterr().out == sentence
-    assert [p.name for p in tmp_path.iterdir()] == ["model.pth"]
-
-    taken = tmp_path / "taken"
-    taken.write_text("mine")
-    for path in (source / SHARD, source / checkpoint.MANIFEST, taken, tmp_path):
-        before = path.is_file() and path.read_bytes()
-        with pytest.raises(ValueError, match="exists: give the name of a new file"):
-            checkpoint.consolidate(source, path)
+    for path in (source / SHARD, tmp_path):
         with pytest.raises(SystemExit, match="2"):
             checkpoint.main(["consolidate", str(source), str(path)])
-        assert (path.is_file() and path.read_bytes()) == before
     assert checkpoint.verify(source)
 
 
 def test_ls_and_verify(good, tmp_path, capsys):
     for step in (2, 4, 6):
-        copied = shutil.copytree(good, tmp_path / f"step_{step:08d}")
-        edit_manifest(copied, lambda manifest, step=step: manifest.update(step=step))
-    (tmp_path / ".step_00000008.writing").mkdir()
+        shutil.copytree(good, tmp_path / f"step_{step:08d}")
     (tmp_path / "step_00000004" / "checkpoint.json").unlink()
     flip(tmp_path / "step_00000006" / SHARD)
     assert checkpoint.main(["ls", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == steps(2, 4, 6)
     assert "2 files" in lines[0] and "unreadable" in lines[1] and "checkpoint.json" in lines[1]
-
     assert checkpoint.main(["verify", str(tmp_path / "step_00000002")]) == 0
     assert "is complete" in capsys.readouterr().out
-    for step, sentence in (4, "contains no checkpoint.json"), (6, f"checksum mismatch in {SHARD}"):
-        damaged = str(tmp_path / f"step_{step:08d}")
-        for command in (["verify", damaged], ["consolidate", damaged, str(tmp_path / "model.pth")]):
-            assert checkpoint.main(command) == 1
-            printed = capsys.readouterr()
-            assert sentence in printed.err and printed.err.count("\n") == 1 and not printed.out
+    damaged = str(tmp_path / "step_00000006")
+    for command in (["verify", damaged], ["consolidate", damaged, str(tmp_path / "model.pth")]):
+        assert checkpoint.main(command) == 1
+        assert f"checksum mismatch in {SHARD}\n" in capsys.readouterr().err
     assert not list(tmp_path.glob("*model*"))
-    assert checkpoint.main(["ls", str(tmp_path / "step_00000002")]) == 0
-    assert "no checkpoint in" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         checkpoint.main(["verify", str(tmp_path / "none")])
 
@@ -268,26 +225,13 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def change(folder: Path, old: str, new: str) -> None:
-    """Change the text of checkpoint.json, and nothing else."""
-    text = (folder / "checkpoint.json").read_text()
-    assert text.count(old) == 1
-    (folder / "checkpoint.json").write_text(text.replace(old, new))
-
-
-def edit_manifest(folder: Path, edit) -> None:
-    """Change a manifest and its checksum, so that only a later check can find it."""
+def replace_index(folder: Path, content: bytes) -> None:
+    """Replace .metadata, with its right size and checksums, so that only its content is wrong."""
+    (folder / ".metadata").write_bytes(content)
     manifest = json.loads((folder / "checkpoint.json").read_text())
-    edit(manifest)
+    manifest["files"][".metadata"] = [len(content), zlib.crc32(content)]
     manifest["checksum"] = checkpoint._manifest_checksum(manifest)
     (folder / "checkpoint.json").write_text(json.dumps(manifest))
-
-
-def replace_index(folder: Path, content: bytes) -> None:
-    """Replace .metadata, with its right size and checksum."""
-    (folder / ".metadata").write_bytes(content)
-    entry = [len(content), zlib.crc32(content)]
-    edit_manifest(folder, lambda manifest: manifest["files"].update({".metadata": entry}))
 
 
 class Malicious:
@@ -317,45 +261,16 @@ def dotted_pickle(folder: Path) -> None:
 def pickled_object(folder: Path) -> None:
     """An index that says that a tensor is an object: DCP would unpickle whatever it is."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    kind = checkpoint.BytesStorageMetadata()
-    metadata.state_dict_metadata["model.norm.weight"] = kind
+    metadata.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
     replace_index(folder, pickle.dumps(metadata))
 
 
 DAMAGED = {
-    "shard truncated": (
-        lambda f: os.truncate(f / SHARD, 1000),
-        r"__0_0\.distcp has 1000 bytes, not \d+",
-    ),
-    "shard flipped": (lambda f: flip(f / SHARD), r"checksum mismatch in __0_0\.distcp"),
-    "index flipped": (lambda f: flip(f / ".metadata"), r"checksum mismatch in \.metadata"),
-    "index truncated": (lambda f: os.truncate(f / ".metadata", 9), r"\.metadata has 9 bytes"),
+    "shard truncated": (lambda f: os.truncate(f / SHARD, 1000), r"mismatch in __0_0\.distcp"),
+    "shard flipped": (lambda f: flip(f / SHARD), r"mismatch in __0_0\.distcp"),
+    "index flipped": (lambda f: flip(f / ".metadata"), r"mismatch in \.metadata"),
     "no manifest": (lambda f: (f / "checkpoint.json").unlink(), r"it contains no checkpoint\.json"),
-    "manifest not JSON": (
-        lambda f: (f / "checkpoint.json").write_text("{"),
-        r"checkpoint\.json is not readable",
-    ),
-    "manifest a list": (
-        lambda f: (f / "checkpoint.json").write_text("[1]"),
-        r"checkpoint\.json is not readable",
-    ),
-    "manifest not UTF-8": (
-        lambda f: (f / "checkpoint.json").write_bytes(b"\xff\xfe\x00"),
-        r"checkpoint\.json is not readable",
-    ),
-    "step changed": (lambda f: change(f, '"step": 2', '"step": 3'), r"mismatch in checkpoint"),
-    "of another step": (lambda f: edit_manifest(f, lambda x: x.update(step=3)), r"to step 3"),
-    "format 99": (lambda f: edit_manifest(f, lambda x: x.update(format=99)), r"has format 99"),
-    "os.system": (
-        lambda f: replace_index(f, pickle.dumps(Malicious(os.system, f"touch {f.parent}/marker"))),
-        r"\.metadata is refused: it contains 'posix\.system",
-    ),
-    "eval": (
-        lambda f: replace_index(
-            f, pickle.dumps(Malicious(eval, f"open('{f.parent}/marker', 'w')"))
-        ),
-        r"\.metadata is refused: it contains 'builtins\.eval",
-    ),
+    "manifest flipped": (lambda f: flip(f / "checkpoint.json"), r"mismatch in checkpoint\.json"),
     "within": (hostile_within, r"\.metadata is refused: it contains 'posix\.system"),
     "dotted": (dotted_pickle, r"\.metadata is refused: it contains 'torch\.os\.system"),
     "object": (pickled_object, r"\.metadata is refused: it contains '.*BytesStorage"),
@@ -372,53 +287,13 @@ def test_damage_is_found_and_no_code_is_run(kind, copy):
     assert not (copy.parent / "marker").exists()
 
 
-def test_each_rank_opens_its_share_of_the_files_and_no_other(copy):
-    """A thousand ranks must not each open a thousand files: one of them checks a file, once."""
-    extra = {f"__{i}_0.distcp": [1, zlib.crc32(b"x")] for i in range(1, 64)}
-    for name in extra:
-        (copy / name).write_bytes(b"x")
-    edit_manifest(copy, lambda manifest: manifest["files"].update(extra))
-    opened: list[str] = []
-
-    def count(path, *args, open=io.open, **kwargs):
-        opened.append(Path(path).name)
-        return open(path, *args, **kwargs)
-
-    with patch.object(io, "open", count):
-        for part in range(4):
-            before = len(opened)
-            checkpoint.check(copy, part, 4)
-            assert len(opened) - before == 2 + 64 / 4  # manifest and index, and its share
-    assert {*opened} == {SHARD, *extra, ".metadata", "checkpoint.json"}
-
-
-EVERY_DAY = [("zero1", 2), ("full_shard", 1), ("full_shard", 2)]
-
-
-@pytest.mark.parametrize(("mode", "fsdp"), ROWS if FULL else EVERY_DAY)
-def test_a_damaged_checkpoint_leaves_the_model_as_it_was(mode, fsdp, copy, single):
-    """Training after it equals a fresh start; the undamaged one loads."""
-    group = 1 if "hybrid" in mode else None
-    fresh = train(*build(mode, fsdp, group), range(3))
-    model, optimizer = build(mode, fsdp, group)
-    content = (copy / SHARD).read_bytes()
-    flip(copy / SHARD)
-    with pytest.raises(checkpoint.Damaged, match="checksum mismatch"):
-        checkpoint.load(copy, model, optimizer)
-    assert train(model, optimizer, range(3)) == fresh
-    (copy / SHARD).write_bytes(content)
-    assert checkpoint.load(copy, model, optimizer)["step"] == 2
-    assert train(model, optimizer, range(2, 3))[0] == pytest.approx(fresh[2], rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("config", "more", "sentence"),
     [
         (replace(CONFIG, depth=4), [], r"blocks\.3\.\S+ is \(.*\) in the .*, missing in the model"),
         (replace(CONFIG, depth=2), [], r"blocks\.2\.\S+ is missing in the checkpoint"),
         (replace(CONFIG, mlp_width=96), [], r"mlp\.fc1\.\w+ is \(96.*\) in the checkpoint, \(64"),
-        (CONFIG, ["optim.state.cls_token.sum", "ema.cls_token"], r"ema\.cls_token is .* missing"),
-        (CONFIG, ["optim.state.cls_token.sum"], r"optim\.state\.cls_token\.sum is .* missing"),
+        (CONFIG, ["ema.cls_token"], r"ema\.cls_token is .* missing"),
     ],
 )
 def test_names_and_shapes_must_be_those_of_the_model(config, more, sentence, single, tmp_path):
@@ -431,8 +306,8 @@ def test_names_and_shapes_must_be_those_of_the_model(config, more, sentence, sin
             checkpoint.load(folder, *build(mode))
 
 
-def test_any_tensor_and_any_run_state_is_read_as_it_was_saved(single, tmp_path):
-    """A large run state, keys that are no words, another memory format, a tied weight."""
+def test_any_tensor_is_read_as_it_was_saved(single, tmp_path):
+    """Another memory format, a tied weight, a frozen one."""
 
     def other_program():
         model = torch.nn.Module()
@@ -444,32 +319,14 @@ def test_any_tensor_and_any_run_state_is_read_as_it_was_saved(single, tmp_path):
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     model, optimizer = other_program()
-    state = {"a": list(range(10**6)), "b": {3: float("nan"), 20: None}}
-    folder = checkpoint.save(tmp_path, 1, model, optimizer, state)
+    folder = checkpoint.save(tmp_path, 1, model, optimizer, {"a": [1, None]})
     other, its = other_program()
-    manifest = checkpoint.load(folder, other, its)
-    assert manifest["a"] == state["a"] and [*manifest["b"]] == ["3", "20"]
+    assert checkpoint.load(folder, other, its)["a"] == [1, None]
     for name, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor), name
     read = FileSystemReader(folder).read_metadata().state_dict_metadata  # by DCP's own reader
     assert read.keys() == checkpoint.named_tensors(model, optimizer).keys()
     assert not any("frozen" in name for name in read if name.startswith("optim."))
-
-
-@pytest.mark.parametrize(
-    ("step", "keep", "state", "kind"),
-    [
-        (-1, 2, {}, ValueError),
-        (1, 0, {}, ValueError),
-        (1, -1, {}, ValueError),
-        (1, 2, {"a": CPU}, TypeError),
-    ],
-)
-def test_what_could_not_be_found_again_is_refused(step, keep, state, kind, single, tmp_path):
-    model, optimizer = build()
-    with pytest.raises(kind):
-        checkpoint.save(tmp_path, step, model, optimizer, state, keep=keep)
-    assert not list(tmp_path.iterdir())
 
 
 class Unreadable:
@@ -504,10 +361,6 @@ def meet_trouble_on_rank_1() -> list[tuple[str, str]]:
             except (checkpoint.Damaged, OSError) as error:
                 raised.append((type(error).__name__, str(error)))
         assert all(map(torch.equal, fresh.values(), full_parameters(model).values()))
-    saver = checkpoint.Saver(out / "run", model, optimizer, background=True)
-    if rank == 1:
-        saver.stager = None  # which cannot make a copy
-    raised += [("", problem) for problem in saver.save(2, {})]
     checkpoint.load(folder, model, optimizer)
     assert all(map(torch.equal, before.values(), full_parameters(model).values()))
     dist.destroy_process_group()
@@ -517,12 +370,10 @@ def meet_trouble_on_rank_1() -> list[tuple[str, str]]:
 @pytest.mark.slow
 def test_what_one_rank_meets_is_raised_on_all(tmp_path):
     first, second = on_ranks(2, meet_trouble_on_rank_1, tmp_path)
-    assert first == second and [kind for kind, _ in first] == ["Damaged", "OSError", ""]
-    damaged, unreadable, failed = (sentence for _, sentence in first)
+    assert first == second and [kind for kind, _ in first] == ["Damaged", "OSError"]
+    damaged, unreadable = (sentence for _, sentence in first)
     assert "checksum mismatch in __1_0.distcp" in damaged
     assert "Input/output error" in unreadable and "(rank 1)" in unreadable
-    assert failed.startswith("step 2 was not saved: AttributeError") and "(rank 1)" in failed
-    assert names(tmp_path / "run") == steps(1)
 
 
 def test_every_flipped_bit_is_found_or_harmless(single, tmp_path):
@@ -532,7 +383,7 @@ def test_every_flipped_bit_is_found_or_harmless(single, tmp_path):
     assert found_in == {"checkpoint.json", ".metadata", SHARD}
 
 
-# --- kills, removals, the background
+# --- kills, removals
 
 
 def killed_while_it_saves() -> None:
@@ -578,45 +429,15 @@ def test_a_kill_at_any_point_of_a_save_loses_that_save_alone(point, single, tmp_
 
 
 def test_older_checkpoints_alone_are_removed(single, tmp_path):
-    """Ordered by number: a name of nine digits comes after those of eight. Others are not ours."""
-    others = ["step_1", "step_00000001.bak", "step_00000000x"]
-    for name in others:
-        (tmp_path / name).mkdir()
-    (tmp_path / "step_00000003").write_text("a file")
-    saved = (10, 99_999_999, 100_000_000)
+    """Neither what is not ours nor further ones; a name of nine digits comes after eight."""
+    (tmp_path / "step_00000001.bak").mkdir()
+    saved = (99_999_999, 100_000_000)
     for step in (*saved, 5, 6, 6):
         checkpoint.save(tmp_path, step, *build(), keep=9 if step in saved else 1)
-    assert [checkpoint.step_of(p) for p in checkpoint.list_checkpoints(tmp_path)] == [6, *saved]
-    assert {*names(tmp_path)} == {*others, *steps(3, 6, *saved)}
+    assert {*names(tmp_path)} == {"step_00000001.bak", *steps(6, *saved)}
     assert (tmp_path / "latest").read_text() == "step_00000006\n"
     assert checkpoint.find_newest(tmp_path) == tmp_path / "step_100000000"
     assert checkpoint.find_newest(tmp_path / "none") is None
-
-
-def test_training_continues_while_a_save_is_written(single, tmp_path, monkeypatch):
-    """The writer waits until four more steps are done; what it writes is the state before them."""
-    model, optimizer = build()
-    train(model, optimizer, range(1))
-    before = {n: p.clone() for n, p in full_parameters(model).items()}
-    trained, write_data = Event(), checkpoint.dcp.FileSystemWriter.write_data
-
-    def write_late(self, plan, planner):
-        assert trained.wait(60)
-        return write_data(self, plan, planner)
-
-    monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", write_late)
-    saver = checkpoint.Saver(tmp_path, model, optimizer, background=True)
-    assert saver.save(1, {}, wait=False) == [] and saver.saved == 0
-    train(model, optimizer, range(1, 5))
-    assert not checkpoint.list_checkpoints(tmp_path)
-    trained.set()
-    assert saver.finish() == [] and saver.saved == 1
-    other, its = build(seed=9)
-    checkpoint.load(tmp_path / "step_00000001", other, its)
-    for name, value in full_parameters(other).items():
-        assert torch.equal(value, before[name]), name
-    monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", None)
-    assert saver.save(2, {}) and (saver.saved, saver.failures) == (1, 1)
 
 
 # --- --resume, --keep, in one process
@@ -656,44 +477,32 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
-DAMAGES = {
-    "shard": (lambda f: flip(f / SHARD), "checksum mismatch in __0_0.distcp"),
-    "in_a_row": (
-        lambda f: edit_manifest(f, lambda x: x.update(in_a_row=[])),
-        "no sound 'in_a_row'",
-    ),
-}
+def the_error(capsys) -> str:
+    """The one line on stderr."""
+    printed = capsys.readouterr().err
+    assert printed.startswith("train_fsdp.py: error: ") and printed.count("\n") == 1
+    return printed
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_damage_of_one_is_skipped_and_of_all_refused(kind, folder, finished, capsys):
-    damage, reason = DAMAGES[kind]
-    damage(folder / "step_00000006")
+def test_damage_of_the_newest_is_skipped_and_kept_and_of_all_refused(folder, finished, capsys):
+    flip(folder / "step_00000006" / SHARD)
     assert run(folder) == 0
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if line.startswith("warning: skipping unreadable")]
-    assert line.startswith(f"warning: skipping unreadable checkpoint {folder}/step_00000006")
-    assert reason in line and "step_00000004 at step 4" in out
-    assert losses(folder) == losses(finished)[4:]
+    assert f"{folder}/step_00000006: checksum mismatch in {SHARD}" in line
+    assert "step_00000004 at step 4" in out and losses(folder) == losses(finished)[4:]
+    assert names(folder) == ["damaged_step_00000006", *steps(4, 6)]  # whose 6 is sound
 
     for path in checkpoint.list_checkpoints(folder):
-        damage(path)
+        flip(path / SHARD)
     before = tree(folder)
     assert run(folder) == 1
-    printed = capsys.readouterr().err
-    assert printed.startswith("train_fsdp.py: error: no checkpoint in") and printed.count("\n") == 1
-    for path in checkpoint.list_checkpoints(folder):
-        assert re.search(rf"{path.name}\b[^;]*{re.escape(reason)}", printed), printed
-    assert "--resume PATH" in printed and tree(folder) == before
+    assert "--resume PATH" in the_error(capsys) and tree(folder) == before
 
 
 @pytest.mark.parametrize(
     ("module", "name", "number", "where"),
-    [
-        (io, "open", errno.EIO, "step_00000006"),
-        (io, "open", errno.ENOENT, f"step_00000006/{SHARD}"),
-        (os, "scandir", errno.EIO, ""),
-    ],
+    [(io, "open", errno.EIO, "step_00000006"), (os, "scandir", errno.EIO, "")],
 )
 def test_a_passing_error_is_not_damage(
     module, name, number, where, folder, finished, capsys, monkeypatch
@@ -706,7 +515,7 @@ def test_a_passing_error_is_not_damage(
         always.setattr(module, name, Unreadable(original, folder / where, number))
         assert run(folder) == 1
     printed = capsys.readouterr()
-    assert os.strerror(number) in printed.err and printed.err.count("\n") == 1
+    assert os.strerror(number) in printed.err and printed.err.count("\n") == 1, printed.err
     assert printed.out.count("trying again in") == len(slept) > 1 and "skipping" not in printed.out
     assert tree(folder) == before and losses(folder) == losses(finished)
 
@@ -717,12 +526,10 @@ def test_a_passing_error_is_not_damage(
 
 def test_a_finished_run_has_nothing_to_do_until_it_is_extended(folder):
     before = tree(folder)
-    assert run(folder, "--resume", "auto") == 0 and tree(folder) == before
+    assert run(folder) == 0 and tree(folder) == before
+    assert run(folder, "--steps", "20", "--allow-changes", received=[signal.SIGTERM]) == 0
     start, _, end = read_log(folder / "log.jsonl")
-    assert (start["begin"], end["reason"], end["steps"]) == (6, "done", 6)
-    argv = ("--steps", "20", "--allow-changes")
-    assert run(folder, *argv, received=[signal.SIGTERM]) == 0
-    assert read_log(folder / "log.jsonl")[2]["reason"] == "signal"
+    assert (start["begin"], end["reason"]) == (6, "signal")
     assert not (folder / "done").exists()
 
 
@@ -736,27 +543,29 @@ def test_a_named_checkpoint_has_no_fallback(folder, finished, tmp_path, capsys):
         (folder / "step_00000099", "step_00000099: not a checkpoint"),
     ):
         assert run(folder, "--resume", str(path)) == 2
-        printed = capsys.readouterr()
-        assert sentence in printed.err and printed.err.count("\n") == 1
-        assert printed.err.startswith("train_fsdp.py: error: ")
+        assert sentence in the_error(capsys)
 
 
-CHANGES = [
-    ("--seed 6", "seed 5 -> 6"),
-    ("--batch 8", "global_batch 4 -> 8"),
-    ("--model nano", "model tiny -> nano"),
-    ("--precision bf16", "precision fp32 -> bf16"),
-    ("--no-norm-pix-loss", "norm_pix_loss True -> False"),
-]
+def test_no_checkpoint_is_further_than_the_one_to_begin_at(folder, tmp_path, capsys):
+    """Of this folder, or a copy elsewhere; with --resume none there must be none at all."""
+    inside, before = folder / "step_00000004", tree(folder)
+    for begin in inside, shutil.copytree(inside, tmp_path / "other" / inside.name):
+        assert run(folder, "--resume", str(begin)) == 2
+        printed = the_error(capsys)
+        assert f"{folder} holds step_00000006, further than {begin}" in printed
+        assert f"mv {folder}/step_00000006 ELSEWHERE" in printed
+    assert run(folder, "--resume", "none") == 2
+    assert "holds checkpoints of another run: use another --out" in the_error(capsys)
+    assert tree(folder) == before
 
 
-def test_flags_that_change_the_result_are_refused(folder, finished, capsys, monkeypatch):
-    monkeypatch.setitem(vit.MODELS, "nano", replace(vit.MODELS["tiny"], depth=2))
-    for flags, sentence in CHANGES:
+def test_flags_that_change_the_result_are_refused(folder, finished, capsys):
+    changes = {"--seed 6": "seed 5 -> 6", "--precision bf16": "precision fp32 -> bf16"}
+    for flags, sentence in changes.items():
         assert run(folder, *flags.split()) == 2
-        printed = capsys.readouterr()
-        assert f"was trained with other flags ({sentence}" in printed.err
-        assert "--allow-changes" in printed.err and printed.err.count("\n") == 1
+        printed = the_error(capsys)
+        assert f"was trained with other flags ({sentence}" in printed
+        assert "--allow-changes" in printed
     for path in checkpoint.list_checkpoints(folder)[1:]:
         shutil.rmtree(path)
     at = ("--resume", str(folder / "step_00000002"))
@@ -765,12 +574,6 @@ def test_flags_that_change_the_result_are_refused(folder, finished, capsys, monk
     assert run(folder, "--seed", "6", "--allow-changes") == 0
     assert "at step 2; changed: allow_changes" in (out := capsys.readouterr().out)
     assert "seed 5 -> 6" in out and losses(folder)[0][1] != losses(finished)[2][1]
-
-
-def test_resume_none_is_refused_in_a_folder_with_checkpoints(folder, tmp_path, capsys):
-    assert run(folder, "--resume", "none") == 2
-    assert "holds checkpoints of another run: use another --out" in capsys.readouterr().err
-    assert run(tmp_path / "new", "--resume", "none", "--steps", "1") == 0
 
 
 # --- stopped and resumed, on several ranks

@@ -2,13 +2,9 @@
 
 import contextlib
 import json
-import os
 import re
 import resource
-import shutil
-import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,43 +23,26 @@ ARGV = changed(SMALL, model="nano", steps="6", keep="9", mode="full_shard")
 EIO = r"OSError: \[Errno 5\] Input/output error"
 
 # fault in tests/ranks.py: the rank that it strikes (-1: all), the sentence
-ALL_FAULTS = {
+FAULTS = {
     "limit": (1, r"OSError: \[Errno 27\] File too large.* \(rank 1\)"),
-    "in the way": (0, r"FileExistsError: .*\(rank 0\)"),
-    "permission": (-1, r"PermissionError: \[Errno 13\] .*\(rank 0\)"),
-    "written": (0, rf"{EIO} \(rank 0\)"),
-    "fsync": (1, rf"{EIO} \(rank 1\)"),
-    "metadata": (0, rf"{EIO} \(rank 0\)"),
-    "manifest": (0, rf"{EIO} \(rank 0\)"),
-    "rename": (0, rf"{EIO} \(rank 0\)"),
     "latest": (0, rf"{EIO} \(rank 0\)"),
 }
-EVERYDAY = {"limit", "latest"}  # the others in make test-all only
-FAULTS = {fault: how for fault, how in ALL_FAULTS.items() if FULL or fault in EVERYDAY}
+if FULL:
+    FAULTS |= {
+        "permission": (-1, r"PermissionError: \[Errno 13\] .*\(rank 0\)"),
+        "fsync": (1, rf"{EIO} \(rank 1\)"),
+        "metadata": (0, rf"{EIO} \(rank 0\)"),
+        "rename": (0, rf"{EIO} \(rank 0\)"),
+    }
 
 
-def can_mount() -> bool:
-    """Whether this process may mount a file system."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        return False
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder]
-        mounted = subprocess.run(command, capture_output=True).returncode == 0
-        if mounted:
-            subprocess.run(["umount", folder], check=True)
-        return mounted
-
-
-@pytest.fixture
-def tmpfs(tmp_path):
-    """A file system of 45 MB: room for one checkpoint of 27 MB (`tiny`)."""
-    if not can_mount():
-        pytest.skip("only root can mount a small file system")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=45m", "tmpfs", folder], check=True)
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+@contextlib.contextmanager
+def files_limited(size: int):
+    """Let no file of this process grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def warnings(text: str) -> list[str]:
@@ -90,12 +69,8 @@ def all_results(out: Path) -> tuple[Path, dict[str, Result]]:
         again = Run(every, params=False, to=str(out / fault))
         runs[fault] = replace(again, fault=fault, fault_rank=rank, fault_saves=(1, 3, 4))
         runs[f"{fault} resumed"] = again
-    runs["last"] = Run(ARGV, params=False, fault="limit", fault_rank=0, fault_saves=(2,))
-    # the save that a signal asks for is the last one too
-    runs["signal"] = replace(runs["last"], signal_rank=1, signal_step=2, fault_saves=(1,))
     behind = [*changed(ARGV, save_every="2"), "--async-save"]
     runs["behind"] = Run(behind, params=False, full_rank=1, full_saves=(0,))
-    runs["list"] = Run(ARGV, params=False, fault="list", fault_rank=0, fault_saves=(1,))
     runs = {name: replace(run, to=run.to or str(out / name)) for name, run in runs.items()}
     found = run_ranks(2, list(runs.values()), out / "ranks", timeout=400)
     return out, dict(zip(runs, found, strict=True))
@@ -113,11 +88,8 @@ def test_failed_saves_keep_the_older_checkpoints_and_end_the_run_cleanly(fault, 
 
     # saves 2, 4 and 5 fail: the first two are warnings, the third ends the run
     struck, resumed = found[fault], found[f"{fault} resumed"]
-    lines = warnings(struck.output)
-    assert len(lines) == 2, lines
-    for line, step in zip(lines, (2, 4), strict=True):
-        assert re.search(sentence, line), line
-        assert line.startswith(f"warning: step {step} was not saved: "), line
+    for line, step in zip(warnings(struck.output), (2, 4), strict=True):
+        assert re.match(f"warning: step {step} was not saved: .*{sentence}", line), line
     assert struck.status == [1, 1]
     assert re.search(f"error: step 5 was not saved: .*{sentence}", the_error(struck.errors))
 
@@ -127,86 +99,42 @@ def test_failed_saves_keep_the_older_checkpoints_and_end_the_run_cleanly(fault, 
     assert f"{fault}/step_{begin:08d} at step {begin}" in resumed.output
     assert [(s["step"], s["loss"]) for s in resumed.steps] == expected[:5] + expected[begin:]
     assert names(folder) == (steps(*range(1, 7)) if fault == "latest" else steps(1, 3, 4, 5, 6))
-    for name in names(folder):
-        assert checkpoint.verify(folder / name) > 0, name
+    assert all(checkpoint.verify(folder / name) > 0 for name in names(folder))
 
 
 @linux
 @pytest.mark.slow
-def test_the_last_save_must_not_fail(results):
+def test_one_failed_save_in_the_background_does_not_end_a_run(results):
     out, found = results
-    for name, left in (("last", steps(2, 4)), ("signal", steps(2))):
-        assert found[name].status == [1, 1] and found[name].end["reason"] == "save"
-        assert "was not saved" in the_error(found[name].errors)
-        assert names(out / name) == left and not (out / name / "done").exists()
-        assert checkpoint.verify(out / name / left[-1]) > 0
-        assert (out / name / "latest").read_text().strip() == left[-1]
-
-
-@linux
-@pytest.mark.slow
-def test_what_does_not_end_a_run(results):
-    """One failed save in the background; leftovers that rank 0 cannot list."""
-    out, found = results
-    assert found["behind"].status == found["list"].status == [0, 0]
+    assert found["behind"].status == [0, 0] and names(out / "behind") == steps(4, 6)
     assert "step 2 was not saved" in warnings(found["behind"].output)[0]
-    assert not warnings(found["list"].output)
-    assert names(out / "behind") == steps(4, 6) and names(out / "list") == steps(2, 4, 6)
-
-
-@linux
-@pytest.mark.slow
-def test_a_full_disk(tmpfs, tmp_path):
-    """A really full one. The partial checkpoint is removed."""
-    argv = changed(ARGV, model="tiny", keep="1")
-    (failed,) = run_ranks(2, [Run(argv, params=False, to=str(tmpfs))], tmp_path / "ranks")
-    assert failed.status == [1, 1]
-    (line,) = warnings(failed.output)
-    assert "step 4 was not saved" in line and "[Errno 28] No space left on device" in line
-    assert "step 6 was not saved" in the_error(failed.errors)
-    assert names(tmpfs) == steps(2) and checkpoint.verify(tmpfs / "step_00000002") > 0
 
 
 @linux
 def test_log_lines_are_kept_until_the_log_can_be_written(tmp_path, capsys):
     """A file size limit for a while: the run continues, and each line is written once, later."""
     log = Log(open(tmp_path / "log.jsonl", "a", encoding="utf-8"))  # noqa: SIM115
-    log.write("step", step=1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-    try:
-        log.write("step", step=2)
-        log.write("step", step=3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    log.write("step", step=4)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and "warning: log.jsonl cannot be written now: [Errno 27]" in lines[0]
+    with files_limited(10):
+        log.write("step", step=1)
+    log.write("step", step=2)
+    assert "warning: log.jsonl cannot be written now: [Errno 27]" in capsys.readouterr().out
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [record["step"] for record in records] == [1, 2]
 
 
 @linux
-def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path, tmpfs, capsys):
+def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path, capsys):
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o555)
-    subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
-    for folder, reason in ((closed / "new", "Permission denied"), (tmpfs / "new", "Read-only")):
-        with bound_by_permissions() if folder.parent == closed else contextlib.nullcontext():
-            assert train_fsdp.main([*SMALL, "--out", str(folder)]) == 2
-        printed = capsys.readouterr()
-        assert printed.err.startswith("train_fsdp.py: error: ") and printed.err.count("\n") == 1
-        assert reason in printed.err and str(folder) in printed.err
+    with bound_by_permissions():
+        assert train_fsdp.main([*SMALL, "--out", str(closed / "new")]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("train_fsdp.py: error: ") and printed.err.count("\n") == 1
+    assert "Permission denied" in printed.err and str(closed / "new") in printed.err
 
 
 @linux
-def test_consolidate_leaves_no_partial_file(good, tmpfs, tmp_path, capsys):  # noqa: F811
-    (tmpfs / "fill").write_bytes(bytes(44 * 2**20 + 900_000))
-    for out, reason in (
-        (tmpfs / "model.pth", "No space left"),
-        (tmp_path / "none" / "model.pth", "No such file or directory"),
-    ):
-        assert checkpoint.main(["consolidate", str(good), str(out)]) == 1
-        error = capsys.readouterr().err
-        assert f"{out} was not written: [Errno " in error and reason in error
-    assert [p.name for p in tmpfs.iterdir()] == ["fill"]
+def test_consolidate_leaves_no_partial_file(good, tmp_path, capsys):  # noqa: F811
+    with files_limited(20_000):
+        assert checkpoint.main(["consolidate", str(good), str(tmp_path / "model.pth")]) == 1
+    assert "File too large" in capsys.readouterr().err and not list(tmp_path.iterdir())
