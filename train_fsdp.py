@@ -178,8 +178,7 @@ def train(
             train_step(training, guard, batch.parts, learning_rate(step, run), **asked)
         # log: what all ranks agreed on, of a GPU one step late unless the host must wait anyway
         for verdict in monitor.settle(wait=save_now):
-            if monitor.log_due(verdict):
-                monitor.log_step(verdict, learning_rate(verdict.step, run))
+            monitor.log_step(verdict, learning_rate(verdict.step, run))
         if guard.ended:
             return guard.ended, monitor.problem
         # save and evaluate
@@ -214,8 +213,7 @@ def read_images(
         batch = monitor.next_batch(batches, step)
         guard.vote(zero, zero, **monitor.asked(batch))
         for verdict in monitor.settle(wait=step + 1 == run.steps):
-            if monitor.log_due(verdict):
-                monitor.log_step(verdict, lr=0.0)
+            monitor.log_step(verdict, lr=0.0)
         if guard.ended or monitor.too_many or guard.stop:
             return guard.ended or ("bad" if monitor.too_many else "signal"), monitor.too_many
     return "done", None
@@ -244,7 +242,7 @@ def run_training(run: Run, session: Session) -> str | None:
     files, found = image_source.share_images(config, run.global_batch)
     session.log = log = open_log(config.out)
     shape = run.mesh_shape
-    log.say_all(topology.describe_topology(session.ranks, session.device, shape, os.environ))
+    log.say(*topology.describe_topology(session.ranks, session.device, shape, os.environ))
     run = run_on_rank0(lambda: with_images(run, **found))
     training, saves, grid = None, Saves(run, log), None
     if config.run_mode != "io":
@@ -257,7 +255,8 @@ def run_training(run: Run, session: Session) -> str | None:
     session.where_saved = saves.where if config.run_mode == "real" else None
     session.heartbeat("reading the first batch")
     batches = open_batches(run, session, files, range(saves.begin, run.steps))
-    monitor = Monitor(run, session, files, saves, batches.first)
+    first = batches.first if training else None
+    monitor = Monitor(run, session, files, saves, first)
     report_start(run, session, saves.begin, batches.workers)
     if training and grid:
         monitor.watch(training.model, grid)

@@ -308,14 +308,13 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
         replace(batch, parts=cast(Any, label_parts(run, files, ranks.rank, batch, step)))
         for step, batch in enumerate(loaded, saves.begin)
     )
-    monitor = Monitor(run, session, files, saves, loaded.first)
+    monitor = Monitor(run, session, files, saves)
     start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": saves.begin}
     start |= {"pretrained": pretrained.name, "trained_parameters": trained}
     log.begin(run, device, saves.begin)
     log.write("start", **start, versions=versions())
     log.say(f"{pretrained.name}: {trained:,} parameters train; {run.classes} classes")
     monitor.evaluation = Scores(run, session, model, test_files, numbers, loaded.workers)
-    monitor.loss_of_zero = None  # of pretraining
     training = Training(model, optimizer, scaler, build_loss(run), run.dtype, config.clip)
     with manual_gc():
         ended = train(run, session, training, monitor, batches, saves)

@@ -44,7 +44,7 @@ from runtime.process import print_error
 from runtime.record import describe, start_record
 from runtime.resume import list_newest_first, read_run_state
 from runtime.run import Run, check_masking, resolve, with_images
-from runtime.step_profile import CommEvent, Unsupported, counting
+from runtime.step_profile import CommEvent, counting
 
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same
 
@@ -60,6 +60,10 @@ TABLE_ROWS = {
 }
 PLANNED_PARTS = {"unsharded": ("unsharded", "reduction"), "activations": ("activations", "inputs")}
 ON_HOST = ("parameters", "gradients", "optimizer")  # with --cpu-offload
+
+
+class Unsupported(RuntimeError):
+    """This version of PyTorch lacks what is needed here."""
 
 
 def private_parts() -> tuple[Any, Any, Any, Any]:

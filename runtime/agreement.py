@@ -94,10 +94,9 @@ class Verdict(NamedTuple):
     step: int  # from 0
     loss: float  # mean over all ranks
     norm: float  # of the gradient
+    consecutive: int  # bad steps up to this one without a good one between; 0 after a good one
     own_loss: bool  # this rank's loss was not finite
     bad_loss: bool  # some rank's loss was not finite
-    bad_norm: bool  # the norm was not finite, and the gradient scaler does not explain it
-    consecutive: int  # bad steps up to this one without a good one between; 0 after a good one
     stop: bool  # a signal asked some rank to stop
     save: bool  # some rank's clock says that a checkpoint is due
     no_batch: bool  # some rank's data loader has failed: the step was not applied
@@ -114,24 +113,20 @@ class StepGuard:
     the verdict of a GPU one step later, when it has long arrived.
     """
 
-    def __init__(self, device: torch.device, max_skips: int = 0) -> None:
-        self.late = device.type == "cuda"
-        self.max_skips = max_skips
-        self.consecutive_bad = torch.zeros((), dtype=torch.float64, device=device)
+    def __init__(
+        self, device: torch.device, max_skips: int = 0, begin: int = 0, consecutive: int = 0
+    ) -> None:
+        """Begin before step `begin`, after so many `consecutive` bad steps of an earlier run."""
+        self.late, self.max_skips = device.type == "cuda", max_skips
+        self.bad_so_far = torch.full((), consecutive, dtype=torch.float64, device=device)
         # the host's copies of two verdicts, written in turn
-        self.host = torch.zeros(2, 10, dtype=torch.float64, pin_memory=self.late)
+        self.host = torch.zeros(2, 9, dtype=torch.float64, pin_memory=self.late)
         self.copied = [torch.cuda.Event(), torch.cuda.Event()] if self.late else []
-        self.voted = self.done = 0  # steps voted on, steps whose verdict was read
+        self.voted = self.done = begin  # steps voted on, steps whose verdict was read
         # what all ranks know, from the verdicts read so far
         self.stop = self.save = False
-        self.skipped = self.consecutive = 0
+        self.skipped, self.consecutive = 0, consecutive
         self.ended = ""  # why no further step can be applied: "data", "nan"
-
-    def begin(self, step: int, consecutive: int) -> None:
-        """Continue before `step`, after so many `consecutive` bad steps of an earlier run."""
-        self.voted = self.done = step
-        self.consecutive = consecutive
-        self.consecutive_bad.fill_(consecutive)
 
     def vote(self, loss: Tensor, norm: Tensor, *, scaled: bool = False, **flags: bool) -> Tensor:
         """Agree after backward on a step: () fp32, 1 where it must not be applied. Collective.
@@ -140,20 +135,21 @@ class StepGuard:
         how the scale is found: that step is skipped too, but does not count as bad. `flags` are
         what else this rank has to say, by the names of `Verdict`: stop, save, no_batch, bad_images.
         """
-        device = self.consecutive_bad.device
+        device = self.bad_so_far.device
         loss, norm = loss.detach().to(device).double(), norm.detach().to(device).double()
         own_loss, infinite = ~loss.isfinite(), ~norm.isfinite()
-        asked = [flags.get(name, False) for name in Verdict._fields[-4:]]
-        said = [own_loss, infinite & (not scaled), *(torch.full_like(own_loss, f) for f in asked)]
-        sums = torch.stack([loss / dist.get_world_size(), *said])  # (7,) float64
+        asked = [torch.full_like(own_loss, flags.get(name, False)) for name in Verdict._fields[-4:]]
+        said = [loss / dist.get_world_size(), infinite & (not scaled), own_loss, *asked]
+        sums = torch.stack(said)  # (7,) float64
         dist.all_reduce(sums)
-        loss, any_rank = sums[0], sums[1:] > 0
-        bad = any_rank[:2].any() | (self.consecutive_bad > self.max_skips)
+        any_rank = sums[1:] > 0
+        bad = any_rank[:2].any() | (self.bad_so_far > self.max_skips)
         no_batch = any_rank[-2]
-        counted = torch.where(bad, self.consecutive_bad + 1, 0)
-        self.consecutive_bad = torch.where(no_batch, self.consecutive_bad, counted)
-        slot, found = self.voted % 2, (loss, norm, own_loss, *any_rank[:2], self.consecutive_bad)
-        self.host[slot].copy_(torch.stack([*found, *any_rank[2:]]), non_blocking=True)
+        counted = torch.where(bad, self.bad_so_far + 1, 0)
+        self.bad_so_far = torch.where(no_batch, self.bad_so_far, counted)
+        slot = self.voted % 2
+        found = torch.stack([sums[0], norm, self.bad_so_far, own_loss, *any_rank[1:]])
+        self.host[slot].copy_(found, non_blocking=True)
         if self.late:
             self.copied[slot].record()
         self.voted += 1
@@ -170,25 +166,20 @@ class StepGuard:
             late = self.late and not (wait or self.stop or self.save)
             if self.done >= self.voted - late:
                 break
-            verdicts.append(self._read(self.done))
-            self._count(verdicts[-1])
+            slot = self.done % 2
+            if self.late:
+                self.copied[slot].synchronize()
+            loss, norm, consecutive, *flags = self.host[slot].tolist()
+            verdict = Verdict(self.done, loss, norm, int(consecutive), *map(bool, flags))
+            verdicts.append(verdict)
+            self.stop, self.save = self.stop or verdict.stop, self.save or verdict.save
+            if verdict.no_batch:
+                self.ended = "data"
+                break
+            self.consecutive = verdict.consecutive
+            self.skipped += self.consecutive > 0
+            if self.consecutive > self.max_skips:
+                self.ended = "nan"
+            else:
+                self.done += 1
         return verdicts
-
-    def _read(self, step: int) -> Verdict:
-        if self.late:
-            self.copied[step % 2].synchronize()
-        loss, norm, own_loss, bad_loss, bad_norm, consecutive, *flags = self.host[step % 2].tolist()
-        bad = bool(own_loss), bool(bad_loss), bool(bad_norm)
-        return Verdict(step, loss, norm, *bad, int(consecutive), *map(bool, flags))
-
-    def _count(self, verdict: Verdict) -> None:
-        self.stop, self.save = self.stop or verdict.stop, self.save or verdict.save
-        if verdict.no_batch:
-            self.ended = "data"
-            return
-        self.consecutive = verdict.consecutive
-        self.skipped += verdict.consecutive > 0
-        if verdict.consecutive > self.max_skips:
-            self.ended = "nan"
-            return
-        self.done += 1

@@ -1,26 +1,22 @@
 """Unreadable images: collected from all ranks now and then, listed once each, limited in number.
 
-Each rank reads images of its own, so each finds bad ones of its own. Rank 0 lists them in
-bad_images.csv; too many of them end the run, on all ranks alike. What this rank's loader took is
-added up here too.
+Rank 0 lists them in bad_images.csv; too many of them end the run, on all ranks alike. What this
+rank's loader took is added up here too.
 """
 
 import csv
 import os
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import data
 from runtime.agreement import gather_to_rank0, run_on_rank0
 
 if TYPE_CHECKING:  # the worker processes of storage/ import this file too
-    from runtime.agreement import Verdict
     from runtime.device_batches import Batch
     from runtime.log import Log
 
 STAGES = tuple(name for name in data.LoadStats._fields if name.endswith("_seconds"))
-LISTED = 20  # ranks that have a line of their own in a report
 
 
 def append_rows(path: str, rows: Sequence[tuple[str, str, int | None]]) -> None:
@@ -40,7 +36,7 @@ def read_paths(path: str) -> set[str]:
     if not os.path.exists(path):
         return set()
     with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
-        return {row["path"] for row in csv.DictReader(file) if row.get("path")}
+        return {row["path"] for row in csv.DictReader(file)}
 
 
 class BadImageLog:
@@ -60,7 +56,7 @@ class BadImageLog:
         self.stats = data.LoadStats()
         self.read = 0  # images
         self.too_many: str | None = None  # an error message
-        self.known = run_on_rank0(partial(read_paths, self.path))  # kept up to date on rank 0
+        self.known = run_on_rank0(lambda: read_paths(self.path))  # kept up to date on rank 0
         self.count = len(self.known)
 
     def record(self, step: int, batch: "Batch") -> None:
@@ -69,22 +65,11 @@ class BadImageLog:
         self.stats = data.total([self.stats, batch.stats])
         self.read += len(batch.image_ids)
 
-    def log_skipped_step(self, verdict: "Verdict", image_ids: list[int]) -> str:
-        """Log a step that was not applied and its images, by name; return a message. Collective."""
-        what = "loss" if verdict.bad_loss else "gradient norm"
-        names = [self.name_of(i) for i in image_ids]
-        return self.log.skip(verdict.step, what, verdict.consecutive, names)
-
-    @property
-    def pending(self) -> bool:
-        """Whether this rank has images to report."""
-        return bool(self.unreported)
-
     def sync(self) -> None:
         """Collect the bad images of all ranks; set `too_many` on all where they are. Collective."""
         every = gather_to_rank0(self.unreported) or []
         self.unreported = []
-        self.count = run_on_rank0(partial(self._list, every))
+        self.count = run_on_rank0(lambda: self._list(every))
         if self.count > self.max_bad * self.images:
             self.too_many = (
                 f"{self.count} of {self.images} images are unreadable, more than "
@@ -95,19 +80,18 @@ class BadImageLog:
         """On rank 0: list the images that are new; count all."""
         new = {row[0]: row for rows in every for row in rows if row[0] not in self.known}
         self.known |= new.keys()
-        rows = sorted(new.values(), key=lambda row: row[2])
         try:
-            append_rows(self.path, rows)
+            append_rows(self.path, list(new.values()))
         except OSError as error:
             self.log.warn(f"{self.path} cannot be written now: {error}")
-        if rows:
-            path, reason, _ = rows[0]
-            more = f"; {len(rows) - 1} more are in {self.path}" if rows[1:] else ""
+        if new:
+            path, reason, _ = next(iter(new.values()))
+            more = f"; {len(new) - 1} more are in {self.path}" if len(new) > 1 else ""
             self.log.warn(f"unreadable image {path} ({reason}): replaced by the next image{more}")
         return len(self.known)
 
-    def report(self, seconds: float, waiting: float) -> dict[str, Any]:
-        """Make the record `io` of the log: one row per rank; {} on other ranks than 0. Collective.
+    def report(self, seconds: float, waiting: float) -> list[dict[str, float]]:
+        """Return the rows of the record `io`, one per rank; [] on other ranks than 0. Collective.
 
         `seconds` the loop took, `waiting` is the share of them in which this rank had no batch.
         """
@@ -116,18 +100,4 @@ class BadImageLog:
             "mb_per_second": self.stats.bytes / seconds / 1e6,
             "data_share": waiting,
         } | {stage: getattr(self.stats, stage) / max(self.read, 1) for stage in STAGES}
-        rows = gather_to_rank0(row)
-        return {"ranks": rows} if rows else {}
-
-
-def describe_loaders(ranks: list[dict[str, float]]) -> Iterator[str]:
-    """Yield the lines of a table of a `report`: the ranks, and the worst value per column."""
-    stages = [f"{stage.removesuffix('_seconds')} ms" for stage in STAGES]
-    yield "rank   images/s     MB/s  waiting" + "".join(f"{stage:>12}" for stage in stages)
-    worst = {key: (min if "per_second" in key else max)(r[key] for r in ranks) for key in ranks[0]}
-    for name, row in [*list(enumerate(ranks))[:LISTED], ("worst", worst)]:
-        rates = f"{row['images_per_second']:10.1f}{row['mb_per_second']:9.1f}"
-        times = "".join(f"{1e3 * row[stage]:12.3f}" for stage in STAGES)
-        yield f"{name:<5}{rates}{row['data_share']:9.0%}{times}"
-    waits = max(range(len(ranks)), key=lambda rank: ranks[rank]["data_share"])
-    yield f"rank {waits} waits most; ms are per image, in one loader process"
+        return gather_to_rank0(row) or []

@@ -7,10 +7,11 @@ takes the times that the log shows.
 import json
 import math
 import os
+import shutil
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
@@ -20,12 +21,9 @@ from typing import Any, TextIO
 import torch
 from torch.profiler import record_function
 
-from runtime.agreement import gather_to_rank0, run_on_rank0
-from runtime.bad_images import BadImageLog
+from runtime.agreement import run_on_rank0
 from runtime.devices import device_memory, device_power, peak_flops
 from runtime.run import Run
-
-DATA_WAIT = "wait for data"  # name of the range in a profiler's trace
 
 
 class Meter:
@@ -43,7 +41,7 @@ class Meter:
     def data_wait(self) -> Iterator[None]:
         """Count the time inside as waiting for data."""
         start = time.perf_counter()
-        with record_function(DATA_WAIT):
+        with record_function("wait for data"):  # the name in a profiler's trace
             yield
         self.waited += time.perf_counter() - start
 
@@ -76,11 +74,6 @@ class Meter:
         }
 
 
-def compile_seconds() -> float:
-    """Return the seconds that torch.compile has taken in this process so far."""
-    return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
-
-
 class Log:
     """Write log.jsonl, one object per line, and the terminal; silent on all ranks but 0."""
 
@@ -104,15 +97,10 @@ class Log:
             with self._disk_may_fail(folder):
                 self.tensorboard = SummaryWriter(folder, purge_step=step + 1)
 
-    def say(self, text: str) -> None:
-        """Print a line on the terminal."""
-        if self.file:
-            print(text, flush=True)
-
-    def say_all(self, lines: Iterable[str]) -> None:
+    def say(self, *lines: str) -> None:
         """Print lines on the terminal."""
-        for line in lines:
-            self.say(line)
+        if self.file and lines:
+            print(*lines, sep="\n", flush=True)
 
     def warn(self, text: str) -> None:
         """Print a warning on the terminal."""
@@ -150,7 +138,7 @@ class Log:
                 self.tensorboard.add_image(name, pixels, step, dataformats="HWC")
 
     def step(
-        self, step: int, loss: float, norm: float, lr: float, meter: Meter, bad_images: BadImageLog
+        self, step: int, loss: float, norm: float, lr: float, meter: Meter, bad_images: int
     ) -> None:
         """Log a step, counted from 0, and end the meter's interval; the numbers are of all ranks.
 
@@ -158,12 +146,9 @@ class Log:
         """
         seconds, waited = meter.interval(step + 1)
         run, trained = self.run, self.run.config.run_mode != "io"
-        rate = run.global_batch / seconds
-        per_rank = rate / run.world_size
-        counts = run.flops_per_image(), run.flops_per_image(recomputed=True)
-        tflops, hardware = (per_rank * n / 1e12 if n and trained else None for n in counts)
-        peak = peak_flops(self.device)[0]
-        memory = device_memory(self.device)
+        rate, flops = run.global_batch / seconds, run.flops_per_image()
+        tflops = rate / run.world_size * flops / 1e12 if flops and trained else None
+        peak, memory = peak_flops(self.device)[0], device_memory(self.device)
         self.write(
             "step",
             step=step + 1,
@@ -174,13 +159,12 @@ class Log:
             step_seconds=seconds,
             data_seconds=waited,
             images_per_second=rate,
-            images_per_second_per_rank=per_rank,
+            images_per_second_per_rank=rate / run.world_size,
             tflops_per_rank=tflops,
-            hardware_tflops_per_rank=hardware,
             mfu=1e12 * tflops / peak if tflops and peak else None,
             **memory,
             **device_power(self.device),
-            bad_images=bad_images.count,
+            bad_images=bad_images,
         )
         shown = f"loss {loss:7.4f}  norm {norm:8.3f}  lr {lr:.2e}  " if trained else ""
         gib = memory["peak_allocated_gib"]
@@ -191,35 +175,6 @@ class Log:
             f"{waited / seconds:4.0%}  ETA {left}"
         )
 
-    def first_step(self, step: int, loss: float) -> None:
-        """Say that the first step, counted from 0, is made: the first line may be minutes away."""
-        if self.run.config.run_mode != "io":
-            self.say(
-                f"first step: {step + 1} of {self.run.steps}, loss {loss:.4f}; a line follows "
-                f"every {self.run.config.log_every} steps"
-            )
-
-    def skip(self, step: int, what: str, consecutive: int, images: list[str]) -> str:
-        """Log a step that was not applied, counted from 0; return a message. Collective.
-
-        `what`, "loss" or "gradient norm", was not finite, in so many `consecutive` steps. `images`
-        are the paths of this rank's part of the batch, none where another rank's loss was at fault.
-        """
-        every = gather_to_rank0(images) or []
-        paths = [path for its in every for path in its]
-        ranks, where = list[int](), ", though the losses are"
-        if what == "loss":
-            ranks = [rank for rank, its in enumerate(every) if its]
-            where = f" on rank {', '.join(map(str, ranks[:8]))}{' ...' * (len(ranks) > 8)}"
-        text = f"the {what} is not finite at step {step + 1}{where}"
-        if consecutive > 1:
-            text += f", {consecutive} consecutive bad steps"
-        found = {"what": what, "ranks": ranks, "images": paths, "in_a_row": consecutive}
-        self.write("skip", step=step + 1, **found)
-        more = f" and {len(paths) - 3} more, all in log.jsonl" if len(paths) > 3 else ""
-        self.warn(f"{text}: optimizer step skipped; images {', '.join(paths[:3])}{more}")
-        return text
-
 
 def open_log(out: str) -> Log:
     """Open the log in the folder `out` to append, on rank 0; AgreedError if not. Collective."""
@@ -228,7 +183,8 @@ def open_log(out: str) -> Log:
     def make() -> None:
         try:
             os.makedirs(out, exist_ok=True)
-            log.file = _append_to(path)
+            # bytes of a file name that are no text become question marks: the log is UTF-8
+            log.file = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
             if path.read_bytes()[-1:] not in (b"", b"\n"):  # the run before was killed in a line
                 log.file.write("\n")
         except OSError as error:
@@ -238,11 +194,6 @@ def open_log(out: str) -> Log:
     return log
 
 
-def _append_to(path: Path) -> TextIO:
-    # bytes of a file name that are no text become question marks: the log is UTF-8
-    return open(path, "a", encoding="utf-8", errors="replace")
-
-
 def rename_old_log(log: Log, out: str) -> None:
     """Rename an earlier run's log, where this run begins at step 0; AgreedError. Collective."""
     path = Path(out, "log.jsonl")
@@ -250,9 +201,8 @@ def rename_old_log(log: Log, out: str) -> None:
     def rename() -> None:
         if log.file and path.stat().st_size:
             other = next(p for i in count(1) if not (p := Path(out, f"log.{i}.jsonl")).exists())
-            log.file.close()
-            path.rename(other)
-            log.file = _append_to(path)
+            shutil.copyfile(path, other)
+            log.file.truncate(0)
             log.say(f"note: this run begins at step 0; the log of an earlier one is now {other}")
 
     run_on_rank0(rename)

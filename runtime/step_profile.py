@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import profile, schedule
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:  # tools that read a trace need none of these
@@ -37,6 +37,7 @@ WARM = 5  # steps before the window: blocks are compiled, memory settles
 KINDS = ("compute", "communication", "optimizer", "data", "idle")
 DATA, OPTIMIZER = "wait for data", "Optimizer.step#"  # names of ranges; the latter is PyTorch's own
 COLLECTIVES = ("ncclDevKernel", "ncclKernel", "rccl", "mscclKernel", "gloo:")  # at work
+COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 # Operators that compute, on a CPU: what wraps them (autograd's functions, hooks) may also wait.
 CPU_WORK = ("aten::", "mkldnn::", "vit_mae::", "fsdp::", "CompiledFunction", "## Call Compiled")
@@ -49,23 +50,16 @@ class RunProfile:
     """Profile some steps of this process; `step(step)` surrounds each step of the loop."""
 
     def __init__(self, run: "Run", session: "Session", grid: DeviceMesh, meter: "Meter") -> None:
-        """Wait for the window; too few steps for it are a warning.
-
-        The meter's clock stops while the profiler starts and while it writes.
-        """
+        """Wait for the window; the meter's clock stops while the profiler starts and writes."""
         self.run, self.log, self.device = run, session.log, session.device
         self.grid, self.meter, self.counted = grid, meter, meter.begin + COUNTED
         self.sent: list[CommEvent] = []
         self.profiler: profile | None = None
         self.folder = Path(run.config.out) / "profile"
         first, steps = meter.begin + WARM, run.config.profile or 0
-        self.window = range(first, first + steps)
-        if self.window.stop > run.steps:
-            self.log.warn(
-                f"--profile {steps} is left out: it needs {WARM + steps} steps, "
-                f"{run.steps - meter.begin} remain"
-            )
-            self.window = range(0)
+        self.window = range(first, first + steps) if first + steps <= run.steps else range(0)
+        if not self.window:
+            self.log.warn(f"--profile {steps} is left out: fewer than {WARM + steps} steps remain")
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -89,13 +83,11 @@ class RunProfile:
         return payload(self.sent, self.run.ranks_per_group)
 
     def _start(self) -> None:
-        activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
             # stacks of Python alone: those of C++ would slow down the steps that are timed
             torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
         plan = schedule(wait=0, warmup=1, active=len(self.window), repeat=1)
-        self.profiler = profile(activities=activities, schedule=plan, acc_events=True)
+        self.profiler = profile(schedule=plan, acc_events=True)
         self.profiler.start()
 
     def _finish(self, profiler: profile) -> None:
@@ -114,9 +106,9 @@ class RunProfile:
             if self.device.type == "cuda":
                 torch.cuda.memory._record_memory_history(enabled=None)
         parts = {kind: seconds / sum(found.values()) for kind, seconds in found.items()}
-        record = {"first_step": first + 1, "steps": steps, "ranks": [0], **found, "shares": parts}
-        self.log.write("profile", **record)
-        self.log.say_all(table(found, first))
+        self.log.write("profile", first_step=first + 1, steps=steps, **found, shares=parts)
+        shown = ", ".join(f"{kind} {found[kind]:.4f} ({parts[kind]:.1%})" for kind in KINDS)
+        self.log.say(f"profile from step {first + 1}, seconds per step: {shown}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -164,49 +156,24 @@ def shares(events: Sequence[dict[str, Any]], steps: int) -> dict[str, float]:
     return {kind: microseconds / 1e6 / steps for kind, microseconds in found.items()}
 
 
-def table(seconds: dict[str, float], first: int) -> list[str]:
-    """Format seconds per step and share of each kind, profiled on rank 0 from step `first` on."""
-    whole, titles = sum(seconds.values()), {"communication": "exposed comm.", "data": "data wait"}
-    cells = "".join(f"{seconds[kind]:10.4f} {seconds[kind] / whole:6.1%}" for kind in KINDS)
-    return [
-        f"profile from step {first + 1}: seconds per step, and share",
-        "        " + "".join(f"{titles.get(kind, kind):>17}" for kind in KINDS) + f"{'step':>9}",
-        f"rank   0{cells}{whole:9.4f}",
-    ]
-
-
 # ---------------------------------------------------------------------------------------------
 # What a step sends
 
 
-class Unsupported(RuntimeError):
-    """This version of PyTorch lacks what is needed here."""
-
-
 class CommEvent(NamedTuple):
-    """One collective: its kind, its group, the bytes of the whole tensor.
+    """One collective of one rank."""
 
-    Whole is the tensor after an all-gather and before a reduce-scatter. `group` is a dimension of
-    the mesh ("shard", "replicate", "tp") or "world".
-    """
-
-    kind: str
-    group: str
-    size: int
+    kind: str  # one of COMM_KINDS
+    group: str  # a dimension of the mesh: "shard", "replicate", "tp"; or "world"
+    size: int  # bytes of the whole tensor: after an all-gather, before a reduce-scatter
 
 
 def counting(grid: DeviceMesh, found: list[CommEvent]) -> Any:
-    """Make a context that adds every collective of this process to `found`.
+    """Make a context that adds every collective of this process to `found`."""
+    from torch.utils._python_dispatch import TorchDispatchMode  # private: not above
 
-    Unsupported where this version of PyTorch has no TorchDispatchMode where it is expected.
-    """
-    try:
-        from torch.utils._python_dispatch import TorchDispatchMode
-    except ImportError as error:
-        raise Unsupported(f"torch {torch.__version__}: {error}") from None
-    groups = {
-        str(grid.get_group(name).group_name): name for name in reversed(grid.mesh_dim_names or ())
-    }
+    names = reversed(grid.mesh_dim_names or ())
+    groups = {str(grid.get_group(name).group_name): name for name in names}
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(
@@ -216,7 +183,8 @@ def counting(grid: DeviceMesh, found: list[CommEvent]) -> Any:
                 return NotImplemented  # comes back as plain local tensors
             result = func(*given, **(named or {}))
             if kind := kind_of(func):
-                sizes = [_bytes(argument) for argument in [*given, result]]
+                leaves = [tree_leaves(argument) for argument in [*given, result]]
+                sizes = [sum(t.nbytes for t in some if isinstance(t, Tensor)) for some in leaves]
                 group = groups.get(_group_name(given), "world")
                 found.append(CommEvent(kind, group, max(sizes)))  # the whole tensor is the larger
             return result
@@ -225,10 +193,7 @@ def counting(grid: DeviceMesh, found: list[CommEvent]) -> Any:
 
 
 def payload(found: Sequence[CommEvent], sizes: Mapping[str, int]) -> dict[str, int] | None:
-    """Sum the bytes of whole tensors by kind, in groups of several ranks; None if there are none.
-
-    `sizes` has the number of ranks of each group, by its name.
-    """
+    """Sum the bytes by kind, in groups of more than one rank by their `sizes`; None if of none."""
     kinds = Counter[str]()
     for collective in found:
         if sizes[collective.group] > 1:
@@ -241,18 +206,11 @@ def kind_of(func: Any) -> str | None:
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = func.name().partition("::")[2].replace("_", "")
-    kinds = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
-    return next((kind for kind in kinds if name.startswith(kind.replace("_", ""))), None)
-
-
-def _bytes(argument: Any) -> int:
-    tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)]
-    return sum(t.nbytes for t in tensors)
+    return next((kind for kind in COMM_KINDS if name.startswith(kind.replace("_", ""))), None)
 
 
 def _group_name(given: Sequence[Any]) -> str:
-    """Find the process group among a collective's arguments: an object, or its name as the last."""
     for argument in given:
-        if isinstance(argument, torch.ScriptObject):
+        if isinstance(argument, torch.ScriptObject):  # a process group
             return str(dist.ProcessGroup.unbox(argument).group_name)
-    return [argument for argument in given if isinstance(argument, str)][-1]
+    return [argument for argument in given if isinstance(argument, str)][-1]  # or its name

@@ -1,6 +1,7 @@
 """What is mistyped on a command line: one sentence and status 2, before anything starts."""
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -174,10 +175,15 @@ def test_precision_is_what_the_device_computes_in(flags, cpu_flags, precision, m
 
 
 def test_the_start_and_a_refused_resume_name_the_precision(monkeypatch, capsys):
-    argv = "--model tiny:depth=1 --img-size 32 --device cpu --workers 0 --batch 2 --steps 1"
-    monkeypatch.setattr(devices, "default_precision", lambda gpu: ("bf16", "has bf16"))
-    assert train_fsdp.main(argv.split()) == 0
-    assert "precision: bf16 (default bf16: has bf16)" in capsys.readouterr().out
-    monkeypatch.setattr(devices, "default_precision", lambda gpu: ("fp32", "has fp32"))
-    assert train_fsdp.main(argv.split()) == 2
-    assert "precision bf16 -> fp32 (as before: --precision bf16)" in capsys.readouterr().err
+    argv = ["--model", "tiny:depth=1", "--img-size", "32", "--device", "cpu", "--workers", "0"]
+    argv += ["--batch", "2", "--steps", "1"]
+    for reason in ("bf16", "fp32"):
+        monkeypatch.setattr(devices, "default_precision", lambda gpu, r=reason: (r, f"has {r}"))
+        status = train_fsdp.main([*argv, "--out", "out"])
+        printed = capsys.readouterr()
+        if reason == "bf16":
+            assert status == 0 and "precision: bf16 (default bf16: has bf16)" in printed.out
+            with open("out/log.jsonl") as file:
+                start = json.loads(file.readline())
+            assert start["precision_default"] == "bf16: has bf16"
+    assert status == 2 and "precision bf16 -> fp32 (as before: --precision bf16)" in printed.err

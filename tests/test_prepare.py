@@ -897,10 +897,6 @@ def test_io_reports_what_each_rank_read(runs):
         assert row["images_per_second"] == pytest.approx(48 / end["seconds"])
         assert min(row[f"{stage}_seconds"] for stage in bad_images.STAGES) > 0
         assert 0 <= row["data_share"] <= 1
-    table = io.output.split("rank   images/s")[1].splitlines()
-    assert [line.split()[0] for line in table[1:5]] == ["0", "1", "worst", "rank"]
-    slow = max(row["decode_seconds"] for row in event["ranks"])
-    assert f"{1e3 * slow:.3f}" in table[3]
 
 
 # --- what is left behind

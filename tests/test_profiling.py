@@ -62,13 +62,13 @@ def test_a_run_with_a_window(tmp_path, capsys):
     assert train_fsdp.main(shlex.split(argv)) == 0
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     (found,) = [line for line in lines if line["event"] == "profile"]
-    assert (found["first_step"], found["steps"], found["ranks"]) == (6, 2, [0])
+    assert (found["first_step"], found["steps"]) == (6, 2)
     assert sum(found["shares"].values()) == pytest.approx(1)
     assert found["compute"] > found["optimizer"] > 0 and found["data"] > 0
     events = step_profile.read_trace(tmp_path / "profile" / "rank_00000.json.gz")
     names = [e["name"] for e in events]
     assert names.count("Optimizer.step#AdamW.step") == names.count("wait for data") == 2
-    assert "exposed comm." in capsys.readouterr().out
+    assert "profile from step 6" in capsys.readouterr().out
 
 
 def empty_steps(folder, steps: int, device: str = "cpu") -> tuple[Meter, list[str]]:
@@ -90,22 +90,18 @@ def test_a_trace_that_cannot_be_written_is_a_warning_and_not_part_of_a_step(tmp_
     calls = []
 
     def export(profiler, path):
-        time.sleep(2)
+        time.sleep(1)
         raise OSError(28, "No space left on device")
+
+    def record(**options):
+        calls.append(options)
 
     monkeypatch.setattr(step_profile.profile, "export_chrome_trace", export)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options)
-    )
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     meter, said = empty_steps(tmp_path, 8, "cuda")
     assert said == ["no profile: OSError: [Errno 28] No space left on device"]
-    assert meter.interval(8)[0] < 0.2 and meter.summary()["seconds"] > 2
-    recording, off = calls
-    assert recording["stacks"] == "python" and off == {"enabled": None}
-
-
-def test_a_run_too_short_for_a_window_says_so(tmp_path):
-    warnings = empty_steps(tmp_path, 6)[1]
-    assert warnings == ["--profile 2 is left out: it needs 7 steps, 6 remain"]
-    assert not [*tmp_path.iterdir()]
+    assert meter.interval(8)[0] < 0.1 and meter.summary()["seconds"] > 1
+    assert calls[-1] == {"enabled": None} and len(calls) == 2
+    # a run too short for a window says so
+    assert empty_steps(tmp_path, 6)[1] == ["--profile 2 is left out: fewer than 7 steps remain"]

@@ -1,7 +1,6 @@
 """The step waits for no number, is compiled once, and its loop keeps the collector out."""
 
 import gc
-from functools import partial
 
 import pytest
 import torch
@@ -21,9 +20,8 @@ from runtime.run import resolve
 
 # What hands a number, or a number of numbers, to the host: on a GPU it would wait for the device.
 READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "bincount"}
-READ = ROWS if FULL else [("zero1", 2), ("hybrid", 1), ("full_shard", 2)]
+READ = ROWS if FULL else [("hybrid", 1), ("full_shard", 2)]
 COMPILED = ROWS if FULL else [("full_shard", 2)]
-PRECISIONS = ("fp32", "bf16")
 
 
 class Reads(TorchDispatchMode):
@@ -41,40 +39,38 @@ class Reads(TorchDispatchMode):
 
 
 def stepper(mode: str, fsdp: int, precision: str, device=CPU, compiled=False):
-    """A function of the step's number that makes train_fsdp's step on this rank."""
+    """A function that makes train_fsdp's step on this rank, and reads its verdict."""
     world = dist.get_world_size()
     group = world if "hybrid" in mode else None
     grid = mesh.build_mesh(shard.mesh_shape(mode, world, group), device)
     flags = {"mode": mode, "group": group, "fsdp": fsdp, "precision": precision}
     run = resolve(Config("tiny", 32, batch=2, clip=1.0, compile=compiled, **flags), world, world)
-    parts = train_fsdp.build_model_and_optimizer(run, grid, device)
-    guard = StepGuard(device)
+    training, guard = train_fsdp.build_training(run, grid), StepGuard(device)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8, device=device)
     batches = [(images, torch.rand(2, 16, device=device))] * 2
 
-    def step(number: int) -> None:
-        train_fsdp.train_step(*parts, guard, batches, lr=1e-4, **run.step_options())
-        if number:
-            guard.read(number - 1)  # as the loop does
+    def step() -> None:
+        train_fsdp.train_step(training, guard, batches, lr=1e-4)
+        if device != CPU:  # as the loop does, one step late: reading it on a CPU is no wait
+            guard.settle()
 
     return step
 
 
-def reads_and_recompilations() -> dict:
-    """On each rank: host reads of a step by mode and precision; compilations early and late."""
+def reads_and_recompilations() -> tuple[list[str], dict, dict]:
+    """On each rank: of a control and of steps, host reads; compilations early and late."""
     join()
-    found: dict = {"reads": {}, "compiled": {}}
-    for mode, fsdp in READ:
-        for precision in PRECISIONS:
-            step = stepper(mode, fsdp, precision)
-            step(0)
-            step(1)
-            with Reads() as reads:
-                step(2)
-            found["reads"][mode, fsdp, precision] = reads.seen
-    with Reads() as reads:
+    reads, compiled = {}, {}
+    with Reads() as control:
         torch.ones(()).item()
-    found["control"] = reads.seen
+    for mode, fsdp in READ:
+        for precision in ("fp32", "bf16"):
+            step = stepper(mode, fsdp, precision)
+            step()
+            step()
+            with Reads() as seen:
+                step()
+            reads[mode, fsdp, precision] = seen.seen
 
     # What breaks a graph or asks for a new one is the same for each back end; this one is quick.
     compile_module = nn.Module.compile
@@ -83,53 +79,38 @@ def reads_and_recompilations() -> dict:
     for mode, fsdp in COMPILED:
         torch._dynamo.reset()
         counters.clear()
-        step = stepper(mode, fsdp, "fp32", compiled=True)
-        graphs = []
-        for number in range(5):
-            step(number)
+        step, graphs = stepper(mode, fsdp, "fp32", compiled=True), []
+        for _ in range(5):
+            step()
             graphs.append(counters["stats"]["unique_graphs"])
-        found["compiled"][mode, fsdp] = graphs, sum(counters["graph_break"].values())
-    nn.Module.compile = compile_module
+        compiled[mode, fsdp] = graphs, sum(counters["graph_break"].values())
     dist.destroy_process_group()
-    return found
-
-
-@pytest.fixture(scope="module")
-def found(once):
-    return once("reads", partial(on_ranks, 2, reads_and_recompilations))
+    return control.seen, reads, compiled
 
 
 @pytest.mark.slow
-def test_no_mode_reads_a_number_in_a_step(found):
-    for rank in found:
-        assert rank["control"] == ["_local_scalar_dense"]
-        assert len(rank["reads"]) == 2 * len(READ)
-        assert not any(rank["reads"].values()), rank["reads"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "fsdp"), COMPILED)
-def test_blocks_are_compiled_in_the_first_steps_only(found, mode, fsdp):
+def test_no_mode_reads_a_number_in_a_step_and_blocks_are_compiled_in_the_first_only(tmp_path):
     """Two graphs, of encoder and decoder blocks; no break, nothing new after the second step."""
-    for rank in found:
-        graphs, breaks = rank["compiled"][mode, fsdp]
-        assert breaks == 0 and graphs[1:] == [graphs[1]] * 4
-        assert graphs[0] == 2
+    for control, reads, compiled in on_ranks(2, reads_and_recompilations, tmp_path):
+        assert control == ["_local_scalar_dense"]
+        assert len(reads) == 2 * len(READ) and not any(reads.values()), reads
+        for graphs, breaks in compiled.values():
+            assert breaks == 0 and graphs[0] == 2 and graphs[1:] == [graphs[1]] * 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("mode", "fsdp"), ROWS)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_mode_waits_for_a_gpu(mode, fsdp, precision):
     """CUDA's own check raises where a step synchronises with the device."""
     device = torch.device("cuda", 0)
     mesh.init_ranks(mesh.read_ranks({}), device)
     try:
         step = stepper(mode, fsdp, precision, device)
-        step(0)
-        step(1)
+        step()
+        step()
         torch.cuda.set_sync_debug_mode("error")
-        step(2)
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
         dist.destroy_process_group()

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import socket
 import subprocess
 from types import SimpleNamespace
@@ -19,51 +20,11 @@ import train_fsdp
 from runtime.config import parse
 from runtime.run import batch_sizes
 
-SMALL = [
-    "--model",
-    "tiny",
-    "--img-size",
-    "32",
-    "--device",
-    "cpu",
-    "--workers",
-    "0",
-    "--save-every",
-    "none",
-]
-
-START_KEYS = {
-    "versions",
-    "world_size",
-    "mesh",
-    "params",
-    "flops_per_image",
-    "peak_flops_per_rank",
-    "hardware_flops_per_image",
-    "peak_flops_source",
-    "global_batch",
-    "lr",
-}
-STEP_KEYS = {
-    "event",
-    "step",
-    "epoch",
-    "loss",
-    "grad_norm",
-    "lr",
-    "step_seconds",
-    "data_seconds",
-    "images_per_second",
-    "images_per_second_per_rank",
-    "tflops_per_rank",
-    "hardware_tflops_per_rank",
-    "mfu",
-    "peak_allocated_gib",
-    "peak_reserved_gib",
-    "alloc_retries",
-    "bad_images",
-}
-END_KEYS = {"event", "reason", "steps", "images_per_second", "peak_allocated_gib"}
+SMALL = shlex.split("--model tiny --img-size 32 --device cpu --workers 0 --save-every none")
+STEP_KEYS = shlex.split(
+    "event step epoch loss grad_norm lr step_seconds data_seconds images_per_second "
+    "tflops_per_rank mfu peak_allocated_gib peak_reserved_gib alloc_retries bad_images"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -81,12 +42,6 @@ def test_cuda_without_a_gpu_is_refused(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert train_fsdp.main(["--device", "cuda"]) == 2
     assert "no GPU is visible to this process; use --device cpu" in capsys.readouterr().err
-
-
-def test_half_set_environment_is_refused(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    assert train_fsdp.main(SMALL) == 2
-    assert "'WORLD_SIZE' is missing; it is set by torchrun" in capsys.readouterr().err
 
 
 def test_errors_are_printed_by_rank_0_alone(monkeypatch, capsys):
@@ -127,44 +82,19 @@ def test_log_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
     assert str(tmp_path / "file" / "out") in capsys.readouterr().err
 
 
-def test_defaults_are_those_of_the_design(monkeypatch):
-    for name, value in environment(0, 8, 1).items():
-        monkeypatch.setenv(name, value)
-    args = vars(parse([]))
-    assert args["model"] == "base" and args["img_size"] == 224 and args["mask_ratio"] == 0.75
-    assert args["mode"] == "hybrid" and args["fsdp"] == 2 and args["prefetch"] == "backward_pre"
-    assert args["limit_all_gathers"] is None
-    assert parse(["--fsdp", "1"]).limit_all_gathers is True
-    ddp = parse(["--mode", "ddp"])
-    assert args["wrap"] == "block"
-    assert ddp.fsdp is ddp.prefetch is ddp.wrap is None  # no meaning, so no claim
-    assert args["blr"] == 1.5e-4 and args["weight_decay"] == 0.05 and args["norm_pix_loss"]
-
-
 def test_one_process_has_nothing_to_shard(monkeypatch):
-    """Unless FSDP is asked for; what srun or torchrun has started with several ranks is several."""
+    """Unless FSDP is asked for; what a launcher has started with several ranks is several."""
 
-    def mode(flags: str, ranks: int = 0, slurm: bool = False) -> str:
-        by_srun = {"STEP_ID": "0", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
-        by_srun |= {"NTASKS": str(ranks), "TASKS_PER_NODE": str(ranks), "JOB_ID": "7"}
-        variables = {f"SLURM_{name}": value for name, value in by_srun.items()}
+    def mode(flags: str, ranks: int = 0) -> str:
         with monkeypatch.context() as patch:
-            for name, value in (variables if slurm else environment(0, ranks, 1)).items():
+            for name, value in environment(0, ranks, 1).items():
                 if ranks:
                     patch.setenv(name, value)
             return parse(flags.split()).mode
 
-    assert mode("") == mode("", 1) == mode("", 1, slurm=True) == "ddp"
+    assert mode("") == mode("", 1) == "ddp" != mode("", 2)
     assert mode("--dry-run --world-size 1") == "ddp" != mode("--dry-run --world-size 2")
-    assert mode("", 2) == mode("", 2, slurm=True) == "hybrid"
-    for flags in (
-        "--group 1",
-        "--fsdp 1",
-        "--prefetch none",
-        "--forward-prefetch",
-        "--wrap root",
-        "--fsdp 1 --no-limit-all-gathers",
-    ):
+    for flags in ("--group 1", "--fsdp 1", "--prefetch none", "--wrap root"):
         assert mode(flags) == "hybrid", flags
     assert mode("--mode full_shard") == "full_shard"
 
@@ -198,8 +128,7 @@ def test_log_has_every_key_and_numbers_that_agree(tmp_path, capsys):
     argv = [*SMALL, "--data", TILES, "--batch", "64", "--steps", "5", "--log-every", "2"]
     assert train_fsdp.main([*argv, "--precision", "fp32", "--out", str(tmp_path)]) == 0
     start, steps, end = read_log(tmp_path / "log.jsonl")
-    flags = set(vars(parse(argv)))
-    assert set(start) >= START_KEYS | flags
+    assert set(start) >= {"versions", "flops_per_image", *vars(parse(argv))}
     assert start["params"] == 2_263_488 and start["global_batch"] == 64
     assert start["mesh"] == {"replicate": 1, "shard": 1, "tp": 1}
     assert start["lr"] == pytest.approx(1.5e-4 * 64 / 256)
@@ -209,37 +138,28 @@ def test_log_has_every_key_and_numbers_that_agree(tmp_path, capsys):
     assert sum(planned["payload_bytes"].values()) == 0
     assert [s["step"] for s in steps] == [2, 4, 5] and [s["epoch"] for s in steps] == [0, 1, 1]
     for s in steps:
-        assert set(s) == STEP_KEYS
+        assert [*s] == STEP_KEYS
         assert s["images_per_second"] == pytest.approx(64 / s["step_seconds"])
-        assert s["images_per_second_per_rank"] == s["images_per_second"]
         tflops = s["images_per_second"] * start["flops_per_image"] / 1e12
         assert s["tflops_per_rank"] == pytest.approx(tflops)
         assert 0 <= s["data_seconds"] < s["step_seconds"]
         assert s["mfu"] is None and s["peak_allocated_gib"] is None
         assert s["loss"] > 0 and s["grad_norm"] > 0
-    assert set(end) >= END_KEYS and end["reason"] == "done" and end["steps"] == 5
+    assert end["reason"] == "done" and end["steps"] == 5
     assert end["step_seconds"] == pytest.approx(64 / end["images_per_second"])
-    assert end["loss_of_zero"] == pytest.approx(1, abs=0.02)  # norm_pix: variance 1 by definition
     lines = capsys.readouterr().out.splitlines()
     table = [line for line in lines if line.startswith("step ")]
     assert len(table) == 3 and len({len(line) for line in table}) == 1  # aligned
-    assert "predicting zero gives" in lines[-3] and "log.jsonl" in lines[-2]
+    assert "mean loss of the last" in lines[-3] and "log.jsonl" in lines[-2]
     assert lines[-1] == "nothing saved: --save-every none"
 
 
-def test_a_second_run_appends_to_the_log(tmp_path):
-    argv = [*SMALL, "--run", "io", "--batch", "4", "--steps", "1", "--out", str(tmp_path)]
-    assert train_fsdp.main(argv) == 0 and train_fsdp.main(argv) == 0
-    events = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").open()]
-    assert events == ["start", "step", "io", "end"] * 2
-
-
-def test_a_line_cut_by_a_kill_does_not_spoil_the_next(tmp_path):
+def test_a_second_run_appends_and_a_line_cut_by_a_kill_does_not_spoil_the_next(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"event": "step", "lo')
     argv = [*SMALL, "--run", "io", "--batch", "4", "--steps", "1", "--out", str(tmp_path)]
-    assert train_fsdp.main(argv) == 0
+    assert train_fsdp.main(argv) == 0 and train_fsdp.main(argv) == 0
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["event"] for line in lines[1:]] == ["start", "step", "io", "end"]
+    assert [json.loads(line)["event"] for line in lines[1:]] == ["start", "step", "io", "end"] * 2
 
 
 def test_an_unreachable_master_is_one_sentence(capsys, monkeypatch):
@@ -283,7 +203,7 @@ def test_run_syn_keeps_one_batch_and_run_io_builds_no_model(tmp_path, monkeypatc
     assert train_fsdp.main([*argv, "--run", "io", "--out", str(tmp_path / "io")]) == 0
     assert not seen
     _, steps, end = read_log(tmp_path / "io" / "log.jsonl")
-    assert set(steps[0]) == STEP_KEYS and steps[0]["loss"] is None and end["images_per_second"] > 0
+    assert [*steps[0]] == STEP_KEYS and steps[0]["loss"] is None and end["images_per_second"] > 0
 
 
 def test_warns_of_a_very_large_learning_rate_and_of_images_left_out(tmp_path, capsys):
@@ -294,13 +214,6 @@ def test_warns_of_a_very_large_learning_rate_and_of_images_left_out(tmp_path, ca
     assert "3 steps per epoch" in out and "; 42 images" in out
     assert train_fsdp.main(argv) == 0
     assert "very large" not in capsys.readouterr().out
-
-
-def test_epochs_count_steps(tmp_path):
-    argv = [*SMALL, "--data", TILES, "--batch", "96", "--epochs", "2", "--out", str(tmp_path)]
-    assert train_fsdp.main([*argv, "--log-every", "1"]) == 0
-    _, steps, end = read_log(tmp_path / "log.jsonl")
-    assert end["steps"] == 4 and [s["epoch"] for s in steps] == [0, 0, 1, 1]
 
 
 # --- several ranks
@@ -320,25 +233,23 @@ def changed(argv: list[str], **flags: str) -> list[str]:
 
 def test_a_bad_step_on_one_rank_ends_all_and_is_never_applied(tmp_path):
     """Under every engine."""
-    base = changed(ARGV, steps="8", global_batch="12")
+    base = changed(ARGV, steps="6", global_batch="12", log_every="8")
+    full = {"mode": "full_shard"}
     runs = [
-        Run(changed(base, mode="full_shard", log_every="8"), "loss", 2, (3,)),
+        Run(changed(base, **full), "loss", 2, (3,)),
         Run(changed(base, mode="hybrid", group="1", fsdp="1"), "loss", 1, (3,)),
-        Run(changed(base, mode="ddp", log_every="8"), "gradient", 1, (4,)),
-        Run(changed(base, mode="zero1", log_every="8"), "loss", 0, (7,)),
-        Run(changed(base, mode="full_shard", precision="fp16", log_every="8"), "gradient", 1, (4,)),
+        Run(changed(base, mode="ddp"), "gradient", 1, (3,)),
+        Run(changed(base, mode="zero1"), "loss", 0, (3,)),
+        Run(changed(base, **full, precision="fp16"), "gradient", 1, (4,)),
     ]
-    late, at_once, gradient, last, scaled = run_ranks(3, runs, tmp_path, 240)
-    for result in (late, at_once, gradient, last):
-        assert result.status == [1, 1, 1]
-        assert result.end["reason"] == "nan" and result.replicas_differ == 0
-        assert result.moved[1] > 0 and all(torch_is_finite(p) for p in result.params.values())
-    assert "the loss is not finite at step 4 on rank 2" in late.errors
-    assert "the loss is not finite at step 4 on rank 1" in at_once.errors
-    assert "the gradient norm is not finite at step 5" in gradient.errors
-    assert "the loss is not finite at step 8 on rank 0" in last.errors
-    assert late.moved[3:] == [0] and late.end["steps"] == 3
-    assert at_once.moved[3:] == [0] and gradient.moved[4:] == [0] and last.moved[7:] == [0]
+    *ended, scaled = run_ranks(3, runs, tmp_path, 240)
+    for result, what in zip(ended, ("loss", "loss", "gradient norm", "loss"), strict=True):
+        assert result.status == [1, 1, 1] and f"the {what} is not finite at step 4" in result.errors
+        assert (result.end["reason"], result.end["steps"]) == ("nan", 3)
+        assert result.replicas_differ == 0
+        assert result.moved[1] > 0 and result.moved[3:] == [0]
+        assert all(tensor.isfinite().all() for tensor in result.params.values())
+    assert "step 4 on rank 2" in ended[0].errors
     # with a gradient scaler an infinite norm is a skipped step, no more
     assert scaled.status == [0, 0, 0] and scaled.end["reason"] == "done"
     assert scaled.moved[4] == 0 and all(m > 0 for m in scaled.moved[1:4] + scaled.moved[5:])
@@ -351,68 +262,36 @@ def test_bad_steps_are_left_out_up_to_max_skips(tmp_path):
         Run(changed(base, log_every="4"), "loss", 1, (2, 3, 6)),
         Run(changed(base, mode="ddp", log_every="9"), "gradient", 0, (4,)),
         Run(changed(base, mode="hybrid", group="1", fsdp="1"), "loss", 1, (2, 3, 4)),
-        Run(changed(base, max_skips="0"), params=False),
     ]
-    some, norm, many, clean = run_ranks(2, runs, tmp_path, 240)
-    files = data.scan(TILES)
-    orders = [np.random.default_rng((3, epoch)).permutation(192) for epoch in range(2)]  # seed 3
-    batch = clean.start["global_batch"]
-
+    some, norm, many = run_ranks(2, runs, tmp_path, 240)
     assert some.status == norm.status == [0, 0] and some.end["reason"] == "done"
     assert some.replicas_differ == norm.replicas_differ == many.replicas_differ == 0
     assert [m == 0 for m in some.moved] == [s in (0, 2, 3, 6) for s in range(9)]  # 0: no earlier
     skips = events(tmp_path / "0", "skip")
-    assert [(s["step"], s["what"], s["ranks"], s["in_a_row"]) for s in skips] == [
-        (3, "loss", [1], 1),
-        (4, "loss", [1], 2),
-        (7, "loss", [1], 1),
-    ]
-    local, accum = clean.start["batch"], clean.start["accum"]
+    found = [(s["step"], s["what"], s["ranks"], s["in_a_row"]) for s in skips]
+    assert found == [(3, "loss", [1], 1), (4, "loss", [1], 2), (7, "loss", [1], 1)]
+    files, order = data.scan(TILES), np.random.default_rng((3, 0)).permutation(192)  # seed 3
+    local, accum = some.start["batch"], some.start["accum"]
     for skip in skips:  # of each accumulation step the second half is rank 1's
-        starts = [(skip["step"] - 1) * batch + (2 * a + 1) * local for a in range(accum)]
+        starts = [(skip["step"] - 1) * 12 + (2 * a + 1) * local for a in range(accum)]
         where = [start + i for start in starts for i in range(local)]
-        assert skip["images"] == [files.path(orders[i // 192][i % 192]) for i in where]
-    assert some.end["skipped"] == 3 and clean.end["skipped"] == 0
+        assert skip["images"] == [files.path(order[i]) for i in where]
+    assert some.end["skipped"] == 3 and math.isfinite(some.end["loss"])
     assert "at step 4 on rank 1, 2 consecutive bad steps: optimizer step skipped" in some.output
     assert [s["step"] for s in some.steps if s["loss"] is None] == [4]  # JSON has no NaN
-    assert math.isfinite(some.end["loss"])
 
     (skip,) = events(tmp_path / "1", "skip")  # a norm is everybody's
     assert (skip["step"], skip["what"], skip["ranks"]) == (5, "gradient norm", [])
-    assert len(skip["images"]) == batch and norm.moved[4] == 0
+    assert len(skip["images"]) == 12 and norm.moved[4] == 0
 
     assert many.status == [1, 1] and many.end["reason"] == "nan" and many.end["steps"] == 4
-    assert [s["in_a_row"] for s in events(tmp_path / "2", "skip")] == [1, 2, 3]
     assert "not finite at step 5 on rank 1, 3 consecutive bad steps" in many.errors
-    assert all(torch_is_finite(p) for p in many.params.values()) and many.moved[2:] == [0, 0, 0]
-
-
-@pytest.mark.full
-def test_the_bytes_of_a_step_are_those_planned(tmp_path):
-    """Measured in the end record, planned in the start record; a few more for norm and stop."""
-    base = changed(ARGV, steps="6", profile="1")
-    runs = [
-        Run(changed(base, **flags), params=False)
-        for flags in (
-            {"mode": "ddp"},
-            {"mode": "hybrid", "group": "2", "fsdp": "1"},
-            {"mode": "hybrid_grad_op"},
-        )
-    ]
-    for result in run_ranks(4, runs, tmp_path, 240):
-        planned, measured = result.start["planned"]["payload_bytes"], result.end["payload_bytes"]
-        assert result.status == [0] * 4 and sum(planned.values()) > 1e5
-        for kind in {*planned, *measured}:
-            assert 0 <= measured.get(kind, 0) - planned.get(kind, 0) < 3000, (kind, result.start)
+    assert many.moved[2:] == [0, 0, 0]
 
 
 def events(folder, name) -> list[dict]:
     lines = (folder / "log.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["event"] == name]
-
-
-def torch_is_finite(tensor) -> bool:
-    return bool(tensor.isfinite().all())
 
 
 def test_the_first_step_of_make_demo(tmp_path):
@@ -433,16 +312,9 @@ def test_make_demo(tmp_path):
     if not (ROOT / ".venv" / "run.ok").exists():
         pytest.skip("no .venv here: make demo would install it (run the tests by make test)")
     out = tmp_path / "demo"
-    done = subprocess.run(
-        ["make", "demo", f"DEMO_OUT={out}"], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    command = ["make", "demo", f"DEMO_OUT={out}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    start, steps, end = read_log(out / "log.jsonl")
-    assert set(start) >= START_KEYS and all(set(s) == STEP_KEYS for s in steps)
-    assert set(end) >= END_KEYS
-    assert start["world_size"] == 4 and start["mesh"] == {"replicate": 2, "shard": 2, "tp": 1}
-    assert end["loss"] < 0.6 and end["loss_of_zero"] == pytest.approx(1, abs=0.02)
-    assert steps[0]["loss"] > 0.8 > 0.6 > steps[-1]["loss"]
-    assert f"{end['loss']:.4f}; predicting zero gives" in done.stdout
-    assert str(out / "log.jsonl") in done.stdout
+    _, steps, end = read_log(out / "log.jsonl")
+    assert steps[0]["loss"] > 0.8 > 0.6 > end["loss"]
     assert f"{out / 'picture.png'}: 4 images" in done.stdout and (out / "picture.png").exists()
