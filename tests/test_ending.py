@@ -1,22 +1,28 @@
 """What a run leaves behind, however it ends: its weights, `done`, its log, a sentence."""
 
+import contextlib
 import itertools
 import json
+import re
+import resource
 import shutil
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
-from ranks import Result, Run, read_log, run_ranks
-from test_checkpoint import names, one_process, steps  # noqa: F401 - a fixture
+from conftest import FULL, ROOT
+from ranks import Result, Run, bound_by_permissions, read_log, run_ranks
+from test_checkpoint import good, names, one_process, steps  # noqa: F401 - fixtures
 
 import checkpoint
 import train_fsdp
 from runtime import resume
+from runtime.log import Log
 
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
 TILES = ROOT / "examples" / "tiles" / "train"
 BATCH = 8
 ARGV = (
@@ -27,9 +33,26 @@ SHARDED = [*ARGV, "--model", "nano", "--mode", "full_shard", "--data", str(TILES
 NAN = {"poison": "loss", "poison_rank": 1, "poison_steps": (3, 4)}
 EIO = "OSError: [Errno 5] Input/output error"
 
+# failed saves: the fault in tests/ranks.py: the rank that it strikes (-1: all), the sentence
+FAULTS = {
+    "limit": (1, r"OSError: \[Errno 27\] File too large.* \(rank 1\)"),
+    "latest": (0, re.escape(f"{EIO} (rank 0)")),
+}
+if FULL:
+    FAULTS |= {
+        "permission": (-1, r"PermissionError: \[Errno 13\] .*\(rank 0\)"),
+        "fsync": (1, re.escape(f"{EIO} (rank 1)")),
+        "metadata": (0, re.escape(f"{EIO} (rank 0)")),
+        "rename": (0, re.escape(f"{EIO} (rank 0)")),
+    }
+
 
 def losses(result: Result) -> list[tuple[int, float]]:
     return [(s["step"], s["loss"]) for s in result.steps]
+
+
+def warnings(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("warning: step")]
 
 
 def the_error(text: str) -> str:
@@ -57,10 +80,9 @@ def all_endings(out: Path) -> tuple[Path, dict[str, Result]]:
     lost = [*SHARDED, "--log-every", "9"]
     runs = {
         "plain": plain,
+        "plain again": replace(plain, to=str(out / "plain")),
         "time": replace(plain, argv=[*lost, "--keep", "9"], due_rank=1),
-        "none, signal": replace(
-            plain, argv=[*SHARDED, "--save-every", "none"], signal_rank=1, signal_step=2
-        ),
+        "none": replace(plain, argv=[*SHARDED, "--save-every", "none"]),
         "nan": replace(plain, argv=bad, **NAN),
         "nan resumed": replace(plain, argv=bad, to=str(out / "nan")),
         "lost": replace(plain, argv=lost, lost_rank=1, lost_step=3),
@@ -72,8 +94,14 @@ def all_endings(out: Path) -> tuple[Path, dict[str, Result]]:
         "bad images resumed": replace(plain, argv=[*images, "1"], to=str(out / "bad images")),
         "full": replace(plain, full_rank=1, full_saves=(0,)),
         "folder": plain,
-        "done": replace(plain, fault="done", fault_rank=0, fault_saves=(0,)),
     }
+    for fault, (rank, _) in FAULTS.items():
+        every = [*SHARDED, "--save-every", "1", "--keep", "9"]
+        again = replace(plain, argv=every, to=str(out / fault))
+        runs[fault] = replace(again, fault=fault, fault_rank=rank, fault_saves=(1, 3, 4))
+        runs[f"{fault} resumed"] = again
+    behind = [*SHARDED, "--save-every", "2", "--keep", "9", "--async-save"]
+    runs["behind"] = replace(plain, argv=behind, full_rank=1, full_saves=(0,))
     runs = {name: replace(run, to=run.to or str(out / name)) for name, run in runs.items()}
     found = run_ranks(2, list(runs.values()), out / "ranks", timeout=400)
     return out, dict(zip(runs, found, strict=True))
@@ -82,8 +110,8 @@ def all_endings(out: Path) -> tuple[Path, dict[str, Result]]:
 # name: exit status, reason, steps that are on disk, whether `done` is there, the last line
 ENDED = {
     "plain": (0, "done", (6,), True, "saved {out}/step_00000006"),
-    "time": (0, "done", (2, 4, 6), True, "saved {out}/step_00000006"),
-    "none, signal": (0, "signal", (), False, "nothing saved: --save-every none"),
+    "time": (0, "done", (1, 2, 3, 4, 5, 6), True, "saved {out}/step_00000006"),
+    "none": (0, "done", (), True, "nothing saved: --save-every none"),
     "nan": (1, "nan", None, False, "saved {out}/step_00000003; the same command continues from"),
     "lost": (1, "data", None, False, "saved {out}/step_00000003; the same command continues from"),
     "lost, saved": (1, "data", (2, 4), False, "saved {out}/step_00000004; the same command"),
@@ -133,18 +161,56 @@ def test_a_run_that_failed_goes_on_as_if_it_had_not(ended):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["folder", "done"])
-def test_what_rank_0_cannot_do_with_done_is_everyones_sentence(name, ended):
-    """Before the first step, where it must go; after the last, which is saved nevertheless."""
+def test_a_done_that_cannot_be_removed_is_everyones_sentence_before_the_first_step(ended):
     out, found = ended
-    result = found[name]
-    assert result.status == [1, 1]
-    assert f"{out}/{name}/done" in the_error(result.errors)
-    assert names(out / name) == (steps() if name == "folder" else steps(6))
-    assert len(result.steps) == (0 if name == "folder" else 6)
+    result = found["folder"]
+    assert result.status == [1, 1] and not result.steps and not names(out / "folder")
+    assert f"{out}/folder/done" in the_error(result.errors)
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_failed_saves_keep_the_older_checkpoints_and_end_the_run_cleanly(fault, ended):
+    """Once: a warning. Twice in a row: all ranks end with 1. The same command then resumes."""
+    out, found = ended
+    folder, (_, sentence) = out / fault, FAULTS[fault]
+    expected = losses(found["plain"])
+
+    # saves 2, 4 and 5 fail: the first two are warnings, the third ends the run
+    struck, resumed = found[fault], found[f"{fault} resumed"]
+    for line, step in zip(warnings(struck.output), (2, 4), strict=True):
+        assert re.match(f"warning: step {step} was not saved: .*{sentence}", line), line
+    assert struck.status == [1, 1]
+    assert re.search(f"error: step 5 was not saved: .*{sentence}", the_error(struck.errors))
+
+    # the older checkpoints load, and the losses are those of a run without failures
+    assert resumed.status == [0, 0], resumed.errors
+    begin = 5 if fault == "latest" else 3  # `latest` is written last: the checkpoint is there
+    assert f"{fault}/step_{begin:08d} at step {begin}" in resumed.output
+    assert losses(resumed) == expected[:5] + expected[begin:]
+    assert names(folder) == (steps(*range(1, 7)) if fault == "latest" else steps(1, 3, 4, 5, 6))
+    assert all(checkpoint.verify(folder / name) > 0 for name in names(folder))
+
+
+@linux
+@pytest.mark.slow
+def test_one_failed_save_in_the_background_does_not_end_a_run(ended):
+    out, found = ended
+    assert found["behind"].status == [0, 0] and names(out / "behind") == steps(4, 6)
+    assert "step 2 was not saved" in warnings(found["behind"].output)[0]
 
 
 # --- one process
+
+
+@contextlib.contextmanager
+def files_limited(size: int):
+    """Let no file of this process grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def run(folder: Path, flags: str, received=()) -> int:
@@ -163,13 +229,6 @@ def test_a_new_start_keeps_an_earlier_log_under_another_name(tmp_path, capsys):
     assert run(tmp_path, "--steps 2 --save-every 1", received=[signal.SIGTERM]) == 0
     assert run(tmp_path, "--steps 2 --save-every 1") == 0
     assert [s["step"] for s in read_log(tmp_path / "log.jsonl")[1]] == [1, 2]
-
-
-def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, capsys):
-    (tmp_path / "profile").write_text("in the way")
-    assert run(tmp_path, "--steps 8 --profile 1 --save-every none") == 0
-    assert "warning: no profile: FileExistsError" in capsys.readouterr().out
-    assert read_log(tmp_path / "log.jsonl")[2]["reason"] == "done"
 
 
 def test_under_torchrun_a_line_says_to_ignore_its_traceback(tmp_path, capsys, monkeypatch):
@@ -202,3 +261,33 @@ def test_saving_by_the_clock(tmp_path, monkeypatch):
     monkeypatch.setattr(resume, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert run(tmp_path, "--save-every 0.05m --steps 9 --keep 9") == 0
     assert names(tmp_path) == steps(4, 8, 9)
+
+
+@linux
+def test_log_lines_are_kept_until_the_log_can_be_written(tmp_path, capsys):
+    """A file size limit for a while: the run continues, and each line is written once, later."""
+    log = Log(open(tmp_path / "log.jsonl", "a", encoding="utf-8"))  # noqa: SIM115
+    with files_limited(10):
+        log.write("step", step=1)
+    log.write("step", step=2)
+    assert "warning: log.jsonl cannot be written now: [Errno 27]" in capsys.readouterr().out
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]
+
+
+@linux
+def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path, capsys):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    with bound_by_permissions():
+        assert train_fsdp.main([*ARGV, "--out", str(closed / "new")]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("train_fsdp.py: error: ") and printed.err.count("\n") == 1
+    assert "Permission denied" in printed.err and str(closed / "new") in printed.err
+
+
+@linux
+def test_consolidate_leaves_no_partial_file(good, tmp_path, capsys):  # noqa: F811
+    with files_limited(20_000):
+        assert checkpoint.main(["consolidate", str(good), str(tmp_path / "model.pth")]) == 1
+    assert "File too large" in capsys.readouterr().err and not list(tmp_path.iterdir())
