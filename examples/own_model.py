@@ -33,7 +33,7 @@ def train(mode="full_shard", group=None, steps=20, out="out", **given):
     mesh.init_ranks(ranks, device)
     grid = mesh.build_mesh(shard.mesh_shape(mode, ranks.world_size, group), device)
     torch.manual_seed(0)
-    model = Classifier()  # a very large one is built under `with torch.device("meta"):`
+    model = Classifier()  # a very large one: on meta, and `values=` for shard.apply
     decay, blocks = shard.weight_decay_names(model), {nn.TransformerEncoderLayer}
     model = shard.apply(model, mode, grid, block_classes=blocks, options=options)
     optimizer = shard.build_optimizer(model, mode, decay, lr=2e-4, weight_decay=0.05)
