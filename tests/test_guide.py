@@ -127,8 +127,9 @@ SLOW = (
 def test_a_slow_disk_is_what_the_log_says(tmp_path):
     """Seconds to read an image: 0.06 more."""
     for path in sorted(ROOT.glob("examples/tiles/train/desert/*.jpg"))[:8]:
-        shutil.copy(path, tmp_path)
-    argv = [*SLOW.split(), "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+        (tmp_path / "images").mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / "images")
+    argv = [*SLOW.split(), "--data", str(tmp_path / "images"), "--out", str(tmp_path / "out")]
     start_ranks(1, partial(run_script, argv), tmp_path, free_port(), 120)
     records = map(json.loads, (tmp_path / "out" / "log.jsonl").read_text().splitlines())
     by_event = {record["event"]: record for record in records}
