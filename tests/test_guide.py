@@ -134,7 +134,7 @@ def test_a_slow_disk_is_what_the_log_says(tmp_path):
     records = map(json.loads, (tmp_path / "out" / "log.jsonl").read_text().splitlines())
     by_event = {record["event"]: record for record in records}
     (rank,) = by_event["io"]["ranks"]
-    assert rank["read_seconds"] >= 0.06 and by_event["end"]["data_share"] > 0.5
+    assert rank["read_seconds"] >= 0.06 and by_event["end"]["data_share"] > 0.1
 
 
 # --- docs/figures.py
