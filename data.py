@@ -30,7 +30,6 @@ SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
 # Errors of the file itself, not of the node: it cannot be decoded (no errno), read or found.
 FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EACCES)
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # of crops, width : height
-
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
 Image.MAX_IMAGE_PIXELS = 2**29  # Pillow refuses images of twice as many: 4 GiB decoded
 
@@ -181,10 +180,7 @@ class RankBatchSampler:
 def draw_augmentation(
     seed: int, position: int, patches: int, width: int, height: int
 ) -> tuple[Tensor, bool, tuple[int, int, int, int]]:
-    """Draw masking noise (L,), flip, and crop (top, left, height, width) from (seed, position).
-
-    A crop has 20 to 100 % of the area, half of the images are flipped: MAE (arXiv 2111.06377, A.1).
-    """
+    """Draw masking noise (L,), flip and crop (top, left, height, width) as in MAE, appendix A.1."""
     word = np.random.SeedSequence((seed, position)).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(word))
     noise = torch.randperm(patches, generator=generator).float()
@@ -234,7 +230,7 @@ class LocalBatch(NamedTuple):
     stats: LoadStats
 
 
-Sample = tuple[Tensor, Tensor, int, list[tuple[int, str]], LoadStats]  # of one image, as above
+Sample = tuple[Tensor, Tensor, LoadStats, int, list[tuple[int, str]]]  # image, noise, ..., bad
 
 
 @dataclass(eq=False)
@@ -257,8 +253,7 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
         bad: list[tuple[int, str]] = []
         while len(bad) < SUBSTITUTES:
             try:
-                image, noise, stats = self.load(position, index)
-                return image, noise, index, bad, stats
+                return *self.load(position, index), index, bad
             except Exception as error:  # Pillow raises many kinds for a broken file
                 number = getattr(error, "errno", None)
                 if isinstance(error, MemoryError) or number not in FILE_ERRNOS:
@@ -287,7 +282,7 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
 def collate(samples: Sequence[Sample]) -> LocalBatch:
     """Stack samples; in a worker into shared memory, as PyTorch's default does with tensors."""
     images, noise = default_collate([sample[:2] for sample in samples])
-    _, _, image_ids, bad, stats = zip(*samples, strict=True)
+    _, _, stats, image_ids, bad = zip(*samples, strict=True)
     replaced = [pair for pairs in bad for pair in pairs]
     return LocalBatch(images, noise, list(image_ids), replaced, total(stats))
 
@@ -308,7 +303,7 @@ def build_loader(
     exact: bool = False,
     stats: ChannelStats = IMAGENET,
 ) -> DataLoader[LocalBatch]:
-    """Make the DataLoader of one rank for these steps: a batch per accumulation step, in turn.
+    """Make the DataLoader of one rank: a batch per accumulation step of each of `steps`, in turn.
 
     One iterator covers all steps, so workers start once, not once per epoch. Images must have the
     channels and type of `stats`. ValueError where the global batch is larger than the data set.

@@ -61,7 +61,6 @@ def numbers(environ):
     ("environ", "expected"),
     [
         (TORCHRUN, (6, 8, 2, 4, 1, "torchrun")),
-        (without(TORCHRUN, "GROUP_RANK"), (6, 8, 2, 4, 1, "torchrun")),
         (SRUN, (17, 20, 1, 4, 2, "srun")),
         (SRUN | {"SLURM_PROCID": "9", "SLURM_NODEID": "1"}, (9, 20, 1, 8, 1, "srun")),
         (ONE_NODE, (2, 4, 2, 4, 0, "srun")),
@@ -74,7 +73,6 @@ def numbers(environ):
         (ONE_NODE | TORCHRUN, (6, 8, 2, 4, 1, "torchrun")),
         ({}, (0, 1, 0, 1, 0, "single")),
         ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "3442"}, (0, 1, 0, 1, 0, "single")),
-        ({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1"}, (0, 1, 0, 1, 0, "single")),
         ({"SLURM_NTASKS": "4"}, (0, 1, 0, 1, 0, "single")),  # a preset for srun, outside of any job
     ],
 )

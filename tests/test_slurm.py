@@ -352,12 +352,3 @@ def test_an_address_that_other_nodes_can_use(names, address, tmp_path):
     for machine, port, net in (("slurm", "20007", "unset"), ("frontier", "3442", "Socket")):
         output = pretend(tmp_path, MACHINE=machine, **named)[1]
         assert f", at {address}:{port}, NCCL_NET {net}\n" in output
-
-
-def test_modules_by_the_file_that_their_folder_has(tmp_path):
-    init = tmp_path / "lmod" / "init" / "bash"
-    init.parent.mkdir(parents=True)
-    init.write_text('module() { echo "module $*"; }\n')
-    given = {"MODULESHOME": str(tmp_path / "lmod"), "BASH_FUNC_module%%": ""}
-    output = pretend(tmp_path, MODULES="cuda/12.8 nccl", **given)[1]
-    assert "module load cuda/12.8\nmodule load nccl\n" in output

@@ -74,30 +74,7 @@ def test_flops_agree_with_torchs_counter(name):
     assert vit.flops_per_image(config, 224, 0.5) == pytest.approx(expected, rel=0.01)
 
 
-# --- patches, positions, masking
-
-
-def test_patchify_takes_row_column_channel_order():
-    images = torch.randn(2, 3, 8, 8)
-    patches = vit.patchify(images, 4)
-    assert patches.shape == (2, 4, 48)
-    for patch, row, column, channel in ((0, 0, 0, 0), (1, 2, 3, 1), (2, 1, 0, 2), (3, 3, 3, 2)):
-        y, x = (patch // 2) * 4 + row, (patch % 2) * 4 + column
-        assert torch.equal(
-            patches[:, patch, (row * 4 + column) * 3 + channel], images[:, channel, y, x]
-        )
-
-
-def test_positions_have_golden_values():
-    """Column first: patch 1 of a 3 x 3 grid is row 0, column 1."""
-    table = vit.sincos_positions(8, 3)
-    assert table.shape == (1, 10, 8) and table.dtype == torch.float32
-    s, c = math.sin, math.cos
-    assert table[0, 0].tolist() == [0.0] * 8
-    one_right = [s(1), s(0.01), c(1), c(0.01), 0, 0, 1, 1]
-    two_down_one_right = [s(1), s(0.01), c(1), c(0.01), s(2), s(0.02), c(2), c(0.02)]
-    assert table[0, 1 + 1].tolist() == pytest.approx(one_right, abs=1e-7)
-    assert table[0, 1 + 7].tolist() == pytest.approx(two_down_one_right, abs=1e-7)
+# --- masking and loss
 
 
 def test_what_does_not_fit_is_refused():
@@ -120,29 +97,6 @@ def test_what_does_not_fit_is_refused():
 )
 def test_kept_patches_do_not_lose_one_to_rounding(patches, ratio, kept):
     assert vit.kept_patches(patches, ratio) == kept
-
-
-def test_mask_keeps_the_smallest_noise_and_the_loss_sees_removed_patches_only():
-    model, images = small(), torch.randn(2, 3, 24, 24)
-    noise = torch.stack([torch.randperm(36), torch.randperm(36)]).float()
-    loss, pred, mask = model(images, 0.75, noise)
-    assert torch.equal(mask, (noise >= 9).float())  # 36 x 0.25 stay; 1 = removed
-    target = vit.patchify(images, 4)
-    std = target.std(dim=-1, keepdim=True)  # unbiased
-    target = (target - target.mean(dim=-1, keepdim=True)) / (std**2 + 1e-6).sqrt()
-    errors = ((pred - target) ** 2).mean(-1)
-    expected = errors[mask.bool()].mean()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    (gradient,) = torch.autograd.grad(loss, pred)
-    assert (gradient[mask == 0] == 0).all() and (gradient[mask == 1] != 0).any(-1).all()
-
-
-def test_removed_patches_do_not_reach_the_encoder():
-    model, images = small(), torch.randn(1, 3, 24, 24)
-    noise = torch.randperm(36).float()[None]
-    _, pred, mask = model(images, 0.75, noise)
-    removed = mask.reshape(1, 1, 6, 6).repeat_interleave(4, 2).repeat_interleave(4, 3).bool()
-    assert torch.equal(model(images.masked_fill(removed, 123.0), 0.75, noise)[1], pred)
 
 
 def test_loss_is_fp32_under_autocast_and_the_mean_of_the_images_losses():
