@@ -1,12 +1,11 @@
 """What all ranks decide together: work that one does for all, and whether a step is applied.
 
-One rank lists the images or opens the log for all; if that fails, every rank raises the same
-AgreedError and none is left waiting in a collective. Copy this one file: it needs torch alone.
+Where one fails, every rank raises the same AgreedError. Copy this one file: it needs torch alone.
 """
 
 import traceback
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,58 +15,49 @@ T = TypeVar("T")
 
 
 class AgreedError(Exception):
-    """An error that every rank raises at the same place, with the same text and exit status.
+    """An error that every rank raises at the same place; `error` is what one rank raised.
 
-    `status` is 2 where the command or its input is wrong, 1 where the run has failed. `error` is
-    what one rank raised, on all of them and with its type, or None.
+    The exit status is 2 where the input is wrong, and so for a ValueError.
     """
 
     def __init__(self, text: str, status: int = 1, error: Exception | None = None) -> None:
         super().__init__(text)
-        self.status, self.error = status, error
+        self.status, self.error = 2 if isinstance(error, ValueError) else status, error
 
 
 def run_on_rank0(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and give every rank its result; AgreedError on all if it raises.
 
-    The status is 2 for a ValueError, 1 for other errors. The traceback of a bug, neither a
-    ValueError nor an OSError, is printed on rank 0. Collective.
+    A bug's traceback is printed on rank 0. Collective.
     """
-    found = [_attempt(work) if dist.get_rank() == 0 else None]
+    found: list[Any] = [_attempt(work) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, src=0)
-    result, error = cast("tuple[T, Exception | None]", found[0])
-    if error is not None:
-        raise _agreed(error)
+    result, error = found[0]
+    if error:
+        raise AgreedError(str(error), error=error)
     return result
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:
-    """Run `work` on every rank, each with its own result; AgreedError on all if one raises.
-
-    It carries the error of the lowest rank that has one, as of `run_on_rank0`. Collective.
-    """
+    """Run `work` on every rank; AgreedError on all if one raises, of the lowest. Collective."""
     result, error = _attempt(work)
     errors: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     for rank, found in enumerate(errors):
-        if found is not None:
-            raise _agreed(found, f" (rank {rank})" if len(errors) > 1 else "")
+        if found:
+            where = f" (rank {rank})" if len(errors) > 1 else ""
+            raise AgreedError(f"{found}{where}", error=found)
     return cast(T, result)
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Run `work`; return its result, or None and its error, as one that can be sent."""
     try:
         return work(), None
     except (OSError, ValueError) as error:
         return None, error
-    except Exception as error:  # a bug
+    except Exception as error:  # a bug, perhaps of a type that cannot be sent
         traceback.print_exc()
         return None, RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _agreed(error: Exception, where: str = "") -> AgreedError:
-    return AgreedError(f"{error}{where}", 2 if isinstance(error, ValueError) else 1, error)
 
 
 def gather_to_rank0(value: T) -> list[T] | None:

@@ -25,7 +25,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEFAULT_STEPS = 100  # where neither --steps nor --epochs is given
 DEFAULT_BATCH = 32
 MOST_SECONDS = 7 * 24 * 3600  # of a limit of sweep.py
-STARTUP_TIMEOUT_FACTOR = 4  # what is done for the first time may take so many times --timeout
 
 
 def number(low: float, high: float = math.inf, kind: type = float) -> Callable[[str], Any]:

@@ -1,7 +1,6 @@
 """What a process of a run is to its surroundings: its terminal, its signals, its children.
 
-A full disk or a closed pipe behind stdout or stderr loses lines, not the run; a signal asks the run
-to stop; loader workers leave with their rank. Copy this one file: it needs nothing else.
+Copy this one file: it needs nothing else.
 """
 
 import atexit
@@ -23,32 +22,27 @@ from multiprocessing import (
 )
 from multiprocessing.context import ForkServerContext
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
-# ---------------------------------------------------------------------------------------------
-# The terminal
+# --- The terminal
 
 
 class Lossy(io.FileIO):
     """A file whose writes succeed: what it does not take is lost."""
 
-    lost: OSError | None = None  # to a full disk, say; a reader that went away wanted no more
+    lost = ""  # why, for a full disk, say; a reader that went away wanted no more
 
     def write(self, content: Any, /) -> int:
         try:
-            taken = super().write(content)
+            return super().write(content) or len(content)  # None: a full pipe that does not block
         except OSError as error:
             if error.errno != errno.EPIPE:
-                self.lost = error
+                self.lost = str(error.strerror)
             return len(content)
-        return len(content) if taken is None else taken  # None: a full pipe that does not block
 
 
 def make_safe() -> None:
-    """Let no write to stdout or stderr fail, and write each line at once.
-
-    A character that the terminal cannot show is printed as an escape.
-    """
+    """Let no write to stdout or stderr fail, whatever the characters; write each line at once."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -61,9 +55,8 @@ def make_safe() -> None:
 
 def lost() -> str | None:
     """Say why part of stdout was lost, for a program that makes nothing else; None if none was."""
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    error = raw.lost if isinstance(raw, Lossy) else None
-    return f"{os.path.basename(sys.argv[0])}: error: stdout: {error.strerror}" if error else None
+    why = getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "lost", "")
+    return f"{os.path.basename(sys.argv[0])}: error: stdout: {why}" if why else None
 
 
 def throttled_progress(
@@ -82,13 +75,10 @@ def throttled_progress(
     return progress
 
 
-# ---------------------------------------------------------------------------------------------
-# Errors of the whole run
+# --- Errors of the whole run
 
 PROGRAM = "train_fsdp.py"  # in error messages
-
 TORCHRUN_NOTE = "note: ignore the torchrun output below, including its traceback"
-
 RANK0_REPORT_GRACE_SECONDS = 5.0  # that the other ranks leave to rank 0 for its error message
 
 
@@ -102,12 +92,10 @@ def print_error(message: str, program: str | None = None) -> None:
 def usage_error(message: str, local: bool = False, program: str | None = None) -> int:
     """Print why a command is refused before any rank waits for another; return exit status 2.
 
-    Rank 0 prints it, as the environment names it: nothing else is known yet. The others wait a
-    little, because a rank that leaves first makes its launcher end rank 0 before it has printed.
-    Where the cause may be the rank's own (`local`: variables, GPU, disk), those that are still
-    there print it too.
+    Rank 0 prints it. The others wait a little, because a rank that leaves first makes its launcher
+    end rank 0 before it has printed; then they print what may be theirs alone (`local`: a GPU).
     """
-    rank = rank_of_environment()
+    rank = _rank()
     if rank == "0":
         print_error(message, program)
     else:
@@ -117,8 +105,7 @@ def usage_error(message: str, local: bool = False, program: str | None = None) -
     return 2
 
 
-def rank_of_environment() -> str:
-    """Return this process's rank as its launcher names it, before anything is checked."""
+def _rank() -> str:
     return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
 
 
@@ -133,8 +120,7 @@ def errors_name(program: str) -> Iterator[None]:
         PROGRAM = before
 
 
-# ---------------------------------------------------------------------------------------------
-# Signals, and a launcher that is gone
+# --- Signals, and a launcher that is gone
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1}  # by which a launcher asks a run to stop
 
@@ -160,7 +146,7 @@ def _listen(pipe: int, received: list[int], launcher: int) -> None:
     """Act on each signal whose number comes out of `pipe`, and on the end of the launcher."""
 
     def say(text: str) -> None:
-        if rank_of_environment() == "0":
+        if _rank() == "0":
             with suppress(OSError):
                 os.write(2, f"\n{text}\n".encode())  # not print: the main thread may be inside
 
@@ -171,44 +157,37 @@ def _listen(pipe: int, received: list[int], launcher: int) -> None:
             say(f"{PROGRAM}: error: torchrun is gone: this run ends without saving")
             os._exit(1)
         for number in os.read(pipe, 64) if ready else b"":
-            if number == signal.SIGINT and number in received:
-                say("ended without saving")
-                os._exit(128 + number)
             if number == signal.SIGINT:
+                if number in received:
+                    say("ended without saving")
+                    os._exit(128 + number)
                 say("stopping after this step; press again to end without saving")
             if number in (*STOP_SIGNALS, signal.SIGINT):
                 received.append(number)
 
 
-# ---------------------------------------------------------------------------------------------
-# Children: loader workers and helpers
+# --- Children: loader workers and helpers
 
 
 def fork_server() -> ForkServerContext:
     """Start the fork server, if it does not run yet, and return its context.
 
-    What a worker imports is memory of its own; what the server has imported is shared by all. A
-    launcher sends its signals to all processes of a rank, but only the rank itself may act on them:
-    the server is started with them blocked, and its processes inherit that.
+    A launcher sends its signals to all processes of a rank, but only the rank itself may act on
+    them: the server is started with them blocked, and its processes inherit that.
     """
     context = get_context("forkserver")
-    # no module of ours: the server of older Pythons finds only what is installed
+    # what the server imports is shared by all workers; older Pythons' finds only what is installed
     context.set_forkserver_preload(["torch", "PIL.Image"])
     resource_tracker.ensure_running()  # first: its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    atexit.register(kill_children)
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    atexit.register(_kill_children)
     return context
 
 
-def kill_children() -> None:
-    """Kill the processes that this one has started: its end would wait for them for ever.
-
-    multiprocessing ends them by SIGTERM, which is blocked in them.
-    """
+def _kill_children() -> None:
+    """Kill the processes that this one has started: SIGTERM is blocked in them."""
     for process in active_children():
         process.kill()
 
@@ -216,15 +195,12 @@ def kill_children() -> None:
 def start_worker(worker: int = 0) -> None:
     """Let this process, a worker, end when the process that reads from it does.
 
-    PyTorch watches the parent of a worker, which is the fork server, and that lives as long as its
-    workers do. Ctrl-C is left to the reading process.
+    PyTorch watches its parent, the fork server, which lives as long as its workers do.
     """
 
     def watch() -> None:
-        parent = parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
+        cast(Any, parent_process()).join()
+        os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=watch, daemon=True).start()

@@ -1,8 +1,7 @@
 """The ranks of a run, from joining to leaving: each error becomes one sentence and exit status.
 
-`run_session` is the one place that decides: usage errors end with status 2 before any rank waits
-for another; an AgreedError is raised on all ranks, printed by rank 0, and all leave together; any
-other exception, a lost peer, say, ends this rank at once, and a bug's traceback is printed.
+An AgreedError is raised on all ranks, printed by rank 0, and all leave together; any other
+exception, a lost peer, say, ends this rank at once, and a bug's traceback is printed.
 """
 
 import gc
@@ -18,14 +17,14 @@ import torch.distributed as dist
 
 import mesh
 from runtime.agreement import AgreedError, gather_to_rank0, run_on_all_ranks, run_on_rank0
-from runtime.config import STARTUP_TIMEOUT_FACTOR, Config
+from runtime.config import Config
 from runtime.device_batches import LoaderFailed
 from runtime.devices import advise_out_of_memory, is_out_of_memory
 from runtime.image_source import check_folders
 from runtime.log import Log
 from runtime.process import RANK0_REPORT_GRACE_SECONDS, print_error, usage_error
 from runtime.run import Run, check_masking, resolve
-from runtime.watchdog import FolderLock, Watchdog
+from runtime.watchdog import STARTUP_FACTOR, FolderLock, Watchdog
 
 
 class Session:
@@ -39,21 +38,17 @@ class Session:
         self.log = Log(None)
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
         self.reason = "timeout"  # in the log, where the run is ended from outside the loop
-        self.seconds = STARTUP_TIMEOUT_FACTOR * timeout  # to join
-        self.watchdog = Watchdog(ranks.rank, ranks.world_size, timeout, STARTUP_TIMEOUT_FACTOR)
-        self.watchdog.give_up = self.give_up
+        self.watchdog = Watchdog(ranks.rank, ranks.world_size, timeout, self.give_up)
 
     def join(self) -> None:
-        """Connect to the other ranks and start the watchdog. Collective.
-
-        ConnectionError where they cannot be reached, ValueError as of mesh.init_ranks.
-        """
+        """Connect to the other ranks and start the watchdog; ConnectionError. Collective."""
         ranks = self.ranks
         if ranks.world_size > 1:
             where = ":".join(ranks.init[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
             self.heartbeat(f"waiting for all {ranks.world_size} ranks at {where}")
+        minutes = STARTUP_FACTOR * self.watchdog.seconds / 60
         try:
-            mesh.init_ranks(ranks, self.device, timeout_minutes=self.seconds / 60)
+            mesh.init_ranks(ranks, self.device, timeout_minutes=minutes)
             if ranks.world_size > 1:
                 self.watchdog.connect(ranks.init)
             # for what the hosts exchange; connected now, because a lost rank is noticed here
@@ -61,19 +56,13 @@ class Session:
                 self.gloo = cast(Any, dist.new_group(backend="gloo"))
             dist.barrier(self.gloo)
         except (RuntimeError, OSError) as error:
-            who = f"rank {ranks.rank} of {ranks.world_size}"
-            raise ConnectionError(
-                f"{who} could not join the process group: {cause_of(error)}"
-            ) from error
+            what = f"could not join the process group: {cause_of(error)}"
+            raise ConnectionError(f"rank {ranks.rank} of {ranks.world_size} {what}") from error
 
     def lock_folder(self, out: str) -> None:
         """Keep other runs out of `out`; AgreedError, status 2, where one is there. Collective."""
-
-        def lock() -> None:
-            self.watchdog.lock = FolderLock(out)
-
         self.heartbeat(f"making sure that no other run uses {out}")
-        run_on_rank0(lock)
+        run_on_rank0(lambda: setattr(self.watchdog, "lock", FolderLock(out)))
         self.heartbeat("preparing the run")
 
     def heartbeat(self, phase: str, step: int | None = None) -> None:
@@ -89,16 +78,10 @@ class Session:
         print_error(f"{text}; {self.where_saved(False)}" if self.where_saved else text)
         self.log.write("end", reason=self.reason, problem=text)
 
-    def leave(self) -> None:
-        """Leave the process group with all other ranks. Collective."""
-        self.watchdog.stop()
-        dist.barrier(self.gloo)  # rank 0 serves the store: it exits when nobody needs it any more
-        dist.destroy_process_group()
-
-    def fail(self, error: Exception, run: Run) -> str:
+    def fail(self, error: Exception, run: Run) -> None:
         """Say what has failed on this rank alone, and exit at once if there are other ranks.
 
-        Their collectives fail then, or the watchdog ends them. A bug's traceback is printed.
+        Their collectives fail then, or the watchdog ends them.
         """
         what, cause = "failed", cause_of(error)
         if isinstance(error, LoaderFailed):
@@ -112,30 +95,20 @@ class Session:
             what = "lost connection to another rank"
         else:
             traceback.print_exception(error)
-            cause = f"{type(error).__name__}: {cause.removeprefix(f'{type(error).__name__}: ')}"
         text = f"rank {self.ranks.rank}: {what} ({self.watchdog.where()}): {cause}"
         if self.ranks.world_size > 1:
             time.sleep(RANK0_REPORT_GRACE_SECONDS if self.ranks.rank else 0)
             self.watchdog.exit_now(text)
-        self.log.write("end", reason=self.reason, problem=text)
-        return f"{text}; {self.where_saved(False)}" if self.where_saved else text
+        self.give_up(text)
 
     def first_loader_error(self, error: Exception | None, step: int) -> str:
-        """Return, on all ranks, the error of the first whose loader failed in `step`. Collective.
-
-        Steps count from 0 here and from 1 in the message.
-        """
+        """Return the error of the first rank whose loader failed in `step`, on all. Collective."""
         if error and not isinstance(error, LoaderFailed):
             traceback.print_exception(error)  # a bug
+        where = f"the data loader failed (reading data in step {step + 1})"
         errors = gather_to_rank0(error and cause_of(error)) or []
-
-        def message() -> str:
-            failed = [rank for rank, text in enumerate(errors) if text]
-            more = f"; {len(failed) - 1} more ranks too" if len(failed) > 1 else ""
-            first, where = failed[0], f"reading data in step {step + 1}"
-            return f"rank {first}: the data loader failed ({where}): {errors[first]}{more}"
-
-        return run_on_rank0(message)
+        found = [f"rank {rank}: {where}: {text}" for rank, text in enumerate(errors) if text]
+        return run_on_rank0(lambda: found[0])
 
 
 def cause_of(error: Exception) -> str:
@@ -149,10 +122,9 @@ def cause_of(error: Exception) -> str:
 def run_session(
     config: Config, work: Callable[[Run, Session], str | None], signals: Sequence[int] = ()
 ) -> int:
-    """Join the other ranks, call `work`, leave; return the exit status.
+    """Join the other ranks, call `work`, leave; return 0, 1 (failed) or 2 (bad command or input).
 
-    0: done, or stopped by a signal; 1: failed; 2: the command or its input is wrong. `work` returns
-    an error message, the same on all ranks, where the run has failed.
+    `work` returns an error message, the same on all ranks, where the run has failed.
     """
     try:  # all that can be refused before any rank waits for another
         ranks = mesh.read_ranks(os.environ)
@@ -166,32 +138,32 @@ def run_session(
         run = resolve(config, ranks.world_size, ranks.local_world_size)
         check_masking(run.model, config.img_size, config.mask_ratio)
         session.join()
-    except ConnectionError as error:
+    except (ConnectionError, ValueError) as error:
         session.watchdog.stop()
+        if isinstance(error, ValueError):
+            return usage_error(str(error))
         print_error(str(error))
         return 1
-    except ValueError as error:
-        session.watchdog.stop()
-        return usage_error(str(error))
     try:
         run_on_all_ranks(lambda: check_folders(config))
-        problem, status = work(run, session), 1
+        problem = work(run, session)
+        status = 1 if problem else 0
     except AgreedError as error:
         problem, status = str(error), error.status
     except Exception as error:  # on this rank alone: it must not keep the others waiting
-        problem, status = session.fail(error, run), 1
+        session.fail(error, run)
+        problem, status = None, 1
     if problem and ranks.rank == 0:  # first: launchers kill the others when one rank fails
         print_error(problem)
-    session.leave()
-    return status if problem else 0
+    session.watchdog.stop()
+    dist.barrier(session.gloo)  # rank 0 serves the store: it leaves when nobody needs it any more
+    dist.destroy_process_group()
+    return status
 
 
 @contextmanager
 def manual_gc() -> Iterator[None]:
-    """Collect garbage only where the loop calls gc.collect(), on all ranks at the same step.
-
-    A collection that Python starts by itself on one rank stalls all the others.
-    """
+    """Collect garbage only where the loop calls gc.collect(): on one rank it stalls all others."""
     gc.collect()
     gc.freeze()  # what exists now stays: never to be looked at again
     gc.disable()

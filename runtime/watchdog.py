@@ -4,7 +4,6 @@ Copy this one file: it needs torch alone.
 """
 
 import faulthandler
-import fcntl
 import json
 import os
 import platform
@@ -12,21 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from threading import Event, Lock, Thread
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """What a rank's main thread does, and since when."""
-
-    count: int = 0  # heartbeats so far: the rank with the fewest is behind
-    phase: str = "starting"
-    step: int | None = None
-    since: float = field(default_factory=time.monotonic)
+STARTUP_FACTOR = 4  # what is done for the first time, and each save, may take so many times as long
 
 
 class Watchdog:
@@ -34,25 +24,23 @@ class Watchdog:
 
     The main thread calls `heartbeat` when it begins something; a thread publishes that through the
     ranks' store. A rank without a heartbeat for `seconds` asks rank 0 to compare all ranks: rank 0
-    names those that are silent or behind, these print their stacks, and all exit. What is done for
-    the first time (connecting, compiling), and each save, may take `startup_factor` times as long.
-    Time during which the process itself was stopped does not count.
+    names those that are silent or behind, these print their stacks, and all exit.
 
     A second thread, which no store can block, says what is waited for for long and ends a rank that
     rank 0 does not answer; should Python itself hang, faulthandler prints the stack and exits.
     """
 
     def __init__(
-        self, rank: int, world_size: int, seconds: float, startup_factor: float = 4.0
+        self, rank: int, world_size: int, seconds: float, give_up: Callable[[str], None] = print
     ) -> None:
         """Start the second thread. A single process has no limit: it may sit in a debugger."""
-        self.rank, self.world_size = rank, world_size
-        self.seconds, self.startup_factor = seconds, startup_factor
+        self.rank, self.world_size, self.seconds, self.give_up = rank, world_size, seconds, give_up
         self.interval = min(5.0, seconds / 20)
-        self.beat, self.known = Heartbeat(), set[str]()
-        self.patience: dict[str, float] = {}  # seconds in a phase until a line says so, doubled
         self.last_check = self.grace_start = time.monotonic()
-        self.give_up: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
+        # how many heartbeats, phase, step, since when; replaced as a whole
+        self.beat: tuple[int, str, int | None, float] = 0, "starting", None, self.grace_start
+        self.known, self.told = set[str](), set[str]()  # phases
+        self.store: dist.TCPStore | None = None
         self.lock: FolderLock | None = None
         self.ended, self.leaving = Event(), Lock()
         self.threads = [Thread(target=self._guard, daemon=True)]
@@ -63,14 +51,14 @@ class Watchdog:
         # a connection of its own: a waiting call blocks that of the process group
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         self.store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
-        self.store.set(f"watchdog/{self.rank}", json.dumps(self._state(0)))
-        self.threads.append(Thread(target=self._publish, daemon=True))
-        self.threads[-1].start()
+        self._tell(self.store, 0)
+        self.threads.append(Thread(target=self._publish, args=[self.store], daemon=True))
+        self.threads[1].start()
 
     def heartbeat(self, phase: str, step: int | None = None) -> None:
         """Say that the main thread begins a phase; all ranks do so in the same order."""
-        self.known.add(self.beat.phase)
-        self.beat = Heartbeat(self.beat.count + 1, phase, step)
+        self.known.add(self.beat[1])
+        self.beat = self.beat[0] + 1, phase, step, time.monotonic()
 
     def stop(self) -> None:
         """Stop watching, before the process group is destroyed."""
@@ -83,206 +71,171 @@ class Watchdog:
 
     def where(self) -> str:
         """Describe what this rank does now, for a message."""
-        return _where(self._state(0))
+        _, phase, step, _ = self.beat
+        return f"{phase}{'' if step is None else f' in step {step + 1}'}, on {platform.node()}"
 
     def exit_now(self, text: str | None, behind: bool = False, pause: float = 0.0) -> NoReturn:
         """Print this rank's stack if it is behind, give up with a message, pause, and exit."""
         self.leaving.acquire()  # for good: one thread leaves
         if behind:
             faulthandler.dump_traceback(2)
-        if text is not None:
+        if text:
             self.give_up(text)
         time.sleep(pause)
         os._exit(1)  # the main thread waits in a call that does not return
 
     def _late(self) -> float:
         """Return the seconds past the limit of this rank's phase; negative before that."""
-        now, beat = time.monotonic(), self.beat
+        now, (_, phase, _, since) = time.monotonic(), self.beat
         if now - self.last_check > 3 * self.interval + 1:
-            self.grace_start = now  # this process was stopped for a while
+            self.grace_start = now  # this process was stopped for a while: that does not count
         self.last_check = now
-        first = beat.phase == "saving" or beat.phase not in self.known
-        limit = self.seconds * (self.startup_factor if first else 1)
-        return now - max(beat.since, self.grace_start) - limit
+        first = phase == "saving" or phase not in self.known
+        limit = self.seconds * (STARTUP_FACTOR if first else 1)
+        return now - max(since, self.grace_start) - limit
 
     def _guard(self) -> None:
         while not self.ended.wait(self.interval):
-            joined, late = len(self.threads) > 1, self._late()
-            waited = time.monotonic() - self.beat.since
-            patience = self.patience.get(self.beat.phase, 10.0)
-            if waited > patience and (self.rank == 0 or not joined):
-                self.patience[self.beat.phase] = 2 * patience
-                text = f"rank {self.rank}: {self.where()}, for {waited:.0f} s so far"
-                print(text, file=sys.stderr, flush=True)
+            late, (_, phase, _, since), joined = self._late(), self.beat, self.store is not None
+            long = phase not in self.told and time.monotonic() > since + 10
+            if long and (self.rank == 0 or not joined):
+                self.told.add(phase)
+                print(f"rank {self.rank}: still {self.where()}", file=sys.stderr, flush=True)
             if self.lock and (problem := self.lock.renew()):
                 self.exit_now(problem)
-            if self.world_size > 1:
-                last = 3 * self.seconds * self.startup_factor
-                faulthandler.dump_traceback_later(
-                    last, exit=True, file=2
-                )  # unless this loop comes round
-                # while joining, torch's own error may come first and says more
-                if late > (10 * self.interval if joined else 10) and not (
-                    joined and self.rank == 0
-                ):
-                    self.exit_now(
-                        f"rank {self.rank} of {self.world_size} has no answer from rank 0 "
-                        f"({self.where()}): it is stuck, or its port belongs to another program"
-                    )
+            if self.world_size == 1:
+                continue
+            # unless this loop comes round
+            faulthandler.dump_traceback_later(3 * self.seconds * STARTUP_FACTOR, exit=True, file=2)
+            # rank 0 judges; while joining, torch's own error may come first and says more
+            if late > (10 * self.interval if joined else 10) and not (joined and self.rank == 0):
+                who = f"rank {self.rank} of {self.world_size} has no answer from rank 0"
+                why = "it is stuck, or its port belongs to another program"
+                self.exit_now(f"{who} ({self.where()}): {why}")
 
-    def _state(self, tick: int) -> list[Any]:
-        beat, host = self.beat, platform.node()
-        return [tick, beat.count, beat.phase, beat.step, host, time.monotonic() - beat.since]
+    def _tell(self, store: dist.TCPStore, tick: int) -> None:
+        count, _, _, since = self.beat
+        state = tick, count, time.monotonic() - since, self.where()
+        store.set(f"watchdog/{self.rank}", json.dumps(state))
 
-    def _publish(self) -> None:
+    def _publish(self, store: dist.TCPStore) -> None:
         tick = 0
         with suppress(RuntimeError):  # the store went with rank 0
             while not self.ended.wait(self.interval):
                 tick += 1
-                self.store.set(f"watchdog/{self.rank}", json.dumps(self._state(tick)))
-                late = self._late() > 0
-                if late and self.rank != 0:
-                    self.store.set("watchdog/late", str(self.rank))
-                if self.rank == 0 and (late or self.store.check(["watchdog/late"])):
-                    self._judge(tick)
-                elif self.rank != 0 and self.store.check(["watchdog/verdict"]):
-                    behind = json.loads(self.store.get("watchdog/verdict"))
-                    self.exit_now(None, self.rank in behind)
+                self._tell(store, tick)
+                if self._late() > 0:
+                    store.set("watchdog/late", "")
+                if self.rank == 0 and store.check(["watchdog/late"]):
+                    self._judge(store, tick)
+                elif self.rank != 0 and store.check(["watchdog/behind"]):
+                    self.exit_now(None, self.rank in json.loads(store.get("watchdog/behind")))
 
-    def _states(self) -> list[list[Any]]:
-        keys = [f"watchdog/{rank}" for rank in range(self.world_size)]
-        return [json.loads(text) for text in self.store.multi_get(keys)]
-
-    def _judge(self, tick: int) -> None:
+    def _judge(self, store: dist.TCPStore, tick: int) -> None:
         """Find the ranks that are behind, on rank 0, unless the run continues meanwhile."""
-        before = self._states()
+        keys = [f"watchdog/{rank}" for rank in range(self.world_size)]
+        before = [json.loads(text) for text in store.multi_get(keys)]
         self.ended.wait(4 * self.interval)
-        self.store.set("watchdog/0", json.dumps(self._state(tick + 1)))
-        after = self._states()
+        self._tell(store, tick + 1)
+        after = [json.loads(text) for text in store.multi_get(keys)]
         silent = [r for r in range(self.world_size) if before[r][0] == after[r][0]]
-        alive = [r for r in range(self.world_size) if r not in silent]
-        if self.ended.is_set() or any(after[r][1] != before[r][1] for r in alive):
-            self.store.delete_key("watchdog/late")
+        counts = {r: after[r][1] for r in range(self.world_size) if r not in silent}
+        if self.ended.is_set() or any(counts[r] != before[r][1] for r in counts):
+            store.delete_key("watchdog/late")
             return
-        slowest = min(after[r][1] for r in alive)
-        behind = silent or [r for r in alive if after[r][1] == slowest]
-        seconds = max(after[r][5] for r in (alive if silent else behind))
-        text = f"no progress for {seconds:.0f} s: "
+        behind = silent or [r for r in counts if counts[r] == min(counts.values())]
+        text = f"no progress for {max(after[r][2] for r in counts):.0f} s: "
         if len(behind) == self.world_size:
-            text += f"all ranks wait for each other ({_where(after[0])})"
+            text += f"all ranks wait for each other ({after[0][3]})"
         else:
-            named = "; ".join(f"rank {r} ({_where(after[r])})" for r in behind[:8])
-            more = f" and {len(behind) - 8} more" if len(behind) > 8 else ""
-            other = next(r for r in alive if r not in behind)
-            text += f"{named}{more} {'stopped sending heartbeats' if silent else 'is stuck'}, "
-            text += f"rank {other} ({_where(after[other])}) waits"
-        self.store.set("watchdog/verdict", json.dumps(behind))
-        # the others read the verdict from the store that this rank may keep
+            text += "; ".join(f"rank {r} ({after[r][3]})" for r in behind[:8])
+            text += f" and {len(behind) - 8} more" if len(behind) > 8 else ""
+            other = next(r for r in counts if r not in behind)
+            what = "stopped sending heartbeats" if silent else "is stuck"
+            text += f" {what}, rank {other} ({after[other][3]}) waits"
+        store.set("watchdog/behind", json.dumps(behind))
+        # the others read that from the store that this rank may keep
         self.exit_now(text, 0 in behind, pause=max(2.0, 3 * self.interval))
 
 
-def _where(state: list[Any]) -> str:
-    _, _, phase, step, host, _ = state
-    return f"{phase}{'' if step is None else f' in step {step + 1}'}, on {host}"
-
-
 class FolderLock:
-    """Keep other runs out of a folder for as long as this process lives.
+    """Keep other runs out of a folder for as long as this process lives, by the file FOLDER/.lock.
 
-    The file FOLDER/.lock is held by flock, which ends with its process, and says who holds it. As
-    flock may be missing on a shared file system, or hold on one host only, that record also has a
-    number that `renew` counts up: a record that does not change belongs to a run that is dead.
+    It has a number that `renew` counts up: one that does not change belongs to a dead run. No
+    flock: shared file systems may lack it.
     """
 
-    def __init__(self, folder: str, patience: float = 30.0, settle: float = 2.0) -> None:
-        """Lock `folder`, which is made; ValueError, which says who has it, if another run lives.
+    def __init__(self, folder: str, patience: float = 30.0, settle: float = 1.0) -> None:
+        """Make and lock `folder`; ValueError, which says who has it, if another run lives.
 
-        Where that is not sure, waits up to `patience` seconds for a sign of life, and `settle`
-        seconds in which two runs that begin at once on two hosts see each other.
+        Waits `patience` seconds for a sign of life from another host, and `settle` seconds in which
+        two runs that both take over from a dead one see each other.
         """
-        self.folder, self.path, self.beats = folder, os.path.join(folder, ".lock"), 0
-        job = os.environ.get("SLURM_JOB_ID")
-        self.owner = {"host": platform.node(), "pid": os.getpid(), "job": job, "time": time.time()}
+        self.folder, self.path = folder, os.path.join(folder, ".lock")
+        host, pid, job = platform.node(), os.getpid(), os.environ.get("SLURM_JOB_ID")
+        who = f"process {pid} on {host}{f', Slurm job {job}' if job else ''}"
+        self.owner: dict[str, Any] = {"who": who, "host": host, "pid": pid}
+        self.owner |= {"started": _start_of(pid), "time": time.time(), "beats": 0}
         self.made = not os.path.exists(folder)
+        first, deadline = None, time.monotonic() + patience
         try:
             os.makedirs(folder, exist_ok=True)
-            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            while not self._write("xb"):  # only one run makes the file, on any file system
+                found = self._read()
+                first = first or found
+                here = found and found["started"] and found["host"] == host
+                alive = here and _start_of(found["pid"]) == found["started"]
+                if alive or (found and found != first):
+                    raise ValueError(self._refusal(found))
+                if here or time.monotonic() > deadline:  # it is dead
+                    self._write("r+b")
+                    time.sleep(settle)
+                    break
+                time.sleep(0.2)
         except OSError as error:
-            raise ValueError(f"{error}: give --out a folder that can be made") from None
-        free = self._is_free(patience)
-        with suppress(OSError):  # a full disk: then the lock of the file alone counts
-            self._write(self.owner)
-        time.sleep(0 if free else settle)
-        if (found := self._read()) and found["time"] != self.owner["time"]:
-            raise self._refusal(found)
-
-    def _is_free(self, patience: float) -> bool:
-        """Tell whether the folder is surely free; return False if it only seems so."""
-        first, deadline = None, time.monotonic() + patience
-        while True:
-            held, found = self._flock(), self._read()
-            here = not found or found["host"] == self.owner["host"]
-            if held and here:  # nobody was there, or it is dead
-                return True
-            if held is None and (
-                not found or (here and not os.path.exists(f"/proc/{found['pid']}"))
-            ):
-                return False
-            first, late = first or found, time.monotonic() > deadline
-            if (found and found != first) or (late and held is False and here):
-                raise self._refusal(found)
-            if late:  # on another host: a dead node's lock may stay for minutes
-                return False
-            time.sleep(0.2)
+            raise ValueError(f"{error}: give --out a folder that can be written") from None
+        if problem := self.renew():
+            raise ValueError(problem)
 
     def renew(self) -> str | None:
         """Give a sign of life; return why the run must end where another has taken the folder."""
         with suppress(OSError):  # a full or absent disk
             found = self._read()
             if found and found["time"] != self.owner["time"]:
-                return str(self._refusal(found))
-            self.beats += 1
-            self._write(self.owner | {"beats": self.beats})
+                return self._refusal(found)
+            self.owner["beats"] += 1
+            self._write("r+b")
         return None
 
     def release(self) -> None:
         """Let other runs have the folder; remove it where this run made it and wrote nothing."""
         with suppress(OSError):
-            self._write(None)
-            if self.made and os.listdir(self.folder) == [".lock"]:
+            if not self.renew():
                 os.unlink(self.path)
+            if self.made:
                 os.rmdir(self.folder)
-        os.close(self.file)
 
-    def _flock(self) -> bool | None:
-        """Tell whether this process holds the lock; None where the file system has none."""
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return None
-        return True
-
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> Any:
         with suppress(OSError, ValueError), open(self.path, "rb") as file:
-            return json.loads(file.read())  # opened anew: another host's cache is refreshed
+            return json.loads(file.read())
         return None
 
-    def _write(self, record: dict[str, Any] | None) -> None:
-        # in place and always as long, so that nobody reads half of it
-        text = (json.dumps(record) if record else "").ljust(400)
-        file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
-            os.pwrite(file, text.encode(), 0)
-        finally:
-            os.close(file)
+    def _write(self, mode: str) -> bool:
+        """Write the record; return False if `mode` is "xb" and the file is there already."""
+        with suppress(FileExistsError), open(self.path, mode) as file:
+            # in place and always as long, so that nobody reads half of it
+            file.write(json.dumps(self.owner).ljust(400).encode())
+            return True
+        return False
 
-    def _refusal(self, found: dict[str, Any] | None) -> ValueError:
-        owner = found or self.owner | {"pid": "unknown", "job": None}
-        job = f", Slurm job {owner['job']}" if owner["job"] else ""
-        who = f"process {owner['pid']} on {owner['host']}{job}"
-        return ValueError(
-            f"{self.folder} is in use by another run ({who}): wait for it, stop it, or give "
-            f"another --out; a run that is dead is noticed by itself, if not, remove {self.path}"
-        )
+    def _refusal(self, found: dict[str, Any]) -> str:
+        who = f"another run ({found['who']})"
+        return f"{self.folder} is in use by {who}: wait for it, stop it, or give another --out"
+
+
+def _start_of(pid: int) -> str:
+    """Return when a process has started, as Linux counts; "" if it is gone, or without /proc."""
+    with suppress(OSError), open(f"/proc/{pid}/stat", errors="replace") as file:
+        state, *fields = file.read().rpartition(")")[2].split()
+        return "" if state == "Z" else fields[18]
+    return ""
