@@ -66,41 +66,31 @@ def become(environ, output, fault, argv):
     sys.exit(train_fsdp.main(argv))
 
 
-def all_faults(folder):
-    """{name of the fault: [(status, stderr) of each rank]}; all at once."""
-    ranks, found = {}, {fault.__name__: [] for fault in FAULTS}
-    for fault in FAULTS:
-        port, own = free_port(), folder / fault.__name__
+def test_a_fault_of_one_rank_ends_all(tmp_path):
+    """Promptly, whatever was raised; the others say where they were, and what is saved."""
+    ranks = {}
+    for fault in FAULTS:  # all at once
+        port, own = free_port(), tmp_path / fault.__name__
         own.mkdir()
         for rank in range(2):
             given = environment(rank, 2, port), str(own / str(rank)), fault if rank else int
             given = *given, [*TRAIN, "--save-every", "1", "--out", str(own / "out")]
-            ranks[own, rank] = fork_server().Process(target=become, args=given)
-            ranks[own, rank].start()
+            ranks[fault, rank] = fork_server().Process(target=become, args=given)
+            ranks[fault, rank].start()
     for process in ranks.values():
         process.join(100)
-    for (own, rank), process in ranks.items():
-        if process.is_alive():
-            os.killpg(process.pid, signal.SIGKILL)
-        found[own.name].append((process.exitcode, (own / f"{rank}.2").read_text()))
-    return folder, found
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_one_rank_ends_all(fault, once):
-    """Promptly, whatever was raised; the others say where they were, and what is saved."""
-    folder, found = once("faults", all_faults)
-    (status, text), (other, own) = found[fault.__name__]
-    wanted, printed, sentence = FAULTS[fault]
-    assert (status, other) == (1, wanted), text + own
-    assert re.search(printed, own), own
-    assert "Traceback" not in text and ("Traceback" in own) == (fault is bug)
-    (told,) = re.findall(r"(?m)^train_fsdp.py: error: (.*)", text)
-    assert re.match(sentence, told), text
-    assert re.search(r"; saved \S+step_0*1; the same command continues from there$", told)
-    log = folder / fault.__name__ / "out" / "log.jsonl"
-    end = json.loads(log.read_text().splitlines()[-1])
-    assert (end["event"], end["reason"]) == ("end", "timeout") and end["problem"] in told
+        process.kill()
+    for fault, (wanted, printed, sentence) in FAULTS.items():
+        folder = tmp_path / fault.__name__
+        text, own = [(folder / f"{rank}.2").read_text() for rank in range(2)]
+        assert [ranks[fault, rank].exitcode for rank in range(2)] == [1, wanted], text + own
+        assert re.search(printed, own), own
+        assert "Traceback" not in text and ("Traceback" in own) == (fault is bug)
+        (told,) = re.findall(r"(?m)^train_fsdp.py: error: (.*)", text)
+        assert re.match(sentence, told), text
+        assert re.search(r"; saved \S+step_0*1; the same command continues from there$", told)
+        end = json.loads((folder / "out" / "log.jsonl").read_text().splitlines()[-1])
+        assert (end["event"], end["reason"]) == ("end", "timeout") and end["problem"] in told
 
 
 def test_memory_that_has_run_out_is_a_sentence_with_advice(tmp_path, monkeypatch, capsys):

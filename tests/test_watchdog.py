@@ -7,7 +7,6 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from threading import Event, Thread
 
 import pytest
@@ -78,24 +77,24 @@ def watched(environ, folder, work):
     dist.destroy_process_group()
 
 
-def watch_all(folder: Path):
-    """Run every scenario: {name: (exit statuses, outputs)}."""
+def test_a_rank_that_is_stuck_or_stopped_is_named(tmp_path):
+    """But a job that is suspended as a whole (scontrol suspend) continues."""
     processes = {}
     for name, (work, _) in SCENARIOS.items():
-        (folder / name).mkdir()
+        (tmp_path / name).mkdir()
         port = free_port()
-        given = [(environment(rank, 2, port), folder / name, work) for rank in range(2)]
+        given = [(environment(rank, 2, port), tmp_path / name, work) for rank in range(2)]
         processes[name] = [fork_server().Process(target=watched, args=one) for one in given]
         for process in processes[name]:
             process.start()
 
-    def output(name, rank):
-        path = folder / name / f"{rank}.txt"
-        return path.read_text() if path.exists() else ""
+    def outputs(name):
+        paths = [tmp_path / name / f"{rank}.txt" for rank in range(2)]
+        return [path.read_text() if path.exists() else "" for path in paths]
 
     deadline = time.monotonic() + 120
     for name, (_, stopped) in SCENARIOS.items():
-        while stopped and not all("going" in output(name, rank) for rank in range(2)):
+        while stopped and not all("going" in text for text in outputs(name)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(0.5 if stopped else 0)  # a heartbeat is published every 0.1 s
@@ -104,46 +103,30 @@ def watch_all(folder: Path):
     time.sleep(4)
     for process in processes["suspended"]:
         os.kill(process.pid, signal.SIGCONT)
-    (folder / "suspended" / "end").touch()
+    (tmp_path / "suspended" / "end").touch()
+    found = {}
     for name, (_, stopped) in SCENARIOS.items():
         for rank, process in enumerate(processes[name]):
             if [rank] != [*stopped]:
                 process.join(max(0, deadline - time.monotonic()))
         for process in processes[name]:
             process.kill()
-    return {
-        name: ([p.exitcode for p in processes[name]], [output(name, rank) for rank in range(2)])
-        for name in SCENARIOS
-    }
+        found[name] = *(process.exitcode for process in processes[name]), *outputs(name)
 
-
-@pytest.fixture(scope="module")
-def found(once):
-    return once("watchdog", watch_all)
-
-
-def test_a_rank_that_is_stuck_is_named_with_its_code(found):
-    status, texts = found["stuck"]
-    assert status == [1, 1], texts
+    status0, status1, text0, text1 = found["stuck"]
+    assert status0 == status1 == 1, text0 + text1
     named = r"GIVEN UP: no progress for \d+ s: rank 1 \(reading data in step 5, on .*\) is stuck"
-    assert re.search(rf"{named}, rank 0 \(training in step 5, on .*\) waits", texts[0])
-    assert "in sleeps_here" in texts[1] and "Thread" in texts[1]
-    assert "GIVEN UP" not in texts[1] and "in sleeps_here" not in texts[0]
-
-
-def test_a_rank_that_is_stopped_is_named(found):
+    assert re.search(rf"{named}, rank 0 \(training in step 5, on .*\) waits", text0)
+    assert "in sleeps_here" in text1 and "Thread" in text1
+    assert "GIVEN UP" not in text1 and "in sleeps_here" not in text0
     here = r"\(training in step 8, on .*\)"
-    status, texts = found["rank 0 stopped"]
-    assert status[1] == 1 and re.search(f"has no answer from rank 0 {here}: it is", texts[1]), texts
-    status, texts = found["rank 1 stopped"]
+    _, status1, _, text1 = found["rank 0 stopped"]
+    assert status1 == 1 and re.search(f"has no answer from rank 0 {here}: it is", text1), text1
+    status0, _, text0, _ = found["rank 1 stopped"]
     wanted = rf"rank 1 {here} stopped sending heartbeats, rank 0 {here} waits"
-    assert status[0] == 1 and re.search(wanted, texts[0]), texts
-
-
-def test_a_job_that_is_suspended_as_a_whole_continues(found):
-    """Slurm may stop all processes for long (scontrol suspend): nobody is stuck."""
-    status, texts = found["suspended"]
-    assert status == [0, 0] and "GIVEN UP" not in "".join(texts), texts
+    assert status0 == 1 and re.search(wanted, text0), text0
+    status0, status1, text0, text1 = found["suspended"]
+    assert status0 == status1 == 0 and "GIVEN UP" not in text0 + text1, text0 + text1
 
 
 def test_what_takes_long_is_said_once(capsys):
@@ -159,9 +142,7 @@ def test_what_takes_long_is_said_once(capsys):
 # --- the folder of a run
 
 
-@pytest.mark.parametrize("host", ["a", "b"])
-def test_a_second_run_is_refused_while_the_first_lives(host, tmp_path, monkeypatch):
-    monkeypatch.setattr(platform, "node", lambda: "a")
+def test_a_second_run_is_refused_while_the_first_lives_on_another_host(tmp_path, monkeypatch):
     first, ended = watchdog.FolderLock(str(tmp_path)), Event()
 
     def renew():
@@ -170,14 +151,12 @@ def test_a_second_run_is_refused_while_the_first_lives(host, tmp_path, monkeypat
 
     thread = Thread(target=renew)
     thread.start()
-    try:
-        monkeypatch.setattr(platform, "node", lambda: host)
-        who = rf"in use by another run \(process {os.getpid()} on a\): "
-        with pytest.raises(ValueError, match=who):
-            watchdog.FolderLock(str(tmp_path), patience=5)
-    finally:
-        ended.set()
-        thread.join()
+    who = rf"in use by another run \(process {os.getpid()} on {platform.node()}\): "
+    monkeypatch.setattr(platform, "node", lambda: "another")
+    with pytest.raises(ValueError, match=who):
+        watchdog.FolderLock(str(tmp_path), patience=5)
+    ended.set()
+    thread.join()
     first.release()
     assert os.listdir(tmp_path) == []
 
