@@ -194,7 +194,7 @@ class _Writer(dcp.FileSystemWriter):
             file.write(f"{self.final.name}\n".encode())
         with suppress(OSError):
             steps = [p for p in list_checkpoints(self.out) if step_of(p) <= manifest["step"]]
-            for old in steps[: -max(1, self.keep)]:
+            for old in steps[: -self.keep]:
                 _rename_for_removal(old)
 
 
@@ -230,6 +230,10 @@ class Saver:
         Returns a sentence per failed save, the same on all ranks: this one and, in the background,
         the one before. A failed save leaves the older checkpoints as they were.
         """
+        if step < 0 or self.keep < 1:  # it would not be found again, or removed at once
+            raise ValueError(
+                f"step {step} and keep {self.keep}: give step 0 or more, keep 1 or more"
+            )
         run_state = json.loads(json.dumps(run_state))  # as it will be read
         problems = self.finish()
         if self.failures == 2 and not wait:
