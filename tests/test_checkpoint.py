@@ -401,6 +401,13 @@ def test_a_kill_at_any_point_of_a_save_loses_that_save_alone(point, single, tmp_
     assert names(tmp_path) == [left[-1].name, *steps(4)]  # nothing is left of the killed one
 
 
+def test_what_could_not_be_found_again_is_refused(single, tmp_path):
+    for step, keep in ((-1, 2), (1, 0), (1, -1)):
+        with pytest.raises(ValueError, match="give step 0 or more, keep 1 or more"):
+            checkpoint.save(tmp_path, step, *build(), keep=keep)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_older_checkpoints_alone_are_removed(single, tmp_path):
     """Neither what is not ours nor further ones; a name of nine digits comes after eight."""
     (tmp_path / "step_00000001.bak").mkdir()
