@@ -25,9 +25,25 @@ TOP_LEVEL = {
     *("requirements.txt", "requirements-dev.txt", ".gitignore", ".ci"),
     *(*ROOMS, "docs", "examples", "benchmarks", "tests"),
 }
-LIMITS = {}
-# Functions that are longer than 60 lines, or take more than six parameters, today. To shrink.
-LONG_NOW = {}
+# Lines of today, where they are above the plan (1,620 for the first five, 440, 170, 2,300 for
+# runtime/). They may only shrink.
+LIMITS = {
+    "vit.py": 345,
+    "data.py": 415,
+    "mesh.py": 195,
+    "shard.py": 510,
+    "train_fsdp.py": 290,
+    "checkpoint.py": 501,
+    "launch_frontier.sh": 190,
+    "runtime/": 3240,
+    "tests/": 13450,
+    "storage/": 950,
+    "planner/": 1995,
+    "sweeps/": 1995,
+    "downstream/": 2365,
+}
+# Functions that take more than six parameters today.
+MANY_NOW = {"storage/staging.py wanted_on_node": 7, "storage/packing.py pack": 7}
 
 
 @cache
@@ -72,12 +88,8 @@ def test_functions_are_short_and_take_few_parameters():
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 given = [a.arg for a in node.args.args if a.arg not in ("self", "cls")]
                 count = len(given) + bool(node.args.kwonlyargs)
-                limits = LONG_NOW.get(f"{name} {node.name}", (60, 6))
-                assert (lines, count) <= limits or (lines <= limits[0] and count <= limits[1]), (
-                    f"{name} {node.name}",
-                    lines,
-                    given,
-                )
+                where = f"{name} {node.name}"
+                assert lines <= 60 and count <= MANY_NOW.get(where, 6), (where, lines, given)
 
 
 def test_nothing_is_kept_from_the_formatter():
@@ -314,7 +326,7 @@ assert not heavy & {*sys.modules}, heavy & {*sys.modules}
 ADDED = {
     "a size": (
         "vit.py",
-        r"MODELS: .* = {\n",
+        r"MODELS = {\n",
         """"mine": ViTConfig(
         40, 2, 84, 4, 8, decoder_width=28, decoder_depth=2, decoder_heads=2),\n""",
     ),
