@@ -148,6 +148,8 @@ def apply(
 
     Call the model, not its parts or other methods; in a step the same blocks on every rank, or some
     train on wrong weights in silence; after a forward pass in training mode its backward pass.
+    FSDP1 moves a parameter that a step did not use (its gradient is zero, not None) and makes fp64
+    buffers fp32: FSDP2 does neither.
     Raises ValueError for invalid arguments, RuntimeError if the ranks have different models.
     """
     _check_arguments(model, mode, mesh, split_block is not None, options)
@@ -349,16 +351,26 @@ def weight_decay_names(model: nn.Module) -> set[str]:
 
 
 def build_optimizer(
-    model: nn.Module, mode: str, decay: Collection[str], *, lr: float, weight_decay: float
+    model: nn.Module,
+    mode: str,
+    decay: Collection[str],
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float] = (0.9, 0.95),  # of the MAE recipe
+    eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
-    """Build a fused AdamW; `decay` has the original names of what decays."""
+    """Build a fused AdamW; `decay` has the original names of what decays.
+
+    Another optimizer must be elementwise, as AdamW is: a shard is a piece of a tensor.
+    """
     trained = [(original_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": of_mesh, "weight_decay": weight_decay if decays else 0.0}
         for decays in (True, False)
         for of_mesh in by_mesh(p for name, p in trained if (name in decay) == decays)
     ]
-    settings: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "fused": True}
+    settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "fused": True}
     if STRATEGIES[mode].engine == "zero1":
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **settings)
     return torch.optim.AdamW(groups, **settings)
@@ -411,6 +423,8 @@ def _check_arguments(
     for name, p in model.named_parameters():
         if p.dtype != torch.float32:
             raise ValueError(f"{name} is {p.dtype}, but parameters are stored in fp32: .float()")
+        if STRATEGIES[mode].engine == "fsdp" and (p.ndim == 0 or p.numel() == 0):
+            raise ValueError(f"{name} {tuple(p.shape)} cannot be sharded: give it one element")
 
 
 def find_blocks(model: nn.Module, classes: Collection[type[nn.Module]]) -> dict[str, nn.Module]:

@@ -31,7 +31,7 @@ LIMITS = {
     "vit.py": 345,
     "data.py": 415,
     "mesh.py": 195,
-    "shard.py": 510,
+    "shard.py": 523,
     "train_fsdp.py": 290,
     "checkpoint.py": 501,
     "launch_frontier.sh": 190,

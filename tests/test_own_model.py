@@ -359,7 +359,18 @@ def options(**given) -> dict:
 
 
 # the model, the mode, other arguments, the words that say what to do
+def with_parameter(*shape: int) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = Language()
+        model.extra = nn.Parameter(torch.zeros(shape))
+        return model
+
+    return build
+
+
 WRONG: list[tuple[Callable, str, dict, str]] = [
+    (with_parameter(), "full_shard", {}, r"extra \(\) cannot be sharded: give it one element"),
+    (with_parameter(0, 3), "hybrid", options(fsdp=1), r"extra \(0, 3\) cannot be sharded"),
     (Language, "hybrid", {"blocks": {nn.Conv2d}}, r"set\(\), or classes out of Block, "),
     (Tied, "full_shard", {}, "is in two units, blocks.0 and the root: .* or mode ddp"),
     (build_meta, "hybrid", {}, "give `values` to a model on meta"),

@@ -138,11 +138,13 @@ def whole_values(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("row", [("ddp", 2), ("zero1", 2), ("full_shard", 1), ("full_shard", 2)])
-def test_the_optimizer_decays_by_name(single, row):
+def test_the_optimizer_decays_by_name_and_takes_betas_and_eps(single, row):
     with torch.device("meta"):
         decay = shard.weight_decay_names(vit.ViTMAE(CONFIG, 32))
     model = build(row[0], single, fsdp=row[1], ac="full")
-    optimizer = shard.build_optimizer(model, row[0], decay, lr=0.1, weight_decay=0.05)
+    rates = {"lr": 0.1, "weight_decay": 0.05}
+    optimizer = shard.build_optimizer(model, row[0], decay, **rates, betas=(0.8, 0.9), eps=1e-6)
+    assert all((g["betas"], g["eps"]) == ((0.8, 0.9), 1e-6) for g in optimizer.param_groups)
     names = {p: shard.original_name(n) for n, p in model.named_parameters()}
     decays = {names[p]: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert len(decays) == len(names)
