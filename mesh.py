@@ -43,14 +43,16 @@ def build_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh:
 
 def check_group(world_size: int, group: int) -> None:
     """Raise ValueError, with the sizes that fit, if `group` does not divide the world."""
-    if group not in (sizes := divisors(world_size)):
+    if group < 1 or world_size % group:
+        sizes = ", ".join(map(str, divisors(world_size)))
         what = f"{world_size} ranks cannot be split into shard groups of {group}"
-        raise ValueError(f"{what}: use {', '.join(map(str, sizes))}")
+        raise ValueError(f"{what}: use {sizes}")
 
 
 def divisors(number: int) -> list[int]:
     """List the divisors of a positive integer in ascending order."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 @dataclass(frozen=True)
