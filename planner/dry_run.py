@@ -198,7 +198,7 @@ def check_out_writable(path: str) -> None:
         code = errno.EACCES
     if code:
         error = OSError(code, os.strerror(code), path)
-        raise ValueError(f"{error}: give --out a folder that can be made")
+        raise ValueError(f"{error}: give --out a folder that can be written")
 
 
 def first_samples(loader: DataLoader[Any], workers: int | None) -> Iterator[str]:

@@ -188,7 +188,7 @@ def open_log(out: str) -> Log:
             if path.read_bytes()[-1:] not in (b"", b"\n"):  # the run before was killed in a line
                 log.file.write("\n")
         except OSError as error:
-            raise ValueError(f"{error}: give --out a folder that can be made") from None
+            raise ValueError(f"{error}: give --out a folder that can be written") from None
 
     run_on_rank0(make)
     return log

@@ -184,7 +184,6 @@ def test_checkpointing_saves_activations(monkeypatch):
         (1, "--data nowhere"),
         (3, "--mode ddp --group 3"),
         (3, "--keep 0"),
-        (1, f"--data {TILES} --epochs 1 --warmup-steps 97"),
         (1, f"--data {TILES} --batch 200"),
         (1, "--out /dev/null"),
         (1, "--out /dev/null/below"),
@@ -237,9 +236,8 @@ def test_flags_that_a_checkpoint_forbids_are_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     "variables",
     [
-        environment(0, 1, 1),
         {f"SLURM_{name}": "0" for name in ("STEP_ID", "PROCID", "LOCALID", "NODEID")}
-        | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "4"},
+        | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "4"}
     ],
 )
 def test_a_launcher_is_refused(variables, monkeypatch, capsys):
@@ -326,7 +324,7 @@ def with_a_plan(monkeypatch) -> list:
 
     def made_up(run, *machine):
         planned.append(run)
-        return types.SimpleNamespace(json=lambda: PLAN, fit="FITS: it does")
+        return types.SimpleNamespace(json=lambda: PLAN, fit="FITS: it does", verdict="FITS")
 
     monkeypatch.setattr(estimate, "make_plan", made_up)
     return planned

@@ -130,7 +130,7 @@ def test_errors_are_one_sentence(run, tmp_path, capsys, monkeypatch):  # noqa: F
         ([*line[:3], "nowhere"], "there is no folder nowhere"),
         ([*line[:3], "bad"], "none of the 1 images"),
         ([*line, "--mask-ratio", "0"], "removes no patch"),
-        ([*line, "--img-size", "33"], "use 32 or 40"),
+        ([*line, "--img-size", "33"], "not a multiple of the patch size 8"),
     ]:
         assert probe.main(argv) == 1
         error = capsys.readouterr().err
