@@ -170,4 +170,5 @@ def test_a_master_that_is_not_there_is_named(hosts):
     code = "import os, torch, mesh; mesh.init_ranks(mesh.read_ranks(os.environ), "
     hosts.start(1, ["-c", code + "torch.device('cpu'), timeout_minutes=0.05)"], **environ)
     assert hosts.running[0].wait(60) == 1
-    assert f"RuntimeError: {NOBODY}:{PORT}: " in hosts.end()
+    printed = hosts.end()
+    assert NOBODY in printed and str(PORT) in printed
