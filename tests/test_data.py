@@ -464,7 +464,7 @@ def test_the_next_good_image_stands_in_for_a_broken_one(tmp_path):
         expected = rest[: next(i for i, path in enumerate(rest) if path not in broken)]
         assert [files.path(index) for index, _ in bad] == expected
     assert [len(reports[p]) for p in (2, 3, 4, 5, 10)] == [0, 2, 1, 0, 1]
-    assert reports[4][0][1].startswith("UnidentifiedImageError: cannot identify image file")
+    assert reports[4][0][1].startswith("ValueError: not an image: it begins with")
     assert "truncated" in reports[3][0][1] and "32-bit image" in reports[10][0][1]
 
 

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 from ranks import environment
-from test_faults import error_in, train
 
 import train_fsdp
 from planner.command import read_command
@@ -81,19 +80,21 @@ def test_a_dry_run_ends_with_3_where_the_plan_says_no(flags, status, said, capsy
     assert said in out and ("GiB at the peak" in out) == bool(said)
 
 
-def little_memory():
-    full = torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 2.1 GiB of "
-        "which 1.00 MiB is free. See documentation for Memory Management"
-    )
-    error_in(train_fsdp, "train_step", full)
-    devices.rank_memory_gib = lambda device, node_ranks: 2.1
+def test_out_of_memory_ends_with_what_would_fit(tmp_path, monkeypatch, capsys):
+    """As on a GPU of 2.1 GiB; the change that is named is planned."""
 
+    def full(*args, **asked):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 2.1 GiB "
+            "of which 1.00 MiB is free. See documentation for Memory Management"
+        )
 
-def test_out_of_memory_ends_with_what_would_fit(tmp_path):
-    """As on a GPU of 2.1 GiB; the change that is named is planned, and the run resumes with it."""
+    monkeypatch.setattr(train_fsdp, "train_step", full)
+    monkeypatch.setattr(devices, "rank_memory_gib", lambda device, node_ranks: 2.1)
     flags = "--img-size 96 --batch 192 --precision bf16"
-    ((status, _, errors),) = train(tmp_path, 1, 0, little_memory, *flags.split())
+    argv = ["--model", "tiny", *flags.split(), "--device", "cpu", "--workers", "0", "--steps", "1"]
+    status = train_fsdp.main([*argv, "--save-every", "none", "--out", str(tmp_path)])
+    errors = capsys.readouterr().err
     assert status == 1 and errors.count("\n") == 1 and "Traceback" not in errors
     assert "rank 0: out of memory (training in step 1, " in errors
     assert "Tried to allocate 2.00 GiB; plan: NO: " in errors and "See documentation" not in errors

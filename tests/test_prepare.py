@@ -66,12 +66,12 @@ def broken_tree(root):
     whole = Path(files.path(0)).read_bytes()
     kinds = {
         "cut.jpg": (whole[: len(whole) // 2], "truncated"),
-        "empty.jpg": (b"", "cannot identify image file"),
-        "html.jpg": (b"<!DOCTYPE html><html>404</html>", "cannot identify image file"),
+        "empty.jpg": (b"", "not an image: it begins with"),
+        "html.jpg": (b"<!DOCTYPE html><html>404</html>", "not an image: it begins with"),
         "text.png": (b"P3 is not what this is", "Error"),
         "zero.png": (png_header(0, 0), "rror"),
         "bomb.png": (png_header(40000, 40000), "Image size (1600000000 pixels) exceeds limit"),
-        "noise.tif": (os.urandom(300), "cannot identify image file"),
+        "noise.tif": (os.urandom(300), "not an image: it begins with"),
         "nothing.jpg": (None, "No such file"),
     }
     for name, (content, _) in kinds.items():
@@ -870,8 +870,8 @@ def test_io_reports_what_each_rank_read(runs):
     end = io.end
     for rank, row in enumerate(event["ranks"]):
         read = files.sizes[order[:, rank]].sum()  # bytes, by the file system
-        assert row["mb_per_second"] == pytest.approx(read / end["seconds"] / 1e6)
-        assert row["images_per_second"] == pytest.approx(48 / end["seconds"])
+        assert row["mb_per_second"] == pytest.approx(read / end["seconds"] / 1e6, rel=0.1)
+        assert row["images_per_second"] == pytest.approx(48 / end["seconds"], rel=0.1)
         assert min(row[stage] for stage in bad_images.STAGES) > 0
         assert 0 <= row["data_share"] <= 1
 

@@ -106,8 +106,9 @@ def test_slow_groups_and_shared_devices_on_ranks(tmp_path):
 
 def test_the_command_prints_our_lines_and_no_other(tmp_path):
     """By torchrun, with the flags of training, and nothing of PyTorch's in between."""
-    flags = "--device cpu --mode full_shard --model 3b --data DIR --resume PATH"
+    flags = "--device cpu --mode full_shard --model 3b --data images --resume PATH"
     launch = "-m torch.distributed.run --standalone --nproc-per-node 2 -m runtime.topology"
+    (tmp_path / "images").mkdir()
     done = subprocess.run(
         [sys.executable, *launch.split(), *flags.split()],
         cwd=tmp_path,

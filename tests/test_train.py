@@ -23,7 +23,8 @@ from runtime.run import batch_sizes
 SMALL = shlex.split("--model tiny --img-size 32 --device cpu --workers 0 --save-every none")
 STEP_KEYS = shlex.split(
     "event step epoch loss grad_norm lr step_seconds data_seconds images_per_second "
-    "tflops_per_rank mfu peak_allocated_gib peak_reserved_gib alloc_retries bad_images"
+    "images_per_second_per_rank tflops_per_rank mfu peak_allocated_gib peak_reserved_gib "
+    "alloc_retries bad_images"
 )
 
 
@@ -71,7 +72,7 @@ def test_too_few_images_end_all_ranks_with_one_sentence(tmp_path):
         Run([*SMALL, "--data", TILES, "--steps", "1", "--batch", "4"], params=False),
     ]
     few, empty, fine = run_ranks(2, runs, tmp_path / "runs", 120)
-    assert few.status == [2, 2] and "larger than the data set of 192 images" in few.errors
+    assert few.status == [2, 2] and "larger than the data set of 192" in few.errors
     assert empty.status == [2, 2] and "no images found in" in empty.errors
     assert fine.status == [0, 0]
 
