@@ -1,7 +1,7 @@
 # make demo    train on the embedded images with 4 CPU ranks, set-up included; resumes after Ctrl-C
 # make demo-long    2,000 steps on two ranks, then scores beside two baselines, of grey tiles too
-# make test    lint, types and tests, set-up included; without it 12 minutes on two cores
-# make test-all    the same with the whole matrices, and what takes minutes: an hour and a half on two cores
+# make test    lint, types and tests, set-up included; without it six minutes on two cores
+# make test-all    the same with the whole matrices, and what takes minutes: over half an hour on two cores
 # make quick   the tests of the files to read and of the layout, in a minute
 # make guide   run the commands of docs/guide.md, put what they print into it, draw its pictures
 # make bench-gpu     a GPU: sizes x compile x checkpointing, and the peers; 8 minutes, out/bench-gpu
@@ -46,7 +46,7 @@ test-all: $(VENV)/dev.ok lint
 	TEST_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity.py
 
-QUICK := vit data mesh kernels peak_flops profiling agreement step_guard hostile_checkpoints layout
+QUICK := vit data mesh devices profiling agreement step_guard layout
 quick: $(VENV)/dev.ok
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(QUICK:%=tests/test_%.py)
 

@@ -3,7 +3,6 @@
 Run them from the top folder as `python -m benchmarks.NAME`.
 
 step: a training step against transformers and timm (`peers`). sharded: the same on several ranks
-against DDP of transformers. gpu: all sizes on one GPU. loop: the training loop against the bare
-step. data: images per second against torchvision. checkpoint: saving and loading against plain
-files. overlap: steps during a save in the background.
+against DDP of transformers. gpu: all sizes on one GPU. data: images per second against torchvision.
+checkpoint: saving and loading against plain files.
 """

@@ -103,9 +103,10 @@ def largest_batch(model: str, ac: str, img_size: int, memory_gib: float, most: i
 def build(row: Row, img_size: int, device: torch.device) -> Callable[[], None]:
     """Build a function that makes one step of a case."""
     grid, config = mesh.build_mesh((1, 1), device), vit.MODELS[row.model]
-    options = Config(row.model, img_size, mode="ddp", ac=row.ac, compile=row.compiled)
+    flags = {"mode": "ddp", "precision": "bf16", "ac": row.ac, "compile": row.compiled}
+    options = Config(row.model, img_size, **flags)
     run = resolve(options, 1, 1)
-    model, optimizer, scaler = train_fsdp.build_model_and_optimizer(run, grid, device)
+    training = train_fsdp.build_training(run, grid)
     guard = StepGuard(device)
     images = torch.randint(0, 256, (row.batch, 3, img_size, img_size), device=device)
     noise = torch.rand(row.batch, vit.patch_count(config, img_size), device=device)
@@ -113,17 +114,7 @@ def build(row: Row, img_size: int, device: torch.device) -> Callable[[], None]:
     del images
 
     def step() -> None:
-        train_fsdp.train_step(
-            model,
-            optimizer,
-            scaler,
-            guard,
-            batches,
-            lr=1e-5,
-            mask_ratio=0.75,
-            clip=None,
-            dtype=torch.bfloat16,
-        )
+        train_fsdp.train_step(training, guard, batches, lr=1e-5)
 
     return step
 

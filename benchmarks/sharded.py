@@ -50,21 +50,11 @@ def ours(
     device, world = batch[0].device, dist.get_world_size()
     group = grid.size(1) if mode == "hybrid" else None
     run = resolve(Config(model, img_size, mode=mode, group=group, precision="fp32"), world, world)
-    sharded, optimizer, scaler = train_fsdp.build_model_and_optimizer(run, grid, device)
+    training = train_fsdp.build_training(run, grid)
     guard = StepGuard(device)
 
     def step() -> object:
-        return train_fsdp.train_step(
-            sharded,
-            optimizer,
-            scaler,
-            guard,
-            [batch],
-            lr=1e-5,
-            mask_ratio=0.75,
-            clip=None,
-            dtype=torch.float32,
-        )
+        return train_fsdp.train_step(training, guard, [batch], lr=1e-5)
 
     return step
 

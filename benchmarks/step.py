@@ -129,41 +129,31 @@ class LossOnly(nn.Module):
 
 def script_step(mode: str, case: Case) -> Step:
     """Make a train_fsdp.train_step with one rank."""
+    ranks = mesh.read_ranks({})
+    device = mesh.pick_device(case.device, ranks)
     if not dist.is_initialized():
-        mesh.init_ranks(mesh.read_ranks({}), torch.device(case.device))
-    device = torch.device(case.device)
+        mesh.init_ranks(ranks, device)
     grid = mesh.build_mesh((1, 1), device)
     options = Config(
         case.model, case.img_size, mode=mode, precision=case.precision, compile=case.compiled
     )
     run = resolve(options, 1, 1)
-    model, optimizer, scaler = train_fsdp.build_model_and_optimizer(run, grid, device)
+    training = train_fsdp.build_training(run, grid)
     guard, batch, forward = StepGuard(device), inputs(case), [0.0]
 
     def mark(*_: Any) -> None:
         synchronize(case.device)
         forward[0] = time.perf_counter()
 
-    model.register_forward_hook(mark)  # after FSDP's own
+    training.model.register_forward_hook(mark)  # after FSDP's own
 
     def step() -> tuple[float, float, float]:
         synchronize(case.device)
         start = time.perf_counter()
-        loss, _ = train_fsdp.train_step(
-            model,
-            optimizer,
-            scaler,
-            guard,
-            [batch],
-            lr=1e-5,
-            mask_ratio=MASK_RATIO,
-            clip=None,
-            dtype=run.dtype,
-        )
+        train_fsdp.train_step(training, guard, [batch], lr=1e-5)
         synchronize(case.device)
         seconds = time.perf_counter() - start
-        guard.read(guard.voted - 1)
-        return forward[0] - start, seconds, loss.item()
+        return forward[0] - start, seconds, guard.settle(wait=True)[-1].loss
 
     return step
 

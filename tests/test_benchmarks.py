@@ -42,11 +42,9 @@ def test_peers_compute_what_we_do(name):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
 
 
-TILES = ROOT / "examples" / "tiles" / "train"
 QUICK = "--device cpu --img-size 32 --rounds 1 --threads 1 --batch 2"
 RUNS = {  # the benchmark, its arguments, what it prints
     "step": (f"--model tiny {QUICK}", ("x transformers", "x timm")),
-    "loop": (f"--steps 3 --workers 0 --data {TILES} {QUICK}", ("syn / bare:", "the loop alone")),
     "gpu": (
         "--device cpu --models tiny --img-size 32 --most 2 --minutes 0.9 --out OUT",
         ("over the floor: matmul", "not run: out of time"),
