@@ -162,10 +162,7 @@ def contestant(name: str, case: Case) -> Step:
     """Build a contestant with the weights of seed 0."""
     if name in ("hybrid", "ddp"):
         return script_step(name, case)
-    run = resolve(Config(case.model, case.img_size, mode="ddp"), 1, 1)
-    mine = train_fsdp.build_meta_model(run, torch.device(case.device))
-    assert isinstance(mine, vit.ViTMAE)
-    vit.initialize(mine.to_empty(device=case.device), seed=0)
+    mine = vit.ViTMAE(vit.MODELS[case.model], case.img_size).to(case.device)  # of seed 0
     if name == "vit":
         if case.compiled:
             for block in (*mine.blocks, *mine.decoder_blocks):
