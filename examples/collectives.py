@@ -32,7 +32,10 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)  # all_gather_object would use GPU 0 on every rank
+    stdout = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # gloo of torch 2.10 prints a line of its own
     dist.init_process_group("nccl" if gpus else "gloo", device_id=device if gpus else None)
+    os.dup2(stdout, 1)
     rank, n = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(1, n + 1, device=device) * 10**rank  # (n,) int64
     part = whole[rank : rank + 1].clone()  # (1,), the part of a tensor that this rank keeps
