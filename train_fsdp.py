@@ -255,8 +255,8 @@ def run_training(run: Run, session: Session) -> str | None:
     session.where_saved = saves.where if config.run_mode == "real" else None
     session.heartbeat("reading the first batch")
     batches = open_batches(run, session, files, range(saves.begin, run.steps))
-    first = batches.first if training else None
-    monitor = Monitor(run, session, files, saves, first)
+    # not kept in a variable: the first batch would stay on the device for the whole run
+    monitor = Monitor(run, session, files, saves, batches.first if training else None)
     report_start(run, session, saves.begin, batches.workers)
     if training and grid:
         monitor.watch(training.model, grid)

@@ -228,9 +228,8 @@ class Monitor:
                     self.bad_images.sync()
             bad = self.bad_images.count
             log.step(verdict.step, verdict.loss, verdict.norm, lr, self.meter, bad)
-        elif (
-            verdict.step == self.begin and run.config.run_mode != "io"
-        ):  # its line may be minutes away
+        elif verdict.step == self.begin and run.config.run_mode != "io":
+            # a sign of life: the first line may be minutes away
             log.say(f"first step: {done} of {run.steps}, loss {verdict.loss:.4f}")
 
     def finish(self, saves: Saves, ended: tuple[str, str | None]) -> str | None:

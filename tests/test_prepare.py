@@ -870,8 +870,9 @@ def test_io_reports_what_each_rank_read(runs):
     end = io.end
     for rank, row in enumerate(event["ranks"]):
         read = files.sizes[order[:, rank]].sum()  # bytes, by the file system
-        assert row["mb_per_second"] == pytest.approx(read / end["seconds"] / 1e6, rel=0.1)
-        assert row["images_per_second"] == pytest.approx(48 / end["seconds"], rel=0.1)
+        near = 1e-6 if rank == 0 else 0.1  # another rank has a clock of its own
+        assert row["mb_per_second"] == pytest.approx(read / end["seconds"] / 1e6, rel=near)
+        assert row["images_per_second"] == pytest.approx(48 / end["seconds"], rel=near)
         assert min(row[stage] for stage in bad_images.STAGES) > 0
         assert 0 <= row["data_share"] <= 1
 
