@@ -22,7 +22,7 @@ from torchvision.transforms.functional import rgb_to_grayscale
 import data
 import vit
 from downstream.images import open_eval_loader
-from downstream.pretrained import Pretrained, build_pretrained
+from downstream.weights import Pretrained, build_pretrained
 from runtime import agreement
 from runtime.device_batches import LoaderFailed
 

@@ -30,7 +30,7 @@ from downstream.classifier import (
     unit_classes,
 )
 from downstream.images import open_eval_loader
-from downstream.pretrained import Pretrained, check_fits, read_pretrained
+from downstream.weights import Pretrained, check_fits, read_pretrained
 from runtime import image_source, process
 from runtime.agreement import run_on_rank0
 from runtime.config import FIELDS, Config, Parser, add_flags, flag, make_config, number, whole

@@ -12,7 +12,7 @@ import data
 import mesh
 import vit
 from downstream.images import fixed_noise, open_eval_loader
-from downstream.pretrained import build_pretrained, read_pretrained
+from downstream.weights import build_pretrained, read_pretrained
 from runtime.config import filled, number, whole
 from runtime.image_source import list_folder
 from runtime.run import check_masking

@@ -1,11 +1,11 @@
 """Exchange of weights: verified by the code of timm and transformers, in both directions."""
 
 import argparse
-import json
 import os
+import resource
+import signal
 import sys
-import zipfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,16 +15,13 @@ import torch
 import transformers
 from conftest import ROOT
 from ranks import NANO, Run, run_ranks
-from safetensors import safe_open
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 import convert
 import data
 import vit
-from downstream.export import write_pretrained
-from downstream.layouts import infer_config
-from downstream.pretrained import Pretrained, build_pretrained, read_pretrained
+from downstream.weights import Pretrained, build_pretrained, read_pretrained
 
 CPU = torch.device("cpu")
 SMALL = {"decoder_depth": 1}
@@ -57,13 +54,17 @@ def source(config: vit.ViTConfig, folder: Path) -> Path:
     return folder / "source.pth"
 
 
-def heads(config: vit.ViTConfig) -> list[str]:
-    return ["--heads", str(config.heads), "--decoder-heads", str(config.decoder_heads)]
+def size(config: vit.ViTConfig) -> str:
+    """The fields that --model takes."""
+    return "base:" + ",".join(f"{k}={v:d}" for k, v in asdict(config).items() if k != "channels")
+
+
+SIZE = size(NANO)
 
 
 def converted(config: vit.ViTConfig, folder: Path, name: str, *argv: str, capsys) -> str:
     """Convert the weights of `config`; the line that is printed for loading them."""
-    argv = (str(source(config, folder)), str(folder / name), *argv, *heads(config))
+    argv = (str(source(config, folder)), str(folder / name), *argv, "--model", size(config))
     assert convert.main(argv) == 0, capsys.readouterr().err
     return capsys.readouterr().out.splitlines()[1]
 
@@ -75,7 +76,7 @@ def sample(config: vit.ViTConfig, side: int = 4) -> tuple[torch.Tensor, torch.Te
 
 
 def build(path: Path, config: vit.ViTConfig) -> vit.ViTMAE:
-    return build_pretrained(read_pretrained(path, (config.heads, config.decoder_heads)), CPU)
+    return build_pretrained(read_pretrained(path, config), CPU)
 
 
 @torch.no_grad()
@@ -173,8 +174,8 @@ def test_positions_are_resampled_to_another_image_size(tmp_path, capsys):
         argv = ("--to", layout, "--img-size", "56")
         line = converted(NANO, tmp_path, layout, *argv, capsys=capsys)
         theirs = eval(line, {"timm": timm, "transformers": transformers}).eval()
-        ours = build_pretrained(read_pretrained(tmp_path / "source.pth", (4, 2)), CPU, 56)
-        assert read_pretrained(tmp_path / layout, (4, 2)).img_size == 56
+        ours = build_pretrained(read_pretrained(tmp_path / "source.pth", NANO), CPU, 56)
+        assert read_pretrained(tmp_path / layout).img_size == 56
         if layout == "timm":
             assert_close(features(ours, images), theirs.forward_features(images))
         else:
@@ -245,42 +246,66 @@ def convert_line(capsys, path: Path, out: Path, layout: str) -> str:
 def test_a_file_says_what_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(vit.MODELS, "nano", NANO)
     path = source(NANO, tmp_path)
-    content = torch.load(path)
     stats = {"channel_mean": [1.0, 2, 3], "channel_std": [4.0, 5, 6], "image_dtype": "uint16"}
-    torch.save(content | {"pretrained": stats | {"norm_pix_loss": False}}, path)
+    about = stats | {"norm_pix_loss": False, "norm_eps": 1e-12}
+    torch.save(torch.load(path) | {"pretrained": about}, path)
     written = {"official": "model.pth", "timm": "encoder.safetensors", "transformers": "folder"}
     for layout, name in written.items():
-        convert_line(capsys, path, tmp_path / name, layout)
+        assert convert.main([str(path), str(tmp_path / name), "--to", layout]) == 0
         found = read_pretrained(tmp_path / name)
         assert (found.step, found.size, found.config, found.img_size) == (7, "nano", NANO, 32)
         assert found.stats == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), "uint16")
-        assert found.norm_pix_loss is False
-    about = torch.load(tmp_path / "model.pth", weights_only=True)["pretrained"]
-    with safe_open(tmp_path / "folder" / "model.safetensors", "pt") as file:
-        assert json.loads(file.metadata()["pretrained"]) == about
-    assert (about["model"], about["img_size"], about["heads"], about["step"]) == ("nano", 32, 4, 7)
-    if (ROOT / ".git").exists():
-        assert len(about["commit"]) == 40
-
-
-def test_heads_are_those_of_the_file_of_a_known_size_or_asked_for(tmp_path, capsys):
-    large = vit.ViTConfig(1024, 24, 4096, 16, 16)
-    with torch.device("meta"):
-        shapes = {n: t.shape for n, t in vit.ViTMAE(large, 64).state_dict().items()}
-    assert infer_config(shapes, None, None) == (large, 64)
-    path = source(NANO, tmp_path)
-    argv = [str(path), str(tmp_path / "new.pth"), "--to", "official"]
-    assert convert.main(argv) == 1
-    assert "NEW --to official --decoder-heads N" in capsys.readouterr().err
-    assert convert.main([*argv, "--decoder-heads", "2"]) == 1
-    assert "NEW --to official --heads N" in capsys.readouterr().err
-    assert convert.main([*argv, "--decoder-heads", "2", "--heads", "7"]) == 1
-    assert "of 4 and of its 7 heads" in capsys.readouterr().err
-    assert convert.main([*argv, *heads(NANO)]) == 0
-    assert read_pretrained(tmp_path / "new.pth").config == NANO
+        assert (found.norm_pix_loss, found.norm_eps) == (False, 1e-12)
     arguments = argparse.Namespace(norm_pix_loss=False)  # as the official training code saves them
     torch.save({"model": weights_of(NANO), "args": arguments}, tmp_path / "args.pth")
-    assert read_pretrained(tmp_path / "args.pth", (4, 2)).norm_pix_loss is False
+    assert read_pretrained(tmp_path / "args.pth").norm_pix_loss is False
+
+
+def test_the_size_is_said_by_the_file_or_known_or_asked_for(tmp_path, capsys):
+    large = vit.ViTConfig(1024, 24, 4096, 16, 16)
+    with torch.device("meta"):
+        shapes = vit.ViTMAE(large, 64).state_dict()
+    torch.save({n: torch.zeros(1).expand(t.shape) for n, t in shapes.items()}, tmp_path / "l.pth")
+    assert read_pretrained(tmp_path / "l.pth").config == large
+    argv = [str(source(NANO, tmp_path)), str(tmp_path / "new.pth"), "--to", "official"]
+    assert convert.main(argv) == 1
+    assert "no known size has width 40 and depth 2" in capsys.readouterr().err
+    assert convert.main([*argv, "--model", f"{SIZE},decoder_depth=3"]) == 1
+    assert "decoder_blocks.2.norm1.weight is missing" in capsys.readouterr().err
+    assert convert.main([*argv, "--model", SIZE]) == 0
+    assert read_pretrained(tmp_path / "new.pth").config == NANO
+
+
+@pytest.mark.parametrize("epsilon", [1e-12, 1e-5])
+def test_the_epsilon_of_transformers_norms_is_theirs(epsilon, tmp_path, capsys):
+    """Features of a model that has learned nothing, whose first norm sees small numbers."""
+    config = transformers.ViTMAEConfig(
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        decoder_hidden_size=32,
+        decoder_num_hidden_layers=1,
+        decoder_num_attention_heads=2,
+        decoder_intermediate_size=128,
+        image_size=32,
+        patch_size=8,
+        mask_ratio=0.0,
+        layer_norm_eps=epsilon,
+    )
+    torch.manual_seed(0)
+    theirs = transformers.ViTMAEModel(config).eval()
+    with torch.no_grad():
+        theirs.embeddings.position_embeddings.zero_()
+    theirs.save_pretrained(tmp_path / "theirs")
+    images = 0.1 * torch.randn(2, 3, 32, 32)
+    hidden = theirs(images, noise=torch.arange(16.0).expand(2, -1)).last_hidden_state
+    found = read_pretrained(tmp_path / "theirs")
+    assert_close(features(build_pretrained(found, CPU), images), hidden)
+    assert convert.main([str(tmp_path / "theirs"), str(tmp_path / "e.pth"), "--to", "timm"]) == 0
+    assert f"an epsilon of {epsilon:g}" in capsys.readouterr().err
+    again = read_pretrained(tmp_path / "e.pth")
+    assert_close(features(build_pretrained(again, CPU), images), hidden)
 
 
 @pytest.mark.parametrize(
@@ -288,29 +313,55 @@ def test_heads_are_those_of_the_file_of_a_known_size_or_asked_for(tmp_path, caps
     [
         ("gated", "model.pth", "official", "gated MLP, which of all layouts only timm has"),
         ("gated", "folder", "transformers", "gated MLP"),
-        ("channels", "model.pth", "official", "5 channels, the official release has 3"),
+        ("channels", "model.pth", "official", "5 channels, the official release 3"),
         ("nano", "model.safetensors", "official", "name it .pth"),
         ("nano", "source.pth", "official", "source.pth is there already"),
         ("nano", "no/where.pth", "timm", "No such file or directory"),
+        *(("nano", "x" * 300, layout, "File name too long") for layout in ("timm", "transformers")),
+        ("nano", "x" * 250 + ".safetensors", "timm", "File name too long"),
     ],
 )
-def test_what_a_library_cannot_hold_is_one_sentence(name, out, layout, sentence, tmp_path, capsys):
+def test_what_cannot_be_written_is_one_sentence(name, out, layout, sentence, tmp_path, capsys):
     path = source(MODELS[name], tmp_path)
     before = path.read_bytes()
-    argv = [str(path), str(tmp_path / out), "--to", layout, *heads(MODELS[name])]
+    argv = [str(path), str(tmp_path / out), "--to", layout, "--model", size(MODELS[name])]
     assert convert.main(argv) == 1
     error = capsys.readouterr().err
     assert sentence in error and error.startswith("convert.py: error: ") and error.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["source.pth"] and path.read_bytes() == before
 
 
+@pytest.mark.parametrize("out", ["model.pth", "encoder.safetensors", "folder"])
+def test_a_full_disk_is_one_sentence_and_other_files_have_the_users_mode(out, tmp_path, capsys):
+    layout = {"model.pth": "official", "folder": "transformers"}.get(out, "timm")
+    argv = [str(source(NANO, tmp_path)), str(tmp_path / out), "--to", layout, "--model", SIZE]
+    limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    kept = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write fails
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        assert convert.main(argv) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        signal.signal(signal.SIGXFSZ, kept)
+    error = capsys.readouterr().err
+    assert error.startswith("convert.py: error: ") and error.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["source.pth"]
+    mask = os.umask(0o027)
+    try:
+        assert convert.main(argv) == 0
+    finally:
+        os.umask(mask)
+    files = [path for path in (tmp_path / out, *(tmp_path / out).glob("*")) if path.is_file()]
+    assert files and {path.stat().st_mode & 0o777 for path in files} == {0o640}
+
+
 def test_safetensors_is_asked_for_only_where_it_is_needed(tmp_path, capsys, monkeypatch):
     converted(NANO, tmp_path, "folder", "--to", "transformers", capsys=capsys)
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.setattr("downstream.export.find_spec", lambda name: None)
+    monkeypatch.setattr("convert.find_spec", lambda name: None)
     for argv in (["folder", "new.pth", "official"], ["source.pth", "new", "transformers"]):
         paths = [str(tmp_path / name) for name in argv[:2]]
-        assert convert.main([*paths, "--to", argv[2], *heads(NANO)]) == 1
+        assert convert.main([*paths, "--to", argv[2], "--model", SIZE]) == 1
         assert "needs the package safetensors: pip install" in capsys.readouterr().err
     converted(NANO, tmp_path, "model.pth", "--to", "official", capsys=capsys)
 
@@ -330,14 +381,14 @@ def changed(**changes):
     """Write the weights of `nano` with some keys replaced, or left out where they are None."""
 
     def write(path: Path) -> None:
-        weights = weights_of(NANO) | changes
+        weights = weights_of(NANO) | {name.replace("__", "."): t for name, t in changes.items()}
         torch.save({"model": {n: t for n, t in weights.items() if t is not None}}, path)
 
     return write
 
 
-def saved(make):
-    return lambda path: torch.save(make(path), path)
+def saying(**note):
+    return lambda path: torch.save({"model": weights_of(NANO), "pretrained": note}, path)
 
 
 def truncated(path: Path) -> None:
@@ -345,94 +396,62 @@ def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def compressed(path: Path) -> None:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", b"\0" * 10**6)
-
-
-def loop(path: Path) -> None:
-    path.symlink_to(path)
-
-
-def folder(config: str | None, **files: str):
+def folder(config: str | None):
     def write(path: Path) -> None:
         path.mkdir()
-        if config is not None:
-            (path / "config.json").write_text(config)
-        for name, text in files.items():
-            (path / name.replace("_json", ".json").replace("__", ".")).write_text(text)
+        os.mkfifo(path / "config.json") if not config else None
+        (path / "config.json").write_text(config) if config else None
 
     return write
 
 
-MAE = '{"model_type": "vit_mae"}'
-HOSTILE = {
+MEAN = {"channel_mean": [1.0, float("nan"), 1.0], "channel_std": [1.0] * 3, "image_dtype": "uint8"}
+WRONG = {
     "no file": (lambda path: None, "there is no"),
-    "a link to itself": (loop, "there is no"),
-    "empty": (lambda path: path.write_text(""), "truncated, or not written by torch.save"),
-    "text": (lambda path: path.write_text("hello " * 999), "truncated, or not written by"),
-    "truncated": (truncated, "truncated"),
-    "a pipe": (lambda path: os.mkfifo(path), "no regular file"),
-    "compressed": (compressed, "'archive/data.pkl' in it is compressed"),
-    "code": (saved(lambda path: {"model": Code(path.with_name("ran"))}), "asks for posix.system"),
-    "a list": (saved(lambda path: [torch.zeros(2)]), "a list, not weights by name"),
-    "a number": (changed(cls_token=3), "'cls_token' is a int, not a tensor"),
-    "integers": (changed(cls_token=torch.zeros(1, 1, 40, dtype=torch.int32)), "cls_token is not"),
-    "on meta": (changed(cls_token=torch.zeros(2**40, device="meta")), "cls_token is not a dense"),
-    "huge": (changed(cls_token=torch.zeros(1).expand(2**40)), r"cls_token \(\d+,\) does not fit"),
-    "nothing": (saved(lambda path: {"model": {}}), "patch_embed.proj.weight is missing"),
-    "no norm": (changed(**{"norm.bias": None}), "norm.bias is missing"),
-    "one more": (changed(**{"blocks.0.ls1.gamma": torch.zeros(40)}), "blocks.0.ls1.gamma is"),
-    "a gap": (changed(**{"blocks.7.norm1.weight": torch.zeros(40)}), "blocks.2.norm1.weight is"),
-    "a shape": (changed(**{"norm.bias": torch.zeros(41)}), r"norm.bias is \(41,\), \(40,\) in the"),
-    "no square": (changed(pos_embed=torch.zeros(1, 16, 40)), "pos_embed is .* square of patches"),
-    "no width": (changed(**{"patch_embed.proj.weight": torch.zeros(0, 3, 8, 8)}), "no shape of"),
-    "a header": (b"\xff" * 99, "header too large"),
-    "a short header": (b"\x02\0\0\0\0\0\0\0[]", "safetensors cannot read it"),
-    "no config": (folder(None), "no step_... and no config.json"),
-    "config is no object": (folder("[1]"), "config.json is no JSON object"),
-    "deep config": (folder("[" * 10**5), "config.json is no JSON object"),
-    "another model": (folder('{"model_type": "bert"}'), "model_type is 'bert', not 'vit_mae'"),
-    "another activation": (folder('{"model_type": "vit_mae", "hidden_act": "relu"}'), "hidden_act"),
-    "no weights": (folder(MAE), "no model.safetensors"),
-    "a way out": (
-        folder(MAE, model__safetensors__index_json='{"weight_map": {"a": "../a.safetensors"}}'),
-        "names '../a.safetensors', no file of this folder",
+    "text": (lambda path: path.write_text("hello " * 999), "no weights that run no code"),
+    "truncated": (truncated, "no weights that run no code"),
+    "code": (
+        lambda path: torch.save({"model": Code(path.with_name("ran"))}, path),
+        "asks for posix.system",
     ),
+    "a list": (lambda path: torch.save([torch.zeros(2)], path), "a list, not weights by name"),
+    "a number": (changed(cls_token=3), "'cls_token' is a int, not a tensor"),
+    "nothing": (lambda path: torch.save({}, path), "patch_embed.proj.weight is missing"),
+    "no norm": (changed(norm__bias=None), "norm.bias is missing"),
+    "LayerScale": (changed(blocks__0__ls1__gamma=torch.zeros(40)), "gamma is .* LayerScale"),
+    "fc_norm": (changed(fc_norm__bias=torch.zeros(40), norm__bias=None), "fc_norm.* classifier"),
+    "registers": (changed(reg_token=torch.zeros(1, 4, 40)), "reg_token .* register tokens"),
+    "a gap": (changed(blocks__7__norm1__weight=torch.zeros(40)), "blocks.7.norm1.weight is"),
+    "a shape": (changed(norm__bias=torch.zeros(41)), r"norm.bias is \(41,\), \(40,\) in the"),
+    "no square": (changed(pos_embed=torch.zeros(1, 16, 40)), "pos_embed is .* in the model"),
+    "NaN": (changed(norm__bias=torch.full((40,), float("nan"))), "norm.bias is not finite"),
+    "inf": (changed(cls_token=torch.full((1, 1, 40), float("inf"))), "cls_token is not finite"),
+    "NaN statistics": (saying(**MEAN), "channel_mean is not 3 finite numbers"),
+    "heads": (saying(config=asdict(NANO) | {"heads": 7}), "of 4 and of its 7 heads"),
+    "a FIFO": (folder(None), "config.json is no JSON object"),
+    "config is no object": (folder("[1]"), "config.json is no JSON object"),
+    "another model": (folder('{"model_type": "bert"}'), "is of bert with gelu, not of vit_mae"),
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_file_is_one_sentence_that_names_the_fault(what, tmp_path, capsys):
-    write, sentence = HOSTILE[what]
-    path = tmp_path / ("model.safetensors" if isinstance(write, bytes) else "model.pth")
-    if isinstance(write, bytes):
-        path.write_bytes(write)
-    else:
-        write(path)
+    write, sentence = WRONG[what]
+    path = tmp_path / "model.pth"
+    write(path)
     with pytest.raises((ValueError, OSError), match=sentence) as error:
-        read_pretrained(path, (4, 2))
+        read_pretrained(path, NANO)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
-    argv = [str(path), str(tmp_path / "out.pth"), "--to", "official", *heads(NANO)]
-    assert convert.main(argv) == 1
+    argv = [str(path), str(tmp_path / "out.pth"), "--to", "official", "--model", SIZE]
+    assert convert.main(argv) == 1 and str(path) in capsys.readouterr().err
     assert {p.name for p in tmp_path.iterdir()} <= {path.name}
 
 
-@pytest.mark.parametrize(
-    "note",
-    [
-        {"heads": 0, "decoder_heads": -1},
-        {"heads": "4"},
-        {"channel_mean": [1.0], "channel_std": [1.0], "image_dtype": "uint8"},
-        {"channel_mean": "abc", "channel_std": [1.0, 1, 1]},
-        {"channel_mean": 5},
-        {"step": -3},
-    ],
-)
-def test_a_note_without_sense_is_refused(note, tmp_path):
-    torch.save({"model": weights_of(NANO), "pretrained": note}, tmp_path / "model.pth")
-    with pytest.raises(ValueError, match=r"model\.pth: "):
-        read_pretrained(tmp_path / "model.pth", (4, 2) if "heads" not in note else (None, 2))
+def test_names_of_ddp_and_a_head_are_left_out(tmp_path):
+    weights = weights_of(NANO) | {"head.weight": torch.zeros(10, 40)}
+    torch.save({f"module.{n}": t for n, t in weights.items()}, tmp_path / "ddp.pth")
+    found = read_pretrained(tmp_path / "ddp.pth", NANO)
+    assert {*found.weights} == {*weights} - {"head.weight"}
 
 
 # --- --init-from
@@ -448,8 +467,8 @@ def train(out: Path, init: Path, *argv: str, **more) -> Run:
 def train_from_each_layout(folder: Path) -> list:
     """Two ranks: from a folder of transformers, an encoder of timm, and a checkpoint."""
     pretrained = Pretrained("x", NANO, 32, True, data.IMAGENET, weights_of(NANO))
-    write_pretrained(pretrained, folder / "hf", "transformers")
-    write_pretrained(pretrained, folder / "timm.pth", "timm", img_size=40)
+    convert.write_pretrained(pretrained, folder / "hf", "transformers")
+    convert.write_pretrained(pretrained, folder / "timm.pth", "timm", img_size=40)
     runs = [
         train(folder / "a", folder / "hf", "--mode", "full_shard", "--steps", "1"),
         train(folder / "b", folder / "timm.pth", "--mode", "hybrid", "--fsdp", "1", "--steps", "1"),
@@ -480,7 +499,10 @@ def test_a_resumed_run_needs_no_file_and_a_wrong_file_is_refused_before_training
         f"blocks.2{n[8:]}": t.clone() for n, t in weights.items() if n.startswith("blocks.1.")
     }
     torch.save({"model": weights | deeper}, tmp_path / "deep.pth")
-    torch.save({"model": weights, "pretrained": {"heads": 5}}, tmp_path / "heads.pth")
+    torch.save(
+        {"model": weights, "pretrained": {"config": asdict(NANO) | {"heads": 5}}},
+        tmp_path / "heads.pth",
+    )
     nan = weights["blocks.1.norm1.weight"] * float("nan")
     torch.save({"model": weights | {"blocks.1.norm1.weight": nan}}, tmp_path / "nan.pth")
     names = ("shape", "deep", "heads", "nan", "no")
@@ -507,21 +529,3 @@ def test_a_resumed_run_needs_no_file_and_a_wrong_file_is_refused_before_training
     assert again.status == [0] and again.start["begin"] == 1
     assert torch.equal(again.params["norm.bias"], weights["norm.bias"])
     assert other.status == [2] and "init_from" in other.errors and "--allow-changes" in other.errors
-
-
-@pytest.mark.full
-def test_a_dry_run_reads_no_file(tmp_path):
-    import train_fsdp
-
-    argv = [
-        "--model",
-        "tiny",
-        "--img-size",
-        "32",
-        "--dry-run",
-        "--world-size",
-        "2",
-        "--mode",
-        "full_shard",
-    ]
-    assert train_fsdp.main([*argv, "--init-from", str(tmp_path / "nowhere")]) == 0

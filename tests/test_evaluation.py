@@ -18,7 +18,7 @@ import data
 import train_fsdp
 import vit
 from downstream.images import EvalImages, fixed_noise
-from downstream.pretrained import build_pretrained, read_pretrained
+from downstream.weights import build_pretrained, read_pretrained
 from runtime.evaluation import Evaluation
 
 TILES = ROOT / "examples" / "tiles"

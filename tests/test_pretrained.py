@@ -13,7 +13,7 @@ from timm.layers import resample_abs_pos_embed
 import checkpoint
 import data
 import vit
-from downstream.pretrained import build_pretrained, random_weights, read_pretrained
+from downstream.weights import build_pretrained, random_weights, read_pretrained
 
 CPU = torch.device("cpu")
 ARGV = ["--model", "nano", "--img-size", "32", "--data", str(ROOT / "examples/tiles/train")]

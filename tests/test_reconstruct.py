@@ -16,7 +16,7 @@ import data
 import probe
 import vit
 from downstream import images, reconstruct
-from downstream.pretrained import build_pretrained, random_weights, read_pretrained
+from downstream.weights import build_pretrained, random_weights, read_pretrained
 
 TILES = ROOT / "examples" / "tiles" / "heldout"
 
