@@ -2,8 +2,6 @@
 
 import argparse
 import os
-import resource
-import signal
 import sys
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,7 +12,7 @@ import timm
 import torch
 import transformers
 from conftest import ROOT
-from ranks import NANO, Run, run_ranks
+from ranks import NANO, Run, files_limited, run_ranks
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
@@ -335,14 +333,8 @@ def test_what_cannot_be_written_is_one_sentence(name, out, layout, sentence, tmp
 def test_a_full_disk_is_one_sentence_and_other_files_have_the_users_mode(out, tmp_path, capsys):
     layout = {"model.pth": "official", "folder": "transformers"}.get(out, "timm")
     argv = [str(source(NANO, tmp_path)), str(tmp_path / out), "--to", layout, "--model", SIZE]
-    limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    kept = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write fails
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    with files_limited(tmp_path, 0):
         assert convert.main(argv) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-        signal.signal(signal.SIGXFSZ, kept)
     error = capsys.readouterr().err
     assert error.startswith("convert.py: error: ") and error.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["source.pth"]

@@ -133,7 +133,7 @@ def test_no_held_out_image_ends_a_run(broken, code, used, tmp_path, monkeypatch,
     if used == 2:
         expected = by_hand(tmp_path / "out" / "step_00000002", tmp_path / "held")
         assert found[1][1] == pytest.approx(expected, abs=1e-6)
-        assert 2 * 160 < Image.open(pictures[1]).height < 3 * 160  # the two
+        assert 2 * 256 < Image.open(pictures[1]).height < 3 * 256  # the two
 
 
 def test_a_signal_ends_an_evaluation_and_the_run_is_saved(tmp_path, monkeypatch, capsys):
