@@ -60,9 +60,8 @@ def write_pretrained(
     about = {"config": asdict(pretrained.config), "img_size": img_size}
     about |= {"channel_mean": stats.mean, "channel_std": stats.std, "image_dtype": stats.dtype}
     about |= {name: getattr(pretrained, name) for name in more}
-    # cloned: a view would be saved with all that it is a part of
     weights = {
-        name: resize_positions(tensor, side) if name in POSITIONS else tensor.clone()
+        name: resize_positions(tensor, side) if name in POSITIONS else tensor
         for name, tensor in pretrained.weights.items()
         if layout != "timm" or not name.startswith(DECODER)
     }
@@ -97,6 +96,9 @@ def _why_not(pretrained: Pretrained, out: Path, layout: str) -> str | None:
 
 def _save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None:
     """Write a file of safetensors, if it is so called, or of torch.save; OSError."""
+    whole = {n: t for n, t in weights.items() if t.untyped_storage().nbytes() == t.nbytes}
+    views = {n: t.clone() for n, t in weights.items() if n not in whole}  # or all of it is saved
+    weights = whole | views
     with path.open("wb") as file:
         try:
             if path.suffix != ".safetensors":
@@ -116,7 +118,7 @@ def _save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None
 
 
 def to_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename weights of ours for transformers' ViTMAE: q, k and v apart."""
+    """Rename weights of ours for transformers' ViTMAE: q, k and v apart, each a view."""
     result = {}
     for name, tensor in weights.items():
         parts = zip("qkv", tensor.chunk(3), strict=True) if ".qkv." in name else [("", tensor)]
@@ -124,7 +126,7 @@ def to_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             their = name.replace(".qkv.", f".{part}.")
             for ours, theirs in NAMES:
                 their = re.sub(rf"\b{re.escape(ours)}", theirs, their)
-            result[their] = piece.clone()  # else saved with all that it is a part of
+            result[their] = piece
     if any(name.startswith("decoder.") for name in result):
         return result
     return {name.removeprefix("vit."): tensor for name, tensor in result.items()}  # ViTMAEModel

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,57 +103,52 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
         raise FileNotFoundError(
             f"there is no {path}: give the --out of a run, a checkpoint, or a file of weights"
         )
-    if path.is_dir() and not (path / "config.json").exists():
-        found = _read_run(path)
-    else:
-        found = _read_file(path, size)
-    for name, tensor in found.weights.items():
+    weights: Mapping[str, Tensor]
+    try:
+        if path.is_dir() and not (path / "config.json").exists():
+            path, weights, said = _read_run(path)
+        else:
+            weights, said = _read_file(path)
+        found = _describe(str(path), weights, said, size)
+    except checkpoint.Damaged:
+        raise
+    except KeyError as error:
+        raise ValueError(f"{path}: {error.args[0]} is missing") from None
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    check_fits(found, found.config, found.img_size)
+    for name, tensor in weights.items():
         if not tensor.isfinite().all():
-            raise ValueError(f"{found.name}: {name} is not finite")
+            raise ValueError(f"{path}: {name} is not finite")
     return found
 
 
 def _describe(
-    path: Path, weights: Mapping[str, Tensor], said: Mapping[str, Any], size: vit.ViTConfig | None
+    name: str, weights: Mapping[str, Tensor], said: Mapping[str, Any], size: vit.ViTConfig | None
 ) -> Pretrained:
-    """Put together what is said of weights, and what their shapes say; ValueError."""
+    """Put together what is said of weights, and what their shapes say; KeyError or ValueError."""
     shapes = shapes_of(weights)
-    try:
-        width, channels, patch, _ = shapes["patch_embed.proj.weight"]
-        if "config" in said:
-            config = vit.ViTConfig(**said["config"])
-        else:
-            depth = sum(bool(re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)) for name in shapes)
-            config = replace(size or _known_size(width, depth), patch=patch, channels=channels)
-        stats = data.IMAGENET
-        if said.get("channel_mean"):
-            about = tuple(said["channel_mean"]), tuple(said["channel_std"]), said["image_dtype"]
-            stats = data.ChannelStats(*about)
-        elif channels != 3:  # as they are
-            stats = data.ChannelStats((0.0,) * channels, (1.0,) * channels, "float32")
-        for name, values in ("channel_mean", stats.mean), ("channel_std", stats.std):
-            if len(values) != channels or not all(map(math.isfinite, values)):
-                raise ValueError(f"{name} is not {channels} finite numbers")
-        img_size = math.isqrt(max(0, shapes["pos_embed"][1] - 1)) * patch
-    except KeyError as error:
-        raise ValueError(f"{path}: {error.args[0]} is missing") from None
-    except (IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    width, channels, patch, _ = shapes["patch_embed.proj.weight"]
+    if "config" in said:
+        config = vit.ViTConfig(**said["config"])
+    else:
+        depth = sum(bool(re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)) for name in shapes)
+        config = replace(size or _known_size(width, depth), patch=patch, channels=channels)
+    stats = data.IMAGENET
+    if said.get("channel_mean"):
+        about = tuple(said["channel_mean"]), tuple(said["channel_std"]), said["image_dtype"]
+        stats = data.ChannelStats(*about)
+    elif channels != 3:  # as they are
+        stats = data.ChannelStats((0.0,) * channels, (1.0,) * channels, "float32")
+    for key, values in ("channel_mean", stats.mean), ("channel_std", stats.std):
+        if len(values) != channels or not all(map(math.isfinite, values)):
+            raise ValueError(f"{key} is not {channels} finite numbers")
+    img_size = math.isqrt(max(0, shapes["pos_embed"][1] - 1)) * patch
     rows = (n for n, c in vit.MODELS.items() if replace(c, channels=channels) == config)
-    norm_pix_loss = said.get("norm_pix_loss", True)  # not known: as in the recipe
-    found = Pretrained(
-        str(path),
-        config,
-        img_size,
-        norm_pix_loss,
-        stats,
-        weights,
-        said.get("step"),
-        said.get("model") or next(rows, None),
-        said.get("norm_eps", NORM_EPS),
-    )
-    check_fits(found, config, img_size)
-    return found
+    model = said.get("model") or next(rows, None)
+    norm_pix = said.get("norm_pix_loss", True)  # not known: as in the recipe
+    step, epsilon = said.get("step"), said.get("norm_eps", NORM_EPS)
+    return Pretrained(name, config, img_size, norm_pix, stats, weights, step, model, epsilon)
 
 
 def _known_size(width: int, depth: int) -> vit.ViTConfig:
@@ -191,53 +187,47 @@ class _Saved(Mapping[str, Tensor]):
         return len(self.entries)
 
 
-def _read_run(run: Path) -> Pretrained:
-    """Read a checkpoint, or the newest whole one of a run; Damaged or ValueError."""
-    problems, single = [], (run / checkpoint.MANIFEST).exists()
-    for folder in [run] if single else reversed(checkpoint.list_checkpoints(run)):
-        try:
-            weights = _Saved(folder)
-            flags, step = weights.manifest.get("flags", {}), weights.manifest["step"]
-            if missing := {"model", "channels", "norm_pix_loss"} - {*flags}:
-                raise checkpoint.Damaged(
-                    f"{folder} was not written by train_fsdp.py: its flags lack {min(missing)}"
-                )
-        except checkpoint.Damaged as error:
-            if single:
-                raise
-            problems.append(str(error))
-            continue
+def _read_run(run: Path) -> tuple[Path, _Saved, dict[str, Any]]:
+    """Open a checkpoint, or the newest whole one of a run -> its folder, weights, and flags."""
+    if (run / checkpoint.MANIFEST).exists():
+        weights = _Saved(run)
+        flags = weights.manifest.get("flags", {})
+        if "model" not in flags:
+            raise checkpoint.Damaged(f"{run} was not written by train_fsdp.py: it names no model")
         config = replace(model_config(flags["model"]), channels=flags["channels"])
-        return _describe(folder, weights, flags | {"config": asdict(config), "step": step}, None)
+        return run, weights, flags | {"config": asdict(config), "step": weights.manifest["step"]}
+    problems = []
+    for folder in reversed(checkpoint.list_checkpoints(run)):
+        try:
+            return _read_run(folder)
+        except checkpoint.Damaged as error:
+            problems.append(str(error))
     what = "; ".join(problems) or "it contains no step_... and no config.json"
-    raise ValueError(f"no checkpoint in {run} can be read: {what}")
+    raise ValueError(f"no checkpoint in it can be read: {what}")
 
 
 # --- Files of others
 
 
-def _read_file(path: Path, size: vit.ViTConfig | None) -> Pretrained:
-    """Read weights that are no checkpoint; `size` is theirs where nothing says it."""
+def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a file or a folder -> weights by our names, and what it says of them."""
     about: dict[str, Any] = {}
+    files = [path]
+    if path.is_dir():
+        about = _read_config(path / "config.json")
+        files = sorted(path.glob("model*.safetensors")) or [path / "pytorch_model.bin"]
     weights: dict[str, Tensor] = {}
-    try:
-        files = [path]
-        if path.is_dir():
-            about = _read_config(path / "config.json")
-            files = sorted(path.glob("model*.safetensors")) or [path / "pytorch_model.bin"]
-        for file in files:
-            if not file.is_file():  # a pipe would wait
-                raise ValueError(f"there is no regular file {file.name}")
-            safe = file.suffix == ".safetensors"
-            tensors, said = _read_safetensors(file) if safe else _read_torch(file)
-            weights, about = weights | tensors, said | about
-        names = {name: name.removeprefix("module.") for name in weights}  # as DDP names them
-        weights = {names[n]: t for n, t in weights.items() if not names[n].startswith("head.")}
-        if any(name.endswith("embeddings.cls_token") for name in weights):
-            weights = from_transformers(weights)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    return _describe(path, weights, about, size)
+    for file in files:
+        if not file.is_file():  # a pipe would wait
+            raise ValueError(f"there is no regular file {file.name}")
+        safe = file.suffix == ".safetensors"
+        tensors, said = _read_safetensors(file) if safe else _read_torch(file)
+        weights, about = weights | tensors, said | about
+    names = {name: name.removeprefix("module.") for name in weights}  # as DDP names them
+    weights = {names[n]: t for n, t in weights.items() if not names[n].startswith("head.")}
+    if any(name.endswith("embeddings.cls_token") for name in weights):
+        weights = from_transformers(weights)
+    return weights, about
 
 
 def _read_torch(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -277,11 +267,12 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Read config.json of transformers -> what it says, in the words of convert.py's files."""
-    try:
+    config = None
+    with suppress(RecursionError, ValueError):
         config = json.loads(path.read_bytes() if path.is_file() else b"")  # a FIFO would wait
-        kind, activation = config["model_type"], config.get("hidden_act", "gelu")
-    except (KeyError, RecursionError, TypeError, ValueError):
-        raise ValueError(f"{path.name} is no JSON object with a model_type") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path.name} is no JSON object")
+    kind, activation = config.get("model_type"), config.get("hidden_act", "gelu")
     if (kind, activation) != ("vit_mae", "gelu"):
         raise ValueError(f"{path.name} is of {kind} with {activation}, not of vit_mae with gelu")
     about = {ours: config[theirs] for ours, theirs in CONFIG.items()}
@@ -290,7 +281,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the weights of transformers' ViTMAE, and join q, k, v; ValueError where one misses."""
+    """Rename the weights of transformers' ViTMAE, and join q, k, v; KeyError where one misses."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         name = name if name.startswith(("vit.", "decoder.")) else f"vit.{name}"  # ViTMAEModel
@@ -299,8 +290,6 @@ def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found[name] = tensor
     for name in [name for name in found if ".attn.q." in name]:
         parts = [name.replace(".q.", f".{part}.") for part in "qkv"]
-        if missing := [part for part in parts if part not in found]:
-            raise ValueError(f"{missing[0]} is missing")
         found[name.replace(".q.", ".qkv.")] = torch.cat([found.pop(part) for part in parts])
     return found
 

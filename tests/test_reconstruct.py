@@ -134,13 +134,10 @@ def test_the_picture_shows_the_model_beside_interpolation_with_the_psnr_of_both(
     step = (256 + gap) // zoom
     original, interpolated, filled = (pixels[:, i * step : i * step + 32] for i in (0, 2, 4))
     assert np.array_equal(original, batch.images[0].permute(1, 2, 0))
-    by_hand = [
-        20 * np.log10(255 / np.sqrt(np.mean((x - original) ** 2))) for x in (filled, interpolated)
-    ]
-    name = str(Path(files.path(0)).relative_to(TILES))
-    assert rows[0].split() == "PSNR {:.2f} dB, interpolation {:.2f} dB".format(*by_hand).split() + [
-        name
-    ]
+    errors = [np.mean((x - original) ** 2) for x in (filled, interpolated)]
+    by_hand = [f"{20 * np.log10(255 / np.sqrt(error)):.2f} dB" for error in errors]
+    name = Path(files.path(0)).relative_to(TILES)
+    assert rows[0].strip() == f"PSNR {by_hand[0]}, interpolation {by_hand[1]}  {name}"
     means = np.array([[float(row.split()[i]) for i in (1, 4)] for row in rows])
     assert len(rows) == 5 and np.allclose(means[:4].mean(axis=0), means[4], atol=0.01)
 
