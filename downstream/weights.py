@@ -32,8 +32,7 @@ OFFICIAL_LARGE = vit.ViTConfig(1024, 24, 4096, 16, 16)  # released too, but no r
 OTHER_MODELS = {  # by a piece of their weights' names
     "fc_norm.": "a norm after pooling: a classifier",
     ".gamma": "LayerScale",
-    "reg_token": "register tokens",
-    "register_tokens": "register tokens",
+    "reg": "register tokens",
 }
 
 # Names of ours and of transformers' files: parts, replaced from the first to the last.
@@ -352,7 +351,7 @@ def check_fits(pretrained: Pretrained, config: vit.ViTConfig, img_size: int) -> 
 
 
 def epsilon_note(pretrained: Pretrained) -> str | None:
-    """Warn of norms with another epsilon than this model's, in a sentence; None where it is it."""
+    """Return a warning where the norms have another epsilon than vit.ViTMAE's, else None."""
     name, epsilon = pretrained.name, pretrained.norm_eps
     text = f"warning: the norms of {name} have an epsilon of {epsilon:g}, this model's {NORM_EPS:g}"
     return f"{text}: features may differ by 2e-3" if epsilon != NORM_EPS else None

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import sys
 from dataclasses import asdict, replace
 from functools import partial
@@ -354,55 +355,39 @@ def train(out: Path, init: Path, *argv: str) -> Run:
     return Run([*flags, "--init-from", str(init), *argv], to=str(out))
 
 
-def train_from_each_layout(folder: Path) -> list:
-    """Two ranks: from a folder of transformers, an encoder of timm, and a checkpoint."""
-    pretrained = Pretrained("x", NANO, 32, True, data.IMAGENET, weights_of(NANO))
-    convert.write_pretrained(pretrained, folder / "hf", "transformers")
-    convert.write_pretrained(pretrained, folder / "timm.pth", "timm", img_size=40)
-    runs = [
-        train(folder / "a", folder / "hf", "--mode", "full_shard", "--steps", "1"),
-        train(folder / "b", folder / "timm.pth", "--mode", "hybrid", "--fsdp", "1", "--steps", "1"),
-        train(folder / "c", folder / "a", "--mode", "ddp", "--steps", "1"),
-    ]
-    return run_ranks(2, runs, folder / "ranks")
-
-
-def test_a_run_begins_with_the_weights_of_any_layout(once, monkeypatch, tmp_path):
+def test_a_run_begins_with_any_layout_and_a_wrong_file_is_refused_before(tmp_path, monkeypatch):
+    """A resumed run needs the flag, but not the file."""
     monkeypatch.setitem(vit.MODELS, "nano", NANO)
-    found = once("init_from", train_from_each_layout)
-    weights = weights_of(NANO)
-    for result, whole in zip(found, (True, False, True), strict=True):
+    weights, (a, b, c) = weights_of(NANO), (tmp_path / name for name in "abc")
+    pretrained = Pretrained("x", NANO, 32, True, data.IMAGENET, weights)
+    convert.write_pretrained(pretrained, tmp_path / "hf", "transformers")
+    convert.write_pretrained(pretrained, tmp_path / "timm.pth", "timm", img_size=40)
+    save(tmp_path / "heads", {"note": {"config": asdict(NANO) | {"heads": 5}}})
+    save(tmp_path / "nan", {"norm.bias": FORTY * torch.nan})
+    runs = [
+        train(a, tmp_path / "hf", "--mode", "full_shard", "--steps", "1"),
+        train(b, tmp_path / "timm.pth", "--mode", "hybrid", "--fsdp", "1", "--steps", "1"),
+        train(c, a, "--mode", "ddp", "--steps", "1"),
+    ]
+    wrong = {
+        "heads": "has 5 heads, the model 4",
+        "nan": "nan: norm.bias is not finite",
+        "no": "there is no",
+    }
+    refused = [train(tmp_path / f"out-{name}", tmp_path / name) for name in wrong]
+    found = run_ranks(2, [*runs, *refused], tmp_path / "ranks")
+    for result, whole in zip(found, (True, False, True), strict=False):
         assert result.status == [0, 0] and result.replicas_differ == 0, result.errors
         for name, p in result.params.items():
             drawn = not whole and name.startswith(("decoder", "mask"))
             begin = vit.initial_value(NANO, name, p.shape) if drawn else weights[name]
             assert torch.equal(p, begin), name
-
-
-def test_a_resumed_run_needs_no_file_and_a_wrong_file_is_refused_before_training(once, tmp_path):
-    once("init_from", train_from_each_layout)
-    good, out, weights = tmp_path / "good.pth", tmp_path / "out", weights_of(NANO)
-    save(good, {})
-    save(tmp_path / "heads.pth", {"note": {"config": asdict(NANO) | {"heads": 5}}})
-    save(tmp_path / "nan.pth", {"norm.bias": FORTY * torch.nan})
-    wrong = {
-        "heads": "has 5 heads, the model 4",
-        "nan": "nan.pth: norm.bias is not finite",
-        "no": "there is no",
-    }
-    runs = [train(tmp_path / name, tmp_path / f"{name}.pth") for name in wrong]
-    first, *refused = run_ranks(2, [train(out, good, "--steps", "1"), *runs], tmp_path / "ranks")
-    assert first.status == [0, 0]
-    for result, sentence in zip(refused, wrong.values(), strict=True):
-        assert result.status == [2, 2] and not result.steps
+    for result, sentence in zip(found[3:], wrong.values(), strict=True):
+        assert result.status == [2, 2] and not result.steps and "Traceback" not in result.errors
         assert "--init-from: " in result.errors and sentence in result.errors
-        assert "Traceback" not in result.errors
-    good.unlink()
-    again, other = run_ranks(
-        1,
-        [train(out, good, "--steps", "2", "--allow-changes"), train(out, tmp_path / "heads.pth")],
-        tmp_path / "again",
-    )
+    shutil.rmtree(tmp_path / "hf")
+    runs = [train(a, tmp_path / "hf", "--steps", "2", "--allow-changes"), train(a, b)]
+    again, other = run_ranks(1, runs, tmp_path / "again")
     assert again.status == [0] and again.start["begin"] == 1
     assert torch.equal(again.params["norm.bias"], weights["norm.bias"])
     assert other.status == [2] and "init_from" in other.errors and "--allow-changes" in other.errors
