@@ -9,7 +9,8 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -58,17 +59,10 @@ MODULE_NAMES = (  # of the modules since transformers 5, which still writes file
     *((f"attn.{p}.", f"attention.{p}_proj.") for p in "qkv"),
     ("attn.proj.", "attention.o_proj."),
 )
-CONFIG = {  # fields of vit.ViTConfig in config.json
-    "width": "hidden_size",
-    "depth": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "mlp_width": "intermediate_size",
-    "patch": "patch_size",
-    "channels": "num_channels",
-    "decoder_width": "decoder_hidden_size",
-    "decoder_depth": "decoder_num_hidden_layers",
-    "decoder_heads": "decoder_num_attention_heads",
-}
+# Fields of vit.ViTConfig in config.json of transformers.
+CONFIG = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads"}
+CONFIG |= {f"decoder_{ours}": f"decoder_{theirs}" for ours, theirs in CONFIG.items()}
+CONFIG |= {"mlp_width": "intermediate_size", "patch": "patch_size", "channels": "num_channels"}
 
 
 @dataclass(frozen=True)
@@ -164,26 +158,21 @@ def _known_size(width: int, depth: int) -> vit.ViTConfig:
 # --- Checkpoints of train_fsdp.py
 
 
-class _Saved(Mapping[str, Tensor]):
+class _Saved(UserDict[str, Any]):
     """The model in a checkpoint: reads a tensor when it is asked for, so that no rank holds all."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.reader = checkpoint.Reader(folder)
         self.manifest, self.reader.index = checkpoint.check(folder)
         saved: Mapping[str, Any] = self.reader.index.state_dict_metadata
-        self.entries = {n[6:]: saved[n] for n in saved if n.startswith("model.")}
+        self.data = {n[6:]: saved[n] for n in saved if n.startswith("model.")}
 
     def __getitem__(self, name: str) -> Tensor:
-        entry = self.entries[name]
+        entry = self.data[name]
         found = {f"model.{name}": torch.empty(entry.size, dtype=entry.properties.dtype)}
         self.reader.read(found, no_dist=True)
         return found[f"model.{name}"]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
 
 
 def _read_run(run: Path) -> tuple[Path, _Saved, dict[str, Any]]:
@@ -214,7 +203,8 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     files = [path]
     if path.is_dir():
         about = _read_config(path / "config.json")
-        files = sorted(path.glob("model*.safetensors")) or [path / "pytorch_model.bin"]
+        files = [*path.glob("model*.safetensors")] or [*path.glob("pytorch_model*.bin")]
+        files = files or [path / "model.safetensors"]  # which is not there
     weights: dict[str, Tensor] = {}
     for file in files:
         if not file.is_file():  # a pipe would wait
@@ -320,7 +310,7 @@ def resize_positions(table: Tensor, side: int) -> Tensor:
 def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of weights by name, reading none of them."""
     if isinstance(weights, _Saved):
-        return {name: tuple(entry.size) for name, entry in weights.entries.items()}
+        return {name: tuple(entry.size) for name, entry in weights.data.items()}
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
