@@ -96,9 +96,8 @@ def _why_not(pretrained: Pretrained, out: Path, layout: str) -> str | None:
 
 def _save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None:
     """Write a file of safetensors, if it is so called, or of torch.save; OSError."""
-    whole = {n: t for n, t in weights.items() if t.untyped_storage().nbytes() == t.nbytes}
-    views = {n: t.clone() for n, t in weights.items() if n not in whole}  # or all of it is saved
-    weights = whole | views
+    views = {n: t for n, t in weights.items() if t.untyped_storage().nbytes() > t.nbytes}
+    weights = weights | {n: t.clone() for n, t in views.items()}  # or the whole is saved with each
     with path.open("wb") as file:
         try:
             if path.suffix != ".safetensors":

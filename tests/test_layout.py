@@ -36,7 +36,7 @@ LIMITS = {
     "checkpoint.py": 501,
     "launch_frontier.sh": 190,
     "runtime/": 3240,
-    "tests/": 13310,
+    "tests/": 13320,
     "storage/": 950,
     "planner/": 1995,
     "sweeps/": 1995,
