@@ -357,7 +357,7 @@ def find_newest(folder: str | Path) -> Path | None:
     return found[0][0] if found[0] else None
 
 
-class _Reader(dcp.FileSystemReader):
+class Reader(dcp.FileSystemReader):
     """DCP's reader, with an index that was checked: DCP itself would unpickle anything."""
 
     index = Metadata({})
@@ -397,7 +397,7 @@ def load(
     the ranks: Damaged or OSError, the same on all ranks, leaves the model as it was. An error after
     that leaves it partly loaded.
     """
-    reader, tensors = _Reader(Path(folder)), named_tensors(model, optimizer)
+    reader, tensors = Reader(Path(folder)), named_tensors(model, optimizer)
     zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
     try:
         manifest, reader.index = check(Path(folder), dist.get_rank(), dist.get_world_size())
@@ -431,7 +431,7 @@ def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Damaged where it is no sound checkpoint, OSError where a file cannot be read.
     """
-    reader, tensors = _Reader(Path(folder)), dict[str, Tensor]()
+    reader, tensors = Reader(Path(folder)), dict[str, Tensor]()
     manifest, reader.index = check(Path(folder))
     entries: dict[str, Any] = reader.index.state_dict_metadata
     for name, entry in entries.items():

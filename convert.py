@@ -6,48 +6,175 @@
     python convert.py vit_mae_folder model.pth --to official       from one layout to another
 
 The first argument is a run, one of its checkpoints, or what any of these commands, the official
-MAE, timm or transformers wrote; `train_fsdp.py --init-from` and probe.py read the same. Its parts
-are in downstream/.
+MAE, timm or transformers wrote; `train_fsdp.py --init-from` and probe.py read the same.
 """
 
-if __name__ == "__main__":
-    # Above the imports, which take seconds: Ctrl-C meanwhile ends the program without a traceback.
-    import os
-    import signal
-
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
 import argparse
+import json
+import os
+import re
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from downstream.export import LAYOUTS, write_pretrained
-from downstream.pretrained import read_pretrained
+import torch
+from torch import Tensor
+
+import vit
+from downstream.weights import (
+    CONFIG,
+    DECODER,
+    NAMES,
+    NOTE,
+    POSITIONS,
+    Pretrained,
+    epsilon_note,
+    read_pretrained,
+    resize_positions,
+)
 from runtime import process
-from runtime.config import Parser, filled, whole
+from runtime.config import Parser, filled, model_config, whole
+
+
+def write_pretrained(
+    pretrained: Pretrained, out: Path, layout: str, img_size: int | None = None
+) -> str:
+    """Write the weights in a layout, for images of `img_size` pixels; return how they are loaded.
+
+    `official`: a file of torch.save with the weights under "model". `timm`: the same of the encoder
+    alone, or of safetensors where `out` is so called. `transformers`: a folder. Each says what the
+    model is under the key `pretrained`. ValueError for a model that the library does not have,
+    FileExistsError where there is something at `out`; nothing is left there after an error.
+    """
+    if problem := _why_not(pretrained, out, layout):
+        raise ValueError(problem)
+    if os.path.lexists(out):
+        raise FileExistsError(f"{out} is there already: give another name, or remove it")
+    img_size = img_size or pretrained.img_size
+    side = int(vit.patch_count(pretrained.config, img_size) ** 0.5)
+    stats, more = pretrained.stats, ("norm_pix_loss", "norm_eps", "step")
+    about = {"config": asdict(pretrained.config), "img_size": img_size}
+    about |= {"channel_mean": stats.mean, "channel_std": stats.std, "image_dtype": stats.dtype}
+    about |= {name: getattr(pretrained, name) for name in more}
+    weights = {
+        name: resize_positions(tensor, side) if name in POSITIONS else tensor
+        for name, tensor in pretrained.weights.items()
+        if layout != "timm" or not name.startswith(DECODER)
+    }
+    with tempfile.TemporaryDirectory(prefix=".convert_", dir=out.parent) as folder:
+        new = Path(folder, out.name)  # renamed when it is whole
+        if layout == "transformers":
+            new.mkdir()
+            config = transformers_config(pretrained, img_size)
+            (new / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            _save(to_transformers(weights), new / "model.safetensors", about)
+        else:
+            _save(weights, new, about)
+        new.rename(out)
+    return loading_line(pretrained, out, layout, img_size)
+
+
+def _why_not(pretrained: Pretrained, out: Path, layout: str) -> str | None:
+    """Say why a library cannot load the model; None where it can."""
+    config, safe = pretrained.config, out.suffix == ".safetensors"
+    if config.gated_mlp and layout != "timm":
+        return f"{pretrained.name} has a gated MLP, which of all layouts only timm has: --to timm"
+    if layout == "official" and config.channels != 3:
+        return (
+            f"{pretrained.name} has {config.channels} channels, the official release 3: --to timm"
+        )
+    if layout == "official" and safe:
+        return f"{out}: the official code loads files of torch.save: name it .pth"
+    if (safe or layout == "transformers") and not find_spec("safetensors"):
+        return f"{out} needs the package safetensors: pip install safetensors"
+    return None
+
+
+def _save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None:
+    """Write a file of safetensors, if it is so called, or of torch.save; OSError."""
+    views = {n: t for n, t in weights.items() if t.untyped_storage().nbytes() > t.nbytes}
+    weights = weights | {n: t.clone() for n, t in views.items()}  # or the whole is saved with each
+    with path.open("wb") as file:
+        try:
+            if path.suffix != ".safetensors":
+                torch.save({"model": weights, "step": about["step"], NOTE: about}, file)
+                return
+        except RuntimeError as error:
+            raise error.__context__ or error from None  # torch.save fails again as it closes
+        mode = path.stat().st_mode  # that of the user's other files: safetensors makes its own 0600
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(weights, path, {"format": "pt", NOTE: json.dumps(about)})
+    except SafetensorError as error:
+        raise OSError(f"{path.name} cannot be written: {error}") from None
+    path.chmod(mode)
+
+
+def to_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename weights of ours for transformers' ViTMAE: q, k and v apart, each a view."""
+    result = {}
+    for name, tensor in weights.items():
+        parts = zip("qkv", tensor.chunk(3), strict=True) if ".qkv." in name else [("", tensor)]
+        for part, piece in parts:
+            their = name.replace(".qkv.", f".{part}.")
+            for ours, theirs in NAMES:
+                their = re.sub(rf"\b{re.escape(ours)}", theirs, their)
+            result[their] = piece
+    if any(name.startswith("decoder.") for name in result):
+        return result
+    return {name.removeprefix("vit."): tensor for name, tensor in result.items()}  # ViTMAEModel
+
+
+def transformers_config(pretrained: Pretrained, img_size: int) -> dict[str, Any]:
+    """Return the content of config.json, where it differs from the defaults of transformers."""
+    config = {theirs: getattr(pretrained.config, ours) for ours, theirs in CONFIG.items()}
+    return config | {
+        "architectures": [_transformers_class(pretrained)],
+        "model_type": "vit_mae",
+        "layer_norm_eps": pretrained.norm_eps,
+        "image_size": img_size,
+        "decoder_intermediate_size": 4 * pretrained.config.decoder_width,
+        "norm_pix_loss": pretrained.norm_pix_loss,
+    }
+
+
+def _transformers_class(pretrained: Pretrained) -> str:
+    return "ViTMAEForPreTraining" if pretrained.has_decoder else "ViTMAEModel"
+
+
+def loading_line(pretrained: Pretrained, out: Path, layout: str, img_size: int) -> str:
+    """Return the line of Python that loads a written file."""
+    c = pretrained.config
+    if layout == "transformers":
+        return f'transformers.{_transformers_class(pretrained)}.from_pretrained("{out}")'
+    if layout == "official":
+        strict = "" if pretrained.has_decoder else ", strict=False"
+        return f'model.load_state_dict(torch.load("{out}", weights_only=True)["model"]{strict})'
+    gated = 'mlp_layer=timm.layers.SwiGLU, act_layer="silu", ' if c.gated_mlp else ""
+    channels = f"in_chans={c.channels}, " if c.channels != 3 else ""
+    return (
+        f'timm.create_model("vit_base_patch16_224", img_size={img_size}, patch_size={c.patch}, '
+        f"embed_dim={c.width}, depth={c.depth}, num_heads={c.heads}, "
+        f"mlp_ratio={c.mlp_width} / {c.width}, {gated}{channels}num_classes=0, "
+        f'checkpoint_path="{out}")'
+    )
 
 
 def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; SystemExit with status 2 for bad usage."""
     parser = Parser("convert.py", description="Write a pretrained model for another library.")
-    parser.add_argument(
-        "source", type=filled, metavar="RUN_OR_FILE", help="run, checkpoint, or weights"
-    )
-    parser.add_argument("out", type=filled, metavar="OUT", help="file or folder to write")
-    parser.add_argument("--to", choices=LAYOUTS, required=True, help="layout to write")
-    parser.add_argument(
-        "--img-size",
-        type=whole(1, 4096),
-        metavar="PIXELS",
-        help="resample the position tables for images of this size",
-    )
-    parser.add_argument(
-        "--heads", type=whole(1, 4096), metavar="N", help="where the source does not say"
-    )
-    parser.add_argument(
-        "--decoder-heads", type=whole(1, 4096), metavar="N", help="where the source does not say"
-    )
+    add, pixels = parser.add_argument, whole(1, 4096)
+    add("source", type=filled, metavar="RUN_OR_FILE", help="run, checkpoint, or weights")
+    add("out", type=filled, metavar="OUT", help="file or folder to write")
+    add("--to", choices=("official", "timm", "transformers"), required=True, help="layout to write")
+    add("--img-size", type=pixels, metavar="PIXELS", help="resample the position tables for these")
+    add("--model", type=filled, metavar="SIZE", help="where the source does not say: tiny:heads=6")
     return parser.parse_args(argv)
 
 
@@ -55,12 +182,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line -> exit status: 1 where it failed, 2 for bad usage."""
     args = read_arguments(argv)
     try:
-        pretrained = read_pretrained(args.source, (args.heads, args.decoder_heads))
+        size = model_config(args.model) if args.model else None
+        pretrained = read_pretrained(args.source, size)
         line = write_pretrained(pretrained, Path(args.out), args.to, args.img_size)
     except (OSError, ValueError) as error:
         print(f"convert.py: error: {error}", file=sys.stderr)
         return 1
     print(f"{args.out}: {args.to}, from {pretrained.name}; load it with\n{line}")
+    if args.to != "transformers" and (note := epsilon_note(pretrained)):
+        print(note, file=sys.stderr)
     return 0
 
 

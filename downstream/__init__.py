@@ -1,8 +1,7 @@
 """What comes after pretraining: a look at what a model has learned, scores, fine-tuning, exchange.
 
 It reads checkpoints and never writes into the folder of a run, unless asked to. Begin with
-pretrained.py, the weights of a model and what they were trained on, and images.py, the images of
-every evaluation; then reconstruct.py, the picture; features.py, scores.py, knn.py and linear.py,
-the scores; classifier.py and finetune.py, fine-tuning; layouts.py, weight_files.py and export.py,
-exchange with other libraries.
+weights.py, the weights of a model, whatever wrote them, and images.py, the images of every
+evaluation; then reconstruct.py, the picture; features.py, scores.py, knn.py and linear.py, the
+scores; classifier.py and finetune.py, fine-tuning.
 """

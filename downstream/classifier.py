@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import shard
 import vit
-from downstream.pretrained import Pretrained, value_of
+from downstream.weights import Pretrained, value_of
 
 
 class ScaledBlock(vit.Block):

@@ -22,7 +22,7 @@ from torchvision.transforms.functional import rgb_to_grayscale
 import data
 import vit
 from downstream.images import open_eval_loader
-from downstream.pretrained import Pretrained, build_pretrained
+from downstream.weights import Pretrained, build_pretrained
 from runtime import agreement
 from runtime.device_batches import LoaderFailed
 
@@ -188,7 +188,7 @@ def _encoded(
     rank, world, total = dist.get_rank(), dist.get_world_size(), len(files)
     firsts = range(0, total, BATCH)
     mine = [i for first in firsts[rank::world] for i in range(first, min(first + BATCH, total))]
-    loader = open_eval_loader(files, options.img_size, BATCH, workers, options.stats, mine)
+    loader = open_eval_loader(files, options.img_size, BATCH, workers, options.stats, indices=mine)
 
     def encode_next() -> Encoded:
         try:

@@ -30,7 +30,7 @@ from downstream.classifier import (
     unit_classes,
 )
 from downstream.images import open_eval_loader
-from downstream.pretrained import Pretrained, check_fits, read_pretrained
+from downstream.weights import Pretrained, check_fits, read_pretrained
 from runtime import image_source, process
 from runtime.agreement import run_on_rank0
 from runtime.config import FIELDS, Config, Parser, add_flags, flag, make_config, number, whole
@@ -186,7 +186,8 @@ def score(
     device, world, side = session.device, run.world_size, run.config.img_size
     mine = range(session.ranks.rank, len(files), world)
     stats, size = run.channel_stats, run.local_batch
-    batches = open_eval_loader(files, side, size, workers, stats, mine)
+    exact = run.config.exact_decode
+    batches = open_eval_loader(files, side, size, workers, stats, indices=mine, exact=exact)
     number_of = torch.tensor(numbers, device=device)
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     # every rank calls the model equally often: each call gathers parameters from all

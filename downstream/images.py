@@ -43,11 +43,12 @@ def fixed_noise(seed: int, indices: Sequence[int], patches: int) -> Tensor:
 
 @dataclass(eq=False)
 class EvalImages(Dataset[Sample]):
-    """Images by index, without augmentation."""
+    """Images by index, without augmentation; `exact` as in `data.crop_and_resize`."""
 
     files: data.ImageSource
     img_size: int
     stats: data.ChannelStats
+    exact: bool = False
 
     def __getitem__(self, index: int) -> Sample:
         """Load an image; raises only what is not the file's own error."""
@@ -68,8 +69,8 @@ class EvalImages(Dataset[Sample]):
         found = (len(image), image.dtype.name) if isinstance(image, np.ndarray) else (3, "uint8")
         if found != (wanted := (len(self.stats.mean), self.stats.dtype)):
             raise ValueError("{} channels of {}, not {} of {}".format(*found, *wanted))
-        whole = not isinstance(content, bytes)
-        return data.crop_and_resize(image, centre_crop(*size), self.img_size, exact=whole)
+        exact = self.exact or not isinstance(content, bytes)
+        return data.crop_and_resize(image, centre_crop(*size), self.img_size, exact)
 
     def collate(self, samples: list[Sample]) -> EvalBatch:
         """Stack the images that could be read."""
@@ -87,7 +88,9 @@ def open_eval_loader(
     batch: int,
     workers: int,
     stats: data.ChannelStats = data.IMAGENET,
+    *,
     indices: Sequence[int] | None = None,
+    exact: bool = False,
 ) -> Iterator[EvalBatch]:
     """Yield the images `indices` (default: all) in this order, up to `batch` in a batch.
 
@@ -95,7 +98,7 @@ def open_eval_loader(
     channels or another type than `stats`, is left out and listed in the batch. Raises LoaderFailed
     where a disk or a worker process fails.
     """
-    images = EvalImages(files, img_size, stats)
+    images = EvalImages(files, img_size, stats, exact)
     with loader_errors():
         yield from DataLoader(
             images,

@@ -1,30 +1,30 @@
-"""Draw what a model fills in: original, masked, prediction, prediction among visible patches."""
+"""Draw what a model fills in, beside what interpolation does without any model."""
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn import functional as F
+from torchvision.transforms.functional import to_pil_image
+from torchvision.utils import make_grid
 
 import data
 import mesh
 import vit
 from downstream.images import fixed_noise, open_eval_loader
-from downstream.pretrained import build_pretrained, read_pretrained
+from downstream.weights import build_pretrained, read_pretrained
 from runtime.config import filled, number, whole
 from runtime.image_source import list_folder
 from runtime.run import check_masking
+from storage.safe_files import replacing
 
 HELP = "a picture: removed patches, filled in"
-COLUMNS = ("original", "masked", "prediction", "prediction + visible")
-NORM_PIX = (
-    "The model predicts each patch without its mean and deviation. Those of removed patches "
-    "are not read from the original: they are interpolated from the visible patches."
-)
-PIXELS = "The model predicts pixels; visible patches are predicted too, but without training."
-STRETCHED = "Three channels are shown, each stretched to the range of the original."
+COLUMNS = ("original", "masked", "interpolation", "prediction", "prediction + visible")
+SIDE = 256  # pixels that an image has in the picture, about; smaller ones are enlarged
+GAP = 16  # pixels between images, for a line of text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,32 +47,31 @@ def run(args: argparse.Namespace) -> int:
     files, _ = list_folder(args.data, None, print)
     count = min(args.images, len(files))
     chosen = [len(files) * i // count for i in range(count)]
-    batch = next(open_eval_loader(files, model.img_size, count, 0, pretrained.stats, chosen))
+    stats = pretrained.stats
+    batch = next(open_eval_loader(files, model.img_size, count, 0, stats, indices=chosen))
     for index, reason in batch.bad:
         print(f"warning: {files.path(index)} is left out: {reason}")
     if not batch.indices:
         raise ValueError(f"none of the {count} images chosen from {args.data} can be read")
-    noise = fixed_noise(args.seed, batch.indices, patches)
-    images = data.normalize(batch.images.to(device), pretrained.stats)
+    noise = fixed_noise(args.seed, batch.indices, patches).to(device)
+    images = data.normalize(batch.images.to(device), stats)
     with torch.inference_mode():
-        loss, prediction, mask = model(images, args.mask_ratio, noise.to(device))
-    stats, norm_pix = pretrained.stats, pretrained.norm_pix_loss
-    patch = pretrained.config.patch
+        loss, prediction, mask = model(images, args.mask_ratio, noise)
+    norm_pix, patch = pretrained.norm_pix_loss, pretrained.config.patch
     panels = reconstructions(batch.images, prediction, mask, patch, norm_pix, stats)
     names = [files.path(i).removeprefix(args.data).strip("/") for i in batch.indices]
     title = (
         f"{pretrained.name}: {args.mask_ratio:.0%} of the patches removed, mask seed {args.seed}, "
         f"loss {loss.item():.4f}"
     )
-    picture = draw_rows(panels, names, [title, *notes(norm_pix, stats)])
-    picture.save(args.out, optimize=True)
+    kind = Image.registered_extensions().get(Path(args.out).suffix.lower(), "PNG")
+    with replacing(args.out) as file:
+        draw_rows(panels, names, title).save(file, kind, optimize=True)
     print(f"{args.out}: {len(names)} images; loss of the removed patches {loss.item():.4f}")
+    decibels = psnr(panels)
+    for name, row in zip([*names, "mean"], [*decibels, decibels.mean(0)], strict=True):
+        print(f"  PSNR {row[1]:.2f} dB, interpolation {row[0]:.2f} dB  {name}")
     return 0
-
-
-def notes(norm_pix: bool, stats: data.ChannelStats) -> list[str]:
-    """Say what a picture shows, in sentences for its foot."""
-    return [NORM_PIX if norm_pix else PIXELS, *([] if is_rgb(stats) else [STRETCHED])]
 
 
 def is_rgb(stats: data.ChannelStats) -> bool:
@@ -88,21 +87,36 @@ def unpatchify(patches: Tensor, patch: int) -> Tensor:
     return x.permute(0, 5, 1, 3, 2, 4).reshape(b, channels, side * patch, side * patch)
 
 
+def fill_from_visible(values: Tensor, removed: Tensor) -> Tensor:
+    """Replace what is known of removed patches by the mean of the visible ones: (B, L, V) -> same.
+
+    `removed` (B, L) is 1 there. Weighted by 1 / distance^4 (Shepard 1968).
+    """
+    side = round(values.shape[1] ** 0.5)
+    place = torch.cartesian_prod(torch.arange(side), torch.arange(side)).float()  # (L, 2)
+    weight = torch.cdist(place, place).clamp(min=1).pow(-4) * (1 - removed)[:, None]  # (B, L, L)
+    near = weight @ values / weight.sum(-1, keepdim=True)
+    return torch.where(removed[..., None] > 0, near, values)
+
+
 def estimate_statistics(target: Tensor, removed: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and deviation of patches (B, L, V), two of (B, L, 1), as far as they are known.
 
-    Visible patches have their own. A removed one (`removed` (B, L) is 1 there) gets the mean of the
-    visible ones, weighted by 1 / distance^4 (Shepard 1968), so that nothing of it leaks.
+    Visible patches have their own, a removed one those of `fill_from_visible`: nothing of it leaks.
     """
     variance, mean = torch.var_mean(target, dim=-1)  # (B, L)
     own = torch.stack([mean, (variance + 1e-6).sqrt()], dim=-1)  # (B, L, 2)
-    side = round(target.shape[1] ** 0.5)
-    row, column = torch.arange(side).repeat_interleave(side), torch.arange(side).repeat(side)
-    place = torch.stack([row, column], dim=-1).float()  # (L, 2)
-    weight = torch.cdist(place, place).clamp(min=1).pow(-4) * (1 - removed)[:, None]  # (B, L, L)
-    near = weight @ own / weight.sum(-1, keepdim=True)  # (B, L, 2)
-    mean, deviation = torch.where(removed[..., None] > 0, near, own).split(1, dim=-1)
+    mean, deviation = fill_from_visible(own, removed).split(1, dim=-1)
     return mean, deviation
+
+
+def interpolate(target: Tensor, removed: Tensor, patch: int) -> Tensor:
+    """Fill removed patches (B, L, P*P*C) from the colours of the visible ones -> (B, C, H, W)."""
+    b, count, _ = target.shape
+    side = round(count**0.5)
+    colours = target.reshape(b, count, patch**2, -1).mean(dim=2)  # (B, L, C)
+    grid = fill_from_visible(colours, removed).mT.reshape(b, -1, side, side)
+    return F.interpolate(grid, scale_factor=patch, mode="bilinear")
 
 
 def reconstructions(
@@ -113,7 +127,7 @@ def reconstructions(
     norm_pix: bool,
     stats: data.ChannelStats,
 ) -> Tensor:
-    """Make the four COLUMNS of images (B, C, H, W) as loaded -> (B, 4, 3, H, W) uint8, on the CPU.
+    """Make the COLUMNS of images (B, C, H, W) as loaded -> (B, 5, 3, H, W) uint8, on the CPU.
 
     `prediction` (B, L, P*P*C) and `removed` (B, L) are what a model of `patch` pixels returned.
     """
@@ -122,59 +136,45 @@ def reconstructions(
     if norm_pix:
         mean, deviation = estimate_statistics(target, removed)
         prediction = prediction * deviation + mean
-    channels = [min(i, len(stats.mean) - 1) for i in range(3)]
-    original, predicted = (unpatchify(x, patch)[:, channels] for x in (target, prediction))
+    columns = [unpatchify(target, patch), interpolate(target, removed, patch)]
+    x = torch.stack([*columns, unpatchify(prediction, patch)], dim=1)  # (B, 3, C, H, W)
+    x = x[:, :, [min(i, len(stats.mean) - 1) for i in range(3)]]  # (B, 3, 3, H, W)
     if is_rgb(stats):
-        mean, std = (torch.tensor(x)[:, None, None] for x in (stats.mean, stats.std))
-        original, predicted = original * std + mean, predicted * std + mean
+        std, mean = (torch.tensor(values)[:, None, None] for values in (stats.std, stats.mean))
+        x = x * std + mean
     else:
-        low, high = original.amin((2, 3), keepdim=True), original.amax((2, 3), keepdim=True)
-        scale = (high - low).clamp(min=1e-6)
-        original, predicted = (original - low) / scale, (predicted - low) / scale
-    hole = unpatchify(removed[..., None].expand(-1, -1, patch**2), patch) > 0  # (B, 1, H, W)
-    grey = torch.full_like(original, 0.5)
-    masked, pasted = torch.where(hole, grey, original), torch.where(hole, predicted, original)
-    shown = torch.stack([original, masked, predicted, pasted], dim=1)
+        low, high = x[:, :1].amin((3, 4), keepdim=True), x[:, :1].amax((3, 4), keepdim=True)
+        x = (x - low) / (high - low).clamp(min=1e-6)
+    hole = unpatchify(removed[..., None].expand(-1, -1, patch**2), patch)[:, None] > 0
+    filled = torch.where(hole, torch.cat([torch.full_like(x[:, :1], 0.5), x[:, 1:]], 1), x[:, :1])
+    shown = torch.cat([x[:, :1], filled[:, :2], x[:, 2:], filled[:, 2:]], dim=1)
     return (shown.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def draw_rows(panels: Tensor, names: Sequence[str], foot: Sequence[str]) -> Image.Image:
-    """Arrange panels (B, 4, 3, H, W) with column heads, the names of the images, and a foot."""
-    gap, line, side = 6, 16, panels.shape[-1]
-    zoom = max(1, 160 // side)  # small images as larger squares, pixel by pixel
-    side *= zoom
-    big = F.interpolate(panels.flatten(0, 1).float(), scale_factor=zoom)  # nearest
-    cells = big.unflatten(0, panels.shape[:2]).to(torch.uint8).permute(0, 1, 3, 4, 2).numpy()
-    font = ImageFont.load_default()
-    width = gap + len(COLUMNS) * (side + gap)
-    foot = [part for text in foot for part in wrap(text, width - 2 * gap, font)]
-    height = 2 * line + len(names) * (side + line + gap) + len(foot) * line
-    picture = Image.new("RGB", (width, height), "white")
-    pen = ImageDraw.Draw(picture)
+def psnr(panels: Tensor) -> Tensor:
+    """Compute the PSNR (B, 2), dB, of images filled in by interpolation and by the model.
 
-    def write(x: int, y: int, text: str) -> None:
+    Of panels (B, 5, 3, H, W) as of `reconstructions`; visible patches are those of the original.
+    """
+    error = panels[:, [2, 4]].double() - panels[:, :1]
+    return 10 * torch.log10(255**2 / error.square().mean((2, 3, 4)))
+
+
+def draw_rows(panels: Tensor, names: Sequence[str], title: str) -> Image.Image:
+    """Arrange panels (B, 5, 3, H, W) below a title and the heads, each row above its name."""
+    zoom = max(1, SIDE // panels.shape[-1])
+    big = F.interpolate(panels.flatten(0, 1), scale_factor=zoom)  # nearest: pixel by pixel
+    grid = make_grid(big, len(COLUMNS), padding=GAP, pad_value=255)
+    step = big.shape[-1] + GAP
+    picture = Image.new("RGB", (grid.shape[2], grid.shape[1] + GAP), "white")
+    picture.paste(to_pil_image(grid), (0, GAP))
+    pen, font = ImageDraw.Draw(picture), ImageFont.load_default()
+    texts = [(0, 0, title), *((column, 1, head) for column, head in enumerate(COLUMNS))]
+    for row, (name, decibels) in enumerate(zip(names, psnr(panels).tolist(), strict=True)):
+        texts += [(0, row + 2, name[-40:])]
+        texts += [(c, row + 2, f"{x:.2f} dB") for c, x in zip((2, 4), decibels, strict=True)]
+    for column, line, text in texts:  # line 0 and 1 are above the first row
         plain = text.encode("ascii", "replace").decode()  # the default font may have no others
-        pen.text((x, y), plain, fill="black", font=font)
-
-    for column, head in enumerate(COLUMNS):
-        write(gap + column * (side + gap), 2, head)
-    for i, (row, name) in enumerate(zip(cells, names, strict=True)):
-        top = line + i * (side + line + gap)
-        for column, cell in enumerate(row):
-            picture.paste(Image.fromarray(cell), (gap + column * (side + gap), top))
-        write(gap, top + side + 1, name)
-    for i, text in enumerate(foot):
-        write(gap, height - (len(foot) - i) * line - gap, text)
+        y = line * GAP if line < 2 else GAP + (line - 1) * step
+        pen.text((GAP + column * step, y + 2), plain, fill="black", font=font)
     return picture
-
-
-def wrap(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> list[str]:
-    """Break a text into lines of at most `width` pixels, at its spaces."""
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) > width and lines[-1]:
-            lines.append(word)
-        else:
-            lines[-1] = longer
-    return lines

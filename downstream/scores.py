@@ -30,7 +30,7 @@ from downstream.features import (
     find_features,
     weights_identity,
 )
-from downstream.pretrained import Pretrained, random_weights, read_pretrained
+from downstream.weights import Pretrained, random_weights, read_pretrained
 from runtime import agreement
 from runtime.config import filled, number, whole
 from runtime.image_source import check_folder, list_folder

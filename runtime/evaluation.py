@@ -7,6 +7,7 @@ seed and its index alone, and the losses of single images are summed over all ra
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +18,13 @@ import data
 import shard
 import vit
 from downstream.images import EvalBatch, fixed_noise, open_eval_loader
-from downstream.reconstruct import draw_rows, notes, reconstructions
+from downstream.reconstruct import draw_rows, reconstructions
 from runtime.agreement import gather_to_rank0
 from runtime.device_batches import LoaderFailed, worker_count
 from runtime.image_source import EVAL_FOLDER, share_eval_images
 from runtime.run import Run
 from runtime.session import Session
+from storage.safe_files import replacing
 
 PICTURED = 8  # images of a picture, where a local batch has so many
 
@@ -92,7 +94,8 @@ class Evaluation:
         own = parts[run.data_rank(ranks.rank) :: run.data_ranks]
         workers, nothing = worker_count(run.config.workers, ranks), torch.empty(0)
         indices = [index for part in own for index in part]
-        loader = open_eval_loader(self.files, side, size, workers, self.stats, indices)
+        options: Any = {"indices": indices, "exact": run.config.exact_decode}
+        loader = open_eval_loader(self.files, side, size, workers, self.stats, **options)
         for i in range(-(-len(parts) // run.data_ranks)):
             bad: list[tuple[int, str]] = []
             batch = None
@@ -131,10 +134,11 @@ class Evaluation:
         paths = [self.files.path(i) for i in batch.indices[:PICTURED]]
         names = [os.path.relpath(path, self.files.root) for path in paths]
         title = f"step {step}, {run.config.mask_ratio:.0%} of the patches removed, loss {loss:.4f}"
-        picture = draw_rows(panels, names, [title, *notes(norm_pix, stats)])
+        picture = draw_rows(panels, names, title)
         try:
             os.makedirs(self.folder, exist_ok=True)
-            picture.save(os.path.join(self.folder, f"step_{step:08d}.png"), optimize=True)
+            with replacing(os.path.join(self.folder, f"step_{step:08d}.png")) as file:
+                picture.save(file, "PNG", optimize=True)
         except OSError as error:  # a full disk: the run does not end for want of a picture
             log.warn(f"the picture of step {step} cannot be written: {error}")
         log.picture("eval/picture", np.asarray(picture), step)

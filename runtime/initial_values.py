@@ -20,22 +20,21 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
     path, seed = run.config.init_from, run.config.seed
     if not path:
         return partial(vit.initial_value, run.model, seed=seed)
-    from downstream.pretrained import Pretrained, check_fits, read_pretrained, value_of
+    from downstream.weights import Pretrained, check_fits, epsilon_note, read_pretrained, value_of
 
     found: list[Pretrained] = []  # on rank 0
 
     def read_file() -> None:
         try:
-            heads = run.model.heads, run.model.decoder_heads
-            found.append(read_pretrained(path, heads))
+            found.append(read_pretrained(path, run.model))
             check_fits(found[0], run.model, run.config.img_size)
+            if note := epsilon_note(found[0]):
+                print(note)
         except (OSError, ValueError) as error:
             raise ValueError(f"--init-from: {error}") from error
 
     def read_tensor(name: str, whole: Tensor) -> None:
         whole.copy_(value_of(found[0], name, whole.shape, config=run.model, seed=seed))
-        if not whole.isfinite().all():
-            raise ValueError(f"--init-from: {path}: {name} is not finite")
 
     def value(name: str, shape: torch.Size, device: torch.device) -> Tensor:
         whole = torch.empty(shape, device=device)

@@ -42,7 +42,7 @@ from downstream.classifier import (
     unit_classes,
 )
 from downstream.images import open_eval_loader
-from downstream.pretrained import build_pretrained, read_pretrained
+from downstream.weights import build_pretrained, read_pretrained
 from planner import dry_run, estimate, traffic
 from planner.command import read_command
 

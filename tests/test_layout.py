@@ -36,11 +36,11 @@ LIMITS = {
     "checkpoint.py": 501,
     "launch_frontier.sh": 190,
     "runtime/": 3240,
-    "tests/": 13450,
+    "tests/": 13320,
     "storage/": 950,
     "planner/": 1995,
     "sweeps/": 1995,
-    "downstream/": 2365,
+    "downstream/": 2045,
 }
 # Functions that take more than six parameters today.
 MANY_NOW = {"storage/staging.py wanted_on_node": 7, "storage/packing.py pack": 7}
@@ -132,7 +132,7 @@ def test_arrows_point_down():
         "storage": set(),
         "planner": set(),
         "sweeps": {"planner"},
-        "downstream": set(),
+        "downstream": {"storage"},
     }
     for name, tree in trees.items():
         room, found = name.partition("/")[0], imports(tree) & {*ROOMS, *COMMANDS, "train_fsdp"}

@@ -8,7 +8,7 @@ from ranks import read_log
 import plan
 import train_fsdp
 import vit
-from downstream.pretrained import read_pretrained
+from downstream.weights import read_pretrained
 from runtime.config import model_config
 
 OWN = "tiny:depth=2,width=96,mlp_width=100,heads=4,gated_mlp=1"

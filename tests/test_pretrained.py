@@ -1,4 +1,4 @@
-"""downstream/pretrained.py: any checkpoint becomes one whole model, without ranks."""
+"""downstream/weights.py: any checkpoint becomes one whole model, without ranks."""
 
 import shutil
 from dataclasses import replace
@@ -13,7 +13,7 @@ from timm.layers import resample_abs_pos_embed
 import checkpoint
 import data
 import vit
-from downstream.pretrained import build_pretrained, random_weights, read_pretrained
+from downstream.weights import build_pretrained, random_weights, read_pretrained
 
 CPU = torch.device("cpu")
 ARGV = ["--model", "nano", "--img-size", "32", "--data", str(ROOT / "examples/tiles/train")]
@@ -38,12 +38,10 @@ def test_the_newest_checkpoint_of_a_run_is_the_model_that_was_trained(run):
     out, params = run
     for path in out, out / "step_00000002":
         found = read_pretrained(path)
-        assert (found.step, found.size, found.img_size, found.stats) == (
-            2,
-            "nano",
-            32,
-            data.IMAGENET,
-        )
+        about = (found.step, found.size, found.img_size, found.stats)
+        assert about == (2, "nano", 32, data.IMAGENET)
+        # read when it is used: no rank holds the whole model beside its own
+        assert found.weights["norm.bias"] is not found.weights["norm.bias"]
         model = build_pretrained(found, CPU)
         assert {name for name, _ in model.named_parameters()} == params.keys()
         for name, p in model.named_parameters():

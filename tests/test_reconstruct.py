@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 from PIL import Image
+from ranks import files_limited
 from test_pretrained import run  # noqa: F401 # a fixture
 from torchvision.transforms import v2
 
@@ -16,21 +17,26 @@ import data
 import probe
 import vit
 from downstream import images, reconstruct
-from downstream.pretrained import build_pretrained, random_weights, read_pretrained
+from downstream.weights import build_pretrained, random_weights, read_pretrained
 
 TILES = ROOT / "examples" / "tiles" / "heldout"
 
 
-def test_the_crop_is_that_of_torchvision_and_the_images_come_in_order():
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_crop_is_that_of_torchvision_and_the_images_come_in_order(exact):
     files, chosen = data.scan(str(TILES)), [*range(0, 64, 9)]
-    batches = [*images.open_eval_loader(files, 56, 3, 0, indices=chosen)]
+    batches = [*images.open_eval_loader(files, 24, 3, 0, indices=chosen, exact=exact)]
     assert [len(b.images) for b in batches] == [3, 3, 2] and not any(b.bad for b in batches)
     assert [i for b in batches for i in b.indices] == chosen
     assert [y for b in batches for y in b.labels] == [files.labels[i] for i in chosen]
-    theirs = v2.Compose([v2.Resize(64, v2.InterpolationMode.BICUBIC), v2.CenterCrop(56)])
     for pixels, i in zip(torch.cat([b.images for b in batches]), chosen, strict=True):
-        expected = v2.functional.pil_to_tensor(theirs(Image.open(files.path(i)))).float()
-        assert (pixels - expected).abs().mean() < 2.5  # of 255; resized once
+        whole = v2.functional.pil_to_tensor(Image.open(files.path(i)))
+        crop = images.centre_crop(whole.shape[2], whole.shape[1])
+        expected = v2.functional.resized_crop(whole, *crop, [24, 24], v2.InterpolationMode.BICUBIC)
+        assert torch.equal(pixels, expected) == exact  # not exact: decoded at a smaller scale
+        assert (pixels.float() - expected.float()).abs().mean() < 2.5  # of 255
+    side = images.centre_crop(300, 256)
+    assert side == (16, 38, 224, 224)
 
 
 def test_a_broken_image_is_left_out_and_workers_change_nothing(tmp_path):
@@ -52,7 +58,6 @@ def test_noise_is_of_the_seed_and_the_index_alone():
     state = torch.get_rng_state()
     noise = images.fixed_noise(3, [5, 9, 5], 16)
     assert torch.equal(noise[0], noise[2]) and not torch.equal(noise[0], noise[1])
-    assert torch.equal(noise[1:2], images.fixed_noise(3, [9], 16))
     assert not torch.equal(noise[1:2], images.fixed_noise(4, [9], 16))
     assert torch.equal(noise.sort(1).values, torch.arange(16.0).expand(3, -1))
     assert torch.equal(state, torch.get_rng_state())
@@ -67,18 +72,19 @@ def columns(pixels: torch.Tensor, prediction: torch.Tensor | None, norm_pix: boo
         prediction = vit.patchify(data.normalize(pixels, stats), 8)
     shown = reconstruct.reconstructions(pixels, prediction, removed, 8, norm_pix, stats)
     grid = removed.reshape(2, 1, 4, 4).bool()
-    return shown.unbind(1), grid.repeat_interleave(8, 2).repeat_interleave(8, 3)
+    return shown, grid.repeat_interleave(8, 2).repeat_interleave(8, 3)
 
 
 def test_a_perfect_prediction_of_pixels_is_the_original():
     pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    (original, masked, predicted, pasted), hole = columns(pixels, None)
-    assert all(torch.equal(shown, pixels) for shown in (original, predicted, pasted))
-    assert torch.equal(masked, torch.where(hole, 128, pixels))
+    shown, hole = columns(pixels, None)
+    assert all(torch.equal(shown[:, i], pixels) for i in (0, 3, 4))
+    assert torch.equal(shown[:, 1], torch.where(hole, 128, pixels))
+    assert torch.equal(shown[:, 2].where(~hole, 0), pixels.where(~hole, 0))
     for channels in (1, 5):  # are stretched
-        (original, _, predicted, _), _ = columns(100 * torch.randn(2, channels, 32, 32), None)
-        assert original.amin() == 0 and original.amax() == 255 and original.shape[1] == 3
-        assert torch.equal(original, predicted)
+        shown, _ = columns(100 * torch.randn(2, channels, 32, 32), None)
+        assert shown[:, 0].amin() == 0 and shown[:, 0].amax() == 255 and shown.shape[2] == 3
+        assert torch.equal(shown[:, 0], shown[:, 3])
 
 
 @pytest.mark.parametrize("norm_pix", [True, False])
@@ -88,8 +94,8 @@ def test_nothing_of_a_removed_patch_is_in_the_picture(norm_pix):
     prediction = torch.randn(2, 16, 192)
     shown, hole = columns(pixels, prediction, norm_pix)
     again, _ = columns(torch.where(hole, others, pixels), prediction, norm_pix)
-    same = [torch.equal(a, b) for a, b in zip(shown, again, strict=True)]
-    assert same == [False, True, True, True]
+    same = [torch.equal(shown[:, i], again[:, i]) for i in range(5)]
+    assert same == [False, True, True, True, True]
 
 
 def test_a_removed_patch_gets_the_mean_of_visible_ones_nearby():
@@ -101,41 +107,69 @@ def test_a_removed_patch_gets_the_mean_of_visible_ones_nearby():
     near, far = 1, 1 / (3**2 + 2**2) ** 2  # patch 1: one step from 0, (3, 2) from 15
     by_hand = (near * mean[0, 0] + far * mean[0, 15]) / (near + far)
     torch.testing.assert_close(mean[0, 1], by_hand)
+    # without a model: mean colours, filled in the same way, enlarged as Pillow does
+    colours = target.reshape(16, 64, 3).mean(1).numpy()
+    rows, places = np.divmod(np.arange(16), 4)
+    distance = np.hypot(rows[:, None] - rows[[0, 15]], places[:, None] - places[[0, 15]])
+    share = np.maximum(distance, 1) ** -4.0
+    share[[0, 15]] = np.eye(2)
+    grid = (share @ colours[[0, 15]] / share.sum(1, keepdims=True)).astype(np.float32)
+    for c, plane in enumerate(reconstruct.interpolate(target, removed, 8)[0].numpy()):
+        small = Image.fromarray(grid[:, c].reshape(4, 4))
+        larger = np.asarray(small.resize((32, 32), Image.Resampling.BILINEAR))
+        np.testing.assert_allclose(plane, larger, atol=1e-5)
 
 
-def test_the_picture_is_a_labelled_png_and_the_loss_is_the_model_s(run, tmp_path, capsys):  # noqa: F811
+def test_the_picture_shows_the_model_beside_interpolation_with_the_psnr_of_both(
+    run,  # noqa: F811
+    tmp_path,
+    capsys,
+):
     out = tmp_path / "picture.png"
     line = ["reconstruct", str(run[0]), "--data", str(TILES), "--images", "4", "--seed", "7"]
     assert probe.main([*line, "--out", str(out)]) == 0
-    picture, zoomed = Image.open(out), 32 * (160 // 32)
-    assert picture.format == "PNG" and picture.width == 4 * (zoomed + 6) + 6
+    picture, zoom, gap = Image.open(out), 256 // 32, 16
+    assert picture.format == "PNG" and picture.width == 5 * (256 + gap) + gap
     files, chosen = data.scan(str(TILES)), [0, 16, 32, 48]
     batch = next(images.open_eval_loader(files, 32, 4, 0, indices=chosen))
     model = build_pretrained(read_pretrained(run[0]), torch.device("cpu"))
     with torch.no_grad():
         noise = images.fixed_noise(7, chosen, 16)
         loss, _, _ = model(data.normalize(batch.images), 0.75, noise)
-    assert f"loss of the removed patches {loss:.4f}" in capsys.readouterr().out
-    pixels = np.asarray(picture)[16 : 16 + zoomed : 5, 6 : 6 + zoomed : 5]
-    assert np.array_equal(pixels, batch.images[0].permute(1, 2, 0))
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert first.endswith(f"loss of the removed patches {loss:.4f}")
+    pixels = np.asarray(picture)[2 * gap :: zoom, gap::zoom][:32].astype(float)
+    step = (256 + gap) // zoom
+    original, interpolated, filled = (pixels[:, i * step : i * step + 32] for i in (0, 2, 4))
+    assert np.array_equal(original, batch.images[0].permute(1, 2, 0))
+    errors = [np.mean((x - original) ** 2) for x in (filled, interpolated)]
+    by_hand = [f"{20 * np.log10(255 / np.sqrt(error)):.2f} dB" for error in errors]
+    name = Path(files.path(0)).relative_to(TILES)
+    assert rows[0].strip() == f"PSNR {by_hand[0]}, interpolation {by_hand[1]}  {name}"
+    means = np.array([[float(row.split()[i]) for i in (1, 4)] for row in rows])
+    assert len(rows) == 5 and np.allclose(means[:4].mean(axis=0), means[4], atol=0.01)
 
 
-def test_errors_are_one_sentence(run, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_errors_are_one_sentence_and_leave_the_picture_before(run, tmp_path, capsys, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     Path("bad").mkdir()
     Path("bad/a.jpg").write_bytes(b"no image")
+    Path("reconstruct.png").write_bytes(b"before")
     line = ["reconstruct", str(run[0]), "--data", str(TILES)]
-    for argv, words in [
-        (["reconstruct", "nowhere", "--data", str(TILES)], "there is no nowhere"),
-        ([*line[:3], "nowhere"], "there is no folder nowhere"),
-        ([*line[:3], "bad"], "none of the 1 images"),
-        ([*line, "--mask-ratio", "0"], "removes no patch"),
-        ([*line, "--img-size", "33"], "not a multiple of the patch size 8"),
-    ]:
+
+    def refused(argv: list[str], words: str) -> None:
         assert probe.main(argv) == 1
         error = capsys.readouterr().err
         assert error.startswith("probe.py: error: ") and words in error and error.count("\n") == 1
+        assert Path("reconstruct.png").read_bytes() == b"before" and len([*tmp_path.iterdir()]) == 2
+
+    refused(["reconstruct", "nowhere", "--data", str(TILES)], "there is no nowhere")
+    refused([*line[:3], "nowhere"], "there is no folder nowhere")
+    refused([*line[:3], "bad"], "none of the 1 images")
+    refused([*line, "--mask-ratio", "0"], "removes no patch")
+    refused([*line, "--img-size", "33"], "not a multiple of the patch size 8")
+    with files_limited(tmp_path, 0):  # as on a full disk
+        refused(line, "File too large")
     encoder = replace(random_weights(read_pretrained(run[0])), weights={})
     monkeypatch.setattr(reconstruct, "read_pretrained", lambda path: encoder)
-    assert probe.main(line) == 1 and not [*tmp_path.glob("*.png")]
-    assert "an encoder without a decoder" in capsys.readouterr().err
+    refused(line, "an encoder without a decoder")

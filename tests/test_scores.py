@@ -24,7 +24,7 @@ import data
 import probe
 import vit
 from downstream import features, knn, linear, scores
-from downstream.pretrained import build_pretrained, random_weights, read_pretrained
+from downstream.weights import build_pretrained, random_weights, read_pretrained
 
 CPU = torch.device("cpu")
 TILES = ROOT / "examples" / "tiles"
