@@ -1,322 +1,206 @@
-"""Measure sizes x {eager, compiled} x {no, selective, full checkpointing} on one GPU.
+"""Check and measure everything on one GPU in under ten minutes: `make bench-gpu`.
 
-    python -m benchmarks.gpu --minutes 5 --out out/bench-gpu            # `make bench-gpu` does more
+    python -m benchmarks.gpu --out DIR                  # a GPU
+    python -m benchmarks.gpu --out DIR --device cpu     # the same in small, two minutes
 
-Each case is train_fsdp.train_step in one process, bf16, with the largest power of two of images
-that fits according to the plan (halved if it does not), at most --most. The table has the planned
-memory next to the measured one. Then, for each size, where the time of the eager step goes by kind
-of kernel, and the floor: the model's FLOPs at the rate that a large bf16 matmul reaches here, and
-the optimizer's 28 bytes per parameter at the rate of a large copy. What matters most comes first;
-cases that there is no time for are named in the table. Runs on a CPU too, as a test of itself.
+Each part is a process of its own with a time limit, and each of its rows is written to rows.jsonl
+when it is known, so that a failure costs one row and a part that hangs costs its own time. DIR gets
+report.md, rows.jsonl and log.txt, what the parts printed. The exit status is 1 if a row failed.
 """
 
 import argparse
-import gc
 import json
-import statistics
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
+from typing import IO, Any
 
 import torch
-import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
-import mesh
-import train_fsdp
-import vit
-from planner import estimate
-from planner.machines import MACHINES
-from planner.traffic import PlannedRun
-from runtime import devices, step_profile
-from runtime.agreement import StepGuard
-from runtime.config import Config
-from runtime.run import resolve
-
-WARM, TIMED = 3, 5  # steps
-SECONDS = {False: 15.0, True: 60.0}  # per case, roughly: eager, compiled
-KINDS = {  # of kernels, by parts of their names; the first match counts
-    "matmul": (
-        "gemm",
-        "nvjet",
-        "cutlass",
-        "xmma",
-        "Cijk",
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "linear_pointwise",
-    ),
-    "attention": ("flash", "fmha", "attention", "attn", "softmax"),
-    "optimizer": ("adam", "Adam"),
-    "norms": ("layer_norm", "LayerNorm", "layernorm"),
-    "copies": ("copy", "Memcpy", "Memset", "cat", "CatArray"),
+ROOT = Path(__file__).resolve().parent.parent
+Row = dict[str, Any]
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m")
+COLUMNS = {  # of a table: heading and format
+    "batch": ("batch", "d"),
+    "images_per_second": ("img/s", ".1f"),
+    "tflops": ("TFLOP/s", ".1f"),
+    "mfu": ("MFU", ".1%"),
+    "step_seconds": ("step s", ".4f"),
+    "plan_seconds": ("plan s", ".4f"),
+    "host_seconds": ("host s", ".4f"),
+    "peak_gib": ("peak GiB", ".2f"),
+    "plan_gib": ("plan GiB", ".2f"),
+    "reserved_gib": ("reserved", ".2f"),
+    "first_step_seconds": ("first step s", ".1f"),
+    "ratio": ("x peer", ".2f"),
+    "matmul_tflops": ("matmul TFLOP/s", ".0f"),
+    "copy_gb_per_second": ("copy GB/s", ".0f"),
+    "difference": ("difference", ".1e"),
 }
-OTHER = "elementwise and the rest"
 
 
-@dataclass
-class Row:
-    """One case and its results; None if it did not run."""
+@dataclass(frozen=True)
+class Part:
+    """One process: what it shows, its limit in seconds on a GPU, its command after `python -m`."""
 
-    model: str
-    compiled: bool
-    ac: str
-    batch: int = 0
-    step_seconds: float | None = None
-    images_per_second: float | None = None
-    tflops: float | None = None
-    mfu: float | None = None
-    peak_gib: float | None = None
-    plan_gib: float | None = None
-    first_step_seconds: float | None = None  # with compiling
-    note: str = ""
+    name: str
+    about: str
+    seconds: int
+    command: tuple[str, ...]
 
 
-def cases(models: Sequence[str]) -> Iterator[Row]:
-    """Yield the grid, what matters most first."""
-    for compiled, acs in (
-        (False, ("none", "full")),
-        (True, ("none",)),
-        (False, ("selective",)),
-        (True, ("full", "selective")),
-    ):
-        for ac in acs:
-            for model in models:
-                yield Row(model, compiled, ac)
-
-
-def planned(model: str, ac: str, img_size: int, batch: int, memory_gib: float) -> estimate.Plan:
-    """The plan of such a case on this GPU."""
-    run = PlannedRun(vit.MODELS[model], "ddp", 1, batch, img_size, mask_ratio=0.75, ac=ac)
-    return estimate.make_plan(run, MACHINES["dgx-h200"], memory_gib)
-
-
-def largest_batch(model: str, ac: str, img_size: int, memory_gib: float, most: int) -> int:
-    """Find the largest power of two that fits according to the plan, at most `most`; 0 if none."""
-    run = planned(model, ac, img_size, 1, memory_gib).run
-    fits = min(estimate.max_local_batch(run, MACHINES["dgx-h200"], memory_gib), most)
-    return 1 << (fits.bit_length() - 1) if fits else 0
-
-
-def build(row: Row, img_size: int, device: torch.device) -> Callable[[], None]:
-    """Build a function that makes one step of a case."""
-    grid, config = mesh.build_mesh((1, 1), device), vit.MODELS[row.model]
-    flags = {"mode": "ddp", "precision": "bf16", "ac": row.ac, "compile": row.compiled}
-    options = Config(row.model, img_size, **flags)
-    run = resolve(options, 1, 1)
-    training = train_fsdp.build_training(run, grid)
-    guard = StepGuard(device)
-    images = torch.randint(0, 256, (row.batch, 3, img_size, img_size), device=device)
-    noise = torch.rand(row.batch, vit.patch_count(config, img_size), device=device)
-    batches = [(images.to(torch.uint8), noise)]
-    del images
-
-    def step() -> None:
-        train_fsdp.train_step(training, guard, batches, lr=1e-5)
-
-    return step
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device has finished."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def clear(device: torch.device) -> None:
-    """Free the memory of the last case."""
-    gc.collect()
-    torch._dynamo.reset()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def measure(row: Row, img_size: int, device: torch.device, folder: Path | None) -> None:
-    """Fill in a row; with `folder`, leave a trace of two steps there."""
-    clear(device)
-    started = time.perf_counter()
-    step = build(row, img_size, device)
-    step()
-    wait(device)
-    row.first_step_seconds = time.perf_counter() - started
-    for _ in range(WARM - 1):
-        step()
-    seconds = []
-    for _ in range(TIMED):
-        wait(device)
-        started = time.perf_counter()
-        step()
-        wait(device)
-        seconds.append(time.perf_counter() - started)
-    flops = vit.flops_per_image(vit.MODELS[row.model], img_size)
-    row.step_seconds = statistics.median(seconds)
-    row.images_per_second = row.batch / row.step_seconds
-    row.tflops = row.images_per_second * flops / 1e12
-    peak, _ = devices.peak_flops(device)
-    row.mfu = row.tflops * 1e12 / peak if peak else None
-    if device.type == "cuda":
-        row.peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
-    if folder:
-        activities = [ProfilerActivity.CPU]
-        activities += [ProfilerActivity.CUDA] if device.type == "cuda" else []
-        with profile(activities=activities) as profiler:
-            for _ in range(2):
-                step()
-            wait(device)
-        profiler.export_chrome_trace(str(folder / f"{row.model}.json.gz"))
-
-
-def attempt(
-    row: Row, img_size: int, device: torch.device, memory_gib: float, most: int, folder: Path | None
-) -> None:
-    """Measure a row, with half the batch as long as the memory does not suffice."""
-    row.batch = largest_batch(row.model, row.ac, img_size, memory_gib, most)
-    while row.batch:
-        row.plan_gib = planned(row.model, row.ac, img_size, row.batch, memory_gib).json()[
-            "memory_gib"
-        ]["peak"]
-        try:
-            return measure(row, img_size, device, folder)
-        except torch.cuda.OutOfMemoryError:
-            row.note = f"out of memory at {row.batch}"
-            row.batch //= 2
-    row.note = row.note or "does not fit according to the plan"
-    return None
-
-
-def rates(device: torch.device) -> tuple[float, float]:
-    """Measure the FLOP/s of a large bf16 matmul and the bytes/s, both ways, of a large copy."""
-    side = 8192 if device.type == "cuda" else 512
-    a = torch.randn(side, side, device=device).bfloat16()
-    b = torch.empty(2**28 if device.type == "cuda" else 2**22, device=device)  # fp32
-    c = torch.empty_like(b)
-    best = []
-    for work in (lambda: a @ a, lambda: c.copy_(b)):
-        seconds = []
-        for _ in range(8):
-            wait(device)
-            started = time.perf_counter()
-            for _ in range(4):
-                work()
-            wait(device)
-            seconds.append((time.perf_counter() - started) / 4)
-        best.append(statistics.median(seconds[2:]))
-    return 2 * side**3 / best[0], 2 * b.nbytes / best[1]
-
-
-def kind_of(kernel: str) -> str:
-    """Find the kind of a kernel by its name."""
-    return next((k for k, parts in KINDS.items() if any(p in kernel for p in parts)), OTHER)
-
-
-def by_kind(trace: Path) -> dict[str, float]:
-    """Sum the seconds per step of each kind of kernel in a trace of two steps.
-
-    On a CPU, where this benchmark is only tried out, operators count, with those that they call.
-    """
-    found = dict.fromkeys([*KINDS, OTHER], 0.0)
-    events = step_profile.read_trace(trace)
-    kernels = [e for e in events if e.get("cat") in step_profile.GPU_WORK]
-    for e in kernels or [e for e in events if e.get("cat") == "cpu_op"]:
-        found[kind_of(e["name"])] += e["dur"] / 2e6  # microseconds of two steps
-    return found
-
-
-def table(rows: Sequence[Row]) -> list[str]:
-    """Format the grid as lines."""
-    lines = [
-        f"{'model':6}{'':10}{'recompute':>11}{'batch':>7}{'img/s':>10}{'TFLOP/s':>9}{'MFU':>7}"
-        f"{'GiB':>8}{'plan':>8}{'first step s':>14}  note"
-    ]
-    for r in rows:
-        cells = "".join(
-            f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
-            for value, width, digits in (
-                (r.images_per_second, 10, 1),
-                (r.tflops, 9, 1),
-                (None if r.mfu is None else 100 * r.mfu, 6, 1),
-                (r.peak_gib, 9, 1),
-                (r.plan_gib, 8, 1),
-                (r.first_step_seconds, 14, 1),
-            )
-        )
-        how = "compiled" if r.compiled else "eager"
-        lines.append(f"{r.model:6}{how:10}{r.ac:>11}{r.batch:>7}{cells}  {r.note}")
-    return lines
-
-
-def floor_lines(
-    row: Row, kinds: dict[str, float], img_size: int, flops_rate: float, copy_rate: float
-) -> list[str]:
-    """Format where a step's time goes, the floor, and each kind's part of the gap between them."""
-    assert row.step_seconds is not None
-    config = vit.MODELS[row.model]
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in vit.ViTMAE(config, img_size).parameters())
-    matmul = row.batch * vit.flops_per_image(config, img_size) / flops_rate
-    updates = 28 * parameters / copy_rate
-    gap = row.step_seconds - matmul - updates
-    least = {"matmul": matmul, "optimizer": updates}
-    over = {kind: seconds - least.get(kind, 0.0) for kind, seconds in kinds.items()}
-    over["no kernel"] = max(0.0, row.step_seconds - sum(kinds.values()))
-    shares = ", ".join(f"{kind} {1e3 * s:.1f} ms ({s / gap:.0%})" for kind, s in over.items())
+def parts(device: str, model: str) -> list[Part]:
+    """List the parts in the order of what matters most; in small for a CPU."""
+    small = ("--models", model, "--img-size", "32", "--most", "2") if device == "cpu" else ()
+    speed, on = "benchmarks.gpu_speed", ("--device", device)
+    large = () if small else ("--models", "1b", "3b")
+    checks = (*TORCHRUN, "benchmarks.gpu_checks")
     return [
-        f"{row.model}, batch {row.batch}: step {1e3 * row.step_seconds:.1f} ms, floor "
-        f"{1e3 * (matmul + updates):.1f} (matmul {1e3 * matmul:.1f}, optimizer "
-        f"{1e3 * updates:.1f})",
-        f"    over the floor: {shares}",
+        Part("matrix", "training against plain PyTorch", 90, (*checks, "matrix", *on)),
+        Part("run", "end to end", 100, ("benchmarks.gpu_checks", "run", *on, "--model", model)),
+        Part("grid", "sizes and options, one rank", 170, (speed, "grid", *on, *small)),
+        Part("sharded", "a rank of eight", 80, (speed, "sharded", *on, *(small or large))),
+        Part("loop", "train_fsdp.py itself", 70, (speed, "loop", *on, *small)),
+        Part("peers", "beside transformers and timm", 70, (speed, "peers", *on, *small)),
     ]
+
+
+def run_part(part: Part, limit: float, folder: Path) -> list[Row]:
+    """Run a part for at most `limit` seconds; return its rows, which are written as they come."""
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        with open(folder / "rows.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+        word = "PASS" if row["ok"] else "FAIL"
+        print(f"{word}  {part.name}: {row['name']}  {row.get('error', '')}", flush=True)
+
+    def read(stream: IO[str]) -> None:
+        for line in stream:
+            if line.startswith('{"part"'):
+                add(json.loads(line))
+
+    started = time.monotonic()
+    with open(folder / "log.txt", "a") as log:
+        log.write(f"\n=== {part.name}\n")
+        log.flush()
+        process = subprocess.Popen(
+            [sys.executable, "-m", *part.command],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,  # so that its ranks and loaders end with it
+        )
+        assert process.stdout
+        reader = Thread(target=read, args=(process.stdout,), daemon=True)
+        reader.start()
+        try:
+            status = process.wait(limit)
+            problem = f"it ended with status {status}: see log.txt" if status else ""
+        except subprocess.TimeoutExpired:
+            problem = f"stopped after its {limit:.0f} s"
+            process.terminate()  # torchrun ends its ranks, which are in sessions of their own
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+        with suppress(ProcessLookupError):  # all of it has ended
+            os.killpg(process.pid, signal.SIGKILL)
+        reader.join(10)
+    if problem or not rows:
+        add({"part": part.name, "name": "ran to its end", "ok": False, "error": problem})
+    print(f"      {part.name}: {time.monotonic() - started:.0f} s", flush=True)
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------
+# The report
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a table in Markdown, with the columns that some row has."""
+    shown = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
+    yield "| " + " | ".join(["", *(COLUMNS[key][0] for key in shown), "note"]) + " |"
+    yield "|" + "---|" * (len(shown) + 2)
+    for row in rows:
+        cells = ["" if row.get(k) is None else format(row[k], COLUMNS[k][1]) for k in shown]
+        note = row.get("error") or row.get("note") or ""
+        name = row["name"] if row["ok"] else f"FAIL {row['name']}"
+        yield "| " + " | ".join([name, *cells, note.replace("\n", " ")]) + " |"
+
+
+def against_plan(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield how far memory and time are from the plan, and constants for the machine's row."""
+    for part in "grid", "sharded":
+        for key, planned, what in (
+            ("peak_gib", "plan_gib", "peak memory"),
+            ("step_seconds", "plan_seconds", "step time"),
+        ):
+            off = [r[key] / r[planned] - 1 for r in rows if r["part"] == part and r.get(key)]
+            if off:
+                yield f"- {part}: {what} against the plan {min(off):+.1%} to {max(off):+.1%}"
+    rates = next((row for row in rows if row["name"] == "rates"), {})
+    best = max((row["mfu"] for row in rows if row.get("mfu")), default=None)
+    if rates:
+        yield (
+            f"- for planner/machines.py: optimizer_bytes_per_second "
+            f"{rates['copy_gb_per_second'] * 1e9:.3g}; a large matmul reaches "
+            f"{rates['matmul_tflops']:.0f} TFLOP/s"
+        )
+    if best:
+        yield f"- the best MFU, a lower bound of `efficiency` there: {best:.2f}"
+
+
+def write_report(rows: Sequence[Row], planned: Sequence[Part], device: str, path: Path) -> None:
+    """Write report.md: what failed, then a table for each part."""
+    name = "CPU" if device == "cpu" else torch.cuda.get_device_name()
+    failed = [f"{row['part']}: {row['name']}" for row in rows if not row["ok"]]
+    lines = [f"# {name}, torch {torch.__version__}", ""]
+    lines += [f"{len(rows)} rows, {len(failed)} failed{': ' * bool(failed)}{', '.join(failed)}", ""]
+    lines += against_plan(rows) if device == "cuda" else []
+    for part in planned:
+        own = [row for row in rows if row["part"] == part.name]
+        lines += ["", f"## {part.name}: {part.about}", "", *(table(own) if own else ["not run"])]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table and write it to table.txt and rows.json."""
-    parser = argparse.ArgumentParser(description="Sizes x compile x checkpointing on one GPU.")
+    """Run the parts and write the report after each of them."""
+    parser = argparse.ArgumentParser(description="Check and measure everything on one GPU.")
     add = parser.add_argument
-    add("--models", nargs="+", choices=vit.MODELS, default=["base", "huge", "1b", "3b", "5b"])
-    add("--img-size", type=int, default=224, metavar="PIXELS")
-    add("--most", type=int, default=512, metavar="IMAGES", help="largest batch (default 512)")
-    add("--minutes", type=float, default=7, help="start no case that would end later (default 7)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--out", default="out/bench-gpu", metavar="DIR")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--model", help="of the run from end to end (default base; on a CPU tiny)")
+    add("--minutes", type=float, default=9.5, help="start no part later than this (default 9.5)")
+    add("--only", nargs="+", metavar="PART", help="some of the parts")
     args = parser.parse_args(argv)
-    ends = time.monotonic() + 60 * args.minutes
-    ranks = mesh.read_ranks({})
-    device = mesh.pick_device(args.device, ranks)
-    mesh.init_ranks(ranks, device)
+    gpu = args.device != "cpu" and torch.cuda.is_available()
+    if args.device == "cuda" and not gpu:
+        parser.error("no GPU is visible: --device cpu runs all of it in small")
+    device = "cuda" if gpu else "cpu"
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-
-    gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if gpu else "CPU"
-    total = torch.cuda.get_device_properties(device).total_memory / 2**30 if gpu else 16.0
-    flops_rate, copy_rate = rates(device)
-    lines = [
-        f"{name}, torch {torch.__version__}, {args.img_size} px, bf16: a matmul reaches "
-        f"{flops_rate / 1e12:.0f} TFLOP/s, a copy {copy_rate / 1e9:.0f} GB/s"
-    ]
-    print(lines[0], flush=True)
-    rows, floors = [], list[str]()
-    for row in cases(args.models):
-        if time.monotonic() + SECONDS[row.compiled] > ends:
-            row.note = "not run: out of time"
-        else:
-            traced = folder if not row.compiled and row.ac == "none" else None
-            attempt(row, args.img_size, device, total, args.most, traced)
-            if traced and row.step_seconds:
-                kinds = by_kind(folder / f"{row.model}.json.gz")
-                floors += floor_lines(row, kinds, args.img_size, flops_rate, copy_rate)
-        rows.append(row)
-        print(table([row])[1], flush=True)
-    clear(device)
-    lines += [*table(rows), *floors]
-    (folder / "table.txt").write_text("\n".join(lines) + "\n")
-    (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    print("\n".join(["", *lines]), flush=True)
-    dist.destroy_process_group()
-    return 0
+    (folder / "rows.jsonl").write_text("")
+    (folder / "log.txt").write_text("")
+    chosen = parts(device, args.model or ("base" if gpu else "tiny"))
+    rows: list[Row] = []
+    ends = time.monotonic() + 60 * args.minutes
+    for part in chosen:
+        if args.only and part.name not in args.only:
+            continue
+        left = ends - time.monotonic()
+        if left > 5:
+            rows += run_part(part, min(part.seconds, left) if gpu else left, folder)
+        write_report(rows, chosen, device, folder / "report.md")
+    print(f"{folder}/report.md", flush=True)
+    return int(not rows or any(not row["ok"] for row in rows))
 
 
 if __name__ == "__main__":

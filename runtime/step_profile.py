@@ -11,6 +11,7 @@ trace by `shares`: every moment of the window belongs to one kind, so the kinds 
     idle           nothing of these: a GPU waits for Python, a CPU runs it
 """
 
+import atexit
 import gzip
 import json
 from collections import Counter
@@ -89,10 +90,12 @@ class RunProfile:
         plan = schedule(wait=0, warmup=1, active=len(self.window), repeat=1)
         self.profiler = profile(schedule=plan, acc_events=True)
         self.profiler.start()
+        atexit.register(self.profiler.stop)  # a run that ends within the window would crash
 
     def _finish(self, profiler: profile) -> None:
         first, steps, path = self.window.start, len(self.window), self.folder / "rank_00000.json.gz"
         try:
+            atexit.unregister(profiler.stop)
             profiler.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))

@@ -1,5 +1,6 @@
 """The benchmarks of the step run at tiny shapes, and what they compare is the same computation."""
 
+import json
 import subprocess
 import sys
 from functools import partial
@@ -42,22 +43,22 @@ def test_peers_compute_what_we_do(name):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
 
 
-QUICK = "--device cpu --img-size 32 --rounds 1 --threads 1 --batch 2"
-RUNS = {  # the benchmark, its arguments, what it prints
-    "step": (f"--model tiny {QUICK}", ("x transformers", "x timm")),
-    "gpu": (
-        "--device cpu --models tiny --img-size 32 --most 2 --minutes 0.9 --out OUT",
-        ("over the floor: matmul", "not run: out of time"),
-    ),
-}
+def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
+    """What the day with a GPU depends on; training equals plain PyTorch's in every mode."""
+    run("gpu", "--device", "cpu", "--out", str(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {row["part"] for row in rows} == {*["matrix", "run", "grid", "sharded", "loop", "peers"]}
+    assert all(row["ok"] for row in rows)
+    matrix = [row for row in rows if row["part"] == "matrix"]
+    assert len(matrix) > 30 and all("difference" in row for row in matrix)
+    assert "0 failed" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", RUNS)
-def test_a_benchmark_runs(name, tmp_path):
-    argv, printed = RUNS[name]
-    out = run(name, *argv.replace("OUT", str(tmp_path)).split())
-    assert all(text in out for text in printed), out
+def test_the_step_is_compared_with_the_peers():
+    quick = "--model tiny --device cpu --img-size 32 --rounds 1 --threads 1 --batch 2"
+    out = run("step", *quick.split())
+    assert "x transformers" in out and "x timm" in out
 
 
 @pytest.mark.full

@@ -1,0 +1,306 @@
+"""Check on one device that training is right in every mode, and that a run goes from end to end.
+
+    torchrun --standalone --nproc-per-node 1 -m benchmarks.gpu_checks matrix
+    python -m benchmarks.gpu_checks run
+
+`benchmarks.gpu` calls both. They print one line of JSON for each check. torchrun matters: a rank
+that a launcher started binds its process group to its GPU, one process alone does not.
+"""
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import checkpoint
+import data
+import mesh
+import shard
+import train_fsdp
+import vit
+from runtime.agreement import StepGuard
+from runtime.config import Config
+from runtime.run import resolve
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS, LR, BATCH, IMG_SIZE = 6, 1e-3, 8, 32
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
+
+
+def emit(part: str, name: str, ok: bool, **more: Any) -> None:
+    """Print one row of the report."""
+    print(json.dumps({"part": part, "name": name, "ok": ok, **more}), flush=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# Every mode, engine and precision against plain PyTorch in fp32 on the CPU
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw the images (B, C, H, W) uint8 and the noise (B, L) of every step."""
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (BATCH, 3, IMG_SIZE, IMG_SIZE), generator=draw)
+    patches = vit.patch_count(vit.MODELS["tiny"], IMG_SIZE)
+    return images.to(torch.uint8), torch.rand(BATCH, patches, generator=draw)
+
+
+@cache
+def reference(clip: float | None) -> list[tuple[float, float]]:
+    """Train the model with nothing but PyTorch: the loss and the gradient norm of each step."""
+    model = vit.ViTMAE(vit.MODELS["tiny"], IMG_SIZE)
+    groups = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.05}]
+    groups += [{"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    images, noise = inputs()
+    found = []
+    for _ in range(STEPS):
+        loss, _, _ = model(data.normalize(images), 0.75, noise)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), norm.item()))
+    return found
+
+
+def cases(gpu: bool) -> Iterator[tuple[str, Config]]:
+    """Yield the cases, each with a name; on a CPU those of fp32 and a few of bf16."""
+    for mode in shard.STRATEGIES:
+        for fsdp in (None,) if mode in ("ddp", "zero1") else (2, 1):
+            for precision in ("fp32", "bf16", "fp16") if gpu else ("fp32",):
+                flags = {"mode": mode, "fsdp": fsdp, "precision": precision}
+                engine = f" FSDP{fsdp}" if fsdp else ""
+                yield f"{mode}{engine} {precision}", Config("tiny", IMG_SIZE, **flags)
+    base = Config("tiny", IMG_SIZE, mode="full_shard", fsdp=2, precision="fp32")
+    more: list[dict[str, Any]] = [
+        *({"mode": mode, "accum": 2} for mode in ("ddp", "zero1", "full_shard", "shard_grad_op")),
+        *({"mode": mode, "clip": 0.5} for mode in ("zero1", "full_shard")),
+        *({"ac": ac, "precision": p} for ac in ("selective", "full") for p in ("fp32", "bf16")),
+        {"fsdp": 1, "ac": "full"},
+        {"precision": "bf16"},
+        {"prefetch": "none"},
+        {"forward_prefetch": True},
+        {"wrap": "root"},
+        {"cpu_offload": True},
+    ]
+    if gpu:  # FSDP1 pins the memory that it offloads to
+        more += [{"cpu_offload": True, "fsdp": 1}]
+        more += [{"compile": True, "precision": "bf16"}, {"compile": True, "mode": "ddp"}]
+        more += [{"cpu_offload": True, "precision": "bf16"}]
+    for change in more:
+        config = replace(base, **change)
+        if config.mode in ("ddp", "zero1"):
+            config = replace(config, fsdp=None)
+        yield ", ".join(f"{k} {v}" for k, v in change.items()), config
+
+
+def make(config: Config, device: torch.device) -> tuple[train_fsdp.Training, StepGuard]:
+    """Build the training of a case on this one rank, and what votes on its steps."""
+    run = resolve(config, 1, 1)
+    training = train_fsdp.build_training(run, mesh.build_mesh(run.mesh_shape, device))
+    return training, StepGuard(device, max_skips=STEPS)
+
+
+def micro_batches(config: Config, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut the batch into --accum parts on the device."""
+    images, noise = (tensor.to(device) for tensor in inputs())
+    return [*zip(images.chunk(config.accum), noise.chunk(config.accum), strict=True)]
+
+
+def steps_of(
+    training: train_fsdp.Training, guard: StepGuard, parts: list, count: int
+) -> list[tuple[float, float]]:
+    """Make `count` steps that are applied: fp16 skips some while it looks for its loss scale."""
+    found: list[tuple[float, float]] = []
+    for _ in range(count + 20):
+        train_fsdp.train_step(training, guard, parts, LR)
+        verdict = guard.settle(wait=True)[-1]
+        if math.isfinite(verdict.norm):
+            found.append((verdict.loss, verdict.norm))
+        if len(found) == count:
+            return found
+    raise RuntimeError(f"{count + 20} steps, of which only {len(found)} were applied")
+
+
+def worst(found: Sequence[tuple[float, float]], clip: float | None, begin: int = 0) -> float:
+    """Find the largest relative difference to the reference, of losses and norms."""
+    expected = reference(clip)[begin : begin + len(found)]
+    pairs = zip(found, expected, strict=True)
+    return max(abs(a - b) / b for mine, its in pairs for a, b in zip(mine, its, strict=True))
+
+
+def evaluate(training: train_fsdp.Training, part: Any) -> None:
+    """Compute a loss without gradients between two steps, as --eval-data does."""
+    training.model.eval()
+    with torch.no_grad():
+        training.loss_of(training.model, part)
+    training.model.train()
+
+
+def check_case(config: Config, device: torch.device) -> float:
+    """Train a case, with an evaluation after half of its steps; return the worst difference."""
+    training, guard = make(config, device)
+    parts = micro_batches(config, device)
+    found = steps_of(training, guard, parts, STEPS // 2)
+    if not config.compile and config.precision == "fp32":
+        evaluate(training, parts[0])
+    found += steps_of(training, guard, parts, STEPS - STEPS // 2)
+    return worst(found, config.clip)
+
+
+def check_save(first: Config, second: Config, background: bool, device: torch.device) -> float:
+    """Train half of the steps in one mode, save, load in another, train the rest; compare both."""
+    training, guard = make(first, device)
+    with tempfile.TemporaryDirectory() as folder:
+        found = steps_of(training, guard, micro_batches(first, device), STEPS // 2)
+        group = dist.new_group(backend="gloo")
+        saver = checkpoint.Saver(
+            folder, training.model, training.optimizer, group=group, background=background
+        )
+        problems = saver.save(STEPS // 2, {}, wait=not background)
+        steps_of(training, guard, micro_batches(first, device), 1)  # while it is written
+        problems += saver.finish()
+        if problems:
+            raise RuntimeError(problems[0])
+        again, guard = make(second, device)
+        saved = Path(folder) / f"step_{STEPS // 2:08d}"
+        checkpoint.load(saved, again.model, again.optimizer, group=group)
+        rest = steps_of(again, guard, micro_batches(second, device), STEPS - STEPS // 2)
+    return max(worst(found, None), worst(rest, None, STEPS // 2))
+
+
+def matrix(device_name: str) -> None:
+    """Check all cases, then saves; an exception fails its case alone."""
+    ranks = mesh.read_ranks(os.environ)
+    device = mesh.pick_device(device_name, ranks)
+    mesh.init_ranks(ranks, device)
+    gpu = device.type == "cuda"
+    checks = [(name, config, None, False) for name, config in cases(gpu)]
+    fp32 = {"img_size": IMG_SIZE, "precision": "fp32"}
+    row = {m: Config("tiny", mode=m, **fp32) for m in ("ddp", "zero1", "full_shard", "hybrid")}
+    row |= {"FSDP1": Config("tiny", mode="full_shard", fsdp=1, **fp32)}
+    for one, other in ("full_shard", "zero1"), ("FSDP1", "hybrid"), ("ddp", "FSDP1"):
+        for background in (False, True):
+            name = f"{'async ' * background}save in {one}, load in {other}"
+            checks.append((name, row[one], row[other], background))
+    for name, config, other, background in checks:
+        started = time.perf_counter()
+        try:
+            if other:
+                found = check_save(config, other, background, device)
+            else:
+                found = check_case(config, device)
+            ok, why = found <= TOLERANCE[str(config.precision)], {"difference": found}
+        except Exception as error:
+            traceback.print_exc()
+            ok, why = False, {"error": f"{type(error).__name__}: {error}"[:300]}
+        emit("matrix", name, ok, **why, seconds=round(time.perf_counter() - started, 2))
+        torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------
+# A run from its start through a stop and a resume to scores
+
+
+def command(*argv: str, torchrun: bool = False) -> list[str]:
+    """Make the command line of a script of the top level."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    return [sys.executable, *(launch if torchrun else []), *argv]
+
+
+def log_of(out: Path) -> list[dict[str, Any]]:
+    """Read the log of a run, if it has one yet."""
+    path = out / "log.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def finish(name: str, process: subprocess.Popen, status: int = 0, says: str = "") -> bool:
+    """Wait for a command; report whether it ended with `status` and said what it should."""
+    text, _ = process.communicate()
+    ok = process.returncode == status and says in text
+    more = {} if ok else {"error": f"status {process.returncode}: {text[-300:]}"}
+    emit("run", name, ok, **more)
+    sys.stderr.write(text)
+    return ok
+
+
+def start(argv: Sequence[str]) -> subprocess.Popen:
+    """Start a command whose output is read at its end."""
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(argv, cwd=ROOT, **pipe)
+
+
+def stop_after(process: subprocess.Popen, out: Path, step: int) -> None:
+    """Send SIGUSR1 to the trainer, not to its launcher, once its log has passed a step."""
+    while process.poll() is None:
+        if any(row.get("event") == "step" and row["step"] >= step for row in log_of(out)):
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+            os.kill(int(children.split()[0]), signal.SIGUSR1)
+            return
+        time.sleep(0.2)
+
+
+def run(device: str, model: str) -> None:
+    """Train, stop by a signal, resume in another engine, score, fine-tune; run out of memory."""
+    gpu, tiles = device != "cpu" and torch.cuda.is_available(), "examples/tiles"
+    size = ("--model", model, "--img-size", "224" if gpu else "32", "--device", device)
+    sets = ("--data", f"{tiles}/train", "--test", f"{tiles}/heldout", "--device", device)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        train = ["train_fsdp.py", *size, "--data", f"{tiles}/train", "--out", str(out)]
+        train += ["--mode", "full_shard", "--steps", "60" if gpu else "12", "--log-every", "2"]
+        train += ["--eval-data", f"{tiles}/heldout", "--async-save", "--save-every", "10"]
+        train += ["--batch", "32" if gpu else "8", "--workers", "4" if gpu else "1"]
+        process = start(command(*train, "--profile", torchrun=True))
+        stop_after(process, out, 4)
+        finish("train, profile, stop by SIGUSR1", process)
+        ends = [row["reason"] for row in log_of(out) if row.get("event") == "end"]
+        emit("run", "the log says why it ended", ends == ["signal"], found=ends)
+        changed = command(*train, "--fsdp", "1", torchrun=True)
+        finish("resume in FSDP1 to the end", start(changed))
+        steps = [row for row in log_of(out) if row.get("event") == "step"]
+        keys = ("loss", "grad_norm", "images_per_second", "tflops_per_rank", "data_seconds")
+        keys += ("peak_allocated_gib", "peak_reserved_gib", "mfu") if gpu else ()
+        empty = [key for key in keys if not steps or steps[-1].get(key) is None]
+        emit("run", "no key of the log is null", not empty, found=empty)
+        probe = {
+            "knn": ("knn", str(out), *sets, "--out", f"{folder}/knn"),
+            "finetune": ("finetune", str(out), *sets, "--epochs", "1", "--out", f"{folder}/tuned"),
+            "reconstruct": ("reconstruct", str(out), *sets[:2], *sets[4:], "--images", "2"),
+        }
+        probe["reconstruct"] += ("--out", f"{folder}/picture.png")
+        started = {name: start(command("probe.py", *argv)) for name, argv in probe.items()}
+        for name, process in started.items():
+            finish(f"probe.py {name}", process)
+        if gpu:
+            # the batch alone is 1.2 GB; its activations are some 600 GiB
+            huge = ("train_fsdp.py", "--model", "huge", "--run-mode", "syn", "--batch", "8192")
+            process = start(command(*huge, "--steps", "2", "--out", f"{folder}/huge"))
+            finish("out of memory: a sentence and status 1", process, 1, "out of memory")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=("matrix", "run"))
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--model", default="base", choices=vit.MODELS)
+    args = parser.parse_args()
+    if args.part == "matrix":
+        matrix(args.device)
+    else:
+        run(args.device, args.model)
