@@ -2,7 +2,7 @@
 
 It reads checkpoints and never writes into the folder of a run, unless asked to. Begin with
 pretrained.py, the weights of a model and what they were trained on, and images.py, the images of
-every evaluation; then reconstruct.py, the picture; features.py, scores.py, knn.py and linear.py,
-the scores; classifier.py and finetune.py, fine-tuning; layouts.py, weight_files.py and export.py,
-exchange with other libraries.
+every evaluation; then reconstruct.py, the picture; scores.py and classifiers.py, the
+scores; finetune.py, fine-tuning; layouts.py, weight_files.py and export.py, exchange with other
+libraries.
 """
