@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from conftest import ROOT
 from ranks import NANO, agreed_port, full_parameters, on_ranks
 from test_pretrained import train as pretrain
+from torch import nn
 from torchvision.transforms import v2
 
 import data
@@ -36,13 +37,18 @@ ARGV = f"--global-batch {BATCH} --epochs {EPOCHS} --blr {BLR} --layer-decay {LAY
 ARGV += f"--seed {SEED} --precision fp32 --workers 0 --device cpu --log-every 1".split()
 ARGV += ["--warmup-steps", "2", "--img-size", "48", "--clip", "1"]
 STEPS = EPOCHS * 3  # of 24 images
+KEYS = ("test_images", "test_loss", "top1", "top5")
+UNUSED = ("deco", "mask")  # parameters of the decoder
 
-# (flags that decide the result, flags that do not)
-CASES = [
-    ("--freeze-blocks 1 --drop-path 0", "--mode full_shard --fsdp 1"),
-    ("--freeze-blocks 1 --drop-path 0 --pool cls", "--mode full_shard --accum 2"),
-    ("--drop-path 0", "--mode shard_grad_op --ac full"),
-    ("--freeze-blocks 2 --drop-path 0", "--mode zero1"),
+DROPPING = "--freeze-blocks 1 --drop-path 0.4"
+RUNS = [  # folder, flags that decide the result, flags that do not, step in which a signal comes
+    ("a", "--freeze-blocks 1 --drop-path 0", "--mode full_shard --fsdp 1", -1),
+    ("b", "--freeze-blocks 1 --drop-path 0 --pool cls", "--mode full_shard --accum 2", -1),
+    ("c", "--drop-path 0", "--mode shard_grad_op --ac full", -1),
+    ("d", "--freeze-blocks 2 --drop-path 0", "--mode zero1", -1),
+    ("e", DROPPING, "--mode full_shard", -1),
+    ("f", DROPPING, "--mode full_shard", 3),
+    ("f", DROPPING, "--mode full_shard --fsdp 1", -1),
 ]
 
 
@@ -70,214 +76,148 @@ def command(run: Path, trees: Path, out: Path, *more: str) -> list[str]:
     return [*argv, *ARGV, "--out", str(out), *" ".join(more).split()]
 
 
-# --- the same training, written out plainly: vit.ViTMAE itself, hooks, one AdamW per parameter
+def records(out: Path, event: str) -> list[dict]:
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == event]
 
 
-class Plain:
-    """vit.ViTMAE with a linear layer, by the names of the classifier."""
-
-    def __init__(self, run: Path, cls: bool) -> None:
-        self.model, self.cls = build_pretrained(read_pretrained(run), CPU, 48), cls
-        self.norm, self.model.norm = self.model.norm, torch.nn.Identity()
-        self.head = torch.nn.Linear(NANO.width, len(CLASSES))
-        for name, p in self.head.named_parameters():
-            p.data = vit.initial_value(NANO, f"head.{name}", p.shape, SEED) * 0.01
-
-    def __call__(self, images):
-        patches = vit.patchify(data.normalize(images), 8)
-        tokens = self.model.encode(patches, torch.arange(36).expand(len(images), -1))
-        return self.head(self.norm(tokens[:, 0] if self.cls else tokens[:, 1:].mean(1)))
-
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        found = {"fc_norm": self.norm, "head": self.head}
-        found = {f"{k}.{n}": p for k, part in found.items() for n, p in part.named_parameters()}
-        of_decoder = ("decoder", "mask")
-        named = self.model.named_parameters()
-        return found | {n: p for n, p in named if not n.startswith(of_decoder)}
+# --- on ranks, and the same training written out plainly: vit.ViTMAE, one AdamW per parameter
 
 
-def plain(run: Path, trees: Path, decisive: str) -> tuple[list[float], list[dict], dict]:
+def fixed_names(names, frozen: int) -> set[str]:
+    first = ("patch_embed", "cls_token", *(f"blocks.{i}." for i in range(frozen)))
+    return {n for n in names if frozen and n.startswith(first)}
+
+
+def plain(run: Path, trees: Path, frozen: int, cls: bool) -> tuple[list[float], list[dict], dict]:
     """Loss of each step, scores after each epoch, final parameters."""
-    options = dict(zip(*[iter(decisive.split())] * 2, strict=True))
-    frozen = int(options.get("--freeze-blocks", 0))
-    model = Plain(run, options.get("--pool") == "cls")
-    fixed = ("patch_embed", "cls_token", *(f"blocks.{i}." for i in range(frozen)))
-    named = model.parameters().items()
-    trained = {n: p for n, p in named if not (frozen and n.startswith(fixed))}
+    encoder, head = build_pretrained(read_pretrained(run), CPU, 48), nn.Linear(NANO.width, 3)
+    for name, p in head.named_parameters():
+        p.data = vit.initial_value(NANO, f"head.{name}", p.shape, SEED) * 0.01
+    norm, encoder.norm = encoder.norm, nn.Identity()
+    parts = nn.ModuleDict({"fc_norm": norm, "head": head}), encoder
+    named = {n: p for part in parts for n, p in part.named_parameters() if n[:4] not in UNUSED}
+    trained = {n: named[n] for n in named.keys() - fixed_names(named, frozen)}
+
+    def logits_of(images):
+        patches = vit.patchify(data.normalize(images), 8)
+        tokens = encoder.encode(patches, torch.arange(36).expand(len(images), -1))
+        return head(norm(tokens[:, 0] if cls else tokens[:, 1:].mean(1)))
 
     def rate_of(name: str) -> float:
         above = {"patch_embed": 3, "cls_token": 3, "blocks.0": 2, "blocks.1": 1}
         return LAYER_DECAY ** next((k for n, k in above.items() if name.startswith(n)), 0)
 
-    optimizers = {
-        n: torch.optim.AdamW([p], betas=(0.9, 0.999), weight_decay=0.05 * (p.ndim > 1))
-        for n, p in trained.items()
-    }
+    adam = partial(torch.optim.AdamW, betas=(0.9, 0.999))
+    optimizers = {n: adam([p], weight_decay=0.05 * (p.ndim > 1)) for n, p in trained.items()}
     files, tests = data.scan(f"{trees}/train"), data.scan(f"{trees}/test")
     settings = {"img_size": 48, "patches": 36, "seed": SEED, "steps": range(STEPS)}
     loader = data.build_loader(files, global_batch=BATCH, local_batch=BATCH, **settings)
     losses, scores, peak = [], [], BLR * BATCH / 256
+    rates = [peak / 2, *(peak * (1 + math.cos(math.pi * i / 4)) / 2 for i in (0, 0, 1, 2, 3))]
     for step, batch in enumerate(loader):
         labels = torch.tensor([files.labels[i] for i in batch.image_ids])
-        out = model(batch.image)
         target = F.one_hot(labels, 3) * 0.9 + 0.1 / 3
-        loss = -(target * out.log_softmax(1)).sum(1).mean()
+        loss = -(target * logits_of(batch.image).log_softmax(1)).sum(1).mean()
         gradients = torch.autograd.grad(loss, list(trained.values()))
-        norm = torch.stack([g.norm() for g in gradients]).norm()
-        lr = (
-            [peak / 2, peak][step]
-            if step < 2
-            else peak * (1 + math.cos(math.pi * (step - 2) / 4)) / 2
-        )
+        norms = torch.stack([g.norm() for g in gradients]).norm()
         for (name, p), g in zip(trained.items(), gradients, strict=True):
-            p.grad = g * (1 / (norm + 1e-6)).clamp(max=1)
-            optimizers[name].param_groups[0]["lr"] = lr * rate_of(name)
+            p.grad = g * (1 / (norms + 1e-6)).clamp(max=1)
+            optimizers[name].param_groups[0]["lr"] = rates[step] * rate_of(name)
             optimizers[name].step()
         losses.append(loss.item())
         if step % 3 == 2:
             (batch,) = open_eval_loader(tests, 48, 99, 0)
             labels = torch.tensor([CLASSES.index(tests.classes[i]) for i in batch.labels])
             with torch.no_grad():
-                out = model(batch.images)
+                out = logits_of(batch.images)
             top1 = (out.argmax(1) == labels).float().mean().item()
             loss = F.cross_entropy(out, labels).item()
-            assert len(labels) == 16
-            wanted = {"test_images": 16, "bad_test_images": 0, "test_loss": loss}
-            scores.append(wanted | {"top1": top1, "top5": 1.0})
-    return losses, scores, {n: p.detach() for n, p in named}
+            scores.append(dict(zip(KEYS, (len(labels), loss, top1, 1.0), strict=True)))
+    return losses, scores, {n: p.detach() for n, p in named.items()}
 
 
-# --- on ranks
-
-
-def bytes_of(tensors) -> int:
-    """Bytes that these tensors hold on this rank; memory that several share counts once."""
-    local = [getattr(t, "_local_tensor", t) for t in tensors]
-    return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values()
-    )
-
-
-def one_run(argv: list[str], meeting: Path, stop_at: int = -1) -> dict:
-    """Run the command as this rank; what was seen: parameters, memory of gradients and states.
-
-    The ranks agree on a port in a folder of their own.
-    """
-    rank, seen = int(os.environ["RANK"]), {}
-    original = train_fsdp.train_step, shard.clip_grad_norm
-    meeting.mkdir(parents=True, exist_ok=True)
-    os.environ["MASTER_PORT"] = agreed_port(meeting, rank)
-
-    def clip(model, *args):
-        grads = {shard.original_name(n): p.grad for n, p in model.named_parameters()}
-        seen["with gradient"] = {n for n, g in grads.items() if g is not None}
-        seen["gradient bytes"] = bytes_of([g for g in grads.values() if g is not None])
-        return original[1](model, *args)
-
-    def step(training, guard, *args, **asked):
-        if guard.voted == stop_at and rank == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        original[0](training, guard, *args, **asked)
-        inner = getattr(training.optimizer, "optim", training.optimizer)
-        states = [t for state in inner.state.values() for t in state.values() if t.ndim]
-        seen["state bytes"] = bytes_of(states)
-        seen["params"] = full_parameters(training.model)
-
-    with patch.object(train_fsdp, "train_step", step), patch.object(shard, "clip_grad_norm", clip):
-        seen["status"] = probe.main(argv)
-    return seen
-
-
-def runs_of_rank(run: Path, trees: Path, cases: list) -> list[dict]:
+def runs_of_rank(run: Path, trees: Path) -> list[dict]:
+    """Make all RUNS as this rank -> of each the status, and at its end parameters and memory."""
     vit.MODELS["nano"] = NANO
-    out = Path(os.environ["FOLDER"])
-    found = []
-    for i, flags in enumerate(cases):
-        case = out / f"case{i}"
-        found.append(one_run(command(run, trees, case, *flags), case))
+    folder, rank, found = Path(os.environ["FOLDER"]), int(os.environ["RANK"]), []
+    original = train_fsdp.train_step, shard.clip_grad_norm
+    for i, (name, decisive, others, stop_at) in enumerate(RUNS):
+        seen: dict = {}
+
+        def clip(model, *args, seen=seen):
+            named = model.named_parameters()
+            grads = {shard.original_name(n): p.grad for n, p in named if p.grad is not None}
+            seen |= {"with gradient": {*grads}, "gradients": numbers_in(grads.values())}
+            return original[1](model, *args)
+
+        def step(training, guard, *args, seen=seen, stop_at=stop_at, **asked):
+            if guard.voted == stop_at and rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            original[0](training, guard, *args, **asked)
+            inner = getattr(training.optimizer, "optim", training.optimizer)
+            states = [t for state in inner.state.values() for t in state.values() if t.ndim]
+            seen |= {"states": numbers_in(states), "params": full_parameters(training.model)}
+
+        meeting = folder / f"port{i}"
+        meeting.mkdir(exist_ok=True)
+        os.environ["MASTER_PORT"] = agreed_port(meeting, rank)
+        argv = command(run, trees, folder / name, decisive, others)
+        with (
+            patch.multiple(train_fsdp, train_step=step),
+            patch.multiple(shard, clip_grad_norm=clip),
+        ):
+            seen["status"] = probe.main(argv)
+        found.append(seen)
     return found
 
 
-def stop_and_continue(run: Path, trees: Path) -> list[dict]:
-    """All in one; then stopped by a signal in the fourth step, and continued by FSDP1."""
-    vit.MODELS["nano"] = NANO
-    folder, decisive = Path(os.environ["FOLDER"]), "--freeze-blocks 1 --drop-path 0.4"
-    seen = []
-    for name, flags, stop_at in ("one", 2, -1), ("two", 2, 3), ("two", 1, -1):
-        argv = command(run, trees, folder / name, decisive, f"--mode full_shard --fsdp {flags}")
-        seen.append(one_run(argv, folder / f"meeting{len(seen)}", stop_at))
-    return seen
+def numbers_in(tensors) -> int:
+    """What of these tensors this rank holds."""
+    return sum(getattr(t, "_local_tensor", t).numel() for t in tensors)
 
 
-def records(out: Path, event: str) -> list[dict]:
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == event]
-
-
-def compare(out: Path, seen: dict, expected: tuple, case: tuple) -> None:
-    """A run with the plain loop: losses, parameters, scores."""
-    losses, scores, params = expected
-    assert seen["status"] == 0, case
-    found = [r["loss"] for r in records(out, "step")]
-    assert len(found) == STEPS, case
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=0)
-    for score, wanted in zip(records(out, "scores"), scores, strict=True):
-        assert {key: score[key] for key in wanted} == pytest.approx(wanted, rel=1e-5), case
-    for name, p in seen["params"].items():
-        apart = (p - params[name]).abs()
-        if name.endswith("qkv.bias"):  # the keys': a gradient of rounding, which AdamW scales up
-            apart[NANO.width : 2 * NANO.width] = 0
-        assert apart.max() < 1e-5, (case, name, apart.max())
-
-
-def check(world: int, cases: list, run: Path, trees: Path, folder: Path) -> None:
+@pytest.mark.slow
+def test_two_ranks_train_as_a_plain_loop_frozen_parts_are_free_and_stops_do_not_matter(
+    run, trees, tmp_path
+):
+    ranks = on_ranks(2, partial(runs_of_rank, run, trees), tmp_path, 900)
     pretrained = read_pretrained(run).weights
-    expected = {decisive: plain(run, trees, decisive) for decisive in {c[0] for c in cases}}
-    ranks = on_ranks(world, partial(runs_of_rank, run, trees, cases), folder, 900)
-    for i, case in enumerate(cases):
-        for rank in ranks:
-            compare(folder / f"case{i}", rank[i], expected[case[0]], case)
-        frozen = int(case[0].split()[1]) if "freeze" in case[0] else 0
-        whole = ranks[0][i]["params"]
-        fixed = ("patch_embed", "cls_token", *(f"blocks.{n}." for n in range(frozen)))
-        fixed = {n for n in whole if frozen and n.startswith(fixed)}
-        for name in fixed:  # they have not moved; all else has
-            assert torch.equal(whole[name], pretrained[name]), (case, name)
-        for name in whole.keys() - fixed:
-            assert name not in pretrained or not torch.equal(whole[name], pretrained[name]), name
-        check_memory(world, case, fixed, whole, [rank[i] for rank in ranks])
-
-
-def check_memory(world: int, case: tuple, fixed: set, whole: dict, seen: list[dict]) -> None:
-    """Of all ranks together: gradients and states of what trains, and a little padding."""
-    trained = 4 * sum(p.numel() for n, p in whole.items() if n not in fixed)
-    states = sum(rank["state bytes"] for rank in seen)
-    assert 2 * trained <= states <= 2 * (1.03 * trained + 1000), (case, states, trained)
-    if "--fsdp 1" in case[1]:  # which holds gradients for all parameters of a unit, or for none
-        return
-    copies = world if "zero1" in case[1] else 1
-    for rank in seen:
-        assert not rank["with gradient"] & fixed, case
-    gradients = sum(rank["gradient bytes"] for rank in seen)
-    assert copies * trained <= gradients <= copies * (1.03 * trained + 1000), (case, gradients)
-
-
-@pytest.mark.slow
-def test_two_ranks_train_as_a_plain_loop_and_what_is_frozen_takes_no_memory(run, trees, tmp_path):
-    check(2, CASES, run, trees, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_stopped_run_continues_in_another_engine_as_if_it_had_not(run, trees, tmp_path):
-    """With drop path: what is left out follows from seed, step and rank."""
-    first, _ = on_ranks(2, partial(stop_and_continue, run, trees), tmp_path, 300)
-    assert [seen["status"] for seen in first] == [0, 0, 0]
-    assert [record["reason"] for record in records(tmp_path / "two", "end")] == ["signal", "done"]
-    assert 0 < records(tmp_path / "two", "start")[1]["begin"] < STEPS
-    expected = [r["loss"] for r in records(tmp_path / "one", "step")]
-    keys = ("test_images", "test_loss", "top1", "top5")
-    scores = [{k: r[k] for k in keys} for r in records(tmp_path / "one", "scores")]
-    compare(tmp_path / "two", first[2], (expected, scores, first[0]["params"]), ("stopped",))
+    for (name, decisive, others, stop_at), *seen in zip(RUNS, *ranks, strict=True):
+        assert [rank["status"] for rank in seen] == [0, 0], others
+        if stop_at >= 0:
+            continue
+        options = dict(zip(*[iter(decisive.split())] * 2, strict=True))
+        frozen = int(options.get("--freeze-blocks", 0))
+        if decisive != DROPPING:
+            losses, scores, params = plain(run, trees, frozen, "--pool" in options)
+        elif name == "e":  # with which a stopped run is compared
+            losses = [r["loss"] for r in records(tmp_path / name, "step")]
+            scores = [{key: r[key] for key in KEYS} for r in records(tmp_path / name, "scores")]
+            params = seen[0]["params"]
+        found = [r["loss"] for r in records(tmp_path / name, "step")]
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=0)
+        for score, wanted in zip(records(tmp_path / name, "scores"), scores, strict=True):
+            assert {key: score[key] for key in KEYS} == pytest.approx(wanted, rel=1e-5), others
+        fixed = fixed_names(params, frozen)
+        for rank in seen:
+            for key, p in rank["params"].items():
+                apart = (p - params[key]).abs()
+                if key.endswith("qkv.bias"):  # the keys': rounding, which AdamW scales up
+                    apart[NANO.width : 2 * NANO.width] = 0
+                assert apart.max() < 1e-5, (others, key)
+                moved = key not in pretrained or not torch.equal(p, pretrained[key])
+                assert moved == (key not in fixed), (others, key)
+        # memory of both ranks: what trains, and a little padding
+        numbers = sum(p.numel() for key, p in params.items() if key not in fixed)
+        assert 2 * numbers <= sum(rank["states"] for rank in seen) <= 2.06 * numbers + 500, others
+        if "--fsdp 1" not in others:  # that holds gradients of all parameters of a unit, or none
+            copies = 2 if "zero1" in others else 1
+            assert not seen[0]["with gradient"] & fixed, others
+            held = sum(rank["gradients"] for rank in seen)
+            assert copies * numbers <= held <= copies * (1.03 * numbers + 250), others
+    assert [record["reason"] for record in records(tmp_path / "f", "end")] == ["signal", "done"]
+    assert 0 < records(tmp_path / "f", "start")[1]["begin"] < STEPS
 
 
 # --- one process
