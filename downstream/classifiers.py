@@ -1,21 +1,28 @@
-"""Classify frozen features: by k nearest neighbours, or by a linear layer trained on them.
+"""Classify frozen features, by k nearest neighbours or a linear layer; or train the encoder too.
 
-Shapes: N training features, Q queries, D width of a feature.
+Shapes: N training features, Q queries, D width of a feature; B images, L patches, T tokens.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import vit
+from downstream.pretrained import Pretrained, value_of
 
 TEMPERATURE = 0.07  # of k-NN votes
 SIMILARITIES = 2**27  # at a time, 512 MiB
 EPOCHS = 90
 SAMPLES = 2**21  # that a small set is seen at least: 90 epochs of 1,000 images train nothing
 WARMUP_SHARE = 1 / 9  # of the steps: 10 of 90 epochs
+
+
+# ---------------------------------------------------------------------------------------------
+# Frozen features
 
 
 def nearest_vote(
@@ -131,3 +138,70 @@ def has_converged(losses: Tensor) -> bool:
     tenth = max(1, len(losses) // 10)
     half, last = (losses[start:][:tenth].mean() for start in (len(losses) // 2, -tenth))
     return bool(last < losses[0] and half - last <= 0.1 * (losses[0] - last))
+
+
+# ---------------------------------------------------------------------------------------------
+# Fine-tuning
+
+
+def drop_rows(branch: Any, args: Any, out: Tensor) -> Tensor:
+    """Be a forward hook: in training, leave out the result (B, T, D) of a branch for some images.
+
+    `branch.stays` () is the share of the others, which are scaled so that the mean is as without. A
+    tensor: torch.compile would make a graph for each number.
+    """
+    if not branch.training:
+        return out
+    return out * (torch.rand(len(out), 1, 1, device=out.device) < branch.stays) / branch.stays
+
+
+class Classifier(vit.ViTMAE):
+    """A ViTMAE with a norm and a linear layer on its tokens in the place of its decoder."""
+
+    def __init__(
+        self,
+        config: vit.ViTConfig,
+        img_size: int,
+        classes: int,
+        cls: bool = False,
+        freeze_blocks: int = 0,
+        drop_path: float = 0.0,
+    ) -> None:
+        """Classify the class token (`cls`), or the mean of the patches.
+
+        With `freeze_blocks` > 0 those and all before do not train. In training both branches of a
+        block are left out for some images: of the last block for the share `drop_path`, of those
+        before for fewer, of the first and of frozen ones for none (arXiv 1603.09382).
+        """
+        super().__init__(config, img_size)
+        for name in ("embed", "blocks", "norm", "pred", "pos_embed"):
+            delattr(self, f"decoder_{name}")
+        del self.mask_token
+        self.cls, self.fc_norm = cls, self.norm  # after the mean, not before
+        self.norm = cast(Any, nn.Identity())
+        self.head = nn.Linear(config.width, classes)
+        stays = 1 - torch.linspace(0, drop_path, config.depth, device="cpu")
+        for block, share in list(zip(self.blocks, stays, strict=True))[freeze_blocks:]:
+            for branch in cast(list[nn.Module], [block.attn, block.mlp] if drop_path else []):
+                branch.stays = share
+                branch.register_forward_hook(drop_rows)
+        for frozen in (self.patch_embed, *self.blocks[:freeze_blocks]) if freeze_blocks else ():
+            frozen.requires_grad_(False)
+        self.cls_token.requires_grad_(not freeze_blocks)
+
+    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
+        """Classify normalised images (B, C, H, W) -> logits (B, classes)."""
+        patches = vit.patchify(images, self.config.patch)  # (B, L, P*P*C)
+        all_of_them = torch.arange(patches.shape[1], device=images.device)
+        x = self.encode(patches, all_of_them.expand(len(images), -1))  # (B, 1+L, D)
+        x = x[:, 0] if self.cls else x[:, 1:].mean(dim=1)  # (B, D)
+        return self.head(self.fc_norm(x))
+
+
+def classifier_value(
+    pretrained: Pretrained, seed: int, name: str, shape: torch.Size, device: torch.device
+) -> Tensor:
+    """Return the initial value of a parameter or buffer: the pretrained one, but for the head."""
+    if name.startswith("head."):  # small, so that the first gradients of the encoder are
+        return vit.initial_value(pretrained.config, name, shape, seed, device) * 0.01
+    return value_of(pretrained, name.removeprefix("fc_"), shape, config=pretrained.config)

@@ -7,7 +7,7 @@ Shapes: B images, L patches, D width, as in vit.py.
 
 import argparse
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,9 @@ import data
 import mesh
 import shard
 import vit
+from downstream.classifiers import Classifier, classifier_value
 from downstream.images import EvalBatch, open_eval_loader
-from downstream.pretrained import Pretrained, check_fits, read_pretrained, value_of
+from downstream.pretrained import Pretrained, check_fits, read_pretrained
 from runtime import image_source, process
 from runtime.agreement import gather_to_rank0, run_on_rank0
 from runtime.config import FIELDS, Config, Parser, add_flags, flag, make_config, number, whole
@@ -101,8 +102,7 @@ def run(args: argparse.Namespace) -> int:
     # the model of other code may have a shape of its own
     shape = ",".join(f"{name}={getattr(pretrained.config, name):d}" for name in FIELDS)
     known = {row.name: row.default for row in fields(Tuning)} | vars(args)
-    known |= {"run_mode": "real", "model": pretrained.size or f"base:{shape}"}
-    known |= {"channels": pretrained.config.channels}
+    known |= {"model": pretrained.size or f"base:{shape}", "channels": pretrained.config.channels}
     known |= {"img_size": img_size, "norm_pix_loss": pretrained.norm_pix_loss}
     parser = Parser(process.PROGRAM)
     config = make_config(parser, argparse.Namespace(**known), Tuning)
@@ -110,70 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 # ---------------------------------------------------------------------------------------------
-# The model
-
-
-def drop_rows(branch: Any, args: Any, out: Tensor) -> Tensor:
-    """Be a forward hook: in training, leave out the result (B, T, D) of a branch for some images.
-
-    `branch.stays` () is the share of the others, which are scaled so that the mean is as without. A
-    tensor: torch.compile would make a graph for each number.
-    """
-    if not branch.training:
-        return out
-    return out * (torch.rand(len(out), 1, 1, device=out.device) < branch.stays) / branch.stays
-
-
-class Classifier(vit.ViTMAE):
-    """A ViTMAE with a norm and a linear layer on its tokens in the place of its decoder."""
-
-    def __init__(
-        self,
-        config: vit.ViTConfig,
-        img_size: int,
-        classes: int,
-        cls: bool = False,
-        freeze_blocks: int = 0,
-        drop_path: float = 0.0,
-    ) -> None:
-        """Classify the class token (`cls`), or the mean of the patches.
-
-        With `freeze_blocks` > 0 those and all before do not train. In training both branches of a
-        block are left out for some images: of the last block for the share `drop_path`, of those
-        before for fewer, of the first and of frozen ones for none (arXiv 1603.09382).
-        """
-        super().__init__(config, img_size)
-        for name in ("embed", "blocks", "norm", "pred", "pos_embed"):
-            delattr(self, f"decoder_{name}")
-        del self.mask_token
-        self.cls, self.fc_norm = cls, self.norm  # after the mean, not before
-        self.norm = cast(Any, nn.Identity())
-        self.head = nn.Linear(config.width, classes)
-        stays = 1 - torch.linspace(0, drop_path, config.depth, device="cpu")
-        for block, share in list(zip(self.blocks, stays, strict=True))[freeze_blocks:]:
-            for branch in cast(list[nn.Module], [block.attn, block.mlp] if drop_path else []):
-                branch.stays = share
-                branch.register_forward_hook(drop_rows)
-        for frozen in (self.patch_embed, *self.blocks[:freeze_blocks]) if freeze_blocks else ():
-            frozen.requires_grad_(False)
-        self.cls_token.requires_grad_(not freeze_blocks)
-
-    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
-        """Classify normalised images (B, C, H, W) -> logits (B, classes)."""
-        patches = vit.patchify(images, self.config.patch)  # (B, L, P*P*C)
-        all_of_them = torch.arange(patches.shape[1], device=images.device)
-        x = self.encode(patches, all_of_them.expand(len(images), -1))  # (B, 1+L, D)
-        x = x[:, 0] if self.cls else x[:, 1:].mean(dim=1)  # (B, D)
-        return self.head(self.fc_norm(x))
-
-
-def classifier_value(
-    pretrained: Pretrained, seed: int, name: str, shape: torch.Size, device: torch.device
-) -> Tensor:
-    """Return the initial value of a parameter or buffer: the pretrained one, but for the head."""
-    if name.startswith("head."):  # small, so that the first gradients of the encoder are
-        return vit.initial_value(pretrained.config, name, shape, seed, device) * 0.01
-    return value_of(pretrained, name.removeprefix("fc_"), shape, config=pretrained.config)
+# The model, sharded, with its optimizer
 
 
 def build_layerwise_adamw(
@@ -236,16 +173,20 @@ def build_tuning(
 # One step
 
 
-def label_parts(run: TuningRun, files: Any, rank: int, batch: Batch, step: int) -> list[MicroBatch]:
-    """Give this rank's images of a step their labels, and a seed for each accumulation step.
+def labelled(
+    run: TuningRun, files: Any, rank: int, batches: Iterable[Batch], begin: int
+) -> Iterator[Batch]:
+    """Give this rank's images their labels, and a seed for each accumulation step.
 
     It follows from --seed, step and rank: an interrupted run draws what it would have drawn.
     """
-    accum, device = run.config.accum, batch.parts[0][0].device
-    labels = torch.tensor([int(files.labels[i]) for i in batch.image_ids], device=device)
-    seeds = np.random.SeedSequence((run.config.seed, step, rank)).generate_state(accum).tolist()
-    images_of = (images for images, _ in batch.parts)
-    return list(zip(images_of, labels.chunk(accum), seeds, strict=True))
+    accum = run.config.accum
+    for step, batch in enumerate(batches, begin):
+        labels = torch.tensor([int(files.labels[i]) for i in batch.image_ids])
+        seeds = np.random.SeedSequence((run.config.seed, step, rank)).generate_state(accum).tolist()
+        images = [images for images, _ in batch.parts]
+        own = labels.to(images[0].device).chunk(accum)
+        yield replace(batch, parts=cast(Any, list(zip(images, own, seeds, strict=True))))
 
 
 def build_loss(run: TuningRun) -> Callable[[nn.Module, MicroBatch], Tensor]:
@@ -254,11 +195,9 @@ def build_loss(run: TuningRun) -> Callable[[nn.Module, MicroBatch], Tensor]:
     MixUp and CutMix mix each image with its neighbour in the micro-batch; where both are on, one of
     them is drawn.
     """
-    c, kinds = run.config, list[nn.Module]()
-    if c.mixup:
-        kinds.append(v2.MixUp(alpha=c.mixup, num_classes=run.classes))
-    if c.cutmix:
-        kinds.append(v2.CutMix(alpha=c.cutmix, num_classes=run.classes))
+    c = run.config
+    mixing = (v2.MixUp, c.mixup), (v2.CutMix, c.cutmix)
+    kinds = [kind(alpha=alpha, num_classes=run.classes) for kind, alpha in mixing if alpha]
 
     def loss_of(model: nn.Module, part: MicroBatch) -> Tensor:
         pixels, targets, seed = part
@@ -346,12 +285,12 @@ class Scores:
         side, stats, size = run.config.img_size, run.channel_stats, run.local_batch
         mine = range(ranks.rank, len(self.files), ranks.world_size)
         batches = open_eval_loader(self.files, side, size, self.workers, stats, mine)
+        nothing = EvalBatch(torch.empty(0), torch.empty(0), [], [])
         number_of = torch.tensor(self.numbers, device=device)
         sums, bad = torch.zeros(4, dtype=torch.float64, device=device), list[tuple[int, str]]()
         # every rank calls the model equally often: each call gathers parameters from all
         for _ in range(math.ceil(math.ceil(len(self.files) / ranks.world_size) / size)):
             self.session.heartbeat("scoring")
-            nothing = EvalBatch(torch.empty(0), torch.empty(0), [], [])
             images, labels, indices, unreadable = next(batches, nothing)
             bad += unreadable
             if not indices:
@@ -394,10 +333,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     session.where_saved = saves.where
 
     loaded = open_batches(run, session, files, range(saves.begin, run.steps))
-    batches = (
-        replace(batch, parts=cast(Any, label_parts(run, files, ranks.rank, batch, step)))
-        for step, batch in enumerate(loaded, saves.begin)
-    )
+    batches = labelled(run, files, ranks.rank, loaded, saves.begin)
     monitor = Monitor(run, session, files, saves)
     start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": saves.begin}
     start |= {"pretrained": pretrained.name, "trained_parameters": trained}

@@ -27,7 +27,7 @@ import probe
 import shard
 import train_fsdp
 import vit
-from downstream import finetune
+from downstream import classifiers, finetune
 from downstream.images import open_eval_loader
 from downstream.pretrained import build_pretrained, random_weights, read_pretrained
 
@@ -223,10 +223,10 @@ def test_two_ranks_train_as_a_plain_loop_frozen_parts_are_free_and_stops_do_not_
 # --- one process
 
 
-def classifier(found, *options) -> finetune.Classifier:
-    model = finetune.Classifier(found.config, 56, 5, *options)
+def classifier(found, *options) -> classifiers.Classifier:
+    model = classifiers.Classifier(found.config, 56, 5, *options)
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        value.data = finetune.classifier_value(found, 0, name, value.shape, CPU)
+        value.data = classifiers.classifier_value(found, 0, name, value.shape, CPU)
     return model
 
 
