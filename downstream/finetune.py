@@ -28,6 +28,7 @@ import vit
 from downstream.classifiers import Classifier, classifier_value
 from downstream.images import EvalBatch, open_eval_loader
 from downstream.pretrained import Pretrained, check_fits, read_pretrained
+from downstream.scores import class_numbers
 from runtime import image_source, process
 from runtime.agreement import gather_to_rank0, run_on_rank0
 from runtime.config import FIELDS, Config, Parser, add_flags, flag, make_config, number, whole
@@ -215,7 +216,7 @@ def build_loss(run: TuningRun) -> Callable[[nn.Module, MicroBatch], Tensor]:
 # Scores
 
 
-def number_classes(train: Any, test: Any, img_size: int, stats: data.ChannelStats) -> list[int]:
+def check_classes(train: Any, test: Any, img_size: int, stats: data.ChannelStats) -> list[int]:
     """Return the number in training of each class of the test images.
 
     ValueError for a class without training, or where no image of a folder can be read.
@@ -229,10 +230,7 @@ def number_classes(train: Any, test: Any, img_size: int, stats: data.ChannelStat
         else:
             what = f"none of the {len(files)} images in {folder} {files.root} can be read"
             raise ValueError(f"{what}, the last: {batch.bad[-1][1]}")
-    if unknown := [name for name in test.classes if name not in train.classes]:
-        known = f"--data has {len(train.classes)} classes: {', '.join(train.classes[:8])} ..."
-        raise ValueError(f"--test {test.root} has a class {unknown[0]} without training: {known}")
-    return [train.classes.index(name) for name in test.classes]
+    return class_numbers(test, train)
 
 
 @dataclass
@@ -319,7 +317,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     files, found = image_source.share_images(config, plain_run.global_batch, stats)
     test = image_source.share_eval_images(replace(config, eval_data=config.test))
     session.log = log = open_log(config.out)
-    numbers = run_on_rank0(partial(number_classes, files, test, config.img_size, stats))
+    numbers = run_on_rank0(partial(check_classes, files, test, config.img_size, stats))
     plain_run = run_on_rank0(partial(with_images, plain_run, **found))
     run = TuningRun(**vars(plain_run), classes=len(files.classes))
 

@@ -116,15 +116,20 @@ def read_inputs(args: argparse.Namespace, say: Say) -> tuple[Pretrained, list[An
             folders.append(list_folder(path, None, say)[0])
             if not len(folders[-1].classes):
                 raise ValueError(f"{path} has no classes: a score needs a folder for each class")
-    classes, others = folders[0].classes, folders[-1].classes
     counts = np.bincount(np.asarray(folders[0].labels) + 1)[1:].tolist()
     if not args.test and 1 in counts:
-        what = f"class {classes[counts.index(1)]} of {args.data} has a single image"
+        what = f"class {folders[0].classes[counts.index(1)]} of {args.data} has a single image"
         raise ValueError(f"{what}: it cannot be split")
-    if unknown := sorted({*others} - {*classes}):
-        some = ", ".join(unknown[:5])
-        raise ValueError(f"{args.test} has classes that {args.data} does not have: {some}")
+    class_numbers(folders[-1], folders[0])
     return pretrained, folders
+
+
+def class_numbers(test: Any, train: Any) -> list[int]:
+    """Return the number in training of each class of the test images; ValueError without one."""
+    if unknown := sorted({*test.classes} - {*train.classes}):
+        some = ", ".join(unknown[:5])
+        raise ValueError(f"{test.root} has classes that {train.root} does not have: {some}")
+    return [train.classes.index(name) for name in test.classes]
 
 
 def encode_share(
@@ -242,7 +247,7 @@ def score_sources(
     """
     classes, labels = folders[0].classes, []
     for place, files in enumerate(folders):
-        names = np.array([*map(classes.index, files.classes), -1])
+        names = np.array([*class_numbers(files, folders[0]), -1])
         labels.append(names[np.asarray(files.labels, np.int64)])  # -1 is the last
         for values in found.values():
             labels[-1][values[place][:, 0].isnan().numpy()] = -1

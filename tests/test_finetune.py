@@ -334,7 +334,7 @@ def test_twelve_channels_need_no_statistics_of_the_images(run, tmp_path, tune):
         (["--img-size", "33"], "image size 33 is not a multiple of the patch size 8"),
         (["--tp", "2"], "unrecognized arguments: --tp 2"),
         (["--group", "2", "--mode", "ddp"], "--group is for --mode hybrid"),
-        (["--data", "{trees}/test"], "has a class desert without training: --data has 2 classes"),
+        (["--data", "{trees}/test"], "has classes that {trees}/test does not have: desert"),
         (["--test", "{trees}/test/ice"], "has images outside of a folder of their class"),
     ],
 )
@@ -346,4 +346,4 @@ def test_a_wrong_command_gets_one_sentence(run, trees, tmp_path, capsys, tune, w
     with suppress(SystemExit):
         assert tune(argv) == 2
     error = capsys.readouterr().err
-    assert sentence in error and error.count("\n") == 1, error
+    assert sentence.format(trees=trees) in error and error.count("\n") == 1, error
