@@ -5,16 +5,9 @@
     python probe.py linear RUN --data DIR --test DIR    the same by a linear classifier
     torchrun --nproc-per-node 8 probe.py finetune RUN --data DIR --test DIR    a classifier
 
-RUN is the --out folder of train_fsdp.py, or one of its checkpoints. Each subcommand is a module of
-downstream/, imported when it is used.
+RUN is the --out folder of train_fsdp.py, or one of its checkpoints. Each subcommand is in a module
+of downstream/, imported when it is used.
 """
-
-if __name__ == "__main__":
-    # Above the imports, which take seconds: Ctrl-C meanwhile ends the program without a traceback.
-    import os
-    import signal
-
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
 import sys
@@ -29,8 +22,8 @@ from runtime.device_batches import LoaderFailed
 # returns the exit status and raises ValueError or OSError, one sentence, where it fails.
 COMMANDS = {
     "reconstruct": "downstream.reconstruct",
-    "knn": "downstream.knn",
-    "linear": "downstream.linear",
+    "knn": "downstream.scores",
+    "linear": "downstream.scores",
     "finetune": "downstream.finetune",
 }
 
@@ -46,12 +39,8 @@ def read_subcommand(argv: Sequence[str]) -> argparse.Namespace:
         add = command.add_argument
         add("run", type=filled, metavar="RUN", help="--out of a run, or one checkpoint")
         add("--data", type=filled, required=True, metavar="DIR", help="folder of images, or a pack")
-        add(
-            "--img-size",
-            type=whole(1, 4096),
-            metavar="PIXELS",
-            help="side of an image (default: as in pretraining)",
-        )
+        size = "side of an image (default: as in pretraining)"
+        add("--img-size", type=whole(1, 4096), metavar="PIXELS", help=size)
         add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
         module.add_arguments(command)
         command.set_defaults(start=module.run)
@@ -72,6 +61,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     process.make_safe()
     raise SystemExit(main())

@@ -2,37 +2,35 @@
 
 Flags shared with train_fsdp.py keep their meaning, and its training loop is used, so that ranks,
 log, checkpoints, bad steps and stops work alike. The same command continues an interrupted run.
+Shapes: B images, L patches, D width, as in vit.py.
 """
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torchvision.transforms import v2
 
 import data
 import mesh
 import shard
-from downstream.classifier import (
-    Classifier,
-    build_layerwise_adamw,
-    drop_path_scales,
-    initial_classifier_value,
-    mix,
-    seed_of,
-    unit_classes,
-)
-from downstream.images import open_eval_loader
-from downstream.weights import Pretrained, check_fits, read_pretrained
+import vit
+from downstream.classifiers import Classifier, classifier_value
+from downstream.images import EvalBatch, open_eval_loader
+from downstream.scores import class_numbers
+from downstream.weights import Pretrained, check_fits, epsilon_note, read_pretrained
 from runtime import image_source, process
-from runtime.agreement import run_on_rank0
+from runtime.agreement import gather_to_rank0, run_on_rank0
 from runtime.config import FIELDS, Config, Parser, add_flags, flag, make_config, number, whole
 from runtime.device_batches import Batch, open_batches
 from runtime.log import open_log
@@ -47,10 +45,10 @@ HELP = "train the encoder, or its last blocks, as a classifier"
 LEFT_OUT = {
     *("model", "channels", "mask_ratio", "norm_pix_loss", "run_mode", "steps", "tensorboard"),
     *("profile", "dry_run", "world_size", "data", "eval_data", "init_from", "img_size", "device"),
+    "tp",
 }
-# images (B, C, H, W) as loaded, labels (B,), scales of drop path (B, depth, 2) or None, the seed
-# of MixUp and CutMix
-MicroBatch = tuple[Tensor, Tensor, Tensor | None, int]
+# images (B, C, H, W) as loaded, labels (B,), the seed of what is drawn for them
+MicroBatch = tuple[Tensor, Tensor, int]
 
 
 @dataclass(frozen=True)
@@ -61,18 +59,10 @@ class Tuning(Config):
     epochs: int = flag(50, "passes over the data", "result")
     out: str = flag("finetuned", "log and checkpoints go here", group="output")
     test: str = flag(None, "images to score after each epoch", group="fine-tuning", required=True)
-    freeze_blocks: int = flag(
-        0, "first blocks to freeze, with the patch embedding and cls", "result", type=whole(0)
-    )
-    pool: Literal["mean", "cls"] = flag(
-        "mean", "classify the mean of the patches, or cls", "result"
-    )
-    layer_decay: float = flag(
-        0.65, "lr of a block, as a share of the next one's", "result", type=number(1e-3, 1)
-    )
-    drop_path: float = flag(
-        0.1, "share of branches that the last block leaves out", "result", type=number(0, 0.99)
-    )
+    freeze_blocks: int = flag(0, "first blocks to freeze, and all before", "result", type=whole(0))
+    pool: Literal["mean", "cls"] = flag("mean", "the patches' mean, or the class token", "result")
+    layer_decay: float = flag(0.65, "lr: block / next block", "result", type=number(1e-3, 1))
+    drop_path: float = flag(0.1, "left out of the last block", "result", type=number(0, 0.99))
     label_smoothing: float = flag(0.1, "of the cross-entropy", "result", type=number(0, 0.99))
     mixup: float = flag(0.0, "alpha of MixUp; 0: none", "result")
     cutmix: float = flag(0.0, "alpha of CutMix; 0: none", "result")
@@ -113,8 +103,7 @@ def run(args: argparse.Namespace) -> int:
     # the model of other code may have a shape of its own
     shape = ",".join(f"{name}={getattr(pretrained.config, name):d}" for name in FIELDS)
     known = {row.name: row.default for row in fields(Tuning)} | vars(args)
-    known |= {"run_mode": "real", "model": pretrained.size or f"base:{shape}"}
-    known |= {"channels": pretrained.config.channels}
+    known |= {"model": pretrained.size or f"base:{shape}", "channels": pretrained.config.channels}
     known |= {"img_size": img_size, "norm_pix_loss": pretrained.norm_pix_loss}
     parser = Parser(process.PROGRAM)
     config = make_config(parser, argparse.Namespace(**known), Tuning)
@@ -122,38 +111,103 @@ def run(args: argparse.Namespace) -> int:
 
 
 # ---------------------------------------------------------------------------------------------
+# The model, sharded, with its optimizer
+
+
+def build_layerwise_adamw(
+    model: nn.Module, decay: Collection[str], run: TuningRun
+) -> torch.optim.Optimizer:
+    """Build a fused AdamW, betas (0.9, 0.999), for the parameters that train.
+
+    The learning rate of each block is `layer_decay` times that of the next, and so down to patch
+    embedding and class token: what is near the pixels moves least (BEiT, arXiv 2106.08254). Groups
+    have the factor as "lr_scale". `decay` has the original names of what decays.
+    """
+    groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    c, rest = run.config, run.model.depth + 1  # the number of the last layer: norm and head
+    for name, p in ((shard.original_name(n), p) for n, p in model.named_parameters()):
+        layer = int(name.split(".")[1]) + 1 if name.startswith("blocks.") else rest
+        layer = 0 if name.startswith(("patch_embed.", "cls_token")) else layer
+        if p.requires_grad:
+            groups.setdefault((rest - layer, name in decay), []).append(p)
+    described = [
+        {
+            "params": params,
+            "weight_decay": c.weight_decay * decays,
+            "lr_scale": c.layer_decay**above,
+        }
+        for (above, decays), params in groups.items()
+    ]
+    if shard.STRATEGIES[str(c.mode)].engine == "zero1":
+        return ZeroRedundancyOptimizer(described, torch.optim.AdamW, lr=run.lr, fused=True)
+    return torch.optim.AdamW(described, lr=run.lr, fused=True)
+
+
+def build_tuning(
+    run: TuningRun, pretrained: Pretrained, device: torch.device, resuming: bool
+) -> tuple[Training, int]:
+    """Build, shard and initialise the model, with its AdamW -> these, the parameters that train.
+
+    With `resuming` its values are undefined until a checkpoint is loaded. Collective.
+    """
+    c = run.config
+    with torch.device("meta"):
+        options = c.pool == "cls", c.freeze_blocks, c.drop_path
+        model: nn.Module = Classifier(run.model, c.img_size, run.classes, *options)
+    decay = shard.weight_decay_names(model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    model = shard.apply(
+        model,
+        str(c.mode),
+        mesh.build_mesh(run.mesh_shape, device),
+        block_classes={vit.Block},
+        values=shard.undefined if resuming else partial(classifier_value, pretrained, c.seed),
+        # what is left out must be the same where activations are computed again
+        options=replace(run.sharding_options(), preserve_rng_state=c.drop_path > 0),
+    )
+    optimizer = build_layerwise_adamw(model, decay, run)
+    scaler = shard.build_scaler(model, device, run.dtype)
+    return Training(model, optimizer, scaler, build_loss(run), run.dtype, c.clip), trained
+
+
+# ---------------------------------------------------------------------------------------------
 # One step
 
 
-def label_parts(run: TuningRun, files: Any, rank: int, batch: Batch, step: int) -> list[MicroBatch]:
-    """Give this rank's images of a step their labels, and what drop path leaves out of them.
+def labelled(
+    run: TuningRun, files: Any, rank: int, batches: Iterable[Batch], begin: int
+) -> Iterator[Batch]:
+    """Give this rank's images their labels, and a seed for each accumulation step.
 
-    That is drawn from seed and position alone: the same on any number of ranks.
+    It follows from --seed, step and rank: an interrupted run draws what it would have drawn.
     """
-    config, device = run.config, batch.parts[0][0].device
-    drawn: list[Tensor | None] = [None] * config.accum
-    labels = torch.tensor([int(files.labels[i]) for i in batch.image_ids], device=device)
-    if config.drop_path:
-        depth, frozen, images = run.model.depth, config.freeze_blocks, run.global_batch
-        scales = drop_path_scales(config.drop_path, depth, frozen, images, config.seed, step)
-        dealt = data.deal(0, images, run.local_batch, run.world_size)[:, rank]  # (accum, B)
-        drawn = list(scales[torch.from_numpy(dealt)].to(device))
-    images_of = (images for images, _ in batch.parts)
-    seeds = [seed_of(config.seed, step, i) for i in range(config.accum)]
-    return list(zip(images_of, labels.chunk(config.accum), drawn, seeds, strict=True))
+    accum = run.config.accum
+    for step, batch in enumerate(batches, begin):
+        labels = torch.tensor([int(files.labels[i]) for i in batch.image_ids])
+        seeds = np.random.SeedSequence((run.config.seed, step, rank)).generate_state(accum).tolist()
+        images = [images for images, _ in batch.parts]
+        own = labels.to(images[0].device).chunk(accum)
+        yield replace(batch, parts=cast(Any, list(zip(images, own, seeds, strict=True))))
 
 
 def build_loss(run: TuningRun) -> Callable[[nn.Module, MicroBatch], Tensor]:
-    """Make the function of a training step that computes the loss () of a micro-batch."""
-    config = run.config
+    """Make the function of a training step that computes the loss () of a micro-batch.
+
+    MixUp and CutMix mix each image with its neighbour in the micro-batch; where both are on, one of
+    them is drawn.
+    """
+    c = run.config
+    mixing = (v2.MixUp, c.mixup), (v2.CutMix, c.cutmix)
+    kinds = [kind(alpha=alpha, num_classes=run.classes) for kind, alpha in mixing if alpha]
 
     def loss_of(model: nn.Module, part: MicroBatch) -> Tensor:
-        pixels, labels, scales, seed = part
-        images, targets = data.normalize(pixels, run.channel_stats), labels
-        if config.mixup or config.cutmix:
-            images, targets = mix(images, labels, run.classes, config.mixup, config.cutmix, seed)
-        logits = model(images, scales).float()  # (B, classes)
-        return F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
+        pixels, targets, seed = part
+        torch.manual_seed(seed)
+        images = data.normalize(pixels, run.channel_stats)
+        if kinds:
+            images, targets = kinds[int(torch.randint(len(kinds), ()))](images, targets)
+        logits = model(images).float()  # (B, classes)
+        return F.cross_entropy(logits, targets, label_smoothing=c.label_smoothing)
 
     return loss_of
 
@@ -162,52 +216,21 @@ def build_loss(run: TuningRun) -> Callable[[nn.Module, MicroBatch], Tensor]:
 # Scores
 
 
-def classes_in(test: Any, train: Any) -> list[int]:
-    """Return the number in training of each class of the test images; ValueError without one."""
-    for what, files in ("--data", train), ("--test", test):
-        if min(files.labels) < 0:
-            raise ValueError(f"{what} {files.root} has images outside of a folder of their class")
-    number_of = {name: i for i, name in enumerate(train.classes)}
-    unknown = [name for name in test.classes if name not in number_of]
-    if unknown:
-        known = f"--data has {len(number_of)} classes: {', '.join(list(number_of)[:8])} ..."
-        raise ValueError(f"--test {test.root} has a class {unknown[0]} without training: {known}")
-    return [number_of[name] for name in test.classes]
+def check_classes(train: Any, test: Any, img_size: int, stats: data.ChannelStats) -> list[int]:
+    """Return the number in training of each class of the test images.
 
-
-@torch.no_grad()
-def score(
-    model: nn.Module, run: Run, session: Session, files: Any, numbers: list[int], workers: int
-) -> dict[str, float]:
-    """Classify the test images -> number, loss, top-1, top-5; the same on any ranks. Collective.
-
-    `numbers` are those of `classes_in`. Images that cannot be read are left out.
+    ValueError for a class without training, or where no image of a folder can be read.
     """
-    device, world, side = session.device, run.world_size, run.config.img_size
-    mine = range(session.ranks.rank, len(files), world)
-    stats, size = run.channel_stats, run.local_batch
-    exact = run.config.exact_decode
-    batches = open_eval_loader(files, side, size, workers, stats, indices=mine, exact=exact)
-    number_of = torch.tensor(numbers, device=device)
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
-    # every rank calls the model equally often: each call gathers parameters from all
-    for _ in range(math.ceil(math.ceil(len(files) / world) / size)):
-        session.heartbeat("scoring")
-        batch = next(batches, None)
-        found = batch if batch and batch.indices else None
-        images = found.images if found else torch.zeros(1, run.model.channels, side, side)
-        with shard.autocast(model, device, run.dtype):
-            logits = model(data.normalize(images.to(device), stats)).float()  # (B, classes)
-        if found:
-            labels = number_of[found.labels.to(device)]  # (B,)
-            hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]  # (B, 5)
-            losses = F.cross_entropy(logits, labels, reduction="none")
-            counted = torch.ones_like(losses), losses, hits[:, 0], hits.any(dim=1)
-            sums += torch.stack([values.double().sum() for values in counted])
-    dist.all_reduce(sums)
-    read, *totals = sums.tolist()
-    means = [total / max(read, 1) for total in totals]
-    return {"test_images": int(read)} | dict(zip(("test_loss", "top1", "top5"), means, strict=True))
+    for folder, files in ("--data", train), ("--test", test):
+        if min(files.labels) < 0:
+            raise ValueError(f"{folder} {files.root} has images outside of a folder of their class")
+        for batch in open_eval_loader(files, img_size, 16, 0, stats):
+            if batch.indices:
+                break
+        else:
+            what = f"none of the {len(files)} images in {folder} {files.root} can be read"
+            raise ValueError(f"{what}, the last: {batch.bad[-1][1]}")
+    return class_numbers(test, train)
 
 
 @dataclass
@@ -220,84 +243,89 @@ class Scores:
     files: Any
     numbers: list[int]  # as of `classes_in`
     workers: int
-    scores: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, Any] = field(default_factory=dict)
 
     def due(self, step: int, saved: bool) -> bool:
         """Tell whether an epoch ends after so many steps."""
         return step % self.run.epoch_steps == 0
 
     def __call__(self, step: int) -> None:
-        """Log the scores after so many steps. Collective."""
-        log = self.session.log
-        self.scores = score(
-            self.model, self.run, self.session, self.files, self.numbers, self.workers
-        )
-        log.write("scores", step=step, **self.scores)
-        text = "test loss {test_loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
-        log.say(f"epoch {step // self.run.epoch_steps}: {text.format(**self.scores)}")
+        """Log number, loss, top-1 and top-5 after so many steps; the same on any ranks. Collective.
+
+        Images that cannot be read are left out, named and counted.
+        """
+        self.model.eval()
+        sums, bad = self.sum_up()
+        self.model.train()
+        dist.all_reduce(sums)
+        left_out = sorted(pair for own in gather_to_rank0(bad) or [] for pair in own)
+        log, count = self.session.log, int(sums[0])
+        if left_out:
+            some = ", ".join(f"{self.files.path(i)} ({why})" for i, why in left_out[:5])
+            log.warn(f"{len(left_out)} of {len(self.files)} test images cannot be read: {some}")
+        if count:
+            means = dict(
+                zip(("test_loss", "top1", "top5"), (sums[1:] / count).tolist(), strict=True)
+            )
+            counts = {"test_images": count, "bad_test_images": len(self.files) - count}
+            self.scores = counts | means
+            log.write("scores", step=step, **self.scores)
+            text = "test loss {test_loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
+            log.say(f"epoch {step // self.run.epoch_steps}: {text.format(**means)}")
+
+    @torch.no_grad()
+    def sum_up(self) -> tuple[Tensor, list[tuple[int, str]]]:
+        """Classify this rank's share -> number, loss, hits, hits of five (4,); what is unreadable.
+
+        Collective.
+        """
+        run, ranks, device = self.run, self.session.ranks, self.session.device
+        side, stats, size = run.config.img_size, run.channel_stats, run.local_batch
+        mine = range(ranks.rank, len(self.files), ranks.world_size)
+        options: Any = {"indices": mine, "exact": run.config.exact_decode}
+        batches = open_eval_loader(self.files, side, size, self.workers, stats, **options)
+        nothing = EvalBatch(torch.empty(0), torch.empty(0), [], [])
+        number_of = torch.tensor(self.numbers, device=device)
+        sums, bad = torch.zeros(4, dtype=torch.float64, device=device), list[tuple[int, str]]()
+        # every rank calls the model equally often: each call gathers parameters from all
+        for _ in range(math.ceil(math.ceil(len(self.files) / ranks.world_size) / size)):
+            self.session.heartbeat("scoring")
+            images, labels, indices, unreadable = next(batches, nothing)
+            bad += unreadable
+            if not indices:
+                images = torch.zeros(1, run.model.channels, side, side)
+            with shard.autocast(self.model, device, run.dtype):
+                logits = self.model(data.normalize(images.to(device), stats)).float()
+            if indices:
+                labels = number_of[labels.to(device)]  # (B,)
+                hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]  # (B, 5)
+                losses = F.cross_entropy(logits, labels, reduction="none")
+                counted = torch.ones_like(losses), losses, hits[:, 0], hits.any(dim=1)
+                sums += torch.stack([values.double().sum() for values in counted])
+        return sums, bad
 
 
 # ---------------------------------------------------------------------------------------------
 # The run
 
 
-def build_meta_classifier(run: TuningRun) -> Classifier:
-    """Build the classifier on the meta device: shapes without memory."""
-    c = run.config
-    with torch.device("meta"):
-        return Classifier(run.model, c.img_size, run.classes, c.pool, c.freeze_blocks)
-
-
-def shard_classifier(
-    model: nn.Module, run: TuningRun, pretrained: Pretrained, device: torch.device, new: bool
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Shard the meta model; return it with pretrained values and its optimizer. Collective.
-
-    Where it is not `new`, a checkpoint has to give it its values.
-    """
-    config, mode, frozen = run.config, str(run.config.mode), run.config.freeze_blocks
-    decay = shard.weight_decay_names(model)
-    model = shard.apply(
-        model,
-        mode,
-        mesh.build_mesh(run.mesh_shape, device),
-        block_classes=unit_classes(frozen),
-        values=partial(initial_classifier_value, pretrained, config.seed)
-        if new
-        else shard.undefined,
-        options=run.sharding_options(),
-    )
-    optimizer = build_layerwise_adamw(
-        model,
-        mode,
-        decay,
-        depth=run.model.depth,
-        layer_decay=config.layer_decay,
-        lr=run.lr,
-        weight_decay=config.weight_decay,
-    )
-    return model, optimizer
-
-
 def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str | None:
     """Make one run, on every rank; return an error message where it has failed."""
     config: Any = plain_run.config
-    ranks, device = session.ranks, session.device
+    ranks, device, stats = session.ranks, session.device, pretrained.stats
     session.lock_folder(config.out)
-    files, found = image_source.share_images(config, plain_run.global_batch)
-    test_files = image_source.share_eval_images(replace(config, eval_data=config.test))
-    session.log = log = open_log(config.out)
-    numbers = run_on_rank0(partial(classes_in, test_files, files))
     # normalised as in pretraining, whatever the mean of these images is
-    found["channel_stats"] = pretrained.stats
+    files, found = image_source.share_images(config, plain_run.global_batch, stats)
+    test = image_source.share_eval_images(replace(config, eval_data=config.test))
+    session.log = log = open_log(config.out)
+    log.say(*filter(None, [epsilon_note(pretrained)]))
+    numbers = run_on_rank0(partial(check_classes, files, test, config.img_size, stats))
     plain_run = run_on_rank0(partial(with_images, plain_run, **found))
     run = TuningRun(**vars(plain_run), classes=len(files.classes))
 
     saved = list_newest_first(run, log.say)
-    meta = build_meta_classifier(run)
-    trained = sum(p.numel() for p in meta.parameters() if p.requires_grad)
-    model, optimizer = shard_classifier(meta, run, pretrained, device, new=not saved)
-    scaler = shard.build_scaler(model, device, run.dtype)
+    training, trained = build_tuning(run, pretrained, device, resuming=bool(saved))
+    model, optimizer, scaler = training.model, training.optimizer, training.scaler
     saves = resume(saved, run, session, model, optimizer, scaler)
     if saves.begin >= run.steps:
         saves.report_finished()
@@ -305,18 +333,14 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     session.where_saved = saves.where
 
     loaded = open_batches(run, session, files, range(saves.begin, run.steps))
-    batches = (
-        replace(batch, parts=cast(Any, label_parts(run, files, ranks.rank, batch, step)))
-        for step, batch in enumerate(loaded, saves.begin)
-    )
+    batches = labelled(run, files, ranks.rank, loaded, saves.begin)
     monitor = Monitor(run, session, files, saves)
     start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": saves.begin}
     start |= {"pretrained": pretrained.name, "trained_parameters": trained}
     log.begin(run, device, saves.begin)
     log.write("start", **start, versions=versions())
     log.say(f"{pretrained.name}: {trained:,} parameters train; {run.classes} classes")
-    monitor.evaluation = Scores(run, session, model, test_files, numbers, loaded.workers)
-    training = Training(model, optimizer, scaler, build_loss(run), run.dtype, config.clip)
+    monitor.evaluation = Scores(run, session, model, test, numbers, loaded.workers)
     with manual_gc():
         ended = train(run, session, training, monitor, batches, saves)
     monitor.end_record = monitor.evaluation.scores

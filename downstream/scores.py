@@ -1,15 +1,13 @@
 """Score the frozen features of a model beside two baselines: its random weights, and raw pixels.
 
-What knn and linear have in common: flags, features, splits, the table on the terminal, and the
-files with all numbers.
+`probe.py knn` lets the most similar training images vote, `probe.py linear` trains a linear layer.
+All ranks compute features, rank 0 scores them. Shapes: N images, Q of them to test on, D width.
 """
 
 import argparse
-import csv
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,128 +15,84 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torchvision.transforms.functional import rgb_to_grayscale
 
+import data
 import mesh
 import vit
-from downstream.features import (
-    FeatureFile,
-    FeatureOptions,
-    LabelledImages,
-    Rows,
-    Source,
-    find_features,
-    weights_identity,
-)
-from downstream.weights import Pretrained, random_weights, read_pretrained
+from downstream import classifiers
+from downstream.images import open_eval_loader
+from downstream.weights import Pretrained, build_pretrained, random_weights, read_pretrained
 from runtime import agreement
 from runtime.config import filled, number, whole
+from runtime.device_batches import LoaderFailed
 from runtime.image_source import check_folder, list_folder
-from runtime.process import throttled_progress
+from runtime.process import print_error, throttled_progress, usage_error
 
-# (training rows, their labels (N,), test rows, classes, seed, device) -> scores (Q, classes)
-Classify = Callable[[Rows, Tensor, Rows, int, int, torch.device], Tensor]
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is scored on what: the flags that knn and linear have in common."""
-
-    run: str
-    data: str
-    test: str | None
-    split: float | None
-    features: str
-    grey: bool
-    img_size: int | None
-    device: str
-    seed: int
-    seeds: int
-    workers: int | None
-    out: str | None
-
-    @property
-    def all_seeds(self) -> range:
-        return range(self.seed, self.seed + self.seeds)
-
-    @property
-    def folder(self) -> Path:
-        """Where results go: --out, or a folder below `probe` with the name of the run."""
-        parts = [part for part in Path(self.run).parts if part not in ("/", "..")]
-        return Path(self.out) if self.out else Path("probe", *parts)
+HELP = "score frozen features: knn without training, linear by a linear classifier"
+BATCH = 64  # images; always as many, so that any number of ranks computes the same bits
+PIXELS_SIDE = 16  # of the smaller image that is the raw-pixel baseline
+MOST_K = 20
+SETTINGS = {"knn": ("k", "vote"), "linear": ("epochs", "batch", "blr", "optimizer")}
+Say = Callable[[str], None]
+Source = tuple[str, int | None]  # a name in the table, the seed of random weights
+Share = tuple[list[int], Tensor]  # images that a rank could read, by index; their features (n, D)
 
 
-@dataclass(frozen=True)
-class Score:
-    """The scores of one source of features with one seed, in percent."""
-
-    source: str
-    seed: int
-    top1: float
-    top5: float
-    classes: dict[str, dict[str, float]]  # of each class: images, top1, top5
-
-
-def add_score_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that knn and linear have in common."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `knn` or `linear`, whichever the parser is for."""
     add = parser.add_argument
     test = parser.add_mutually_exclusive_group(required=True)
     test.add_argument("--test", type=filled, metavar="DIR", help="test on it, train on --data")
-    test.add_argument(
-        "--split",
-        type=number(0, 1),
-        metavar="SHARE",
-        help="train on this share of each class of --data, drawn by the seed; test on the rest",
-    )
+    share = "train on this share of each class of --data, drawn by the seed; test on the rest"
+    test.add_argument("--split", type=number(0, 1), metavar="SHARE", help=share)
     add("--features", choices=("cls", "mean"), default="cls", help="class token (default) or mean")
     add("--grey", action="store_true", help="make the images grey first")
     add("--seed", type=whole(0, 2**31), default=0, help="of split, random weights, training (0)")
     add("--seeds", type=whole(1, 100), default=1, metavar="N", help="seeds to average over (1)")
-    add(
-        "--workers",
-        type=whole(0, 1024),
-        metavar="N",
-        help="processes that read images, per rank (default: cores - 1, at most 8)",
-    )
-    add("--out", type=filled, metavar="DIR", help="for scores and features (default probe/RUN)")
+    workers = "processes that read images, per rank (default: cores - 1, at most 8)"
+    add("--workers", type=whole(0, 1024), metavar="N", help=workers)
+    add("--out", type=filled, metavar="DIR", help="for the scores (default probe/RUN)")
+    if parser.prog.endswith("knn"):
+        some = f"neighbours that vote (default {MOST_K}, or a class's images where it has fewer)"
+        add("--k", type=whole(1, 10**6), metavar="K", help=some)
+        add("--vote", choices=("weighted", "majority"), default="weighted", help="default weighted")
+        return
+    epochs = f"default {classifiers.EPOCHS}, more on a small set: what shows two million images"
+    add("--epochs", type=whole(1, 10**6), metavar="N", help=epochs)
+    add("--batch", type=whole(2, 2**20), default=16384, metavar="B", help="images (16384), or all")
+    add("--blr", type=number(0, 1e3), default=0.1, help="lr = blr x batch / 256 (default 0.1)")
+    add("--optimizer", choices=("lars", "sgd"), default="lars", help="default lars")
 
 
-def run_scores(
-    flags: Mapping[str, Any], name: str, settings: dict[str, Any], classify: Classify
-) -> int:
-    """Compute features with all ranks, then score them on rank 0 -> exit status.
-
-    ValueError or OSError, one sentence, where that is not possible.
-    """
-    task = Task(**{field.name: flags[field.name] for field in fields(Task)})
+def run(args: argparse.Namespace) -> int:
+    """Compute features with all ranks, score them on rank 0, print and write -> exit status."""
     try:
         ranks = mesh.read_ranks(os.environ)
-        device = mesh.pick_device(task.device, ranks)
-        mesh.init_ranks(ranks, device)
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
-    problem = None
+        device = mesh.pick_device(args.device, ranks)
+        mesh.init_ranks(ranks, device, timeout_minutes=120)  # by which ranks may finish apart
+    except (ValueError, RuntimeError) as error:
+        return usage_error(str(error), local=True, program="probe.py")
+    say: Say = partial(print, flush=True) if ranks.rank == 0 else lambda text: None
+    failed, shares = None, None
     try:
-        pretrained = agreement.run_on_all_ranks(partial(read_pretrained, task.run))
-        found = compute_features(task, pretrained, ranks, device)
+        pretrained, folders = agreement.run_on_all_ranks(partial(read_inputs, args, say))
+        work = partial(encode_share, args, pretrained, folders, ranks, device)
+        own = agreement.run_on_all_ranks(partial(work, say))
+        shares = agreement.gather_to_rank0(own)
     except agreement.AgreedError as error:
-        problem = str(error)
+        failed = error
     dist.barrier()  # rank 0 serves the store: it leaves last
     dist.destroy_process_group()
-    if ranks.rank:
-        return 1 if problem else 0
-    if problem:
-        raise ValueError(problem)
-    scores = score_sources(task, found, classify, device)
-    print(format_table(name, scores, settings, task), flush=True)
-    about: dict[str, Any] = {
-        "run": pretrained.name,
-        "step": pretrained.step,
-        "command": name,
-        **settings,
-    }
-    about |= {key: getattr(task, key) for key in ("data", "test", "split", "features", "grey")}
-    write_scores(task.folder, name, about, scores)
+    if failed:
+        if ranks.rank == 0:
+            print_error(str(failed), "probe.py")
+        return 2 if isinstance(failed.error, ValueError | FileNotFoundError) else 1
+    if shares:
+        found = {source: join_shares(folders, [s[source] for s in shares]) for source in own}
+        report_scores(args, pretrained, *score_sources(args, folders, found, device))
     return 0
 
 
@@ -146,98 +100,124 @@ def run_scores(
 # Features
 
 
-@dataclass(frozen=True)
-class Features:
-    """The features of one source: of --data, and of --test if it is given."""
+def read_inputs(args: argparse.Namespace, say: Say) -> tuple[Pretrained, list[Any]]:
+    """Read the model; list --data, and --test if it is given, as images with labels and classes.
 
-    source: Source
-    train: tuple[LabelledImages, FeatureFile]
-    test: tuple[LabelledImages, FeatureFile] | None
-
-
-def list_sources(pretrained: Pretrained, seeds: Sequence[int]) -> list[Source]:
-    """Return what is scored: the model, its random weights by each seed, raw pixels."""
-    sources = [Source("trained", None, weights_identity(pretrained), lambda: pretrained)]
-    for seed in seeds:
-        identity = f"{pretrained.config} {seed}"
-        load = partial(random_weights, pretrained, seed)
-        sources.append(Source("random weights", seed, identity, load))
-    return [*sources, Source("raw pixels", None, "pixels", None)]
-
-
-def compute_features(
-    task: Task, pretrained: Pretrained, ranks: mesh.Ranks, device: torch.device
-) -> list[Features]:
-    """Find or compute the features of every source. Collective; AgreedError where that fails."""
-
-    def say(text: str) -> None:
-        if ranks.rank == 0:
-            print(text, flush=True)
-
-    def check() -> FeatureOptions:
-        img_size = task.img_size or pretrained.img_size
-        vit.patch_count(pretrained.config, img_size)
-        if task.grey and (pretrained.config.channels, pretrained.stats.dtype) != (3, "uint8"):
-            raise ValueError("--grey needs a model of RGB images")
-        return FeatureOptions(img_size, task.features, task.grey, pretrained.stats)
-
-    options = agreement.run_on_all_ranks(check)
-    folders = {"--data": task.data} | ({"--test": task.test} if task.test else {})
-    images = [
-        agreement.run_on_all_ranks(partial(list_images_of, folder, flag, say))
-        for flag, folder in folders.items()
-    ]
-    agreement.run_on_all_ranks(partial(check_classes, images))
-    workers = task.workers
-    if workers is None:
-        workers = min(8, mesh.cpu_cores(ranks) - 1)
-    found: list[Features] = []
-    for source in list_sources(pretrained, task.all_seeds):
-        files = []
-        for one in images:
-            progress = throttled_progress(say, f"features of {source.name}, {one.folder}")
-            file = find_features(
-                source,
-                one,
-                options,
-                task.folder / "features",
-                device=device,
-                workers=workers,
-                progress=progress,
-            )
-            files.append((one, file))
-        if not found:
-            for one, file in files:
-                for index, reason in file.bad:
-                    say(f"warning: {one.files.path(index)} is left out: {reason}")
-        found.append(Features(source, files[0], files[1] if task.test else None))
-    return found
+    ValueError or OSError where one cannot be read, or model, folders and flags do not fit.
+    """
+    pretrained = read_pretrained(args.run)
+    vit.patch_count(pretrained.config, args.img_size or pretrained.img_size)
+    if args.grey and (pretrained.config.channels, pretrained.stats.dtype) != (3, "uint8"):
+        raise ValueError("--grey needs a model of RGB images")
+    folders = []
+    for flag, path in ("--data", args.data), ("--test", args.test):
+        if path:
+            check_folder(path, flag)
+            folders.append(list_folder(path, None, say)[0])
+            if not len(folders[-1].classes):
+                raise ValueError(f"{path} has no classes: a score needs a folder for each class")
+    counts = np.bincount(np.asarray(folders[0].labels) + 1)[1:].tolist()
+    if not args.test and 1 in counts:
+        what = f"class {folders[0].classes[counts.index(1)]} of {args.data} has a single image"
+        raise ValueError(f"{what}: it cannot be split")
+    class_numbers(folders[-1], folders[0])
+    return pretrained, folders
 
 
-def list_images_of(folder: str, flag: str, say: Callable[[str], None]) -> LabelledImages:
-    """List the class tree of a flag; ValueError where its images have no classes."""
-    check_folder(folder, flag)
-    files, fingerprint = list_folder(folder, None, say)
-    if not len(files.classes):
-        raise ValueError(f"{folder} has no classes: a score needs a folder for each class")
-    return LabelledImages(folder, files, fingerprint)
+def class_numbers(test: Any, train: Any) -> list[int]:
+    """Return the number in training of each class of the test images; ValueError without one."""
+    if unknown := sorted({*test.classes} - {*train.classes}):
+        some = ", ".join(unknown[:5])
+        raise ValueError(f"{test.root} has classes that {train.root} does not have: {some}")
+    return [train.classes.index(name) for name in test.classes]
 
 
-def check_classes(images: Sequence[LabelledImages]) -> None:
-    """Raise ValueError where one folder cannot be split, or the second has other classes."""
-    first, *second = images
-    counts = np.bincount(np.asarray(first.files.labels) + 1)[1:]
-    if not second and 1 in counts:
-        name = first.files.classes[counts.tolist().index(1)]
-        raise ValueError(f"class {name} of {first.folder} has a single image: it cannot be split")
-    for one in second:
-        if unknown := sorted({*one.files.classes} - {*first.files.classes}):
-            some = ", ".join(unknown[:5])
-            raise ValueError(f"{one.folder} has classes that {first.folder} does not have: {some}")
+def encode_share(
+    args: argparse.Namespace,
+    pretrained: Pretrained,
+    folders: Sequence[Any],
+    ranks: mesh.Ranks,
+    device: torch.device,
+    say: Say,
+) -> dict[Source, list[Share]]:
+    """Encode this rank's images of each folder by the model, by random weights, as raw pixels.
+
+    Names those that cannot be read. OSError where a disk or a worker process fails, ValueError
+    where features are not finite.
+    """
+    size, stats = args.img_size or pretrained.img_size, pretrained.stats
+    workers = min(8, mesh.cpu_cores(ranks) - 1) if args.workers is None else args.workers
+    sources: dict[Source, Any] = {("trained", None): lambda: pretrained}
+    for seed in seeds_of(args):
+        sources["random weights", seed] = partial(random_weights, pretrained, seed)
+    shares: dict[Source, list[Share]] = {}
+    for source, load in (sources | {("raw pixels", None): None}).items():
+        model, shares[source] = load and build_pretrained(load(), device, size), []
+        for files in folders:
+            firsts = range(0, len(files), BATCH)[ranks.rank :: ranks.world_size]
+            mine = [i for first in firsts for i in range(len(files))[first : first + BATCH]]
+            progress = throttled_progress(say, f"features of {source[0]}, {files.root}, rank 0")
+            indices, rows = list[int](), [torch.empty(0)]
+            try:
+                for batch in open_eval_loader(files, size, BATCH, workers, stats, indices=mine):
+                    for index, reason in batch.bad if source[0] == "trained" else []:
+                        print(f"warning: {files.path(index)} is left out: {reason}", flush=True)
+                    if batch.indices:
+                        rows.append(encode(model, batch.images.to(device), stats, args))
+                        indices += batch.indices
+                    progress(len(indices))
+            except LoaderFailed as error:
+                raise OSError(str(error)) from error
+            shares[source].append((indices, torch.cat(rows)))
+        del model  # before the next one is built
+    return shares
+
+
+@torch.inference_mode()
+def encode(
+    model: vit.ViTMAE | None, images: Tensor, stats: data.ChannelStats, args: argparse.Namespace
+) -> Tensor:
+    """Compute the features (B, D) fp32 of images (B, C, H, W) as loaded, on the CPU.
+
+    They are the class token after the final norm, or the mean of the patch tokens, with all patches
+    visible; without a model, small pixels. A GPU computes in bf16. ValueError for NaN or infinity.
+    """
+    images = rgb_to_grayscale(images, num_output_channels=3) if args.grey else images
+    images = data.normalize(images, stats)
+    if model is None:
+        return F.adaptive_avg_pool2d(images, PIXELS_SIDE).flatten(1).cpu()
+    patches = vit.patchify(images, model.config.patch)  # (B, L, P*P*C)
+    keep = torch.arange(patches.shape[1], device=images.device).expand(len(images), -1)
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
+        tokens = model.encode(patches, keep).float()  # (B, 1+L, D)
+    features = (tokens[:, 0] if args.features == "cls" else tokens[:, 1:].mean(dim=1)).cpu()
+    if not features.isfinite().all():
+        raise ValueError("the features of the model are NaN or infinite")
+    return features
+
+
+def join_shares(folders: Sequence[Any], shares: Sequence[list[Share]]) -> list[Tensor]:
+    """Join what all ranks have encoded -> (N, D) of each folder, NaN for what cannot be read.
+
+    ValueError where nothing in a folder can.
+    """
+    joined = []
+    for files, parts in zip(folders, zip(*shares, strict=True), strict=True):
+        rows = torch.cat([rows for _, rows in parts])
+        if not len(rows):
+            raise ValueError(f"none of the {len(files)} images in {files.root} can be read")
+        joined.append(torch.full((len(files), rows.shape[1]), torch.nan))
+        joined[-1][[i for indices, _ in parts for i in indices]] = rows
+    return joined
 
 
 # ---------------------------------------------------------------------------------------------
 # Scores
+
+
+def seeds_of(args: argparse.Namespace) -> range:
+    """Return --seeds seeds, the first of which is --seed."""
+    return range(args.seed, args.seed + args.seeds)
 
 
 def split_per_class(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -255,102 +235,118 @@ def split_per_class(labels: np.ndarray, share: float, seed: int) -> tuple[np.nda
     return chosen, np.setdiff1d(np.flatnonzero(labels >= 0), chosen)
 
 
-def labels_of(images: LabelledImages, file: FeatureFile, classes: Sequence[str]) -> np.ndarray:
-    """Return the labels (N,) int64 by the numbers of `classes`; -1 for unreadable images too."""
-    number_of = np.array([*(classes.index(name) for name in images.files.classes), -1])
-    labels = number_of[np.asarray(images.files.labels, np.int64)]  # -1 is the last
-    labels[[index for index, _ in file.bad]] = -1
-    return labels
-
-
 def score_sources(
-    task: Task, found: list[Features], classify: Classify, device: torch.device
-) -> list[Score]:
-    """Train and test a classifier on the features of every source, once for each seed."""
+    args: argparse.Namespace,
+    folders: Sequence[Any],
+    found: Mapping[Source, list[Tensor]],
+    device: torch.device,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Train and test a classifier on the features of every source, once for each seed.
+
+    Returns the scores as of `measure`, and the settings. ValueError where no image is left.
+    """
+    classes, labels = folders[0].classes, []
+    for place, files in enumerate(folders):
+        names = np.array([*class_numbers(files, folders[0]), -1])
+        labels.append(names[np.asarray(files.labels, np.int64)])  # -1 is the last
+        for values in found.values():
+            labels[-1][values[place][:, 0].isnan().numpy()] = -1
+    settings = {name: getattr(args, name) for name in SETTINGS[args.command]}
     scores = []
-    for seed in task.all_seeds:
-        for features in found:
-            if features.source.seed not in (None, seed):
-                continue
-            images, file = features.train
-            classes = images.files.classes
-            labels = labels_of(images, file, classes)
-            if features.test:
-                train = np.flatnonzero(labels >= 0)
-                test_labels, test_file = labels_of(*features.test, classes), features.test[1]
-                test = np.flatnonzero(test_labels >= 0)
-            else:
-                train, test = split_per_class(labels, task.split or 0, seed)
-                test_labels, test_file = labels, file
-            if not len(train) or not len(test):
-                raise ValueError("no image with a class is left to train on, or to test on")
-            bank, queries = Rows(file.path, train), Rows(test_file.path, test)
-            target = torch.from_numpy(test_labels[test])
-            values = classify(
-                bank, torch.from_numpy(labels[train]), queries, len(classes), seed, device
-            )
-            scores.append(measure(features.source.name, seed, values, target, classes))
-    return scores
+    for seed in seeds_of(args):
+        train, test = (np.flatnonzero(own >= 0) for own in (labels[0], labels[-1]))
+        if args.split is not None:
+            train, test = split_per_class(labels[0], args.split, seed)
+        if not len(train) or not len(test):
+            raise ValueError("no image with a class is left to train on, or to test on")
+        if args.command == "knn":
+            # no more than a class has, in the median: one rare class does not decide
+            counts = np.bincount(labels[0][train])
+            settings["k"] = settings["k"] or min(MOST_K, int(np.median(counts[counts > 0])))
+        target, truth = torch.from_numpy(labels[0][train]), torch.from_numpy(labels[-1][test])
+        for (source, own_seed), values in found.items():
+            if own_seed in (None, seed):
+                bank, queries = values[0][train].to(device), values[-1][test].to(device)
+                votes, facts = score_queries(settings, len(classes), bank, target, queries, seed)
+                scores.append({"source": source, "seed": seed} | facts)
+                scores[-1] |= measure(votes, truth, classes)
+    return scores, settings
 
 
-def measure(
-    source: str, seed: int, values: Tensor, labels: Tensor, classes: Sequence[str]
-) -> Score:
-    """Compare scores (Q, classes) with labels (Q,); of equal ones the class listed first counts.
+def score_queries(
+    settings: dict[str, Any], classes: int, bank: Tensor, labels: Tensor, queries: Tensor, seed: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """Score queries (Q, D) by training features (N, D) with labels (N,) -> (Q, classes) float64.
 
-    A class with the score -inf is never a hit.
+    Also returns how the training of a linear classifier went.
+    """
+    if "k" in settings:
+        k, weighted = settings["k"], settings["vote"] == "weighted"
+        return classifiers.nearest_vote(bank, labels, queries, classes, k, weighted), {}
+    progress = throttled_progress(partial(print, flush=True), "linear classifier")
+    model, losses = classifiers.train_linear(
+        bank, labels, classes, **settings, seed=seed, progress=progress
+    )
+    with torch.inference_mode():
+        own, scores = (model(x).double().cpu() for x in (bank, queries))
+    return scores, {
+        "training_top1": 100 * (own.argmax(dim=1) == labels).double().mean().item(),
+        "training_loss": F.cross_entropy(own, labels).item(),
+        "converged": classifiers.has_converged(losses),
+    }
+
+
+def measure(values: Tensor, labels: Tensor, classes: Sequence[str]) -> dict[str, Any]:
+    """Compare scores (Q, classes) with labels (Q,) -> top-1 and top-5 in percent, by class too.
+
+    Of equal scores the class listed first counts; a class with the score -inf is never a hit.
     """
     ranked, order = values.sort(dim=1, descending=True, stable=True)
     hits = (order == labels[:, None]) & (ranked > -torch.inf)  # (Q, classes)
-    top1, top5 = (hits[:, :n].any(dim=1).double() * 100 for n in (1, 5))  # (Q,)
-    table = {}
-    for number_of, name in enumerate(classes):
-        own = labels == number_of
-        if own.any():
-            table[name] = {
-                "images": int(own.sum()),
-                "top1": top1[own].mean().item(),
-                "top5": top5[own].mean().item(),
-            }
-    return Score(source, seed, top1.mean().item(), top5.mean().item(), table)
+    tops = torch.stack([hits[:, :n].any(dim=1).double() * 100 for n in (1, 5)])  # (2, Q)
+
+    def means(chosen: Tensor) -> dict[str, float]:
+        return dict(zip(("top1", "top5"), tops[:, chosen].mean(dim=1).tolist(), strict=True))
+
+    rows = {name: labels == number_of for number_of, name in enumerate(classes)}
+    table = {n: {"images": int(own.sum())} | means(own) for n, own in rows.items() if own.any()}
+    return means(labels >= 0) | {"classes": table}
 
 
-def average(scores: Sequence[Score]) -> dict[str, dict[str, float]]:
-    """Average top-1 and top-5 over the seeds, for each source in order."""
-    table = {}
-    for source in dict.fromkeys(score.source for score in scores):
-        own = [score for score in scores if score.source == source]
-        table[source] = {key: sum(getattr(s, key) for s in own) / len(own) for key in TOPS}
-    return table
-
-
-TOPS = ("top1", "top5")
-
-
-def format_table(name: str, scores: Sequence[Score], settings: dict[str, Any], task: Task) -> str:
-    """Format the scores, one line per source: means over the seeds, then top-1 of each seed."""
-    seeds = list(dict.fromkeys(score.seed for score in scores))
-    images = sum(int(row["images"]) for row in scores[0].classes.values())
+def report_scores(
+    args: argparse.Namespace,
+    pretrained: Pretrained,
+    scores: Sequence[dict[str, Any]],
+    settings: Mapping[str, Any],
+) -> None:
+    """Print a table, one line per source with means over the seeds; write all to OUT/NAME.json."""
     what = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
-    head = f"{name} ({what}, features {task.features}{', grey' * task.grey}): {images} test images"
-    lines = [head, f"  {'':16} top-1   top-5   top-1 of seed {', '.join(map(str, seeds))}"]
-    for source, mean in average(scores).items():
-        each = " ".join(f"{s.top1:.1f}" for s in scores if s.source == source)
-        lines.append(f"  {source:16} {mean['top1']:5.1f}   {mean['top5']:5.1f}   {each}")
-    return "\n".join(lines)
-
-
-def write_scores(folder: Path, name: str, about: dict[str, Any], scores: Sequence[Score]) -> None:
-    """Write NAME.json and NAME.csv, one row per source, seed and class."""
-    folder.mkdir(parents=True, exist_ok=True)
-    document = about | {"mean": average(scores), "scores": [asdict(score) for score in scores]}
-    (folder / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
-    with open(folder / f"{name}.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["source", "seed", "class", "images", *TOPS])
-        for score in scores:
-            total = sum(int(row["images"]) for row in score.classes.values())
-            rows = {"all classes": {"images": total, "top1": score.top1, "top5": score.top5}}
-            for key, row in (rows | score.classes).items():
-                writer.writerow([score.source, score.seed, key, *row.values()])
-    print(f"{folder / name}.csv and .json: per class and seed")
+    images = sum(row["images"] for row in scores[0]["classes"].values())
+    grey, seeds = ", grey" * args.grey, ", ".join(map(str, seeds_of(args)))
+    columns = {"top1": "top-1", "top5": "top-5"}
+    if args.command == "linear":
+        columns |= {"training_top1": "training top-1", "training_loss": "training loss"}
+    print(f"{args.command} ({what}, features {args.features}{grey}): {images} test images")
+    print(f"  {'':16} {'   '.join(columns.values())}   top-1 of seed {seeds}")
+    means: dict[str, dict[str, float]] = {}
+    for source in dict.fromkeys(score["source"] for score in scores):
+        own = [score for score in scores if score["source"] == source]
+        means[source] = {key: sum(score[key] for score in own) / len(own) for key in columns}
+        numbers = (
+            f"{means[source][key]:{len(name)}.{1 + 2 * ('loss' in key)}f}"
+            for key, name in columns.items()
+        )
+        each = " ".join(f"{score['top1']:.1f}" for score in own)
+        print(f"  {source:16} {'   '.join(numbers)}   {each}")
+    if early := {score["source"] for score in scores if not score.get("converged", True)}:
+        advice = "scores may change with more --epochs, a larger --blr or --optimizer sgd"
+        print(f"warning: not converged: {', '.join(sorted(early))}; {advice}")
+    about = {"run": pretrained.name, "step": pretrained.step, "command": args.command, **settings}
+    about |= {key: getattr(args, key) for key in ("data", "test", "split", "features", "grey")}
+    parts = [part for part in Path(args.run).parts if part not in ("/", "..")]
+    path = Path(args.out or Path("probe", *parts), f"{args.command}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_suffix(".tmp")
+    whole.write_text(json.dumps(about | {"mean": means, "scores": scores}, indent=2) + "\n")
+    whole.replace(path)
+    print(f"{path}: per class and seed", flush=True)

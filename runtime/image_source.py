@@ -82,28 +82,35 @@ def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tup
 
 
 def find_images(
-    config: "Config", out: str | None, global_batch: int, say: Callable[[str], None]
+    config: "Config",
+    out: str | None,
+    global_batch: int,
+    say: Callable[[str], None],
+    stats: data.ChannelStats | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """List --data -> (images, what `with_images` needs to know of them), as `list_folder`.
 
-    ValueError too where there are too few images for a step, or as `find_stats`.
+    ValueError too where there are too few images for a step, or as `find_stats` without `stats`.
     """
     files: Any = SyntheticImages(config.seed, config.channels)
     names: str | None = None
     if config.data != "synthetic":
         files, names = list_folder(config.data, out, say)
     data.steps_per_epoch(len(files), global_batch)  # raises where there is not one
-    stats = find_stats(config.data, config.channels)
-    if config.data != "synthetic" and stats is data.IMAGENET:
-        check_first_image(files)
+    if stats is None:
+        stats = find_stats(config.data, config.channels)
+        if config.data != "synthetic" and stats is data.IMAGENET:
+            check_first_image(files)
     return files, {"images": len(files), "image_names_and_sizes": names, "channel_stats": stats}
 
 
-def share_images(config: "Config", global_batch: int) -> tuple[Any, dict[str, Any]]:
+def share_images(
+    config: "Config", global_batch: int, stats: data.ChannelStats | None = None
+) -> tuple[Any, dict[str, Any]]:
     """Do as `find_images` on rank 0, and give every rank its result. Collective."""
     if config.eval_data:
         share_eval_images(config)  # refused now, if at all
-    return _share(lambda: find_images(config, config.out, global_batch, _say))
+    return _share(lambda: find_images(config, config.out, global_batch, _say, stats))
 
 
 def share_eval_images(config: "Config") -> Any:
