@@ -38,7 +38,6 @@ from runtime.agreement import StepGuard, run_on_rank0
 from runtime.config import parse
 from runtime.device_batches import Batch, open_batches
 from runtime.initial_values import initial_values
-from runtime.log import open_log
 from runtime.record import Monitor, report_start
 from runtime.resume import Saves, list_newest_first, resume
 from runtime.run import Run, with_images
@@ -223,16 +222,6 @@ def read_images(
 # The run: each part is made from those before it
 
 
-def prepare_training(run: Run, session: Session, grid: DeviceMesh) -> tuple[Training, Saves]:
-    """Make the model, with the values of a checkpoint or initial ones. Collective."""
-    checkpoints = list_newest_first(run, session.log.say)
-    training = build_training(run, grid, resuming=bool(checkpoints))
-    if run.config.run_mode == "syn":
-        return training, Saves(run, session.log)  # which saves nothing
-    model, optimizer, scaler = training.model, training.optimizer, training.scaler
-    return training, resume(checkpoints, run, session, model, optimizer, scaler)
-
-
 def run_training(run: Run, session: Session) -> str | None:
     """Make one run, on every rank; return an error message where it has failed."""
     config = run.config
@@ -240,15 +229,19 @@ def run_training(run: Run, session: Session) -> str | None:
     # rank 0 lists the images and opens the log for all
     session.heartbeat("listing images")
     files, found = image_source.share_images(config, run.global_batch)
-    session.log = log = open_log(config.out)
-    shape = run.mesh_shape
+    shape, log = run.mesh_shape, session.log
     log.say(*topology.describe_topology(session.ranks, session.device, shape, os.environ))
     run = run_on_rank0(lambda: with_images(run, **found))
+    checkpoints = list_newest_first(run, log.say)
+    log.open(run, session.device, resuming=bool(checkpoints))
     training, saves, grid = None, Saves(run, log), None
     if config.run_mode != "io":
         session.heartbeat("building the model")
         grid = mesh.build_mesh(run.mesh_shape, session.device)  # replicate x shard (x tp)
-        training, saves = prepare_training(run, session, grid)
+        training = build_training(run, grid, resuming=bool(checkpoints))
+    if training and config.run_mode == "real":  # the others save nothing
+        model, optimizer, scaler = training.model, training.optimizer, training.scaler
+        saves = resume(checkpoints, run, session, model, optimizer, scaler)
         if saves.begin >= run.steps:
             saves.report_finished()
             return None

@@ -35,7 +35,6 @@ from runtime import image_source, process
 from runtime.agreement import run_on_rank0
 from runtime.config import FIELDS, Config, Parser, add_flags, flag, make_config, number, whole
 from runtime.device_batches import Batch, open_batches
-from runtime.log import open_log
 from runtime.record import Monitor, versions
 from runtime.resume import list_newest_first, resume
 from runtime.run import Run, with_images
@@ -285,7 +284,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     session.lock_folder(config.out)
     files, found = image_source.share_images(config, plain_run.global_batch)
     test_files = image_source.share_eval_images(replace(config, eval_data=config.test))
-    session.log = log = open_log(config.out)
+    log = session.log
     numbers = run_on_rank0(partial(classes_in, test_files, files))
     # normalised as in pretraining, whatever the mean of these images is
     found["channel_stats"] = pretrained.stats
@@ -293,6 +292,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     run = TuningRun(**vars(plain_run), classes=len(files.classes))
 
     saved = list_newest_first(run, log.say)
+    log.open(run, device, resuming=bool(saved))
     meta = build_meta_classifier(run)
     trained = sum(p.numel() for p in meta.parameters() if p.requires_grad)
     model, optimizer = shard_classifier(meta, run, pretrained, device, new=not saved)
@@ -311,7 +311,6 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     monitor = Monitor(run, session, files, saves)
     start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": saves.begin}
     start |= {"pretrained": pretrained.name, "trained_parameters": trained}
-    log.begin(run, device, saves.begin)
     log.write("start", **start, versions=versions())
     log.say(f"{pretrained.name}: {trained:,} parameters train; {run.classes} classes")
     monitor.evaluation = Scores(run, session, model, test_files, numbers, loaded.workers)

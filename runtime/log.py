@@ -7,10 +7,8 @@ takes the times that the log shows.
 import json
 import math
 import os
-import shutil
 import statistics
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,7 +30,6 @@ class Meter:
     def __init__(self, begin: int, global_batch: int) -> None:
         """Begin before step `begin`; each step has `global_batch` images of all ranks."""
         self.begin, self.global_batch = begin, global_batch
-        self.losses: deque[float] = deque(maxlen=10)  # of the last steps
         self.rates: list[float] = []  # images per second of each interval
         self.waited = self.waited_before = 0.0  # seconds in this interval, and before it
         self.started = self.interval_start = time.perf_counter()
@@ -75,31 +72,41 @@ class Meter:
 
 
 class Log:
-    """Write log.jsonl, one object per line, and the terminal; silent on all ranks but 0."""
+    """Write the terminal and, once it is open, log.jsonl with one object a line; on rank 0 only."""
 
-    run: Run  # this and the device from `begin` on
+    run: Run  # this and the device once it is open
     device: torch.device
+    file: TextIO | None = None
+    tensorboard: Any = None  # its writer, with --tensorboard
 
-    def __init__(self, file: TextIO | None) -> None:
-        self.file = file
-        self.tensorboard: Any = None  # its writer, with --tensorboard
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
 
-    def begin(self, run: Run, device: torch.device, step: int) -> None:
-        """Learn of the run whose next step is `step`, counted from 0, on `device`.
+    def open(self, run: Run, device: torch.device, resuming: bool) -> None:
+        """Append to the log of a run on `device`; a new run renames an earlier one's. Collective.
 
-        TensorBoard then hides what an earlier start of this run has written of later steps.
+        AgreedError where the folder cannot be written.
         """
         self.run, self.device = run, device
-        if self.file and run.config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        path = Path(run.config.out, "log.jsonl")
 
-            folder = os.path.join(run.config.out, "tensorboard", run.config.run_mode)
-            with self._disk_may_fail(folder):
-                self.tensorboard = SummaryWriter(folder, purge_step=step + 1)
+        def prepare() -> None:
+            before = path.read_bytes() if path.exists() else b""
+            if before and not resuming and run.config.run_mode == "real":
+                names = (path.with_name(f"log.{i}.jsonl") for i in count(1))
+                old = next(name for name in names if not name.exists())
+                path.rename(old)
+                self.say(f"note: this run begins at step 0; the log of an earlier one is now {old}")
+            # bytes of a file name that are no text become question marks: the log is UTF-8
+            self.file = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
+            if before[-1:] not in (b"", b"\n"):  # the run before was killed in a line
+                self.file.write("\n")
+
+        run_on_rank0(prepare)
 
     def say(self, *lines: str) -> None:
         """Print lines on the terminal."""
-        if self.file and lines:
+        if self.rank == 0 and lines:
             print(*lines, sep="\n", flush=True)
 
     def warn(self, text: str) -> None:
@@ -123,9 +130,15 @@ class Log:
         with self._disk_may_fail("log.jsonl"):
             self.file.write(json.dumps({"event": event} | record, ensure_ascii=False) + "\n")
             self.file.flush()
-        if self.tensorboard and "step" in record:
-            step = record.pop("step")
-            with self._disk_may_fail("TensorBoard's file"):
+        with self._disk_may_fail("TensorBoard's file"):
+            if event == "start" and self.run.config.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                folder = os.path.join(self.run.config.out, "tensorboard", self.run.config.run_mode)
+                # an earlier start of this run may have written of later steps: they are hidden
+                self.tensorboard = SummaryWriter(folder, purge_step=record["begin"] + 1)
+            elif self.tensorboard and "step" in record:
+                step = record.pop("step")
                 for key, value in record.items():
                     if type(value) in (int, float):
                         self.tensorboard.add_scalar(f"{event}/{key}", value, step)
@@ -174,35 +187,3 @@ class Log:
             f"{'' if gib is None else f'{gib:6.2f} GiB  '}data wait {1e3 * waited:7.1f} ms "
             f"{waited / seconds:4.0%}  ETA {left}"
         )
-
-
-def open_log(out: str) -> Log:
-    """Open the log in the folder `out` to append, on rank 0; AgreedError if not. Collective."""
-    path, log = Path(out, "log.jsonl"), Log(None)
-
-    def make() -> None:
-        try:
-            os.makedirs(out, exist_ok=True)
-            # bytes of a file name that are no text become question marks: the log is UTF-8
-            log.file = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
-            if path.read_bytes()[-1:] not in (b"", b"\n"):  # the run before was killed in a line
-                log.file.write("\n")
-        except OSError as error:
-            raise ValueError(f"{error}: give --out a folder that can be written") from None
-
-    run_on_rank0(make)
-    return log
-
-
-def rename_old_log(log: Log, out: str) -> None:
-    """Rename an earlier run's log, where this run begins at step 0; AgreedError. Collective."""
-    path = Path(out, "log.jsonl")
-
-    def rename() -> None:
-        if log.file and path.stat().st_size:
-            other = next(p for i in count(1) if not (p := Path(out, f"log.{i}.jsonl")).exists())
-            shutil.copyfile(path, other)
-            log.file.truncate(0)
-            log.say(f"note: this run begins at step 0; the log of an earlier one is now {other}")
-
-    run_on_rank0(rename)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import PIL
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import data
@@ -70,19 +70,38 @@ def versions() -> dict[str, str | None]:
 def report_start(run: Run, session: Session, begin: int, workers: int) -> None:
     """Log the start record before step `begin`; rank 0 plans the run, and says what it will do."""
     ranks, device, log = session.ranks, session.device, session.log
-    log.begin(run, device, begin)
     plan = devices.planned(run, device, log.warn) if ranks.rank == 0 else None
     start = start_record(run, ranks, device, plan, begin=begin, workers=workers)
     log.write("start", **start)
     log.say(*describe(start))
 
 
-def loss_of_zero(batch: Batch, run: Run) -> float:
-    """Compute the mean loss over all ranks of predicting zero: what a model has to beat."""
-    images = data.normalize(batch.parts[0][0], run.channel_stats or data.IMAGENET)
-    patches = vit.patchify(images, run.model.patch)
-    target = vit.reconstruction_target(patches, run.config.norm_pix_loss)
-    return mean_over_ranks(target.square().mean()[None])[0]
+def losses_of_guesses(run: Run, images: Tensor, mask: Tensor) -> Tensor:
+    """Compute what a model has to beat (2, B): the losses of predicting zero and a mean colour.
+
+    The colour, one number per channel, is the mean of the patches that the image shows, as the loss
+    sees them: with --norm-pix-loss each is normalised before, so that zero is its own mean grey.
+    `images` (B, C, H, W) are normalised; of the `mask` (B, L) 1 is removed.
+    """
+    size, norm_pix = run.model.patch, run.config.norm_pix_loss
+    target = vit.reconstruction_target(vit.patchify(images, size), norm_pix)
+    by_channel = target.unflatten(-1, (-1, images.shape[1]))  # (B, L, P*P, C)
+    shown = (1 - mask)[..., None, None] / (1 - mask[0]).sum()  # all images show equally many
+    colour = (by_channel * shown).sum(1, keepdim=True).mean(2, keepdim=True)  # (B, 1, 1, C)
+    guesses = torch.zeros_like(target), colour.expand_as(by_channel).flatten(2)
+    losses = [vit.loss_of_each(images, guess, mask, size, norm_pix) for guess in guesses]
+    return torch.stack(losses)
+
+
+def baselines(run: Run, batch: Batch) -> dict[str, float]:
+    """Average `losses_of_guesses` over a step's batch of all ranks, with its masks. Collective."""
+    losses, kept = [], vit.kept_patches(run.patches, run.config.mask_ratio)
+    for images, noise in batch.parts:
+        images = data.normalize(images, run.channel_stats or data.IMAGENET)
+        mask = (noise.argsort(1).argsort(1) >= kept).float()  # as of `ViTMAE.forward`
+        losses.append(losses_of_guesses(run, images, mask).mean(1))
+    zero, colour = mean_over_ranks(torch.stack(losses).mean(0))
+    return {"loss_of_zero": zero, "loss_of_mean_colour": colour}
 
 
 def describe(start: dict[str, Any]) -> Iterator[str]:
@@ -141,7 +160,8 @@ class Monitor:
         self.error: Exception | None = None  # of this rank's data loader
         self.problem: str | None = None  # the last bad step, in a sentence
         self.image_ids: deque[list[int]] = deque(maxlen=2)  # of the last two steps
-        self.loss_of_zero = None if first is None else loss_of_zero(first, run)
+        self.losses: deque[float] = deque(maxlen=10)  # of the last steps
+        self.baselines = baselines(run, first) if first else {}
         self.evaluation: Any = None  # called with the number of steps where its `due` says so
         self.profile: Any = None
         self.end_record: dict[str, float] = {}  # what the end record has besides
@@ -195,7 +215,7 @@ class Monitor:
                 self.problem = self.log_skip(verdict)
             if self.guard.ended and verdict.step == self.guard.done:
                 return
-            self.meter.losses.append(verdict.loss)
+            self.losses.append(verdict.loss)
             yield verdict
         if self.too_many and not wait:  # the run ends: save what is applied by now
             yield from self.settle(wait=True)
@@ -263,11 +283,12 @@ class Monitor:
         end |= self.meter.summary() | devices.device_memory(self.session.device) | self.end_record
         end["payload_bytes"] = self.profile.payload_bytes() if self.profile else None
         log.write("io", ranks=self.bad_images.report(end["seconds"], end["data_share"]))
-        losses = [loss for loss in self.meter.losses if math.isfinite(loss)]
+        losses = [loss for loss in self.losses if math.isfinite(loss)]
         if reason == "done" and losses and self.run.config.run_mode != "io":
-            end |= {"loss": sum(losses) / len(losses), "loss_of_zero": self.loss_of_zero}
-            zero = self.loss_of_zero and f"; predicting zero gives {self.loss_of_zero:.4f}"
-            log.say(f"mean loss of the last {len(losses)} steps {end['loss']:.4f}{zero or ''}")
+            end |= {"loss": sum(losses) / len(losses)} | self.baselines
+            text = "; predicting zero gives {:.4f}, the mean colour of the visible patches {:.4f}"
+            text = text.format(*self.baselines.values()) if self.baselines else ""
+            log.say(f"mean loss of the last {len(losses)} steps {end['loss']:.4f}{text}")
         log.write("end", **end)
         log.say(
             f"{reason}: {guard.done - self.begin} steps in {end['seconds']:.1f} s, median "

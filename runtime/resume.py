@@ -12,7 +12,7 @@ from torch import nn
 import checkpoint
 from runtime.agreement import AgreedError, run_on_rank0
 from runtime.config import save_interval
-from runtime.log import Log, rename_old_log
+from runtime.log import Log
 from runtime.run import Run, decisive
 from runtime.session import Session
 
@@ -66,8 +66,6 @@ def resume(
         scaler.load_state_dict(state["scaler"])
     if state["step"] < run.steps:
         mark_done(config.out, False)
-    if state["step"] == 0:
-        rename_old_log(log, config.out)
     saver = checkpoint.Saver(
         config.out, model, optimizer, keep=config.keep, group=group, background=config.async_save
     )

@@ -35,7 +35,7 @@ class Session:
     ) -> None:
         """`timeout` in seconds; `signals` grows by each signal that asks this process to stop."""
         self.ranks, self.device, self.signals = ranks, device, signals
-        self.log = Log(None)
+        self.log = Log(ranks.rank)
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
         self.reason = "timeout"  # in the log, where the run is ended from outside the loop
         self.watchdog = Watchdog(ranks.rank, ranks.world_size, timeout, self.give_up)

@@ -266,7 +266,8 @@ def test_saving_by_the_clock(tmp_path, monkeypatch):
 @linux
 def test_log_lines_are_kept_until_the_log_can_be_written(tmp_path, capsys):
     """A file size limit for a while: the run continues, and each line is written once, later."""
-    log = Log(open(tmp_path / "log.jsonl", "a", encoding="utf-8"))  # noqa: SIM115
+    log = Log(0)
+    log.file = open(tmp_path / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115
     with files_limited(10):
         log.write("step", step=1)
     log.write("step", step=2)
