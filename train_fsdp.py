@@ -37,9 +37,8 @@ from runtime import image_source, tensor_parallel, topology
 from runtime.agreement import StepGuard, run_on_rank0
 from runtime.config import parse
 from runtime.device_batches import Batch, open_batches
-from runtime.initial_values import initial_values
 from runtime.record import Monitor, report_start
-from runtime.resume import Saves, list_newest_first, resume
+from runtime.resume import Saves, initial_values, list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
 
@@ -242,8 +241,7 @@ def run_training(run: Run, session: Session) -> str | None:
     if training and config.run_mode == "real":  # the others save nothing
         model, optimizer, scaler = training.model, training.optimizer, training.scaler
         saves = resume(checkpoints, run, session, model, optimizer, scaler)
-        if saves.begin >= run.steps:
-            saves.report_finished()
+        if saves.finished():
             return None
     session.where_saved = saves.where if config.run_mode == "real" else None
     session.heartbeat("reading the first batch")

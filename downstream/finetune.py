@@ -298,8 +298,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     model, optimizer = shard_classifier(meta, run, pretrained, device, new=not saved)
     scaler = shard.build_scaler(model, device, run.dtype)
     saves = resume(saved, run, session, model, optimizer, scaler)
-    if saves.begin >= run.steps:
-        saves.report_finished()
+    if saves.finished():
         return None
     session.where_saved = saves.where
 

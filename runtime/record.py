@@ -265,7 +265,7 @@ class Monitor:
         session.heartbeat("ending")
         self.bad_images.sync()  # what was found since the last log line
         self.report_end(reason, problem)
-        if saves.saver:
+        if self.run.config.run_mode == "real":
             session.log.say(saves.where(reason == "done"))
             if reason == "done":
                 mark_done(self.run.config.out, True)
