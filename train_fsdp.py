@@ -22,6 +22,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +168,7 @@ def train(
     for step in range(saves.begin, run.steps):
         last = step + 1 == run.steps
         save_now = last or saves.due_after(step + 1)
-        with monitor.profiled(step):
+        with monitor.profile.step(step) if monitor.profile else nullcontext():
             # fetch: the loader works ahead, so that this seldom waits
             batch = monitor.next_batch(batches, step)
             # step
@@ -180,7 +181,7 @@ def train(
         if guard.ended:
             return guard.ended, monitor.problem
         # save and evaluate
-        ending = last or guard.stop or monitor.too_many is not None
+        ending = last or guard.stop or monitor.bad_images.too_many is not None
         saved = save_now or guard.save or ending
         if saved:
             session.heartbeat("saving", step)
@@ -193,8 +194,8 @@ def train(
             with meter.paused():
                 evaluation(guard.done)
         # stop: a signal, or too many bad images, on whichever rank
-        if monitor.too_many:
-            return "bad", monitor.too_many
+        if monitor.bad_images.too_many:
+            return "bad", monitor.bad_images.too_many
         if guard.stop and not last:
             return "signal", None
         if (step + 1) % COLLECT_EVERY == 0:
@@ -212,8 +213,8 @@ def read_images(
         guard.vote(zero, zero, **monitor.asked(batch))
         for verdict in monitor.settle(wait=step + 1 == run.steps):
             monitor.log_step(verdict, lr=0.0)
-        if guard.ended or monitor.too_many or guard.stop:
-            return guard.ended or ("bad" if monitor.too_many else "signal"), monitor.too_many
+        if guard.ended or (too_many := monitor.bad_images.too_many) or guard.stop:
+            return guard.ended or ("bad" if too_many else "signal"), too_many
     return "done", None
 
 

@@ -84,7 +84,7 @@ class TuningRun(Run):
     config: Tuning
     classes: int = 0
 
-    def flops_per_image(self, recomputed: bool = False) -> int | None:
+    def flops_per_image(self) -> int | None:
         """Return None: the FLOPs of pretraining, which the log would show, are not those here."""
         return None
 

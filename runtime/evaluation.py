@@ -58,7 +58,7 @@ class Evaluation:
         self.model.eval()
         for batch in self.batches():
             self.session.heartbeat("evaluating", step - 1)
-            dist.all_reduce(stop.fill_(self.session.stop_requested()))
+            dist.all_reduce(stop.fill_(bool(self.session.signals)))
             if stop:
                 break
             losses, prediction, mask = self.forward(batch)

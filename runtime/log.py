@@ -159,8 +159,8 @@ class Log:
         """
         seconds, waited = meter.interval(step + 1)
         run, trained = self.run, self.run.config.run_mode != "io"
-        rate, flops = run.global_batch / seconds, run.flops_per_image()
-        tflops = rate / run.world_size * flops / 1e12 if flops and trained else None
+        rate, flops = run.global_batch / seconds, run.flops_per_image() if trained else None
+        tflops = rate / run.world_size * flops / 1e12 if flops else None
         peak, memory = peak_flops(self.device)[0], device_memory(self.device)
         self.write(
             "step",

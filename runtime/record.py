@@ -3,9 +3,9 @@
 import math
 import os
 import platform
+import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,14 @@ import mesh
 import shard
 import vit
 from runtime import devices
-from runtime.agreement import StepGuard, Verdict, gather_to_rank0, mean_over_ranks
+from runtime.agreement import StepGuard, Verdict, gather_to_rank0, mean_over_ranks, run_on_rank0
 from runtime.bad_images import BadImageLog
-from runtime.device_batches import Batch
+from runtime.device_batches import Batch, LoaderFailed
 from runtime.log import Meter
 from runtime.process import TORCHRUN_NOTE
 from runtime.resume import Saves, mark_done
 from runtime.run import Run
-from runtime.session import Session
+from runtime.session import Session, cause_of
 
 # MAE's own recipe ends at 1.5e-4 x 4096 / 256 = 2.4e-3; above twice that AdamW tends to diverge.
 LARGE_LR = 4.8e-3
@@ -163,7 +163,7 @@ class Monitor:
         self.losses: deque[float] = deque(maxlen=10)  # of the last steps
         self.baselines = baselines(run, first) if first else {}
         self.evaluation: Any = None  # called with the number of steps where its `due` says so
-        self.profile: Any = None
+        self.profile: Any = None  # of a step_profile.RunProfile
         self.end_record: dict[str, float] = {}  # what the end record has besides
 
     def watch(self, model: nn.Module, grid: DeviceMesh) -> None:
@@ -178,10 +178,6 @@ class Monitor:
 
             self.profile = RunProfile(self.run, session, grid, self.meter)
 
-    def profiled(self, step: int) -> AbstractContextManager[Any]:
-        """Surround a step, which --profile may look at."""
-        return self.profile.step(step) if self.profile else nullcontext()
-
     def next_batch(self, batches: Iterator[Batch], step: int) -> Batch:
         """Take the batch of a step: the last one again where the loader has failed."""
         self.session.heartbeat("reading data", step)
@@ -195,15 +191,10 @@ class Monitor:
     def asked(self, batch: Batch) -> dict[str, bool]:
         """Return what this rank has to say in the vote of a step, as of `StepGuard.vote`."""
         return {
-            "stop": self.session.stop_requested(),
+            "stop": bool(self.session.signals),
             "no_batch": batch.error is not None,
             "bad_images": bool(self.bad_images.unreported),
         }
-
-    @property
-    def too_many(self) -> str | None:
-        """Say that too many images are unreadable; None where they are not."""
-        return self.bad_images.too_many
 
     def settle(self, wait: bool) -> Iterator[Verdict]:
         """Yield the verdicts of the steps that were applied, after reporting bad steps. Collective.
@@ -217,7 +208,7 @@ class Monitor:
                 return
             self.losses.append(verdict.loss)
             yield verdict
-        if self.too_many and not wait:  # the run ends: save what is applied by now
+        if self.bad_images.too_many and not wait:  # the run ends: save what is applied by now
             yield from self.settle(wait=True)
 
     def log_skip(self, verdict: Verdict) -> str:
@@ -256,7 +247,7 @@ class Monitor:
         """Save and log how the loop has `ended`; return the run's error message. Collective."""
         (reason, problem), guard, session = ended, self.guard, self.session
         if reason == "data":
-            problem = session.first_loader_error(self.error, guard.done)
+            problem = self.loader_error()
         session.heartbeat("saving")
         if reason == "nan":  # the same command meets the bad steps again
             saves.save_last(guard.done + 1 - guard.consecutive, 0)
@@ -274,6 +265,15 @@ class Monitor:
         if problem and reason == "nan":
             problem += ": lower --blr, add --clip 1, or look at the images of that step"
         return problem
+
+    def loader_error(self) -> str:
+        """Return the error of the first rank whose loader has failed, on all. Collective."""
+        if self.error and not isinstance(self.error, LoaderFailed):
+            traceback.print_exception(self.error)  # a bug
+        errors = gather_to_rank0(self.error and cause_of(self.error)) or []
+        rank, text = run_on_rank0(lambda: next(pair for pair in enumerate(errors) if pair[1]))
+        where = f"reading data in step {self.guard.done + 1}"
+        return f"rank {rank}: the data loader failed ({where}): {text}"
 
     def report_end(self, reason: str, problem: str | None) -> None:
         """Write the records `io` and `end`, and a summary to the terminal. Collective."""

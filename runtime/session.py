@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 import mesh
-from runtime.agreement import AgreedError, gather_to_rank0, run_on_all_ranks, run_on_rank0
+from runtime.agreement import AgreedError, run_on_all_ranks, run_on_rank0
 from runtime.config import Config
 from runtime.device_batches import LoaderFailed
 from runtime.devices import advise_out_of_memory, is_out_of_memory
 from runtime.image_source import check_folders
 from runtime.log import Log
 from runtime.process import RANK0_REPORT_GRACE_SECONDS, print_error, usage_error
-from runtime.run import Run, check_masking, resolve
+from runtime.run import Run, resolve
 from runtime.watchdog import STARTUP_FACTOR, FolderLock, Watchdog
 
 
@@ -39,6 +39,7 @@ class Session:
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
         self.reason = "timeout"  # in the log, where the run is ended from outside the loop
         self.watchdog = Watchdog(ranks.rank, ranks.world_size, timeout, self.give_up)
+        self.heartbeat = self.watchdog.heartbeat  # says what this rank does next
 
     def join(self) -> None:
         """Connect to the other ranks and start the watchdog; ConnectionError. Collective."""
@@ -64,14 +65,6 @@ class Session:
         self.heartbeat(f"making sure that no other run uses {out}")
         run_on_rank0(lambda: setattr(self.watchdog, "lock", FolderLock(out)))
         self.heartbeat("preparing the run")
-
-    def heartbeat(self, phase: str, step: int | None = None) -> None:
-        """Tell the watchdog what this rank does next."""
-        self.watchdog.heartbeat(phase, step)
-
-    def stop_requested(self) -> bool:
-        """Tell whether a signal has asked this rank to stop."""
-        return bool(self.signals)
 
     def give_up(self, text: str) -> None:
         """Print and log why the run is ended from outside the training loop."""
@@ -101,15 +94,6 @@ class Session:
             self.watchdog.exit_now(text)
         self.give_up(text)
 
-    def first_loader_error(self, error: Exception | None, step: int) -> str:
-        """Return the error of the first rank whose loader failed in `step`, on all. Collective."""
-        if error and not isinstance(error, LoaderFailed):
-            traceback.print_exception(error)  # a bug
-        where = f"the data loader failed (reading data in step {step + 1})"
-        errors = gather_to_rank0(error and cause_of(error)) or []
-        found = [f"rank {rank}: {where}: {text}" for rank, text in enumerate(errors) if text]
-        return run_on_rank0(lambda: found[0])
-
 
 def cause_of(error: Exception) -> str:
     """Return the line of an error that names its cause: a loader worker's own error, NCCL's too."""
@@ -138,7 +122,6 @@ def run_session(
     session = Session(ranks, device, config.timeout, signals)
     try:
         run = resolve(config, ranks.world_size, ranks.local_world_size)
-        check_masking(run.model, config.img_size, config.mask_ratio)
         session.join()
     except (ConnectionError, ValueError) as error:
         session.watchdog.stop()
@@ -149,7 +132,7 @@ def run_session(
     try:
         run_on_all_ranks(lambda: check_folders(config))
         problem = work(run, session)
-        status = 1 if problem else 0
+        status = int(bool(problem))
     except AgreedError as error:
         problem, status = str(error), error.status
     except Exception as error:  # on this rank alone: it must not keep the others waiting
