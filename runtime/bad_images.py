@@ -1,8 +1,4 @@
-"""Unreadable images: collected from all ranks now and then, listed once each, limited in number.
-
-Rank 0 lists them in bad_images.csv; too many of them end the run, on all ranks alike. What this
-rank's loader took is added up here too.
-"""
+"""Unreadable images of all ranks: listed once each in bad_images.csv; too many end the run."""
 
 import csv
 import os
@@ -15,15 +11,13 @@ from runtime.agreement import gather_to_rank0, run_on_rank0
 if TYPE_CHECKING:  # the worker processes of storage/ import this file too
     from runtime.device_batches import Batch
     from runtime.log import Log
+    from runtime.run import Run
 
 STAGES = tuple(name for name in data.LoadStats._fields if name.endswith("_seconds"))
 
 
 def append_rows(path: str, rows: Sequence[tuple[str, str, int | None]]) -> None:
-    """Append (path, reason, step or None), with a heading where the file is new; OSError.
-
-    The step is the first in which the image was found, counted from 1.
-    """
+    """Append (path, reason, first step from 1), with a heading where the file is new; OSError."""
     if not rows:
         return
     new = not os.path.exists(path)
@@ -42,16 +36,10 @@ def read_paths(path: str) -> set[str]:
 class BadImageLog:
     """The bad images of all ranks, and the statistics of this rank's loader."""
 
-    def __init__(
-        self, out: str, images: int, max_bad: float, log: "Log", name_of: Callable[[int], str]
-    ) -> None:
-        """Continue the list in the folder `out`. Collective.
-
-        `max_bad` is the share of the `images` of the data set that may be bad; `name_of` gives the
-        path of an image.
-        """
-        self.path = os.path.join(out, "bad_images.csv")
-        self.images, self.max_bad, self.log, self.name_of = images, max_bad, log, name_of
+    def __init__(self, run: "Run", log: "Log", name_of: Callable[[int], str]) -> None:
+        """Continue the list in --out; `name_of` gives the path of an image. Collective."""
+        self.path = os.path.join(run.config.out, "bad_images.csv")
+        self.run, self.log, self.name_of = run, log, name_of
         self.unreported: list[tuple[str, str, int]] = []  # found by this rank since `sync`
         self.stats = data.LoadStats()
         self.read = 0  # images
@@ -70,11 +58,10 @@ class BadImageLog:
         every = gather_to_rank0(self.unreported) or []
         self.unreported = []
         self.count = run_on_rank0(lambda: self._list(every))
-        if self.count > self.max_bad * self.images:
-            self.too_many = (
-                f"{self.count} of {self.images} images are unreadable, more than "
-                f"--max-bad {self.max_bad:g} allows: they are listed in {self.path}"
-            )
+        images, most = self.run.images, self.run.config.max_bad
+        if self.count > most * images:
+            allowed = f"more than --max-bad {most:g} allows: they are listed in {self.path}"
+            self.too_many = f"{self.count} of {images} images are unreadable, {allowed}"
 
     def _list(self, every: list[list[tuple[str, str, int]]]) -> int:
         """On rank 0: list the images that are new; count all."""
@@ -91,9 +78,9 @@ class BadImageLog:
         return len(self.known)
 
     def report(self, seconds: float, waiting: float) -> list[dict[str, float]]:
-        """Return the rows of the record `io`, one per rank; [] on other ranks than 0. Collective.
+        """Return the rows of the record `io` on rank 0, one per rank; [] elsewhere. Collective.
 
-        `seconds` the loop took, `waiting` is the share of them in which this rank had no batch.
+        `waiting` is the share of the loop's `seconds` in which this rank had no batch.
         """
         row = {
             "images_per_second": self.read / seconds,

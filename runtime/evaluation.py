@@ -130,7 +130,7 @@ class Evaluation:
     def save_picture(
         self, step: int, loss: float, batch: EvalBatch, prediction: Tensor, mask: Tensor
     ) -> None:
-        """Write the picture of the first images to OUT/eval, and to TensorBoard where that is."""
+        """Write the picture of the first images to OUT/eval."""
         run, log, norm_pix = self.run, self.session.log, self.run.config.norm_pix_loss
         images, predicted, masked = (x[:PICTURED] for x in (batch.images, prediction, mask))
         patch, stats = run.model.patch, self.stats
@@ -144,4 +144,3 @@ class Evaluation:
             picture.save(os.path.join(self.folder, f"step_{step:08d}.png"), optimize=True)
         except OSError as error:  # a full disk: the run does not end for want of a picture
             log.warn(f"the picture of step {step} cannot be written: {error}")
-        log.picture("eval/picture", np.asarray(picture), step)

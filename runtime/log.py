@@ -144,12 +144,6 @@ class Log:
                         self.tensorboard.add_scalar(f"{event}/{key}", value, step)
                 self.tensorboard.flush()
 
-    def picture(self, name: str, pixels: Any, step: int) -> None:
-        """Show an image, an array (H, W, 3) uint8, in TensorBoard, if that is on."""
-        if self.tensorboard:
-            with self._disk_may_fail("TensorBoard's file"):
-                self.tensorboard.add_image(name, pixels, step, dataformats="HWC")
-
     def step(
         self, step: int, loss: float, norm: float, lr: float, meter: Meter, bad_images: int
     ) -> None:

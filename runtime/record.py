@@ -154,9 +154,7 @@ class Monitor:
         config, self.run, self.session, self.begin = run.config, run, session, saves.begin
         self.guard = StepGuard(session.device, config.max_skips, saves.begin, saves.consecutive_bad)
         self.meter = Meter(saves.begin, run.global_batch)
-        self.bad_images = BadImageLog(
-            config.out, run.images, config.max_bad, session.log, files.path
-        )
+        self.bad_images = BadImageLog(run, session.log, files.path)
         self.error: Exception | None = None  # of this rank's data loader
         self.problem: str | None = None  # the last bad step, in a sentence
         self.image_ids: deque[list[int]] = deque(maxlen=2)  # of the last two steps

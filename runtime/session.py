@@ -1,8 +1,4 @@
-"""The ranks of a run, from joining to leaving: each error becomes one sentence and exit status.
-
-An AgreedError is raised on all ranks, printed by rank 0, and all leave together; any other
-exception, a lost peer, say, ends this rank at once, and a bug's traceback is printed.
-"""
+"""The ranks of a run, from joining to leaving: each error becomes one sentence and exit status."""
 
 import gc
 import os
@@ -23,7 +19,7 @@ from runtime.devices import advise_out_of_memory, is_out_of_memory
 from runtime.image_source import check_folders
 from runtime.log import Log
 from runtime.process import RANK0_REPORT_GRACE_SECONDS, print_error, usage_error
-from runtime.run import Run, resolve
+from runtime.run import Run, check_masking, resolve
 from runtime.watchdog import STARTUP_FACTOR, FolderLock, Watchdog
 
 
@@ -33,7 +29,7 @@ class Session:
     def __init__(
         self, ranks: mesh.Ranks, device: torch.device, timeout: int, signals: Sequence[int]
     ) -> None:
-        """`timeout` in seconds; `signals` grows by each signal that asks this process to stop."""
+        """Start the watchdog; `signals` grows by each signal that asks this process to stop."""
         self.ranks, self.device, self.signals = ranks, device, signals
         self.log = Log(ranks.rank)
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
@@ -122,6 +118,7 @@ def run_session(
     session = Session(ranks, device, config.timeout, signals)
     try:
         run = resolve(config, ranks.world_size, ranks.local_world_size)
+        check_masking(run.model, config.img_size, config.mask_ratio)
         session.join()
     except (ConnectionError, ValueError) as error:
         session.watchdog.stop()
@@ -133,7 +130,7 @@ def run_session(
         run_on_all_ranks(lambda: check_folders(config))
         problem = work(run, session)
         status = int(bool(problem))
-    except AgreedError as error:
+    except AgreedError as error:  # on all ranks, which leave together
         problem, status = str(error), error.status
     except Exception as error:  # on this rank alone: it must not keep the others waiting
         session.fail(error, run)

@@ -1,7 +1,4 @@
-"""The watchdog of a run: ends it when a rank is stuck or lost, and guards its folder.
-
-Copy this one file: it needs torch alone.
-"""
+"""End a run when a rank is stuck or lost; guard its folder. Copy this one file: it needs torch."""
 
 import faulthandler
 import json
@@ -24,10 +21,9 @@ class Watchdog:
 
     The main thread calls `heartbeat` when it begins something; a thread publishes that through the
     ranks' store. A rank without a heartbeat for `seconds` asks rank 0 to compare all ranks: rank 0
-    names those that are silent or behind, these print their stacks, and all exit.
-
-    A second thread, which no store can block, says what is waited for for long and ends a rank that
-    rank 0 does not answer; should Python itself hang, faulthandler prints the stack and exits.
+    names those that are silent or behind, these print their stacks, and all exit. A second thread,
+    which no store can block, says what takes long and ends a rank that rank 0 does not answer;
+    should Python itself hang, faulthandler prints the stack and exits.
     """
 
     def __init__(
@@ -172,11 +168,11 @@ class FolderLock:
         two runs that both take over from a dead one see each other.
         """
         self.folder, self.path = folder, os.path.join(folder, ".lock")
+        self.made = not os.path.exists(folder)
         host, pid, job = platform.node(), os.getpid(), os.environ.get("SLURM_JOB_ID")
         who = f"process {pid} on {host}{f', Slurm job {job}' if job else ''}"
-        self.owner: dict[str, Any] = {"who": who, "host": host, "pid": pid}
-        self.owner |= {"started": _start_of(pid), "time": time.time(), "beats": 0}
-        self.made = not os.path.exists(folder)
+        known = {"who": who, "host": host, "pid": pid, "started": _start_of(pid)}
+        self.owner: dict[str, Any] = {**known, "time": time.time(), "beats": 0}
         first, deadline = None, time.monotonic() + patience
         try:
             os.makedirs(folder, exist_ok=True)

@@ -113,15 +113,12 @@ def test_ctrl_c_answers_at_once_and_the_second_ends_the_process():
 
 @pytest.mark.parametrize("launcher", ["torchrun", "a shell"])
 def test_a_rank_leaves_with_torchrun_and_outlives_a_shell(launcher):
-    code = BUSY if launcher == "torchrun" else "import time; time.sleep(4); print('done')"
-    environ = {"TORCHELASTIC_RUN_ID": "x"} if launcher == "torchrun" else {}
+    torchrun = launcher == "torchrun"
+    code = BUSY if torchrun else "import time; time.sleep(4); print('done')"
     child = f"[sys.executable, '-c', {WAIT.format(code)!r}]"
-    parent = f"subprocess.Popen({child}); time.sleep(60)"
-    job = start(f"import subprocess, sys, time; {parent}", **environ)
+    parent = f"import subprocess, sys, time; subprocess.Popen({child}); time.sleep(60)"
+    job = start(parent, **{"TORCHELASTIC_RUN_ID": "x"} if torchrun else {})
     assert job.stdout.readline() == "1\n"
     job.kill()
     output, text = job.communicate(timeout=20)  # both ends: the child has left
-    if launcher == "torchrun":
-        assert "torchrun is gone" in text
-    else:
-        assert output == "done\n" and not text
+    assert ("torchrun is gone" in text) == torchrun and output == "done\n" * (not torchrun)
