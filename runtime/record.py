@@ -28,8 +28,6 @@ from runtime.resume import Saves, mark_done
 from runtime.run import Run
 from runtime.session import Session, cause_of
 
-# MAE's own recipe ends at 1.5e-4 x 4096 / 256 = 2.4e-3; above twice that AdamW tends to diverge.
-LARGE_LR = 4.8e-3
 PLANNED = ("memory_gib", "payload_bytes", "verdict", "fit")  # what the start record has of a plan
 
 
@@ -123,8 +121,6 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"
     warmup = s["warmup_steps"] or 1
     yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['lr']:.3g}, reached in step {warmup}"
-    if s["lr"] > LARGE_LR:
-        yield f"warning: lr {s['lr']:.3g} is very large (MAE's recipe: 2.4e-3); lower --blr"
     if s["planned"] and s["planned"]["verdict"]:
         sign = "" if s["planned"]["verdict"] == "FITS" else "warning: "
         yield f"{sign}plan: {s['planned']['fit']}"
