@@ -226,7 +226,7 @@ def run_training(run: Run, session: Session) -> str | None:
     """Make one run, on every rank; return an error message where it has failed."""
     config = run.config
     session.lock_folder(config.out)  # against a second run
-    # rank 0 lists the images and opens the log for all
+    # rank 0 lists the images for all
     session.heartbeat("listing images")
     files, found = image_source.share_images(config, run.global_batch)
     shape, log = run.mesh_shape, session.log
