@@ -25,14 +25,6 @@ def append_rows(path: str, rows: Sequence[tuple[str, str, int | None]]) -> None:
         csv.writer(file).writerows([("path", "reason", "step")] * new + list(rows))
 
 
-def read_paths(path: str) -> set[str]:
-    """Read the paths that are listed, if any."""
-    if not os.path.exists(path):
-        return set()
-    with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
-        return {row["path"] for row in csv.DictReader(file)}
-
-
 class BadImageLog:
     """The bad images of all ranks, and the statistics of this rank's loader."""
 
@@ -44,8 +36,14 @@ class BadImageLog:
         self.stats = data.LoadStats()
         self.read = 0  # images
         self.too_many: str | None = None  # an error message
-        self.known = run_on_rank0(lambda: read_paths(self.path))  # kept up to date on rank 0
+        self.known: set[str] = run_on_rank0(self._read_paths)  # kept up to date on rank 0
         self.count = len(self.known)
+
+    def _read_paths(self) -> set[str]:
+        if not os.path.exists(self.path):
+            return set()
+        with open(self.path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+            return {row["path"] for row in csv.DictReader(file)}
 
     def record(self, step: int, batch: "Batch") -> None:
         """Note the bad images of a step's batch, and what it took to load."""

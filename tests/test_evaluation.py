@@ -29,6 +29,7 @@ ARGV += ["--log-every", "1", "--warmup-steps", "0"]
 MODES = [  # where parameters stay gathered between two forward passes, and where they do not
     (2, "shard_grad_op --fsdp 1"),
     (2, "full_shard"),
+    (1, "ddp"),
 ]
 MORE = [
     *((2, mode) for mode in ("zero1", "no_shard", "hybrid", "full_shard --fsdp 1")),
