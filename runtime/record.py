@@ -20,9 +20,8 @@ import shard
 import vit
 from runtime import devices
 from runtime.agreement import StepGuard, Verdict, gather_to_rank0, mean_over_ranks, run_on_rank0
-from runtime.bad_images import BadImageLog
 from runtime.device_batches import Batch, LoaderFailed
-from runtime.log import Meter
+from runtime.log import BadImageLog, Meter
 from runtime.process import TORCHRUN_NOTE
 from runtime.resume import Saves, mark_done
 from runtime.run import Run
