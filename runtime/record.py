@@ -148,7 +148,6 @@ class Monitor:
         """Begin before the step of `saves`, which has the batch `first`. Collective."""
         config, self.run, self.session, self.begin = run.config, run, session, saves.begin
         self.guard = StepGuard(session.device, config.max_skips, saves.begin, saves.consecutive_bad)
-        self.meter = Meter(saves.begin, run.global_batch)
         self.bad_images = BadImageLog(run, session.log, files.path)
         self.error: Exception | None = None  # of this rank's data loader
         self.problem: str | None = None  # the last bad step, in a sentence
@@ -158,6 +157,7 @@ class Monitor:
         self.evaluation: Any = None  # called with the number of steps where its `due` says so
         self.profile: Any = None  # of a step_profile.RunProfile
         self.end_record: dict[str, float] = {}  # what the end record has besides
+        self.meter = Meter(saves.begin, run.global_batch)  # whose clock starts
 
     def watch(self, model: nn.Module, grid: DeviceMesh) -> None:
         """Evaluate the model and profile its steps too, where the flags ask for it. Collective."""
