@@ -221,20 +221,6 @@ def test_a_new_start_keeps_an_earlier_log_under_another_name(tmp_path, capsys):
     assert [s["step"] for s in read_log(tmp_path / "log.jsonl")[1]] == [1, 2]
 
 
-def test_a_run_that_was_told_where_to_begin_says_how_it_continues(tmp_path, capsys):
-    """The same command would begin there again."""
-    assert run(tmp_path / "a", "--steps 3", received=[signal.SIGTERM]) == 0
-    told = capsys.readouterr().out.splitlines()[-1]
-    (first,) = names(tmp_path / "a")
-    assert told == f"saved {tmp_path}/a/{first}; the same command continues from there"
-    resume = f"--steps 3 --resume {tmp_path}/a/{first}"
-    assert run(tmp_path / "b", resume, received=[signal.SIGTERM]) == 0
-    told = capsys.readouterr().out.splitlines()[-1]
-    assert told.endswith("; the same command with --resume auto continues from there")
-    assert run(tmp_path / "c", f"{resume} --save-every none") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "nothing saved: --save-every none"
-
-
 def test_saving_by_the_clock(tmp_path, monkeypatch):
     """A clock that runs a second whenever it is asked: 3 s are over in the fourth step."""
     clock = itertools.count()

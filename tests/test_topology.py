@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,26 +44,19 @@ def test_the_table_names_groups_and_is_abbreviated():
     assert words(lines[-1]) == last
 
 
-def test_two_ranks_on_one_device(monkeypatch):
+def test_two_ranks_on_one_device():
     """Partitions of one GPU have its address, but names of their own."""
 
-    def find(*gpus):
-        found = []
-        for rank, (bus, uuid, node) in enumerate(gpus):
-            ids = {"pci_domain_id": 0, "pci_bus_id": bus, "pci_device_id": 0, "uuid": uuid}
-            monkeypatch.setattr(
-                torch.cuda, "get_device_properties", lambda _, ids=ids: SimpleNamespace(**ids)
-            )
-            here = mesh.Ranks(rank, 2, rank, 2, node, "srun", {})
-            device, environ = torch.device("cuda", 0), {"SLURMD_NODENAME": f"n{node}"}
-            found.append(topology.find_placement(here, device, environ))
-        topology.check_devices_differ(found)
+    def check(*gpus):
+        ranks = [(rank, node, rank, f"n{node}", "cuda:0") for rank, (node, *_) in enumerate(gpus)]
+        pairs = zip(ranks, gpus, strict=True)
+        topology.check_devices_differ([topology.Placement(*a, *gpu) for a, (_, *gpu) in pairs])
 
-    with pytest.raises(ValueError, match=r"^ranks 0 and 1 share one device, 0000:d1:00 of n0"):
-        find((0xD1, "", 0), (0xD1, "", 0))
-    find((0xD1, "", 0), (0xD1, "", 1))
-    find((0xD1, "MIG-1", 0), (0xD1, "MIG-2", 0))
-    find((0xD1, "", 0), (0xD2, "", 0))
+    with pytest.raises(ValueError, match=r"^ranks 0 and 1 share one device, d1 of n0"):
+        check((0, "d1", ""), (0, "d1", ""))
+    check((0, "d1", ""), (1, "d1", ""))
+    check((0, "d1", "MIG-1"), (0, "d1", "MIG-2"))
+    check((0, "d1", ""), (0, "d2", ""))
 
 
 def gather_on_four():
