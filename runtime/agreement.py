@@ -160,15 +160,13 @@ class StepGuard:
                 self.copied[slot].synchronize()
             loss, norm, consecutive, *flags = self.host[slot].tolist()
             verdict = Verdict(self.done, loss, norm, int(consecutive), *map(bool, flags))
-            verdicts.append(verdict)
             self.stop, self.save = self.stop or verdict.stop, self.save or verdict.save
             if verdict.no_batch:
                 self.ended = "data"
-                break
-            self.consecutive = verdict.consecutive
-            self.skipped += self.consecutive > 0
-            if self.consecutive > self.max_skips:
-                self.ended = "nan"
             else:
-                self.done += 1
+                self.consecutive = verdict.consecutive
+                self.skipped += self.consecutive > 0
+                self.ended = "nan" if self.consecutive > self.max_skips else ""
+            self.done += not self.ended
+            verdicts.append(verdict)
         return verdicts
