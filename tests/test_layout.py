@@ -35,7 +35,7 @@ LIMITS = {
     "train_fsdp.py": 280,
     "checkpoint.py": 501,
     "launch_frontier.sh": 190,
-    "runtime/": 3155,
+    "runtime/": 3145,
     "tests/": 13450,
     "storage/": 950,
     "planner/": 1995,
