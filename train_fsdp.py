@@ -22,6 +22,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +38,8 @@ from runtime import image_source, tensor_parallel, topology
 from runtime.agreement import StepGuard, run_on_rank0
 from runtime.config import parse
 from runtime.device_batches import Batch, open_batches
-from runtime.initial_values import initial_values
-from runtime.log import open_log
 from runtime.record import Monitor, report_start
-from runtime.resume import Saves, list_newest_first, resume
+from runtime.resume import Saves, initial_values, list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
 
@@ -169,7 +168,7 @@ def train(
     for step in range(saves.begin, run.steps):
         last = step + 1 == run.steps
         save_now = last or saves.due_after(step + 1)
-        with monitor.profiled(step):
+        with monitor.profile.step(step) if monitor.profile else nullcontext():
             # fetch: the loader works ahead, so that this seldom waits
             batch = monitor.next_batch(batches, step)
             # step
@@ -182,7 +181,7 @@ def train(
         if guard.ended:
             return guard.ended, monitor.problem
         # save and evaluate
-        ending = last or guard.stop or monitor.too_many is not None
+        ending = last or guard.stop or monitor.bad_images.too_many is not None
         saved = save_now or guard.save or ending
         if saved:
             session.heartbeat("saving", step)
@@ -195,8 +194,8 @@ def train(
             with meter.paused():
                 evaluation(guard.done)
         # stop: a signal, or too many bad images, on whichever rank
-        if monitor.too_many:
-            return "bad", monitor.too_many
+        if monitor.bad_images.too_many:
+            return "bad", monitor.bad_images.too_many
         if guard.stop and not last:
             return "signal", None
         if (step + 1) % COLLECT_EVERY == 0:
@@ -214,8 +213,8 @@ def read_images(
         guard.vote(zero, zero, **monitor.asked(batch))
         for verdict in monitor.settle(wait=step + 1 == run.steps):
             monitor.log_step(verdict, lr=0.0)
-        if guard.ended or monitor.too_many or guard.stop:
-            return guard.ended or ("bad" if monitor.too_many else "signal"), monitor.too_many
+        if guard.ended or (too_many := monitor.bad_images.too_many) or guard.stop:
+            return guard.ended or ("bad" if too_many else "signal"), too_many
     return "done", None
 
 
@@ -223,34 +222,27 @@ def read_images(
 # The run: each part is made from those before it
 
 
-def prepare_training(run: Run, session: Session, grid: DeviceMesh) -> tuple[Training, Saves]:
-    """Make the model, with the values of a checkpoint or initial ones. Collective."""
-    checkpoints = list_newest_first(run, session.log.say)
-    training = build_training(run, grid, resuming=bool(checkpoints))
-    if run.config.run_mode == "syn":
-        return training, Saves(run, session.log)  # which saves nothing
-    model, optimizer, scaler = training.model, training.optimizer, training.scaler
-    return training, resume(checkpoints, run, session, model, optimizer, scaler)
-
-
 def run_training(run: Run, session: Session) -> str | None:
     """Make one run, on every rank; return an error message where it has failed."""
     config = run.config
     session.lock_folder(config.out)  # against a second run
-    # rank 0 lists the images and opens the log for all
+    # rank 0 lists the images for all
     session.heartbeat("listing images")
     files, found = image_source.share_images(config, run.global_batch)
-    session.log = log = open_log(config.out)
-    shape = run.mesh_shape
+    shape, log = run.mesh_shape, session.log
     log.say(*topology.describe_topology(session.ranks, session.device, shape, os.environ))
     run = run_on_rank0(lambda: with_images(run, **found))
+    checkpoints = list_newest_first(run, log.say)
+    log.open(run, session.device, resuming=bool(checkpoints))
     training, saves, grid = None, Saves(run, log), None
     if config.run_mode != "io":
         session.heartbeat("building the model")
         grid = mesh.build_mesh(run.mesh_shape, session.device)  # replicate x shard (x tp)
-        training, saves = prepare_training(run, session, grid)
-        if saves.begin >= run.steps:
-            saves.report_finished()
+        training = build_training(run, grid, resuming=bool(checkpoints))
+    if training and config.run_mode == "real":  # the others save nothing
+        model, optimizer, scaler = training.model, training.optimizer, training.scaler
+        saves = resume(checkpoints, run, session, model, optimizer, scaler)
+        if saves.finished():
             return None
     session.where_saved = saves.where if config.run_mode == "real" else None
     session.heartbeat("reading the first batch")

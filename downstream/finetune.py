@@ -33,7 +33,6 @@ from runtime import image_source, process
 from runtime.agreement import gather_to_rank0, run_on_rank0
 from runtime.config import FIELDS, Config, Parser, add_flags, flag, make_config, number, whole
 from runtime.device_batches import Batch, open_batches
-from runtime.log import open_log
 from runtime.record import Monitor, versions
 from runtime.resume import list_newest_first, resume
 from runtime.run import Run, with_images
@@ -75,7 +74,7 @@ class TuningRun(Run):
     config: Tuning
     classes: int = 0
 
-    def flops_per_image(self, recomputed: bool = False) -> int | None:
+    def flops_per_image(self) -> int | None:
         """Return None: the FLOPs of pretraining, which the log would show, are not those here."""
         return None
 
@@ -317,18 +316,17 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     # normalised as in pretraining, whatever the mean of these images is
     files, found = image_source.share_images(config, plain_run.global_batch, stats)
     test = image_source.share_eval_images(replace(config, eval_data=config.test))
-    session.log = log = open_log(config.out)
-    log.say(*filter(None, [epsilon_note(pretrained)]))
+    log = session.log
     numbers = run_on_rank0(partial(check_classes, files, test, config.img_size, stats))
     plain_run = run_on_rank0(partial(with_images, plain_run, **found))
     run = TuningRun(**vars(plain_run), classes=len(files.classes))
 
     saved = list_newest_first(run, log.say)
+    log.open(run, device, resuming=bool(saved))
     training, trained = build_tuning(run, pretrained, device, resuming=bool(saved))
     model, optimizer, scaler = training.model, training.optimizer, training.scaler
     saves = resume(saved, run, session, model, optimizer, scaler)
-    if saves.begin >= run.steps:
-        saves.report_finished()
+    if saves.finished():
         return None
     session.where_saved = saves.where
 
@@ -337,9 +335,10 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     monitor = Monitor(run, session, files, saves)
     start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": saves.begin}
     start |= {"pretrained": pretrained.name, "trained_parameters": trained}
-    log.begin(run, device, saves.begin)
     log.write("start", **start, versions=versions())
     log.say(f"{pretrained.name}: {trained:,} parameters train; {run.classes} classes")
+    if note := epsilon_note(pretrained):
+        log.say(note)
     monitor.evaluation = Scores(run, session, model, test, numbers, loaded.workers)
     with manual_gc():
         ended = train(run, session, training, monitor, batches, saves)

@@ -97,10 +97,9 @@ class StepGuard:
     """Vote in each step whether it is applied, and remember how the run stands.
 
     One small all-reduce per step gives all ranks the same answer. A bad step (loss or norm not
-    finite) is not applied. After more than `max_skips` consecutive ones none is applied any more,
-    so that the host, which reads late, is never too late. A step without some rank's batch is not
-    applied either, and does not count as bad. The device itself skips the update; the host reads
-    the verdict of a GPU one step later, when it has long arrived.
+    finite) is not applied, nor is any after more than `max_skips` consecutive ones: the host reads
+    the verdict of a GPU one step late, when it has long arrived. A step without some rank's batch
+    is not applied either, and does not count as bad.
     """
 
     def __init__(
@@ -121,9 +120,9 @@ class StepGuard:
     def vote(self, loss: Tensor, norm: Tensor, *, scaled: bool = False, **flags: bool) -> Tensor:
         """Agree after backward on a step: () fp32, 1 where it must not be applied. Collective.
 
-        `loss` and `norm` () are of this rank. With a gradient scaler (`scaled`) an infinite norm is
-        how the scale is found: that step is skipped too, but does not count as bad. `flags` are
-        what else this rank has to say, by the names of `Verdict`: stop, save, no_batch, bad_images.
+        `loss` and `norm` () are of this rank. A gradient scaler (`scaled`) finds its scale by
+        infinite norms: such a step is skipped, but is not bad. `flags` are what else this rank has
+        to say: stop, save, no_batch, bad_images, as of `Verdict`.
         """
         device = self.bad_so_far.device
         loss, norm = loss.detach().to(device).double(), norm.detach().to(device).double()
@@ -161,15 +160,13 @@ class StepGuard:
                 self.copied[slot].synchronize()
             loss, norm, consecutive, *flags = self.host[slot].tolist()
             verdict = Verdict(self.done, loss, norm, int(consecutive), *map(bool, flags))
-            verdicts.append(verdict)
             self.stop, self.save = self.stop or verdict.stop, self.save or verdict.save
             if verdict.no_batch:
                 self.ended = "data"
-                break
-            self.consecutive = verdict.consecutive
-            self.skipped += self.consecutive > 0
-            if self.consecutive > self.max_skips:
-                self.ended = "nan"
             else:
-                self.done += 1
+                self.consecutive = verdict.consecutive
+                self.skipped += self.consecutive > 0
+                self.ended = "nan" if self.consecutive > self.max_skips else ""
+            self.done += not self.ended
+            verdicts.append(verdict)
         return verdicts

@@ -113,10 +113,7 @@ class Config:
     exact_decode: bool = flag(False, "decode JPEGs at full size (slower)", "result")
 
     batch: int | None = flag(
-        None,
-        f"images per rank and micro-batch (default {DEFAULT_BATCH})",
-        "setting",
-        "optimisation",
+        None, f"images per rank, micro-batch (default {DEFAULT_BATCH})", "setting", "optimisation"
     )
     global_batch: int | None = flag(None, "images per step of all ranks (no --batch)", "result")
     accum: int = flag(1, "accumulation steps", "setting")

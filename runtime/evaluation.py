@@ -22,6 +22,7 @@ from downstream.reconstruct import draw_rows, reconstructions
 from runtime.agreement import gather_to_rank0
 from runtime.device_batches import LoaderFailed, worker_count
 from runtime.image_source import EVAL_FOLDER, share_eval_images
+from runtime.record import losses_of_guesses
 from runtime.run import Run
 from runtime.session import Session
 from storage.safe_files import replacing
@@ -51,19 +52,19 @@ class Evaluation:
         Unreadable images are left out; without any other, or with a signal, there is no result.
         """
         start, log, device = time.perf_counter(), self.session.log, self.session.device
-        sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses, images
+        # images; losses of the model, of predicting zero, of the mean colour
+        sums = torch.zeros(4, dtype=torch.float64, device=device)
         stop = torch.zeros((), device=device)
         first: tuple[EvalBatch, Tensor, Tensor] | None = None
         bad: list[tuple[int, str]] = []
         self.model.eval()
         for batch in self.batches():
             self.session.heartbeat("evaluating", step - 1)
-            dist.all_reduce(stop.fill_(self.session.stop_requested()))
+            dist.all_reduce(stop.fill_(bool(self.session.signals)))
             if stop:
                 break
             losses, prediction, mask = self.forward(batch)
-            sums[0] += losses.sum()
-            sums[1] += len(losses)
+            sums += torch.cat([losses.new_tensor([losses.shape[1]]), losses.sum(1)])
             bad += batch.bad
             first = first or ((batch, prediction, mask) if batch.indices else None)
         self.model.train()
@@ -75,14 +76,18 @@ class Evaluation:
         for index, reason in left_out[:1]:
             what = f"such as {self.files.path(index)} ({reason})"
             log.warn(f"{len(left_out)} unreadable images left out of the evaluation, {what}")
-        count = int(sums[1]) // self.run.config.tp  # its ranks had the same images
+        count = int(sums[0]) // self.run.config.tp  # its ranks had the same images
         used, seconds = f"{count} of {len(self.files)} images", time.perf_counter() - start
         if not count:
             log.warn(f"no evaluation: {used} can be read")
             return
-        loss = (sums[0] / sums[1]).item()
-        log.write("eval", step=step, eval_loss=loss, images=count, seconds=seconds)
-        log.say(f"evaluation: loss {loss:.4f} over {used}, in {seconds:.1f} s")
+        loss, zero, colour = (sums[1:] / sums[0]).tolist()
+        found = {"eval_loss": loss, "loss_of_zero": zero, "loss_of_mean_colour": colour}
+        log.write("eval", step=step, **found, images=count, seconds=seconds)
+        log.say(
+            f"evaluation: loss {loss:.4f} (predicting zero {zero:.4f}, the mean colour of the "
+            f"visible patches {colour:.4f}) over {used}, in {seconds:.1f} s"
+        )
         if self.session.ranks.rank == 0 and first:
             self.save_picture(step, loss, *first)
 
@@ -107,9 +112,10 @@ class Evaluation:
 
     @torch.no_grad()
     def forward(self, batch: EvalBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the losses of a batch (B,), predictions (B, L, P*P*C) and mask (B, L). Collective.
+        """Return losses (3, B), predictions (B, L, P*P*C) and mask (B, L) of a batch. Collective.
 
-        The model sees a whole local batch even of no image: all ranks take part in its collectives.
+        The losses are those of the model and of `losses_of_guesses`. The model sees a whole local
+        batch even of no image: all ranks take part in its collectives.
         """
         run, device = self.run, self.session.device
         c, side, count = run.model, run.config.img_size, len(batch.indices)
@@ -121,12 +127,13 @@ class Evaluation:
         with shard.autocast(self.model, device, run.dtype):
             _, prediction, mask = self.model(x, run.config.mask_ratio, noise)
         losses = vit.loss_of_each(x, prediction, mask, c.patch, run.config.norm_pix_loss)
-        return losses[:count], prediction[:count], mask[:count]
+        losses = torch.cat([losses[None], losses_of_guesses(run, x, mask)])
+        return losses[:, :count], prediction[:count], mask[:count]
 
     def save_picture(
         self, step: int, loss: float, batch: EvalBatch, prediction: Tensor, mask: Tensor
     ) -> None:
-        """Write the picture of the first images to OUT/eval, and to TensorBoard where that is."""
+        """Write the picture of the first images to OUT/eval."""
         run, log, norm_pix = self.run, self.session.log, self.run.config.norm_pix_loss
         images, predicted, masked = (x[:PICTURED] for x in (batch.images, prediction, mask))
         patch, stats = run.model.patch, self.stats
@@ -141,4 +148,3 @@ class Evaluation:
                 picture.save(file, "PNG", optimize=True)
         except OSError as error:  # a full disk: the run does not end for want of a picture
             log.warn(f"the picture of step {step} cannot be written: {error}")
-        log.picture("eval/picture", np.asarray(picture), step)

@@ -1,17 +1,16 @@
 """The log of a run, by rank 0: log.jsonl for programs, lines on the terminal for people.
 
 With --tensorboard the numbers of every record that has a step also go to OUT/tensorboard. `Meter`
-takes the times that the log shows.
+takes the times that the log shows; `BadImageLog` lists the unreadable images of all ranks.
 """
 
+import csv
 import json
 import math
 import os
-import shutil
 import statistics
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
@@ -21,9 +20,13 @@ from typing import Any, TextIO
 import torch
 from torch.profiler import record_function
 
-from runtime.agreement import run_on_rank0
+import data
+from runtime.agreement import gather_to_rank0, run_on_rank0
+from runtime.device_batches import Batch
 from runtime.devices import device_memory, device_power, peak_flops
 from runtime.run import Run
+
+STAGES = tuple(name for name in data.LoadStats._fields if name.endswith("_seconds"))
 
 
 class Meter:
@@ -32,7 +35,6 @@ class Meter:
     def __init__(self, begin: int, global_batch: int) -> None:
         """Begin before step `begin`; each step has `global_batch` images of all ranks."""
         self.begin, self.global_batch = begin, global_batch
-        self.losses: deque[float] = deque(maxlen=10)  # of the last steps
         self.rates: list[float] = []  # images per second of each interval
         self.waited = self.waited_before = 0.0  # seconds in this interval, and before it
         self.started = self.interval_start = time.perf_counter()
@@ -75,31 +77,41 @@ class Meter:
 
 
 class Log:
-    """Write log.jsonl, one object per line, and the terminal; silent on all ranks but 0."""
+    """Write the terminal and, once it is open, log.jsonl with one object a line; on rank 0 only."""
 
-    run: Run  # this and the device from `begin` on
+    run: Run  # this and the device once it is open
     device: torch.device
+    file: TextIO | None = None
+    tensorboard: Any = None  # its writer, with --tensorboard
 
-    def __init__(self, file: TextIO | None) -> None:
-        self.file = file
-        self.tensorboard: Any = None  # its writer, with --tensorboard
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
 
-    def begin(self, run: Run, device: torch.device, step: int) -> None:
-        """Learn of the run whose next step is `step`, counted from 0, on `device`.
+    def open(self, run: Run, device: torch.device, resuming: bool) -> None:
+        """Append to the log of a run on `device`; a new run renames an earlier one's. Collective.
 
-        TensorBoard then hides what an earlier start of this run has written of later steps.
+        AgreedError where the folder cannot be written.
         """
         self.run, self.device = run, device
-        if self.file and run.config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        path = Path(run.config.out, "log.jsonl")
 
-            folder = os.path.join(run.config.out, "tensorboard", run.config.run_mode)
-            with self._disk_may_fail(folder):
-                self.tensorboard = SummaryWriter(folder, purge_step=step + 1)
+        def prepare() -> None:
+            before = path.read_bytes() if path.exists() else b""
+            if before and not resuming and run.config.run_mode == "real":
+                names = (path.with_name(f"log.{i}.jsonl") for i in count(1))
+                old = next(name for name in names if not name.exists())
+                path.rename(old)
+                self.say(f"note: this run begins at step 0; the log of an earlier one is now {old}")
+            # bytes of a file name that are no text become question marks: the log is UTF-8
+            self.file = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
+            if before[-1:] not in (b"", b"\n"):  # the run before was killed in a line
+                self.file.write("\n")
+
+        run_on_rank0(prepare)
 
     def say(self, *lines: str) -> None:
         """Print lines on the terminal."""
-        if self.file and lines:
+        if self.rank == 0 and lines:
             print(*lines, sep="\n", flush=True)
 
     def warn(self, text: str) -> None:
@@ -123,19 +135,19 @@ class Log:
         with self._disk_may_fail("log.jsonl"):
             self.file.write(json.dumps({"event": event} | record, ensure_ascii=False) + "\n")
             self.file.flush()
-        if self.tensorboard and "step" in record:
-            step = record.pop("step")
-            with self._disk_may_fail("TensorBoard's file"):
+        with self._disk_may_fail("TensorBoard's file"):
+            if event == "start" and self.run.config.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                folder = os.path.join(self.run.config.out, "tensorboard", self.run.config.run_mode)
+                # an earlier start of this run may have written of later steps: they are hidden
+                self.tensorboard = SummaryWriter(folder, purge_step=record["begin"] + 1)
+            elif self.tensorboard and "step" in record:
+                step = record.pop("step")
                 for key, value in record.items():
                     if type(value) in (int, float):
                         self.tensorboard.add_scalar(f"{event}/{key}", value, step)
                 self.tensorboard.flush()
-
-    def picture(self, name: str, pixels: Any, step: int) -> None:
-        """Show an image, an array (H, W, 3) uint8, in TensorBoard, if that is on."""
-        if self.tensorboard:
-            with self._disk_may_fail("TensorBoard's file"):
-                self.tensorboard.add_image(name, pixels, step, dataformats="HWC")
 
     def step(
         self, step: int, loss: float, norm: float, lr: float, meter: Meter, bad_images: int
@@ -146,8 +158,8 @@ class Log:
         """
         seconds, waited = meter.interval(step + 1)
         run, trained = self.run, self.run.config.run_mode != "io"
-        rate, flops = run.global_batch / seconds, run.flops_per_image()
-        tflops = rate / run.world_size * flops / 1e12 if flops and trained else None
+        rate, flops = run.global_batch / seconds, run.flops_per_image() if trained else None
+        tflops = rate / run.world_size * flops / 1e12 if flops else None
         peak, memory = peak_flops(self.device)[0], device_memory(self.device)
         self.write(
             "step",
@@ -176,33 +188,77 @@ class Log:
         )
 
 
-def open_log(out: str) -> Log:
-    """Open the log in the folder `out` to append, on rank 0; AgreedError if not. Collective."""
-    path, log = Path(out, "log.jsonl"), Log(None)
+# ---------------------------------------------------------------------------------------------
+# Unreadable images
 
-    def make() -> None:
+
+def append_rows(path: str, rows: Sequence[tuple[str, str, int | None]]) -> None:
+    """Append (path, reason, first step from 1), with a heading where the file is new; OSError."""
+    if not rows:
+        return
+    new = not os.path.exists(path)
+    with open(path, "a", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        csv.writer(file).writerows([("path", "reason", "step")] * new + list(rows))
+
+
+class BadImageLog:
+    """The bad images of all ranks, and the statistics of this rank's loader."""
+
+    def __init__(self, run: Run, log: Log, name_of: Callable[[int], str]) -> None:
+        """Continue the list in --out; `name_of` gives the path of an image. Collective."""
+        self.path = os.path.join(run.config.out, "bad_images.csv")
+        self.run, self.log, self.name_of = run, log, name_of
+        self.unreported: list[tuple[str, str, int]] = []  # found by this rank since `sync`
+        self.stats = data.LoadStats()
+        self.read = 0  # images
+        self.too_many: str | None = None  # an error message
+        self.known: set[str] = run_on_rank0(self._read_paths)  # kept up to date on rank 0
+        self.count = len(self.known)
+
+    def _read_paths(self) -> set[str]:
+        if not os.path.exists(self.path):
+            return set()
+        with open(self.path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+            return {row["path"] for row in csv.DictReader(file)}
+
+    def record(self, step: int, batch: Batch) -> None:
+        """Note the bad images of a step's batch, and what it took to load."""
+        self.unreported += [(self.name_of(i), reason, step + 1) for i, reason in batch.bad]
+        self.stats = data.total([self.stats, batch.stats])
+        self.read += len(batch.image_ids)
+
+    def sync(self) -> None:
+        """Collect the bad images of all ranks; set `too_many` on all where they are. Collective."""
+        every = gather_to_rank0(self.unreported) or []
+        self.unreported = []
+        self.count = run_on_rank0(lambda: self._list(every))
+        images, most = self.run.images, self.run.config.max_bad
+        if self.count > most * images:
+            allowed = f"more than --max-bad {most:g} allows: they are listed in {self.path}"
+            self.too_many = f"{self.count} of {images} images are unreadable, {allowed}"
+
+    def _list(self, every: list[list[tuple[str, str, int]]]) -> int:
+        """On rank 0: list the images that are new; count all."""
+        new = {row[0]: row for rows in every for row in rows if row[0] not in self.known}
+        self.known |= new.keys()
         try:
-            os.makedirs(out, exist_ok=True)
-            # bytes of a file name that are no text become question marks: the log is UTF-8
-            log.file = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
-            if path.read_bytes()[-1:] not in (b"", b"\n"):  # the run before was killed in a line
-                log.file.write("\n")
+            append_rows(self.path, list(new.values()))
         except OSError as error:
-            raise ValueError(f"{error}: give --out a folder that can be written") from None
+            self.log.warn(f"{self.path} cannot be written now: {error}")
+        if new:
+            path, reason, _ = next(iter(new.values()))
+            more = f"; {len(new) - 1} more are in {self.path}" if len(new) > 1 else ""
+            self.log.warn(f"unreadable image {path} ({reason}): replaced by the next image{more}")
+        return len(self.known)
 
-    run_on_rank0(make)
-    return log
+    def report(self, seconds: float, waiting: float) -> list[dict[str, float]]:
+        """Return the rows of the record `io` on rank 0, one per rank; [] elsewhere. Collective.
 
-
-def rename_old_log(log: Log, out: str) -> None:
-    """Rename an earlier run's log, where this run begins at step 0; AgreedError. Collective."""
-    path = Path(out, "log.jsonl")
-
-    def rename() -> None:
-        if log.file and path.stat().st_size:
-            other = next(p for i in count(1) if not (p := Path(out, f"log.{i}.jsonl")).exists())
-            shutil.copyfile(path, other)
-            log.file.truncate(0)
-            log.say(f"note: this run begins at step 0; the log of an earlier one is now {other}")
-
-    run_on_rank0(rename)
+        `waiting` is the share of the loop's `seconds` in which this rank had no batch.
+        """
+        row = {
+            "images_per_second": self.read / seconds,
+            "mb_per_second": self.stats.bytes / seconds / 1e6,
+            "data_share": waiting,
+        } | {stage: getattr(self.stats, stage) / max(self.read, 1) for stage in STAGES}
+        return gather_to_rank0(row) or []

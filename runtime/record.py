@@ -3,15 +3,15 @@
 import math
 import os
 import platform
+import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import PIL
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import data
@@ -19,17 +19,14 @@ import mesh
 import shard
 import vit
 from runtime import devices
-from runtime.agreement import StepGuard, Verdict, gather_to_rank0, mean_over_ranks
-from runtime.bad_images import BadImageLog
-from runtime.device_batches import Batch
-from runtime.log import Meter
+from runtime.agreement import StepGuard, Verdict, gather_to_rank0, mean_over_ranks, run_on_rank0
+from runtime.device_batches import Batch, LoaderFailed
+from runtime.log import BadImageLog, Meter
 from runtime.process import TORCHRUN_NOTE
 from runtime.resume import Saves, mark_done
 from runtime.run import Run
-from runtime.session import Session
+from runtime.session import Session, cause_of
 
-# MAE's own recipe ends at 1.5e-4 x 4096 / 256 = 2.4e-3; above twice that AdamW tends to diverge.
-LARGE_LR = 4.8e-3
 PLANNED = ("memory_gib", "payload_bytes", "verdict", "fit")  # what the start record has of a plan
 
 
@@ -70,19 +67,38 @@ def versions() -> dict[str, str | None]:
 def report_start(run: Run, session: Session, begin: int, workers: int) -> None:
     """Log the start record before step `begin`; rank 0 plans the run, and says what it will do."""
     ranks, device, log = session.ranks, session.device, session.log
-    log.begin(run, device, begin)
     plan = devices.planned(run, device, log.warn) if ranks.rank == 0 else None
     start = start_record(run, ranks, device, plan, begin=begin, workers=workers)
     log.write("start", **start)
     log.say(*describe(start))
 
 
-def loss_of_zero(batch: Batch, run: Run) -> float:
-    """Compute the mean loss over all ranks of predicting zero: what a model has to beat."""
-    images = data.normalize(batch.parts[0][0], run.channel_stats or data.IMAGENET)
-    patches = vit.patchify(images, run.model.patch)
-    target = vit.reconstruction_target(patches, run.config.norm_pix_loss)
-    return mean_over_ranks(target.square().mean()[None])[0]
+def losses_of_guesses(run: Run, images: Tensor, mask: Tensor) -> Tensor:
+    """Compute what a model has to beat (2, B): the losses of predicting zero and a mean colour.
+
+    The colour, one number per channel, is the mean of the patches that the image shows, as the loss
+    sees them: with --norm-pix-loss each is normalised before, so that zero is its own mean grey.
+    `images` (B, C, H, W) are normalised; of the `mask` (B, L) 1 is removed.
+    """
+    size, norm_pix = run.model.patch, run.config.norm_pix_loss
+    target = vit.reconstruction_target(vit.patchify(images, size), norm_pix)
+    by_channel = target.unflatten(-1, (-1, images.shape[1]))  # (B, L, P*P, C)
+    shown = (1 - mask)[..., None, None] / (1 - mask[0]).sum()  # all images show equally many
+    colour = (by_channel * shown).sum(1, keepdim=True).mean(2, keepdim=True)  # (B, 1, 1, C)
+    guesses = torch.zeros_like(target), colour.expand_as(by_channel).flatten(2)
+    losses = [vit.loss_of_each(images, guess, mask, size, norm_pix) for guess in guesses]
+    return torch.stack(losses)
+
+
+def baselines(run: Run, batch: Batch) -> dict[str, float]:
+    """Average `losses_of_guesses` over a step's batch of all ranks, with its masks. Collective."""
+    losses, kept = [], vit.kept_patches(run.patches, run.config.mask_ratio)
+    for images, noise in batch.parts:
+        images = data.normalize(images, run.channel_stats or data.IMAGENET)
+        mask = (noise.argsort(1).argsort(1) >= kept).float()  # as of `ViTMAE.forward`
+        losses.append(losses_of_guesses(run, images, mask).mean(1))
+    zero, colour = mean_over_ranks(torch.stack(losses).mean(0))
+    return {"loss_of_zero": zero, "loss_of_mean_colour": colour}
 
 
 def describe(start: dict[str, Any]) -> Iterator[str]:
@@ -104,8 +120,6 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"
     warmup = s["warmup_steps"] or 1
     yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['lr']:.3g}, reached in step {warmup}"
-    if s["lr"] > LARGE_LR:
-        yield f"warning: lr {s['lr']:.3g} is very large (MAE's recipe: 2.4e-3); lower --blr"
     if s["planned"] and s["planned"]["verdict"]:
         sign = "" if s["planned"]["verdict"] == "FITS" else "warning: "
         yield f"{sign}plan: {s['planned']['fit']}"
@@ -134,17 +148,16 @@ class Monitor:
         """Begin before the step of `saves`, which has the batch `first`. Collective."""
         config, self.run, self.session, self.begin = run.config, run, session, saves.begin
         self.guard = StepGuard(session.device, config.max_skips, saves.begin, saves.consecutive_bad)
-        self.meter = Meter(saves.begin, run.global_batch)
-        self.bad_images = BadImageLog(
-            config.out, run.images, config.max_bad, session.log, files.path
-        )
+        self.bad_images = BadImageLog(run, session.log, files.path)
         self.error: Exception | None = None  # of this rank's data loader
         self.problem: str | None = None  # the last bad step, in a sentence
         self.image_ids: deque[list[int]] = deque(maxlen=2)  # of the last two steps
-        self.loss_of_zero = None if first is None else loss_of_zero(first, run)
+        self.losses: deque[float] = deque(maxlen=10)  # of the last steps
+        self.baselines = baselines(run, first) if first else {}
         self.evaluation: Any = None  # called with the number of steps where its `due` says so
-        self.profile: Any = None
+        self.profile: Any = None  # of a step_profile.RunProfile
         self.end_record: dict[str, float] = {}  # what the end record has besides
+        self.meter = Meter(saves.begin, run.global_batch)  # whose clock starts
 
     def watch(self, model: nn.Module, grid: DeviceMesh) -> None:
         """Evaluate the model and profile its steps too, where the flags ask for it. Collective."""
@@ -157,10 +170,6 @@ class Monitor:
             from runtime.step_profile import RunProfile
 
             self.profile = RunProfile(self.run, session, grid, self.meter)
-
-    def profiled(self, step: int) -> AbstractContextManager[Any]:
-        """Surround a step, which --profile may look at."""
-        return self.profile.step(step) if self.profile else nullcontext()
 
     def next_batch(self, batches: Iterator[Batch], step: int) -> Batch:
         """Take the batch of a step: the last one again where the loader has failed."""
@@ -175,15 +184,10 @@ class Monitor:
     def asked(self, batch: Batch) -> dict[str, bool]:
         """Return what this rank has to say in the vote of a step, as of `StepGuard.vote`."""
         return {
-            "stop": self.session.stop_requested(),
+            "stop": bool(self.session.signals),
             "no_batch": batch.error is not None,
             "bad_images": bool(self.bad_images.unreported),
         }
-
-    @property
-    def too_many(self) -> str | None:
-        """Say that too many images are unreadable; None where they are not."""
-        return self.bad_images.too_many
 
     def settle(self, wait: bool) -> Iterator[Verdict]:
         """Yield the verdicts of the steps that were applied, after reporting bad steps. Collective.
@@ -195,9 +199,9 @@ class Monitor:
                 self.problem = self.log_skip(verdict)
             if self.guard.ended and verdict.step == self.guard.done:
                 return
-            self.meter.losses.append(verdict.loss)
+            self.losses.append(verdict.loss)
             yield verdict
-        if self.too_many and not wait:  # the run ends: save what is applied by now
+        if self.bad_images.too_many and not wait:  # the run ends: save what is applied by now
             yield from self.settle(wait=True)
 
     def log_skip(self, verdict: Verdict) -> str:
@@ -236,7 +240,7 @@ class Monitor:
         """Save and log how the loop has `ended`; return the run's error message. Collective."""
         (reason, problem), guard, session = ended, self.guard, self.session
         if reason == "data":
-            problem = session.first_loader_error(self.error, guard.done)
+            problem = self.loader_error()
         session.heartbeat("saving")
         if reason == "nan":  # the same command meets the bad steps again
             saves.save_last(guard.done + 1 - guard.consecutive, 0)
@@ -245,7 +249,7 @@ class Monitor:
         session.heartbeat("ending")
         self.bad_images.sync()  # what was found since the last log line
         self.report_end(reason, problem)
-        if saves.saver:
+        if self.run.config.run_mode == "real":
             session.log.say(saves.where(reason == "done"))
             if reason == "done":
                 mark_done(self.run.config.out, True)
@@ -255,6 +259,15 @@ class Monitor:
             problem += ": lower --blr, add --clip 1, or look at the images of that step"
         return problem
 
+    def loader_error(self) -> str:
+        """Return the error of the first rank whose loader has failed, on all. Collective."""
+        if self.error and not isinstance(self.error, LoaderFailed):
+            traceback.print_exception(self.error)  # a bug
+        errors = gather_to_rank0(self.error and cause_of(self.error)) or []
+        rank, text = run_on_rank0(lambda: next(pair for pair in enumerate(errors) if pair[1]))
+        where = f"reading data in step {self.guard.done + 1}"
+        return f"rank {rank}: the data loader failed ({where}): {text}"
+
     def report_end(self, reason: str, problem: str | None) -> None:
         """Write the records `io` and `end`, and a summary to the terminal. Collective."""
         log, guard, out = self.session.log, self.guard, self.run.config.out
@@ -263,11 +276,12 @@ class Monitor:
         end |= self.meter.summary() | devices.device_memory(self.session.device) | self.end_record
         end["payload_bytes"] = self.profile.payload_bytes() if self.profile else None
         log.write("io", ranks=self.bad_images.report(end["seconds"], end["data_share"]))
-        losses = [loss for loss in self.meter.losses if math.isfinite(loss)]
+        losses = [loss for loss in self.losses if math.isfinite(loss)]
         if reason == "done" and losses and self.run.config.run_mode != "io":
-            end |= {"loss": sum(losses) / len(losses), "loss_of_zero": self.loss_of_zero}
-            zero = self.loss_of_zero and f"; predicting zero gives {self.loss_of_zero:.4f}"
-            log.say(f"mean loss of the last {len(losses)} steps {end['loss']:.4f}{zero or ''}")
+            end |= {"loss": sum(losses) / len(losses)} | self.baselines
+            text = "; predicting zero gives {:.4f}, the mean colour of the visible patches {:.4f}"
+            text = text.format(*self.baselines.values()) if self.baselines else ""
+            log.say(f"mean loss of the last {len(losses)} steps {end['loss']:.4f}{text}")
         log.write("end", **end)
         log.say(
             f"{reason}: {guard.done - self.begin} steps in {end['seconds']:.1f} s, median "

@@ -1,23 +1,60 @@
-"""Where a run resumes from, and the checkpoints that it saves: --resume, --save-every."""
+"""Where a run begins, and what it saves: --init-from, --resume, --save-every."""
 
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import checkpoint
+import vit
 from runtime.agreement import AgreedError, run_on_rank0
 from runtime.config import save_interval
-from runtime.log import Log, rename_old_log
+from runtime.log import Log
 from runtime.run import Run, decisive
 from runtime.session import Session
 
 PAUSES = (1.0, 3.0, 8.0, 20.0)  # seconds before each new attempt at a read that failed
 Say = Callable[[str], None]  # prints a line, on rank 0
+
+
+def initial_values(run: Run) -> Callable[..., Tensor]:
+    """Return the function (name, shape, device) -> whole initial value that shard.apply takes.
+
+    With --init-from both are collective: rank 0 reads the file, AgreedError of status 2 on all.
+    """
+    path, seed = run.config.init_from, run.config.seed
+    if not path:
+        return partial(vit.initial_value, run.model, seed=seed)
+    from downstream.weights import Pretrained, check_fits, epsilon_note, read_pretrained, value_of
+
+    found: list[Pretrained] = []  # on rank 0
+
+    def read_file() -> None:
+        try:
+            found.append(read_pretrained(path, run.model))
+            check_fits(found[0], run.model, run.config.img_size)
+            if note := epsilon_note(found[0]):
+                print(note)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--init-from: {error}") from error
+
+    def read_tensor(name: str, whole: Tensor) -> None:
+        whole.copy_(value_of(found[0], name, whole.shape, config=run.model, seed=seed))
+
+    def value(name: str, shape: torch.Size, device: torch.device) -> Tensor:
+        whole = torch.empty(shape, device=device)
+        run_on_rank0(partial(read_tensor, name, whole))
+        dist.broadcast(whole, 0)
+        return whole
+
+    run_on_rank0(read_file)
+    return value
 
 
 def list_newest_first(run: Run, say: Say) -> list[Path]:
@@ -44,36 +81,6 @@ def list_newest_first(run: Run, say: Say) -> list[Path]:
     return run_on_rank0(find) if run.config.run_mode == "real" else []
 
 
-def resume(
-    found: Sequence[Path],
-    run: Run,
-    session: Session,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
-) -> "Saves":
-    """Load the first whole checkpoint of `found`; return the saves to come. Collective.
-
-    They know the step to `begin` at. AgreedError as of `read_run_state`.
-    """
-    config, log, group = run.config, session.log, session.gloo
-
-    def load(path: Path) -> None:
-        checkpoint.load(path, model, optimizer, group=group)
-
-    state = read_run_state(found, run, log.say, load)
-    if scaler and state["scaler"]:
-        scaler.load_state_dict(state["scaler"])
-    if state["step"] < run.steps:
-        mark_done(config.out, False)
-    if state["step"] == 0:
-        rename_old_log(log, config.out)
-    saver = checkpoint.Saver(
-        config.out, model, optimizer, keep=config.keep, group=group, background=config.async_save
-    )
-    return Saves(run, log, saver, scaler, state)
-
-
 def read_run_state(
     found: Sequence[Path], run: Run, say: Say, load: Callable[[Path], None] | None = None
 ) -> dict[str, Any]:
@@ -84,31 +91,25 @@ def read_run_state(
     AgreedError for other decisive flags without --allow-changes; where the one asked for, or all,
     are damaged; where one cannot be read now.
     """
+    new = {"step": 0, "flags": {}, "in_a_row": 0, "scaler": None}
     damaged: list[Path] = []
 
-    def read() -> dict[str, Any]:
-        state: dict[str, Any] = {"flags": {}, "in_a_row": 0, "scaler": None}  # of another program
-        try:
-            state |= _retry(say, checkpoint.read_manifest, path)
-        except checkpoint.Damaged as error:
-            return {"damaged": error}  # for all ranks to raise
+    def read(path: Path) -> dict[str, Any]:
+        state = new | _retry(say, checkpoint.read_manifest, path)  # another program has no flags
         return state | {"changes": ", ".join(_changes(path, state["flags"], run)) or "-"}
 
     for path in found:
-        state = run_on_rank0(read)
         try:
-            if "damaged" in state:
-                raise state["damaged"]
+            state = run_on_rank0(partial(read, path))
             if load:
                 _retry(say, load, path)
-        except checkpoint.Damaged as error:
-            if run.config.resume != "auto":
-                raise AgreedError(str(error), 2) from error
-            say(f"warning: skipping unreadable checkpoint {error}")
+        except (AgreedError, checkpoint.Damaged, OSError) as raised:  # the same on all ranks
+            error: Any = getattr(raised, "error", raised)
+            if run.config.resume != "auto" or not isinstance(error, checkpoint.Damaged):
+                raise AgreedError(str(raised), error=error) from raised
+            say(f"warning: skipping unreadable checkpoint {raised}")
             damaged.append(path)
             continue
-        except OSError as error:  # the same on all ranks
-            raise AgreedError(str(error)) from error
         say(f"resumed {path} at step {state['step']}; changed: {state['changes']}")
         if load and damaged:
             run_on_rank0(lambda: [p.rename(p.with_name(f"damaged_{p.name}")) for p in damaged])
@@ -116,7 +117,7 @@ def read_run_state(
     if damaged:
         advice = "give --resume PATH to begin at another one, or another --out to begin anew"
         raise AgreedError(f"no checkpoint in {run.config.out} can be read: {advice}")
-    return {"step": 0, "in_a_row": 0, "scaler": None}
+    return new
 
 
 def _retry(say: Say, work: Callable[[Any], Any], path: Any) -> Any:
@@ -148,28 +149,19 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> list[str]:
 class Saves:
     """Save the checkpoints of a run, when one is due, and remember where the weights are.
 
-    Nothing is saved without a `saver` (--run-mode syn and io), or with --save-every none. `state`
-    is that of the checkpoint that was resumed.
+    Made by `resume`, with the run state of the checkpoint that was resumed; nothing is saved
+    without a saver: with --save-every none, --run-mode syn or io.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        log: Log,
-        saver: checkpoint.Saver | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        state: dict[str, Any] | None = None,
-    ) -> None:
-        self.saver, self.run, self.log, self.scaler = saver, run, log, scaler
-        self.begin = state["step"] if state else 0
-        self.consecutive_bad = state["in_a_row"] if state else 0  # before the step to begin at
+    saver: checkpoint.Saver | None = None
+    scaler: torch.amp.GradScaler | None = None
+
+    def __init__(self, run: Run, log: Log, step: int = 0, in_a_row: int = 0) -> None:
+        """Begin at `step`, after so many consecutive bad steps."""
+        self.run, self.log, self.begin, self.consecutive_bad = run, log, step, in_a_row
         self.since, self.problem = time.monotonic(), ""  # of the newest save
-        self.steps, self.seconds = save_interval(run.config.save_every if saver else "none")
-        self.off = not (self.steps or self.seconds)
-        if saver:
-            saver.saved = self.begin
-            if self.off:
-                log.warn("--save-every none: no checkpoint is saved, whatever ends this run")
+        real = run.config.run_mode == "real"
+        self.steps, self.seconds = save_interval(run.config.save_every if real else "none")
 
     def due_after(self, step: int) -> bool:
         """Tell whether a checkpoint is due after so many steps."""
@@ -181,7 +173,7 @@ class Saves:
 
     def save(self, step: int, consecutive_bad: int, wait: bool) -> str | None:
         """Save after so many steps; return why the run cannot continue, if so. Collective."""
-        if self.off or self.saver is None:
+        if not self.saver:
             return None
         start, before = time.monotonic(), self.saver.saved
         state = {"flags": self.run.record(), "in_a_row": consecutive_bad}
@@ -199,7 +191,7 @@ class Saves:
 
     def save_last(self, step: int, consecutive_bad: int) -> None:
         """Save before a failed run ends, unless that step is saved already. Collective."""
-        if self.off or self.saver is None:
+        if not self.saver:
             return
         problems = self.saver.finish()  # of the save in the background
         if self.saver.saved < step and (failed := self.save(step, consecutive_bad, wait=True)):
@@ -207,22 +199,59 @@ class Saves:
         for problem in problems:
             self.log.warn(problem)
 
-    def report_finished(self) -> None:
-        """Say that no step is left to train. Collective."""
+    def finished(self) -> bool:
+        """Tell, and say, that no step is left to train. Collective."""
+        if self.begin < self.run.steps:
+            return False
         mark_done(self.run.config.out, True)
         self.log.say(f"already finished: all {self.run.steps} steps; {self.where(True)}")
+        return True
 
     def where(self, finished: bool) -> str:
         """Say where the weights are, for the end."""
-        if self.off or self.saver is None:
-            return "nothing saved: --save-every none"
-        if not self.saver.saved:
-            return f"nothing saved: {self.problem or 'no step was applied'}"
-        path, how = self.saver.folder / f"step_{self.saver.saved:08d}", "the same command"
+        saved, how = self.saver.saved if self.saver else 0, "the same command"
+        if not saved:
+            why = (self.problem or "no step was applied") if self.saver else "--save-every none"
+            return f"nothing saved: {why}"
+        path = Path(self.run.config.out, f"step_{saved:08d}")
         if (asked := self.run.config.resume) != "auto":
-            new = self.saver.saved > self.begin
+            new = saved > self.begin
             path, how = (path, f"{how} with --resume auto") if new else (Path(asked), how)
         return f"saved {path}" if finished else f"saved {path}; {how} continues from there"
+
+
+def resume(
+    found: Sequence[Path],
+    run: Run,
+    session: Session,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+) -> Saves:
+    """Load the first whole checkpoint of `found`; return the saves to come. Collective.
+
+    They know the step to `begin` at. AgreedError as of `read_run_state`.
+    """
+    config, log, group = run.config, session.log, session.gloo
+
+    def load(path: Path) -> None:
+        checkpoint.load(path, model, optimizer, group=group)
+
+    state = read_run_state(found, run, log.say, load)
+    if scaler and state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+    if state["step"] < run.steps:
+        mark_done(config.out, False)
+    saves = Saves(run, log, state["step"], state["in_a_row"])
+    saves.scaler = scaler
+    if config.save_every == "none":
+        log.warn("--save-every none: no checkpoint is saved, whatever ends this run")
+        return saves
+    saves.saver = checkpoint.Saver(
+        config.out, model, optimizer, keep=config.keep, group=group, background=config.async_save
+    )
+    saves.saver.saved = saves.begin
+    return saves
 
 
 def mark_done(out: str, done: bool) -> None:

@@ -61,11 +61,9 @@ class Run:
     def epoch_steps(self) -> int:
         return self.images // self.global_batch
 
-    def flops_per_image(self, recomputed: bool = False) -> int | None:
-        """Count the FLOPs of a step per image; `recomputed` ones too, None where none are."""
-        model, c = self.model, self.config
-        none = recomputed and c.ac != "full"
-        return None if none else vit.flops_per_image(model, c.img_size, c.mask_ratio, recomputed)
+    def flops_per_image(self) -> int | None:
+        """Count the FLOPs of a step per image, without those of recomputed activations."""
+        return vit.flops_per_image(self.model, self.config.img_size, self.config.mask_ratio)
 
     def sharding_options(self) -> shard.ShardingOptions:
         """Return the options of shard.apply: the flags of the same names, where they are given."""
@@ -80,14 +78,17 @@ class Run:
         follows = ["group", "world_size", "global_batch", "steps", "warmup_steps"]
         follows += ["images", "image_names_and_sizes"]
         stats, rgb = self.channel_stats, self.config.channels == 3
-        record = asdict(self.config) | {name: getattr(self, name) for name in follows}
-        return record | {
-            "batch": self.local_batch,
-            # of images that are not known yet, for a plan: rather more memory than less
-            "image_dtype": stats.dtype if stats else "uint8" if rgb else "float32",
-            "channel_mean": stats and stats.mean,
-            "channel_std": stats and stats.std,
-        }
+        return (
+            asdict(self.config)
+            | {name: getattr(self, name) for name in follows}
+            | {
+                "batch": self.local_batch,
+                # of images that are not known yet, for a plan: rather more memory than less
+                "image_dtype": stats.dtype if stats else "uint8" if rgb else "float32",
+                "channel_mean": stats and stats.mean,
+                "channel_std": stats and stats.std,
+            }
+        )
 
 
 def decisive(config: Config) -> tuple[str, ...]:
@@ -99,13 +100,8 @@ def decisive(config: Config) -> tuple[str, ...]:
 
 def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
     """Derive the run of so many ranks, by default a node's share a copy; ValueError if invalid."""
-    c, mode, tp, group, model = (
-        config,
-        str(config.mode),
-        config.tp,
-        None,
-        model_config(config.model),
-    )
+    c, mode, tp, group = config, str(config.mode), config.tp, None
+    model = model_config(c.model)
     data_ranks = check_tensor_parallel(model, world_size, tp)
     if shard.STRATEGIES[mode].group == "group":
         group = c.group or min(max(node_ranks // tp, 1), data_ranks)

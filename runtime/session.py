@@ -1,8 +1,4 @@
-"""The ranks of a run, from joining to leaving: each error becomes one sentence and exit status.
-
-An AgreedError is raised on all ranks, printed by rank 0, and all leave together; any other
-exception, a lost peer, say, ends this rank at once, and a bug's traceback is printed.
-"""
+"""The ranks of a run, from joining to leaving: each error becomes one sentence and exit status."""
 
 import gc
 import os
@@ -16,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mesh
-from runtime.agreement import AgreedError, gather_to_rank0, run_on_all_ranks, run_on_rank0
+from runtime.agreement import AgreedError, run_on_all_ranks, run_on_rank0
 from runtime.config import Config
 from runtime.device_batches import LoaderFailed
 from runtime.devices import advise_out_of_memory, is_out_of_memory
@@ -33,12 +29,13 @@ class Session:
     def __init__(
         self, ranks: mesh.Ranks, device: torch.device, timeout: int, signals: Sequence[int]
     ) -> None:
-        """`timeout` in seconds; `signals` grows by each signal that asks this process to stop."""
+        """Start the watchdog; `signals` grows by each signal that asks this process to stop."""
         self.ranks, self.device, self.signals = ranks, device, signals
-        self.log = Log(None)
+        self.log = Log(ranks.rank)
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
         self.reason = "timeout"  # in the log, where the run is ended from outside the loop
         self.watchdog = Watchdog(ranks.rank, ranks.world_size, timeout, self.give_up)
+        self.heartbeat = self.watchdog.heartbeat  # says what this rank does next
 
     def join(self) -> None:
         """Connect to the other ranks and start the watchdog; ConnectionError. Collective."""
@@ -64,14 +61,6 @@ class Session:
         self.heartbeat(f"making sure that no other run uses {out}")
         run_on_rank0(lambda: setattr(self.watchdog, "lock", FolderLock(out)))
         self.heartbeat("preparing the run")
-
-    def heartbeat(self, phase: str, step: int | None = None) -> None:
-        """Tell the watchdog what this rank does next."""
-        self.watchdog.heartbeat(phase, step)
-
-    def stop_requested(self) -> bool:
-        """Tell whether a signal has asked this rank to stop."""
-        return bool(self.signals)
 
     def give_up(self, text: str) -> None:
         """Print and log why the run is ended from outside the training loop."""
@@ -100,15 +89,6 @@ class Session:
             time.sleep(RANK0_REPORT_GRACE_SECONDS if self.ranks.rank else 0)
             self.watchdog.exit_now(text)
         self.give_up(text)
-
-    def first_loader_error(self, error: Exception | None, step: int) -> str:
-        """Return the error of the first rank whose loader failed in `step`, on all. Collective."""
-        if error and not isinstance(error, LoaderFailed):
-            traceback.print_exception(error)  # a bug
-        where = f"the data loader failed (reading data in step {step + 1})"
-        errors = gather_to_rank0(error and cause_of(error)) or []
-        found = [f"rank {rank}: {where}: {text}" for rank, text in enumerate(errors) if text]
-        return run_on_rank0(lambda: found[0])
 
 
 def cause_of(error: Exception) -> str:
@@ -149,8 +129,8 @@ def run_session(
     try:
         run_on_all_ranks(lambda: check_folders(config))
         problem = work(run, session)
-        status = 1 if problem else 0
-    except AgreedError as error:
+        status = int(bool(problem))
+    except AgreedError as error:  # on all ranks, which leave together
         problem, status = str(error), error.status
     except Exception as error:  # on this rank alone: it must not keep the others waiting
         session.fail(error, run)

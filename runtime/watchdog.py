@@ -1,7 +1,4 @@
-"""The watchdog of a run: ends it when a rank is stuck or lost, and guards its folder.
-
-Copy this one file: it needs torch alone.
-"""
+"""End a run when a rank is stuck or lost; guard its folder. Copy this one file: it needs torch."""
 
 import faulthandler
 import json
@@ -24,10 +21,9 @@ class Watchdog:
 
     The main thread calls `heartbeat` when it begins something; a thread publishes that through the
     ranks' store. A rank without a heartbeat for `seconds` asks rank 0 to compare all ranks: rank 0
-    names those that are silent or behind, these print their stacks, and all exit.
-
-    A second thread, which no store can block, says what is waited for for long and ends a rank that
-    rank 0 does not answer; should Python itself hang, faulthandler prints the stack and exits.
+    names those that are silent or behind, these print their stacks, and all exit. A second thread,
+    which no store can block, says what takes long and ends a rank that rank 0 does not answer;
+    should Python itself hang, faulthandler prints the stack and exits.
     """
 
     def __init__(
@@ -36,9 +32,9 @@ class Watchdog:
         """Start the second thread. A single process has no limit: it may sit in a debugger."""
         self.rank, self.world_size, self.seconds, self.give_up = rank, world_size, seconds, give_up
         self.interval = min(5.0, seconds / 20)
-        self.last_check = self.grace_start = time.monotonic()
+        self.clock = 0.0  # seconds; it stands still while this process is stopped
         # how many heartbeats, phase, step, since when; replaced as a whole
-        self.beat: tuple[int, str, int | None, float] = 0, "starting", None, self.grace_start
+        self.beat: tuple[int, str, int | None, float] = 0, "starting", None, 0.0
         self.known, self.told = set[str](), set[str]()  # phases
         self.store: dist.TCPStore | None = None
         self.lock: FolderLock | None = None
@@ -51,14 +47,14 @@ class Watchdog:
         # a connection of its own: a waiting call blocks that of the process group
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         self.store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
-        self._tell(self.store, 0)
+        self._tell(self.store)
         self.threads.append(Thread(target=self._publish, args=[self.store], daemon=True))
         self.threads[1].start()
 
     def heartbeat(self, phase: str, step: int | None = None) -> None:
         """Say that the main thread begins a phase; all ranks do so in the same order."""
         self.known.add(self.beat[1])
-        self.beat = self.beat[0] + 1, phase, step, time.monotonic()
+        self.beat = self.beat[0] + 1, phase, step, self.clock
 
     def stop(self) -> None:
         """Stop watching, before the process group is destroyed."""
@@ -86,18 +82,15 @@ class Watchdog:
 
     def _late(self) -> float:
         """Return the seconds past the limit of this rank's phase; negative before that."""
-        now, (_, phase, _, since) = time.monotonic(), self.beat
-        if now - self.last_check > 3 * self.interval + 1:
-            self.grace_start = now  # this process was stopped for a while: that does not count
-        self.last_check = now
+        _, phase, _, since = self.beat
         first = phase == "saving" or phase not in self.known
-        limit = self.seconds * (STARTUP_FACTOR if first else 1)
-        return now - max(since, self.grace_start) - limit
+        return self.clock - since - self.seconds * (STARTUP_FACTOR if first else 1)
 
     def _guard(self) -> None:
         while not self.ended.wait(self.interval):
+            self.clock += self.interval
             late, (_, phase, _, since), joined = self._late(), self.beat, self.store is not None
-            long = phase not in self.told and time.monotonic() > since + 10
+            long = phase not in self.told and self.clock > since + 10
             if long and (self.rank == 0 or not joined):
                 self.told.add(phase)
                 print(f"rank {self.rank}: still {self.where()}", file=sys.stderr, flush=True)
@@ -113,30 +106,28 @@ class Watchdog:
                 why = "it is stuck, or its port belongs to another program"
                 self.exit_now(f"{who} ({self.where()}): {why}")
 
-    def _tell(self, store: dist.TCPStore, tick: int) -> None:
+    def _tell(self, store: dist.TCPStore) -> None:
         count, _, _, since = self.beat
-        state = tick, count, time.monotonic() - since, self.where()
+        state = self.clock, count, self.clock - since, self.where()
         store.set(f"watchdog/{self.rank}", json.dumps(state))
 
     def _publish(self, store: dist.TCPStore) -> None:
-        tick = 0
         with suppress(RuntimeError):  # the store went with rank 0
             while not self.ended.wait(self.interval):
-                tick += 1
-                self._tell(store, tick)
+                self._tell(store)
                 if self._late() > 0:
                     store.set("watchdog/late", "")
                 if self.rank == 0 and store.check(["watchdog/late"]):
-                    self._judge(store, tick)
+                    self._judge(store)
                 elif self.rank != 0 and store.check(["watchdog/behind"]):
                     self.exit_now(None, self.rank in json.loads(store.get("watchdog/behind")))
 
-    def _judge(self, store: dist.TCPStore, tick: int) -> None:
+    def _judge(self, store: dist.TCPStore) -> None:
         """Find the ranks that are behind, on rank 0, unless the run continues meanwhile."""
         keys = [f"watchdog/{rank}" for rank in range(self.world_size)]
         before = [json.loads(text) for text in store.multi_get(keys)]
         self.ended.wait(4 * self.interval)
-        self._tell(store, tick + 1)
+        self._tell(store)
         after = [json.loads(text) for text in store.multi_get(keys)]
         silent = [r for r in range(self.world_size) if before[r][0] == after[r][0]]
         counts = {r: after[r][1] for r in range(self.world_size) if r not in silent}
@@ -172,11 +163,11 @@ class FolderLock:
         two runs that both take over from a dead one see each other.
         """
         self.folder, self.path = folder, os.path.join(folder, ".lock")
+        self.made = not os.path.exists(folder)
         host, pid, job = platform.node(), os.getpid(), os.environ.get("SLURM_JOB_ID")
         who = f"process {pid} on {host}{f', Slurm job {job}' if job else ''}"
-        self.owner: dict[str, Any] = {"who": who, "host": host, "pid": pid}
-        self.owner |= {"started": _start_of(pid), "time": time.time(), "beats": 0}
-        self.made = not os.path.exists(folder)
+        known = {"who": who, "host": host, "pid": pid, "started": _start_of(pid)}
+        self.owner: dict[str, Any] = {**known, "time": time.time(), "beats": 0}
         first, deadline = None, time.monotonic() + patience
         try:
             os.makedirs(folder, exist_ok=True)

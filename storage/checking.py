@@ -11,7 +11,6 @@ import numpy as np
 
 import data
 from runtime import process
-from runtime.bad_images import append_rows
 from runtime.process import throttled_progress
 from storage.image_list import ImageList, list_images
 from storage.safe_files import naming
@@ -64,6 +63,8 @@ def parallel_map(
 
 def check_images(folder: str, out: str, workers: int, say: Callable[[str], None]) -> int:
     """Decode every image, list the unreadable ones in the CSV file `out`, return their number."""
+    from runtime.log import append_rows  # not in the worker processes
+
     files = list_images(folder, throttled_progress(say, "listing"))
     progress, done, broken = throttled_progress(say, "reading"), 0, 0
     starts = range(0, len(files), PART)

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from PIL import Image
 
 import data
-from runtime.bad_images import append_rows
 from runtime.process import throttled_progress
 from storage.checking import parallel_map
 from storage.image_list import PACK_INDEX, ImageList, fingerprint, list_images, save_index
@@ -232,6 +231,8 @@ def pack(
         if len(todo) < len(parts):
             say(f"{len(parts) - len(todo)} of {len(parts)} shards are there already")
         progress, done = throttled_progress(say, "packing"), 0
+        from runtime.log import append_rows  # not in the worker processes
+
         ledger = os.path.join(target, "bad_images.csv")
         for part, bad in parallel_map(write, todo, workers):
             with naming(ledger):

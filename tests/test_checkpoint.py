@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import shlex
 import shutil
 import signal
 import zlib
@@ -20,7 +21,6 @@ from conftest import FULL
 from flips import flips
 from parity import ARGV as PARITY
 from ranks import Run, full_parameters, join, on_ranks, read_log, run_ranks
-from test_train import changed
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import checkpoint
@@ -30,7 +30,7 @@ import train_fsdp
 import vit
 from runtime import resume
 
-ARGV = changed(PARITY, global_batch="12")  # fewer images to decode
+ARGV = [*PARITY, "--global-batch", "12"]  # fewer images to decode
 CONFIG = vit.ViTConfig(32, 3, 64, 2, 8, decoder_width=32, decoder_depth=2, decoder_heads=2)
 CPU = torch.device("cpu")
 FSDP_MODES = ["no_shard", "shard_grad_op", "full_shard", "hybrid", "hybrid_grad_op"]
@@ -565,10 +565,10 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
 
     Bad steps before the stop count towards --max-skips after it.
     """
-    sharded = changed(ARGV, steps="12", save_every="100", mode="full_shard")
+    sharded = ARGV + shlex.split("--steps 12 --save-every 100 --mode full_shard")
     stopped, others = tmp_path / "stopped", {n: tmp_path / n for n in ("three", "hybrid")}
     struck = Run(sharded, params=False, to=str(stopped), signal_rank=1, signal_step=4)
-    skips = changed(ARGV, mode="full_shard", steps="9", max_skips="2", save_every="5")
+    skips = ARGV + shlex.split("--mode full_shard --steps 9 --max-skips 2 --save-every 5")
     bad = Run(skips, "loss", 1, (4, 5), params=False, to=str(tmp_path / "bad"))
     bad = replace(bad, signal_rank=0, signal_step=4)
     whole, first, skipped = run_ranks(2, [Run(sharded), struck, bad], tmp_path / "first")
@@ -581,8 +581,8 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
 
     again = [Run(sharded, to=str(stopped)), replace(bad, poison_steps=(5, 6), signal_rank=-1)]
     second, ended = run_ranks(2, again, tmp_path / "second")
-    zero1 = Run(changed(sharded, mode="zero1"), to=str(others["three"]))
-    hybrid = changed(sharded, mode="hybrid", fsdp="1", group="3", ac="full", accum="2")
+    zero1 = Run([*sharded, "--mode", "zero1"], to=str(others["three"]))
+    hybrid = sharded + shlex.split("--mode hybrid --fsdp 1 --group 3 --ac full --accum 2")
     of_three = run_ranks(3, [zero1, Run(hybrid, to=str(others["hybrid"]))], tmp_path / "three3")
 
     assert ended.status == [1, 1] and ended.end["reason"] == "nan", ended.output

@@ -23,15 +23,15 @@ TRAIN = (
 
 def in_second_step(monkeypatch, fault):
     """Let `fault()` happen in the second step."""
-    original, calls = train_fsdp.forward_backward, []
+    original = train_fsdp.Monitor.next_batch
 
-    def forward_backward(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 2:
+    def next_batch(self, batches, step):
+        if step == 1:
+            self.session.heartbeat("reading data", step)
             fault()
-        return original(*args, **kwargs)
+        return original(self, batches, step)
 
-    monkeypatch.setattr(train_fsdp, "forward_backward", forward_backward)
+    monkeypatch.setattr(train_fsdp.Monitor, "next_batch", next_batch)
 
 
 def bug():
@@ -49,9 +49,14 @@ def sleeps_here():
 LOST = r"rank 0: lost connection to another rank \(training in step 2, on .*\): "
 # what happens on rank 1 of two: (its status, what it prints, rank 0's sentence)
 FAULTS = {
-    bug: (1, r"(?s)Traceback.*\nValueError: igloo.*error: rank 1: failed \(training", LOST),
+    bug: (1, r"(?s)Traceback.*\nValueError: igloo.*error: rank 1: failed \(reading", LOST),
     killed: (-9, "", LOST),
-    sleeps_here: (1, "in sleeps_here", "no progress for .*: all ranks wait for each other"),
+    sleeps_here: (
+        1,
+        "in sleeps_here",
+        r"no progress for \d+ s: rank 1 \(reading data in step 2, on .*\) is stuck, "
+        r"rank 0 \(training in step 2, on .*\) waits",
+    ),
 }
 
 

@@ -40,7 +40,7 @@ from test_data import flat_folder, noise_image, stream
 import checkpoint
 import data
 import prepare
-from runtime import bad_images, process
+from runtime import log, process
 from storage import checking, image_list, packing, staging
 
 TILES = ROOT / "examples/tiles/train"
@@ -873,7 +873,7 @@ def test_io_reports_what_each_rank_read(runs):
         near = 1e-6 if rank == 0 else 0.1  # another rank has a clock of its own
         assert row["mb_per_second"] == pytest.approx(read / end["seconds"] / 1e6, rel=near)
         assert row["images_per_second"] == pytest.approx(48 / end["seconds"], rel=near)
-        assert min(row[stage] for stage in bad_images.STAGES) > 0
+        assert min(row[stage] for stage in log.STAGES) > 0
         assert 0 <= row["data_share"] <= 1
 
 

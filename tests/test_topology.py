@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,51 +32,31 @@ def words(line):
     return " ".join(line.split())
 
 
-def test_the_table_of_two_nodes():
+def test_the_table_names_groups_and_is_abbreviated():
     lines = topology.format_topology(places(2), (4, 4))
-    assert lines[0] == "mesh 4 x 4 (replicate x shard): 16 ranks on 2 nodes"
-    assert words(lines[1]) == "rank host local device PCI shard group replicate group"
-    assert len(lines) == 18
+    assert lines[0] == "mesh 4 x 4 (replicate x shard): 16 ranks on 2 nodes" and len(lines) == 18
     assert words(lines[2 + 13]) == "13 node1 5 cuda:5 0000:05:00 3: 12 13 14 15 1: 1 5 9 13"
     split = topology.format_topology(places(1), (1, 4, 2))  # with --tp 2
     assert words(split[2 + 5]).endswith("1: 1 3 5 7 5: 5 2: 4 5")
-
-
-def test_the_table_of_many_nodes_is_abbreviated():
     lines = topology.format_topology(places(1000), (1000, 8))
-    assert len(lines) == 2 + 16 + 1 + 8
-    assert words(lines[2 + 16]) == ".. 7976 more ranks"
+    assert len(lines) == 2 + 16 + 1 + 8 and words(lines[2 + 16]) == ".. 7976 more ranks"
     last = "7999 node999 7 cuda:7 0000:07:00 999: 7992 7993 7994 .. 7999 7: 7 15 23 .. 7999"
     assert words(lines[-1]) == last
 
 
-def test_two_ranks_on_one_device(monkeypatch):
+def test_two_ranks_on_one_device():
     """Partitions of one GPU have its address, but names of their own."""
 
-    def find(*gpus):
-        found = []
-        for rank, (bus, uuid, node) in enumerate(gpus):
-            ids = {"pci_domain_id": 0, "pci_bus_id": bus, "pci_device_id": 0, "uuid": uuid}
-            monkeypatch.setattr(
-                torch.cuda, "get_device_properties", lambda _, ids=ids: SimpleNamespace(**ids)
-            )
-            here = mesh.Ranks(rank, 2, rank, 2, node, "srun", {})
-            device, environ = torch.device("cuda", 0), {"SLURMD_NODENAME": f"n{node}"}
-            found.append(topology.find_placement(here, device, environ))
-        topology.check_devices_differ(found)
+    def check(*gpus):
+        ranks = [(rank, node, rank, f"n{node}", "cuda:0") for rank, (node, *_) in enumerate(gpus)]
+        pairs = zip(ranks, gpus, strict=True)
+        topology.check_devices_differ([topology.Placement(*a, *gpu) for a, (_, *gpu) in pairs])
 
-    with pytest.raises(ValueError, match=r"^ranks 0 and 1 share one device, 0000:d1:00 of n0"):
-        find((0xD1, "", 0), (0xD1, "", 0))
-    find((0xD1, "", 0), (0xD1, "", 1))
-    find((0xD1, "MIG-1", 0), (0xD1, "MIG-2", 0))
-    find((0xD1, "", 0), (0xD2, "", 0))
-
-
-def test_slow_groups_are_named():
-    lines = topology.format_timing([0.001, 0.002, 0.01], (3, 4))
-    assert "1.00 to 10.00 ms, median 6.29 GB/s per rank" in lines[0]  # 12 MiB in 2 ms
-    assert lines[1:] == ["warning: shard group 2 (ranks 8 9 10 11) is slow: 10.00 ms"]
-    assert len(topology.format_timing([1.0, 1.9, 1.0], (3, 4))) == 1
+    with pytest.raises(ValueError, match=r"^ranks 0 and 1 share one device, d1 of n0"):
+        check((0, "d1", ""), (0, "d1", ""))
+    check((0, "d1", ""), (1, "d1", ""))
+    check((0, "d1", "MIG-1"), (0, "d1", "MIG-2"))
+    check((0, "d1", ""), (0, "d2", ""))
 
 
 def gather_on_four():
@@ -100,7 +79,9 @@ def gather_on_four():
 
 def test_slow_groups_and_shared_devices_on_ranks(tmp_path):
     for slow, table, status in on_ranks(4, gather_on_four, tmp_path):
-        assert slow[1] >= 0.5 and len(topology.format_timing(slow, (2, 2))) == 2
+        _, *named = topology.format_timing(slow, (2, 2))
+        assert len(named) == 1 and "shard group 1 (ranks 2 3)" in named[0]
+        assert slow[1] >= 0.5
         assert words(table[-1]) == "3 here 3 cpu 1: 2 3 1: 1 3" and status == 2
 
 
@@ -109,15 +90,10 @@ def test_the_command_prints_our_lines_and_no_other(tmp_path):
     flags = "--device cpu --mode full_shard --model 3b --data images --resume PATH"
     launch = "-m torch.distributed.run --standalone --nproc-per-node 2 -m runtime.topology"
     (tmp_path / "images").mkdir()
-    done = subprocess.run(
-        [sys.executable, *launch.split(), *flags.split()],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=120,
-    )
+    command = [sys.executable, *launch.split(), *flags.split()]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, cwd=tmp_path, env=env, timeout=120, **pipe)
     first, head, names, *table, last = done.stdout.splitlines()
     assert done.returncode == 0 and f"torch {torch.__version__}" in first
     assert head == "mesh 1 x 2 (replicate x shard): 2 ranks on 1 node" and "host" in names

@@ -39,12 +39,6 @@ def one_process(monkeypatch):
 # --- flags
 
 
-def test_cuda_without_a_gpu_is_refused(capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert train_fsdp.main(["--device", "cuda"]) == 2
-    assert "no GPU is visible to this process; use --device cpu" in capsys.readouterr().err
-
-
 def test_errors_are_printed_by_rank_0_alone(monkeypatch, capsys):
     monkeypatch.setattr("runtime.process.RANK0_REPORT_GRACE_SECONDS", 0)
     for flags, ranks in (
@@ -75,12 +69,6 @@ def test_too_few_images_end_all_ranks_with_one_sentence(tmp_path):
     assert few.status == [2, 2] and "larger than the data set of 192" in few.errors
     assert empty.status == [2, 2] and "no images found in" in empty.errors
     assert fine.status == [0, 0]
-
-
-def test_log_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert train_fsdp.main([*SMALL, "--out", str(tmp_path / "file" / "out")]) == 2
-    assert str(tmp_path / "file" / "out") in capsys.readouterr().err
 
 
 def test_one_process_has_nothing_to_shard(monkeypatch):
@@ -116,8 +104,6 @@ def test_batch_sizes():
     assert batch_sizes(8, 2, 16, None) == (16, 256)
     assert batch_sizes(8, 2, None, None) == (32, 512)
     assert batch_sizes(3, 2, None, 48) == (8, 48)
-    with pytest.raises(ValueError, match="5 ranks x 1 accumulation steps: use 45 or 50"):
-        batch_sizes(5, 1, None, 48)
     with pytest.raises(ValueError, match="use 8 or 16"):
         batch_sizes(8, 1, None, 4)
 
@@ -147,6 +133,7 @@ def test_log_has_every_key_and_numbers_that_agree(tmp_path, capsys):
         assert s["mfu"] is None and s["peak_allocated_gib"] is None
         assert s["loss"] > 0 and s["grad_norm"] > 0
     assert end["reason"] == "done" and end["steps"] == 5
+    assert 0.9 < end["loss_of_zero"] < 1 and 0.2 < end["loss_of_mean_colour"] < 0.5
     assert end["step_seconds"] == pytest.approx(64 / end["images_per_second"])
     lines = capsys.readouterr().out.splitlines()
     table = [line for line in lines if line.startswith("step ")]
@@ -161,14 +148,6 @@ def test_a_second_run_appends_and_a_line_cut_by_a_kill_does_not_spoil_the_next(t
     assert train_fsdp.main(argv) == 0 and train_fsdp.main(argv) == 0
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines[1:]] == ["start", "step", "io", "end"] * 2
-
-
-def test_an_unreachable_master_is_one_sentence(capsys, monkeypatch):
-    for name, value in environment(1, 2, free_port()).items():
-        monkeypatch.setenv(name, value)
-    assert train_fsdp.main([*SMALL, "--timeout", "1"]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("train_fsdp.py: error: rank 1 of 2 could not join the process group:")
 
 
 def calls_a_deaf_master():
@@ -207,41 +186,22 @@ def test_run_syn_keeps_one_batch_and_run_io_builds_no_model(tmp_path, monkeypatc
     assert [*steps[0]] == STEP_KEYS and steps[0]["loss"] is None and end["images_per_second"] > 0
 
 
-def test_warns_of_a_very_large_learning_rate_and_of_images_left_out(tmp_path, capsys):
-    argv = [*SMALL, "--data", TILES, "--batch", "50", "--steps", "1", "--out", str(tmp_path)]
-    assert train_fsdp.main([*argv, "--blr", "0.1"]) == 0
-    out = capsys.readouterr().out
-    assert "warning: lr 0.0195 is very large" in out
-    assert "3 steps per epoch" in out and "; 42 images" in out
-    assert train_fsdp.main(argv) == 0
-    assert "very large" not in capsys.readouterr().out
-
-
 # --- several ranks
 
 
-def changed(argv: list[str], **flags: str) -> list[str]:
-    """argv with some flags given another value."""
-    argv = list(argv)
-    for name, value in flags.items():
-        flag = "--" + name.replace("_", "-")
-        if flag in argv:
-            argv[argv.index(flag) + 1] = value
-        else:
-            argv += [flag, value]
-    return argv
+def poisoned(flags: str, what: str, rank: int, *steps: int) -> Run:
+    """A run in which the loss or the gradient of a rank is not finite in these steps, from 0."""
+    return Run([*ARGV, "--global-batch", "12", *flags.split()], what, rank, steps)
 
 
 def test_a_bad_step_on_one_rank_ends_all_and_is_never_applied(tmp_path):
     """Under every engine."""
-    base = changed(ARGV, steps="6", global_batch="12", log_every="8")
-    full = {"mode": "full_shard"}
     runs = [
-        Run(changed(base, **full), "loss", 2, (3,)),
-        Run(changed(base, mode="hybrid", group="1", fsdp="1"), "loss", 1, (3,)),
-        Run(changed(base, mode="ddp"), "gradient", 1, (3,)),
-        Run(changed(base, mode="zero1"), "loss", 0, (3,)),
-        Run(changed(base, **full, precision="fp16"), "gradient", 1, (4,)),
+        poisoned("--steps 6 --log-every 8 --mode full_shard", "loss", 2, 3),
+        poisoned("--steps 6 --log-every 8 --mode hybrid --group 1 --fsdp 1", "loss", 1, 3),
+        poisoned("--steps 6 --log-every 8 --mode ddp", "gradient", 1, 3),
+        poisoned("--steps 6 --log-every 8 --mode zero1", "loss", 0, 3),
+        poisoned("--steps 6 --mode full_shard --precision fp16", "gradient", 1, 4),
     ]
     *ended, scaled = run_ranks(3, runs, tmp_path, 240)
     for result, what in zip(ended, ("loss", "loss", "gradient norm", "loss"), strict=True):
@@ -258,11 +218,11 @@ def test_a_bad_step_on_one_rank_ends_all_and_is_never_applied(tmp_path):
 
 def test_bad_steps_are_left_out_up_to_max_skips(tmp_path):
     """Left out alone, named with rank and images; one too many in a row ends the run."""
-    base = changed(ARGV, steps="9", mode="full_shard", max_skips="2", global_batch="12")
+    nine = "--steps 9 --max-skips 2 --mode"
     runs = [
-        Run(changed(base, log_every="4"), "loss", 1, (2, 3, 6)),
-        Run(changed(base, mode="ddp", log_every="9"), "gradient", 0, (4,)),
-        Run(changed(base, mode="hybrid", group="1", fsdp="1"), "loss", 1, (2, 3, 4)),
+        poisoned(f"{nine} full_shard --log-every 4", "loss", 1, 2, 3, 6),
+        poisoned(f"{nine} ddp --log-every 9", "gradient", 0, 4),
+        poisoned(f"{nine} hybrid --group 1 --fsdp 1", "loss", 1, 2, 3, 4),
     ]
     some, norm, many = run_ranks(2, runs, tmp_path, 240)
     assert some.status == norm.status == [0, 0] and some.end["reason"] == "done"
@@ -278,7 +238,6 @@ def test_bad_steps_are_left_out_up_to_max_skips(tmp_path):
         where = [start + i for start in starts for i in range(local)]
         assert skip["images"] == [files.path(order[i]) for i in where]
     assert some.end["skipped"] == 3 and math.isfinite(some.end["loss"])
-    assert "at step 4 on rank 1, 2 consecutive bad steps: optimizer step skipped" in some.output
     assert [s["step"] for s in some.steps if s["loss"] is None] == [4]  # JSON has no NaN
 
     (skip,) = events(tmp_path / "1", "skip")  # a norm is everybody's
@@ -300,7 +259,7 @@ def test_the_first_step_of_make_demo(tmp_path):
     recipe = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n\n")[0]
     found = re.search(r"--nproc-per-node 4 \\\n\s*train_fsdp.py (.*?) --out", recipe, re.DOTALL)
     assert found, recipe
-    argv = changed(found[1].replace("\\\n", " ").split(), steps="1", log_every="1", workers="0")
+    argv = f"{found[1]} --steps 1 --log-every 1 --workers 0".replace("\\\n", " ").split()
     (result,) = run_ranks(4, [Run(argv, params=False)], tmp_path, 120)
     assert result.status == [0] * 4, result.errors
     assert result.start["mesh"] == {"replicate": 2, "shard": 2, "tp": 1}
