@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".npy")
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
-# Errors of the file itself, not of the node: it cannot be decoded (no errno), read or found.
+# Errors of the file itself, not of the node: it cannot be decoded (no errno), found or read.
 FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EACCES)
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # of crops, width : height
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
@@ -44,8 +44,7 @@ class ChannelStats(NamedTuple):
 
 IMAGENET = ChannelStats((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # as in the MAE recipe
 
-# ---------------------------------------------------------------------------------------------
-# Which files there are
+# --- Which files there are
 
 
 class ImageSource(Protocol):
@@ -75,44 +74,44 @@ class ImageFolder:
         return Path(self.path(index)).read_bytes()
 
 
-def scan(root: str, visit: Callable[[str, int], None] | None = None) -> ImageFolder:
+def scan(root: str, progress: Callable[[int], None] | None = None) -> ImageFolder:
     """List the images below `root`: a class tree of any depth, a flat folder, or a mixture.
 
     The class of an image is the name of its folder. Skips what is hidden; follows symbolic links,
-    but lists no folder twice. Calls `visit` with each folder and the number of images in it.
-    OSError where a folder cannot be listed, ValueError where there is no image.
+    but lists no folder twice. Tells `progress` how many images are listed. OSError where a folder
+    cannot be listed, ValueError where there is no image.
     """
 
     def fail(error: OSError) -> None:
         raise error  # a folder skipped in silence would renumber the classes
 
     names: list[str] = []
-    listed = set(Path(root).resolve().parents)  # a link upwards lists nothing
+    above = [os.stat(folder) for folder in Path(root).resolve().parents]
+    listed = {(it.st_dev, it.st_ino) for it in above}  # so that a link upwards lists nothing
     starts = [root]  # then links, which os.walk leaves to us: after the folders they may lead to
     for start in starts:
         for folder, subfolders, files in os.walk(start, onerror=fail):
-            if (real := Path(folder).resolve()) in listed:
+            it = os.stat(folder)
+            if (it.st_dev, it.st_ino) in listed:
                 subfolders.clear()
                 continue
-            listed.add(real)
+            listed.add((it.st_dev, it.st_ino))
             subfolders[:] = sorted(n for n in subfolders if not n.startswith("."))
             starts += filter(os.path.islink, [os.path.join(folder, n) for n in subfolders])
             images = [n for n in files if n.lower().endswith(EXTENSIONS) and not n.startswith(".")]
-            here = os.path.relpath(folder, root)
-            names += [os.path.normpath(os.path.join(here, name)) for name in images]
-            if visit:
-                visit(folder, len(images))
+            names += [os.path.relpath(os.path.join(folder, name), root) for name in images]
+            if progress:
+                progress(len(names))
     if not names:
         raise ValueError(f"no images found in {root}: looked for {' '.join(EXTENSIONS)}")
     names.sort(key=os.fsencode)  # the same order in every locale
-    leaves = [name.rpartition(os.sep)[0].rpartition(os.sep)[2] for name in names]
-    classes = tuple(sorted(set(leaves) - {""}))
+    leaves = [os.path.basename(os.path.dirname(name)) for name in names]
+    classes = tuple(sorted({*leaves} - {""}))
     number = {leaf: i for i, leaf in enumerate(classes)} | {"": -1}
     return ImageFolder(root, names, [number[leaf] for leaf in leaves], classes)
 
 
-# ---------------------------------------------------------------------------------------------
-# Which rank reads which image when
+# --- Which rank reads which image when
 
 
 def steps_per_epoch(images: int, global_batch: int) -> int:
@@ -173,8 +172,7 @@ class RankBatchSampler:
                 yield [(position, self.order.image_at(position)) for position in positions]
 
 
-# ---------------------------------------------------------------------------------------------
-# Augmentation
+# --- Augmentation
 
 
 def draw_augmentation(
@@ -203,8 +201,7 @@ def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int,
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-# ---------------------------------------------------------------------------------------------
-# Samples and batches
+# --- Samples and batches
 
 
 class LoadStats(NamedTuple):
@@ -255,10 +252,7 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
             try:
                 return *self.load(position, index), index, bad
             except Exception as error:  # Pillow raises many kinds for a broken file
-                number = getattr(error, "errno", None)
-                if isinstance(error, MemoryError) or number not in FILE_ERRNOS:
-                    raise  # of this node: another rank may not have it, and streams would differ
-                bad.append((index, f"{type(error).__name__}: {error}"))
+                bad.append((index, file_fault(error)))
             index = self.order.image_at(position + len(bad))
         raise RuntimeError(f"{SUBSTITUTES} images in a row could not be read, the last: {bad[-1]}")
 
@@ -331,8 +325,18 @@ def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
     return x
 
 
-# ---------------------------------------------------------------------------------------------
-# One image: files and arrays to pixels
+# --- One image: files and arrays to pixels
+
+
+def file_fault(error: Exception) -> str:
+    """Say why a file is unreadable; raise the error again where that is not the file's own fault.
+
+    Of this node, say: another rank may not have it, and their streams of samples would differ.
+    """
+    own = getattr(error, "errno", None) in FILE_ERRNOS
+    if isinstance(error, (MemoryError, ImportError)) or not own:
+        raise error
+    return f"{type(error).__name__}: {error}"
 
 
 def open_image(content: bytes | AnyImage) -> tuple[AnyImage, tuple[int, int]]:
@@ -349,7 +353,9 @@ def open_image(content: bytes | AnyImage) -> tuple[AnyImage, tuple[int, int]]:
         try:
             image = Image.open(io.BytesIO(content))
         except UnidentifiedImageError:  # which names an object in memory
-            raise ValueError(f"not an image: it begins with {content[:16]!r}") from None
+            bands = ", TIFF of many bands? `prepare.py pack` reads it"
+            more = bands if content[:4] in (b"II*\0", b"MM\0*") else ""
+            raise ValueError(f"not an image: it begins with {content[:16]!r}{more}") from None
         # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without
         # an error. The last end marker must follow the last start of a scan (ITU-T T.81, B.1).
         ended = content.rfind(b"\xff\xd9") > content.rfind(b"\xff\xda")
@@ -361,8 +367,8 @@ def open_image(content: bytes | AnyImage) -> tuple[AnyImage, tuple[int, int]]:
         if image.dtype.kind == "f" and not np.isfinite(image).all():
             raise ValueError("NaN or infinite pixels")
         return image, (image.shape[2], image.shape[1])
-    width, height = image.size
-    return image, (height, width) if orientation(image) in (5, 6, 7, 8) else (width, height)
+    turned = orientation(image) in (5, 6, 7, 8)
+    return image, (image.height, image.width) if turned else image.size
 
 
 def orientation(image: Image.Image) -> int:
