@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".npy")
+TIFF = (b"II*", b"MM\0")  # how these files begin
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
 # Errors of the file itself, not of the node: it cannot be decoded (no errno), found or read.
@@ -86,16 +88,15 @@ def scan(root: str, progress: Callable[[int], None] | None = None) -> ImageFolde
         raise error  # a folder skipped in silence would renumber the classes
 
     names: list[str] = []
-    above = [os.stat(folder) for folder in Path(root).resolve().parents]
-    listed = {(it.st_dev, it.st_ino) for it in above}  # so that a link upwards lists nothing
+    # by (inode, device); with those above, so that a link upwards lists nothing
+    listed = {os.stat(folder)[1:3] for folder in Path(root).resolve().parents}
     starts = [root]  # then links, which os.walk leaves to us: after the folders they may lead to
     for start in starts:
         for folder, subfolders, files in os.walk(start, onerror=fail):
-            it = os.stat(folder)
-            if (it.st_dev, it.st_ino) in listed:
+            if (place := os.stat(folder)[1:3]) in listed:
                 subfolders.clear()
                 continue
-            listed.add((it.st_dev, it.st_ino))
+            listed.add(place)
             subfolders[:] = sorted(n for n in subfolders if not n.startswith("."))
             starts += filter(os.path.islink, [os.path.join(folder, n) for n in subfolders])
             images = [n for n in files if n.lower().endswith(EXTENSIONS) and not n.startswith(".")]
@@ -227,9 +228,6 @@ class LocalBatch(NamedTuple):
     stats: LoadStats
 
 
-Sample = tuple[Tensor, Tensor, LoadStats, int, list[tuple[int, str]]]  # image, noise, ..., bad
-
-
 @dataclass(eq=False)
 class Images(Dataset[Any]):  # so that the loader may be annotated by its batches
     """The samples by (position, image index); `exact` as in `crop_and_resize`."""
@@ -241,16 +239,18 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
     exact: bool = False
     stats: ChannelStats = IMAGENET  # an image of other channels or type counts as unreadable
 
-    def __getitem__(self, place: tuple[int, int]) -> Sample:
+    def __getitem__(self, place: tuple[int, int]) -> tuple[Any, ...]:
         """Load an image, or if it is unreadable the next one of the order, with the same draws.
 
-        RuntimeError after SUBSTITUTES in a row; raises any error that is not the file's own.
+        Return a `LocalBatch` of one. RuntimeError after SUBSTITUTES in a row; raises any error that
+        is not the file's own.
         """
         position, index = place
         bad: list[tuple[int, str]] = []
         while len(bad) < SUBSTITUTES:
             try:
-                return *self.load(position, index), index, bad
+                image, noise, stats = self.load(position, index)
+                return image, noise, index, bad, stats
             except Exception as error:  # Pillow raises many kinds for a broken file
                 bad.append((index, file_fault(error)))
             index = self.order.image_at(position + len(bad))
@@ -273,12 +273,11 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
         return pixels, noise, LoadStats(encoded, read - started, time.perf_counter() - read)
 
 
-def collate(samples: Sequence[Sample]) -> LocalBatch:
+def collate(samples: Sequence[tuple[Any, ...]]) -> LocalBatch:
     """Stack samples; in a worker into shared memory, as PyTorch's default does with tensors."""
     images, noise = default_collate([sample[:2] for sample in samples])
-    _, _, stats, image_ids, bad = zip(*samples, strict=True)
-    replaced = [pair for pairs in bad for pair in pairs]
-    return LocalBatch(images, noise, list(image_ids), replaced, total(stats))
+    _, _, image_ids, bad, stats = zip(*samples, strict=True)
+    return LocalBatch(images, noise, list(image_ids), [*chain(*bad)], total(stats))
 
 
 def build_loader(
@@ -329,10 +328,7 @@ def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
 
 
 def file_fault(error: Exception) -> str:
-    """Say why a file is unreadable; raise the error again where that is not the file's own fault.
-
-    Of this node, say: another rank may not have it, and their streams of samples would differ.
-    """
+    """Say why a file is unreadable; raise an error of this node, as other ranks may not have it."""
     own = getattr(error, "errno", None) in FILE_ERRNOS
     if isinstance(error, (MemoryError, ImportError)) or not own:
         raise error
@@ -353,9 +349,8 @@ def open_image(content: bytes | AnyImage) -> tuple[AnyImage, tuple[int, int]]:
         try:
             image = Image.open(io.BytesIO(content))
         except UnidentifiedImageError:  # which names an object in memory
-            bands = ", TIFF of many bands? `prepare.py pack` reads it"
-            more = bands if content[:4] in (b"II*\0", b"MM\0*") else ""
-            raise ValueError(f"not an image: it begins with {content[:16]!r}{more}") from None
+            bands = " (`prepare.py pack` reads TIFF of many bands)" * (content[:3] in TIFF)
+            raise ValueError(f"not an image: it begins with {content[:16]!r}{bands}") from None
         # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without
         # an error. The last end marker must follow the last start of a scan (ITU-T T.81, B.1).
         ended = content.rfind(b"\xff\xd9") > content.rfind(b"\xff\xda")
@@ -367,8 +362,7 @@ def open_image(content: bytes | AnyImage) -> tuple[AnyImage, tuple[int, int]]:
         if image.dtype.kind == "f" and not np.isfinite(image).all():
             raise ValueError("NaN or infinite pixels")
         return image, (image.shape[2], image.shape[1])
-    turned = orientation(image) in (5, 6, 7, 8)
-    return image, (image.height, image.width) if turned else image.size
+    return image, image.size[::-1] if orientation(image) in (5, 6, 7, 8) else image.size
 
 
 def orientation(image: Image.Image) -> int:

@@ -229,9 +229,9 @@ def dataset_of(files, img_size, patches, seed, global_batch, exact=False, stats=
 class Sample(NamedTuple):
     image: torch.Tensor
     noise: torch.Tensor
-    stats: data.LoadStats
     image_id: int
     bad: list
+    stats: data.LoadStats
 
 
 def sample_at(dataset, position):

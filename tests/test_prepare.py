@@ -92,7 +92,7 @@ def broken_tree(root):
         "zero.png": (png_header(0, 0), "rror"),
         "bomb.png": (png_header(40000, 40000), "Image size (1600000000 pixels) exceeds limit"),
         "noise.tif": (os.urandom(300), "not an image: it begins with"),
-        "bands.tif": (b"II*\0" + os.urandom(300), "`prepare.py pack` reads it"),
+        "bands.tif": (b"II*\0" + os.urandom(300), "`prepare.py pack` reads TIFF of many bands"),
         "nothing.jpg": (None, "No such file"),
     }
     for name, (content, _) in kinds.items():
