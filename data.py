@@ -73,7 +73,8 @@ class ImageFolder:
         return os.path.join(self.root, self.names[index])
 
     def read(self, index: int) -> bytes:
-        return Path(self.path(index)).read_bytes()
+        with open(self.path(index), "rb", buffering=0) as file:
+            return file.read()
 
 
 def scan(root: str, progress: Callable[[int], None] | None = None) -> ImageFolder:
@@ -353,8 +354,8 @@ def open_image(content: bytes | AnyImage) -> tuple[AnyImage, tuple[int, int]]:
             raise ValueError(f"not an image: it begins with {content[:16]!r}{bands}") from None
         # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without
         # an error. The last end marker must follow the last start of a scan (ITU-T T.81, B.1).
-        ended = content.rfind(b"\xff\xd9") > content.rfind(b"\xff\xda")
-        if image.format == "JPEG" and content.endswith(b"\0") and not ended:
+        zeros = image.format == "JPEG" and content.endswith(b"\0")
+        if zeros and content.rfind(b"\xff\xd9") <= content.rfind(b"\xff\xda"):
             raise ValueError("truncated: zeros where the end of the JPEG should be")
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or not image.size or image.dtype.name not in ARRAY_DTYPES:

@@ -10,13 +10,6 @@ can, from a login node or a job of one node. `pack` can be stopped; the same com
 parts of these commands are in storage/.
 """
 
-if __name__ == "__main__":
-    # Above the imports, which take seconds: Ctrl-C meanwhile ends the program without a traceback.
-    import os
-    import signal
-
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
 import argparse
 import sys
 from collections.abc import Sequence
@@ -86,6 +79,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # main says how to resume
     process.make_safe()
     raise SystemExit(main())
