@@ -58,7 +58,7 @@ def check_folder(folder: str, flag: str = "--data", out: str | None = None) -> N
 
 
 def check_folders(config: "Config") -> None:
-    """Check --data and --eval-data as `check_folder` does."""
+    """Check --data and --eval-data as `check_folder` does; --stage-dir needs a pack."""
     for flag, folder in (("--data", config.data), ("--eval-data", config.eval_data)):
         if folder not in ("synthetic", None):
             check_folder(str(folder), flag, config.out)
