@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -25,9 +26,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".npy")
+TIFF = (b"II*", b"MM\0")  # how these files begin
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
-# Errors of the file itself, not of the node: it cannot be decoded (no errno), read or found.
+# Errors of the file itself, not of the node: it cannot be decoded (no errno), found or read.
 FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EACCES)
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # of crops, width : height
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
@@ -44,8 +46,7 @@ class ChannelStats(NamedTuple):
 
 IMAGENET = ChannelStats((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # as in the MAE recipe
 
-# ---------------------------------------------------------------------------------------------
-# Which files there are
+# --- Which files there are
 
 
 class ImageSource(Protocol):
@@ -72,47 +73,47 @@ class ImageFolder:
         return os.path.join(self.root, self.names[index])
 
     def read(self, index: int) -> bytes:
-        return Path(self.path(index)).read_bytes()
+        with open(self.path(index), "rb", buffering=0) as file:
+            return file.read()
 
 
-def scan(root: str, visit: Callable[[str, int], None] | None = None) -> ImageFolder:
+def scan(root: str, progress: Callable[[int], None] | None = None) -> ImageFolder:
     """List the images below `root`: a class tree of any depth, a flat folder, or a mixture.
 
     The class of an image is the name of its folder. Skips what is hidden; follows symbolic links,
-    but lists no folder twice. Calls `visit` with each folder and the number of images in it.
-    OSError where a folder cannot be listed, ValueError where there is no image.
+    but lists no folder twice. Tells `progress` how many images are listed. OSError where a folder
+    cannot be listed, ValueError where there is no image.
     """
 
     def fail(error: OSError) -> None:
         raise error  # a folder skipped in silence would renumber the classes
 
     names: list[str] = []
-    listed = set(Path(root).resolve().parents)  # a link upwards lists nothing
+    # by (inode, device); with those above, so that a link upwards lists nothing
+    listed = {os.stat(folder)[1:3] for folder in Path(root).resolve().parents}
     starts = [root]  # then links, which os.walk leaves to us: after the folders they may lead to
     for start in starts:
         for folder, subfolders, files in os.walk(start, onerror=fail):
-            if (real := Path(folder).resolve()) in listed:
+            if (place := os.stat(folder)[1:3]) in listed:
                 subfolders.clear()
                 continue
-            listed.add(real)
+            listed.add(place)
             subfolders[:] = sorted(n for n in subfolders if not n.startswith("."))
             starts += filter(os.path.islink, [os.path.join(folder, n) for n in subfolders])
             images = [n for n in files if n.lower().endswith(EXTENSIONS) and not n.startswith(".")]
-            here = os.path.relpath(folder, root)
-            names += [os.path.normpath(os.path.join(here, name)) for name in images]
-            if visit:
-                visit(folder, len(images))
+            names += [os.path.relpath(os.path.join(folder, name), root) for name in images]
+            if progress:
+                progress(len(names))
     if not names:
         raise ValueError(f"no images found in {root}: looked for {' '.join(EXTENSIONS)}")
     names.sort(key=os.fsencode)  # the same order in every locale
-    leaves = [name.rpartition(os.sep)[0].rpartition(os.sep)[2] for name in names]
-    classes = tuple(sorted(set(leaves) - {""}))
+    leaves = [os.path.basename(os.path.dirname(name)) for name in names]
+    classes = tuple(sorted({*leaves} - {""}))
     number = {leaf: i for i, leaf in enumerate(classes)} | {"": -1}
     return ImageFolder(root, names, [number[leaf] for leaf in leaves], classes)
 
 
-# ---------------------------------------------------------------------------------------------
-# Which rank reads which image when
+# --- Which rank reads which image when
 
 
 def steps_per_epoch(images: int, global_batch: int) -> int:
@@ -173,8 +174,7 @@ class RankBatchSampler:
                 yield [(position, self.order.image_at(position)) for position in positions]
 
 
-# ---------------------------------------------------------------------------------------------
-# Augmentation
+# --- Augmentation
 
 
 def draw_augmentation(
@@ -203,8 +203,7 @@ def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int,
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-# ---------------------------------------------------------------------------------------------
-# Samples and batches
+# --- Samples and batches
 
 
 class LoadStats(NamedTuple):
@@ -230,9 +229,6 @@ class LocalBatch(NamedTuple):
     stats: LoadStats
 
 
-Sample = tuple[Tensor, Tensor, LoadStats, int, list[tuple[int, str]]]  # image, noise, ..., bad
-
-
 @dataclass(eq=False)
 class Images(Dataset[Any]):  # so that the loader may be annotated by its batches
     """The samples by (position, image index); `exact` as in `crop_and_resize`."""
@@ -244,21 +240,20 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
     exact: bool = False
     stats: ChannelStats = IMAGENET  # an image of other channels or type counts as unreadable
 
-    def __getitem__(self, place: tuple[int, int]) -> Sample:
+    def __getitem__(self, place: tuple[int, int]) -> tuple[Any, ...]:
         """Load an image, or if it is unreadable the next one of the order, with the same draws.
 
-        RuntimeError after SUBSTITUTES in a row; raises any error that is not the file's own.
+        Return a `LocalBatch` of one. RuntimeError after SUBSTITUTES in a row; raises any error that
+        is not the file's own.
         """
         position, index = place
         bad: list[tuple[int, str]] = []
         while len(bad) < SUBSTITUTES:
             try:
-                return *self.load(position, index), index, bad
+                image, noise, stats = self.load(position, index)
+                return image, noise, index, bad, stats
             except Exception as error:  # Pillow raises many kinds for a broken file
-                number = getattr(error, "errno", None)
-                if isinstance(error, MemoryError) or number not in FILE_ERRNOS:
-                    raise  # of this node: another rank may not have it, and streams would differ
-                bad.append((index, f"{type(error).__name__}: {error}"))
+                bad.append((index, file_fault(error)))
             index = self.order.image_at(position + len(bad))
         raise RuntimeError(f"{SUBSTITUTES} images in a row could not be read, the last: {bad[-1]}")
 
@@ -279,12 +274,11 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
         return pixels, noise, LoadStats(encoded, read - started, time.perf_counter() - read)
 
 
-def collate(samples: Sequence[Sample]) -> LocalBatch:
+def collate(samples: Sequence[tuple[Any, ...]]) -> LocalBatch:
     """Stack samples; in a worker into shared memory, as PyTorch's default does with tensors."""
     images, noise = default_collate([sample[:2] for sample in samples])
-    _, _, stats, image_ids, bad = zip(*samples, strict=True)
-    replaced = [pair for pairs in bad for pair in pairs]
-    return LocalBatch(images, noise, list(image_ids), replaced, total(stats))
+    _, _, image_ids, bad, stats = zip(*samples, strict=True)
+    return LocalBatch(images, noise, list(image_ids), [*chain(*bad)], total(stats))
 
 
 def build_loader(
@@ -331,8 +325,15 @@ def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
     return x
 
 
-# ---------------------------------------------------------------------------------------------
-# One image: files and arrays to pixels
+# --- One image: files and arrays to pixels
+
+
+def file_fault(error: Exception) -> str:
+    """Say why a file is unreadable; raise an error of this node, as other ranks may not have it."""
+    own = getattr(error, "errno", None) in FILE_ERRNOS
+    if isinstance(error, (MemoryError, ImportError)) or not own:
+        raise error
+    return f"{type(error).__name__}: {error}"
 
 
 def open_image(content: bytes | AnyImage) -> tuple[AnyImage, tuple[int, int]]:
@@ -349,11 +350,12 @@ def open_image(content: bytes | AnyImage) -> tuple[AnyImage, tuple[int, int]]:
         try:
             image = Image.open(io.BytesIO(content))
         except UnidentifiedImageError:  # which names an object in memory
-            raise ValueError(f"not an image: it begins with {content[:16]!r}") from None
+            bands = " (`prepare.py pack` reads TIFF of many bands)" * (content[:3] in TIFF)
+            raise ValueError(f"not an image: it begins with {content[:16]!r}{bands}") from None
         # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without
         # an error. The last end marker must follow the last start of a scan (ITU-T T.81, B.1).
-        ended = content.rfind(b"\xff\xd9") > content.rfind(b"\xff\xda")
-        if image.format == "JPEG" and content.endswith(b"\0") and not ended:
+        zeros = image.format == "JPEG" and content.endswith(b"\0")
+        if zeros and content.rfind(b"\xff\xd9") <= content.rfind(b"\xff\xda"):
             raise ValueError("truncated: zeros where the end of the JPEG should be")
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or not image.size or image.dtype.name not in ARRAY_DTYPES:
@@ -361,8 +363,7 @@ def open_image(content: bytes | AnyImage) -> tuple[AnyImage, tuple[int, int]]:
         if image.dtype.kind == "f" and not np.isfinite(image).all():
             raise ValueError("NaN or infinite pixels")
         return image, (image.shape[2], image.shape[1])
-    width, height = image.size
-    return image, (height, width) if orientation(image) in (5, 6, 7, 8) else (width, height)
+    return image, image.size[::-1] if orientation(image) in (5, 6, 7, 8) else image.size
 
 
 def orientation(image: Image.Image) -> int:

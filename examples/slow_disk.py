@@ -18,8 +18,9 @@ read = ImageList.read
 
 
 def read_slowly(self: ImageList, index: int) -> bytes:
-    """Read a whole image file, after a pause."""
-    time.sleep(float(sys.argv[1]) / 1000)
+    """Read a whole image file, after a pause if that is on the slow disk."""
+    if not (self.staged and os.listdir(self.staged)):
+        time.sleep(float(sys.argv[1]) / 1000)
     return read(self, index)
 
 

@@ -72,7 +72,7 @@ class Config:
         "base", f"{', '.join(vit.MODELS)}; or base:depth=6,mlp_width=512", "result setting", "model"
     )
     img_size: int = flag(224, "side of an image in pixels", "result setting")
-    channels: int = flag(3, "channels of an image (other than 3: .npy)", "result setting")
+    channels: int = flag(3, "channels of an image (not 3: .npy, TIFF in packs)", "result setting")
     mask_ratio: float = flag(0.75, "fraction of patches masked", "result setting")
     norm_pix_loss: bool = flag(True, "normalise each target patch by mean and variance", "result")
     init_from: str | None = flag(None, "weights to begin with: a run's, or of a file", "result")
@@ -108,7 +108,7 @@ class Config:
         "real", "real: train; syn: the same batch each step; io: loader and copy only, no model"
     )
     workers: int | None = flag(None, "loader processes per rank (cores - 1, max. 6)", type=whole(0))
-    stage_dir: str | None = flag(None, "node-local folder for copies of the images")
+    stage_dir: str | None = flag(None, "node-local folder for a copy of the pack --data")
     max_bad: float = flag(0.01, "share of unreadable images that ends the run", type=number(0, 1))
     exact_decode: bool = flag(False, "decode JPEGs at full size (slower)", "result")
 

@@ -75,7 +75,7 @@ def open_batches(run: "Run", session: "Session", files: data.ImageSource, steps:
     if config.stage_dir and not alone:
         from storage import staging
 
-        files = staging.stage(run, cast(Any, files), ranks, session.log.say, steps)
+        files = staging.stage(cast(Any, files), config.stage_dir, ranks, session.log.say)
     workers = worker_count(config.workers, ranks)
     loader = data.build_loader(
         files,

@@ -58,10 +58,13 @@ def check_folder(folder: str, flag: str = "--data", out: str | None = None) -> N
 
 
 def check_folders(config: "Config") -> None:
-    """Check --data and --eval-data as `check_folder` does."""
+    """Check --data and --eval-data as `check_folder` does; --stage-dir needs a pack."""
     for flag, folder in (("--data", config.data), ("--eval-data", config.eval_data)):
         if folder not in ("synthetic", None):
             check_folder(str(folder), flag, config.out)
+    if config.stage_dir and not is_pack(config.data):
+        what = f"--stage-dir copies a pack, and --data {config.data} is none"
+        raise ValueError(f"{what}: type `python prepare.py pack DIR PACK`, then --data PACK")
 
 
 def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tuple[Any, str]:
@@ -78,7 +81,7 @@ def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tup
         files = data.scan(folder)
         return files, f"names {zlib.crc32(os.fsencode('/'.join(files.names))):08x}"
     found = image_list.find_list(folder, out, say)
-    return found, image_list.fingerprint(found, times=False)
+    return found, image_list.fingerprint(found)
 
 
 def find_images(
@@ -92,14 +95,13 @@ def find_images(
 
     ValueError too where there are too few images for a step, or as `find_stats` without `stats`.
     """
-    files: Any = SyntheticImages(config.seed, config.channels)
-    names: str | None = None
+    files, names = SyntheticImages(config.seed, config.channels), None  # type: tuple[Any, Any]
     if config.data != "synthetic":
         files, names = list_folder(config.data, out, say)
     data.steps_per_epoch(len(files), global_batch)  # raises where there is not one
     if stats is None:
         stats = find_stats(config.data, config.channels)
-        if config.data != "synthetic" and stats is data.IMAGENET:
+        if names and stats is data.IMAGENET:
             check_first_image(files)
     return files, {"images": len(files), "image_names_and_sizes": names, "channel_stats": stats}
 
@@ -144,13 +146,13 @@ def find_stats(folder: str, channels: int) -> data.ChannelStats:
 
     ValueError where there are none for so many channels, or the file is damaged.
     """
-    if folder == "synthetic" and channels != 3:
-        return data.ChannelStats((0.5,) * channels, (0.25,) * channels)
     folder = folder.rstrip("/") or "/"
     path, command = stats_file(folder), f"`python prepare.py stats {folder}`"
     if folder == "synthetic" or not os.path.exists(path):
         if channels == 3:
             return data.IMAGENET
+        if folder == "synthetic":
+            return data.ChannelStats((0.5,) * channels, (0.25,) * channels)
         raise ValueError(f"--channels {channels} needs their mean and deviation: type {command}")
     try:
         with open(path, encoding="utf-8") as file:

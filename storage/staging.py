@@ -1,89 +1,56 @@
-"""Let each node keep the images that it has read on its own disk (--stage-dir).
-
-A node reads each image from the shared file system once; a background process per node reads ahead
-what its ranks will need.
-"""
+"""Let each node read a pack from its own disk (--stage-dir): a thread copies the shards there."""
 
 import os
+import shutil
 from collections.abc import Callable
-from functools import partial
-from multiprocessing.process import BaseProcess
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
 
-import numpy as np
-
-import data
 import mesh
-from runtime import agreement, process
-from runtime.run import Run
-from storage.image_list import ImageList
-from storage.staged_images import Staged
+from runtime import agreement
+from storage.image_list import ImageList, fingerprint
+from storage.safe_files import replacing
+
+RESERVE = 0.05  # of a node-local disk, left free
 
 
 def stage(
-    run: Run, files: ImageList, ranks: mesh.Ranks, say: Callable[[str], None], steps: range
-) -> Staged:
-    """Read `files` by way of --stage-dir, which one process per node begins to fill for `steps`.
+    files: ImageList, folder: str, ranks: mesh.Ranks, say: Callable[[str], None]
+) -> ImageList:
+    """Read a pack by way of `folder`, which a thread of each node's first rank begins to fill.
 
-    AgreedError where some rank cannot write there. Collective.
+    AgreedError where some rank cannot make a folder there. Collective.
     """
 
-    def open_folder() -> Staged:
+    def open_folder() -> ImageList:
+        mine = os.path.join(folder, f"pack-{fingerprint(files)}")  # another pack may be there too
         try:
-            return Staged(files, str(run.config.stage_dir))
+            os.makedirs(mine, 0o700, exist_ok=True)
         except OSError as error:  # refused, as any flag that cannot be used
             raise ValueError(f"--stage-dir: {error}") from None
+        return replace(files, staged=mine)
 
-    staged = agreement.run_on_all_ranks(open_folder)
+    found = agreement.run_on_all_ranks(open_folder)
     if ranks.local_rank == 0:
-        last = ranks.rank + ranks.local_world_size - 1
-        on_node = range(run.data_rank(ranks.rank), run.data_rank(last) + 1)
-        wanted = partial(
-            wanted_on_node,
-            len(files),
-            run.config.seed,
-            run.global_batch,
-            run.local_batch,
-            run.data_ranks,
-            on_node,
-            steps,
-        )
-        fill_in_background(staged, wanted)
-    warnings = agreement.gather_to_rank0(staged.shortage() if ranks.local_rank == 0 else None)
-    for text in sorted({text for text in warnings or [] if text})[:3]:
-        say(f"warning: {text}")
-    return staged
+        node = ranks.rank // ranks.local_world_size
+        Thread(target=copy_shards, args=(found, node, say), daemon=True).start()
+    return found
 
 
-def wanted_on_node(
-    images: int,
-    seed: int,
-    global_batch: int,
-    local_batch: int,
-    world_size: int,
-    ranks: range,
-    steps: range,
-) -> np.ndarray:
-    """List the images that some of these ranks will read in these steps -> (n,) int64, sorted."""
-    order = data.ImageOrder(images, global_batch, seed)
-    wanted = np.zeros(images, bool)
-    for step in steps:
-        dealt = data.deal(step, global_batch, local_batch, world_size)
-        positions = dealt[:, ranks.start : ranks.stop].ravel().tolist()
-        wanted[[order.image_at(position) for position in positions]] = True
-        if wanted.all():
-            break
-    return np.flatnonzero(wanted)
-
-
-def fill_in_background(staged: Staged, wanted: Callable[[], np.ndarray]) -> BaseProcess:
-    """Start the process that fills a node's disk; it ends when that is done, or with this one."""
-    server = process.fork_server()
-    helper = server.Process(target=_fill_at_low_priority, args=(staged, wanted), daemon=True)
-    helper.start()
-    return helper
-
-
-def _fill_at_low_priority(staged: Staged, wanted: Callable[[], np.ndarray]) -> None:
-    process.start_helper()
-    os.nice(10)  # the loader workers come first
-    staged.fill(wanted)
+def copy_shards(files: ImageList, node: int, say: Callable[[str], None]) -> None:
+    """Copy the shards of a staged pack until the disk is full, each node from another one on."""
+    folder, count = Path(str(files.staged)), len(files.shards)
+    try:
+        for path in folder.glob(".shard-*"):  # what a killed process left half copied
+            path.unlink()
+        for i in range(count):
+            name, disk = files.shards[(node + i) % count], shutil.disk_usage(folder)
+            if (folder / name).exists():
+                continue
+            if disk.free - (Path(files.root) / name).stat().st_size < RESERVE * disk.total:
+                raise OSError(f"{folder} has room for {i} of {count} shards")
+            with open(Path(files.root) / name, "rb") as shard, replacing(f"{folder / name}") as to:
+                shutil.copyfileobj(shard, to, 2**24)
+    except OSError as error:
+        say(f"warning: --stage-dir: {error}; the other shards are read from where they are")

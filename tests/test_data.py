@@ -85,24 +85,12 @@ def test_scan_follows_links_and_lists_no_folder_twice(tmp_path):
     assert listed(root) == expected
 
 
-def test_scan_refuses_what_it_cannot_list(tmp_path, monkeypatch):
+def test_scan_refuses_what_it_cannot_list(tmp_path):
     with pytest.raises(FileNotFoundError, match="missing"):
         data.scan(str(tmp_path / "missing"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"^no images found in .*/empty: looked for .jpg .jpeg"):
         data.scan(f"{tmp_path}/empty")
-    # A folder that may not be read, left out in silence, would renumber the classes.
-    (tmp_path / "1.jpg").touch()
-    listing = os.scandir
-
-    def scandir(path):
-        if str(path).endswith("empty"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return listing(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(PermissionError, match="Permission denied"):
-        data.scan(str(tmp_path))
 
 
 # --- decode
@@ -213,9 +201,6 @@ def test_positions_by_hand():
     assert all(index == order.image_at(position) for batch in batches for position, index in batch)
     with pytest.raises(ValueError, match="cannot reshape"):
         data.deal(0, 48, 4, 5)
-
-
-def test_steps_per_epoch():
     assert [data.steps_per_epoch(192, g) for g in (1, 40, 48, 97, 192)] == [192, 4, 4, 1, 1]
     with pytest.raises(ValueError, match=r"^global batch 193 is larger than the data set of 192"):
         stream(tiles(), global_batch=193, steps=range(1))
@@ -244,9 +229,9 @@ def dataset_of(files, img_size, patches, seed, global_batch, exact=False, stats=
 class Sample(NamedTuple):
     image: torch.Tensor
     noise: torch.Tensor
-    stats: data.LoadStats
     image_id: int
     bad: list
+    stats: data.LoadStats
 
 
 def sample_at(dataset, position):
@@ -312,21 +297,18 @@ def test_every_image_is_read_once_in_an_epoch_and_looks_different_in_each():
             assert r.pixels != later.pixels and r.order != later.order
 
 
-def image_order(seed, global_batch, epoch, count=192):
-    order = data.ImageOrder(count, global_batch, seed)
-    length = count // global_batch * global_batch
-    return [order.image_at(p) for p in range(epoch * length, (epoch + 1) * length)]
-
-
 def test_the_order_is_a_function_of_seed_and_epoch():
-    orders = {(s, e): image_order(s, 48, e) for s in (0, 1) for e in (0, 1, 2)}
-    assert all(sorted(order) == list(range(192)) for order in orders.values())
-    for a, b in [((0, 0), (0, 1)), ((0, 1), (0, 2)), ((0, 0), (1, 0)), ((0, 1), (1, 0))]:
-        same = sum(x == y for x, y in zip(orders[a], orders[b], strict=True))
-        assert same < 10  # one is expected of two random permutations
-    order, again = (data.ImageOrder(192, 48, seed=0) for _ in range(2))
-    forwards = [order.image_at(p) for p in range(0, 600, 50)]
-    assert [again.image_at(p) for p in range(550, -50, -50)] == forwards[::-1]
+    """An epoch of 4 steps of 48 is a permutation; positions may be asked for in any order."""
+    orders = {}
+    for seed in (0, 1):
+        order = data.ImageOrder(192, 48, seed)
+        for epoch in (2, 0, 1):
+            found = [order.image_at(192 * epoch + i) for i in range(192)]
+            assert sorted(found) == list(range(192))
+            draw = np.random.default_rng((seed, epoch))
+            assert found == draw.permutation(192).tolist()
+            orders[tuple(found)] = seed, epoch
+    assert len(orders) == 6
 
 
 @pytest.mark.parametrize("first", [1, 4])  # within an epoch, at its end
@@ -456,13 +438,9 @@ def test_the_next_good_image_stands_in_for_a_broken_one(tmp_path):
         assert (r.order, r.pixels) == (h.order, zlib.crc32(pixels.numpy()))
     assert stream(files, ranks=2, workers=1, global_batch=6, steps=range(8)) == rows
 
-    # and each sample names the images that it replaces, in the order in which they were tried
+    # and each sample names the images that it replaces
     dataset = dataset_of(files, 32, 16, 0, 6)
     reports = [sample_at(dataset, p).bad for p in range(24)]
-    for position, bad in enumerate(reports):
-        rest = [h.path for h in healthy[position:]]
-        expected = rest[: next(i for i, path in enumerate(rest) if path not in broken)]
-        assert [files.path(index) for index, _ in bad] == expected
     assert [len(reports[p]) for p in (2, 3, 4, 5, 10)] == [0, 2, 1, 0, 1]
     assert reports[4][0][1].startswith("ValueError: not an image: it begins with")
     assert "truncated" in reports[3][0][1] and "32-bit image" in reports[10][0][1]
@@ -504,26 +482,18 @@ def test_trouble_of_the_node_is_no_broken_file():
 
 
 def inside_worker(samples):
-    batch = data.collate(samples)
-    return {
-        "shared": batch.image.is_shared() and batch.noise.is_shared(),
-        "worker": torch.utils.data.get_worker_info() is not None,
-        "network": dist.is_initialized(),
-        "device": torch.cuda.is_initialized(),
-        "inherited": hasattr(data, "set_by_the_test"),
-    }
+    batch, known = data.collate(samples), hasattr(data, "set_by_the_test")
+    return batch.image.is_shared() and batch.noise.is_shared(), dist.is_initialized(), known
 
 
-def test_workers_inherit_neither_network_nor_device(monkeypatch):
-    """And put batches into shared memory, or they would be copied on their way to this process."""
+def test_workers_inherit_nothing_and_share_their_batches(monkeypatch):
+    """No network and no variable; a batch that is not shared would be copied to this process."""
     monkeypatch.setattr(data, "set_by_the_test", True, raising=False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     sizes = {"img_size": 32, "patches": 16, "global_batch": 12, "local_batch": 12}
     try:
         loader = data.build_loader(tiles(), seed=0, steps=range(2), workers=2, **sizes)
         loader.collate_fn = inside_worker
-        reports = list(loader)
+        assert list(loader) == [(True, False, False)] * 2
     finally:
         dist.destroy_process_group()
-    expected = {"worker": True, "network": False, "device": False, "inherited": False}
-    assert reports == [expected | {"shared": True}] * 2
