@@ -87,10 +87,11 @@ def plan_point(point: Point, machine: str | None, memory_gib: float | None) -> R
     row |= {"studies": [point.study], "words": point.words, "nodes": point.nodes}
     row |= {"ranks": point.ranks, "batch": row["batch"] or config.DEFAULT_BATCH}
     planned = json.loads(text.getvalue())
-    row |= {"planned_gib": planned["memory_gib"]["peak"], "memory_gib": memory_gib}
+    row |= {"verdict": planned["verdict"], "planned_gib": planned["memory_gib"]["peak"]}
+    row["memory_gib"] = memory_gib or planned["available_gib"]
     if machine:  # the speed of another machine says nothing about this host
         row["planned_images_per_second"] = planned["images_per_second_upper_bound"]
-    return row | {"verdict": planned["verdict"]}
+    return row
 
 
 def choose_points(args: argparse.Namespace, words: list[str]) -> list[Point]:
@@ -107,7 +108,9 @@ def choose_points(args: argparse.Namespace, words: list[str]) -> list[Point]:
         cores = 4 if args.what == "quick" else min(4, max(2, mesh.process_cores()))
         layouts = studies.layouts_here(args.ranks or gpus or cores)
         if in_slurm:
-            layouts = [(1, 1), *((n, args.ranks or 8) for n in args.nodes or (1, 2, 4, 8))]
+            layouts = [(1, 1), *((n, args.ranks or 8) for n in sorted(args.nodes or (1, 2, 4, 8)))]
+        elif args.what == "io":
+            layouts = list(dict.fromkeys((layouts[0], layouts[-1])))
         gpu = bool(gpus) or in_slurm
         points = studies.study_points(args.what, args.models, layouts, args.data, gpu)
         if args.what == "quick" and layouts[-1] == (1, 1):
@@ -182,10 +185,8 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
             end_run(child)
             set_aside(folder)
             raise
-    log, text = (
-        results.read_log(folder / "log.jsonl"),
-        (folder / "output.txt").read_text(errors="replace"),
-    )
+    log = results.read_log(folder / "log.jsonl")
+    text = (folder / "output.txt").read_text(errors="replace")
     state, reason = results.outcome(child.returncode, log, text, late)
     result |= results.measured(log) if state == "done" else {}
     result |= {"state": state, "reason": reason, "load_after": os.getloadavg()[0]}
@@ -203,9 +204,8 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
 def submit(out: Path, rows: Sequence[Row], args: argparse.Namespace) -> None:
     """Submit a job array per number of nodes; its indices are the lines of points.jsonl."""
     places = {row["id"]: str(i) for i, row in enumerate(results.read_rows(out))}
-    network = re.findall(
-        r"^#SBATCH (--network\S+)", (HERE / "launch_frontier.sh").read_text(), re.M
-    )
+    launcher = (HERE / "launch_frontier.sh").read_text()
+    network = re.findall(r"^#SBATCH (--network\S+)", launcher, re.MULTILINE)
     command = [sys.executable, str(HERE / "sweep.py"), "point", str(out), f"--limit={args.limit:g}"]
     wrapped = shlex.join(["exec", *command, *["--retry"] * args.retry])
     minutes = math.ceil(args.limit / 60) + 5  # Slurm's limit only backs up the sweep's own
@@ -281,32 +281,33 @@ def build_parser() -> config.Parser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = config.Parser("sweep.py", description=description, epilog=usage, formatter_class=raw)
     add, tiles = parser.add_argument, str(HERE / "examples" / "tiles" / "train")
-    a_path, gib, seconds = lambda t: Path(filled(t)), number(0.1), number(1, config.MOST_SECONDS)
-    text = "quick, options, scaling, io or a CSV file; or status, report"
-    add("what", type=filled, metavar="PLAN", help=text)
-    add("dirs", type=a_path, metavar="DIR", nargs="*", help="of status, report")
+
+    def counts(text: str) -> list[int]:
+        return [whole(1, 100_000)(word) for word in text.split(",")]
+
+    def path(text: str) -> Path:
+        return Path(filled(text)).resolve()
+
+    add("what", metavar="PLAN", help="quick, options, scaling, io, a CSV file; or status, report")
+    add("dirs", type=path, metavar="DIR", nargs="*", help="of status, report")
     text = "(default sweep_PLAN; report: DIR itself, of several sweep_DIR_and_DIR)"
-    add("--out", type=a_path, metavar="DIR", help=text)
+    add("--out", type=path, metavar="DIR", help=text)
     text = "(default: quick tiny or base, io base, options 5b, scaling base,1b,3b,5b,15b)"
-    add("--models", type=filled, metavar="A,B", help=text)
-    counts, text = (
-        lambda t: [*map(whole(1, 100_000), t.split(","))],
-        "with --sbatch (default 1,2,4,8)",
-    )
-    add("--nodes", type=counts, metavar="1,2,4", help=text)
+    add("--models", metavar="A,B", help=text)
+    add("--nodes", type=counts, metavar="1,2,4", help="with --sbatch (default 1,2,4,8)")
     text = "per node (default: GPUs here; 8 with --sbatch; quick on a CPU 4)"
     add("--ranks", type=whole(1, 1024), metavar="N", help=text)
     add("--data", metavar="DIR", default=tiles, help="images of real and io (default: tiles here)")
     text = "through Slurm, with these flags of sbatch; environment as for launch_frontier.sh"
     add("--sbatch", metavar="FLAGS", help=text)
     text = "for plan.py (default: with --sbatch frontier, there; else this host's memory, no speed)"
-    add("--machine", type=filled, metavar="NAME", help=text)
-    add("--memory-gib", type=gib, metavar="GIB", help="per rank, for plan.py")
-    add("--limit", type=seconds, default=900, metavar="SECONDS", help="per point (default 900)")
+    add("--machine", metavar="NAME", help=text)
+    add("--memory-gib", type=number(0.1), metavar="GIB", help="per rank, for plan.py")
+    limit = number(1, config.MOST_SECONDS)
+    add("--limit", type=limit, default=900, metavar="SECONDS", help="per point (default 900)")
     add("--try", action="store_true", dest="try_all", help="run what plan.py says cannot fit")
     add("--retry", action="store_true", help="run again what failed, timed out or did not end")
-    text = "what each point runs (default train_fsdp.py)"
-    add("--script", type=lambda t: Path(t).resolve(), default=TRAIN, metavar="FILE", help=text)
+    add("--script", type=path, default=TRAIN, metavar="FILE", help="what each point runs")
     return parser
 
 
@@ -342,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def stop(number: int, frame: Any) -> NoReturn:
     """Handle a signal: end the run that this sweep has started, and say how to continue."""
-    for again in (signal.SIGTERM, signal.SIGINT):
+    for again in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(again, signal.SIG_IGN)
     os.write(2, b"\nsweep.py: stopped: the same command runs what is missing\n")
     raise SystemExit(128 + number)
@@ -350,6 +351,6 @@ def stop(number: int, frame: Any) -> NoReturn:
 
 if __name__ == "__main__":
     process.make_safe()
-    for _number in (signal.SIGTERM, signal.SIGINT):
+    for _number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(_number, stop)
     raise SystemExit(main())

@@ -41,8 +41,12 @@ def series_labels(rows: Sequence[Row]) -> list[str]:
     columns = [name for name in ("source", "run_mode", *SETTINGS) if name not in same]
     shown = [n for n in columns if len({r[n] for r in rows if r.get(n) is not None}) > 1]
     shown.append("caveat")
-    texts = [", ".join(str(row[name]) for name in shown if row.get(name)) for row in rows]
-    return [sharding(r) + f" ({text})" * bool(text) for r, text in zip(rows, texts, strict=True)]
+    labels = []
+    for row in rows:
+        known = [(n, row[n]) for n in shown if row.get(n) is not None]
+        texts = [f"{n} {value}" if n in SETTINGS else str(value) for n, value in known]
+        labels.append(sharding(row) + f" ({', '.join(texts)})" * bool(texts))
+    return labels
 
 
 def new_figure(panels: int, width: float) -> tuple[Any, list[Any]]:
@@ -78,8 +82,8 @@ def value_axis(panel: Any) -> None:
 
 def draw_throughput(rows: Sequence[Row]) -> Any:
     """Draw a panel per model and a line per sharding over devices; None without a result."""
-    rows = [r for r in rows if r.get("ideal") and {*r["studies"]} - {"options", "io"}]
-    rows = [r for r in rows if r["run_mode"] == "syn" or "scaling" not in r["studies"]]
+    rows = [r for r in rows if r.get("images_per_second") and r["run_mode"] != "io"]
+    rows = [r for r in rows if {*r["studies"]} - {"options", "io"}]
     models = group_by(rows, lambda row: row["model"])
     labels = dict(zip(map(id, rows), series_labels(rows), strict=True))
     order = list(dict.fromkeys(labels.values()))
@@ -92,10 +96,14 @@ def draw_throughput(rows: Sequence[Row]) -> Any:
             low, middle, high = np.array([results.rate_span(row) for row in some]).T
             bars = (middle - low, high - middle)
             panel.errorbar(xs, middle, bars, label=label, capsize=2, lw=1.2, ms=5, **look)
-            if any(plans := [row.get("planned_images_per_second") or np.nan for row in some]):
-                panel.plot(xs, plans, ":", mfc="none", **look)
+            planned, ideal = (
+                np.array([row.get(name) or np.nan for row in some])
+                for name in ("planned_images_per_second", "ideal")
+            )
+            if not np.isnan(planned).all():
+                panel.plot(xs, planned, ":", mfc="none", **look)
                 panel.plot([], [], "ko:", mfc="none", label="planned")
-            panel.plot(xs, [row["ideal"] for row in some], "k--", lw=1, label="ideal")
+            panel.plot(xs, ideal, "k--", lw=1, label="ideal")
         device_axis(panel, (row["world_size"] for row in mine))
         value_axis(panel)
         cpu = all(row.get("device") == "cpu" for row in mine)
@@ -162,12 +170,26 @@ def draw_figures(rows: Sequence[Row], folder: Path) -> list[str]:
 # The page
 
 
-def markdown_table(header: str, rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """Format the lines of a table; `header` separates the names of its columns by `|`."""
-    yield f"| {header} |"
-    yield "|---" * (header.count("|") + 1) + "|"
-    for cells in rows:
-        yield "| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |"
+COLUMNS = {  # of the table of points: column of the rows, format
+    "ranks": ("world_size", ""),
+    "images/s": ("images_per_second", ".1f"),
+    "lower quartile": ("images_per_second_q1", ".1f"),
+    "upper": ("images_per_second_q3", ".1f"),
+    "planned": ("planned_images_per_second", ".1f"),
+    "of the ideal": ("efficiency", ".0%"),
+    "peak GiB": ("peak_allocated_gib", ".2f"),
+    "planned GiB": ("planned_gib", ".2f"),
+    "MB sent per step": ("payload_mb", ".1f"),
+    "planned MB": ("planned_payload_mb", ".1f"),
+    "load before": ("load_before", ".1f"),
+    "load after": ("load_after", ".1f"),
+}
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Format the lines of a table."""
+    for cells in (header, ["---"] * len(header), *rows):
+        yield "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
 
 
 def limit_cells(rows: Sequence[Row], limit: Limit) -> list[str]:
@@ -181,47 +203,41 @@ def limit_cells(rows: Sequence[Row], limit: Limit) -> list[str]:
 
 
 def point_cells(row: Row, out: Path) -> list[str]:
-    """Format a point, with a link to its log."""
-
-    def text(name: str, form: str = "{:.1f}") -> str:
-        return form.format(row[name]) if row.get(name) is not None else "-"
-
-    log = f"runs/{row['id']}/log.jsonl"
-    name = f"[{row['id']}]({log})" if (out / log).exists() else row["id"]
-    rate, why = text("images_per_second"), row.get("reason") or row.get("caveat")
-    if row.get("images_per_second_q1"):
-        rate += f" ({text('images_per_second_q1')} to {text('images_per_second_q3')})"
-    cells = [name, row["state"] + (f": {why}" if why else ""), text("world_size", "{}"), rate]
-    cells += [text("planned_images_per_second"), text("efficiency", "{:.0%}")]
-    cells += [text("peak_allocated_gib", "{:.2f}"), text("planned_gib", "{:.2f}")]
-    cells += [text("payload_mb"), text("planned_payload_mb")]
-    return [*cells, f"{text('load_before')}, {text('load_after')}"]
+    """Format a point by COLUMNS, with a link to its log."""
+    log, name = f"runs/{row['id']}/log.jsonl", row["id"]
+    why = row.get("reason") or row.get("caveat")
+    cells = [f"[{name}]({log})" if (out / log).exists() else name]
+    cells.append(row["state"] + (f": {why}" if why else ""))
+    values = ((row.get(column), form) for column, form in COLUMNS.values())
+    return [*cells, *("-" if value is None else format(value, form) for value, form in values)]
 
 
 def page_lines(rows: Sequence[Row], figures: Sequence[str], out: Path) -> Iterator[str]:
     """Format the whole page."""
-    yield f"# Sweep: {', '.join(dict.fromkeys(row['source'] for row in rows))}\n"
     states = Counter(row["state"] for row in rows).items()
-    yield f"Drawn {date.today()}. Points: {', '.join(f'{n} {state}' for state, n in states)}."
-    names = ("host", "device", "cores")
-    for place in dict.fromkeys(
-        tuple(r[n] for n in names) for r in rows if r["state"] == "done" and r.get("host")
-    ):
-        yield "\nMeasured on " + ", ".join(
-            f"{name} {value}" for name, value in zip(names, place, strict=True)
-        )
+    hosts = {f"{r['host']} ({r.get('device')}, {r['cores']} cores)" for r in rows if r.get("host")}
+    yield f"# Sweep: {', '.join(dict.fromkeys(row['source'] for row in rows))}\n"
+    yield f"{date.today()}: {', '.join(f'{n} {state}' for state, n in states)}."
+    yield f"\nMeasured on {', '.join(sorted(hosts)) or 'other hosts'}."
     for name in figures:
         yield f"\n![{name}](figures/{name}.png)\n\n{CAPTIONS[name]}"
     yield "\n## What limits it\n\nShares of a step, and from where to where they may be.\n"
     limits = find_limits(rows)
-    header = "points | limit | compute | communication | input | how it was found | try next"
-    yield from markdown_table(header, (limit_cells(*f) for f in limits if f[1].word != "unknown"))
+    header = [
+        "points",
+        "limit",
+        "compute",
+        "communication",
+        "input",
+        "how it was found",
+        "try next",
+    ]
+    yield from markdown_table(header, [limit_cells(*f) for f in limits if f[1].word != "unknown"])
     if count := sum(limit.word == "unknown" for _, limit in limits):
         yield f"\nOf {count} settings too little was measured: try {ADVICE['unknown']}."
     yield "\n## Every point\n"
-    header = "point and log | state | ranks | images/s (quartiles) | planned | of the ideal"
-    header += " | peak GiB | planned | MB sent per step | planned | load before, after"
-    yield from markdown_table(header, (point_cells(row, out) for row in rows))
+    header = ["point and log", "state", *COLUMNS]
+    yield from markdown_table(header, [point_cells(row, out) for row in rows])
 
 
 def write_page(folders: Sequence[Path], out: Path | None) -> None:

@@ -99,7 +99,7 @@ def read_log(path: Path) -> dict[str, list[Row]]:
 
 def outcome(code: int, log: dict[str, list[Row]], output: str, late: bool) -> tuple[str, str]:
     """Return (state, reason) of a run that has ended with the exit status `code`."""
-    end: Row = log["end"][-1] if log["end"] else {}
+    end = (log["end"] or [{}])[-1]
     where = f"after step {log['step'][-1]['step']}" if log["step"] else "before the first step"
     lines = [line.strip() for line in [*output.splitlines(), end.get("problem") or ""] if line]
     if end.get("reason") == "done":
@@ -118,13 +118,13 @@ def outcome(code: int, log: dict[str, list[Row]], output: str, late: bool) -> tu
 
 def measured(log: dict[str, list[Row]]) -> Row:
     """Summarise a run that is done: its flags, medians and quartiles after the warm-up."""
-    (start, *_), (end, *_), steps = log["start"], log["end"], log["step"]
-    kept = [s for s in steps[1:] if s["step"] > WARM_UP * start["steps"]]
+    start, end = ((log[event] or [{}])[-1] for event in ("start", "end"))
+    kept = [s for s in log["step"][1:] if s["step"] > WARM_UP * start.get("steps", 0)]
     row: Row = start | {"measured_lines": len(kept)}
     if kept:
         three = np.percentile([s["images_per_second"] for s in kept], (25, 50, 75)).tolist()
-        names = ("images_per_second_q1", "images_per_second", "images_per_second_q3")
-        row |= zip(names, three, strict=True)
+        rates = ("images_per_second_q1", "images_per_second", "images_per_second_q3")
+        row |= zip(rates, three, strict=True)
         row["data_seconds"] = float(np.median([s.get("data_seconds") or 0 for s in kept]))
         row |= {name: kept[-1].get(name) for name in ("peak_allocated_gib", "alloc_retries")}
     row["profile"] = log["profile"][-1] if log["profile"] else None

@@ -134,19 +134,19 @@ def table_points(path: Path) -> list[Point]:
         raise ValueError(f"{path} cannot be read: {why}") from None
     points = []
     for line, row in enumerate(rows, 2):
-        cells = {k.strip(): (v or "").strip() for k, v in row.items() if k}
-        for name, default in (("nodes", "1"), ("ranks", "")):
-            if not re.fullmatch("[1-9][0-9]{0,5}", cells.setdefault(name, default)):
-                raise ValueError(
-                    f"{path}, line {line}: {name} is {cells[name]!r}, but must be a whole number "
-                    "above zero (`ranks` is per node)"
-                )
-        nodes, ranks, words = int(cells.pop("nodes")), int(cells.pop("ranks")), list[str]()
+        cells = {"nodes": "1", "ranks": ""} | {
+            k.strip(): (v or "").strip() for k, v in row.items() if k
+        }
+        words, counts = list[str](), (cells.pop("nodes"), cells.pop("ranks"))
+        for name, text in zip(("nodes", "ranks"), counts, strict=True):
+            if not re.fullmatch("[1-9][0-9]{0,5}", text):
+                why = "must be a whole number above zero (`ranks` is per node)"
+                raise ValueError(f"{path}, line {line}: {name} is {text!r}, but {why}")
         for name, value in cells.items():
             flag = name.replace("_", "-")
             switch = {"true": [f"--{flag}"], "false": [f"--no-{flag}"], "": []}
             words += switch.get(value, [f"--{flag}", value])
-        points.append(Point(path.stem, nodes, ranks, words))
+        points.append(Point(path.stem, int(counts[0]), int(counts[1]), words))
     if not points:
         raise ValueError(f"{path} has no points: a header line with ranks and flags, then rows")
     return points

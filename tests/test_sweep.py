@@ -153,53 +153,43 @@ def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words", "sentence"),
     [
-        ("ranks,model\n,tiny\n", [], "line 2: ranks is '', but must be a whole number above zero"),
-        ("nodes,ranks\n0,1\n", [], "line 2: nodes is '0', but must be"),
-        ("ranks,model\n", [], "has no points"),
-        ("ranks,out\n1,here\n", [], "--out is set by the sweep"),
-        ("ranks,group,mode\n1,2,ddp\n", [], "--group is for --mode hybrid and hybrid_grad_op"),
-        ("ranks,group\n4,3\n", [], "4 ranks cannot be split into shard groups of 3: use 1, 2, 4"),
-        ("ranks,colour\n1,red\n", [], "unrecognized arguments: --colour"),
-        ("ranks\n1\n", ["--", "red"], "unrecognized arguments: red"),
-        ("nodes,ranks\n2,1\n", [], "needs 2 nodes: add --sbatch"),
-        ("ranks\n1\n", ["--ranks", "2"], "--ranks applies to the built-in studies"),
-        (
-            "ranks\n1\n",
-            ["--sbatch", "-A X", "--script", __file__],
-            "that train_fsdp.py: no --script",
-        ),
-        ("ranks\n1\n", ["--sbatch", "-A X"], "not on Frontier: --machine NAME"),
+        ("ranks,model\n,tiny", "", "line 2: ranks is '', but must be a whole number above zero"),
+        ("nodes,ranks\n0,1", "", "line 2: nodes is '0', but must be"),
+        ("ranks,model", "", "has no points"),
+        ("ranks,out\n1,here", "", "--out is set by the sweep"),
+        ("ranks,group,mode\n1,2,ddp", "", "--group is for --mode hybrid and hybrid_grad_op"),
+        ("ranks,group\n4,3", "", "4 ranks cannot be split into shard groups of 3: use 1, 2, 4"),
+        ("ranks,colour\n1,red", "", "unrecognized arguments: --colour"),
+        ("ranks\n1", "-- red", "unrecognized arguments: red"),
+        ("nodes,ranks\n2,1", "", "needs 2 nodes: add --sbatch"),
+        ("ranks\n1", "--ranks 2", "--ranks applies to the built-in studies"),
+        ("ranks\n1", "--sbatch=-AX --script mine.csv", "that train_fsdp.py: no --script"),
+        ("ranks\n1", "--sbatch=-AX", "not on Frontier: --machine NAME"),
+        ("", "nothing", "there is no study nothing"),
+        ("", "no.csv", "no.csv cannot be read: No such file"),
+        ("", "report", "which sweep? name its folder"),
+        ("", "point .", "for the tasks of the job arrays"),
+        ("", "quick .", "quick takes no folder"),
+        ("", "quick --models tiny,,base", "is not a list of names"),
+        ("", "quick --models huger", "--model huger"),
+        ("", "quick --ranks 0", "--ranks: '0' is not a whole number from 1 to"),
+        ("", "quick --limit nan", "--limit: 'nan' is not a number"),
+        ("", "quick --memory-gib -1", "--memory-gib"),
+        ("", "scaling --nodes 1,x", "'x' is not a whole number from 1 to"),
+        ("", "scaling --nodes 2", "--nodes needs Slurm, this is one node"),
+        ("", "io --data no", "is not a folder with images"),
+        ("", "status .", "is not the folder of a sweep"),
+        ("", "report .", "is not the folder of a sweep"),
+        ("", "quick --script no.py", "no.py not found"),
     ],
 )
-def test_bad_tables_are_refused_in_a_sentence(tmp_path, capsys, text, words, sentence):
-    path = table(tmp_path / "mine.csv", text)
-    assert sentence in refused(capsys, path, "--out", tmp_path / "out", *words)
+def test_bad_input_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys, text, words, sentence):
+    """`text` is a table, the others are studies and commands."""
+    monkeypatch.chdir(tmp_path)
+    if text:
+        words = f"{table(tmp_path / 'mine.csv', text)} --out out {words}"
+    assert sentence in refused(capsys, *words.split())
     assert not (tmp_path / "out").exists()  # nothing was run
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("nothing", "there is no study nothing"),
-        ("no.csv", "no.csv cannot be read: No such file"),
-        ("report", "which sweep? name its folder"),
-        ("point EMPTY", "for the tasks of the job arrays"),
-        ("quick EMPTY", "quick takes no folder"),
-        ("quick --models tiny,,base", "is not a list of names"),
-        ("quick --models huger", "--model huger"),
-        ("quick --ranks 0", "--ranks: '0' is not a whole number from 1 to"),
-        ("quick --limit nan", "--limit: 'nan' is not a number"),
-        ("quick --memory-gib -1", "--memory-gib"),
-        ("scaling --nodes 1,x", "'x' is not a whole number from 1 to"),
-        ("scaling --nodes 2", "--nodes needs Slurm, this is one node"),
-        ("io --data EMPTY", "is not a folder with images"),
-        ("status EMPTY", "is not the folder of a sweep"),
-        ("report EMPTY", "is not the folder of a sweep"),
-        ("quick --script EMPTY/no.py", "no.py not found"),
-    ],
-)
-def test_other_bad_input(tmp_path, capsys, words, sentence):
-    assert sentence in refused(capsys, *words.replace("EMPTY", str(tmp_path)).split())
 
 
 # --- one run
@@ -280,16 +270,17 @@ def test_a_signal_ends_the_point_with_its_ranks(tmp_path, stand_in, number, rank
     assert states(tmp_path / "out") == ["waiting"]
 
 
-def test_a_failure_ends_no_sweep_and_is_run_again_when_asked(tmp_path, stand_in):
+def test_a_failure_ends_no_sweep_and_is_run_again_when_asked(tmp_path, stand_in, monkeypatch):
     script, ran = stand_in
     points = table(tmp_path / "mine.csv", "ranks,model,seed\n1,tiny,9\n1,tiny,1\n")
     command = [points, "--out", tmp_path / "out", *script]
     said = here(*command, status=1)
     assert "the loss is not finite" in said and "--retry" in said
     here(*command, status=1)
-    assert ran.read_text().count("\n") == 2
-    here(*command, "--retry", status=1)
-    assert ran.read_text().count("\n") == 3 and states(tmp_path / "out") == ["done", "failed"]
+    assert ran.read_text().count("\n") == 2 and states(tmp_path / "out") == ["done", "failed"]
+    monkeypatch.setenv("NAP", "60")
+    here(*command, "--retry", "--limit", 3, status=1)
+    assert ran.read_text().count("\n") == 3 and states(tmp_path / "out") == ["done", "timed out"]
 
 
 def test_what_cannot_fit_is_skipped_without_try(tmp_path, stand_in):
@@ -466,10 +457,6 @@ def test_each_axis_has_three_labels_and_each_line_a_name(rates):
     assert len(looks & {("o", "-"), ("s", "-"), ("o", ":"), ("s", ":"), ("None", "--")}) == 5
 
 
-def test_every_bar_differs_without_colour():
-    assert len({*report.HATCHES}) == len(report.HATCHES) >= 6 and len({*report.MARKS}) > 9
-
-
 # --- with training
 
 
@@ -484,41 +471,6 @@ def test_a_point_of_two_ranks_runs_under_torchrun(tmp_path, monkeypatch):
     assert (found["state"], found["world_size"], found["mode"]) == ("done", 2, "full_shard")
     assert found["images_per_second"] > 0 and found["load_after"] > 0
     assert found["payload_mb"] == pytest.approx(found["planned_payload_mb"], rel=0.02)
-
-
-# Really so: what --seed orders happens inside the run.
-TROUBLE = f"""
-import resource, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-import data, train_fsdp
-seed, calls, normalize = sys.argv[sys.argv.index("--seed") + 1], [], data.normalize
-def disturbed(images, stats):
-    calls.append(1)
-    if seed == "1" and len(calls) == 7:
-        time.sleep(1000)  # hangs
-    return normalize(images, stats)
-data.normalize = disturbed
-if seed == "2":  # 1 GiB more than there is by now, as on a device that is full
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
-sys.argv[0] = "train_fsdp.py"
-raise SystemExit(train_fsdp.main())
-"""
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_hang_and_a_full_memory_are_recorded_as_what_they_are(tmp_path):
-    script = table(tmp_path / "trouble.py", TROUBLE)
-    points = "ranks,model,seed,batch\n1,tiny,0,4\n1,tiny,1,4\n1,base,2,256\n"
-    flags = "--steps 12 --log-every 2 --run syn --img-size 32 --device cpu --precision fp32"
-    command = [table(tmp_path / "mine.csv", points), "--out", tmp_path / "out", "--limit", 40]
-    done = start(*command, "--script", script, "--", *flags.split(), "--workers", 0)
-    said = done.communicate(timeout=300)[0]
-    found = {r["seed"]: r for r in results.read_rows(tmp_path / "out")}
-    expected = {0: "done", 1: "timed out", 2: "out of memory"}
-    assert {seed: r["state"] for seed, r in found.items()} == expected, said
-    assert done.returncode == 1 and "longer than --limit, after step 6" in found[1]["reason"]
 
 
 @pytest.mark.full
@@ -581,9 +533,9 @@ def test_scaling_through_slurm_with_a_task_cancelled(tmp_path, stand_in):
         assert re.findall(r"job \d+: (\d+) points on (\d) nodes", said) == [("6", "1"), ("5", "2")]
         wait_for(lambda: ran.read_text().count("\n") >= 2)
         rig.run("scancel", next(line.split()[0] for line in listed() if line.endswith(" R")))
-        wait_for(lambda: not listed())
+        wait_for(lambda: not listed(), 400)
         assert sorted({*states(out)}) == ["done", "unfinished"]
         submitted("--retry")
-        wait_for(lambda: not listed())
+        wait_for(lambda: not listed(), 400)
         assert states(out) == ["done"] * 11
         assert ran.read_text().count("\n") == 12  # the cancelled one again, no other
