@@ -207,13 +207,15 @@ def submit(out: Path, rows: Sequence[Row], args: argparse.Namespace) -> None:
     launcher = (HERE / "launch_frontier.sh").read_text()
     network = re.findall(r"^#SBATCH (--network\S+)", launcher, re.MULTILINE)
     command = [sys.executable, str(HERE / "sweep.py"), "point", str(out), f"--limit={args.limit:g}"]
-    wrapped = shlex.join(["exec", *command, *["--retry"] * args.retry])
+    # not --wrap: its sh may be one that loses the shell function `module`
+    script = "#!/bin/bash\n" + shlex.join(["exec", *command, *["--retry"] * args.retry])
     minutes = math.ceil(args.limit / 60) + 5  # Slurm's limit only backs up the sweep's own
     for nodes in sorted({row["nodes"] for row in rows}):
         array = ",".join(places[row["id"]] for row in rows if row["nodes"] == nodes)
         flags = ["-J", "sweep", "-t", str(minutes), *network, "-o", f"{out}/job-%A_%a.txt"]
-        flags += [*shlex.split(args.sbatch), "-N", str(nodes), "--array", array, "--wrap", wrapped]
-        done = subprocess.run(["sbatch", *flags], cwd=HERE, capture_output=True, text=True)
+        flags += [*shlex.split(args.sbatch), "-N", str(nodes), "--array", array]
+        pipes: Any = {"input": script, "capture_output": True, "text": True}
+        done = subprocess.run(["sbatch", *flags], cwd=HERE, **pipes)
         if done.returncode:
             raise ValueError(f"sbatch refused: {done.stderr.strip()}")
         print(f"{done.stdout.strip()}: {array.count(',') + 1} points on {nodes} nodes", flush=True)
