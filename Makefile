@@ -70,7 +70,6 @@ GPU_OUT := examples/gpu
 sweep-gpu: $(VENV)/dev.ok
 	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "sweep-gpu needs a GPU that PyTorch sees")'
 	$(BIN)/python sweep.py quick --ranks 1 --out $(GPU_OUT)/quick
-	$(BIN)/python sweep.py options --models base,1b --ranks 1 --out $(GPU_OUT)/options
 	$(BIN)/python sweep.py io --models base,1b --ranks 1 --out $(GPU_OUT)/io
 
 lint: $(VENV)/dev.ok

@@ -1,256 +1,315 @@
-"""Run a grid of training runs; write results.csv, figures and a report of what limits each run.
+"""Run many trainings; write a page with figures, and what limits each run.
 
-    python sweep.py quick                                   # minutes on a laptop, report included
+    python sweep.py quick                                   # minutes on a laptop, page included
     python sweep.py io --models base --data DIR             # real, syn, io: what limits a run?
     python sweep.py options --models 5b --nodes 8 --sbatch "-A PROJECT"   # through Slurm
     python sweep.py scaling --models base,3b,15b --nodes 1,2,4,8 --sbatch "-A PROJECT"
-    python sweep.py ladder --models base                    # one technique after the other
     python sweep.py table.csv -- --img-size 96              # your own; flags for every point
     python sweep.py status DIR                              # DIR is --out, sweep_PLAN by default
-    python sweep.py figures DIR examples/published          # yours over the published ones
-    python sweep.py report DIR                              # a page with figures and limits
+    python sweep.py report DIR                              # the page again
+    python sweep.py report DIR examples/published           # yours beside the published ones
 
-A point is a run of train_fsdp.py under torchrun, or under launch_frontier.sh in a job array per
-number of nodes. The same command runs what is missing, however the last one ended; a point with a
-result (done, out of memory, failed, timed out) is not run again. Points that cannot fit according
-to plan.py are skipped. A table has the columns `nodes` and `ranks` (per node); every other column
-is a flag: `true` and `false` are switches, empty cells are left out. `-- --profile` adds where the
-time goes and the bytes sent. Needs psutil and matplotlib.
+A point is a run of train_fsdp.py, by torchrun, or by launch_frontier.sh in a job array per number
+of nodes. The same command runs what is missing: DIR/runs/ID is there once a point has begun, its
+result.json once it has ended (done, out of memory, failed, timed out). What cannot fit according to
+plan.py is skipped. A table has the columns `ranks` (per node) and `nodes` (default 1); every other
+column is a flag: `true` and `false` are switches, empty cells are left out. Flags after `--` are
+added to every point; the last of two counts. `-- --profile` adds where the time goes and the bytes
+sent. The page needs matplotlib.
 """
 
-if __name__ == "__main__":
-    # Above the imports, which take seconds: Ctrl-C meanwhile ends the program without a traceback.
-    import os
-    import signal
-
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
 import argparse
+import hashlib
+import io
+import json
+import math
 import os
+import re
+import shlex
 import signal
+import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runtime import process
-from runtime.config import MOST_SECONDS, Parser, filled, number, whole
-from sweeps import attempts, results, slurm, studies
-from sweeps.folder import Sweep
+import torch
+
+import mesh
+import plan
+from runtime import config, devices, process
+from runtime.config import filled, number, whole
+from sweeps import report, results, studies
+from sweeps.results import Row
 from sweeps.studies import Point
 
 HERE = Path(__file__).resolve().parent
+TRAIN = HERE / "train_fsdp.py"
+RESERVED = ("out", "resume", "save_every", "async_save", "dry_run")  # set by the sweep
+END_SECONDS = 60  # that a run may take to end when it is asked to
+AGAIN = ("failed", "timed out", "unfinished")  # what --retry runs again
+
+# ---------------------------------------------------------------------------------------------
+# Points
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line."""
+def plan_point(point: Point, machine: str | None, memory_gib: float | None) -> Row:
+    """Make the row of a point: its flags, and its plan; ValueError for flags that are refused.
 
-    what: str
-    dirs: list[str]
-    out: Path | None
-    models: str | None
-    nodes: list[int] | None
-    ranks: int | None
-    data: str
-    sbatch: str | None
-    machine: str | None
-    memory_gib: float | None
-    limit: float
-    try_all: bool
-    retry: bool
-    script: Path
-    extra: Point  # flags after `--`, as cells
+    The id is a readable name and a hash of all flags: the same run has the same id everywhere.
+    """
+    world = point.nodes * point.ranks
+    words, errors, text = [*point.words, "--world-size", str(world)], io.StringIO(), io.StringIO()
+    try:
+        with redirect_stderr(errors), redirect_stdout(text):
+            parser = config.training_parser()
+            row: Row = asdict(config.make_config(parser, parser.parse_args(words)))
+            if not machine and not memory_gib:
+                gpu = row["device"] != "cpu" and torch.cuda.is_available()
+                device = torch.device("cuda" if gpu else "cpu")
+                memory_gib = devices.rank_memory_gib(device, point.ranks)
+            words += ["--machine", machine] if machine else []
+            words += ["--memory-gib", f"{memory_gib:.3f}"] if memory_gib else []
+            plan.main([*words, "--json"])
+    except SystemExit:
+        why = errors.getvalue().strip().rpartition(": error: ")[2]
+        raise ValueError(f"{shlex.join(point.words)} on {world} ranks: {why}") from None
+    for name in RESERVED:
+        if row[name] != getattr(config.Config, name):
+            raise ValueError(f"--{name.replace('_', '-')} is set by the sweep: leave it out")
+    name = f"{row['model']}-{row['mode']}{row['group'] or ''}-{point.nodes}x{point.ranks}"
+    code = hashlib.sha256(json.dumps([point.nodes, row], sort_keys=True).encode()).hexdigest()[:6]
+    row["id"] = re.sub(r"[^\w-]", "_", f"{name}-{row['run_mode']}-{code}")
+    row |= {"studies": [point.study], "words": point.words, "nodes": point.nodes}
+    row |= {"ranks": point.ranks, "batch": row["batch"] or config.DEFAULT_BATCH}
+    planned = json.loads(text.getvalue())
+    row |= {"verdict": planned["verdict"], "planned_gib": planned["memory_gib"]["peak"]}
+    row["memory_gib"] = memory_gib or planned["available_gib"]
+    if machine:  # the speed of another machine says nothing about this host
+        row["planned_images_per_second"] = planned["images_per_second_upper_bound"]
+    return row
 
 
-def run_point(sweep: Sweep, point: Point, options: Options) -> str:
-    """Run a point here, unless it has a result or runs already; returns its state."""
-    folder, job = sweep.folder(point["id"]), slurm.array_task(os.environ)
-    state, made = sweep.state(point["id"])
-    if state == "orphaned":  # its sweep was killed: end it, two runs at once would slow each other
-        attempts.end_orphan(attempts.list_attempts(folder)[-1])
-        state, made = sweep.state(point["id"])
-    again = options.retry and state in ("failed", "timed out")
-    if state not in ("waiting", "queued") and not again:
-        return state
-    cores = {"cores": int(os.environ["SLURM_CPUS_ON_NODE"])} if job else {}
-    mine = attempts.claim(folder, made + 1, job=job, **cores)
-    if mine is None:
-        return "running"
-    flags = [*studies.flags_from_cells(point), "--resume", "none", "--save-every", "none"]
-    flags += ["--out", str(mine)]
-    environ = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    if job:
-        environ = slurm.launch_environ(point["ranks"], options.script)
-        command = ["bash", str(HERE / "launch_frontier.sh"), *flags]
+def choose_points(args: argparse.Namespace, words: list[str]) -> list[Point]:
+    """List the points of the command line; `words` are the flags after `--`."""
+    in_slurm, gpus = args.sbatch is not None, torch.cuda.device_count()
+    if args.what.endswith(".csv"):
+        for flag in ("models", "nodes", "ranks"):
+            if getattr(args, flag):
+                raise ValueError(f"--{flag} applies to the built-in studies: the table has its own")
+        points = studies.table_points(Path(args.what))
+    elif args.nodes and not in_slurm:
+        raise ValueError("--nodes needs Slurm, this is one node: add --sbatch FLAGS")
     else:
-        command = [sys.executable, str(options.script), *flags]
-        if point["ranks"] != "1":
-            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-            command[1:1] = [*torchrun, point["ranks"], "--"]
-    return attempts.run_attempt(mine, command, environ, options.limit, HERE)
-
-
-def run_here(sweep: Sweep, points: Sequence[Point], options: Options) -> None:
-    """Run one point after the other, the smallest first."""
+        cores = 4 if args.what == "quick" else min(4, max(2, mesh.process_cores()))
+        layouts = studies.layouts_here(args.ranks or gpus or cores)
+        if in_slurm:
+            layouts = [(1, 1), *((n, args.ranks or 8) for n in sorted(args.nodes or (1, 2, 4, 8)))]
+        elif args.what == "io":
+            layouts = list(dict.fromkeys((layouts[0], layouts[-1])))
+        gpu = bool(gpus) or in_slurm
+        points = studies.study_points(args.what, args.models, layouts, args.data, gpu)
+        if args.what == "quick" and layouts[-1] == (1, 1):
+            print("left out: the study options, because one rank gathers nothing")
     for point in points:
-        if point["nodes"] != "1":
-            raise ValueError(f"{point['id']} needs {point['nodes']} nodes: add --sbatch FLAGS")
-    order = sorted(points, key=lambda point: int(point["ranks"]))
-    for i, point in enumerate(order, 1):
-        print(f"[{i}/{len(order)}] {point['id']:50}", end=" ", flush=True)
-        state = run_point(sweep, point, options)
-        row = next(row for row in sweep.collect() if row["id"] == point["id"])
-        rate = row.get("images_per_second")
-        speed = f"  {rate:.1f} img/s" if rate else ""
-        print(f"{state}{speed}  {row.get('reason') or ''}", flush=True)
+        if point.nodes > 1 and not in_slurm:
+            raise ValueError(f"a point needs {point.nodes} nodes: add --sbatch FLAGS")
+    return [point._replace(words=point.words + words) for point in points]
+
+
+# ---------------------------------------------------------------------------------------------
+# One run, and its result
+
+
+def set_aside(folder: Path) -> None:
+    """Rename the folder of a run that is to be run again: nothing is deleted."""
+    used = len([*folder.parent.glob(f"{folder.name}.*")])
+    folder.rename(f"{folder}.{used + 1}")
+
+
+def end_run(child: subprocess.Popen) -> None:
+    """Ask a run to end, as a launcher does, and kill it if it does not."""
+    with suppress(ProcessLookupError):  # torchrun passes it on to its ranks, srun too
+        os.killpg(child.pid, signal.SIGTERM)
+    try:
+        child.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def command_of(row: Row, script: Path, out: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the command line and the environment of a run, here or in a task of a job array."""
+    words = [*row["words"], "--resume", "none", "--save-every", "none", "--out", str(out)]
+    environ = {"OMP_NUM_THREADS": "1"} | os.environ
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        # a point is short, its only round, and may share its nodes with others
+        port = str(20000 + int(environ["SLURM_JOB_ID"]) % 10000)
+        environ = {"MASTER_PORT": port, "AGAIN": "no", "PREFLIGHT": "no", **os.environ}
+        if not {"CONDA_ENV", "ENV_TARBALL", "PYTHON"} & {*environ}:
+            environ["PYTHON"] = sys.executable
+        environ |= {"TASKS_PER_NODE": str(row["ranks"]), "SCRIPTS": str(HERE)}
+        return ["bash", str(HERE / "launch_frontier.sh"), *words], environ
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    start = [*torchrun, str(row["ranks"]), "--"] if row["ranks"] > 1 else []
+    return [sys.executable, *start, str(script), *words], environ
+
+
+def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
+    """Run a point unless it has begun before; return its row. Its folder is the claim."""
+    folder, state = out / "runs" / row["id"], results.with_state(out, row)["state"]
+    if args.retry and state in AGAIN:
+        set_aside(folder)
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:  # another sweep, or task of an array, was faster
+        return results.with_state(out, row)
+    command, environ = command_of(row, args.script, folder)
+    result: Row = {"host": os.uname().nodename, "load_before": os.getloadavg()[0]}
+    result["cores"] = int(environ.get("SLURM_CPUS_ON_NODE") or mesh.process_cores())
+    started, late = time.time(), False
+    with open(folder / "output.txt", "wb") as output:
+        shown: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        # a session of its own: Ctrl-C is for the sweep
+        child = subprocess.Popen(command, env=environ, cwd=HERE, start_new_session=True, **shown)
+        try:
+            child.wait(args.limit)
+        except subprocess.TimeoutExpired:
+            late = True
+            end_run(child)
+        except BaseException:
+            end_run(child)
+            set_aside(folder)
+            raise
+    log = results.read_log(folder / "log.jsonl")
+    text = (folder / "output.txt").read_text(errors="replace")
+    state, reason = results.outcome(child.returncode, log, text, late)
+    result |= results.measured(log) if state == "done" else {}
+    result |= {"state": state, "reason": reason, "load_after": os.getloadavg()[0]}
+    # twice what this run may need, and that before it: other programs had a part of the cores
+    own = row["ranks"] * (int(environ.get("OMP_NUM_THREADS", 1)) + (result.get("workers") or 0))
+    result["disturbed"] = result["load_after"] > max(os.cpu_count() or 1, 2 * own)
+    results.write_lines(folder / "result.json", [result | {"seconds": time.time() - started}])
+    return results.with_state(out, row)
 
 
 # ---------------------------------------------------------------------------------------------
 # Commands
 
 
-def print_states(sweep: Sweep) -> None:
-    """Print how many points are in which state, and those that are not done."""
-    rows = sweep.collect()
-    print(", ".join(f"{n} {state}" for state, n in Counter(r["state"] for r in rows).items()))
+def submit(out: Path, rows: Sequence[Row], args: argparse.Namespace) -> None:
+    """Submit a job array per number of nodes; its indices are the lines of points.jsonl."""
+    places = {row["id"]: str(i) for i, row in enumerate(results.read_rows(out))}
+    launcher = (HERE / "launch_frontier.sh").read_text()
+    network = re.findall(r"^#SBATCH (--network\S+)", launcher, re.MULTILINE)
+    command = [sys.executable, str(HERE / "sweep.py"), "point", str(out), f"--limit={args.limit:g}"]
+    # not --wrap: its sh may be one that loses the shell function `module`
+    script = "#!/bin/bash\n" + shlex.join(["exec", *command, *["--retry"] * args.retry])
+    minutes = math.ceil(args.limit / 60) + 5  # Slurm's limit only backs up the sweep's own
+    for nodes in sorted({row["nodes"] for row in rows}):
+        array = ",".join(places[row["id"]] for row in rows if row["nodes"] == nodes)
+        flags = ["-J", "sweep", "-t", str(minutes), *network, "-o", f"{out}/job-%A_%a.txt"]
+        flags += [*shlex.split(args.sbatch), "-N", str(nodes), "--array", array]
+        pipes: Any = {"input": script, "capture_output": True, "text": True}
+        done = subprocess.run(["sbatch", *flags], cwd=HERE, **pipes)
+        if done.returncode:
+            raise ValueError(f"sbatch refused: {done.stderr.strip()}")
+        print(f"{done.stdout.strip()}: {array.count(',') + 1} points on {nodes} nodes", flush=True)
+
+
+def print_states(out: Path) -> Counter[str]:
+    """Print and count how many points are in which state, and those that are not done."""
+    rows = results.read_rows(out)
+    states = Counter(row["state"] for row in rows)
+    print(", ".join(f"{count} {state}" for state, count in states.items()))
     for row in rows:
-        if row["state"] not in ("done", "waiting", "queued"):
-            where = f"on {row['host']}" if row["state"] == "running" else row.get("reason") or ""
-            print(f"{row['state']:14}{row['id']:50} {where}")
+        if row["state"] not in ("done", "waiting"):
+            print(f"{row['state']:14}{row['id']:50} {row['reason']}")
+    return states
 
 
-def run_sweep(options: Options) -> int:
-    """Plan the points, run or submit those without a result; returns the exit status."""
-    in_slurm, machine = options.sbatch is not None, options.machine
-    out = (options.out or Path(f"sweep_{Path(options.what).stem}")).resolve()
-    sweep = Sweep(out)
-    elsewhere = options.what == "ladder" and options.nodes and not in_slurm  # only planned
-    if (in_slurm or elsewhere) and not machine and not options.memory_gib:
+def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
+    """Plan the points, run or submit those that have not begun; return the exit status."""
+    in_slurm, machine = args.sbatch is not None, args.machine
+    if in_slurm and args.script != TRAIN:
+        raise ValueError("--sbatch runs launch_frontier.sh, and that train_fsdp.py: no --script")
+    if in_slurm and not machine and not args.memory_gib:
         machine = os.environ.get("MACHINE") or os.environ.get("LMOD_SYSTEM_NAME")
         if machine != "frontier":  # the rule of launch_frontier.sh
-            raise ValueError(
-                "this is not Frontier: give --machine a name of `plan.py --machines` or a JSON file"
-            )
-    if (out / "results.csv").exists():
-        results.read_table(out / "results.csv")  # refuse damage before the first point runs
-    points = studies.choose_points(
-        options.what, options.models, options.nodes, options.ranks, options.data, in_slurm
-    )
-    points = studies.with_ids(points, options.extra)
-    print(f"{len(points)} points in {out}", flush=True)
-    plans = [sweep.make_plan(point, machine, options.memory_gib) for point in points]
-    sweep.add(points, [plan | {"try": True} if options.try_all else plan for plan in plans])
-    left = [point for point in points if sweep.state(point["id"])[0] != "skipped"]
-    for point in points:
-        if point not in left:
-            print(f"skipped {point['id']}: {sweep.plan(point['id'])['why_not']}", flush=True)
+            raise ValueError("not on Frontier: --machine NAME of `plan.py --machines`, or a file")
+    if not args.script.is_file():
+        raise ValueError(f"{args.script} not found: --script names what each point runs")
+    out = (args.out or Path(f"sweep_{Path(args.what).stem}")).resolve()
+    rows = [plan_point(p, machine, args.memory_gib) for p in choose_points(args, words)]
+    out.mkdir(parents=True, exist_ok=True)
+    rows = results.add_points(out, [row | {"try_all": args.try_all} for row in rows])
+    print(f"{len(rows)} points in {out}", flush=True)
+    wanted = ("waiting", *AGAIN) if args.retry else ("waiting",)
+    rows = [row for row in rows if results.with_state(out, row)["state"] in wanted]
+    rows.sort(key=lambda row: (row["nodes"], row["ranks"]))
     if in_slurm:
-        wanted = ("waiting", "failed", "timed out") if options.retry else ("waiting",)
-        missing = [point for point in left if sweep.state(point["id"])[0] in wanted]
-        words = ["--script", str(options.script), *["--retry"] * options.retry]
-        slurm.submit(out, missing, options.sbatch or "", words, options.limit)
-        print_states(sweep)
-        print(f"python sweep.py report {out} shows the results so far")
-        print("the same command runs what is missing then")
+        submit(out, rows, args)
+        print(f"once they have ended: python sweep.py report {out}")
         return 0
-    run_here(sweep, [] if elsewhere else left, options)
-    print_states(sweep)
-    try:
-        from sweeps import report
-    except ModuleNotFoundError as error:
-        print(f"no figures: {error}")
-    else:
-        report.write([out], None, page=True)
-    states = [sweep.state(point["id"])[0] for point in points]
-    return int(any(state in ("failed", "timed out") for state in states))
+    for i, row in enumerate(rows, 1):
+        print(f"[{i}/{len(rows)}] {row['id']:50}", end=" ", flush=True)
+        row = run_point(out, row, args)
+        rate = row.get("images_per_second")
+        print(f"{row['state']}  {f'{rate:.1f} img/s' if rate else row['reason']}", flush=True)
+    status = int(bool({*AGAIN} & {*print_states(out)}))
+    if status:
+        print("--retry runs again what has failed, timed out or is unfinished")
+    report.write_page([out], None)
+    return status
 
 
-def show(what: str, folders: Sequence[Path], out: Path | None) -> int:
-    """Print the states of existing sweeps, or draw them; returns the exit status."""
-    if not folders:
-        raise ValueError("which sweep? name its folder, or examples/published")
-    if what == "status":
-        for folder in folders:
-            if not (folder / "points.csv").exists():
-                raise ValueError(f"{folder} is not the folder of a sweep: it has no points.csv")
-            print_states(Sweep(folder))
-        return 0
-    from sweeps import report  # needs matplotlib
-
-    for folder in folders:
-        try:
-            if (folder / "points.csv").exists():
-                Sweep(folder).collect()
-        except RuntimeError as error:  # this host is not the one with Slurm
-            print(f"using results.csv as it is: {error}")
-    return report.write(folders, out, page=what == "report")
-
-
-def run_one(options: Options) -> int:
-    """Run the point that a folder and an id name: what a job array does."""
-    if len(options.dirs) != 2:
-        raise ValueError("which point? name the folder of a sweep and an id in its points.csv")
-    sweep, name = Sweep(Path(options.dirs[0])), options.dirs[1]
-    found = [point for point in sweep.points() if point["id"] == name]
-    if not found:
-        raise ValueError(f"{sweep.out / 'points.csv'} has no point {name}")
-    print(run_point(sweep, found[0], options))
+def run_task(args: argparse.Namespace) -> int:
+    """Run a point of the sweep that is named: what a task of a job array does."""
+    index, (out,) = os.environ.get("SLURM_ARRAY_TASK_ID"), args.dirs
+    if index is None:
+        raise ValueError("`point` is for the tasks of the job arrays that --sbatch submits")
+    row = results.read_rows(out)[int(index)]
+    print(row["id"], run_point(out, row, args)["state"])
     return 0
 
 
-# ---------------------------------------------------------------------------------------------
-# Command line
-
-
-def node_counts(text: str) -> list[int]:
-    """Parse an argument like 1,2,4."""
-    return [whole(1, 100_000)(word) for word in text.split(",")]
-
-
-def path(text: str) -> Path:
-    """Parse a path that is not empty."""
-    return Path(filled(text))
-
-
-def build_parser() -> Parser:
+def build_parser() -> config.Parser:
     """Build the parser of the command line."""
     description, _, usage = (__doc__ or "").partition("\n\n")
     raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser("sweep.py", description=description, epilog=usage, formatter_class=raw)
-    add = parser.add_argument
-    text = "quick, options, scaling, io, ladder or a CSV file; or status, figures, report"
-    add("what", type=filled, metavar="PLAN", help=text)
-    add("dirs", type=filled, metavar="DIR", nargs="*", help="of status, figures, report")
-    text = "(default sweep_PLAN; figures, report: DIR itself, of several sweep_DIR_and_DIR)"
+    parser = config.Parser("sweep.py", description=description, epilog=usage, formatter_class=raw)
+    add, tiles = parser.add_argument, str(HERE / "examples" / "tiles" / "train")
+
+    def counts(text: str) -> list[int]:
+        return [whole(1, 100_000)(word) for word in text.split(",")]
+
+    def path(text: str) -> Path:
+        return Path(filled(text)).resolve()
+
+    add("what", metavar="PLAN", help="quick, options, scaling, io, a CSV file; or status, report")
+    add("dirs", type=path, metavar="DIR", nargs="*", help="of status, report")
+    text = "(default sweep_PLAN; report: DIR itself, of several sweep_DIR_and_DIR)"
     add("--out", type=path, metavar="DIR", help=text)
-    text = "(default: quick tiny or base, io, ladder base, options 5b, scaling base,1b,3b,5b,15b)"
-    add("--models", type=filled, metavar="A,B", help=text)
-    text = "with --sbatch (default 1,2,4,8); ladder: also without, which plans it for these nodes"
-    add("--nodes", type=node_counts, metavar="1,2,4", help=text)
+    text = "(default: quick tiny or base, io base, options 5b, scaling base,1b,3b,5b,15b)"
+    add("--models", metavar="A,B", help=text)
+    add("--nodes", type=counts, metavar="1,2,4", help="with --sbatch (default 1,2,4,8)")
     text = "per node (default: GPUs here; 8 with --sbatch; quick on a CPU 4)"
     add("--ranks", type=whole(1, 1024), metavar="N", help=text)
-    tiles = str(HERE / "examples" / "tiles" / "train")
     add("--data", metavar="DIR", default=tiles, help="images of real and io (default: tiles here)")
     text = "through Slurm, with these flags of sbatch; environment as for launch_frontier.sh"
     add("--sbatch", metavar="FLAGS", help=text)
     text = "for plan.py (default: with --sbatch frontier, there; else this host's memory, no speed)"
-    add("--machine", type=filled, metavar="NAME", help=text)
-    add("--memory-gib", type=number(0.1, 10**6), metavar="GIB", help="per rank, for plan.py")
-    limit = number(1, MOST_SECONDS)
+    add("--machine", metavar="NAME", help=text)
+    add("--memory-gib", type=number(0.1), metavar="GIB", help="per rank, for plan.py")
+    limit = number(1, config.MOST_SECONDS)
     add("--limit", type=limit, default=900, metavar="SECONDS", help="per point (default 900)")
     add("--try", action="store_true", dest="try_all", help="run what plan.py says cannot fit")
-    add("--retry", action="store_true", help="run again what has failed or timed out")
-    script, text = HERE / "train_fsdp.py", "what each point runs (default train_fsdp.py)"
-    add(
-        "--script",
-        type=lambda name: Path(name).resolve(),
-        default=script,
-        metavar="FILE",
-        help=text,
-    )
+    add("--retry", action="store_true", help="run again what failed, timed out or did not end")
+    add("--script", type=path, default=TRAIN, metavar="FILE", help="what each point runs")
     return parser
 
 
@@ -261,30 +320,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(words[:cut])
     try:
-        args.script = args.script.resolve()
-        options = Options(**vars(args), extra=studies.cells_from_flags(words[cut + 1 :]))
-        if options.what in ("figures", "report", "status"):
-            return show(options.what, [Path(name) for name in options.dirs], options.out)
-        if not options.script.is_file():
-            raise ValueError(f"{options.script} not found: --script names what each point runs")
-        if options.what == "point":
-            return run_one(options)
-        if options.dirs:
-            raise ValueError(f"{options.what} takes no folder: --out names where to write")
-        return run_sweep(options)
+        if args.what in ("report", "status", "point"):
+            if not args.dirs:
+                raise ValueError("which sweep? name its folder, or examples/published")
+            if args.what == "point":
+                return run_task(args)
+            if args.what == "report":
+                report.write_page(args.dirs, args.out)
+            for folder in args.dirs if args.what == "status" else ():
+                print_states(folder)
+            return 0
+        if args.dirs:
+            raise ValueError(f"{args.what} takes no folder: --out names where to write")
+        return run_sweep(args, words[cut + 1 :])
     except ModuleNotFoundError as error:
-        parser.error(f"{error}: sweeps need it, python -m pip install {error.name}")
-    except (ValueError, RuntimeError) as error:
+        parser.error(f"{error}: the page needs it, python -m pip install {error.name}")
+    except ValueError as error:
         parser.error(str(error))
     except OSError as error:
-        where = error.filename or args.out or " ".join(args.dirs) or f"sweep_{args.what}"
+        where = error.filename or args.out or f"sweep_{args.what}"
         print(f"sweep.py: error: {where}: {error.strerror or error}", file=sys.stderr)
         return 1
 
 
 def stop(number: int, frame: Any) -> NoReturn:
     """Handle a signal: end the run that this sweep has started, and say how to continue."""
-    for again in (signal.SIGTERM, signal.SIGINT):
+    for again in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(again, signal.SIG_IGN)
     os.write(2, b"\nsweep.py: stopped: the same command runs what is missing\n")
     raise SystemExit(128 + number)
@@ -292,6 +353,6 @@ def stop(number: int, frame: Any) -> NoReturn:
 
 if __name__ == "__main__":
     process.make_safe()
-    for _number in (signal.SIGTERM, signal.SIGINT):
+    for _number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(_number, stop)
     raise SystemExit(main())

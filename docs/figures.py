@@ -31,7 +31,7 @@ from planner.machines import LINKS, wire_bytes  # noqa: E402
 from planner.memory import GIB, MEMORY_PARTS  # noqa: E402
 from planner.traffic import link_bytes  # noqa: E402
 from runtime import step_profile  # noqa: E402
-from sweeps.drawing import RC_PARAMS, RUN_HATCHES, STYLE_SHEET, device_axis  # noqa: E402
+from sweeps.report import RC_PARAMS, STYLE_SHEET, device_axis  # noqa: E402
 
 HATCHES = ("", "//", "..", "xx", "\\\\", "--", "oo", "++")
 EDGE: dict[str, Any] = {"edgecolor": "black", "linewidth": 0.6}
@@ -190,7 +190,7 @@ def draw_stages() -> Figure:
         right.plot(factors, peaks, marker=mark, label=f"peak, {mode}")
     whole = plans["ddp"].json()["params"] * 16 / GIB
     right.plot(factors, [whole / f for f in factors], "k:", label="16 bytes per parameter / factor")
-    device_axis(right, [{"world_size": factor} for factor in factors])
+    device_axis(right, factors)
     right.set_yscale("log", base=2)
     right.set_yticks([4, 16, 64, 256], ["4", "16", "64", "256"])
     right.set(xlabel="sharding factor (ranks per group)", ylabel="GiB", title="by sharding factor")
@@ -248,7 +248,7 @@ def draw_input(*logs: str) -> Figure:
         run = by_event["start"]["run_mode"]
         rates.append(by_event["end"]["images_per_second"])
         names.append(re.sub(r"^\d+-", "", Path(path).parent.name) + f":\n{does[run]}")
-        look = EDGE | {"color": f"C{[*does].index(run)}", "hatch": RUN_HATCHES[run]}
+        look = EDGE | {"color": f"C{[*does].index(run)}", "hatch": HATCHES[[*does].index(run)]}
         panel.bar(i, rates[-1], width=0.6, **look)
         panel.text(i, rates[-1], f"{rates[-1]:.0f}", ha="center", va="bottom")
     panel.set_xticks(range(len(logs)), names, fontsize=8)

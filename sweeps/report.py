@@ -1,48 +1,189 @@
-"""Write a Markdown page on a sweep: figures, what limits each point, a table of all points.
+"""Draw what a sweep measured, and write it as a page with what limits each run."""
 
-python sweep.py report DIR [DIR ...]
-"""
-
-import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
-from sweeps import bottleneck, figures, ladder, results
-from sweeps.drawing import Picture, group_by, sharding
-from sweeps.results import Row
+import numpy as np
 
+from sweeps import results
+from sweeps.results import ADVICE, RUNS, SETTINGS, Limit, Row, Span, find_limits, group_by
+
+# ---------------------------------------------------------------------------------------------
+# Figures
+
+STYLE_SHEET = "tableau-colorblind10"  # the first six colours stand out on white
+MARKS, HATCHES = "os^DvPX*<>dhp", ("", "//", "..", "xx", "--", "oo")  # the same in grey
+RC_PARAMS: Any = {"font.size": 9, "axes.grid": True, "axes.axisbelow": True}
+RC_PARAMS |= {"grid.color": "#dddddd", "legend.frameon": False, "legend.handlelength": 3}
+RC_PARAMS |= {"savefig.dpi": 160, "savefig.bbox": "tight"}  # the legend enlarges the picture
 CAPTIONS = {
-    "throughput": "Images/s of the whole job: median and quartiles over the measured steps. "
-    "Dashed: the speed of one rank, or of the fewest ranks that were measured, multiplied (on a "
-    "CPU by at most its cores).",
-    "efficiency": "The same as a share of the dashed line.",
-    "memory": "Peak of live tensors (CUDA's max allocated), and the peak that plan.py computes. "
-    "On a CPU it is not measured.",
-    "options": "FSDP1's backward prefetch and `limit_all_gathers`.",
-    "io": "Seconds per step: training on images, on one batch kept on the device, reading alone. "
-    "The dashed line is the time of one rank alone, or of the fewest ranks; from there to `syn` is "
-    "communication.",
-    "ladder": "Images/s of each rung, as a multiple of that with wrapping; M: out of memory, S: by "
-    "plan. ORBIT's are published for 113B parameters on 512 GPUs, where tensor parallelism is part "
-    "of every rung (arXiv 2404.14712).",
-    "planned": "Each point compared with its plan; grey: within 20 %.",
+    "throughput": "Images/s of the whole job: medians and quartiles of the measured steps. Dashed "
+    "is the speed of the fewest ranks that were measured, multiplied, on a CPU by at most its "
+    "cores. Points without a result are in the last table.",
+    "options": "Images/s by FSDP1's backward prefetch and `limit_all_gathers`.",
+    "io": "Seconds per step: training on images (real), on one batch kept on the device (syn), "
+    "reading alone (io).",
 }
 
 
-def plan_errors(rows: Sequence[Row]) -> Iterator[str]:
-    """Format the error of the plan: a line for each quantity, model and sharding."""
-    for what, (_, measured, planned) in zip(
-        ("speed", "memory", "traffic"), figures.PLANNED_KINDS, strict=True
-    ):
-        both = [row for row in rows if row.get(measured) and row.get(planned)]
-        for (model, mode), some in group_by(both, lambda r: (r["model"], sharding(r))).items():
-            middle, worst = figures.median_error(some, measured, planned)
-            yield (
-                f"{what:8} {model:5} {mode:14} off by {middle:6.1%} in the median, {worst:6.1%} "
-                f"at worst, {len(some)} points"
+def sharding(row: Row) -> str:
+    """Name the sharding of a row, like `hybrid 2`."""
+    grouped = row["mode"].startswith("hybrid") and row.get("group")
+    return f"{row['mode']} {row['group']}" if grouped else row["mode"]
+
+
+def series_labels(rows: Sequence[Row]) -> list[str]:
+    """Label each row: its sharding, its caveat, and all else in which the rows differ."""
+    same = {"model", "mode", "group", "limit_all_gathers", "prefetch"}
+    columns = [name for name in ("source", "run_mode", *SETTINGS) if name not in same]
+    shown = [n for n in columns if len({r[n] for r in rows if r.get(n) is not None}) > 1]
+    shown.append("caveat")
+    labels = []
+    for row in rows:
+        known = [(n, row[n]) for n in shown if row.get(n) is not None]
+        texts = [f"{n} {value}" if n in SETTINGS else str(value) for n, value in known]
+        labels.append(sharding(row) + f" ({', '.join(texts)})" * bool(texts))
+    return labels
+
+
+def new_figure(panels: int, width: float) -> tuple[Any, list[Any]]:
+    """Make a figure of panels, each so many inches wide."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(4.6, width * panels), 3.2), layout="constrained")
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def device_axis(panel: Any, worlds: Iterable[int]) -> None:
+    """Make the x axis that of numbers of devices, in powers of two."""
+    ticks = sorted({*worlds})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(ticks, [str(world) for world in ticks], fontsize=8)
+    panel.set_xticks([], minor=True)
+    panel.set_xlim(ticks[0] / 1.3, ticks[-1] * 1.3)
+
+
+def value_axis(panel: Any) -> None:
+    """Make the y axis logarithmic if it spans a decade; it has three labels in either case."""
+    from matplotlib.ticker import LogLocator
+
+    low, high = panel.dataLim.minposy, panel.dataLim.ymax
+    if high < 10 * low:
+        panel.set_ylim(0, 1.1 * high)
+        return
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(LogLocator(10, (1, 2, 5) if high < 1000 * low else (1,)))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.set_yticks([], minor=True)
+
+
+def draw_throughput(rows: Sequence[Row]) -> Any:
+    """Draw a panel per model and a line per sharding over devices; None without a result."""
+    rows = [r for r in rows if r.get("images_per_second") and r["run_mode"] != "io"]
+    rows = [r for r in rows if {*r["studies"]} - {"options", "io"}]
+    models = group_by(rows, lambda row: row["model"])
+    labels = dict(zip(map(id, rows), series_labels(rows), strict=True))
+    order = list(dict.fromkeys(labels.values()))
+    figure, panels = new_figure(len(models), 3.4) if models else (None, [])
+    for panel, (model, mine) in zip(panels, models.items(), strict=True):
+        mine.sort(key=lambda row: row["world_size"])
+        for label, some in group_by(mine, lambda row: labels[id(row)]).items():
+            number, xs = order.index(label), [row["world_size"] for row in some]
+            look: Any = {"color": f"C{number % 6}", "marker": MARKS[number % len(MARKS)]}
+            low, middle, high = np.array([results.rate_span(row) for row in some]).T
+            bars = (middle - low, high - middle)
+            panel.errorbar(xs, middle, bars, label=label, capsize=2, lw=1.2, ms=5, **look)
+            planned, ideal = (
+                np.array([row.get(name) or np.nan for row in some])
+                for name in ("planned_images_per_second", "ideal")
             )
+            if not np.isnan(planned).all():
+                panel.plot(xs, planned, ":", mfc="none", **look)
+                panel.plot([], [], "ko:", mfc="none", label="planned")
+            panel.plot(xs, ideal, "k--", lw=1, label="ideal")
+        device_axis(panel, (row["world_size"] for row in mine))
+        value_axis(panel)
+        cpu = all(row.get("device") == "cpu" for row in mine)
+        panel.set(title=model, ylabel="images/s", xlabel="ranks (CPU)" if cpu else "GPUs or GCDs")
+    return figure
+
+
+def draw_bars(panels: Mapping[str, Mapping[str, Mapping[str, Span]]], unit: str) -> Any:
+    """Draw a panel per title, with groups of bars; None without any."""
+    width = 1.0 + 1.4 * max((len(groups) for groups in panels.values()), default=0)
+    figure, axes = new_figure(len(panels), max(3.4, width)) if panels else (None, [])
+    for panel, (title, groups) in zip(axes, panels.items(), strict=True):
+        series = list(dict.fromkeys(name for group in groups.values() for name in group))
+        for i, name in enumerate(series):
+            spans = np.array([group.get(name, [np.nan] * 3) for group in groups.values()]).T
+            xs = np.arange(len(groups)) + 0.8 * ((i + 0.5) / len(series) - 0.5)
+            bars = (spans[1] - spans[0], spans[2] - spans[1])
+            look: Any = {"label": name, "hatch": HATCHES[i % len(HATCHES)], "edgecolor": "black"}
+            panel.bar(xs, spans[1], 0.8 / len(series), yerr=bars, capsize=2, **look)
+        panel.set_xticks(range(len(groups)), list(groups))
+        panel.grid(axis="x", visible=False)
+        panel.set(title=title, ylabel=unit)
+    return figure
+
+
+def draw_figures(rows: Sequence[Row], folder: Path) -> list[str]:
+    """Draw each figure for which there are rows as NAME.png; return the names."""
+    from matplotlib import style
+
+    folder.mkdir(parents=True, exist_ok=True)
+    options: dict[str, dict[str, dict[str, Span]]] = {}
+    for row in rows:
+        if "options" in row["studies"] and row.get("images_per_second"):
+            title = f"{row['model']}, {row['world_size']} ranks, {row['source']}"
+            name = row["prefetch"] + ", limited" * row["limit_all_gathers"]
+            options.setdefault(title, {}).setdefault(sharding(row), {})[name] = results.rate_span(
+                row
+            )
+    inputs = {}
+    for some, limit in find_limits(rows):
+        if {"real", "io"} & {row["run_mode"] for row in some} and limit.word != "memory":
+            first = f"{some[0]['model']}, {some[0]['world_size']} ranks\n{sharding(some[0])}"
+            inputs[f"{first}\n{limit.word}"] = {
+                m: results.step_seconds(r) for m in RUNS for r in some if r["run_mode"] == m
+            }
+    with style.context([STYLE_SHEET, RC_PARAMS]):
+        figures = {
+            "throughput": draw_throughput(rows),
+            "options": draw_bars(options, "images/s"),
+            "io": draw_bars({"": inputs} if inputs else {}, "seconds per step"),
+        }
+        figures = {name: figure for name, figure in figures.items() if figure}
+        for name, figure in figures.items():
+            entries: dict[str, Any] = {}
+            for panel in figure.axes:
+                entries = dict(zip(*panel.get_legend_handles_labels()[::-1], strict=True)) | entries
+            place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": 2}
+            figure.legend(entries.values(), entries.keys(), **place)
+            figure.savefig(folder / f"{name}.png")
+    return list(figures)
+
+
+# ---------------------------------------------------------------------------------------------
+# The page
+
+
+COLUMNS = {  # of the table of points: column of the rows, format
+    "ranks": ("world_size", ""),
+    "images/s": ("images_per_second", ".1f"),
+    "lower quartile": ("images_per_second_q1", ".1f"),
+    "upper": ("images_per_second_q3", ".1f"),
+    "planned": ("planned_images_per_second", ".1f"),
+    "of the ideal": ("efficiency", ".0%"),
+    "peak GiB": ("peak_allocated_gib", ".2f"),
+    "planned GiB": ("planned_gib", ".2f"),
+    "MB sent per step": ("payload_mb", ".1f"),
+    "planned MB": ("planned_payload_mb", ".1f"),
+    "load before": ("load_before", ".1f"),
+    "load after": ("load_after", ".1f"),
+}
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -51,113 +192,65 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iter
         yield "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
 
 
-def format_number(row: Row, name: str, digits: int = 1) -> str:
-    """Format a number of a row; a dash where there is none."""
-    return "-" if row.get(name) is None else f"{row[name]:.{digits}f}"
+def limit_cells(rows: Sequence[Row], limit: Limit) -> list[str]:
+    """Format what limits a setting: each part as a share of their sum, and from where to where."""
+    total, shares = sum(part[1] for part in limit.parts.values()), []
+    for name in ("compute", "communication", "input"):
+        part = [x / total for x in limit.parts.get(name, ())]
+        shares.append("{1:.0%} ({0:.0%} to {2:.0%})".format(*part) if part else "-")
+    ids = " ".join(row["id"] for row in rows)
+    return [ids, f"**{limit.word}**", *shares, limit.why, ADVICE[limit.word]]
 
 
-def bottleneck_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Format what limits each point, and what to try next."""
-    cells, unknown = [], Counter[str]()
-    for row, found in zip(rows, bottleneck.find_bottlenecks(rows), strict=True):
-        if not found or "options" in row["study"].split():
-            continue
-        if found.limit == "unknown":
-            unknown[found.advice] += 1
-            continue
-        parts = [found.compute, found.communication, found.input]
-        total = sum(part or 0 for part in parts)
-        shares = [f"{part / total:.0%}" if part is not None and total else "-" for part in parts]
-        cells.append([row["id"], f"**{found.limit}**", *shares, found.why, found.advice])
-    header = ("point", "limit", "compute", "communication", "input", "how it was found", "try next")
-    if cells:
-        yield from markdown_table(header, cells)
-    for advice, count in unknown.items():
-        yield f"\nFor {count} points too little was measured. Try {advice}."
+def point_cells(row: Row, out: Path) -> list[str]:
+    """Format a point by COLUMNS, with a link to its log."""
+    log, name = f"runs/{row['id']}/log.jsonl", row["id"]
+    why = row.get("reason") or row.get("caveat")
+    cells = [f"[{name}]({log})" if (out / log).exists() else name]
+    cells.append(row["state"] + (f": {why}" if why else ""))
+    values = ((row.get(column), form) for column, form in COLUMNS.values())
+    return [*cells, *("-" if value is None else format(value, form) for value, form in values)]
 
 
-def point_lines(rows: Sequence[Row], out: Path) -> Iterator[str]:
-    """Format every point, with a link to its log."""
-    cells = []
-    for row in rows:
-        log, name = Path(row.get("log") or ""), row["id"]
-        if log.is_file():
-            name = f"[{name}]({os.path.relpath(log, out)})"
-        rate = format_number(row, "images_per_second")
-        if row.get("images_per_second_q1"):
-            low, high = (format_number(row, f"images_per_second_{q}") for q in ("q1", "q3"))
-            rate += f" ({low} to {high})"
-        why = row.get("reason") or row.get("caveat")
-        state = row["state"] + (f": {why}" if why else "")
-        memory = [format_number(row, k, 2) for k in ("peak_allocated_gib", "planned_gib")]
-        cells.append([name, state, str(row.get("world_size") or "-"), rate, *memory])
-    header = ("point and log", "state", "ranks", "images/s (quartiles)", "peak GiB", "planned GiB")
-    yield from markdown_table(header, cells)
-
-
-def machine_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Format where, when and with which versions the points were measured, and their caveats."""
-    names = ("source", "device", "cores", "python", "torch")
-    started = [row for row in rows if row.get("started")]
-    found = group_by(started, lambda row: (*(row.get(name) for name in names), row["started"][:10]))
-    for (source, device, cores, python, torch, day), some in sorted(found.items(), key=str):
-        hosts = sorted({row.get("host") or "" for row in some})
-        where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts, {hosts[0]} to {hosts[-1]}"
-        yield (
-            f"- {source}: {len(some)} points on {where} ({device}, {cores} cores), "
-            f"Python {python}, torch {torch}, {day}"
-        )
-    doubted = [row for row in rows if row.get("caveat")]
-    found = group_by(doubted, lambda row: (row["source"], sharding(row), row["caveat"]))
-    for (source, name, caveat), some in found.items():
-        yield f"- {source}: {len(some)} points of {name} are drawn, but not compared: {caveat}"
-
-
-def page_lines(rows: Sequence[Row], pictures: Sequence[Picture], out: Path) -> Iterator[str]:
+def page_lines(rows: Sequence[Row], figures: Sequence[str], out: Path) -> Iterator[str]:
     """Format the whole page."""
-    yield f"# Sweep: {', '.join(dict.fromkeys(row['source'] for row in rows))}"
-    yield f"\nDrawn {date.today()} by `sweep.py report`."
-    yield from machine_lines(rows)
-    states = Counter(row["state"] for row in rows)
-    yield "\n" + ", ".join(f"{count} {state}" for state, count in states.items()) + "."
-    for picture in pictures:
-        file = f"figures/{picture.name}"
-        yield f"\n## {picture.title}\n\n![{picture.title}]({file}.png)\n"
-        yield f"{CAPTIONS[picture.name]} Each point with its run: [{picture.name}.csv]({file}.csv)."
-    for name, rungs in ladder.ladders(rows).items():
-        yield f"\n## Ladder: {name}\n"
-        yield from markdown_table(ladder.HEADER, list(ladder.table_rows(rungs)))
-    yield "\n## What limits it\n"
-    yield from bottleneck_lines(rows)
-    if errors := list(plan_errors(rows)):
-        yield "\n## Error of the plan\n\n```"
-        yield from errors
-        yield "```"
+    states = Counter(row["state"] for row in rows).items()
+    hosts = {f"{r['host']} ({r.get('device')}, {r['cores']} cores)" for r in rows if r.get("host")}
+    yield f"# Sweep: {', '.join(dict.fromkeys(row['source'] for row in rows))}\n"
+    yield f"{date.today()}: {', '.join(f'{n} {state}' for state, n in states)}."
+    yield f"\nMeasured on {', '.join(sorted(hosts)) or 'other hosts'}."
+    for name in figures:
+        yield f"\n![{name}](figures/{name}.png)\n\n{CAPTIONS[name]}"
+    yield "\n## What limits it\n\nShares of a step, and from where to where they may be.\n"
+    limits = find_limits(rows)
+    header = [
+        "points",
+        "limit",
+        "compute",
+        "communication",
+        "input",
+        "how it was found",
+        "try next",
+    ]
+    yield from markdown_table(header, [limit_cells(*f) for f in limits if f[1].word != "unknown"])
+    if count := sum(limit.word == "unknown" for _, limit in limits):
+        yield f"\nOf {count} settings too little was measured: try {ADVICE['unknown']}."
     yield "\n## Every point\n"
-    yield from point_lines(rows, out)
+    header = ["point and log", "state", *COLUMNS]
+    yield from markdown_table(header, [point_cells(row, out) for row in rows])
 
 
-def write(folders: Sequence[Path], out: Path | None, page: bool) -> int:
+def write_page(folders: Sequence[Path], out: Path | None) -> None:
     """Draw the points of some folders, and write their page; ValueError if there are none."""
-    sweeps = [folder for folder in folders if (folder / "results.csv").exists()]
-    names, rows = Counter(folder.resolve().name for folder in folders), list[Row]()
-    if not out and len(folders) > 1:  # not into one of them: each has a report of its own
-        out = Path("sweep_" + "_and_".join(name.removeprefix("sweep_") for name in names))
-    out = out or (sweeps[0] if sweeps else Path(f"sweep_{folders[0].resolve().name}"))
-    for folder in folders:
-        for row in results.read_folder(folder):
-            if row["source"] == folder.resolve().name and names[row["source"]] > 1:
-                row["source"] = str(folder)  # two folders have one name
-            rows.append(row)
-    pictures = figures.draw(rows, out / "figures")
-    if not pictures:
+    rows = [row for folder in folders for row in results.read_rows(folder)]
+    if not any(row.get("images_per_second") for row in rows):
         raise ValueError(f"{folders[0]} has no finished point to draw: run the sweep further")
-    for line in plan_errors(rows):
-        print(line)
-    print(f"{', '.join(picture.name for picture in pictures)} in {out / 'figures'}")
-    if len(folders) > 1:
-        results.write_table(out / "merged.csv", rows, results.COLUMNS)
-    if page:
-        (out / "report.md").write_text("\n".join(page_lines(rows, pictures, out)) + "\n")
-        print(f"report: {out / 'report.md'}")
-    return 0
+    results.add_ideal(rows)
+    if not out:  # several sweeps, or one that is only results: not into one of them
+        one = len(folders) == 1 and (folders[0] / "points.jsonl").exists()
+        name = "_and_".join(folder.resolve().name.removeprefix("sweep_") for folder in folders)
+        out = folders[0] if one else Path(f"sweep_{name}")
+    figures = draw_figures(rows, out / "figures")
+    results.write_lines(out / "results.jsonl", rows)
+    (out / "report.md").write_text("\n".join(page_lines(rows, figures, out)) + "\n")
+    print(f"report: {out / 'report.md'}")

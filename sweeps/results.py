@@ -1,229 +1,298 @@
-"""Collect what the runs of a sweep measured: results.csv, one row per point.
+"""Read what the runs of a sweep measured, and find what limits each of them.
 
-Rows of other machines may be appended. Numbers come from log.jsonl alone. The published
-measurements (examples/published) are read as rows of the same kind.
+A row is a point of a sweep: its flags, its plan, its state and what its run measured. They lie in
+DIR/points.jsonl and DIR/runs/ID/result.json; a report joins them in DIR/results.jsonl, which alone
+is enough for another report.
 """
 
-import csv
-import io
 import json
-import math
-import statistics
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from runtime.config import DEFAULT_BATCH, Config, names
-from sweeps import attempts
+import numpy as np
+
+from runtime.config import names
 
 Row = dict[str, Any]
+Span = tuple[float, float, float]  # lower quartile, median, upper quartile
 
-SETTINGS = names("setting", "sharding")  # the flags that make two runs comparable: equal in both
-SHARDING = names("sharding")  # of these, what the lines of a figure differ in
-DEFAULTS = {"model": Config.model, "mode": "hybrid", "batch": DEFAULT_BATCH, "accum": Config.accum}
-# Columns copied from a run's log. Peaks and counters grow: their maximum is kept, else the median.
-STEP_COLUMNS = ["step_seconds", "data_seconds", "tflops_per_rank", "mfu"]
-GROWING_COLUMNS = ["peak_allocated_gib", "peak_reserved_gib", "alloc_retries"]
-PROFILE = ["compute", "communication", "optimizer", "data", "idle"]  # seconds per step
-VERSIONS = ["python", "torch", "torchvision", "cuda", "hip"]
-RATES = ["images_per_second", "images_per_second_q1", "images_per_second_q3"]
-PLANS = ["planned_images_per_second", "planned_gib", "payload_mb", "planned_payload_mb"]
-PLANS = [*PLANS, "memory_gib", "max_local_batch"]
-PROFILE_COLUMNS = [f"profile_{name}" for name in PROFILE]
-NUMBERS = [*RATES, "measured_lines", *STEP_COLUMNS, *GROWING_COLUMNS, *PROFILE_COLUMNS, *PLANS]
-IDENTITY = ["id", "study", "state", "reason", "run_mode", "nodes", "ranks", "world_size"]
-ORIGIN = ["source", "caveat", "host", "cores", *VERSIONS, "started", "log"]
-COLUMNS = [*IDENTITY, *SETTINGS, "workers", *NUMBERS, *ORIGIN]
-# in every row
-REQUIRED = ("id", "study", "state", "run_mode", "model", "mode", "world_size", "batch")
-TEXTS = {"id", "study", "reason", "model", "host", "source", "caveat", "started", "log", *VERSIONS}
-# Why these published rows are not compared with others (examples/published/README.md).
-CAVEATS = {("ddp", None): "probably not bf16", ("hybrid", 1): "gradients probably not reduced"}
-WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, counted collectives
+SETTINGS = names("setting", "sharding")  # two runs are compared where these flags are equal
+MEMORY = ("out of memory", "skipped")
+RUNS = ("real", "syn", "io")
+OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|out of memory|(can.t|cannot) allocate memory|MemoryError|oom[-_]kill", re.I
+)
+WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, compilers
+
+# ---------------------------------------------------------------------------------------------
+# Files
+
+
+def write_lines(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows as JSON, one a line, completely or not at all."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    new.replace(path)
+
+
+def read_lines(path: Path) -> list[Row]:
+    """Read what `write_lines` wrote; ValueError, a sentence, where that was damaged since."""
+    try:
+        return [dict(json.loads(line)) for line in path.read_text().splitlines()]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged, move it away: {error}") from None
+
+
+def add_points(out: Path, rows: Sequence[Row]) -> list[Row]:
+    """Add points to a sweep; return each of `rows` once, with all studies that it belongs to."""
+    path, new = out / "points.jsonl", dict[str, Row]()
+    known = {row["id"]: row for row in (read_lines(path) if path.exists() else [])}
+    for row in rows:
+        studies = {*known.get(row["id"], row)["studies"], *row["studies"]}
+        known[row["id"]] = new[row["id"]] = row | {"studies": sorted(studies)}
+    write_lines(path, known.values())
+    return list(new.values())
+
+
+def with_state(out: Path, row: Row) -> Row:
+    """Add to a point its state, the reason, and the result of its run if that has ended."""
+    folder, state, why = out / "runs" / row["id"], "waiting", ""
+    if (folder / "result.json").exists():
+        return row | read_lines(folder / "result.json")[0]
+    if folder.exists():
+        state = "unfinished"
+        why = "no result.json: it runs elsewhere, or its sweep was killed; --retry runs it again"
+    elif row["verdict"] == "NO" and not row["try_all"]:
+        state = "skipped"
+        why = f"plan.py: {row['planned_gib']:.1f} GiB at the peak, of {row['memory_gib']:.1f}"
+    return row | {"state": state, "reason": why}
+
+
+def read_rows(out: Path) -> list[Row]:
+    """Read all rows of a sweep's folder, or of a results.jsonl alone; ValueError for others."""
+    if (out / "points.jsonl").exists():
+        rows = [with_state(out, row) for row in read_lines(out / "points.jsonl")]
+    elif (out / "results.jsonl").exists():
+        rows = read_lines(out / "results.jsonl")
+    else:
+        raise ValueError(f"{out} is not the folder of a sweep: it has no results.jsonl")
+    return [{"source": out.resolve().name} | row for row in rows]
 
 
 # ---------------------------------------------------------------------------------------------
 # One run
 
 
-def measured(log: attempts.RunLog) -> Row:
-    """Summarise the lines of a log after its warm-up: medians, and quartiles of the speed."""
-    total = log.start.get("steps") or (log.steps[-1]["step"] if log.steps else 0)
-    kept = [s for s in log.steps[1:] if s["step"] > WARM_UP * total]
-    rates = [s["images_per_second"] for s in kept]
-    row: Row = {"measured_lines": len(kept)}
-    if rates:
-        quartiles = statistics.quantiles(rates, n=4, method="inclusive") if rates[1:] else rates * 3
-        middle, lower, upper = RATES
-        row |= zip((lower, middle, upper), quartiles, strict=True)
-    for name in (*STEP_COLUMNS, *GROWING_COLUMNS):
-        values = [s[name] for s in kept if s.get(name) is not None]
-        if values:
-            row[name] = max(values) if name in GROWING_COLUMNS else statistics.median(values)
-    return row
+def read_log(path: Path) -> dict[str, list[Row]]:
+    """Read the records of a log.jsonl by event; what is cut or missing is left out."""
+    log: dict[str, list[Row]] = {name: [] for name in ("start", "step", "profile", "end")}
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            record = json.loads(line)
+            log[record.pop("event")].append(record)
+    return log
 
 
-def start_time(state: Mapping[str, Any]) -> str:
-    """Format when an attempt was started: UTC, to the second."""
-    return datetime.fromtimestamp(state["started"], timezone.utc).isoformat(timespec="seconds")
+def outcome(code: int, log: dict[str, list[Row]], output: str, late: bool) -> tuple[str, str]:
+    """Return (state, reason) of a run that has ended with the exit status `code`."""
+    end = (log["end"] or [{}])[-1]
+    where = f"after step {log['step'][-1]['step']}" if log["step"] else "before the first step"
+    lines = [line.strip() for line in [*output.splitlines(), end.get("problem") or ""] if line]
+    if end.get("reason") == "done":
+        return "done", ""
+    # first: where the memory of one rank has run out, the others wait for it until a time limit
+    if found := [line for line in lines if OUT_OF_MEMORY.search(line)]:
+        return "out of memory", f"{where}: {found[0][:300]}"
+    if late or end.get("reason") == "timeout":
+        return "timed out", f"{end.get('problem') or 'longer than --limit'}, {where}"
+    if code in (-9, 137) or "SIGKILL" in output:
+        return "failed", f"killed by signal 9, as a system does that lacks memory, {where}"
+    said = [line.partition(": error: ")[2] for line in lines if ": error: " in line]
+    last = (said or lines or ["no output"])[-1][:300]
+    return "failed", end.get("problem") or f"exit status {code}, {where}: {last}"
 
 
-def make_row(point: Mapping[str, str], folder: Path, state: str, plan: Mapping[str, Any]) -> Row:
-    """Make the row of a point: its flags, its plan, and what its newest attempt measured."""
-    row: Row = DEFAULTS | {k: parse_cell(k, v) for k, v in point.items() if k in COLUMNS}
-    world_size = int(point["nodes"]) * int(point["ranks"])
-    fsdp = {*SHARDING, "cpu_offload"} - {"mode", "bucket_cap_mb"}
-    if world_size == 1 and not point.get("mode") and not any(map(point.get, fsdp)):
-        row["mode"] = "ddp"  # one process has nothing to shard (config.fill_defaults)
-    row |= {"state": state, "run_mode": point.get("run_mode") or "real", "world_size": world_size}
-    row |= {key: value for key, value in plan.items() if key in COLUMNS}
-    made = attempts.list_attempts(folder)
-    if not made or state in ("waiting", "skipped"):
-        return row | {"reason": plan.get("why_not", "") if state == "skipped" else ""}
-    known, log = attempts.read_state(made[-1]), attempts.read_log(made[-1] / "log.jsonl")
-    row |= {"reason": known["reason"], "host": known["host"], "cores": known["cores"]}
-    row |= {"started": start_time(known), "log": f"runs/{folder.name}/{made[-1].name}/log.jsonl"}
-    row |= {key: value for key, value in log.start.items() if key in (*SETTINGS, "workers", "host")}
-    row |= {k: v for k, v in (log.start.get("versions") or {}).items() if k in VERSIONS}
-    machine = (plan.get("asked") or [None])[0] or ""
-    if row.get("device") == "cpu" and not machine.endswith(".json"):  # known machines have GPUs
-        row["planned_images_per_second"] = None
-    if state == "done":  # a run that ended early has no comparable speed
-        row |= measured(log)
-        row |= {f"profile_{k}": v for k, v in log.profile.items() if k in PROFILE}
-        planned = (log.start.get("planned") or {}).get("payload_bytes")
-        sent = log.end.get("payload_bytes")
-        if planned and sent:  # per step, without the few scalars that no plan counts
-            row["planned_payload_mb"] = sum(planned.values()) / 1e6
-            row["payload_mb"] = sum(sent.get(kind, 0) for kind in planned) / 1e6
+def measured(log: dict[str, list[Row]]) -> Row:
+    """Summarise a run that is done: its flags, medians and quartiles after the warm-up."""
+    start, end = ((log[event] or [{}])[-1] for event in ("start", "end"))
+    kept = [s for s in log["step"][1:] if s["step"] > WARM_UP * start.get("steps", 0)]
+    row: Row = start | {"measured_lines": len(kept)}
+    if kept:
+        three = np.percentile([s["images_per_second"] for s in kept], (25, 50, 75)).tolist()
+        rates = ("images_per_second_q1", "images_per_second", "images_per_second_q3")
+        row |= zip(rates, three, strict=True)
+        row["data_seconds"] = float(np.median([s.get("data_seconds") or 0 for s in kept]))
+        row |= {name: kept[-1].get(name) for name in ("peak_allocated_gib", "alloc_retries")}
+    row["profile"] = log["profile"][-1] if log["profile"] else None
+    planned = (start.get("planned") or {}).get("payload_bytes")
+    if planned and (sent := end.get("payload_bytes")):  # without the few scalars, never planned
+        row["planned_payload_mb"] = sum(planned.values()) / 1e6
+        row["payload_mb"] = sum(sent.get(kind, 0) for kind in planned) / 1e6
     return row
 
 
 # ---------------------------------------------------------------------------------------------
-# Tables
+# What limits a run
+
+CLOSE = 0.05  # runs with the same flags differ by this much from day to day
+ADVICE = {
+    "input": "more `--workers` if there are cores, a nearer disk, `prepare.py pack`",
+    "memory": "a smaller `--batch`, `--ac full`; on several GPUs a larger `--group`",
+    "compute": "a faster device; on a GPU `--compile`, `--precision bf16`, no `--ac`",
+    "communication": "on GPUs a larger local batch, the smallest `--group`; on a CPU fewer ranks",
+    "unclear": "an idle machine: rename these folders in `runs`, and repeat the sweep's command",
+    "unknown": "the same by `--run-mode real`, `syn`, `io` and on one rank, or `--profile`",
+}
 
 
-def format_cell(value: Any) -> str:
-    """Write a value as the text of a cell; floats with six digits."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+class Limit(NamedTuple):
+    """What limits a setting, how that was found, and the seconds per step by cause if known."""
+
+    word: str
+    why: str
+    parts: Mapping[str, Span] = {}
 
 
-def parse_cell(name: str, text: str) -> Any:
-    """Read the text of a cell in column `name`; an empty cell is None."""
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float) if name not in TEXTS else ():
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text or None
+def setting_key(row: Row) -> tuple:
+    """Return what the real, syn and io runs of one setting share."""
+    return tuple(row.get(name) for name in ("source", "world_size", "nodes", *SETTINGS))
 
 
-def write_table(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Write a CSV file, completely or not at all."""
-    with attempts.atomic_write(path) as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        writer.writerows([format_cell(row.get(name)) for name in columns] for row in rows)
+def ideal_key(row: Row) -> tuple:
+    """Return what the points below one ideal line share: all but sharding and devices."""
+    return tuple(row.get(name) for name in ("source", *SETTINGS) if name not in names("sharding"))
 
 
-def read_cells(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield (line, cells) of a table that a sweep wrote; ValueError if a row was cut.
+def device_count(row: Row) -> int:
+    """Count the devices that work at once: the ranks, but on a CPU at most its cores."""
+    cores = row.get("cores") if row.get("device") == "cpu" else None
+    return min(row["world_size"], row["nodes"] * cores) if cores else row["world_size"]
 
-    A header line in between, from an appended file, holds for the rows below it.
+
+def step_images(row: Row) -> int:
+    """Count the images per step of all ranks."""
+    return row["batch"] * (row.get("accum") or 1) * row["world_size"] // (row.get("tp") or 1)
+
+
+def rate_span(row: Row) -> Span:
+    """Return the quartiles of the images/s; thrice the median where they are not known."""
+    middle = row["images_per_second"]
+    low, high = (row.get(f"images_per_second_{q}") or middle for q in ("q1", "q3"))
+    return low, middle, high
+
+
+def step_seconds(row: Row) -> Span:
+    """Return the seconds per step: quartiles within the run, and at least CLOSE."""
+    high, middle, low = (step_images(row) / rate for rate in rate_span(row))
+    return min(low, (1 - CLOSE) * middle), middle, max(high, (1 + CLOSE) * middle)
+
+
+def minus(a: Span, b: Span) -> Span:
+    """Subtract uncertain times; never below zero."""
+    low, middle, high = (max(0.0, x - y) for x, y in zip(a, reversed(b), strict=True))
+    return low, middle, high
+
+
+def ideal_runs(rows: Iterable[Row]) -> dict[tuple, Row]:
+    """Find the run without communication, by ideal_key: the fastest `syn` on the fewest ranks."""
+    found = [r for r in rows if r["run_mode"] == "syn" and r.get("images_per_second")]
+    found.sort(key=lambda r: (-r["world_size"], r["images_per_second"] / device_count(r)))
+    return {ideal_key(row): row for row in found if not row.get("caveat")}
+
+
+def add_ideal(rows: Iterable[Row]) -> None:
+    """Add to each training run the images/s without communication, and its share of them."""
+    runs = ideal_runs(rows)
+    for row in rows:
+        best = runs.get(ideal_key(row))
+        if best and row.get("images_per_second") and row["run_mode"] != "io":
+            row["ideal"] = best["images_per_second"] / device_count(best) * device_count(row)
+            row["efficiency"] = row["images_per_second"] / row["ideal"]
+
+
+def find_limits(rows: Sequence[Row]) -> list[tuple[list[Row], Limit]]:
+    """Find what limits each setting, from its real, syn and io runs and those on fewest ranks."""
+    ended = [r for r in rows if r.get("images_per_second") or r["state"] in MEMORY]
+    ended = [r for r in ended if r["studies"] != ["options"] and not r.get("caveat")]
+    alone = ideal_runs(rows)
+    settings = group_by(ended, setting_key).values()
+    return [(some, find_limit(some, alone.get(ideal_key(some[0])))) for some in settings]
+
+
+def find_limit(rows: Sequence[Row], alone: Row | None) -> Limit:
+    """Find what limits a setting: the largest of three parts of a step, if it surely is.
+
+    They are compute (what one device alone takes), communication (the rest of `syn`) and input
+    (what `real` takes longer than `syn`). But a loader that alone is slower than training without
+    it is the limit, however much of it is hidden. No verdict where what was measured cannot be.
     """
-    reader, header = csv.reader(io.StringIO(attempts.read_text(path), newline="")), list[str]()
-    try:
-        for cells in reader:
-            if cells[:1] == ["id"]:
-                header = cells
-            elif cells and len(cells) == len(header):
-                yield reader.line_num, dict(zip(header, cells, strict=True))
-            elif cells:
-                raise csv.Error(f"it has {len(cells)} cells, its header line {len(header)}")
-    except csv.Error as error:
-        raise damaged(path, reader.line_num, str(error)) from None
+    for row in rows:
+        if row.get("alloc_retries") or row["state"] in MEMORY:
+            return Limit("memory", row.get("reason") or "CUDA's allocator ran out, and tried again")
+    runs = {row["run_mode"]: row for row in sorted(rows, key=lambda r: RUNS.index(r["run_mode"]))}
+    took = {mode: step_seconds(row) for mode, row in runs.items()}
+    why = "seconds per step: " + ", ".join(f"{mode} {span[1]:.3g}" for mode, span in took.items())
+    for less in ("syn", "io"):  # which do a part of what real does
+        if {"real", less} <= {*took} and took["real"][2] < took[less][0]:
+            return Limit("unclear", f"{why}: real cannot take less than {less}")
+    loads = [r["load_after"] for r in (*rows, alone or {}) if r.get("disturbed")]
+    if loads:
+        return Limit("unclear", f"{why}; other programs took part: load {max(loads):.1f}")
+    row = runs.get("real", runs.get("syn", rows[0]))
+    if row["run_mode"] == "io":
+        return Limit("unknown", "only reading was run")
+    if len(took) == 1 and (profile := row.get("profile")):
+        own = profile["compute"] + profile["optimizer"] + profile["idle"]
+        parts = {"compute": own, "communication": profile["communication"]}
+        parts["input"] = profile["data"]
+        return largest({name: (x, x, x) for name, x in parts.items()}, "its profile")
+    step, wait = took[row["run_mode"]], row.get("data_seconds") or 0.0
+    waited = minus(step, took["syn"]) if {"real", "syn"} <= {*took} else (wait, wait, wait)
+    busy = took.get("syn") or minus(step, waited)
+    slow_input = "io" in took and took["io"][0] > busy[2] and step[0] > busy[1]
+    compute, note = compute_seconds(row, busy, alone)
+    if not compute:
+        known = slow_input or waited[1] > step[1] / 2
+        return Limit("input" if known else "unknown", why + note)
+    shares = {"compute": compute, "input": waited}
+    shares |= {"communication": minus(busy, compute)} if row["world_size"] > 1 else {}
+    found = largest(shares, why + note)
+    if found.word == "compute" and alone and 1 < alone["world_size"] < row["world_size"]:
+        found = Limit("unknown", f"{why}{note}, communication included")
+    return Limit("input", why + note, shares) if slow_input else found
 
 
-def damaged(path: Path, line: int, why: str) -> ValueError:
-    """Make the error for a broken table."""
-    return ValueError(
-        f"{path}, line {line} is damaged, {why}: repair it, or move the file away and "
-        "run the sweep's command again to write it again"
-    )
+def compute_seconds(row: Row, busy: Span, alone: Row | None) -> tuple[Span | None, str]:
+    """Return (seconds per step without communication, where they were measured)."""
+    world, devices = row["world_size"], device_count(row)
+    if world == 1:
+        return busy, ""
+    if devices < world:
+        return None, f"; {world} ranks share {devices} cores"
+    if not alone or alone["world_size"] >= world:
+        return None, "; no run on one rank"
+    # the work of a device here, as a multiple of that there
+    per = step_images(row) / devices / step_images(alone) * device_count(alone)
+    low, middle, high = (min(per * x, y) for x, y in zip(step_seconds(alone), busy, strict=True))
+    return (low, middle, high), f", syn on {alone['world_size']} of the ranks {middle:.3g}"
 
 
-def read_table(path: Path) -> list[Row]:
-    """Read the rows of a results.csv; ValueError, a sentence, for a broken row."""
-    rows = []
-    for line, cells in read_cells(path):
-        row = {name: parse_cell(name, text) for name, text in cells.items()}
-        for name in REQUIRED:
-            if row.get(name) is None:
-                raise damaged(path, line, f"{name} is missing")
-        for name in (*NUMBERS, "nodes", "ranks", "world_size", "batch", "accum", "cores"):
-            value = row.get(name) or 0
-            if isinstance(value, str) or not math.isfinite(value) or value < 0:
-                raise damaged(path, line, f"{name} is {cells[name]!r}, which is not a number")
-        rows.append(row)
-    return rows
+def largest(parts: Mapping[str, Span], why: str) -> Limit:
+    """Name the largest part of a step, or those that may be it."""
+    first = max(parts, key=lambda name: parts[name][1])
+    rivals = [name for name in parts if name != first and parts[name][2] > parts[first][0]]
+    if rivals:
+        return Limit("unclear", f"{why}: {' or '.join([first, *rivals])}", parts)
+    return Limit(first, why, parts)
 
 
-def published(folder: Path) -> list[Row]:
-    """Read the rows of examples/published; the log of a row is its place in the CSV file."""
-    rows: list[Row] = []
-    plans = published_plans(folder) if (folder / "check.py").exists() else {}
-    for name, study in (("throughput", "scaling"), ("prefetch", "options"), ("memory", "scaling")):
-        table = folder / f"{name}.csv"
-        with open(table, newline="") as file:
-            for line, cells in enumerate(csv.DictReader(file), 2):
-                if cells.get("kind", "max_allocated") == "max_reserved":
-                    continue
-                row = {k: parse_cell(k, v) for k, v in cells.items()}
-                row |= {"id": f"{name}.csv:{line}", "study": study}
-                row |= {"state": "done", "run_mode": "syn"}
-                row |= {"source": folder.name, "log": f"{table}:{line}", "batch": 32}
-                row |= {"world_size": row["nodes"] and 8 * row["nodes"], "memory_gib": 64.0}
-                row["caveat"] = CAVEATS.get((row["mode"], row.get("group")))
-                if name == "memory":
-                    row["peak_allocated_gib"] = row.pop("gib")
-                kind = row.get("kind") or {"throughput": "img/s"}.get(name)
-                place = (row["model"], row["mode"], row.get("group"), row["nodes"], kind)
-                plan = "planned_gib" if name == "memory" else "planned_images_per_second"
-                row[plan] = plans.get(place)
-                rows.append(row)
-    return rows
-
-
-def published_plans(folder: Path) -> dict[tuple, float]:
-    """Plan the published runs by the folder's check.py: by model, mode, group, nodes and kind."""
-    done = subprocess.run(
-        [sys.executable, str(folder / "check.py"), "--json"], text=True, capture_output=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"{folder / 'check.py'} failed: {attempts.last_error(done.stderr)}")
-    columns = ("model", "mode", "group", "nodes", "kind")
-    return {tuple(cell[n] for n in columns): cell["planned"] for cell in json.loads(done.stdout)}
-
-
-def read_folder(folder: Path) -> list[Row]:
-    """Read all rows of a sweep's folder or of examples/published; ValueError if it is neither."""
-    if (folder / "results.csv").exists():
-        rows = read_table(folder / "results.csv")
-        for row in rows:
-            row["source"] = row.get("source") or folder.resolve().name
-            row["log"] = row["log"] and str(folder / row["log"])
-        return rows
-    if (folder / "throughput.csv").exists():
-        return published(folder)
-    raise ValueError(
-        f"{folder} has no results.csv: give the --out of a sweep, or examples/published"
-    )
+def group_by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Group rows by a key, in their order."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found

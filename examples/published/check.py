@@ -1,14 +1,14 @@
 """Compare the plan with the published measurements: print the error of every cell.
 
-python examples/published/check.py            # --json: every cell, for programs
+python examples/published/check.py
 """
 
-import csv
 import json
 import statistics
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
@@ -55,55 +55,46 @@ def plan_published(
     return estimate.make_plan(run, measured_ips=measured_ips)
 
 
-def rows(name: str) -> list[dict[str, str]]:
-    """Read the rows of a table that are compared: not ddp, not hybrid of group 1."""
-    with open(HERE / name, newline="") as file:
-        found = list(csv.DictReader(file))
-    return [r for r in found if r["mode"] != "ddp" and r["group"] != "1"]
-
-
-def optional_int(text: str) -> int | None:
-    """Convert a cell to a number, None where it is empty."""
-    return int(text) if text else None
+def rows(column: str) -> list[dict[str, Any]]:
+    """Read the rows with a column that are compared: not ddp, not hybrid of group 1."""
+    found = map(json.loads, (HERE / "results.jsonl").read_text().splitlines())
+    return [row for row in found if column in row and "caveat" not in row]
 
 
 def memory_cells() -> list[Cell]:
     """Compare GiB: max_allocated and peak_active."""
     cells = []
-    for r in rows("memory.csv"):
-        model, mode, kind, gib = r["model"], r["mode"], r["kind"], float(r["gib"])
-        group, nodes = optional_int(r["group"]), optional_int(r["nodes"])
-        plan = plan_published(model, mode, group, nodes or 1)
-        if kind == "max_allocated":
-            cells.append(Cell(model, mode, group, nodes, kind, gib, plan.peak_gib))
-        elif kind == "peak_active":
-            cells.append(Cell(model, mode, group, nodes, kind, gib, plan.peak_active_gib))
+    for kind, column in (
+        ("peak_active", "peak_active_gib"),
+        ("max_allocated", "peak_allocated_gib"),
+    ):
+        for r in rows(column):
+            model, mode, group, nodes = r["model"], r["mode"], r["group"], r["nodes"]
+            plan = plan_published(model, mode, group, nodes or 1)
+            planned = plan.peak_gib if kind == "max_allocated" else plan.peak_active_gib
+            cells.append(Cell(model, mode, group, nodes, kind, r[column], planned))
     return cells
 
 
 def speed_cells(measured: bool) -> list[Cell]:
     """Compare images/s; `measured`: the plan is given the published run on one node."""
-    table = rows("throughput.csv")
+    table = [r for r in rows("images_per_second") if r["studies"] == ["scaling"]]
     one_node = {
-        (r["model"], r["fsdp_mode_name"]): float(r["images_per_second"])
+        (r["model"], r["mode"], r["group"]): r["images_per_second"]
         for r in table
-        if r["nodes"] == "1"
+        if r["nodes"] == 1
     }
     cells = []
     for r in table:
-        model, mode, ips = r["model"], r["mode"], float(r["images_per_second"])
-        group, nodes = optional_int(r["group"]), int(r["nodes"])
-        given = one_node[model, r["fsdp_mode_name"]] if measured else None
-        plan = plan_published(model, mode, group, nodes, given)
-        cells.append(Cell(model, mode, group, nodes, "img/s", ips, plan.images_per_second))
+        model, mode, group, nodes = r["model"], r["mode"], r["group"], r["nodes"]
+        given = one_node[model, mode, group] if measured else None
+        planned = plan_published(model, mode, group, nodes, given).images_per_second
+        cells.append(Cell(model, mode, group, nodes, "img/s", r["images_per_second"], planned))
     return cells
 
 
 def main() -> int:
     """Print every cell and the medians."""
-    if sys.argv[1:] == ["--json"]:
-        print(json.dumps([asdict(cell) for cell in (*memory_cells(), *speed_cells(False))]))
-        return 0
     head = "model mode         group nodes kind           published   planned  error"
     for title, cells in (
         ("memory, GiB", memory_cells()),
