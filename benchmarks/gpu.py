@@ -90,13 +90,12 @@ def cases(models: Sequence[str]) -> Iterator[Row]:
 def planned(model: str, ac: str, img_size: int, batch: int, memory_gib: float) -> estimate.Plan:
     """The plan of such a case on this GPU."""
     run = PlannedRun(vit.MODELS[model], "ddp", 1, batch, img_size, mask_ratio=0.75, ac=ac)
-    return estimate.make_plan(run, MACHINES["dgx-h200"], memory_gib)
+    return estimate.Plan(run, MACHINES["dgx-h200"], memory_gib)
 
 
 def largest_batch(model: str, ac: str, img_size: int, memory_gib: float, most: int) -> int:
     """Find the largest power of two that fits according to the plan, at most `most`; 0 if none."""
-    run = planned(model, ac, img_size, 1, memory_gib).run
-    fits = min(estimate.max_local_batch(run, MACHINES["dgx-h200"], memory_gib), most)
+    fits = min(planned(model, ac, img_size, 1, memory_gib).max_local_batch, most)
     return 1 << (fits.bit_length() - 1) if fits else 0
 
 

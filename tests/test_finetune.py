@@ -1,14 +1,11 @@
 """downstream/finetune.py: fine-tuning in every mode equals a plain loop; what is frozen is free."""
 
-import itertools
 import json
 import math
 import os
 import shutil
 import signal
-from collections import Counter
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -19,32 +16,23 @@ import torch.nn.functional as F
 from conftest import ROOT
 from ranks import NANO, agreed_port, full_parameters, on_ranks
 from rebuild import blocks
-from test_plan import AS_A_CPU, SHALLOW, Wire, live_bytes, planned, whole_matrix
 from test_pretrained import train as pretrain
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from torchvision.ops import stochastic_depth
 
 import data
-import mesh
 import plan
 import shard
 import vit
 from downstream.classifier import (
     Classifier,
     ScaledBlock,
-    build_layerwise_adamw,
     drop_path_scales,
     initial_classifier_value,
     mix,
-    unit_classes,
 )
 from downstream.images import open_eval_loader
 from downstream.pretrained import build_pretrained, read_pretrained
-from planner import dry_run, estimate, traffic
-from planner.command import read_command
 
 CPU = torch.device("cpu")
 CLASSES, BATCH, EPOCHS, BLR, LAYER_DECAY, SEED = ("desert", "ice", "ocean"), 8, 2, 0.05, 0.5, 3
@@ -387,132 +375,6 @@ def test_mixing_mixes_images_and_labels_alike():
         assert torch.equal(again[1], targets[1])
 
 
-# --- frozen blocks in the plan
-
-
-def sharded(config: vit.ViTConfig, side: int, frozen: int, mode: str, grid, **options):
-    """The model of fine-tuning, sharded as by the command, without values."""
-    with torch.device("meta"):
-        model = Classifier(config, side, 4, "mean", frozen)
-    return shard.apply(
-        model,
-        mode,
-        grid,
-        block_classes=unit_classes(frozen),
-        values=shard.undefined,
-        options=shard.ShardingOptions(cast_inputs=False, preserve_rng_state=False, **options),
-    )
-
-
-def largest_shards(frozen: int, ranks: int) -> list[int]:
-    """What trains of SHALLOW without its head, in numbers on the first of some ranks."""
-    with torch.device("meta"):
-        named = vit.ViTMAE(SHALLOW).named_parameters()
-    left_out = ("decoder", "mask_token", *(f"blocks.{i}." for i in range(frozen)))
-    left_out += ("cls_token", "patch_embed") if frozen else ()
-    shapes = [p.shape for name, p in named if not name.startswith(left_out)]
-    return [math.ceil(s[0] / ranks) * s[1:].numel() for s in shapes]
-
-
-MODES = [("full_shard", None), ("hybrid", 4), ("shard_grad_op", None)]
-PLANNED = [
-    ("full_shard", None, 0, "none"),
-    ("full_shard", None, 3, "selective"),
-    ("hybrid", 4, 2, "full"),
-    ("shard_grad_op", None, 4, "none"),
-]
-EVERY = [
-    (*mode, frozen, ac)
-    for mode, frozen, ac in itertools.product(MODES, range(5), ("none", "selective", "full"))
-    # a frozen block keeps what it is asked to keep until its end: seen where no other trains
-    if (frozen, ac) != (4, "selective") and (*mode, frozen, ac) not in PLANNED
-]
-
-
-@pytest.mark.parametrize(("mode", "group", "frozen", "ac"), PLANNED + whole_matrix(*EVERY))
-def test_memory_of_frozen_blocks_is_that_of_the_tracker(mode, group, frozen, ac, monkeypatch):
-    """Gradients and states exactly, also by hand; all that is live within 3 %."""
-    monkeypatch.setattr(vit, "PLAIN_TOKENS", {})  # the plan is of a GPU
-    with ExitStack() as stack:
-        stack.enter_context(dry_run.fake_world(8))
-        grid = mesh.build_mesh(shard.mesh_shape(mode, 8, group), CPU)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        images = torch.empty(32, 3, 224, 224, dtype=torch.uint8)
-        model = sharded(SHALLOW, 224, frozen, mode, grid, ac=ac)
-        tracker = dry_run.memory_tracker(model)
-        tracker.track_inputs((images,))
-        rates = {"lr": 1.0, "weight_decay": 0.05, "depth": 4, "layer_decay": 0.5}
-        optimizer = build_layerwise_adamw(model, mode, (), **rates)
-        with tracker:
-            model(data.normalize(images)).sum().backward()
-            (now,) = tracker.get_tracker_snapshot("current").values()
-        seen = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
-    now = {getattr(key, "value", key): size for key, size in now.items()}
-    case = {"mode": mode, "group": group, "ac": ac, "img_size": 224, "batch": 32}
-    case |= {"mask_ratio": 0, "encoder_only": True}
-    expected = planned(SHALLOW, 8, AS_A_CPU, freeze_blocks=frozen, **case)
-
-    ranks = group or 8
-    by_hand = sum(largest_shards(frozen, ranks))
-    (last,) = (s for s in expected.snapshots if s.name == "optimizer step")
-    assert (last.bytes["gradients"], last.bytes["optimizer"]) == (4 * by_hand, 8 * by_hand)
-    head = math.ceil(4 / ranks) * (SHALLOW.width + 1)  # which the plan does not have
-    trained = [p for part in optimizer.param_groups for p in part["params"]]
-    assert by_hand + head == sum(getattr(p, "_local_tensor", p).numel() for p in trained)
-    assert now["Sharded Grad"] == 4 * (by_hand + head)
-    assert live_bytes(expected) == pytest.approx(seen, rel=0.03)
-
-
-@pytest.mark.parametrize("frozen", [1, 2])
-def test_traffic_of_frozen_blocks_is_that_of_a_step(frozen, monkeypatch):
-    """Every engine, on fake ranks; with the head, which the plan does not have."""
-    plain = traffic.run_units
-
-    def with_head(run: traffic.PlannedRun) -> tuple[traffic.Unit, ...]:
-        root, *units = plain(run)
-        head = {"head.weight": (4, NANO.width), "head.bias": (4,)}
-        return replace(root, parameters={**root.parameters, **head}), *units
-
-    case = {"mask_ratio": 0, "freeze_blocks": frozen, "encoder_only": True}
-    modes = [(*mode, fsdp) for mode in MODES for fsdp in (1, 2)] + [("no_shard", None, 1)]
-    for mode, group, fsdp in modes:
-        with dry_run.fake_world(8):
-            grid = mesh.build_mesh(shard.mesh_shape(mode, 8, group), CPU)
-            model = sharded(NANO, 32, frozen, mode, grid, fsdp=fsdp)
-            with Wire() as wire:
-                model(torch.zeros(2, 3, 32, 32)).sum().backward()
-        run = planned(NANO, 8, mode=mode, group=group, fsdp=fsdp, **case).run
-        monkeypatch.setattr(traffic, "run_units", with_head)
-        expected: Counter = Counter()
-        for c in traffic.collectives(run):
-            expected[c.kind, c.payload] += c.count
-        monkeypatch.undo()
-        assert wire.seen == expected, (mode, fsdp)
-
-    trained = sum(u.numel for u in plain(run) if u.trains)
-    assert sum(
-        p.numel() for p in Classifier(NANO, 32, 4, "mean", frozen).parameters() if p.requires_grad
-    ) == trained + 4 * (NANO.width + 1)
-    for mode, sent in ("ddp", 4 * trained), ("zero1", 8 * trained):
-        found = planned(NANO, 8, mode=mode, **case)
-        assert sum(c.payload * c.count for c in traffic.collectives(found.run)) == sent
-        assert found.snapshots[-1].bytes["gradients"] == 4 * trained
-
-
-def test_flops_of_frozen_blocks_are_those_of_torchs_counter():
-    for frozen in 0, 1, 3, 4:
-        with torch.device("meta"):
-            model = Classifier(SHALLOW, 224, 4, "mean", frozen)
-            images = torch.empty(2, 3, 224, 224)
-        # as in test_vit.py: plain matrix products
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            model(images).sum().backward()
-        case = {"mode": "ddp", "mask_ratio": 0, "encoder_only": True, "img_size": 224}
-        run = planned(SHALLOW, 1, batch=2, freeze_blocks=frozen, **case).run
-        found = estimate.rank_flops(run, recompute=False)
-        assert found == pytest.approx(counter.get_total_flops(), rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
@@ -540,20 +402,6 @@ def test_a_wrong_command_gets_one_sentence(
         assert probe.main(argv) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1, error
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--freeze-blocks 1", "is for fine-tuning: add --encoder-only --mask-ratio 0"),
-        ("--freeze-blocks 13 --encoder-only", "--freeze-blocks 13: the model has 12 blocks"),
-        ("--freeze-blocks 1 --encoder-only --wrap root", "leave out --tp and --wrap"),
-    ],
-)
-def test_what_cannot_be_planned_gets_one_sentence(capsys, flags, sentence):
-    with pytest.raises(SystemExit):
-        read_command(["--model", "base", "--mode", "full_shard", *flags.split()])
-    assert sentence in capsys.readouterr().err
 
 
 def test_the_page_shows_what_the_plan_prints(capsys):

@@ -154,7 +154,7 @@ def test_the_studies_are_what_the_paper_varied():
     assert too_large
     assert studies.plan_point(too_large[0], "frontier", None)["verdict"] == "NO"
     point = next(p for p in scaling if p["model"] == "15b" and p.get("group") == "8")
-    same = estimate.make_plan(PlannedRun(vit.MODELS["15b"], "hybrid", 16, 32, 224, 0.75, group=8))
+    same = estimate.Plan(PlannedRun(vit.MODELS["15b"], "hybrid", 16, 32, 224, 0.75, group=8))
     found = studies.plan_point(point, "frontier", None)
     assert found["planned_gib"] == same.peak_gib
     assert found["planned_images_per_second"] == same.images_per_second
@@ -885,7 +885,7 @@ def test_the_plan_is_drawn_with_its_error(drawn):
     run = PlannedRun(
         vit.MODELS["3b"], "full_shard", 64, 32, 252, 0.0, fsdp=1, ac="full", encoder_only=True
     )
-    one = estimate.make_plan(run)
+    one = estimate.Plan(run)
     assert planned["64"] == pytest.approx(one.images_per_second, rel=1e-4)
     assert "memory   1b    full_shard" in said
     assert not [k for k in lines if k.startswith(("3b: ddp, p", "3b: hybrid 1, p"))]
