@@ -131,11 +131,10 @@ class StepMemory:
         self.root, self.unit = root.padded(run), {u.part: u.padded(run) for u in units}
         self.all = self.root + self.over(0, self.count, self.unit)
         self.numel = {part: u.numel for part, u in self.blocks.items()}
-        self.cast = run.compute_bytes  # bytes of a full parameter in use
-        if run.engine == "ddp" and not run.autocast:
-            self.cast = 0
-        if run.engine == "fsdp1" and run.shard == 1 and run.precision == "fp32":
-            self.cast = 0  # used in place
+        # FSDP1's NO_SHARD gathers nothing; as DDP it uses fp32 parameters where they are
+        self.no_gather = run.engine == "fsdp1" and run.shard == 1
+        in_place = (run.engine == "ddp" or self.no_gather) and run.precision == "fp32"
+        self.cast = 0 if in_place else run.compute_bytes  # bytes of a full parameter in use
         self.values = run.config.channels * run.img_size**2  # of an image
         self.pixels = FP32 * run.batch * self.values  # the images as fp32
         self.on_device = 0 if run.cpu_offload else 1  # share of the states
@@ -154,7 +153,8 @@ class StepMemory:
         run, c = self.run, self.run.config
         patches = vit.patch_count(c, run.img_size)
         tables = FP32 * (1 + patches) * (c.width + (0 if run.encoder_only else c.decoder_width))
-        images = run.accum * run.batch * (run.pixel_bytes * self.values + FP32 * patches)
+        pixel = 1 if run.image_dtype == "uint8" else FP32  # bytes of a value, as it is loaded
+        images = run.accum * run.batch * (pixel * self.values + FP32 * patches)
         return {
             "parameters": FP32 * self.all / run.shard * self.on_device,
             "optimizer": 2 * FP32 * states_held(run) * self.on_device,
@@ -168,10 +168,8 @@ class StepMemory:
         last = min(position, self.count - 1)
         latest = self.over(last, last + 1, self.unit)
         live = self.over(0, position + 1, self.unit)  # all stay, unless they are freed after use
-        if run.engine == "fsdp1" and run.shard == 1:
-            live = latest
-        elif run.engine != "ddp" and run.reshard:
-            live = here
+        if self.no_gather or run.reshard:
+            live = latest if self.no_gather else here
         if run.engine == "fsdp2" and run.shard > 1:  # the output of its gather, until the next
             live += latest or self.root
         if run.forward_prefetch:
@@ -180,9 +178,9 @@ class StepMemory:
 
     def gathered_in_backward(self, position: int) -> float:
         """Full parameters while block `position` runs backward."""
-        run, first = self.run, position
-        if run.engine != "fsdp1" or run.shard > 1:  # or else each is used in place
-            first = position - (run.prefetch != "none") if run.reshard else 0
+        first = position - (self.run.prefetch != "none") if self.run.reshard else 0
+        if self.no_gather:
+            first = position
         return (self.root + self.over(first, position + 1, self.unit)) * self.cast
 
     def gradients(self, done: float) -> float:

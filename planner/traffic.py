@@ -77,8 +77,6 @@ class PlannedRun:
         # DDP keeps the gradients, in buckets; a single rank is not wrapped
         self.buckets = self.engine == "ddp" and self.world_size > 1
         self.compute_bytes = BYTES[self.precision]  # per number in forward and backward
-        # per value of the images that the loader gives, uint8 or else float32
-        self.pixel_bytes = 1 if self.image_dtype == "uint8" else FP32
         patches = vit.patch_count(self.config, self.img_size)
         kept = vit.kept_patches(patches, self.mask_ratio)
         self.tokens = {"encoder": 1 + kept, "decoder": 1 + patches}  # per image, with cls
