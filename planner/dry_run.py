@@ -107,41 +107,38 @@ def dry_run(
         run = resolve(config, world, ranks.local_world_size)
         check_masking(run.model, config.img_size, config.mask_ratio)
         with fake_world(world):
-            verdict = run_dry(run, ranks, lambda run: simulate(run, build, forward_backward))
+            run, plan = describe_run(run, ranks)
+            why_not, simulation = unsimulated(config), None
+            if not why_not:
+                simulation = simulate(run, build, forward_backward)
     except (ValueError, OSError, ImportError, agreement.AgreedError) as error:
         print_error(str(error))
         return 1 if isinstance(error, ImportError) else 2
-    return 3 if verdict == "NO" else 0
+    print(why_not or "one step of rank 0, simulated" + ", without --compile" * config.compile)
+    print("\n".join(report(simulation, plan, run.ranks_per_group)))
+    if simulation and config.cpu_offload:
+        print("parameters, gradients and optimizer are host memory")
+    return 3 if plan and plan["verdict"] == "NO" else 0
 
 
-def run_dry(run: Run, ranks: mesh.Ranks, step_once: Callable[[Run], "Simulation"]) -> str | None:
-    """Print what a real run would be, in its order and with its errors; return the verdict."""
+def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | None]:
+    """Print what a real run would, in its order and with its errors; return run and plan."""
     say = partial(print, flush=True)
     config = replace(run.config, dry_run=False)
     say(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
     _, found = image_source.find_images(config, None, run.global_batch, say)
     run = with_images(replace(run, config=config), **found)
-    state = read_run_state(list_newest_first(run, say), run, say)
-
+    begin = read_run_state(list_newest_first(run, say), run, say)["step"]
     # of the GPU that the job will have, where one is here
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
-    plan = planned(
-        run, CPU if config.device == "cpu" else gpu, lambda text: say(f"warning: {text}")
-    )
-    start = start_record(run, ranks, CPU, plan, begin=state["step"], workers=0)
-    elsewhere = {} if config.device == "cpu" else {"device": "a GPU each"}
-    for line in describe(start | elsewhere):
+    device = CPU if config.device == "cpu" else gpu
+    plan = planned(run, device, lambda text: say(f"warning: {text}"))
+    start = start_record(run, ranks, CPU, plan, begin=begin, workers=0)
+    for line in describe(start | ({"device": "a GPU each"} if device != CPU else {})):
         say(line)
-    if state["step"] >= run.steps:
+    if begin >= run.steps:
         say("no step is left to do")
-    why_not = unsimulated(config)
-    simulation = None if why_not else step_once(run)
-    say(why_not or "one step of rank 0, simulated" + ", without --compile" * config.compile)
-    for line in report(simulation, plan, run.ranks_per_group):
-        say(line)
-    if simulation and config.cpu_offload:
-        say("parameters, gradients and optimizer are host memory")
-    return plan["verdict"] if plan else None
+    return run, plan
 
 
 @contextmanager

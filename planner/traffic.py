@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -63,7 +63,7 @@ class PlannedRun:
 
     def __post_init__(self) -> None:
         """Add what follows from the fields."""
-        row, low = shard.STRATEGIES[self.mode], self.precision != "fp32"
+        row = shard.STRATEGIES[self.mode]
         self.data_ranks = self.world_size // self.tp  # that train on images of their own
         # ranks that hold the same shard, and that together hold one copy
         self.replicate, self.shard = shard.mesh_shape(self.mode, self.data_ranks, self.group)
@@ -73,7 +73,7 @@ class PlannedRun:
         # FSDP2 gets a mesh of two dimensions and all-reduces over the first
         self.replicated = self.engine == "fsdp2" and row.group != "world"
         # low precision comes from autocast over fp32 parameters
-        self.autocast = self.engine == "ddp" and low
+        self.autocast = self.engine == "ddp" and self.precision != "fp32"
         # DDP keeps the gradients, in buckets; a single rank is not wrapped
         self.buckets = self.engine == "ddp" and self.world_size > 1
         self.compute_bytes = BYTES[self.precision]  # per number in forward and backward
@@ -140,7 +140,9 @@ def run_units(run: PlannedRun) -> tuple[Unit, ...]:
     units = model_units(run.config, run.encoder_only, run.tp)
     if run.wrap == "block" or run.engine == "ddp":
         return units
-    return (Unit("root", 1, tuple(s for u in (*units[1:], units[0]) for s in u.shapes * u.count)),)
+    # as in the module, the root's come last: FSDP1 aligns all but the end
+    shapes = tuple(s for u in (*units[1:], units[0]) for s in u.shapes * u.count)
+    return (Unit("root", 1, shapes),)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ def run_units(run: PlannedRun) -> tuple[Unit, ...]:
 class PlannedCollective:
     """`count` collectives of one step on full tensors of `payload` bytes."""
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+    kind: str  # all_gather, reduce_scatter, all_reduce or broadcast
     what: str  # part of the model, "bucket", ACTIVATIONS or "inputs"
     payload: int
     count: int
@@ -176,14 +178,12 @@ def _fsdp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
     for unit in run_units(run):
         part, numel, count = unit.part, unit.padded(run), unit.count
         gathers = run.accum * (1 + (run.reshard and part != "root"))
-        gathered, held, block = numel * run.compute_bytes, numel // ranks, ranks * run.tp
-        yield PlannedCollective("all_gather", part, gathered, count * gathers, ranks, run.tp)
-        yield PlannedCollective(
-            "reduce_scatter", part, numel * size, count * run.accum, ranks, run.tp
-        )
-        yield PlannedCollective(
-            "all_reduce", part, held * size, count * reduces, run.replicate, block
-        )
+        for kind, payload, times, group, stride in (
+            ("all_gather", numel * run.compute_bytes, gathers, ranks, run.tp),
+            ("reduce_scatter", numel * size, run.accum, ranks, run.tp),
+            ("all_reduce", numel // ranks * size, reduces, run.replicate, ranks * run.tp),
+        ):
+            yield PlannedCollective(kind, part, payload, count * times, group, stride)
 
 
 def _tp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:

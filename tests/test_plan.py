@@ -196,7 +196,7 @@ SHALLOW = "base:depth=4,decoder_depth=3"  # a step takes a quarter of base's
             ),
             # with a quarter of the blocks: they are alike, and the tracker takes long
             *itertools.product(
-                ["1b:depth=8,decoder_depth=2", "15b:depth=12,decoder_depth=2"],
+                ["15b:depth=12,decoder_depth=2"],
                 [8, 512],
                 ["full_shard", "shard_grad_op", "hybrid"],
                 [{"ac": "none"}, {"ac": "full"}],
