@@ -38,7 +38,7 @@ LIMITS = {
     "runtime/": 3240,
     "tests/": 13450,
     "storage/": 950,
-    "planner/": 1470,
+    "planner/": 1465,
     "sweeps/": 1995,
     "downstream/": 2365,
 }
