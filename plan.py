@@ -10,25 +10,17 @@ be at best. No GPU and no process group is needed, for any number of ranks. The 
 planner/estimate.py.
 """
 
-if __name__ == "__main__":
-    # Above the imports, which take seconds: Ctrl-C meanwhile ends the program without a traceback.
-    import os
-    import signal
-
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import shard
 from planner.command import read_command
-from planner.estimate import Plan, compare, reason
-from planner.machines import CONSTANTS, LINKS, MACHINES, Machine, build_ring, collective_seconds
-from planner.memory import GIB, MEMORY_PARTS, StepMemory
-from planner.traffic import collectives, link_bytes, model_part
+from planner.estimate import Plan, compare, in_mode, reason
+from planner.machines import LINKS, MACHINES, Machine, build_ring, collective_seconds
+from planner.memory import GIB, MEMORY_PARTS
+from planner.traffic import collectives, link_bytes, run_units
 from runtime import process
 
 # ---------------------------------------------------------------------------------------------
@@ -37,7 +29,7 @@ from runtime import process
 
 def summary_lines(plan: Plan) -> Iterator[str]:
     """Describe one plan in a few lines."""
-    run, found, time = plan.run, plan.json(), plan.time
+    run, found, time = plan.run, plan.json(), plan.seconds
     gib = ", ".join(f"{k} {v / GIB:.1f}" for k, v in plan.peak.bytes.items() if v >= 0.05 * GIB)
     sent = {
         link: sum(by[link] for by in found["traffic_bytes_per_rank"].values()) for link in LINKS
@@ -53,8 +45,8 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     count = sum(found["collectives"].values())
     yield f"traffic  GB per rank and step: {links}; {count} collectives"
     yield (
-        f"step     {time.step:.2f} s: compute {time.compute:.2f}, optimizer {time.optimizer:.2f}, "
-        f"exposed communication {time.exposed:.2f} of {time.communication:.2f}"
+        "step     {step:.2f} s: compute {compute:.2f}, optimizer {optimizer:.2f}, exposed "
+        "communication {exposed:.2f} of {communication:.2f}".format(**time)
     )
     yield f"speed    at most {plan.images_per_second:.0f} img/s, efficiency {plan.efficiency:.0%}"
 
@@ -63,9 +55,8 @@ def machine_note(machine: Machine) -> Iterator[str]:
     """Say how much of a plan for another machine than Frontier is guessed."""
     if machine.name != "frontier":
         yield (
-            f"note     of the constants {len(machine.fitted)} were fitted on Frontier, "
-            f"{len(machine.guesses)} are guesses for {machine.name}: --explain lists them, "
-            "--measured-ips starts from a measured speed"
+            f"note     constants were fitted on Frontier and are guesses for {machine.name}: "
+            "--explain lists them, --measured-ips starts from a measured speed"
         )
 
 
@@ -79,7 +70,8 @@ def comparison_lines(plans: Sequence[Plan]) -> Iterator[str]:
         sent = sum(by["network"] for by in link_bytes(plan.run, plan.machine).values())
         yield (
             f"{plan.label:19}{plan.verdict:7}{plan.peak_gib:9.1f}{plan.images_per_second:10.0f}"
-            f"{plan.time.step:9.3f}{plan.efficiency:8.0%}{sent / 1e9:12.2f}  {reason(plan, plans)}"
+            f"{plan.seconds['step']:9.3f}{plan.efficiency:8.0%}{sent / 1e9:12.2f}  "
+            f"{reason(plan, plans)}"
         )
 
 
@@ -89,7 +81,11 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
     yield ""
     yield "GiB at the largest moment of each phase of a step"
     yield f"{'moment':28}" + "".join(f"{part[:11]:>12}" for part in MEMORY_PARTS) + f"{'sum':>9}"
-    for s in {s.name: s for s in plan.phase_peaks()}.values():
+    for phase in ("forward", "loss", "backward", "reduction", "optimizer"):
+        moments = [s for s in plan.snapshots if s.name.startswith(phase)]
+        if not moments:
+            continue
+        s = max(moments, key=lambda snapshot: snapshot.total)
         cells = "".join(f"{s.bytes[part] / GIB:12.3f}" for part in MEMORY_PARTS)
         yield f"{s.name:28}{cells}{s.total / GIB:9.3f}"
     yield ""
@@ -110,35 +106,31 @@ def _state_lines(plan: Plan) -> Iterator[str]:
     yield f"bytes per parameter on each of {run.world_size} ranks (AdamW, fp32 states)"
     yield f"{'mode':18}{'parameters':>11}{'gradients':>11}{'states':>11}{'sum':>8}"
     for mode, row in shard.STRATEGIES.items():
-        group = run.shard if row.group == "group" else None
-        tp = run.tp if row.engine == "fsdp" else 1
-        other = replace(plan, run=replace(run, mode=mode, group=group, tp=tp, accum=1))
-        memory = StepMemory(other.run, plan.machine)
-        numel, states = sum(unit.numel for unit in memory.units), memory.states()
-        held = [states["parameters"], memory.gradients(memory.units), states["optimizer"]]
-        cells = "".join(f"{value / numel:11.3f}" for value in held)
-        yield f"{other.label:18}{cells}{sum(held) / numel:8.3f}"
+        other = in_mode(replace(run, accum=1), mode, run.shard if row.group == "group" else None)
+        numel = sum(unit.numel * unit.count for unit in run_units(other))
+        planned = Plan(other, plan.machine)
+        kept = planned.snapshots[-1].bytes
+        held = [kept[part] / numel for part in ("parameters", "gradients", "optimizer")]
+        yield (
+            f"{planned.label:18}" + "".join(f"{size:11.3f}" for size in held) + f"{sum(held):8.3f}"
+        )
 
 
 def _collective_lines(plan: Plan) -> Iterator[str]:
     """Format a table of collectives: kind, part of the model, group, count, size and time."""
-    counts: Counter[tuple] = Counter()
-    for c in collectives(plan.run):
-        part = "bucket" if c.unit.startswith("bucket") else model_part(c.unit)
-        counts[c.kind, part, c.ranks, c.stride, c.payload] += c.count
     yield f"{'collective':16}{'unit':20}{'ranks':>6}{'per step':>9}{'MB':>10}{'ms each':>9}"
-    for (kind, part, ranks, stride, payload), count in counts.items():
-        ring = build_ring(plan.machine, plan.run.world_size, ranks, stride)
-        ms = collective_seconds(plan.machine, kind, payload, ring) * 1e3
-        yield f"{kind:16}{part:20}{ranks:6}{count:9}{payload / 1e6:10.1f}{ms:9.2f}"
+    for c in collectives(plan.run):
+        ring = build_ring(plan.machine, plan.run.world_size, c.ranks, c.stride)
+        ms = collective_seconds(plan.machine, c.kind, c.payload, ring) * 1e3
+        yield f"{c.kind:16}{c.what:20}{c.ranks:6}{c.count:9}{c.payload / 1e6:10.1f}{ms:9.2f}"
 
 
 def _constant_lines(machine: Machine) -> Iterator[str]:
-    """Format a table of a machine's constants, each with where it comes from."""
+    """Format a table of a machine's figures and constants."""
     yield f"{'constant':28}{'value':>10}  of {machine.name}"
-    for name in CONSTANTS:
-        source = "fitted on Frontier" if name in machine.fitted else "guess, or given in a file"
-        yield f"{name:28}{getattr(machine, name):10.3g}  {source}"
+    for name, value in asdict(machine).items():
+        if name != "name":
+            yield f"{name:28}{value:10.3g}"
 
 
 def machine_table() -> Iterator[str]:
@@ -157,7 +149,6 @@ def machine_table() -> Iterator[str]:
         yield (
             f"{m.name:13}{m.ranks_per_node:10}{m.memory_gib:8g}{m.peak_flops / 1e12:9g}"
             + "".join(f"{rate:>9}" for rate in rates)
-            + f"  {len(m.fitted)} of {len(CONSTANTS)} constants fitted"
         )
 
 

@@ -170,7 +170,7 @@ def theory(name: str, counted: Counter[str], args: argparse.Namespace, world: in
     shape = args.batch, args.img_size
     config = vit.MODELS[args.model]
     run = PlannedRun(config, name, world, *shape, 0.75, group=group, precision="fp32")
-    planned = estimate.make_plan(run).json()["payload_bytes"]
+    planned = estimate.Plan(run).json()["payload_bytes"]
     return "as planned" if planned == dict(counted) else f"NOT as planned: {planned}"
 
 

@@ -78,6 +78,10 @@ class TuningRun(Run):
         """Return None: the FLOPs of pretraining, which the log would show, are not those here."""
         return None
 
+    def record(self) -> dict[str, Any]:
+        """Return the flags and what follows; what is planned is a plain ViT on whole images."""
+        return super().record() | {"encoder_only": True, "mask_ratio": 0.0}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this subcommand."""

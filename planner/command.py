@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Sequence
 
-from planner.estimate import Plan, make_plan
+from planner.estimate import Plan
 from planner.machines import MACHINES, read_machine
 from planner.traffic import PlannedRun
-from runtime.config import Parser, filled, make_config, number, training_parser, whole
+from runtime.config import Parser, filled, make_config, number, training_parser
 from runtime.run import resolve
 
 
@@ -20,8 +20,6 @@ def plan_parser() -> Parser:
     )
     add = parser.add_argument_group("the plan itself").add_argument
     add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")
-    frozen = "of fine-tuning (probe.py finetune): first blocks that do not train (default 0)"
-    add("--freeze-blocks", type=whole(0, 1000), default=0, metavar="BLOCKS", help=frozen)
     names = f"{', '.join(MACHINES)}, or a JSON file (default frontier)"
     add("--machine", type=filled, default="frontier", metavar="NAME", help=names)
     add("--machines", action="store_true", help="print the table of machines, and no plan")
@@ -44,9 +42,9 @@ def read_command(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
         args.world_size = args.world_size or machine.ranks_per_node
         config = make_config(parser, args)
         run = resolve(config, args.world_size, machine.ranks_per_node)
-        alone = {"encoder_only": args.encoder_only, "freeze_blocks": args.freeze_blocks}
-        resolved = run.record() | alone
-        planned = PlannedRun.from_flags(run.model, resolved)
-        return args, make_plan(planned, machine, args.memory_gib, args.measured_ips)
+        planned = PlannedRun.from_flags(
+            run.model, run.record() | {"encoder_only": args.encoder_only}
+        )
+        return args, Plan(planned, machine, args.memory_gib, args.measured_ips)
     except ValueError as error:
         parser.error(str(error))

@@ -11,16 +11,13 @@ Private parts of PyTorch are imported in `private_parts` alone, so that a new ve
 place.
 """
 
-import errno
 import math
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,7 +25,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 
 import data
 import mesh
@@ -48,26 +44,23 @@ from runtime.step_profile import CommEvent, counting
 
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same
 
-# Rows of the table of memory, each with the tracker's categories that belong to it. Every category
-# and every part of the plan is in one row, so that the rows add up to the last.
-TABLE_ROWS = {
-    "parameters": ("Sharded Param",),
-    "gradients": ("Sharded Grad",),
-    "optimizer": ("OptState",),
-    "unsharded": ("Unsharded Param", "All Gather", "Unsharded Grad", "Reduce Scatter"),
-    "activations": ("Activation", "Temp", "Buffer", "Inputs"),
-    "workspace": (),  # of a GPU's libraries
+# Rows of the table of memory: the tracker's categories and the parts of the plan in each. Every one
+# is in one row, so that the rows add up to the last.
+ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "parameters": (("Sharded Param",), ("parameters",)),
+    "gradients": (("Sharded Grad",), ("gradients",)),
+    "optimizer": (("OptState",), ("optimizer",)),
+    "unsharded": (
+        ("Unsharded Param", "All Gather", "Unsharded Grad", "Reduce Scatter"),
+        ("unsharded", "reduction"),
+    ),
+    "activations": (("Activation", "Temp", "Buffer", "Inputs"), ("activations", "inputs")),
+    "workspace": ((), ("workspace",)),  # of a GPU's libraries
 }
-PLANNED_PARTS = {"unsharded": ("unsharded", "reduction"), "activations": ("activations", "inputs")}
-ON_HOST = ("parameters", "gradients", "optimizer")  # with --cpu-offload
-
-
-class Unsupported(RuntimeError):
-    """This version of PyTorch lacks what is needed here."""
 
 
 def private_parts() -> tuple[Any, Any, Any, Any]:
-    """Import private parts of PyTorch; Unsupported where one does not exist.
+    """Import private parts of PyTorch; ImportError, one sentence, where one does not exist.
 
     FakeTensorMode, a context without it, FSDPMemTracker and FakeStore.
     """
@@ -76,7 +69,7 @@ def private_parts() -> tuple[Any, Any, Any, Any]:
         from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
-        raise Unsupported(
+        raise ImportError(
             f"--dry-run uses private parts of PyTorch, and torch {torch.__version__} does not "
             f"have all of them ({error}): it was written for torch 2.10 to 2.15"
         ) from None
@@ -105,74 +98,47 @@ def dry_run(
     `build` and `forward_backward` are the trainer's `build_training` and `forward_backward`.
     Returns the exit status: 0, 1 failed, 2 refused, 3 where the plan says NO to its memory.
     """
+    world = int(config.world_size or 0)
     try:
-        ranks = fake_ranks(int(config.world_size or 0), os.environ)
-    except RuntimeError as error:  # LOCAL_WORLD_SIZE
-        print_error(str(error))
-        return 2
-    try:
+        # nodes are those of launch_frontier.sh, or Frontier's
+        node = os.environ.get("LOCAL_WORLD_SIZE", MACHINES["frontier"].ranks_per_node)
+        ranks = mesh.Ranks(0, world, 0, min(int(node), world), 0, "dry run", {})
         image_source.check_folders(config)
-        run = resolve(config, ranks.world_size, ranks.local_world_size)
+        run = resolve(config, world, ranks.local_world_size)
         check_masking(run.model, config.img_size, config.mask_ratio)
-        with fake_world(ranks.world_size):
-            verdict = run_dry(run, ranks, lambda run: simulate(run, build, forward_backward))
-    except (ValueError, OSError, Unsupported, agreement.AgreedError) as error:
+        with fake_world(world):
+            run, plan = describe_run(run, ranks)
+            why_not, simulation = unsimulated(config), None
+            if not why_not:
+                simulation = simulate(run, build, forward_backward)
+    except (ValueError, OSError, ImportError, agreement.AgreedError) as error:
         print_error(str(error))
-        return 1 if isinstance(error, Unsupported) else 2
-    return 3 if verdict == "NO" else 0
+        return 1 if isinstance(error, ImportError) else 2
+    print(why_not or "one step of rank 0, simulated" + ", without --compile" * config.compile)
+    print("\n".join(report(simulation, plan, run.ranks_per_group)))
+    if simulation and config.cpu_offload:
+        print("parameters, gradients and optimizer are host memory")
+    return 3 if plan and plan["verdict"] == "NO" else 0
 
 
-def run_dry(run: Run, ranks: mesh.Ranks, step_once: Callable[[Run], "Simulation"]) -> str | None:
-    """Print what a real run would be, in its order and with its errors; return the verdict."""
+def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | None]:
+    """Print what a real run would, in its order and with its errors; return run and plan."""
     say = partial(print, flush=True)
     config = replace(run.config, dry_run=False)
     say(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
-    files, found = image_source.find_images(config, None, run.global_batch, say)
-    check_out_writable(config.out)
+    _, found = image_source.find_images(config, None, run.global_batch, say)
     run = with_images(replace(run, config=config), **found)
-    state = read_run_state(list_newest_first(run, say), run, say)
-
+    begin = read_run_state(list_newest_first(run, say), run, say)["step"]
     # of the GPU that the job will have, where one is here
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
-    plan = planned(
-        run, CPU if config.device == "cpu" else gpu, lambda text: say(f"warning: {text}")
-    )
-    start = start_record(run, ranks, CPU, plan, begin=state["step"], workers=0)
-    elsewhere = {} if config.device == "cpu" else {"device": "a GPU each"}
-    for line in describe(start | elsewhere):
+    device = CPU if config.device == "cpu" else gpu
+    plan = planned(run, device, lambda text: say(f"warning: {text}"))
+    start = start_record(run, ranks, CPU, plan, begin=begin, workers=0)
+    for line in describe(start | ({"device": "a GPU each"} if device != CPU else {})):
         say(line)
-    loader = data.build_loader(
-        files,
-        img_size=config.img_size,
-        patches=run.patches,
-        seed=config.seed,
-        global_batch=run.global_batch,
-        local_batch=run.local_batch,
-        steps=range(state["step"], run.steps),
-        world_size=run.data_ranks,
-        workers=config.workers or 0,
-        stats=run.channel_stats or data.IMAGENET,
-    )
-    for line in first_samples(loader, config.workers):
-        say(line)
-
-    why_not = unsimulated(config)
-    simulation = None if why_not else step_once(run)
-    say(why_not or "one step of rank 0, simulated" + ", without --compile" * config.compile)
-    for line in report(simulation, plan, run.ranks_per_group, config.cpu_offload):
-        say(line)
-    return plan["verdict"] if plan else None
-
-
-# ---------------------------------------------------------------------------------------------
-# Fake ranks
-
-
-def fake_ranks(world_size: int, environ: Mapping[str, str]) -> mesh.Ranks:
-    """Make rank 0 of so many, on nodes of LOCAL_WORLD_SIZE (set by launch_frontier.sh) or 8."""
-    on_node = int(environ.get("LOCAL_WORLD_SIZE", MACHINES["frontier"].ranks_per_node))
-    on_node = min(on_node, world_size)
-    return mesh.Ranks(0, world_size, 0, on_node, 0, "dry run", {})
+    if begin >= run.steps:
+        say("no step is left to do")
+    return run, plan
 
 
 @contextmanager
@@ -184,34 +150,6 @@ def fake_world(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def check_out_writable(path: str) -> None:
-    """Raise the ValueError that a run gets where --out cannot be made, without making it."""
-    folder = there = Path(path).absolute()
-    while not there.exists():
-        there = there.parent
-    code = 0
-    if not there.is_dir():
-        code = errno.EEXIST if there == folder else errno.ENOTDIR
-    elif not os.access(there, os.W_OK | os.X_OK):
-        code = errno.EACCES
-    if code:
-        error = OSError(code, os.strerror(code), path)
-        raise ValueError(f"{error}: give --out a folder that can be written")
-
-
-def first_samples(loader: DataLoader[Any], workers: int | None) -> Iterator[str]:
-    """Describe what rank 0 reads first from the loader, and with how many workers."""
-    sampler, images = loader.batch_sampler, cast(Any, loader.dataset)
-    first = next(iter(sampler), None) if sampler else None
-    if first is None:
-        yield "no step is left to do"
-        return
-    path = f", {images.files.path(first[0][1])}"
-    count = "its CPU cores less one, at most 6," if workers is None else workers
-    numbers = f"{first[0][0]} to {first[-1][0]}"
-    yield f"rank 0 reads the samples {numbers} first{path}; {count} loader workers"
 
 
 def unsimulated(config: Config) -> str | None:
@@ -279,44 +217,17 @@ def simulate(
 
 
 def memory_tracker(model: nn.Module) -> Any:
-    """Build PyTorch's tracker of memory by category, for units of several blocks.
+    """Build PyTorch's tracker of memory, without the peaks of each module: half the time."""
+    tracker = private_parts()[2](model)
+    update = tracker._update_peak_stats
 
-    PyTorch's own hooks every block of a unit, which would then be gathered and freed with every
-    block. Here the hooks are on the first block, the one after forward on the last.
-    """
-    _, _, fsdp_tracker, _ = private_parts()
+    def update_all(peak_state: Any) -> None:
+        modules, tracker.memory_tracking = tracker.memory_tracking, {}
+        update(peak_state)
+        tracker.memory_tracking = modules
 
-    def unit(module: Any) -> Sequence[nn.Module]:
-        return module._get_fsdp_state()._modules
-
-    class Tracker(fsdp_tracker):  # type: ignore[misc, valid-type]
-        memory_tracking: Any
-
-        def _fsdp_state_pre_forward(self, module: Any, hook: Any) -> Any:
-            if module is unit(module)[0]:
-                return super()._fsdp_state_pre_forward(module, hook)
-            return lambda _, args, kwargs: (args, kwargs)
-
-        def _fsdp_state_post_forward(self, module: Any, hook: Any) -> Any:
-            if module is unit(module)[-1]:
-                return super()._fsdp_state_post_forward(unit(module)[0], hook)
-            return lambda _, args, output: output
-
-        def _fsdp_param_group_pre_backward(self, module: Any, hook: Any) -> Any:
-            first = module is unit(module)[0]
-            return super()._fsdp_param_group_pre_backward(module, hook) if first else hook
-
-        def _fsdp_param_group_post_backward(self, module: Any, hook: Any) -> Any:
-            first = module is unit(module)[0]
-            return super()._fsdp_param_group_post_backward(module, hook) if first else hook
-
-        def _update_peak_stats(self, peak_state: Any) -> None:
-            # without the peaks of every module, which nobody reads: half the time
-            modules, self.memory_tracking = self.memory_tracking, {}
-            super()._update_peak_stats(peak_state)
-            self.memory_tracking = modules
-
-    return Tracker(model)
+    tracker._update_peak_stats = update_all
+    return tracker
 
 
 def _snapshot(tracker: Any, which: str) -> dict[str, int]:
@@ -336,63 +247,26 @@ def optimizer_bytes(model: nn.Module) -> int:
 
 
 def report(
-    simulation: Simulation | None,
-    plan: Mapping[str, Any] | None,
-    group_sizes: Mapping[str, int],
-    cpu_offload: bool,
+    simulation: Simulation | None, plan: Mapping[str, Any] | None, group_sizes: Mapping[str, int]
 ) -> Iterator[str]:
     """Yield lines for the terminal: memory by part, collectives; `plan` as of plan.py --json."""
-    columns: dict[str, Mapping[str, float]] = {}
+    columns: dict[str, list[float]] = {}
     if simulation:
-        columns["at peak"] = row_gib(simulation.peak)
-        columns["after backward"] = row_gib(simulation.after)
+        for head, found in ("at peak", simulation.peak), ("after backward", simulation.after):
+            columns[head] = [
+                sum(found.get(n, 0) for n in names) / GIB for names, _ in ROWS.values()
+            ]
     if plan:
         gib = plan["memory_gib"]
-        parts = {row: PLANNED_PARTS.get(row, (row,)) for row in TABLE_ROWS}
-        planned_gib = {row: sum(gib[part] for part in names) for row, names in parts.items()}
-        columns["planned peak"] = planned_gib | {"all": gib["peak"]}
-    if columns:
-        yield f"{'memory per rank, GiB':26}" + "".join(f"{head:>16}" for head in columns)
-    for row, categories in [*TABLE_ROWS.items(), ("all", ())] if columns else []:
-        yield f"  {row:24}" + "".join(f"{column[row]:16.3f}" for column in columns.values())
-        for name in categories if simulation and len(categories) > 1 else ():
-            cells = [f"{column[name]:16.3f}" for column in columns.values() if name in column]
-            yield f"    {name.lower():22}" + "".join(cells)
-    if simulation and cpu_offload:
-        host = sum(columns["at peak"][row] for row in ON_HOST)
-        yield f"at the peak {host:.3f} GiB of that, {', '.join(ON_HOST)}, are host memory"
-    if simulation:
-        yield from _simulated_lines(simulation.collectives, group_sizes)
-    if plan:
-        found = simulation.collectives if simulation else []
-        sent = [c for c in found if group_sizes[c.group] > 1]  # a rank alone sends nothing
-        yield from _planned_lines(plan, sent if simulation else None)
-
-
-def row_gib(memory: Mapping[str, int]) -> dict[str, float]:
-    """Convert bytes by category -> GiB by category, by row of the table, and of all."""
-    gib = {name: memory.get(name, 0) / GIB for names in TABLE_ROWS.values() for name in names}
-    rows = {row: sum(gib[name] for name in names) for row, names in TABLE_ROWS.items()}
-    return gib | rows | {"all": sum(gib.values())}
-
-
-def _simulated_lines(
-    collectives: Sequence[CommEvent], group_sizes: Mapping[str, int]
-) -> Iterator[str]:
-    counts = Counter((c.kind, c.group) for c in collectives)
-    heads = f"{'in groups of':>18}{'count':>8}{'GiB of full tensors':>24}"
-    yield f"{'collectives per step':26}{heads}"
-    for (kind, group), count in sorted(counts.items()):
-        size = sum(c.size for c in collectives if (c.kind, c.group) == (kind, group))
-        yield f"  {kind:18}{f'{group}, {group_sizes[group]}':>24}{count:8}{size / GIB:24.6f}"
-
-
-def _planned_lines(plan: Mapping[str, Any], found: Sequence[CommEvent] | None) -> Iterator[str]:
-    kinds = [*plan["payload_bytes"], *(c.kind for c in found or ())]
-    for kind in dict.fromkeys(kinds):  # each once
-        size, count = plan["payload_bytes"].get(kind, 0), plan["collectives"].get(kind, 0)
-        text = f"  {kind}: planned {count} of {size:,} bytes"
-        if found is not None:
-            sizes = [c.size for c in found if c.kind == kind]
-            text += f", simulated {len(sizes)} of {sum(sizes):,}"
-        yield text
+        columns["planned peak"] = [sum(gib[part] for part in parts) for _, parts in ROWS.values()]
+    yield f"{'memory per rank, GiB':26}" + "".join(f"{head:>16}" for head in columns)
+    for i, row in enumerate(ROWS):
+        yield f"  {row:24}" + "".join(f"{column[i]:16.3f}" for column in columns.values())
+    yield f"  {'all':24}" + "".join(f"{sum(column):16.3f}" for column in columns.values())
+    # a rank alone sends nothing
+    sent = [c for c in simulation.collectives if group_sizes[c.group] > 1] if simulation else []
+    payload, count = (plan["payload_bytes"], plan["collectives"]) if plan else ({}, {})
+    for kind in dict.fromkeys([*payload, *(c.kind for c in sent)]):  # each once
+        sizes = [c.size for c in sent if c.kind == kind]
+        simulated = f", simulated {len(sizes)} of {sum(sizes):,}" * bool(simulation)
+        yield f"  {kind}: planned {count.get(kind, 0)} of {payload.get(kind, 0):,} bytes{simulated}"

@@ -122,12 +122,12 @@ def _plan(
     run: "Run", device: torch.device | None, memory_gib: float | None, ran_out: bool = False
 ) -> tuple[Any, str]:
     """Return the plan of a run, and what it says in a sentence."""
-    from planner import advice, estimate, machines, traffic
+    from planner import estimate, machines, traffic
 
     machine = machines.nearest_machine(peak_flops(device)[0] if device else None, memory_gib)
     flags = traffic.PlannedRun.from_flags(run.model, run.record())
-    plan = estimate.make_plan(flags, machine, memory_gib)
-    return plan, advice.describe_fit(plan, run.config, ran_out)
+    plan = estimate.Plan(flags, machine, memory_gib)
+    return plan, estimate.describe_fit(plan, run.config, ran_out)
 
 
 def is_out_of_memory(error: Exception) -> bool:

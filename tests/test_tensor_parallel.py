@@ -12,7 +12,7 @@ import mesh
 import train_fsdp
 import vit
 from planner import dry_run
-from planner.estimate import make_plan
+from planner.estimate import Plan
 from planner.machines import MACHINES
 from planner.traffic import PlannedRun, collectives
 from runtime import step_profile
@@ -121,7 +121,7 @@ def test_memory_is_that_of_the_tracker(model, tp, world, ac):
     with dry_run.fake_world(world):
         seen = dry_run.simulate(run, train_fsdp.build_training, train_fsdp.forward_backward).peak
     machine = replace(MACHINES["frontier"], workspace_gib=0.0, head_multiple=1)
-    planned = make_plan(PlannedRun.from_flags(run.model, run.record()), machine)
+    planned = Plan(PlannedRun.from_flags(run.model, run.record()), machine)
     live = max(s.total - s.bytes["optimizer"] for s in planned.snapshots)
     assert live == pytest.approx(sum(seen.values()) - seen["OptState"], rel=0.03)
 

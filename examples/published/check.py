@@ -52,7 +52,7 @@ def plan_published(
     run = PlannedRun(
         config, mode, 8 * nodes, 32, side, 0, group=group, fsdp=1, ac="full", encoder_only=True
     )
-    return estimate.make_plan(run, measured_ips=measured_ips)
+    return estimate.Plan(run, measured_ips=measured_ips)
 
 
 def rows(column: str) -> list[dict[str, Any]]:
