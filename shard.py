@@ -372,6 +372,7 @@ def build_optimizer(
     ]
     settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "fused": True}
     if STRATEGIES[mode].engine == "zero1":
+        settings["parameters_as_bucket_view"] = True  # each rank sends its parameters in one piece
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **settings)
     return torch.optim.AdamW(groups, **settings)
 

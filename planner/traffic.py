@@ -205,16 +205,17 @@ def _tp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
 
 
 def _ddp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
-    """One all-reduce per bucket, in the last micro-step; ZeRO-1 then sends every new parameter.
+    """One all-reduce per bucket, in the last micro-step; ZeRO-1 then sends each rank's parameters.
 
     The compression hook of a 16-bit reduce dtype sends buckets in that dtype; else they are fp32.
     """
     world, size = run.world_size, BYTES[run.reduce_dtype]
     for numel, count in Counter(ddp_buckets(run)).items():
         yield PlannedCollective("all_reduce", "bucket", numel * size, count, world, 1)
-    for unit in run_units(run) if run.mode == "zero1" else ():
-        for numel, count in Counter(unit.sizes * unit.count).items():
-            yield PlannedCollective("broadcast", unit.part, numel * FP32, count, world, 1)
+    if run.mode == "zero1":  # in one piece from each rank; the pieces differ a little
+        numel, more = divmod(sum(sum(u.sizes) * u.count for u in run_units(run)), world)
+        for size, count in ((numel + 1) * FP32, more), (numel * FP32, world - more):
+            yield PlannedCollective("broadcast", "parameters", size, count, world, 1)
 
 
 def ddp_buckets(run: PlannedRun) -> list[int]:
