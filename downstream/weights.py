@@ -9,9 +9,7 @@ import argparse
 import json
 import math
 import re
-from collections import UserDict
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,18 +85,16 @@ class Pretrained:
 def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pretrained:
     """Read a run (its newest whole checkpoint), one checkpoint, or weights in another layout.
 
-    Files are mapped into memory, and tensors of checkpoints read when they are used. `size` is that
-    of the model where a file does not say. ValueError or OSError, one sentence, where there is no
-    such model, or a weight of it is not finite.
+    Files are mapped into memory, checkpoints are not. `size` is that of the model where a file does
+    not say. ValueError or OSError, one sentence, where there is no such model, or a weight of it is
+    not finite.
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(
-            f"there is no {path}: give the --out of a run, a checkpoint, or a file of weights"
-        )
-    weights: Mapping[str, Tensor]
+        advice = "give the --out of a run, a checkpoint, or a file of weights"
+        raise ValueError(f"there is no {path}: {advice}")
     try:
-        if path.is_dir() and not (path / "config.json").exists():
+        if path.is_dir() and not (path / "config.json").is_file():
             path, weights, said = _read_run(path)
         else:
             weights, said = _read_file(path)
@@ -120,12 +116,11 @@ def _describe(
     name: str, weights: Mapping[str, Tensor], said: Mapping[str, Any], size: vit.ViTConfig | None
 ) -> Pretrained:
     """Put together what is said of weights, and what their shapes say; KeyError or ValueError."""
-    shapes = shapes_of(weights)
-    width, channels, patch, _ = shapes["patch_embed.proj.weight"]
+    width, channels, patch, _ = weights["patch_embed.proj.weight"].shape
     if "config" in said:
         config = vit.ViTConfig(**said["config"])
     else:
-        depth = sum(bool(re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)) for name in shapes)
+        depth = sum(bool(re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)) for name in weights)
         config = replace(size or _known_size(width, depth), patch=patch, channels=channels)
     stats = data.IMAGENET
     if said.get("channel_mean"):
@@ -136,7 +131,7 @@ def _describe(
     for key, values in ("channel_mean", stats.mean), ("channel_std", stats.std):
         if len(values) != channels or not all(map(math.isfinite, values)):
             raise ValueError(f"{key} is not {channels} finite numbers")
-    img_size = math.isqrt(max(0, shapes["pos_embed"][1] - 1)) * patch
+    img_size = math.isqrt(weights["pos_embed"].shape[1] - 1) * patch
     rows = (n for n, c in vit.MODELS.items() if replace(c, channels=channels) == config)
     model = said.get("model") or next(rows, None)
     norm_pix = said.get("norm_pix_loss", True)  # not known: as in the recipe
@@ -158,32 +153,15 @@ def _known_size(width: int, depth: int) -> vit.ViTConfig:
 # --- Checkpoints of train_fsdp.py
 
 
-class _Saved(UserDict[str, Any]):
-    """The model in a checkpoint: reads a tensor when it is asked for, so that no rank holds all."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.reader = checkpoint.Reader(folder)
-        self.manifest, self.reader.index = checkpoint.check(folder)
-        saved: Mapping[str, Any] = self.reader.index.state_dict_metadata
-        self.data = {n[6:]: saved[n] for n in saved if n.startswith("model.")}
-
-    def __getitem__(self, name: str) -> Tensor:
-        entry = self.data[name]
-        found = {f"model.{name}": torch.empty(entry.size, dtype=entry.properties.dtype)}
-        self.reader.read(found, no_dist=True)
-        return found[f"model.{name}"]
-
-
-def _read_run(run: Path) -> tuple[Path, _Saved, dict[str, Any]]:
-    """Open a checkpoint, or the newest whole one of a run -> its folder, weights, and flags."""
+def _read_run(run: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+    """Read a checkpoint, or the newest whole one of a run -> its folder, weights, and flags."""
     if (run / checkpoint.MANIFEST).exists():
-        weights = _Saved(run)
-        flags = weights.manifest.get("flags", {})
+        manifest, weights = checkpoint.read_model(run)
+        flags = manifest.get("flags", {})
         if "model" not in flags:
             raise checkpoint.Damaged(f"{run} was not written by train_fsdp.py: it names no model")
         config = replace(model_config(flags["model"]), channels=flags["channels"])
-        return run, weights, flags | {"config": asdict(config), "step": weights.manifest["step"]}
+        return run, weights, flags | {"config": asdict(config), "step": manifest["step"]}
     problems = []
     for folder in reversed(checkpoint.list_checkpoints(run)):
         try:
@@ -199,21 +177,16 @@ def _read_run(run: Path) -> tuple[Path, _Saved, dict[str, Any]]:
 
 def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a file or a folder -> weights by our names, and what it says of them."""
-    about: dict[str, Any] = {}
-    files = [path]
+    files, weights, about = [path], dict[str, Tensor](), dict[str, Any]()
     if path.is_dir():
         about = _read_config(path / "config.json")
         files = [*path.glob("model*.safetensors")] or [*path.glob("pytorch_model*.bin")]
-        files = files or [path / "model.safetensors"]  # which is not there
-    weights: dict[str, Tensor] = {}
     for file in files:
-        if not file.is_file():  # a pipe would wait
-            raise ValueError(f"there is no regular file {file.name}")
         safe = file.suffix == ".safetensors"
         tensors, said = _read_safetensors(file) if safe else _read_torch(file)
         weights, about = weights | tensors, said | about
-    names = {name: name.removeprefix("module.") for name in weights}  # as DDP names them
-    weights = {names[n]: t for n, t in weights.items() if not names[n].startswith("head.")}
+    weights = {n.removeprefix("module."): t for n, t in weights.items()}  # as DDP names them
+    weights = {n: t for n, t in weights.items() if not n.startswith("head.")}
     if any(name.endswith("embeddings.cls_token") for name in weights):
         weights = from_transformers(weights)
     return weights, about
@@ -230,8 +203,6 @@ def _read_torch(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         code = re.search(r"GLOBAL ([\w.]+)", str(error))
         why = f"it asks for {code[1]}" if code else " ".join(str(error).split())[:120]
         raise ValueError(f"torch.load finds no weights that run no code: {why}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"a {type(found).__name__}, not weights by name")
     inner = (found[key] for key in ("model", "state_dict") if isinstance(found.get(key), dict))
     weights = next(inner, found)  # the official code and timm
     for name, tensor in weights.items():
@@ -256,9 +227,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Read config.json of transformers -> what it says, in the words of convert.py's files."""
-    config = None
-    with suppress(RecursionError, ValueError):
-        config = json.loads(path.read_bytes() if path.is_file() else b"")  # a FIFO would wait
+    config = json.loads(path.read_bytes())
     if not isinstance(config, dict):
         raise ValueError(f"{path.name} is no JSON object")
     kind, activation = config.get("model_type"), config.get("hidden_act", "gelu")
@@ -307,24 +276,21 @@ def resize_positions(table: Tensor, side: int) -> Tensor:
     return torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2).to(table.dtype)], dim=1)
 
 
-def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of weights by name, reading none of them."""
-    if isinstance(weights, _Saved):
-        return {name: tuple(entry.size) for name, entry in weights.data.items()}
-    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
-
-
 def check_fits(pretrained: Pretrained, config: vit.ViTConfig, img_size: int) -> None:
-    """Raise ValueError unless these weights fit a model, reading none of them.
+    """Raise ValueError unless these weights fit a model.
 
     It names what is another number of heads, or the first weight that is too many, is missing or
     has another shape. Position tables fit images of any size, and a model gets a decoder of its own
     where there is none.
     """
     vit.patch_count(config, img_size)
-    own, found = pretrained.config, shapes_of(pretrained.weights)
+    own = pretrained.config
     with torch.device("meta"):
-        wanted = shapes_of(vit.ViTMAE(config, pretrained.img_size).state_dict())
+        model = vit.ViTMAE(config, pretrained.img_size).state_dict()
+    found, wanted = (
+        {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        for weights in (pretrained.weights, model)
+    )
     heads = [(own.heads, config.heads), (own.decoder_heads, config.decoder_heads)]
     if not pretrained.has_decoder:
         heads.pop()
