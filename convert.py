@@ -47,13 +47,10 @@ def write_pretrained(
 
     `official`: a file of torch.save with the weights under "model". `timm`: the same of the encoder
     alone, or of safetensors where `out` is so called. `transformers`: a folder. Each says what the
-    model is under the key `pretrained`. ValueError for a model that the library does not have,
-    FileExistsError where there is something at `out`; nothing is left there after an error.
+    model is under the key `pretrained`. ValueError for a model that the library does not have, or
+    where there is something at `out`; OSError, and nothing is left there, where writing fails.
     """
-    if problem := _why_not(pretrained, out, layout):
-        raise ValueError(problem)
-    if os.path.lexists(out):
-        raise FileExistsError(f"{out} is there already: give another name, or remove it")
+    _check_layout(pretrained, out, layout)
     img_size = img_size or pretrained.img_size
     side = int(vit.patch_count(pretrained.config, img_size) ** 0.5)
     stats, more = pretrained.stats, ("norm_pix_loss", "norm_eps", "step")
@@ -78,42 +75,36 @@ def write_pretrained(
     return loading_line(pretrained, out, layout, img_size)
 
 
-def _why_not(pretrained: Pretrained, out: Path, layout: str) -> str | None:
-    """Say why a library cannot load the model; None where it can."""
-    config, safe = pretrained.config, out.suffix == ".safetensors"
+def _check_layout(pretrained: Pretrained, out: Path, layout: str) -> None:
+    """Raise ValueError where a library cannot load the model, or there is something at `out`."""
+    name, config, safe = pretrained.name, pretrained.config, out.suffix == ".safetensors"
     if config.gated_mlp and layout != "timm":
-        return f"{pretrained.name} has a gated MLP, which of all layouts only timm has: --to timm"
+        raise ValueError(f"{name} has a gated MLP, which of all layouts only timm has: --to timm")
     if layout == "official" and config.channels != 3:
-        return (
-            f"{pretrained.name} has {config.channels} channels, the official release 3: --to timm"
-        )
+        what = f"{name} has {config.channels} channels"
+        raise ValueError(f"{what}, the official release 3: --to timm")
     if layout == "official" and safe:
-        return f"{out}: the official code loads files of torch.save: name it .pth"
+        raise ValueError(f"{out}: the official code loads files of torch.save: name it .pth")
     if (safe or layout == "transformers") and not find_spec("safetensors"):
-        return f"{out} needs the package safetensors: pip install safetensors"
-    return None
+        raise ValueError(f"{out} needs the package safetensors: pip install safetensors")
+    if os.path.lexists(out):
+        raise ValueError(f"{out} is there already: give another name, or remove it")
 
 
 def _save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None:
     """Write a file of safetensors, if it is so called, or of torch.save; OSError."""
     views = {n: t for n, t in weights.items() if t.untyped_storage().nbytes() > t.nbytes}
     weights = weights | {n: t.clone() for n, t in views.items()}  # or the whole is saved with each
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save
+
+        path.write_bytes(save(weights, {"format": "pt", NOTE: json.dumps(about)}))
+        return
     with path.open("wb") as file:
         try:
-            if path.suffix != ".safetensors":
-                torch.save({"model": weights, "step": about["step"], NOTE: about}, file)
-                return
+            torch.save({"model": weights, "step": about["step"], NOTE: about}, file)
         except RuntimeError as error:
             raise error.__context__ or error from None  # torch.save fails again as it closes
-        mode = path.stat().st_mode  # that of the user's other files: safetensors makes its own 0600
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(weights, path, {"format": "pt", NOTE: json.dumps(about)})
-    except SafetensorError as error:
-        raise OSError(f"{path.name} cannot be written: {error}") from None
-    path.chmod(mode)
 
 
 def to_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -186,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         pretrained = read_pretrained(args.source, size)
         line = write_pretrained(pretrained, Path(args.out), args.to, args.img_size)
     except (OSError, ValueError) as error:
-        print(f"convert.py: error: {error}", file=sys.stderr)
-        return 1
+        process.print_error(str(error), "convert.py")
+        return 2 if isinstance(error, ValueError) else 1
     print(f"{args.out}: {args.to}, from {pretrained.name}; load it with\n{line}")
     if args.to != "transformers" and (note := epsilon_note(pretrained)):
         print(note, file=sys.stderr)

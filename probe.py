@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("probe.py: interrupted", file=sys.stderr)
         return 130
     except (OSError, ValueError, LoaderFailed) as error:
-        print(f"probe.py: error: {error}", file=sys.stderr)
-        return 1
+        process.print_error(str(error), "probe.py")
+        return 2 if isinstance(error, ValueError) else 1
 
 
 if __name__ == "__main__":

@@ -359,16 +359,22 @@ def build_optimizer(
     weight_decay: float,
     betas: tuple[float, float] = (0.9, 0.95),  # of the MAE recipe
     eps: float = 1e-8,
+    lr_scale: Callable[[str], float] = lambda name: 1.0,
 ) -> torch.optim.Optimizer:
     """Build a fused AdamW; `decay` has the original names of what decays.
 
-    Another optimizer must be elementwise, as AdamW is: a shard is a piece of a tensor.
+    `lr_scale` is called with an original name; what it returns is the group's "lr_scale", by which
+    the schedule multiplies the rate. Another optimizer must be elementwise, as AdamW is: a shard is
+    a piece of a tensor.
     """
-    trained = [(original_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
+    found: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, p in ((original_name(n), p) for n, p in model.named_parameters()):
+        if p.requires_grad:
+            found.setdefault((name in decay, lr_scale(name)), []).append(p)
     groups: list[dict[str, Any]] = [
-        {"params": of_mesh, "weight_decay": weight_decay if decays else 0.0}
-        for decays in (True, False)
-        for of_mesh in by_mesh(p for name, p in trained if (name in decay) == decays)
+        {"params": of_mesh, "weight_decay": weight_decay * decays, "lr_scale": scale}
+        for (decays, scale), parameters in found.items()
+        for of_mesh in by_mesh(parameters)
     ]
     settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "fused": True}
     if STRATEGIES[mode].engine == "zero1":

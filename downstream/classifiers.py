@@ -25,19 +25,16 @@ WARMUP_SHARE = 1 / 9  # of the steps: 10 of 90 epochs
 # Frozen features
 
 
-def nearest_vote(
-    bank: Tensor, labels: Tensor, queries: Tensor, classes: int, k: int, weighted: bool = True
-) -> Tensor:
+def nearest_vote(bank: Tensor, labels: Tensor, queries: Tensor, classes: int, k: int) -> Tensor:
     """Let the k rows of `bank` (N, D) most similar to each query (Q, D) vote -> (Q, classes) fp64.
 
     By cosine similarity, each with the weight exp(similarity / 0.07) (Wu et al., arXiv 1805.01978,
-    section 3.4, as DINO and others do since), or one vote each. -inf for a class without a vote.
+    section 3.4, as DINO and others do since). -inf for a class without a vote.
     """
     bank, k, votes = F.normalize(bank, dim=1), min(k, len(bank)), []
     for some in F.normalize(queries, dim=1).split(max(1, SIMILARITIES // len(bank))):
         similarity, index = (some @ bank.T).topk(k)  # 2 x (some, k)
         weight = (similarity.double() / TEMPERATURE).exp().cpu()
-        weight = weight if weighted else torch.ones_like(weight)
         vote = torch.zeros(len(some), classes, dtype=torch.float64)
         votes.append(vote.scatter_add(1, labels[index.cpu()], weight))
     found = torch.cat(votes)

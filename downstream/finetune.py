@@ -6,8 +6,7 @@ Shapes: B images, L patches, D width, as in vit.py.
 """
 
 import argparse
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torchvision.transforms import v2
 
 import data
@@ -26,9 +24,9 @@ import mesh
 import shard
 import vit
 from downstream.classifiers import Classifier, classifier_value
-from downstream.images import EvalBatch, open_eval_loader
+from downstream.images import open_eval_loader
 from downstream.scores import class_numbers
-from downstream.weights import Pretrained, check_fits, epsilon_note, read_pretrained
+from downstream.weights import Pretrained, epsilon_note, read_pretrained
 from runtime import image_source, process
 from runtime.agreement import gather_to_rank0, run_on_rank0
 from runtime.config import FIELDS, Config, Parser, add_flags, flag, make_config, number, whole
@@ -99,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         depth, img_size = pretrained.config.depth, args.img_size or pretrained.img_size
         if args.freeze_blocks > depth:
             raise ValueError(f"--freeze-blocks {args.freeze_blocks}: the model has {depth} blocks")
-        check_fits(pretrained, pretrained.config, img_size)
+        vit.patch_count(pretrained.config, img_size)  # raises where patches do not fill it
         image_source.check_folder(args.test, "--test", args.out)
     except (OSError, ValueError) as error:
         return process.usage_error(str(error))
@@ -117,33 +115,15 @@ def run(args: argparse.Namespace) -> int:
 # The model, sharded, with its optimizer
 
 
-def build_layerwise_adamw(
-    model: nn.Module, decay: Collection[str], run: TuningRun
-) -> torch.optim.Optimizer:
-    """Build a fused AdamW, betas (0.9, 0.999), for the parameters that train.
+def depth_scale(name: str, depth: int, layer_decay: float) -> float:
+    """Return the share of the learning rate that a parameter of this original name has.
 
-    The learning rate of each block is `layer_decay` times that of the next, and so down to patch
-    embedding and class token: what is near the pixels moves least (BEiT, arXiv 2106.08254). Groups
-    have the factor as "lr_scale". `decay` has the original names of what decays.
+    That of each of the `depth` blocks is `layer_decay` times that of the next, and so down to patch
+    embedding and class token: what is near the pixels moves least (BEiT, arXiv 2106.08254).
     """
-    groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
-    c, rest = run.config, run.model.depth + 1  # the number of the last layer: norm and head
-    for name, p in ((shard.original_name(n), p) for n, p in model.named_parameters()):
-        layer = int(name.split(".")[1]) + 1 if name.startswith("blocks.") else rest
-        layer = 0 if name.startswith(("patch_embed.", "cls_token")) else layer
-        if p.requires_grad:
-            groups.setdefault((rest - layer, name in decay), []).append(p)
-    described = [
-        {
-            "params": params,
-            "weight_decay": c.weight_decay * decays,
-            "lr_scale": c.layer_decay**above,
-        }
-        for (above, decays), params in groups.items()
-    ]
-    if shard.STRATEGIES[str(c.mode)].engine == "zero1":
-        return ZeroRedundancyOptimizer(described, torch.optim.AdamW, lr=run.lr, fused=True)
-    return torch.optim.AdamW(described, lr=run.lr, fused=True)
+    if name.startswith("blocks."):
+        return layer_decay ** (depth - int(name.split(".")[1]))
+    return layer_decay ** (depth + 1) if name.startswith(("patch_embed.", "cls_token")) else 1.0
 
 
 def build_tuning(
@@ -168,7 +148,15 @@ def build_tuning(
         # what is left out must be the same where activations are computed again
         options=replace(run.sharding_options(), preserve_rng_state=c.drop_path > 0),
     )
-    optimizer = build_layerwise_adamw(model, decay, run)
+    optimizer = shard.build_optimizer(
+        model,
+        str(c.mode),
+        decay,
+        lr=run.lr,
+        weight_decay=c.weight_decay,
+        betas=(0.9, 0.999),
+        lr_scale=partial(depth_scale, depth=run.model.depth, layer_decay=c.layer_decay),
+    )
     scaler = shard.build_scaler(model, device, run.dtype)
     return Training(model, optimizer, scaler, build_loss(run), run.dtype, c.clip), trained
 
@@ -222,17 +210,13 @@ def build_loss(run: TuningRun) -> Callable[[nn.Module, MicroBatch], Tensor]:
 def check_classes(train: Any, test: Any, img_size: int, stats: data.ChannelStats) -> list[int]:
     """Return the number in training of each class of the test images.
 
-    ValueError for a class without training, or where no image of a folder can be read.
+    ValueError for a class without training, or where no test image can be read.
     """
-    for folder, files in ("--data", train), ("--test", test):
+    for name, files in ("--data", train), ("--test", test):
         if min(files.labels) < 0:
-            raise ValueError(f"{folder} {files.root} has images outside of a folder of their class")
-        for batch in open_eval_loader(files, img_size, 16, 0, stats):
-            if batch.indices:
-                break
-        else:
-            what = f"none of the {len(files)} images in {folder} {files.root} can be read"
-            raise ValueError(f"{what}, the last: {batch.bad[-1][1]}")
+            raise ValueError(f"{name} {files.root} has images outside of a folder of their class")
+    if not any(batch.indices for batch in open_eval_loader(test, img_size, 16, 0, stats)):
+        raise ValueError(f"none of the {len(test)} images in --test {test.root} can be read")
     return class_numbers(test, train)
 
 
@@ -244,7 +228,7 @@ class Scores:
     session: Session
     model: nn.Module
     files: Any
-    numbers: list[int]  # as of `classes_in`
+    numbers: list[int]  # as of `class_numbers`
     workers: int
     scores: dict[str, Any] = field(default_factory=dict)
 
@@ -267,14 +251,12 @@ class Scores:
             some = ", ".join(f"{self.files.path(i)} ({why})" for i, why in left_out[:5])
             log.warn(f"{len(left_out)} of {len(self.files)} test images cannot be read: {some}")
         if count:
-            means = dict(
-                zip(("test_loss", "top1", "top5"), (sums[1:] / count).tolist(), strict=True)
-            )
-            counts = {"test_images": count, "bad_test_images": len(self.files) - count}
-            self.scores = counts | means
+            loss, top1, top5 = (sums[1:] / count).tolist()
+            self.scores = {"test_images": count, "bad_test_images": len(self.files) - count}
+            self.scores |= {"test_loss": loss, "top1": top1, "top5": top5}
             log.write("scores", step=step, **self.scores)
-            text = "test loss {test_loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
-            log.say(f"epoch {step // self.run.epoch_steps}: {text.format(**means)}")
+            text = f"test loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
+            log.say(f"epoch {step // self.run.epoch_steps}: {text}")
 
     @torch.no_grad()
     def sum_up(self) -> tuple[Tensor, list[tuple[int, str]]]:
@@ -284,27 +266,22 @@ class Scores:
         """
         run, ranks, device = self.run, self.session.ranks, self.session.device
         side, stats, size = run.config.img_size, run.channel_stats, run.local_batch
-        mine = range(ranks.rank, len(self.files), ranks.world_size)
-        options: Any = {"indices": mine, "exact": run.config.exact_decode}
-        batches = open_eval_loader(self.files, side, size, self.workers, stats, **options)
-        nothing = EvalBatch(torch.empty(0), torch.empty(0), [], [])
+        how: Any = {"exact": run.config.exact_decode, "share": (ranks.rank, ranks.world_size)}
+        batches = open_eval_loader(self.files, side, size, self.workers, stats, **how)
         number_of = torch.tensor(self.numbers, device=device)
         sums, bad = torch.zeros(4, dtype=torch.float64, device=device), list[tuple[int, str]]()
-        # every rank calls the model equally often: each call gathers parameters from all
-        for _ in range(math.ceil(math.ceil(len(self.files) / ranks.world_size) / size)):
+        for images, labels, indices, unreadable in batches:
             self.session.heartbeat("scoring")
-            images, labels, indices, unreadable = next(batches, nothing)
             bad += unreadable
-            if not indices:
+            if not indices:  # every rank calls the model equally often: it gathers parameters
                 images = torch.zeros(1, run.model.channels, side, side)
             with shard.autocast(self.model, device, run.dtype):
                 logits = self.model(data.normalize(images.to(device), stats)).float()
-            if indices:
-                labels = number_of[labels.to(device)]  # (B,)
-                hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]  # (B, 5)
-                losses = F.cross_entropy(logits, labels, reduction="none")
-                counted = torch.ones_like(losses), losses, hits[:, 0], hits.any(dim=1)
-                sums += torch.stack([values.double().sum() for values in counted])
+            logits, labels = logits[: len(indices)], number_of[labels.to(device)]  # (B,)
+            hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]  # (B, 5)
+            losses = F.cross_entropy(logits, labels, reduction="none")
+            counted = torch.ones_like(losses), losses, hits[:, 0], hits.any(dim=1)
+            sums += torch.stack([values.double().sum() for values in counted])
         return sums, bad
 
 

@@ -19,7 +19,7 @@ Sample = tuple[Tensor | str, int, int]  # pixels (C, H, W) or why there are none
 class EvalBatch(NamedTuple):
     """The next images in order, without those that cannot be read: B may be smaller, even 0."""
 
-    images: Tensor  # (B, C, H, W) uint8 or float32, as loaded: data.normalize makes them floats
+    images: Tensor  # (B, C, H, W) uint8 or float32, as loaded: not normalised; or (0,)
     labels: Tensor  # (B,) int64, indices into the classes; -1 for an image without one
     indices: list[int]  # B, of the images in the data set
     bad: list[tuple[int, str]]  # (index, reason) of each image that is left out
@@ -37,30 +37,25 @@ def centre_crop(width: int, height: int) -> tuple[int, int, int, int]:
 
 def fixed_noise(seed: int, indices: Sequence[int], patches: int) -> Tensor:
     """Draw the masking noise (B, L) of images from the seed and their indices alone."""
-    drawn = [data.draw_augmentation(seed, index, patches, 1, 1)[0] for index in indices]
-    return torch.stack(drawn) if drawn else torch.empty(0, patches)
+    return torch.stack([data.draw_augmentation(seed, i, patches, 1, 1)[0] for i in indices])
 
 
 @dataclass(eq=False)
 class EvalImages(Dataset[Sample]):
     """Images by index, without augmentation; `exact` as in `data.crop_and_resize`."""
 
-    files: data.ImageSource
+    files: Any  # an image source with labels
     img_size: int
     stats: data.ChannelStats
     exact: bool = False
 
     def __getitem__(self, index: int) -> Sample:
         """Load an image; raises only what is not the file's own error."""
-        labels: Any = getattr(self.files, "labels", None)  # a source of one's own may have none
-        label = -1 if labels is None else int(labels[index])
+        label = int(self.files.labels[index])
         try:
             return self.load(index), label, index
         except Exception as error:  # Pillow raises many kinds for a broken file
-            code = getattr(error, "errno", None)
-            if isinstance(error, MemoryError) or code not in data.FILE_ERRNOS:
-                raise
-            return f"{type(error).__name__}: {error}", label, index
+            return data.file_fault(error), label, index
 
     def load(self, index: int) -> Tensor:
         """Read, decode and crop an image -> (C, H, W); raises what these raise."""
@@ -76,14 +71,13 @@ class EvalImages(Dataset[Sample]):
         """Stack the images that could be read."""
         good = [(x, label, index) for x, label, index in samples if isinstance(x, Tensor)]
         bad = [(index, x) for x, _, index in samples if isinstance(x, str)]
-        dtype = torch.uint8 if self.stats.dtype == "uint8" else torch.float32
-        none = torch.empty(0, len(self.stats.mean), self.img_size, self.img_size, dtype=dtype)
-        images = torch.stack([x for x, _, _ in good]) if good else none
-        return EvalBatch(images, torch.tensor([y for _, y, _ in good]), [i for *_, i in good], bad)
+        images = torch.stack([x for x, _, _ in good]) if good else torch.empty(0)
+        labels = torch.tensor([label for _, label, _ in good], dtype=torch.int64)
+        return EvalBatch(images, labels, [index for *_, index in good], bad)
 
 
 def open_eval_loader(
-    files: data.ImageSource,
+    files: Any,
     img_size: int,
     batch: int,
     workers: int,
@@ -91,19 +85,24 @@ def open_eval_loader(
     *,
     indices: Sequence[int] | None = None,
     exact: bool = False,
+    share: tuple[int, int] = (0, 1),
 ) -> Iterator[EvalBatch]:
     """Yield the images `indices` (default: all) in this order, up to `batch` in a batch.
 
-    Each is the square of `centre_crop`, resized to `img_size`. One that is broken, or has other
-    channels or another type than `stats`, is left out and listed in the batch. Raises LoaderFailed
-    where a disk or a worker process fails.
+    The batches are dealt to ranks in turn, and a `share` is (rank, number of ranks); its last batch
+    may be empty, so that all have equally many. An image is the square of `centre_crop`, resized to
+    `img_size`. One that is broken, or has other channels or another type than `stats`, is left out
+    and listed in the batch. Raises LoaderFailed where a disk or a worker process fails.
     """
+    rank, ranks = share
     images = EvalImages(files, img_size, stats, exact)
+    order = range(len(files)) if indices is None else indices
+    batches: list[Any] = [order[i : i + batch] for i in range(0, len(order), batch)]
+    batches += [[]] * (-len(batches) % ranks)
     with loader_errors():
         yield from DataLoader(
             images,
-            batch_size=batch,
-            sampler=range(len(files)) if indices is None else indices,
+            batch_sampler=batches[rank::ranks],
             num_workers=workers,
             collate_fn=images.collate,
             multiprocessing_context=process.fork_server() if workers else None,

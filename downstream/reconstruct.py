@@ -68,15 +68,9 @@ def run(args: argparse.Namespace) -> int:
     with replacing(args.out) as file:
         draw_rows(panels, names, title).save(file, kind, optimize=True)
     print(f"{args.out}: {len(names)} images; loss of the removed patches {loss.item():.4f}")
-    decibels = psnr(panels)
-    for name, row in zip([*names, "mean"], [*decibels, decibels.mean(0)], strict=True):
-        print(f"  PSNR {row[1]:.2f} dB, interpolation {row[0]:.2f} dB  {name}")
+    for line in captions(panels, names):
+        print(f"  {line}")
     return 0
-
-
-def is_rgb(stats: data.ChannelStats) -> bool:
-    """Tell whether images can be shown as they are."""
-    return stats.dtype == "uint8" and len(stats.mean) == 3
 
 
 def unpatchify(patches: Tensor, patch: int) -> Tensor:
@@ -139,7 +133,7 @@ def reconstructions(
     columns = [unpatchify(target, patch), interpolate(target, removed, patch)]
     x = torch.stack([*columns, unpatchify(prediction, patch)], dim=1)  # (B, 3, C, H, W)
     x = x[:, :, [min(i, len(stats.mean) - 1) for i in range(3)]]  # (B, 3, 3, H, W)
-    if is_rgb(stats):
+    if stats.dtype == "uint8" and len(stats.mean) == 3:  # can be shown as it is
         std, mean = (torch.tensor(values)[:, None, None] for values in (stats.std, stats.mean))
         x = x * std + mean
     else:
@@ -151,30 +145,29 @@ def reconstructions(
     return (shown.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def psnr(panels: Tensor) -> Tensor:
-    """Compute the PSNR (B, 2), dB, of images filled in by interpolation and by the model.
+def captions(panels: Tensor, names: Sequence[str]) -> list[str]:
+    """Describe each image of panels (B, 5, 3, H, W), and their mean, by the PSNR of both fillings.
 
-    Of panels (B, 5, 3, H, W) as of `reconstructions`; visible patches are those of the original.
+    Of panels as of `reconstructions`; visible patches are those of the original.
     """
     error = panels[:, [2, 4]].double() - panels[:, :1]
-    return 10 * torch.log10(255**2 / error.square().mean((2, 3, 4)))
+    decibels = 10 * torch.log10(255**2 / error.square().mean((2, 3, 4)))  # (B, 2)
+    rows = zip([*names, "mean"], [*decibels, decibels.mean(0)], strict=True)
+    return [f"PSNR {x[1]:.2f} dB, interpolation {x[0]:.2f} dB  {name}" for name, x in rows]
 
 
 def draw_rows(panels: Tensor, names: Sequence[str], title: str) -> Image.Image:
-    """Arrange panels (B, 5, 3, H, W) below a title and the heads, each row above its name."""
+    """Arrange panels (B, 5, 3, H, W) below a title and the heads, each row above its caption."""
     zoom = max(1, SIDE // panels.shape[-1])
     big = F.interpolate(panels.flatten(0, 1), scale_factor=zoom)  # nearest: pixel by pixel
     grid = make_grid(big, len(COLUMNS), padding=GAP, pad_value=255)
+    picture = to_pil_image(F.pad(grid, (0, 0, GAP, 0), value=255))
     step = big.shape[-1] + GAP
-    picture = Image.new("RGB", (grid.shape[2], grid.shape[1] + GAP), "white")
-    picture.paste(to_pil_image(grid), (0, GAP))
+    texts = [(GAP, 0, title), *((GAP + i * step, GAP, head) for i, head in enumerate(COLUMNS))]
+    for row, caption in enumerate(captions(panels, names)[:-1], 1):
+        texts.append((GAP, GAP + row * step, caption))
     pen, font = ImageDraw.Draw(picture), ImageFont.load_default()
-    texts = [(0, 0, title), *((column, 1, head) for column, head in enumerate(COLUMNS))]
-    for row, (name, decibels) in enumerate(zip(names, psnr(panels).tolist(), strict=True)):
-        texts += [(0, row + 2, name[-40:])]
-        texts += [(c, row + 2, f"{x:.2f} dB") for c, x in zip((2, 4), decibels, strict=True)]
-    for column, line, text in texts:  # line 0 and 1 are above the first row
+    for x, y, text in texts:
         plain = text.encode("ascii", "replace").decode()  # the default font may have no others
-        y = line * GAP if line < 2 else GAP + (line - 1) * step
-        pen.text((GAP + column * step, y + 2), plain, fill="black", font=font)
+        pen.text((x, y + 2), plain, fill="black", font=font)
     return picture

@@ -27,15 +27,16 @@ from downstream.images import open_eval_loader
 from downstream.weights import Pretrained, build_pretrained, random_weights, read_pretrained
 from runtime import agreement
 from runtime.config import filled, number, whole
-from runtime.device_batches import LoaderFailed
+from runtime.device_batches import LoaderFailed, worker_count
 from runtime.image_source import check_folder, list_folder
 from runtime.process import print_error, throttled_progress, usage_error
+from storage.safe_files import replacing
 
 HELP = "score frozen features: knn without training, linear by a linear classifier"
 BATCH = 64  # images; always as many, so that any number of ranks computes the same bits
 PIXELS_SIDE = 16  # of the smaller image that is the raw-pixel baseline
 MOST_K = 20
-SETTINGS = {"knn": ("k", "vote"), "linear": ("epochs", "batch", "blr", "optimizer")}
+SETTINGS = {"knn": ("k",), "linear": ("epochs", "batch", "blr", "optimizer")}
 Say = Callable[[str], None]
 Source = tuple[str, int | None]  # a name in the table, the seed of random weights
 Share = tuple[list[int], Tensor]  # images that a rank could read, by index; their features (n, D)
@@ -52,13 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--grey", action="store_true", help="make the images grey first")
     add("--seed", type=whole(0, 2**31), default=0, help="of split, random weights, training (0)")
     add("--seeds", type=whole(1, 100), default=1, metavar="N", help="seeds to average over (1)")
-    workers = "processes that read images, per rank (default: cores - 1, at most 8)"
+    workers = "processes that read images, per rank (default: cores - 1, at most 6)"
     add("--workers", type=whole(0, 1024), metavar="N", help=workers)
     add("--out", type=filled, metavar="DIR", help="for the scores (default probe/RUN)")
     if parser.prog.endswith("knn"):
         some = f"neighbours that vote (default {MOST_K}, or a class's images where it has fewer)"
         add("--k", type=whole(1, 10**6), metavar="K", help=some)
-        add("--vote", choices=("weighted", "majority"), default="weighted", help="default weighted")
         return
     epochs = f"default {classifiers.EPOCHS}, more on a small set: what shows two million images"
     add("--epochs", type=whole(1, 10**6), metavar="N", help=epochs)
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if failed:
         if ranks.rank == 0:
             print_error(str(failed), "probe.py")
-        return 2 if isinstance(failed.error, ValueError | FileNotFoundError) else 1
+        return failed.status
     if shares:
         found = {source: join_shares(folders, [s[source] for s in shares]) for source in own}
         report_scores(args, pretrained, *score_sources(args, folders, found, device))
@@ -116,10 +116,6 @@ def read_inputs(args: argparse.Namespace, say: Say) -> tuple[Pretrained, list[An
             folders.append(list_folder(path, None, say)[0])
             if not len(folders[-1].classes):
                 raise ValueError(f"{path} has no classes: a score needs a folder for each class")
-    counts = np.bincount(np.asarray(folders[0].labels) + 1)[1:].tolist()
-    if not args.test and 1 in counts:
-        what = f"class {folders[0].classes[counts.index(1)]} of {args.data} has a single image"
-        raise ValueError(f"{what}: it cannot be split")
     class_numbers(folders[-1], folders[0])
     return pretrained, folders
 
@@ -146,21 +142,20 @@ def encode_share(
     where features are not finite.
     """
     size, stats = args.img_size or pretrained.img_size, pretrained.stats
-    workers = min(8, mesh.cpu_cores(ranks) - 1) if args.workers is None else args.workers
-    sources: dict[Source, Any] = {("trained", None): lambda: pretrained}
-    for seed in seeds_of(args):
-        sources["random weights", seed] = partial(random_weights, pretrained, seed)
+    workers, share = worker_count(args.workers, ranks), (ranks.rank, ranks.world_size)
+    random: list[Source] = [("random weights", seed) for seed in seeds_of(args)]
     shares: dict[Source, list[Share]] = {}
-    for source, load in (sources | {("raw pixels", None): None}).items():
-        model, shares[source] = load and build_pretrained(load(), device, size), []
+    for name, seed in [("trained", None), *random, ("raw pixels", None)]:
+        model, own = None, list[Share]()
+        if name != "raw pixels":
+            weights = pretrained if seed is None else random_weights(pretrained, seed)
+            model = build_pretrained(weights, device, size)
         for files in folders:
-            firsts = range(0, len(files), BATCH)[ranks.rank :: ranks.world_size]
-            mine = [i for first in firsts for i in range(len(files))[first : first + BATCH]]
-            progress = throttled_progress(say, f"features of {source[0]}, {files.root}, rank 0")
+            progress = throttled_progress(say, f"features of {name}, {files.root}, rank 0")
             indices, rows = list[int](), [torch.empty(0)]
             try:
-                for batch in open_eval_loader(files, size, BATCH, workers, stats, indices=mine):
-                    for index, reason in batch.bad if source[0] == "trained" else []:
+                for batch in open_eval_loader(files, size, BATCH, workers, stats, share=share):
+                    for index, reason in batch.bad if name == "trained" else []:
                         print(f"warning: {files.path(index)} is left out: {reason}", flush=True)
                     if batch.indices:
                         rows.append(encode(model, batch.images.to(device), stats, args))
@@ -168,7 +163,8 @@ def encode_share(
                     progress(len(indices))
             except LoaderFailed as error:
                 raise OSError(str(error)) from error
-            shares[source].append((indices, torch.cat(rows)))
+            own.append((indices, torch.cat(rows)))
+        shares[name, seed] = own
         del model  # before the next one is built
     return shares
 
@@ -281,8 +277,7 @@ def score_queries(
     Also returns how the training of a linear classifier went.
     """
     if "k" in settings:
-        k, weighted = settings["k"], settings["vote"] == "weighted"
-        return classifiers.nearest_vote(bank, labels, queries, classes, k, weighted), {}
+        return classifiers.nearest_vote(bank, labels, queries, classes, settings["k"]), {}
     progress = throttled_progress(partial(print, flush=True), "linear classifier")
     model, losses = classifiers.train_linear(
         bank, labels, classes, **settings, seed=seed, progress=progress
@@ -346,7 +341,6 @@ def report_scores(
     parts = [part for part in Path(args.run).parts if part not in ("/", "..")]
     path = Path(args.out or Path("probe", *parts), f"{args.command}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_suffix(".tmp")
-    whole.write_text(json.dumps(about | {"mean": means, "scores": scores}, indent=2) + "\n")
-    whole.replace(path)
+    with replacing(str(path)) as file:
+        file.write(json.dumps(about | {"mean": means, "scores": scores}, indent=2).encode())
     print(f"{path}: per class and seed", flush=True)

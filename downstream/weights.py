@@ -11,7 +11,6 @@ import math
 import re
 from collections import UserDict
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,12 +92,11 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(
-            f"there is no {path}: give the --out of a run, a checkpoint, or a file of weights"
-        )
+        advice = "give the --out of a run, a checkpoint, or a file of weights"
+        raise ValueError(f"there is no {path}: {advice}")
     weights: Mapping[str, Tensor]
     try:
-        if path.is_dir() and not (path / "config.json").exists():
+        if path.is_dir() and not (path / "config.json").is_file():
             path, weights, said = _read_run(path)
         else:
             weights, said = _read_file(path)
@@ -136,7 +134,7 @@ def _describe(
     for key, values in ("channel_mean", stats.mean), ("channel_std", stats.std):
         if len(values) != channels or not all(map(math.isfinite, values)):
             raise ValueError(f"{key} is not {channels} finite numbers")
-    img_size = math.isqrt(max(0, shapes["pos_embed"][1] - 1)) * patch
+    img_size = math.isqrt(shapes["pos_embed"][1] - 1) * patch
     rows = (n for n, c in vit.MODELS.items() if replace(c, channels=channels) == config)
     model = said.get("model") or next(rows, None)
     norm_pix = said.get("norm_pix_loss", True)  # not known: as in the recipe
@@ -199,21 +197,16 @@ def _read_run(run: Path) -> tuple[Path, _Saved, dict[str, Any]]:
 
 def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a file or a folder -> weights by our names, and what it says of them."""
-    about: dict[str, Any] = {}
-    files = [path]
+    files, weights, about = [path], dict[str, Tensor](), dict[str, Any]()
     if path.is_dir():
         about = _read_config(path / "config.json")
         files = [*path.glob("model*.safetensors")] or [*path.glob("pytorch_model*.bin")]
-        files = files or [path / "model.safetensors"]  # which is not there
-    weights: dict[str, Tensor] = {}
     for file in files:
-        if not file.is_file():  # a pipe would wait
-            raise ValueError(f"there is no regular file {file.name}")
         safe = file.suffix == ".safetensors"
         tensors, said = _read_safetensors(file) if safe else _read_torch(file)
         weights, about = weights | tensors, said | about
-    names = {name: name.removeprefix("module.") for name in weights}  # as DDP names them
-    weights = {names[n]: t for n, t in weights.items() if not names[n].startswith("head.")}
+    weights = {n.removeprefix("module."): t for n, t in weights.items()}  # as DDP names them
+    weights = {n: t for n, t in weights.items() if not n.startswith("head.")}
     if any(name.endswith("embeddings.cls_token") for name in weights):
         weights = from_transformers(weights)
     return weights, about
@@ -230,8 +223,6 @@ def _read_torch(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         code = re.search(r"GLOBAL ([\w.]+)", str(error))
         why = f"it asks for {code[1]}" if code else " ".join(str(error).split())[:120]
         raise ValueError(f"torch.load finds no weights that run no code: {why}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"a {type(found).__name__}, not weights by name")
     inner = (found[key] for key in ("model", "state_dict") if isinstance(found.get(key), dict))
     weights = next(inner, found)  # the official code and timm
     for name, tensor in weights.items():
@@ -256,9 +247,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Read config.json of transformers -> what it says, in the words of convert.py's files."""
-    config = None
-    with suppress(RecursionError, ValueError):
-        config = json.loads(path.read_bytes() if path.is_file() else b"")  # a FIFO would wait
+    config = json.loads(path.read_bytes())
     if not isinstance(config, dict):
         raise ValueError(f"{path.name} is no JSON object")
     kind, activation = config.get("model_type"), config.get("hidden_act", "gelu")

@@ -31,7 +31,7 @@ LIMITS = {
     "vit.py": 345,
     "data.py": 417,
     "mesh.py": 195,
-    "shard.py": 524,
+    "shard.py": 530,
     "train_fsdp.py": 280,
     "checkpoint.py": 501,
     "launch_frontier.sh": 190,
@@ -40,7 +40,7 @@ LIMITS = {
     "storage/": 622,
     "planner/": 1465,
     "sweeps/": 710,
-    "downstream/": 1595,
+    "downstream/": 1520,
 }
 # Functions that take more than six parameters today.
 MANY_NOW: dict[str, int] = {}

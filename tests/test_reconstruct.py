@@ -39,7 +39,7 @@ def test_the_crop_is_that_of_torchvision_and_the_images_come_in_order(exact):
     assert side == (16, 38, 224, 224)
 
 
-def test_a_broken_image_is_left_out_and_workers_change_nothing(tmp_path):
+def test_a_broken_image_is_left_out_and_workers_and_ranks_change_nothing(tmp_path):
     for i, tile in enumerate(sorted(TILES.glob("*/*_01.jpg"))):
         (tmp_path / "ab"[i % 2]).mkdir(exist_ok=True)
         shutil.copy(tile, tmp_path / "ab"[i % 2] / f"{i}.jpg")
@@ -52,6 +52,10 @@ def test_a_broken_image_is_left_out_and_workers_change_nothing(tmp_path):
     assert sum(len(b.indices) for b in one) == len(files) - 2
     for left, right in zip(one, two, strict=True):
         assert torch.equal(left.images, right.images) and left[2:] == right[2:]
+    ranks = [images.open_eval_loader(files, 32, 2, 0, share=(rank, 3)) for rank in range(3)]
+    dealt = [batch[2:] for step in zip(*ranks, strict=True) for batch in step]
+    assert dealt[: len(one)] == [batch[2:] for batch in one]
+    assert all(rest == ([], []) for rest in dealt[len(one) :])
 
 
 def test_noise_is_of_the_seed_and_the_index_alone():
@@ -157,8 +161,8 @@ def test_errors_are_one_sentence_and_leave_the_picture_before(run, tmp_path, cap
     Path("reconstruct.png").write_bytes(b"before")
     line = ["reconstruct", str(run[0]), "--data", str(TILES)]
 
-    def refused(argv: list[str], words: str) -> None:
-        assert probe.main(argv) == 1
+    def refused(argv: list[str], words: str, status: int = 2) -> None:
+        assert probe.main(argv) == status
         error = capsys.readouterr().err
         assert error.startswith("probe.py: error: ") and words in error and error.count("\n") == 1
         assert Path("reconstruct.png").read_bytes() == b"before" and len([*tmp_path.iterdir()]) == 2
@@ -169,7 +173,7 @@ def test_errors_are_one_sentence_and_leave_the_picture_before(run, tmp_path, cap
     refused([*line, "--mask-ratio", "0"], "removes no patch")
     refused([*line, "--img-size", "33"], "not a multiple of the patch size 8")
     with files_limited(tmp_path, 0):  # as on a full disk
-        refused(line, "File too large")
+        refused(line, "File too large", status=1)
     encoder = replace(random_weights(read_pretrained(run[0])), weights={})
     monkeypatch.setattr(reconstruct, "read_pretrained", lambda path: encoder)
     refused(line, "an encoder without a decoder")
