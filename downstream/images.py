@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -57,18 +56,12 @@ class EvalImages(Dataset[Sample]):
         try:
             return self.load(index), label, index
         except Exception as error:  # Pillow raises many kinds for a broken file
-            code = getattr(error, "errno", None)
-            if isinstance(error, MemoryError) or code not in data.FILE_ERRNOS:
-                raise
-            return f"{type(error).__name__}: {error}", label, index
+            return data.file_fault(error), label, index
 
     def load(self, index: int) -> Tensor:
         """Read, decode and crop an image -> (C, H, W); raises what these raise."""
         content = self.files.read(index)
-        image, size = data.open_image(content)
-        found = (len(image), image.dtype.name) if isinstance(image, np.ndarray) else (3, "uint8")
-        if found != (wanted := (len(self.stats.mean), self.stats.dtype)):
-            raise ValueError("{} channels of {}, not {} of {}".format(*found, *wanted))
+        image, size = data.open_image(content, self.stats)
         exact = self.exact or not isinstance(content, bytes)
         return data.crop_and_resize(image, centre_crop(*size), self.img_size, exact)
 
