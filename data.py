@@ -26,11 +26,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".npy")
-TIFF = (b"II*", b"MM\0")  # how these files begin
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
-# Errors of the file itself, not of the node: it cannot be decoded (no errno), found or read.
-FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EACCES)
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # of crops, width : height
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
 Image.MAX_IMAGE_PIXELS = 2**29  # Pillow refuses images of twice as many: 4 GiB decoded
@@ -73,8 +70,7 @@ class ImageFolder:
         return os.path.join(self.root, self.names[index])
 
     def read(self, index: int) -> bytes:
-        with open(self.path(index), "rb", buffering=0) as file:
-            return file.read()
+        return Path(self.path(index)).read_bytes()
 
 
 def scan(root: str, progress: Callable[[int], None] | None = None) -> ImageFolder:
@@ -243,15 +239,14 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
     def __getitem__(self, place: tuple[int, int]) -> tuple[Any, ...]:
         """Load an image, or if it is unreadable the next one of the order, with the same draws.
 
-        Return a `LocalBatch` of one. RuntimeError after SUBSTITUTES in a row; raises any error that
-        is not the file's own.
+        Return what `load` does, the image's index and what it replaces. RuntimeError after
+        SUBSTITUTES in a row; raises any error that is not the file's own.
         """
         position, index = place
         bad: list[tuple[int, str]] = []
         while len(bad) < SUBSTITUTES:
             try:
-                image, noise, stats = self.load(position, index)
-                return image, noise, index, bad, stats
+                return *self.load(position, index), index, bad
             except Exception as error:  # Pillow raises many kinds for a broken file
                 bad.append((index, file_fault(error)))
             index = self.order.image_at(position + len(bad))
@@ -262,11 +257,7 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
         started = time.perf_counter()
         content = self.files.read(index)
         read = time.perf_counter()
-        image, size = open_image(content)
-        found = (len(image), image.dtype.name) if isinstance(image, np.ndarray) else (3, "uint8")
-        if found != (wanted := (len(self.stats.mean), self.stats.dtype)):
-            text = "{} channels of {}, not {} of {}: see `prepare.py stats`"
-            raise ValueError(text.format(*found, *wanted))
+        image, size = open_image(content, self.stats)
         noise, flip, crop = draw_augmentation(self.order.seed, position, self.patches, *size)
         encoded = len(content) if isinstance(content, bytes) else 0  # bytes
         pixels = crop_and_resize(image, crop, self.img_size, self.exact or not encoded)
@@ -277,7 +268,7 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
 def collate(samples: Sequence[tuple[Any, ...]]) -> LocalBatch:
     """Stack samples; in a worker into shared memory, as PyTorch's default does with tensors."""
     images, noise = default_collate([sample[:2] for sample in samples])
-    _, _, image_ids, bad, stats = zip(*samples, strict=True)
+    _, _, stats, image_ids, bad = zip(*samples, strict=True)
     return LocalBatch(images, noise, list(image_ids), [*chain(*bad)], total(stats))
 
 
@@ -330,16 +321,18 @@ def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
 
 def file_fault(error: Exception) -> str:
     """Say why a file is unreadable; raise an error of this node, as other ranks may not have it."""
-    own = getattr(error, "errno", None) in FILE_ERRNOS
-    if isinstance(error, (MemoryError, ImportError)) or not own:
+    own = None, errno.ENOENT, errno.ENOTDIR, errno.EACCES  # it cannot be decoded, found or read
+    if isinstance(error, (MemoryError, ImportError)) or getattr(error, "errno", None) not in own:
         raise error
     return f"{type(error).__name__}: {error}"
 
 
-def open_image(content: bytes | AnyImage) -> tuple[AnyImage, tuple[int, int]]:
+def open_image(
+    content: bytes | AnyImage, stats: ChannelStats | None = None
+) -> tuple[AnyImage, tuple[int, int]]:
     """Open what a source has read -> it, not decoded yet, and its (width, height) when upright.
 
-    ValueError, or whatever Pillow and numpy raise, where it is no image, damaged or too large.
+    ValueError, or what Pillow and numpy raise, where it is damaged, too large or not as `stats`.
     """
     image: AnyImage
     if not isinstance(content, bytes):
@@ -350,8 +343,9 @@ def open_image(content: bytes | AnyImage) -> tuple[AnyImage, tuple[int, int]]:
         try:
             image = Image.open(io.BytesIO(content))
         except UnidentifiedImageError:  # which names an object in memory
-            bands = " (`prepare.py pack` reads TIFF of many bands)" * (content[:3] in TIFF)
-            raise ValueError(f"not an image: it begins with {content[:16]!r}{bands}") from None
+            if content[:2] in (b"II", b"MM"):
+                raise ValueError("no picture: `prepare.py pack` reads TIFF of many bands") from None
+            raise ValueError(f"not an image: it begins with {content[:16]!r}") from None
         # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without
         # an error. The last end marker must follow the last start of a scan (ITU-T T.81, B.1).
         zeros = image.format == "JPEG" and content.endswith(b"\0")
@@ -362,8 +356,14 @@ def open_image(content: bytes | AnyImage) -> tuple[AnyImage, tuple[int, int]]:
             raise ValueError(f"not (C, H, W) of {ARRAY_DTYPES}: {image.dtype} {image.shape}")
         if image.dtype.kind == "f" and not np.isfinite(image).all():
             raise ValueError("NaN or infinite pixels")
-        return image, (image.shape[2], image.shape[1])
-    return image, image.size[::-1] if orientation(image) in (5, 6, 7, 8) else image.size
+        kind, size = (len(image), image.dtype.name), (image.shape[2], image.shape[1])
+    else:
+        turned = orientation(image) in (5, 6, 7, 8)
+        kind, size = (3, "uint8"), image.size[::-1] if turned else image.size
+    if stats and kind != (wanted := (len(stats.mean), stats.dtype)):
+        text = "{} channels of {}, not {} of {}: see `prepare.py stats`"
+        raise ValueError(text.format(*kind, *wanted))
+    return image, size
 
 
 def orientation(image: Image.Image) -> int:

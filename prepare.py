@@ -13,7 +13,6 @@ parts of these commands are in storage/.
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from mesh import process_cores
 from runtime import process
@@ -55,19 +54,19 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command -> exit status: 1 where images are broken or it failed, 2 for bad usage."""
-    args, say = read_command_line(argv), partial(print, flush=True)
+    args = read_command_line(argv)
     folder = args.dir.rstrip("/") or "/"
     try:
         if args.command == "scan":
-            return 1 if check_images(folder, args.out, args.workers, say) else 0
+            return 1 if check_images(folder, args.out, args.workers, print) else 0
         if args.command == "stats":
-            write_stats(folder, args.workers, say)
+            write_stats(folder, args.workers, print)
         elif args.command == "pack":
             options = {name: getattr(args, name) for name in ("max_side", "quality", "shard_mib")}
-            pack(folder, args.out, args.workers, say, **options)
+            pack(folder, args.out, args.workers, print, **options)
         else:
-            files = save_index(list_images(folder, say), f"{folder}.index")
-            say(f"{folder}.index: {len(files)} images, {len(files.classes)} classes")
+            files = save_index(list_images(folder, print), f"{folder}.index")
+            print(f"{folder}.index: {len(files)} images, {len(files.classes)} classes")
     except KeyboardInterrupt:
         resume = "; run the same command to resume" if args.command == "pack" else ""
         print(f"prepare.py: interrupted{resume}", file=sys.stderr)

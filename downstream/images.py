@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -60,10 +59,7 @@ class EvalImages(Dataset[Sample]):
     def load(self, index: int) -> Tensor:
         """Read, decode and crop an image -> (C, H, W); raises what these raise."""
         content = self.files.read(index)
-        image, size = data.open_image(content)
-        found = (len(image), image.dtype.name) if isinstance(image, np.ndarray) else (3, "uint8")
-        if found != (wanted := (len(self.stats.mean), self.stats.dtype)):
-            raise ValueError("{} channels of {}, not {} of {}".format(*found, *wanted))
+        image, size = data.open_image(content, self.stats)
         exact = self.exact or not isinstance(content, bytes)
         return data.crop_and_resize(image, centre_crop(*size), self.img_size, exact)
 

@@ -126,7 +126,7 @@ def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | Non
     say = partial(print, flush=True)
     config = replace(run.config, dry_run=False)
     say(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
-    _, found = image_source.find_images(config, None, run.global_batch, say)
+    _, found = image_source.find_images(config, None, run.global_batch)
     run = with_images(replace(run, config=config), **found)
     begin = read_run_state(list_newest_first(run, say), run, say)["step"]
     # of the GPU that the job will have, where one is here

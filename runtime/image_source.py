@@ -6,7 +6,7 @@ import pickle
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,11 +85,7 @@ def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tup
 
 
 def find_images(
-    config: "Config",
-    out: str | None,
-    global_batch: int,
-    say: Callable[[str], None],
-    stats: data.ChannelStats | None = None,
+    config: "Config", out: str | None, global_batch: int, stats: data.ChannelStats | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """List --data -> (images, what `with_images` needs to know of them), as `list_folder`.
 
@@ -97,7 +93,7 @@ def find_images(
     """
     files, names = SyntheticImages(config.seed, config.channels), None  # type: tuple[Any, Any]
     if config.data != "synthetic":
-        files, names = list_folder(config.data, out, say)
+        files, names = list_folder(config.data, out, print)
     data.steps_per_epoch(len(files), global_batch)  # raises where there is not one
     if stats is None:
         stats = find_stats(config.data, config.channels)
@@ -112,16 +108,13 @@ def share_images(
     """Do as `find_images` on rank 0, and give every rank its result. Collective."""
     if config.eval_data:
         share_eval_images(config)  # refused now, if at all
-    return _share(lambda: find_images(config, config.out, global_batch, _say, stats))
+    return _share(lambda: find_images(config, config.out, global_batch, stats))
 
 
 def share_eval_images(config: "Config") -> Any:
     """List --eval-data on rank 0, and give every rank the same list. Collective."""
     kept = os.path.join(config.out, EVAL_FOLDER)
-    return _share(lambda: list_folder(str(config.eval_data), kept, _say))[0]
-
-
-_say = partial(print, flush=True)  # the log is opened once there are images
+    return _share(lambda: list_folder(str(config.eval_data), kept, print))[0]
 
 
 def _share(find: Callable[[], Any]) -> Any:
@@ -144,7 +137,7 @@ def stats_file(folder: str) -> str:
 def find_stats(folder: str, channels: int) -> data.ChannelStats:
     """Read the statistics of the images in `folder`, ImageNet's for RGB images without any.
 
-    ValueError where there are none for so many channels, or the file is damaged.
+    ValueError where there are none for so many channels.
     """
     folder = folder.rstrip("/") or "/"
     path, command = stats_file(folder), f"`python prepare.py stats {folder}`"
@@ -154,12 +147,8 @@ def find_stats(folder: str, channels: int) -> data.ChannelStats:
         if folder == "synthetic":
             return data.ChannelStats((0.5,) * channels, (0.25,) * channels)
         raise ValueError(f"--channels {channels} needs their mean and deviation: type {command}")
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-        stats = data.ChannelStats(tuple(found["mean"]), tuple(found["std"]), found["dtype"])
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(f"{path} is damaged: write it again by {command}") from None
+    found = json.loads(Path(path).read_text())
+    stats = data.ChannelStats(tuple(found["mean"]), tuple(found["std"]), found["dtype"])
     if (count := len(stats.mean)) != channels:
         what = f"{path} is of images with {count} channels, not {channels}: give --channels {count}"
         raise ValueError(f"{what}, or if the images have changed, type {command}")

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,6 @@ import data
 from runtime.image_source import is_pack
 from runtime.process import throttled_progress
 from storage.safe_files import replacing
-
-DAMAGED = "is not an index written by prepare.py, or is damaged: create it again"
-CUT = "is missing or truncated: run prepare.py pack again, it resumes"
 
 
 @dataclass(frozen=True)
@@ -59,21 +57,17 @@ class ImageList:
         return os.path.join(self.root, place, self.name(index))
 
     def read(self, index: int) -> bytes:
-        """Read a whole image file; OSError, or ValueError where a shard is truncated."""
+        """Read a whole image file; OSError."""
         if not self.shards:
-            with open(self.path(index), "rb", buffering=0) as file:
-                return file.read()
+            return Path(self.path(index)).read_bytes()
         row = self.table[index]
-        name, size = self.shards[row["shard"]], int(row["size"])
+        name = self.shards[row["shard"]]
         here = os.path.join(self.staged or "", name)
         shard = here if self.staged and os.path.exists(here) else os.path.join(self.root, name)
         if shard not in self.opened:
             self.opened[shard] = io.FileIO(shard)
         # Not mapped: a parallel file system would be asked for one page at a time.
-        content = os.pread(self.opened[shard].fileno(), size, int(row["start"]))
-        if len(content) < size:
-            raise ValueError(f"{shard} {CUT}")
-        return content
+        return os.pread(self.opened[shard].fileno(), int(row["size"]), int(row["start"]))
 
 
 def make_table(names: list[bytes], *columns: Any) -> np.ndarray:
@@ -106,7 +100,8 @@ def list_images(root: str, say: Callable[[str], None]) -> ImageList:
     np.maximum.at(ends, files.table["shard"], files.table["start"] + files.table["size"])
     for name, end in zip(files.shards, ends, strict=True):
         if size(name) < end:
-            raise ValueError(f"{root}/{name} {CUT}")
+            what = "is missing or truncated: run prepare.py pack again, it resumes"
+            raise ValueError(f"{root}/{name} {what}")
     return files
 
 
@@ -131,7 +126,8 @@ def load_index(path: str, root: str, staged: str | None = None) -> ImageList:
             file.seek(table.offset + table.nbytes)
             classes, shards = map(tuple, json.load(file))
     except ValueError:
-        raise ValueError(f"{path} {DAMAGED}") from None
+        what = "is not an index written by prepare.py, or is damaged: create it again"
+        raise ValueError(f"{path} {what}") from None
     return ImageList(root, table.view(np.ndarray), classes, shards, path, staged)
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import tarfile
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -24,12 +25,11 @@ from storage.image_list import ImageList, fingerprint, list_images, make_table, 
 from storage.safe_files import replacing
 from storage.tiff import read_bands
 
-# what an image has become: endings of names that need no other
-KEPT = {"": ("",), ".jpg": (".jpg", ".jpeg"), ".npy": (".npy",)}
+Change = Callable[[bytes], tuple[bytes, str]]  # see `repack`
 
 
 def repack(content: bytes, max_side: int | None, quality: int) -> tuple[bytes, str]:
-    """Return an image as a pack holds it, and what it has become: "" is a copy.
+    """Return an image as a pack holds it, and how its name must end: "" for a copy.
 
     Its longer side is at most `max_side`; TIFF of many bands becomes an array (C, H, W).
     """
@@ -62,10 +62,8 @@ def shrink(array: np.ndarray, side: int) -> np.ndarray:
     return pixels.numpy().astype(array.dtype)
 
 
-def write_shard(
-    files: ImageList, shard: str, images: range, options: tuple[int | None, int]
-) -> None:
-    """Write one shard, whose images are made smaller by the `options` of `repack`.
+def write_shard(files: ImageList, shard: str, images: range, change: Change) -> None:
+    """Write one shard, whose images are what `change` makes of them.
 
     An image that cannot be read, or made smaller, becomes an empty file, so that it is found
     unreadable again in training, and all others keep their numbers. Raises any error that is not
@@ -73,20 +71,20 @@ def write_shard(
     """
     with replacing(shard) as stream, tarfile.open(fileobj=stream, mode="w") as archive:
         for index in images:
-            name, content, kind = files.name(index), b"", ""
+            name, content, ending = files.name(index), b"", ""
             try:
-                content, kind = repack(files.read(index), *options)
+                content, ending = change(files.read(index))
             except Exception as error:  # Pillow raises many kinds for a broken file
                 data.file_fault(error)
                 if isinstance(error, FileNotFoundError) and files.table[index]["size"]:
                     raise  # it was listed: a file system that goes away is no broken image
-            info = tarfile.TarInfo(name if name.lower().endswith(KEPT[kind]) else name + kind)
+            info = tarfile.TarInfo(name if name.lower().endswith(ending) else name + ending)
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
 
 
 def pack_shard(
-    shards: dict[range, str], options: tuple[int | None, int], files: ImageList, images: range
+    shards: dict[range, str], change: Change, files: ImageList, images: range
 ) -> list[tuple[bytes, int, int]]:
     """Write the shard of these images unless it is there -> name, size and start of each."""
     try:
@@ -96,8 +94,8 @@ def pack_shard(
         found = []
     if len(found) == len(images):
         return [(os.fsencode(member.name), member.size, member.offset_data) for member in found]
-    write_shard(files, shards[images], images, options)
-    return pack_shard(shards, options, files, images)
+    write_shard(files, shards[images], images, change)
+    return pack_shard(shards, change, files, images)
 
 
 def begin_pack(target: str, settings: dict[str, Any]) -> None:
@@ -146,7 +144,7 @@ def pack(
     shards = {part: os.path.join(target, f"shard-{i:06}.tar") for i, part in enumerate(parts)}
     if there := sum(map(os.path.exists, shards.values())):
         say(f"{there} of {len(parts)} shards are there already")
-    work = partial(pack_shard, shards, (max_side, quality))
+    work = partial(pack_shard, shards, partial(repack, max_side=max_side, quality=quality))
     found = list(for_each(work, files, workers, say, parts))
     carried, measured = Path(stats_file(files.root)), os.path.join(target, "stats.json")
     if carried.exists():

@@ -236,15 +236,6 @@ def _call(function: Callable[[], Any], folder: Path) -> None:
     (folder / os.environ["RANK"]).write_bytes(pickle.dumps(function()))
 
 
-def spy_on_worker(worker: int = 0) -> None:
-    """Replace the start of a worker: leave in FOLDER/told what it and its server have imported."""
-    files = {name: ROOT / f"{name.replace('.', '/')}.py" for name in sys.modules}
-    ours = sorted(name for name, path in files.items() if path.exists())
-    server = Path(f"/proc/{os.getppid()}/maps").read_text()
-    told = {"ours": ours, "torch": "libtorch" in server}
-    Path(os.environ["FOLDER"], "told").write_text(json.dumps(told))
-
-
 def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
     """(start, steps, end) of a log.jsonl; strict JSON, so NaN is an error."""
 

@@ -37,7 +37,7 @@ LIMITS = {
     "launch_frontier.sh": 190,
     "runtime/": 3170,
     "tests/": 11480,
-    "storage/": 622,
+    "storage/": 610,
     "planner/": 1465,
     "sweeps/": 710,
     "downstream/": 1520,

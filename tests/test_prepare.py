@@ -1,6 +1,7 @@
 """prepare.py against tar, webdataset, numpy and PIL; and what training does with bad images."""
 
 import csv
+import errno
 import io
 import json
 import os
@@ -8,37 +9,26 @@ import pickle
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tarfile
 import time
-import zlib
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import tifffile
 from conftest import ROOT
 from PIL import Image
-from ranks import (
-    Run,
-    environment,
-    free_port,
-    on_ranks,
-    processes_of,
-    read_log,
-    run_ranks,
-    run_script,
-    spy_on_worker,
-)
+from ranks import Run, environment, free_port, processes_of, read_log, run_ranks
 from test_data import noise_image, stream
 
 import checkpoint
 import data
 import prepare
-from runtime import image_source, log, process
+from runtime import image_source, log
 from storage import image_list, packing, staging
 
 TILES = ROOT / "examples/tiles/train"
@@ -70,29 +60,14 @@ def class_tree(root, classes=3, each=8, **size):
     return listed(root)
 
 
-def png_header(width, height):
-    """A PNG that says it has so many pixels, and has none."""
-
-    def chunk(kind, body):
-        crc = struct.pack(">I", zlib.crc32(kind + body))
-        return struct.pack(">I", len(body)) + kind + body + crc
-
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-
-
 def broken_tree(root):
     """A class tree, and one of every kind of broken file: path -> what its reason must say."""
-    files = class_tree(root)
-    whole = files.read(0)
+    whole = class_tree(root, each=9).read(0)
     kinds = {
         "cut.jpg": (whole[: len(whole) // 2], "truncated"),
         "empty.jpg": (b"", "not an image: it begins with"),
         "html.jpg": (b"<!DOCTYPE html><html>404</html>", "not an image: it begins with"),
-        "zero.png": (png_header(0, 0), "rror"),
-        "bomb.png": (png_header(40000, 40000), "Image size (1600000000 pixels) exceeds limit"),
-        "noise.tif": (os.urandom(300), "not an image: it begins with"),
-        "bands.tif": (b"II*\0" + os.urandom(300), "`prepare.py pack` reads TIFF of many bands"),
+        "bands.tif": (b"II*\0" + bytes(300), "`prepare.py pack` reads TIFF of many bands"),
         "nothing.jpg": (None, "No such file"),
     }
     for name, (content, _) in kinds.items():
@@ -105,7 +80,7 @@ def broken_tree(root):
 
 
 def ledger(path):
-    with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+    with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -133,23 +108,13 @@ def test_a_list_is_kept_in_out_or_read_from_beside_the_folder(tmp_path, capsys):
     assert contents(pickle.loads(pickle.dumps(plain))) == contents(plain)
 
 
-class Bomb:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-def test_an_index_that_is_none_is_refused_and_runs_nothing(tmp_path):
-    path = tmp_path / "the.index"
-    file = io.BytesIO()
-    np.save(file, np.array([Bomb(str(tmp_path / "ran"))], object), allow_pickle=True)
-    for content in (b"", b"not an index", pickle.dumps(Bomb("x")), file.getvalue()):
+def test_an_index_that_is_none_is_refused_and_no_pickle_in_it_is_read(tmp_path):
+    path = tmp_path / "index.npy"
+    np.save(path, np.array([{}], object), allow_pickle=True)
+    for content in (path.read_bytes(), b"not an index"):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"the\.index is not an index written by prepare\.py"):
+        with pytest.raises(ValueError, match=r"index\.npy is not an index written by prepare\.py"):
             image_list.load_index(str(path), str(tmp_path))
-    assert not (tmp_path / "ran").exists()
 
 
 def test_a_resume_goes_on_with_the_same_images_only(tmp_path):
@@ -199,13 +164,10 @@ def test_scan_names_every_broken_image_once(tmp_path, capsys):
     assert f"there is no folder {tmp_path}/no\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "resumes"), [("scan A", 0), ("stats A", 0), ("pack A B", 1)])
+@pytest.mark.parametrize(("command", "resumes"), [("scan A", 0), ("pack A B", 1)])
 def test_only_what_resumes_says_so(command, resumes, monkeypatch, capsys):
-    def interrupt(*arguments, **options):
-        raise KeyboardInterrupt
-
-    for name in ("check_images", "write_stats", "pack"):
-        monkeypatch.setattr(prepare, name, interrupt)
+    for name in ("check_images", "pack"):
+        monkeypatch.setattr(prepare, name, Mock(side_effect=KeyboardInterrupt))
     assert prepare.main(command.split()) == 130
     assert ("resume" in capsys.readouterr().err) == resumes
 
@@ -220,7 +182,7 @@ def train(out, root, *flags):
 
 
 def test_training_replaces_bad_images_lists_each_once_and_ends_at_too_many(tmp_path):
-    """Three epochs of 24 good and 8 broken ones: every rank finds others in each."""
+    """Of 27 good and 5 broken ones: every rank finds others in each epoch."""
     root, out, few = tmp_path / "root", tmp_path / "out", tmp_path / "few"
     expected = broken_tree(root)
     runs = [
@@ -233,7 +195,7 @@ def test_training_replaces_bad_images_lists_each_once_and_ends_at_too_many(tmp_p
     rows = ledger(out / "bad_images.csv")  # of both runs: none is listed again
     assert sorted(row["path"] for row in rows) == sorted(expected)
     assert all(expected[row["path"]] in row["reason"] for row in rows)
-    assert longer.end["reason"] == "done" and longer.end["bad_images"] == 8
+    assert longer.end["reason"] == "done" and longer.end["bad_images"] == 5
     # the step is the first, in the order of the job, in which the image stands or stood in line
     files = listed(root)
     order = np.random.default_rng((0, 0)).permutation(32)
@@ -345,22 +307,18 @@ prepare.main(["pack", *sys.argv[1:], "--workers", "1", "--shard-mib", "1"])
     assert "1 of 3 shards are there already" in capsys.readouterr().out
     assert first.stat().st_mtime_ns == made and not list(target.glob(".*"))
     assert contents(listed(target)) == contents(files)
-    for options in ("--max-side 256", "--quality 80"):
-        command = ["pack", root, str(target), "--shard-mib", "1", *options.split()]
-        assert prepare.main(command) == 1
-        assert "was started from other images or with other" in capsys.readouterr().err
+    assert prepare.main(["pack", root, str(target), "--shard-mib", "1", "--quality", "80"]) == 1
+    assert "was started from other images or with other" in capsys.readouterr().err
     assert prepare.main(["pack", root, f"{root}/../root"]) == 1
     assert "holds the images themselves" in capsys.readouterr().err
 
     # a shard that is cut or lost later is noticed before a run begins, and written again
-    packed, shard = listed(target), target / "shard-000002.tar"
+    shard = target / "shard-000002.tar"
     whole = shard.read_bytes()
     for content in (whole[: len(whole) // 3], b"\xa7" * 20480, None):
         shard.write_bytes(content) if content else shard.unlink()
         with pytest.raises(ValueError, match=r"000002\.tar is missing or truncated"):
             image_list.find_list(str(target), None, silent)
-        with pytest.raises((ValueError, FileNotFoundError)):
-            replace(packed, opened={}).read(23)
         prepared("pack", root, target, "--shard-mib", 1)
         assert shard.read_bytes() == whole
 
@@ -370,50 +328,19 @@ def test_a_pack_does_not_take_what_vanishes_for_broken(tmp_path):
     files = class_tree(tmp_path / "root")
     Path(files.path(20)).unlink()
     with pytest.raises(FileNotFoundError):
-        packing.write_shard(files, f"{tmp_path}/shard", range(20, 21), (None, 90))
+        packing.write_shard(
+            files, f"{tmp_path}/shard", range(20, 21), lambda content: (content, "")
+        )
     assert not list(tmp_path.glob("*shard*"))
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small disk")
-def test_a_full_disk_is_named_and_nothing_half_is_left(tmp_path, capsys):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", disk], check=True)
-    try:
-        root = disk / "root"
-        class_tree(root)
-        with pytest.raises(OSError):
-            (disk / "filler").write_bytes(bytes(2**20))
-        there = sorted(path.name for path in disk.iterdir())
-        made = {"index": f"{root}.index", "stats": f"{root}.stats.json", "pack": "/pack/pack.json"}
-        for command, named in made.items():
-            target = [str(disk / "pack")] * (command == "pack")
-            assert prepare.main([command, str(root), *target]) == 1
-            told = capsys.readouterr().err
-            assert "No space left on device: '" in told and told.endswith(f"{named}'\n"), told
-        with pytest.raises(OSError, match=r"No space left on device: .*/images\.index'"):
-            image_list.find_list(str(root), str(disk), silent)
-        filled = (disk / "filler").stat().st_size
-        os.truncate(disk / "filler", filled - 16 * 2**10)  # room for pack.json, not for a shard
-        assert prepare.main(["pack", str(root), f"{disk}/pack", "--workers", "1"]) == 1
-        assert re.search(r"No space left .*/pack/shard-000000\.tar'", capsys.readouterr().err)
-        assert sorted(path.name for path in disk.iterdir()) == sorted([*there, "pack"])
-        assert os.listdir(disk / "pack") == ["pack.json"]
-    finally:
-        subprocess.run(["umount", "--lazy", disk], check=True)
-
-
-@pytest.mark.full
-def test_everything_works_below_a_name_that_is_not_utf_8(tmp_path):
-    base = Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xe4d"))
-    files = class_tree(base / "root")
-    for command in ("index", "scan", "stats", "pack"):
-        more = {"scan": ["--out", base / "bad.csv"], "pack": [base / "pack"]}.get(command, [])
-        argv = [sys.executable, ROOT / "prepare.py", command, base / "root", *more]
-        subprocess.run(argv, env=os.environ | {"PYTHONIOENCODING": "utf-8"}, check=True)
-    for folder in ("root", "pack"):
-        found = image_list.find_list(str(base / folder), str(base / "out"), silent)
-        assert contents(pickle.loads(pickle.dumps(found))) == contents(files)
+def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path, monkeypatch):
+    (tmp_path / "list").write_text("old")
+    full = OSError(errno.ENOSPC, "No space left on device")  # which does not say of which file
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
+    with pytest.raises(OSError, match=r"No space left on device: '.*/list'$"):
+        image_list.save_index(class_tree(tmp_path / "root"), f"{tmp_path}/list")
+    assert (tmp_path / "list").read_text() == "old" and not list(tmp_path.glob(".*"))
 
 
 # --- statistics
@@ -522,7 +449,7 @@ def test_without_tifffile_one_sentence_says_what_to_type(tmp_path, monkeypatch, 
     assert capsys.readouterr().err.endswith("need imagecodecs: pip install imagecodecs\n")
 
 
-def test_a_tree_of_thirteen_bands_trains_on_two_ranks_after_one_command(tmp_path):
+def test_a_tree_of_thirteen_bands_trains_on_two_ranks_after_one_command(tmp_path, capsys):
     root, pack = tmp_path / "tiff", tmp_path / "packed"
     for i in range(32):
         kind = list(BANDS)[i % 4]
@@ -535,7 +462,9 @@ def test_a_tree_of_thirteen_bands_trains_on_two_ranks_after_one_command(tmp_path
     assert "pixels: 13 channels of uint16, mean and deviation of the images" in result.output
     assert 0.5 < result.steps[0]["loss"] < 2
     assert result.end["bad_images"] == 0
-    assert tree.status == [2, 2] and "prepare.py" in tree.errors
+    assert tree.status == [2, 2] and f"type `python prepare.py stats {root}`" in tree.errors
+    prepared("stats", root)
+    assert f"type `python prepare.py pack {root} PACK`, then train" in capsys.readouterr().out
 
 
 # --- node-local copies
@@ -604,27 +533,6 @@ def test_a_stage_dir_that_cannot_be_used_is_refused_on_all_ranks(runs):
 # --- workers: where they come from, what they read, what they leave
 
 
-def read_staged():
-    """In a fresh process, as a script: a run of one worker, from a pack that is staged."""
-    process.start_worker = spy_on_worker
-    pack, folder = f"{os.environ['FOLDER']}/pack", os.environ["FOLDER"]
-    prepared("pack", TILES, pack)
-    flags = f"{TRAIN} --run io --steps 2 --batch 4 --mode ddp --workers 1".split()
-    flags += ["--data", pack, "--out", f"{folder}/out", "--stage-dir", f"{folder}/stage"]
-    with pytest.raises(SystemExit) as left:
-        run_script([str(ROOT / "train_fsdp.py"), *flags])
-    return left.value.code
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_worker_has_what_it_needs_from_its_server_and_no_trainer(tmp_path):
-    """What each imports by itself is its own memory, six times a rank."""
-    assert on_ranks(1, read_staged, tmp_path) == [0]
-    told = json.loads((tmp_path / "told").read_text())
-    assert told["torch"] and {"data", "storage.image_list"} <= set(told["ours"])
-    assert {"train_fsdp", "shard", "checkpoint", "mesh"}.isdisjoint(told["ours"])
-
-
 def test_io_reports_what_each_rank_read(runs):
     folder, (*_, io) = runs
     assert io.status == [0, 0], io.errors
@@ -649,8 +557,7 @@ def shared_memory(pids):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /dev/shm")
-@pytest.mark.parametrize("how", ["kill", pytest.param("interrupt", marks=pytest.mark.full)])
-def test_a_loader_leaves_nothing_behind(tmp_path, how):
+def test_a_loader_that_is_killed_leaves_nothing_behind(tmp_path):
     code = """
 import sys, time, torch, data
 from runtime.device_batches import device_batches
@@ -670,9 +577,8 @@ if __name__ == "__main__":
     )
     assert job.stdout.readline() == "reading\n", job.stderr.read()
     pids = [line.split()[0] for line in processes_of(job.pid)] + [str(job.pid)]
-    os.killpg(job.pid, signal.SIGINT) if how == "interrupt" else job.kill()
-    _, told = job.communicate(timeout=180)
-    assert job.returncode and told.count("KeyboardInterrupt") == (how == "interrupt")
+    job.kill()
+    job.communicate(timeout=180)
     deadline = time.monotonic() + 60
     while (processes_of(job.pid) or shared_memory(pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
