@@ -17,8 +17,8 @@ from conftest import ROOT
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from ranks import environment, on_ranks
 
+import plan
 import sweep
-from planner.command import plan_parser
 from runtime import config
 from sweeps import report, results, studies
 
@@ -125,7 +125,7 @@ def test_the_studies_are_what_the_paper_varied():
     assert runs == [(1, "syn"), (1, "syn"), (2, "real"), (2, "syn"), (2, "io")]
     for point in (*options, *scaling, *inputs):
         world_size = str(point.nodes * point.ranks)
-        plan_parser().parse_args([*point.words, "--world-size", world_size])
+        plan.plan_parser().parse_args([*point.words, "--world-size", world_size])
 
 
 def test_one_rank_gathers_nothing_so_no_option_of_it_is_measured(tmp_path, stand_in, capsys):
@@ -153,8 +153,8 @@ def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words", "sentence"),
     [
-        ("ranks,model\n,tiny", "", "line 2: ranks is '', but must be a whole number above zero"),
-        ("nodes,ranks\n0,1", "", "line 2: nodes is '0', but must be"),
+        ("ranks,model\n,tiny", "", "line 2: `nodes` and `ranks` (per node) must be whole"),
+        ("nodes,ranks\n0,1", "", "--world-size: '0' is not a whole number"),
         ("ranks,model", "", "has no points"),
         ("ranks,out\n1,here", "", "--out is set by the sweep"),
         ("ranks,group,mode\n1,2,ddp", "", "--group is for --mode hybrid and hybrid_grad_op"),
@@ -166,11 +166,10 @@ def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
         ("ranks\n1", "--sbatch=-AX --script mine.csv", "that train_fsdp.py: no --script"),
         ("ranks\n1", "--sbatch=-AX", "not on Frontier: --machine NAME"),
         ("", "nothing", "there is no study nothing"),
-        ("", "no.csv", "no.csv cannot be read: No such file"),
+        ("", "no.csv", "no.csv not found"),
         ("", "report", "which sweep? name its folder"),
         ("", "point .", "for the tasks of the job arrays"),
         ("", "quick .", "quick takes no folder"),
-        ("", "quick --models tiny,,base", "is not a list of names"),
         ("", "quick --models huger", "--model huger"),
         ("", "quick --ranks 0", "--ranks: '0' is not a whole number from 1 to"),
         ("", "quick --limit nan", "--limit: 'nan' is not a number"),
@@ -198,7 +197,7 @@ def test_bad_input_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys, text,
 def test_medians_and_quartiles_are_those_after_the_warm_up():
     rates = [7.0, 50, 10, 12, 11, 15, 13, 14, 19, 18]
     steps = [{"step": 2 * i + 2, "images_per_second": r} for i, r in enumerate(rates)]
-    log = {"start": [{"steps": 20}], "step": steps, "profile": [], "end": [{}]}
+    log = {"start": [{"steps": 20}], "step": steps, "end": [{}]}
     row = results.measured(log)
     kept = rates[2:]  # of 20 steps, those above 5: the lines of step 6, 8, ...
     names = ("images_per_second_q1", "images_per_second", "images_per_second_q3")
@@ -223,7 +222,7 @@ def test_medians_and_quartiles_are_those_after_the_warm_up():
     ],
 )
 def test_each_end_is_classified(code, end, output, late, state):
-    log = {"start": [], "step": [], "profile": [], "end": [end] if end else []}
+    log = {"start": [], "step": [], "end": [end] if end else []}
     assert results.outcome(code, log, output, late)[0] == state
 
 
@@ -294,7 +293,7 @@ def test_what_cannot_fit_is_skipped_without_try(tmp_path, stand_in):
     assert states(tmp_path / "out") == ["done", "done"]
 
 
-def test_reports_on_several_folders_leave_theirs(tmp_path, stand_in, monkeypatch, capsys):
+def test_reports_on_several_folders_leave_theirs(tmp_path, stand_in, monkeypatch):
     points = table(tmp_path / "mine.csv", "ranks,model,run_mode\n1,tiny,syn\n")
     folders = [tmp_path / "sweep_a", tmp_path / "sweep_b"]
     for folder in folders:
@@ -307,8 +306,6 @@ def test_reports_on_several_folders_leave_theirs(tmp_path, stand_in, monkeypatch
     assert {p: p.read_bytes() for f in folders for p in f.rglob("*") if p.is_file()} == before
     (folders[0] / "points.jsonl").unlink()  # results.jsonl alone is enough
     here("report", folders[0], "--out", tmp_path / "again")
-    table(folders[1] / "points.jsonl", '{"id": "cut')
-    assert "points.jsonl is damaged" in refused(capsys, "report", folders[1])
 
 
 @pytest.mark.full
@@ -332,7 +329,6 @@ def row(run: str, rate: float, world: int = 8, **more: object) -> results.Row:
 
 ALONE = row("syn", 10, 1, mode="no_shard")  # 1 s of compute
 CPU = {"device": "cpu", "cores": 2}
-OWN = {"compute": 1, "communication": 5, "optimizer": 1, "data": 1, "idle": 1}
 
 
 @pytest.mark.parametrize(
@@ -354,7 +350,6 @@ OWN = {"compute": 1, "communication": 5, "optimizer": 1, "data": 1, "idle": 1}
         ([row("syn", 20), row("syn", 20, 2)], "communication", (1, 3, 0)),
         ([row("syn", 80, alloc_retries=3), ALONE], "memory", None),
         ([row("syn", 0, state="out of memory", reason="x"), ALONE], "memory", None),
-        ([row("real", 40, profile=OWN)], "communication", (3, 5, 1)),
         # one of them was disturbed: real 0.29 s, syn 0.91; real below reading alone; all of them
         ([row("real", 276), row("syn", 88), row("io", 900), ALONE], "unclear", None),
         ([row("real", 60), row("syn", 70), row("io", 40), ALONE], "unclear", None),
@@ -373,9 +368,7 @@ def test_limits_by_hand(rows, word, parts):
     assert some[0] is rows[0] and limit.word == word and limit.why and word in results.ADVICE
     if parts:
         names = ("compute", "communication", "input")
-        assert tuple(
-            limit.parts[n][1] if n in limit.parts else None for n in names
-        ) == pytest.approx(parts)
+        assert tuple(limit.parts.get(name) for name in names) == pytest.approx(parts)
 
 
 def test_ranks_that_share_cores_are_no_more_devices():
@@ -466,11 +459,10 @@ def test_a_point_of_two_ranks_runs_under_torchrun(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     points = table(tmp_path / "mine.csv", "ranks,model,mode,run\n2,tiny,full_shard,syn\n")
     flags = "--img-size 32 --batch 2 --steps 9 --log-every 1 --device cpu --precision fp32"
-    here(points, "--out", tmp_path / "out", "--", *flags.split(), "--profile", "1")
+    here(points, "--out", tmp_path / "out", "--", *flags.split())
     (found,) = results.read_rows(tmp_path / "out")
     assert (found["state"], found["world_size"], found["mode"]) == ("done", 2, "full_shard")
     assert found["images_per_second"] > 0 and found["load_after"] > 0
-    assert found["payload_mb"] == pytest.approx(found["planned_payload_mb"], rel=0.02)
 
 
 @pytest.mark.full
