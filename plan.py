@@ -23,7 +23,7 @@ from planner.memory import GIB, MEMORY_PARTS
 from planner.traffic import PlannedRun, collectives, link_bytes, run_units
 from runtime import process
 from runtime.config import Parser, filled, make_config, number, training_parser
-from runtime.run import resolve
+from runtime.run import check_masking, resolve
 
 # ---------------------------------------------------------------------------------------------
 # The command line
@@ -61,6 +61,8 @@ def read_command(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
         args.world_size = args.world_size or machine.ranks_per_node
         config = make_config(parser, args)
         run = resolve(config, args.world_size, machine.ranks_per_node)
+        if not args.encoder_only:
+            check_masking(run.model, config.img_size, config.mask_ratio)
         planned = PlannedRun.from_flags(
             run.model, run.record() | {"encoder_only": args.encoder_only}
         )
@@ -138,8 +140,6 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
     found = plan.json()
     flops = (found[key] / 1e12 for key in ("flops_per_rank", "hardware_flops_per_rank"))
     yield "TFLOP per rank and step: {:.2f}, with recomputation {:.2f}".format(*flops)
-    if copied := found["host_copy_bytes_per_rank"]:
-        yield f"copied between host and GPU per rank and step: {copied / 1e9:.2f} GB"
     yield ""
     yield from _collective_lines(plan)
     yield ""

@@ -112,8 +112,6 @@ def choose_points(args: argparse.Namespace, words: list[str]) -> list[Point]:
             layouts = list(dict.fromkeys((layouts[0], layouts[-1])))
         gpu = bool(gpus) or in_slurm
         points = studies.study_points(args.what, args.models, layouts, args.data, gpu)
-        if args.what == "quick" and layouts[-1] == (1, 1):
-            print("left out: the study options, because one rank gathers nothing")
     for point in points:
         if point.nodes > 1 and not in_slurm:
             raise ValueError(f"a point needs {point.nodes} nodes: add --sbatch FLAGS")

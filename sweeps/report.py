@@ -20,9 +20,9 @@ RC_PARAMS: Any = {"font.size": 9, "axes.grid": True, "axes.axisbelow": True}
 RC_PARAMS |= {"grid.color": "#dddddd", "legend.frameon": False, "legend.handlelength": 3}
 RC_PARAMS |= {"savefig.dpi": 160, "savefig.bbox": "tight"}  # the legend enlarges the picture
 CAPTIONS = {
-    "throughput": "Images/s of the whole job: medians of the measured steps, and how far they "
-    "scatter. Dashed is the speed of the fewest ranks that were measured, multiplied, on a CPU by "
-    "at most its cores. Points without a result are in the last table.",
+    "throughput": "Images/s of the whole job: medians of the measured steps. Bars: half the "
+    "distance of their quartiles, at least the 5 % by which runs differ from day to day. Dashed: "
+    "the speed of the fewest ranks that were measured, multiplied, on a CPU by at most its cores.",
     "options": "Images/s by FSDP1's backward prefetch and `limit_all_gathers`.",
     "io": "Seconds per step: training on images (real), on one batch kept on the device (syn), "
     "reading alone (io).",
@@ -108,25 +108,25 @@ def draw_throughput(rows: Sequence[Row]) -> Any:
     return figure
 
 
-# by title of a panel, group of bars, bar: the value, and by how much it is uncertain
-Bars = dict[str, dict[str, dict[str, tuple[float, float]]]]
+# by group of bars and name of a bar: its value, and by how much that is uncertain
+Bars = dict[str, dict[str, tuple[float, float]]]
 
 
-def draw_bars(panels: Bars, unit: str) -> Any:
-    """Draw a panel per title, with groups of bars; None without any."""
-    width = 1.0 + 1.4 * max((len(groups) for groups in panels.values()), default=0)
-    figure, axes = new_figure(len(panels), max(3.4, width)) if panels else (None, [])
-    for panel, (title, groups) in zip(axes, panels.items(), strict=True):
-        series = list(dict.fromkeys(name for group in groups.values() for name in group))
-        for i, name in enumerate(series):
-            found = [group.get(name, (np.nan, np.nan)) for group in groups.values()]
-            heights, errors = zip(*found, strict=True)
-            xs = np.arange(len(groups)) + 0.8 * ((i + 0.5) / len(series) - 0.5)
-            look: Any = {"label": name, "hatch": HATCHES[i % len(HATCHES)], "edgecolor": "black"}
-            panel.bar(xs, heights, 0.8 / len(series), yerr=errors, capsize=2, **look)
-        panel.set_xticks(range(len(groups)), list(groups))
-        panel.grid(axis="x", visible=False)
-        panel.set(title=title, ylabel=unit)
+def draw_bars(groups: Bars, unit: str) -> Any:
+    """Draw groups of bars; None without any."""
+    if not groups:
+        return None
+    figure, (panel,) = new_figure(1, 1.0 + 1.4 * len(groups))
+    series = list(dict.fromkeys(name for group in groups.values() for name in group))
+    for i, name in enumerate(series):
+        found = [group.get(name, (np.nan, np.nan)) for group in groups.values()]
+        heights, errors = zip(*found, strict=True)
+        xs = np.arange(len(groups)) + 0.8 * ((i + 0.5) / len(series) - 0.5)
+        look: Any = {"label": name, "hatch": HATCHES[i % len(HATCHES)], "edgecolor": "black"}
+        panel.bar(xs, heights, 0.8 / len(series), yerr=errors, capsize=2, **look)
+    panel.set_xticks(range(len(groups)), list(groups))
+    panel.grid(axis="x", visible=False)
+    panel.set_ylabel(unit)
     return figure
 
 
@@ -138,11 +138,10 @@ def draw_figures(rows: Sequence[Row], folder: Path) -> list[str]:
     options: Bars = {}
     for row in rows:
         if "options" in row["studies"] and (rate := row.get("images_per_second")):
-            title = f"{row['model']}, {row['world_size']} ranks, {row['source']}"
+            title = f"{row['model']}, {row['world_size']} ranks\n{sharding(row)}\n{row['source']}"
             name = row["prefetch"] + ", limited" * row["limit_all_gathers"]
-            group = options.setdefault(title, {}).setdefault(sharding(row), {})
-            group[name] = rate, rate * noise(row)
-    inputs = {}
+            options.setdefault(title, {})[name] = rate, rate * noise(row)
+    inputs: Bars = {}
     for some, limit in find_limits(rows):
         if {"real", "io"} & {row["run_mode"] for row in some} and limit.word != "memory":
             first = f"{some[0]['model']}, {some[0]['world_size']} ranks\n{sharding(some[0])}"
@@ -153,7 +152,7 @@ def draw_figures(rows: Sequence[Row], folder: Path) -> list[str]:
         figures = {
             "throughput": draw_throughput(rows),
             "options": draw_bars(options, "images/s"),
-            "io": draw_bars({"": inputs} if inputs else {}, "seconds per step"),
+            "io": draw_bars(inputs, "seconds per step"),
         }
         figures = {name: figure for name, figure in figures.items() if figure}
         for name, figure in figures.items():

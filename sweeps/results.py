@@ -186,13 +186,18 @@ def ideal_runs(rows: Iterable[Row]) -> dict[tuple, Row]:
     return {ideal_key(row): row for row in found if not row.get("caveat")}
 
 
+def ideal_rate(row: Row, alone: Row) -> float:
+    """Return the images/s that the devices of `row` reach if each is as fast as in `alone`."""
+    return alone["images_per_second"] / device_count(alone) * device_count(row)
+
+
 def add_ideal(rows: Iterable[Row]) -> None:
     """Add to each training run the images/s without communication, and its share of them."""
     runs = ideal_runs(rows)
     for row in rows:
         best = runs.get(ideal_key(row))
         if best and row.get("images_per_second") and row["run_mode"] != "io":
-            row["ideal"] = best["images_per_second"] / device_count(best) * device_count(row)
+            row["ideal"] = ideal_rate(row, best)
             row["efficiency"] = row["images_per_second"] / row["ideal"]
 
 
@@ -262,9 +267,7 @@ def compute_seconds(row: Row, busy: float, alone: Row | None) -> tuple[float | N
         return None, f"; {world} ranks share {devices} cores"
     if not alone or alone["world_size"] >= world:
         return None, "; no run on one rank"
-    # the work of a device here, as a multiple of that there
-    per = step_images(row) / devices / step_images(alone) * device_count(alone)
-    compute = min(per * step_seconds(alone), busy)
+    compute = min(step_images(row) / ideal_rate(row, alone), busy)
     return compute, f", syn on {alone['world_size']} of the ranks {compute:.3g}"
 
 

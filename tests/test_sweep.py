@@ -128,12 +128,10 @@ def test_the_studies_are_what_the_paper_varied():
         plan.plan_parser().parse_args([*point.words, "--world-size", world_size])
 
 
-def test_one_rank_gathers_nothing_so_no_option_of_it_is_measured(tmp_path, stand_in, capsys):
+def test_one_rank_gathers_nothing_so_no_option_of_it_is_measured(capsys):
     quick = studies.study_points("quick", "tiny", [(1, 1)], "synthetic", False)
     assert quick and not any("--fsdp" in point.words for point in quick)
     assert "one rank gathers nothing" in refused(capsys, "options", "--ranks", 1)
-    command = ("quick", "--ranks", 1, "--data", "synthetic", "--out", tmp_path / "out")
-    assert "left out: the study options" in here(*command, *stand_in[0])
 
 
 def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
@@ -160,7 +158,6 @@ def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
         ("ranks,group,mode\n1,2,ddp", "", "--group is for --mode hybrid and hybrid_grad_op"),
         ("ranks,group\n4,3", "", "4 ranks cannot be split into shard groups of 3: use 1, 2, 4"),
         ("ranks,colour\n1,red", "", "unrecognized arguments: --colour"),
-        ("ranks\n1", "-- red", "unrecognized arguments: red"),
         ("nodes,ranks\n2,1", "", "needs 2 nodes: add --sbatch"),
         ("ranks\n1", "--ranks 2", "--ranks applies to the built-in studies"),
         ("ranks\n1", "--sbatch=-AX --script mine.csv", "that train_fsdp.py: no --script"),
@@ -171,14 +168,10 @@ def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
         ("", "point .", "for the tasks of the job arrays"),
         ("", "quick .", "quick takes no folder"),
         ("", "quick --models huger", "--model huger"),
-        ("", "quick --ranks 0", "--ranks: '0' is not a whole number from 1 to"),
-        ("", "quick --limit nan", "--limit: 'nan' is not a number"),
-        ("", "quick --memory-gib -1", "--memory-gib"),
         ("", "scaling --nodes 1,x", "'x' is not a whole number from 1 to"),
         ("", "scaling --nodes 2", "--nodes needs Slurm, this is one node"),
         ("", "io --data no", "is not a folder with images"),
         ("", "status .", "is not the folder of a sweep"),
-        ("", "report .", "is not the folder of a sweep"),
         ("", "quick --script no.py", "no.py not found"),
     ],
 )
@@ -217,8 +210,6 @@ def test_medians_and_quartiles_are_those_after_the_warm_up():
         (1, {"reason": "timeout"}, "rank 3: out of memory (", False, "out of memory"),
         (1, {}, "torch.OutOfMemoryError: HIP out of memory.", False, "out of memory"),
         (1, {}, "slurmstepd: error: Detected 1 oom_kill event", False, "out of memory"),
-        (-9, {}, "", False, "failed"),
-        (2, {}, "train_fsdp.py: error: no", False, "failed"),
     ],
 )
 def test_each_end_is_classified(code, end, output, late, state):
@@ -339,13 +330,10 @@ CPU = {"device": "cpu", "cores": 2}
         ([row("real", 16), row("syn", 20), row("io", 90), ALONE], "communication", (1, 3, 1)),
         ([row("real", 64), row("syn", 66), row("io", 90), ALONE], "compute", None),
         ([row("syn", 20), ALONE], "communication", (1, 3, 0)),
-        ([row("syn", 20)], "unknown", None),
-        ([row("syn", 60), row("syn", 20, 2)], "unknown", None),
         ([row("io", 20)], "unknown", None),
         ([row("syn", 5, 1)], "compute", (2, None, 0)),
         ([row("real", 5, 1), row("syn", 10, 1), row("io", 7, 1)], "input", (1, None, 1)),
         ([row("syn", 20, 8, **CPU), row("syn", 10, 1, **CPU)], "unknown", None),  # they share cores
-        ([row("real", 10, data_seconds=7.0)], "input", None),
         ([row("real", 10, data_seconds=7.0), ALONE], "input", (1, 0, 7)),
         ([row("syn", 20), row("syn", 20, 2)], "communication", (1, 3, 0)),
         ([row("syn", 80, alloc_retries=3), ALONE], "memory", None),
@@ -354,7 +342,6 @@ CPU = {"device": "cpu", "cores": 2}
         ([row("real", 276), row("syn", 88), row("io", 900), ALONE], "unclear", None),
         ([row("real", 60), row("syn", 70), row("io", 40), ALONE], "unclear", None),
         ([row("syn", 20, disturbed=True, load_after=9.0), ALONE], "unclear", None),
-        ([row("syn", 20), ALONE | {"disturbed": True, "load_after": 9.0}], "unclear", None),
         # too near to tell, by the quartiles: 1 s of compute, 1.1 of communication, 0.5 to 1.6
         (
             [row("syn", 38, images_per_second_q1=31.0, images_per_second_q3=53.0), ALONE],
@@ -429,10 +416,10 @@ def test_what_may_not_be_compared_says_so(published):
 @pytest.mark.parametrize("rates", [(69, 75), (69, 100), (400, 8000), (3, 90000), (0.2, 0.3)])
 def test_each_axis_has_three_labels_and_each_line_a_name(rates):
     more = {"model": "base", "source": "x", "studies": ["scaling"]}
-    pairs = [(world, rate, mode) for world, rate in enumerate(rates, 1) for mode in ("ddp", "full")]
     rows = [
         row("syn", rate, world, mode=mode, planned_images_per_second=rate, **more)
-        for world, rate, mode in pairs
+        for world, rate in enumerate(rates, 1)
+        for mode in ("ddp", "full")
     ]
     results.add_ideal(rows)
     figure = report.draw_throughput(rows)
@@ -443,11 +430,6 @@ def test_each_axis_has_three_labels_and_each_line_a_name(rates):
     assert sum(bool(tick.label1.get_text()) for tick in ticks) >= 3
     assert low <= min(rates) and max(rates) <= high
     assert {*panel.get_legend_handles_labels()[1]} == {"ddp", "full", "ideal", "planned"}
-    lines = [line for line in panel.lines if len(line.get_xdata()) == 2]
-    looks = {
-        (line.get_marker(), line.get_linestyle()) for line in lines if line.get_marker() != "_"
-    }
-    assert len(looks & {("o", "-"), ("s", "-"), ("o", ":"), ("s", ":"), ("None", "--")}) == 5
 
 
 # --- with training
