@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 
 import shard
 from planner.estimate import Plan, compare, in_mode, reason
-from planner.machines import LINKS, MACHINES, Machine, build_ring, collective_seconds, read_machine
+from planner.machines import LINKS, MACHINES, build_ring, collective_seconds, read_machine
 from planner.memory import GIB, MEMORY_PARTS
 from planner.traffic import PlannedRun, collectives, link_bytes, run_units
 from runtime import process
@@ -99,15 +99,6 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     yield f"speed    at most {plan.images_per_second:.0f} img/s, efficiency {plan.efficiency:.0%}"
 
 
-def machine_note(machine: Machine) -> Iterator[str]:
-    """Say how much of a plan for another machine than Frontier is guessed."""
-    if machine.name != "frontier":
-        yield (
-            f"note     constants were fitted on Frontier and are guesses for {machine.name}: "
-            "--explain lists them, --measured-ips starts from a measured speed"
-        )
-
-
 def comparison_lines(plans: Sequence[Plan]) -> Iterator[str]:
     """Format the table of `--compare`."""
     yield (
@@ -143,7 +134,10 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
     yield ""
     yield from _collective_lines(plan)
     yield ""
-    yield from _constant_lines(plan.machine)
+    yield f"{'constant':28}{'value':>10}  of {plan.machine.name}"
+    for name, value in asdict(plan.machine).items():
+        if name != "name":
+            yield f"{name:28}{value:10.3g}"
 
 
 def _state_lines(plan: Plan) -> Iterator[str]:
@@ -169,14 +163,6 @@ def _collective_lines(plan: Plan) -> Iterator[str]:
         ring = build_ring(plan.machine, plan.run.world_size, c.ranks, c.stride)
         ms = collective_seconds(plan.machine, c.kind, c.payload, ring) * 1e3
         yield f"{c.kind:16}{c.what:20}{c.ranks:6}{c.count:9}{c.payload / 1e6:10.1f}{ms:9.2f}"
-
-
-def _constant_lines(machine: Machine) -> Iterator[str]:
-    """Format a table of a machine's figures and constants."""
-    yield f"{'constant':28}{'value':>10}  of {machine.name}"
-    for name, value in asdict(machine).items():
-        if name != "name":
-            yield f"{name:28}{value:10.3g}"
 
 
 def machine_table() -> Iterator[str]:
@@ -211,8 +197,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.explain:
         print("\n".join(explanation_lines(plan)) + "\n")
-    lines = comparison_lines(plans) if args.compare else summary_lines(plan)
-    print("\n".join([*lines, *machine_note(plan.machine)]))
+    print("\n".join(comparison_lines(plans) if args.compare else summary_lines(plan)))
+    if plan.machine.name != "frontier":
+        print(
+            f"note     constants were fitted on Frontier and are guesses for {plan.machine.name}: "
+            "--explain lists them, --measured-ips starts from a measured speed"
+        )
     return 0
 
 

@@ -166,7 +166,7 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
     except FileExistsError:  # another sweep, or task of an array, was faster
         return results.with_state(out, row)
     command, environ = command_of(row, args.script, folder)
-    result: Row = {"host": os.uname().nodename, "load_before": os.getloadavg()[0]}
+    result: Row = {"host": os.uname().nodename}
     result["cores"] = int(environ.get("SLURM_CPUS_ON_NODE") or mesh.process_cores())
     started, late = time.time(), False
     with open(folder / "output.txt", "wb") as output:
@@ -266,10 +266,8 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
 
 def run_task(args: argparse.Namespace) -> int:
     """Run a point of the sweep that is named: what a task of a job array does."""
-    index, (out,) = os.environ.get("SLURM_ARRAY_TASK_ID"), args.dirs
-    if index is None:
-        raise ValueError("`point` is for the tasks of the job arrays that --sbatch submits")
-    row = results.read_rows(out)[int(index)]
+    (out,) = args.dirs
+    row = results.read_rows(out)[int(os.environ["SLURM_ARRAY_TASK_ID"])]
     print(row["id"], run_point(out, row, args)["state"])
     return 0
 

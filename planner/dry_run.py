@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -108,21 +107,20 @@ def dry_run(
 
 def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | None]:
     """Print what a real run would, in its order and with its errors; return run and plan."""
-    say = partial(print, flush=True)
     config = replace(run.config, dry_run=False)
-    say(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
-    _, found = image_source.find_images(config, None, run.global_batch, say)
+    print(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
+    _, found = image_source.find_images(config, None, run.global_batch, print)
     run = with_images(replace(run, config=config), **found)
-    begin = read_run_state(list_newest_first(run, say), run, say)["step"]
+    begin = read_run_state(list_newest_first(run, print), run, print)["step"]
     # of the GPU that the job will have, where one is here
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
     device = CPU if config.device == "cpu" else gpu
-    plan = planned(run, device, lambda text: say(f"warning: {text}"))
+    plan = planned(run, device, lambda text: print(f"warning: {text}"))
     start = start_record(run, ranks, CPU, plan, begin=begin, workers=0)
     for line in describe(start | ({"device": "a GPU each"} if device != CPU else {})):
-        say(line)
+        print(line)
     if begin >= run.steps:
-        say("no step is left to do")
+        print("no step is left to do")
     return run, plan
 
 

@@ -86,11 +86,11 @@ def read_rows(out: Path) -> list[Row]:
 
 def read_log(path: Path) -> dict[str, list[Row]]:
     """Read the records of a log.jsonl by event; what is cut or missing is left out."""
-    log: dict[str, list[Row]] = {name: [] for name in ("start", "step", "end")}
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
+    log: dict[str, list[Row]] = {"start": [], "step": [], "end": []}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(ValueError):
             record = json.loads(line)
-            log[record.pop("event")].append(record)
+            log.setdefault(record.pop("event"), []).append(record)
     return log
 
 
@@ -113,9 +113,8 @@ def outcome(code: int, log: dict[str, list[Row]], output: str, late: bool) -> tu
 
 def measured(log: dict[str, list[Row]]) -> Row:
     """Summarise a run that is done: its flags, medians and quartiles after the warm-up."""
-    start = (log["start"] or [{}])[-1]
-    kept = [s for s in log["step"][1:] if s["step"] > WARM_UP * start.get("steps", 0)]
-    row: Row = start | {"measured_lines": len(kept)}
+    row: Row = dict((log["start"] or [{}])[-1])
+    kept = [s for s in log["step"][1:] if s["step"] > WARM_UP * row.get("steps", 0)]
     if kept:
         three = np.percentile([s["images_per_second"] for s in kept], (25, 50, 75)).tolist()
         rates = ("images_per_second_q1", "images_per_second", "images_per_second_q3")
@@ -145,11 +144,6 @@ class Limit(NamedTuple):
     word: str
     why: str
     parts: Mapping[str, float] = {}
-
-
-def setting_key(row: Row) -> tuple:
-    """Return what the real, syn and io runs of one setting share."""
-    return tuple(row.get(name) for name in ("source", "world_size", "nodes", *SETTINGS))
 
 
 def ideal_key(row: Row) -> tuple:
@@ -205,9 +199,9 @@ def find_limits(rows: Sequence[Row]) -> list[tuple[list[Row], Limit]]:
     """Find what limits each setting, from its real, syn and io runs and those on fewest ranks."""
     ended = [r for r in rows if r.get("images_per_second") or r["state"] in MEMORY]
     ended = [r for r in ended if r["studies"] != ["options"] and not r.get("caveat")]
-    alone = ideal_runs(rows)
+    alone, same = ideal_runs(rows), ("source", "world_size", "nodes", *SETTINGS)
     found = []
-    for some in group_by(ended, setting_key).values():
+    for some in group_by(ended, lambda row: tuple(row.get(name) for name in same)).values():
         some.sort(key=lambda row: RUNS.index(row["run_mode"]))
         found.append((some, find_limit(some, alone.get(ideal_key(some[0])))))
     return found

@@ -219,20 +219,23 @@ def test_memory_is_that_of_the_tracker(model, world, mode, flags):
 
 
 @pytest.mark.parametrize("ac", ["none", *full_only(("full",))])
-def test_the_plan_of_fine_tuning_is_of_whole_images_and_no_decoder(ac):
+def test_the_plan_of_fine_tuning_is_of_whole_images_and_no_decoder(ac, monkeypatch):
     """What the log begins with, against PyTorch's tracker; the linear layer is small."""
     given = {"test": "x", "mode": "full_shard", "batch": 32, "ac": ac, "precision": "bf16"}
     run = resolve(finetune.Tuning(SHALLOW, **given), 8, 8)
     known = {row.name: getattr(run, row.name) for row in fields(run)}
     tuning = finetune.TuningRun(**known, classes=4)
     found = devices.planned(tuning, CPU, pytest.fail)["memory_gib"]
-    with dry_run.fake_world(8), dry_run.fake_tensors():
-        training, _ = finetune.build_tuning(tuning, None, CPU, resuming=True)
-        images = torch.empty(32, 3, 224, 224, dtype=torch.uint8)
-        tracker = dry_run.FSDPMemTracker(training.model)
-        tracker.track_inputs((images,))
-        with tracker:
-            training.model(data.normalize(images)).sum().backward()
+    with dry_run.fake_world(8):
+        grid = mesh.build_mesh(run.mesh_shape, CPU)
+        monkeypatch.setattr(mesh, "build_mesh", lambda *_: grid)  # not of fake tensors
+        with dry_run.fake_tensors():
+            training, _ = finetune.build_tuning(tuning, None, CPU, resuming=True)
+            images = torch.empty(32, 3, 224, 224, dtype=torch.uint8)
+            tracker = dry_run.FSDPMemTracker(training.model)
+            tracker.track_inputs((images,))
+            with tracker:
+                training.model(data.normalize(images)).sum().backward()
     seen = tracker.get_tracker_snapshot("peak")[CPU]["Total"] / 2**30
     live = found["peak"] - found["optimizer"] - found["workspace"]
     assert live == pytest.approx(seen, rel=0.03)

@@ -165,7 +165,6 @@ def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
         ("", "nothing", "there is no study nothing"),
         ("", "no.csv", "no.csv not found"),
         ("", "report", "which sweep? name its folder"),
-        ("", "point .", "for the tasks of the job arrays"),
         ("", "quick .", "quick takes no folder"),
         ("", "quick --models huger", "--model huger"),
         ("", "scaling --nodes 1,x", "'x' is not a whole number from 1 to"),
