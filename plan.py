@@ -10,18 +10,66 @@ be at best. No GPU and no process group is needed, for any number of ranks. The 
 planner/estimate.py.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 import shard
-from planner.command import read_command
 from planner.estimate import Plan, compare, in_mode, reason
-from planner.machines import LINKS, MACHINES, Machine, build_ring, collective_seconds
+from planner.machines import LINKS, MACHINES, build_ring, collective_seconds, read_machine
 from planner.memory import GIB, MEMORY_PARTS
-from planner.traffic import collectives, link_bytes, run_units
+from planner.traffic import PlannedRun, collectives, link_bytes, run_units
 from runtime import process
+from runtime.config import Parser, filled, make_config, number, training_parser
+from runtime.run import check_masking, resolve
+
+# ---------------------------------------------------------------------------------------------
+# The command line
+
+
+def plan_parser() -> Parser:
+    """Add the flags of the plan to those of train_fsdp.py."""
+    parser = training_parser("plan.py")
+    parser.description = (
+        "What a run will need, before it is queued: memory, traffic and time, by arithmetic alone. "
+        "It takes the whole command line of train_fsdp.py, refuses what that refuses, and plans "
+        "--world-size ranks (default: one node of the machine)."
+    )
+    add = parser.add_argument_group("the plan itself").add_argument
+    add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")
+    names = f"{', '.join(MACHINES)}, or a JSON file (default frontier)"
+    add("--machine", type=filled, default="frontier", metavar="NAME", help=names)
+    add("--machines", action="store_true", help="print the table of machines, and no plan")
+    gib = "per rank (default: the machine's)"
+    add("--memory-gib", type=number(0.1, 10**6), metavar="GIB", help=gib)
+    ips = "images/s of one whole node, measured under the same flags"
+    add("--measured-ips", type=number(0.001, 10**9), metavar="IMAGES", help=ips)
+    add("--compare", action="store_true", help="every mode and group, best first")
+    add("--explain", action="store_true", help="where the numbers come from")
+    add("--json", action="store_true", help="one JSON object")
+    return parser
+
+
+def read_command(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
+    """Parse the command line and plan its run; one sentence and exit status 2 if it is refused."""
+    parser = plan_parser()
+    args = parser.parse_args(argv)
+    try:
+        machine = read_machine(args.machine)
+        args.world_size = args.world_size or machine.ranks_per_node
+        config = make_config(parser, args)
+        run = resolve(config, args.world_size, machine.ranks_per_node)
+        if not args.encoder_only:
+            check_masking(run.model, config.img_size, config.mask_ratio)
+        planned = PlannedRun.from_flags(
+            run.model, run.record() | {"encoder_only": args.encoder_only}
+        )
+        return args, Plan(planned, machine, args.memory_gib, args.measured_ips)
+    except ValueError as error:
+        parser.error(str(error))
+
 
 # ---------------------------------------------------------------------------------------------
 # What is printed
@@ -49,15 +97,6 @@ def summary_lines(plan: Plan) -> Iterator[str]:
         "communication {exposed:.2f} of {communication:.2f}".format(**time)
     )
     yield f"speed    at most {plan.images_per_second:.0f} img/s, efficiency {plan.efficiency:.0%}"
-
-
-def machine_note(machine: Machine) -> Iterator[str]:
-    """Say how much of a plan for another machine than Frontier is guessed."""
-    if machine.name != "frontier":
-        yield (
-            f"note     constants were fitted on Frontier and are guesses for {machine.name}: "
-            "--explain lists them, --measured-ips starts from a measured speed"
-        )
 
 
 def comparison_lines(plans: Sequence[Plan]) -> Iterator[str]:
@@ -92,12 +131,13 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
     found = plan.json()
     flops = (found[key] / 1e12 for key in ("flops_per_rank", "hardware_flops_per_rank"))
     yield "TFLOP per rank and step: {:.2f}, with recomputation {:.2f}".format(*flops)
-    if copied := found["host_copy_bytes_per_rank"]:
-        yield f"copied between host and GPU per rank and step: {copied / 1e9:.2f} GB"
     yield ""
     yield from _collective_lines(plan)
     yield ""
-    yield from _constant_lines(plan.machine)
+    yield f"{'constant':28}{'value':>10}  of {plan.machine.name}"
+    for name, value in asdict(plan.machine).items():
+        if name != "name":
+            yield f"{name:28}{value:10.3g}"
 
 
 def _state_lines(plan: Plan) -> Iterator[str]:
@@ -123,14 +163,6 @@ def _collective_lines(plan: Plan) -> Iterator[str]:
         ring = build_ring(plan.machine, plan.run.world_size, c.ranks, c.stride)
         ms = collective_seconds(plan.machine, c.kind, c.payload, ring) * 1e3
         yield f"{c.kind:16}{c.what:20}{c.ranks:6}{c.count:9}{c.payload / 1e6:10.1f}{ms:9.2f}"
-
-
-def _constant_lines(machine: Machine) -> Iterator[str]:
-    """Format a table of a machine's figures and constants."""
-    yield f"{'constant':28}{'value':>10}  of {machine.name}"
-    for name, value in asdict(machine).items():
-        if name != "name":
-            yield f"{name:28}{value:10.3g}"
 
 
 def machine_table() -> Iterator[str]:
@@ -165,8 +197,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.explain:
         print("\n".join(explanation_lines(plan)) + "\n")
-    lines = comparison_lines(plans) if args.compare else summary_lines(plan)
-    print("\n".join([*lines, *machine_note(plan.machine)]))
+    print("\n".join(comparison_lines(plans) if args.compare else summary_lines(plan)))
+    if plan.machine.name != "frontier":
+        print(
+            f"note     constants were fitted on Frontier and are guesses for {plan.machine.name}: "
+            "--explain lists them, --measured-ips starts from a measured speed"
+        )
     return 0
 
 

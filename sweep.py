@@ -14,8 +14,7 @@ of nodes. The same command runs what is missing: DIR/runs/ID is there once a poi
 result.json once it has ended (done, out of memory, failed, timed out). What cannot fit according to
 plan.py is skipped. A table has the columns `ranks` (per node) and `nodes` (default 1); every other
 column is a flag: `true` and `false` are switches, empty cells are left out. Flags after `--` are
-added to every point; the last of two counts. `-- --profile` adds where the time goes and the bytes
-sent. The page needs matplotlib.
+added to every point; the last of two counts. The page needs matplotlib.
 """
 
 import argparse
@@ -32,7 +31,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,6 +40,7 @@ import torch
 
 import mesh
 import plan
+from planner.estimate import fit_verdict
 from runtime import config, devices, process
 from runtime.config import filled, number, whole
 from sweeps import report, results, studies
@@ -62,19 +62,14 @@ def plan_point(point: Point, machine: str | None, memory_gib: float | None) -> R
 
     The id is a readable name and a hash of all flags: the same run has the same id everywhere.
     """
-    world = point.nodes * point.ranks
-    words, errors, text = [*point.words, "--world-size", str(world)], io.StringIO(), io.StringIO()
+    world, errors = point.nodes * point.ranks, io.StringIO()
+    words = [*point.words, "--world-size", str(world)]
+    words += ["--machine", machine] if machine else []
+    words += ["--memory-gib", str(memory_gib)] if memory_gib else []
     try:
-        with redirect_stderr(errors), redirect_stdout(text):
-            parser = config.training_parser()
-            row: Row = asdict(config.make_config(parser, parser.parse_args(words)))
-            if not machine and not memory_gib:
-                gpu = row["device"] != "cpu" and torch.cuda.is_available()
-                device = torch.device("cuda" if gpu else "cpu")
-                memory_gib = devices.rank_memory_gib(device, point.ranks)
-            words += ["--machine", machine] if machine else []
-            words += ["--memory-gib", f"{memory_gib:.3f}"] if memory_gib else []
-            plan.main([*words, "--json"])
+        with redirect_stderr(errors):
+            args, planned = plan.read_command(words)
+            row: Row = asdict(config.make_config(plan.plan_parser(), args))
     except SystemExit:
         why = errors.getvalue().strip().rpartition(": error: ")[2]
         raise ValueError(f"{shlex.join(point.words)} on {world} ranks: {why}") from None
@@ -86,11 +81,15 @@ def plan_point(point: Point, machine: str | None, memory_gib: float | None) -> R
     row["id"] = re.sub(r"[^\w-]", "_", f"{name}-{row['run_mode']}-{code}")
     row |= {"studies": [point.study], "words": point.words, "nodes": point.nodes}
     row |= {"ranks": point.ranks, "batch": row["batch"] or config.DEFAULT_BATCH}
-    planned = json.loads(text.getvalue())
-    row |= {"verdict": planned["verdict"], "planned_gib": planned["memory_gib"]["peak"]}
-    row["memory_gib"] = memory_gib or planned["available_gib"]
+    if machine or memory_gib:
+        gib = planned.memory_gib
+    else:
+        gpu = row["device"] != "cpu" and torch.cuda.is_available()
+        gib = devices.rank_memory_gib(torch.device("cuda" if gpu else "cpu"), point.ranks)
+    row |= {"planned_gib": planned.peak_gib, "memory_gib": gib}
+    row["verdict"] = fit_verdict(planned.peak_gib, gib)
     if machine:  # the speed of another machine says nothing about this host
-        row["planned_images_per_second"] = planned["images_per_second_upper_bound"]
+        row["planned_images_per_second"] = planned.images_per_second
     return row
 
 
@@ -113,8 +112,6 @@ def choose_points(args: argparse.Namespace, words: list[str]) -> list[Point]:
             layouts = list(dict.fromkeys((layouts[0], layouts[-1])))
         gpu = bool(gpus) or in_slurm
         points = studies.study_points(args.what, args.models, layouts, args.data, gpu)
-        if args.what == "quick" and layouts[-1] == (1, 1):
-            print("left out: the study options, because one rank gathers nothing")
     for point in points:
         if point.nodes > 1 and not in_slurm:
             raise ValueError(f"a point needs {point.nodes} nodes: add --sbatch FLAGS")
@@ -169,7 +166,7 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
     except FileExistsError:  # another sweep, or task of an array, was faster
         return results.with_state(out, row)
     command, environ = command_of(row, args.script, folder)
-    result: Row = {"host": os.uname().nodename, "load_before": os.getloadavg()[0]}
+    result: Row = {"host": os.uname().nodename}
     result["cores"] = int(environ.get("SLURM_CPUS_ON_NODE") or mesh.process_cores())
     started, late = time.time(), False
     with open(folder / "output.txt", "wb") as output:
@@ -269,10 +266,8 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
 
 def run_task(args: argparse.Namespace) -> int:
     """Run a point of the sweep that is named: what a task of a job array does."""
-    index, (out,) = os.environ.get("SLURM_ARRAY_TASK_ID"), args.dirs
-    if index is None:
-        raise ValueError("`point` is for the tasks of the job arrays that --sbatch submits")
-    row = results.read_rows(out)[int(index)]
+    (out,) = args.dirs
+    row = results.read_rows(out)[int(os.environ["SLURM_ARRAY_TASK_ID"])]
     print(row["id"], run_point(out, row, args)["state"])
     return 0
 

@@ -25,7 +25,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import FancyArrow, Rectangle  # noqa: E402
 
-from planner.command import read_command  # noqa: E402
+import plan  # noqa: E402
 from planner.estimate import Plan  # noqa: E402
 from planner.machines import LINKS, wire_bytes  # noqa: E402
 from planner.memory import GIB, MEMORY_PARTS  # noqa: E402
@@ -45,7 +45,7 @@ def new_figure(width: float, height: float, columns: int = 1, **kwargs: Any) -> 
 
 def plan_of(command: str) -> Plan:
     """Plan the run of a command line of plan.py."""
-    return read_command(command.split())[1]
+    return plan.read_command(command.split())[1]
 
 
 def stack(panel: Axes, labels: Sequence[str], parts: dict[str, list[float]]) -> None:

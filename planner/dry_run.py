@@ -5,10 +5,7 @@
 The process group is fake and sends nothing; the tensors are fake: they have shapes but no memory.
 Flags, mesh, wrapping and step are those of the real run. The result is what a rank holds at its
 peak and every collective it takes part in. Only FSDP2 steps are simulated, not those of DDP or
-FSDP1.
-
-Private parts of PyTorch are imported in `private_parts` alone, so that a new version breaks one
-place.
+FSDP1. Four imports are private parts of PyTorch, there in torch 2.10 to 2.15.
 """
 
 import math
@@ -16,15 +13,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import data
 import mesh
@@ -59,30 +58,12 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def private_parts() -> tuple[Any, Any, Any, Any]:
-    """Import private parts of PyTorch; ImportError, one sentence, where one does not exist.
-
-    FakeTensorMode, a context without it, FSDPMemTracker and FakeStore.
-    """
-    try:
-        from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError as error:
-        raise ImportError(
-            f"--dry-run uses private parts of PyTorch, and torch {torch.__version__} does not "
-            f"have all of them ({error}): it was written for torch 2.10 to 2.15"
-        ) from None
-    return FakeTensorMode, unset_fake_temporarily, FSDPMemTracker, FakeStore
-
-
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Make tensors that have a shape but no memory."""
-    fake_tensor_mode, without, _, _ = private_parts()
     # With tensor parallelism FSDP2 joins two meshes, which hold the numbers of ranks in tensors.
-    join = staticmethod(without()(DeviceMesh._concatenate))
-    with fake_tensor_mode(), mock.patch.object(DeviceMesh, "_concatenate", join):
+    join = staticmethod(unset_fake_temporarily()(DeviceMesh._concatenate))
+    with FakeTensorMode(), mock.patch.object(DeviceMesh, "_concatenate", join):
         yield
 
 
@@ -96,7 +77,7 @@ def dry_run(
     """Run the command up to one step on fake tensors; print a plan, train and write nothing.
 
     `build` and `forward_backward` are the trainer's `build_training` and `forward_backward`.
-    Returns the exit status: 0, 1 failed, 2 refused, 3 where the plan says NO to its memory.
+    Returns the exit status: 0, 2 refused, 3 where the plan says NO to its memory.
     """
     world = int(config.world_size or 0)
     try:
@@ -108,13 +89,16 @@ def dry_run(
         check_masking(run.model, config.img_size, config.mask_ratio)
         with fake_world(world):
             run, plan = describe_run(run, ranks)
-            why_not, simulation = unsimulated(config), None
-            if not why_not:
+            simulation = None
+            if config.fsdp == 2 and config.run_mode != "io":
                 simulation = simulate(run, build, forward_backward)
-    except (ValueError, OSError, ImportError, agreement.AgreedError) as error:
+    except (ValueError, OSError, agreement.AgreedError) as error:
         print_error(str(error))
-        return 1 if isinstance(error, ImportError) else 2
-    print(why_not or "one step of rank 0, simulated" + ", without --compile" * config.compile)
+        return 2
+    if simulation:
+        print("one step of rank 0, simulated" + ", without --compile" * config.compile)
+    else:
+        print("flags, mesh and batch are checked, but only an FSDP2 step is simulated")
     print("\n".join(report(simulation, plan, run.ranks_per_group)))
     if simulation and config.cpu_offload:
         print("parameters, gradients and optimizer are host memory")
@@ -123,43 +107,31 @@ def dry_run(
 
 def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | None]:
     """Print what a real run would, in its order and with its errors; return run and plan."""
-    say = partial(print, flush=True)
     config = replace(run.config, dry_run=False)
-    say(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
+    print(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
     _, found = image_source.find_images(config, None, run.global_batch)
     run = with_images(replace(run, config=config), **found)
-    begin = read_run_state(list_newest_first(run, say), run, say)["step"]
+    begin = read_run_state(list_newest_first(run, print), run, print)["step"]
     # of the GPU that the job will have, where one is here
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
     device = CPU if config.device == "cpu" else gpu
-    plan = planned(run, device, lambda text: say(f"warning: {text}"))
+    plan = planned(run, device, lambda text: print(f"warning: {text}"))
     start = start_record(run, ranks, CPU, plan, begin=begin, workers=0)
     for line in describe(start | ({"device": "a GPU each"} if device != CPU else {})):
-        say(line)
+        print(line)
     if begin >= run.steps:
-        say("no step is left to do")
+        print("no step is left to do")
     return run, plan
 
 
 @contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
     """Make this process rank 0 of a fake default process group, which sends nothing."""
-    *_, fake_store = private_parts()
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def unsimulated(config: Config) -> str | None:
-    """Say why the step of this mode, engine and --run is not simulated; None where it is."""
-    if config.run_mode == "io":
-        return "--run io: no model, no step"
-    if shard.STRATEGIES[str(config.mode)].engine != "fsdp" or config.fsdp == 1:
-        engine = f"--mode {config.mode}" if config.fsdp is None else "--fsdp 1"
-        return f"{engine}: flags, mesh and batch are checked, but only an FSDP2 step is simulated"
-    return None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -195,7 +167,7 @@ def simulate(
         images = [torch.empty(shape, dtype=dtype) for _ in range(config.accum)]
         batches = [(x, torch.empty(batch, run.patches)) for x in images]
         with counting(grid, found):
-            tracker = memory_tracker(model)
+            tracker = FSDPMemTracker(model)
             tracker.track_inputs(tuple(batches))
             with tracker:
                 # without a reset the tracker refuses a second forward pass
@@ -214,20 +186,6 @@ def simulate(
             guard.vote(loss, norm, scaled=scaler is not None)
         states = {"OptState": optimizer_bytes(model)}
     return Simulation(_snapshot(tracker, "peak") | states, after | states, found)
-
-
-def memory_tracker(model: nn.Module) -> Any:
-    """Build PyTorch's tracker of memory, without the peaks of each module: half the time."""
-    tracker = private_parts()[2](model)
-    update = tracker._update_peak_stats
-
-    def update_all(peak_state: Any) -> None:
-        modules, tracker.memory_tracking = tracker.memory_tracking, {}
-        update(peak_state)
-        tracker.memory_tracking = modules
-
-    tracker._update_peak_stats = update_all
-    return tracker
 
 
 def _snapshot(tracker: Any, which: str) -> dict[str, int]:

@@ -19,17 +19,8 @@ import shard
 import vit
 from planner.machines import MACHINES, Machine, build_ring, collective_seconds
 from planner.memory import GIB, StepMemory, states_held
-from planner.traffic import (
-    ACTIVATIONS,
-    PlannedRun,
-    collectives,
-    host_copy_bytes,
-    link_bytes,
-    model_units,
-    run_units,
-)
+from planner.traffic import ACTIVATIONS, PlannedRun, collectives, link_bytes, model_units, run_units
 from runtime.config import Config
-from runtime.run import check_masking, check_tensor_parallel
 
 # ---------------------------------------------------------------------------------------------
 # Does it fit
@@ -146,7 +137,7 @@ def one_node(run: PlannedRun, machine: Machine) -> PlannedRun:
 
 
 class Plan:
-    """Memory, traffic and time of one run. ValueError, one sentence, where its flags clash."""
+    """Memory, traffic and time of one run."""
 
     def __init__(
         self,
@@ -156,10 +147,6 @@ class Plan:
         measured_ips: float | None = None,
     ) -> None:
         """`memory_gib` is of a rank, by default the machine's; `measured_ips`: `step_time`."""
-        check_tensor_parallel(run.config, run.world_size, run.tp)
-        mesh.check_group(run.data_ranks, run.shard)
-        if not run.encoder_only:
-            check_masking(run.config, run.img_size, run.mask_ratio)
         self.run, self.machine = run, machine
         self.memory_gib = machine.memory_gib if memory_gib is None else memory_gib
         self.snapshots = list(StepMemory(run, machine).snapshots())
@@ -216,7 +203,6 @@ class Plan:
             "collectives": dict(count),
             "flops_per_rank": rank_flops(run, recompute=False),
             "hardware_flops_per_rank": rank_flops(run, recompute=True),
-            "host_copy_bytes_per_rank": host_copy_bytes(run),
             "seconds": self.seconds,
             "step_seconds_lower_bound": self.seconds["step"],
             "images_per_second_upper_bound": self.images_per_second,

@@ -125,14 +125,12 @@ def read_machine(name: str) -> Machine:
 
 
 def _check(machine: Machine) -> None:
-    """Raise ValueError where a field cannot be what it is."""
+    """Raise ValueError where a field is no number above zero."""
     for field in fields(Machine)[1:]:
-        value, whole = getattr(machine, field.name), field.type is int
-        if not isinstance(value, int if whole else int | float) or not 0 < value < math.inf:
-            must = f"must be a {'whole ' * whole}number above 0"
-            raise ValueError(f"{field.name} is {value!r:.40}, but {must}")
-    if machine.ranks_per_node % machine.ranks_per_package:
-        raise ValueError("ranks_per_package must divide ranks_per_node")
+        value = getattr(machine, field.name)
+        if not isinstance(value, int if field.type is int else int | float) or value <= 0:
+            must = "must be a number above 0, of ranks and links a whole one"
+            raise ValueError(f"{field.name} is {value!r}, but {must}")
 
 
 # ---------------------------------------------------------------------------------------------

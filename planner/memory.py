@@ -44,7 +44,6 @@ class BlockMemory:
     """
 
     e: int
-    all_saved: int  # without checkpointing; what recomputation brings back
     saved: int  # between forward and backward under `--ac`
     forward: int  # largest live size inside forward, beyond what is saved
     backward: list[tuple[int, int]]  # (activations, parameter gradients) at its moments
@@ -88,7 +87,7 @@ def block_memory(run: PlannedRun, unit: Unit, machine: Machine) -> BlockMemory:
         (kept + 3 * e_part - 2 * gates * f, mlp + attention // 4),
         (kept - e - 2 * gates * f, attention + mlp),  # qkv
     ]
-    return BlockMemory(e, kept, saved, forward, backward)
+    return BlockMemory(e, saved, forward, backward)
 
 
 # Memory that FSDP1 has freed but another stream still uses (record_stream) counts in peak_active.

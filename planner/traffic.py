@@ -237,17 +237,6 @@ def ddp_buckets(run: PlannedRun) -> list[int]:
     return [*buckets, filled] if filled else buckets
 
 
-def host_copy_bytes(run: PlannedRun) -> float:
-    """Bytes that a rank copies per step between host and GPU with --cpu-offload.
-
-    Its fp32 shard before each all-gather, its gradients after each reduce-scatter
-    (torch/distributed/fsdp: _fsdp_param.py, _fsdp_collectives.py); read there, not measured.
-    """
-    size = {"all_gather": run.compute_bytes, "reduce_scatter": BYTES[run.reduce_dtype]}
-    copied = [c for c in _fsdp_collectives(run) if c.kind in size] if run.cpu_offload else []
-    return sum(c.count * c.payload // size[c.kind] * FP32 / run.shard for c in copied)
-
-
 def link_bytes(run: PlannedRun, machine: Machine) -> dict[str, dict[str, float]]:
     """Bytes that a rank sends per step, by kind and link: the mean over ranks."""
     total: dict[str, dict[str, float]] = {}

@@ -1,7 +1,7 @@
 """Draw what a sweep measured, and write it as a page with what limits each run."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sweeps import results
-from sweeps.results import ADVICE, RUNS, SETTINGS, Limit, Row, Span, find_limits, group_by
+from sweeps.results import ADVICE, SETTINGS, Limit, Row, find_limits, group_by, noise, step_seconds
 
 # ---------------------------------------------------------------------------------------------
 # Figures
@@ -20,9 +20,9 @@ RC_PARAMS: Any = {"font.size": 9, "axes.grid": True, "axes.axisbelow": True}
 RC_PARAMS |= {"grid.color": "#dddddd", "legend.frameon": False, "legend.handlelength": 3}
 RC_PARAMS |= {"savefig.dpi": 160, "savefig.bbox": "tight"}  # the legend enlarges the picture
 CAPTIONS = {
-    "throughput": "Images/s of the whole job: medians and quartiles of the measured steps. Dashed "
-    "is the speed of the fewest ranks that were measured, multiplied, on a CPU by at most its "
-    "cores. Points without a result are in the last table.",
+    "throughput": "Images/s of the whole job: medians of the measured steps. Bars: half the "
+    "distance of their quartiles, at least the 5 % by which runs differ from day to day. Dashed: "
+    "the speed of the fewest ranks that were measured, multiplied, on a CPU by at most its cores.",
     "options": "Images/s by FSDP1's backward prefetch and `limit_all_gathers`.",
     "io": "Seconds per step: training on images (real), on one batch kept on the device (syn), "
     "reading alone (io).",
@@ -93,17 +93,14 @@ def draw_throughput(rows: Sequence[Row]) -> Any:
         for label, some in group_by(mine, lambda row: labels[id(row)]).items():
             number, xs = order.index(label), [row["world_size"] for row in some]
             look: Any = {"color": f"C{number % 6}", "marker": MARKS[number % len(MARKS)]}
-            low, middle, high = np.array([results.rate_span(row) for row in some]).T
-            bars = (middle - low, high - middle)
-            panel.errorbar(xs, middle, bars, label=label, capsize=2, lw=1.2, ms=5, **look)
-            planned, ideal = (
-                np.array([row.get(name) or np.nan for row in some])
-                for name in ("planned_images_per_second", "ideal")
-            )
+            rates = [row["images_per_second"] for row in some]
+            bars = [row["images_per_second"] * noise(row) for row in some]
+            panel.errorbar(xs, rates, bars, label=label, capsize=2, lw=1.2, ms=5, **look)
+            planned = [row.get("planned_images_per_second", np.nan) for row in some]
             if not np.isnan(planned).all():
                 panel.plot(xs, planned, ":", mfc="none", **look)
                 panel.plot([], [], "ko:", mfc="none", label="planned")
-            panel.plot(xs, ideal, "k--", lw=1, label="ideal")
+            panel.plot(xs, [row.get("ideal", np.nan) for row in some], "k--", lw=1, label="ideal")
         device_axis(panel, (row["world_size"] for row in mine))
         value_axis(panel)
         cpu = all(row.get("device") == "cpu" for row in mine)
@@ -111,21 +108,25 @@ def draw_throughput(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def draw_bars(panels: Mapping[str, Mapping[str, Mapping[str, Span]]], unit: str) -> Any:
-    """Draw a panel per title, with groups of bars; None without any."""
-    width = 1.0 + 1.4 * max((len(groups) for groups in panels.values()), default=0)
-    figure, axes = new_figure(len(panels), max(3.4, width)) if panels else (None, [])
-    for panel, (title, groups) in zip(axes, panels.items(), strict=True):
-        series = list(dict.fromkeys(name for group in groups.values() for name in group))
-        for i, name in enumerate(series):
-            spans = np.array([group.get(name, [np.nan] * 3) for group in groups.values()]).T
-            xs = np.arange(len(groups)) + 0.8 * ((i + 0.5) / len(series) - 0.5)
-            bars = (spans[1] - spans[0], spans[2] - spans[1])
-            look: Any = {"label": name, "hatch": HATCHES[i % len(HATCHES)], "edgecolor": "black"}
-            panel.bar(xs, spans[1], 0.8 / len(series), yerr=bars, capsize=2, **look)
-        panel.set_xticks(range(len(groups)), list(groups))
-        panel.grid(axis="x", visible=False)
-        panel.set(title=title, ylabel=unit)
+# by group of bars and name of a bar: its value, and by how much that is uncertain
+Bars = dict[str, dict[str, tuple[float, float]]]
+
+
+def draw_bars(groups: Bars, unit: str) -> Any:
+    """Draw groups of bars; None without any."""
+    if not groups:
+        return None
+    figure, (panel,) = new_figure(1, 1.0 + 1.4 * len(groups))
+    series = list(dict.fromkeys(name for group in groups.values() for name in group))
+    for i, name in enumerate(series):
+        found = [group.get(name, (np.nan, np.nan)) for group in groups.values()]
+        heights, errors = zip(*found, strict=True)
+        xs = np.arange(len(groups)) + 0.8 * ((i + 0.5) / len(series) - 0.5)
+        look: Any = {"label": name, "hatch": HATCHES[i % len(HATCHES)], "edgecolor": "black"}
+        panel.bar(xs, heights, 0.8 / len(series), yerr=errors, capsize=2, **look)
+    panel.set_xticks(range(len(groups)), list(groups))
+    panel.grid(axis="x", visible=False)
+    panel.set_ylabel(unit)
     return figure
 
 
@@ -134,26 +135,24 @@ def draw_figures(rows: Sequence[Row], folder: Path) -> list[str]:
     from matplotlib import style
 
     folder.mkdir(parents=True, exist_ok=True)
-    options: dict[str, dict[str, dict[str, Span]]] = {}
+    options: Bars = {}
     for row in rows:
-        if "options" in row["studies"] and row.get("images_per_second"):
-            title = f"{row['model']}, {row['world_size']} ranks, {row['source']}"
+        if "options" in row["studies"] and (rate := row.get("images_per_second")):
+            title = f"{row['model']}, {row['world_size']} ranks\n{sharding(row)}\n{row['source']}"
             name = row["prefetch"] + ", limited" * row["limit_all_gathers"]
-            options.setdefault(title, {}).setdefault(sharding(row), {})[name] = results.rate_span(
-                row
-            )
-    inputs = {}
+            options.setdefault(title, {})[name] = rate, rate * noise(row)
+    inputs: Bars = {}
     for some, limit in find_limits(rows):
         if {"real", "io"} & {row["run_mode"] for row in some} and limit.word != "memory":
             first = f"{some[0]['model']}, {some[0]['world_size']} ranks\n{sharding(some[0])}"
-            inputs[f"{first}\n{limit.word}"] = {
-                m: results.step_seconds(r) for m in RUNS for r in some if r["run_mode"] == m
-            }
+            took = {row["run_mode"]: (step_seconds(row), noise(row)) for row in some}
+            group = {mode: (seconds, seconds * share) for mode, (seconds, share) in took.items()}
+            inputs[f"{first}\n{limit.word}"] = group
     with style.context([STYLE_SHEET, RC_PARAMS]):
         figures = {
             "throughput": draw_throughput(rows),
             "options": draw_bars(options, "images/s"),
-            "io": draw_bars({"": inputs} if inputs else {}, "seconds per step"),
+            "io": draw_bars(inputs, "seconds per step"),
         }
         figures = {name: figure for name, figure in figures.items() if figure}
         for name, figure in figures.items():
@@ -179,10 +178,7 @@ COLUMNS = {  # of the table of points: column of the rows, format
     "of the ideal": ("efficiency", ".0%"),
     "peak GiB": ("peak_allocated_gib", ".2f"),
     "planned GiB": ("planned_gib", ".2f"),
-    "MB sent per step": ("payload_mb", ".1f"),
-    "planned MB": ("planned_payload_mb", ".1f"),
-    "load before": ("load_before", ".1f"),
-    "load after": ("load_after", ".1f"),
+    "load": ("load_after", ".1f"),
 }
 
 
@@ -193,12 +189,10 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iter
 
 
 def limit_cells(rows: Sequence[Row], limit: Limit) -> list[str]:
-    """Format what limits a setting: each part as a share of their sum, and from where to where."""
-    total, shares = sum(part[1] for part in limit.parts.values()), []
-    for name in ("compute", "communication", "input"):
-        part = [x / total for x in limit.parts.get(name, ())]
-        shares.append("{1:.0%} ({0:.0%} to {2:.0%})".format(*part) if part else "-")
-    ids = " ".join(row["id"] for row in rows)
+    """Format what limits a setting: each part as a share of their sum."""
+    parts, ids = limit.parts, " ".join(row["id"] for row in rows)
+    names = ("compute", "communication", "input")
+    shares = [f"{parts[n] / sum(parts.values()):.0%}" if n in parts else "-" for n in names]
     return [ids, f"**{limit.word}**", *shares, limit.why, ADVICE[limit.word]]
 
 
@@ -208,8 +202,9 @@ def point_cells(row: Row, out: Path) -> list[str]:
     why = row.get("reason") or row.get("caveat")
     cells = [f"[{name}]({log})" if (out / log).exists() else name]
     cells.append(row["state"] + (f": {why}" if why else ""))
-    values = ((row.get(column), form) for column, form in COLUMNS.values())
-    return [*cells, *("-" if value is None else format(value, form) for value, form in values)]
+    for column, form in COLUMNS.values():
+        cells.append("-" if row.get(column) is None else format(row[column], form))
+    return cells
 
 
 def page_lines(rows: Sequence[Row], figures: Sequence[str], out: Path) -> Iterator[str]:
@@ -221,17 +216,9 @@ def page_lines(rows: Sequence[Row], figures: Sequence[str], out: Path) -> Iterat
     yield f"\nMeasured on {', '.join(sorted(hosts)) or 'other hosts'}."
     for name in figures:
         yield f"\n![{name}](figures/{name}.png)\n\n{CAPTIONS[name]}"
-    yield "\n## What limits it\n\nShares of a step, and from where to where they may be.\n"
+    yield "\n## What limits it\n\nShares of a step.\n"
     limits = find_limits(rows)
-    header = [
-        "points",
-        "limit",
-        "compute",
-        "communication",
-        "input",
-        "how it was found",
-        "try next",
-    ]
+    header = ["points", "limit", "compute", "communication", "input", "how it was found", "try"]
     yield from markdown_table(header, [limit_cells(*f) for f in limits if f[1].word != "unknown"])
     if count := sum(limit.word == "unknown" for _, limit in limits):
         yield f"\nOf {count} settings too little was measured: try {ADVICE['unknown']}."

@@ -6,6 +6,7 @@ is enough for another report.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,6 @@ import numpy as np
 from runtime.config import names
 
 Row = dict[str, Any]
-Span = tuple[float, float, float]  # lower quartile, median, upper quartile
 
 SETTINGS = names("setting", "sharding")  # two runs are compared where these flags are equal
 MEMORY = ("out of memory", "skipped")
@@ -40,11 +40,8 @@ def write_lines(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_lines(path: Path) -> list[Row]:
-    """Read what `write_lines` wrote; ValueError, a sentence, where that was damaged since."""
-    try:
-        return [dict(json.loads(line)) for line in path.read_text().splitlines()]
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged, move it away: {error}") from None
+    """Read what `write_lines` wrote."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def add_points(out: Path, rows: Sequence[Row]) -> list[Row]:
@@ -89,11 +86,11 @@ def read_rows(out: Path) -> list[Row]:
 
 def read_log(path: Path) -> dict[str, list[Row]]:
     """Read the records of a log.jsonl by event; what is cut or missing is left out."""
-    log: dict[str, list[Row]] = {name: [] for name in ("start", "step", "profile", "end")}
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
+    log: dict[str, list[Row]] = {"start": [], "step": [], "end": []}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(ValueError):
             record = json.loads(line)
-            log[record.pop("event")].append(record)
+            log.setdefault(record.pop("event"), []).append(record)
     return log
 
 
@@ -109,8 +106,6 @@ def outcome(code: int, log: dict[str, list[Row]], output: str, late: bool) -> tu
         return "out of memory", f"{where}: {found[0][:300]}"
     if late or end.get("reason") == "timeout":
         return "timed out", f"{end.get('problem') or 'longer than --limit'}, {where}"
-    if code in (-9, 137) or "SIGKILL" in output:
-        return "failed", f"killed by signal 9, as a system does that lacks memory, {where}"
     said = [line.partition(": error: ")[2] for line in lines if ": error: " in line]
     last = (said or lines or ["no output"])[-1][:300]
     return "failed", end.get("problem") or f"exit status {code}, {where}: {last}"
@@ -118,20 +113,14 @@ def outcome(code: int, log: dict[str, list[Row]], output: str, late: bool) -> tu
 
 def measured(log: dict[str, list[Row]]) -> Row:
     """Summarise a run that is done: its flags, medians and quartiles after the warm-up."""
-    start, end = ((log[event] or [{}])[-1] for event in ("start", "end"))
-    kept = [s for s in log["step"][1:] if s["step"] > WARM_UP * start.get("steps", 0)]
-    row: Row = start | {"measured_lines": len(kept)}
+    row: Row = dict((log["start"] or [{}])[-1])
+    kept = [s for s in log["step"][1:] if s["step"] > WARM_UP * row.get("steps", 0)]
     if kept:
         three = np.percentile([s["images_per_second"] for s in kept], (25, 50, 75)).tolist()
         rates = ("images_per_second_q1", "images_per_second", "images_per_second_q3")
         row |= zip(rates, three, strict=True)
         row["data_seconds"] = float(np.median([s.get("data_seconds") or 0 for s in kept]))
         row |= {name: kept[-1].get(name) for name in ("peak_allocated_gib", "alloc_retries")}
-    row["profile"] = log["profile"][-1] if log["profile"] else None
-    planned = (start.get("planned") or {}).get("payload_bytes")
-    if planned and (sent := end.get("payload_bytes")):  # without the few scalars, never planned
-        row["planned_payload_mb"] = sum(planned.values()) / 1e6
-        row["payload_mb"] = sum(sent.get(kind, 0) for kind in planned) / 1e6
     return row
 
 
@@ -145,7 +134,7 @@ ADVICE = {
     "compute": "a faster device; on a GPU `--compile`, `--precision bf16`, no `--ac`",
     "communication": "on GPUs a larger local batch, the smallest `--group`; on a CPU fewer ranks",
     "unclear": "an idle machine: rename these folders in `runs`, and repeat the sweep's command",
-    "unknown": "the same by `--run-mode real`, `syn`, `io` and on one rank, or `--profile`",
+    "unknown": "the same by `--run-mode real`, `syn`, `io` and on one rank",
 }
 
 
@@ -154,12 +143,7 @@ class Limit(NamedTuple):
 
     word: str
     why: str
-    parts: Mapping[str, Span] = {}
-
-
-def setting_key(row: Row) -> tuple:
-    """Return what the real, syn and io runs of one setting share."""
-    return tuple(row.get(name) for name in ("source", "world_size", "nodes", *SETTINGS))
+    parts: Mapping[str, float] = {}
 
 
 def ideal_key(row: Row) -> tuple:
@@ -178,23 +162,15 @@ def step_images(row: Row) -> int:
     return row["batch"] * (row.get("accum") or 1) * row["world_size"] // (row.get("tp") or 1)
 
 
-def rate_span(row: Row) -> Span:
-    """Return the quartiles of the images/s; thrice the median where they are not known."""
-    middle = row["images_per_second"]
-    low, high = (row.get(f"images_per_second_{q}") or middle for q in ("q1", "q3"))
-    return low, middle, high
+def step_seconds(row: Row) -> float:
+    """Return the median seconds per step."""
+    return step_images(row) / row["images_per_second"]
 
 
-def step_seconds(row: Row) -> Span:
-    """Return the seconds per step: quartiles within the run, and at least CLOSE."""
-    high, middle, low = (step_images(row) / rate for rate in rate_span(row))
-    return min(low, (1 - CLOSE) * middle), middle, max(high, (1 + CLOSE) * middle)
-
-
-def minus(a: Span, b: Span) -> Span:
-    """Subtract uncertain times; never below zero."""
-    low, middle, high = (max(0.0, x - y) for x, y in zip(a, reversed(b), strict=True))
-    return low, middle, high
+def noise(row: Row) -> float:
+    """Return the share by which a speed is uncertain: half its quartiles' distance, or CLOSE."""
+    apart = row.get("images_per_second_q3", 0) - row.get("images_per_second_q1", 0)
+    return max(CLOSE, apart / 2 / row["images_per_second"])
 
 
 def ideal_runs(rows: Iterable[Row]) -> dict[tuple, Row]:
@@ -204,13 +180,18 @@ def ideal_runs(rows: Iterable[Row]) -> dict[tuple, Row]:
     return {ideal_key(row): row for row in found if not row.get("caveat")}
 
 
+def ideal_rate(row: Row, alone: Row) -> float:
+    """Return the images/s that the devices of `row` reach if each is as fast as in `alone`."""
+    return alone["images_per_second"] / device_count(alone) * device_count(row)
+
+
 def add_ideal(rows: Iterable[Row]) -> None:
     """Add to each training run the images/s without communication, and its share of them."""
     runs = ideal_runs(rows)
     for row in rows:
         best = runs.get(ideal_key(row))
         if best and row.get("images_per_second") and row["run_mode"] != "io":
-            row["ideal"] = best["images_per_second"] / device_count(best) * device_count(row)
+            row["ideal"] = ideal_rate(row, best)
             row["efficiency"] = row["images_per_second"] / row["ideal"]
 
 
@@ -218,55 +199,60 @@ def find_limits(rows: Sequence[Row]) -> list[tuple[list[Row], Limit]]:
     """Find what limits each setting, from its real, syn and io runs and those on fewest ranks."""
     ended = [r for r in rows if r.get("images_per_second") or r["state"] in MEMORY]
     ended = [r for r in ended if r["studies"] != ["options"] and not r.get("caveat")]
-    alone = ideal_runs(rows)
-    settings = group_by(ended, setting_key).values()
-    return [(some, find_limit(some, alone.get(ideal_key(some[0])))) for some in settings]
+    alone, same = ideal_runs(rows), ("source", "world_size", "nodes", *SETTINGS)
+    found = []
+    for some in group_by(ended, lambda row: tuple(row.get(name) for name in same)).values():
+        some.sort(key=lambda row: RUNS.index(row["run_mode"]))
+        found.append((some, find_limit(some, alone.get(ideal_key(some[0])))))
+    return found
 
 
 def find_limit(rows: Sequence[Row], alone: Row | None) -> Limit:
-    """Find what limits a setting: the largest of three parts of a step, if it surely is.
+    """Find what limits a setting, of whose runs `real` comes first: the largest part of a step.
 
-    They are compute (what one device alone takes), communication (the rest of `syn`) and input
+    Parts are compute (what one device alone takes), communication (the rest of `syn`) and input
     (what `real` takes longer than `syn`). But a loader that alone is slower than training without
-    it is the limit, however much of it is hidden. No verdict where what was measured cannot be.
+    it is the limit, however much of it is hidden. No verdict where what was measured cannot be, or
+    two parts differ by less than the runs scatter.
     """
     for row in rows:
         if row.get("alloc_retries") or row["state"] in MEMORY:
             return Limit("memory", row.get("reason") or "CUDA's allocator ran out, and tried again")
-    runs = {row["run_mode"]: row for row in sorted(rows, key=lambda r: RUNS.index(r["run_mode"]))}
+    runs = {row["run_mode"]: row for row in rows}
     took = {mode: step_seconds(row) for mode, row in runs.items()}
-    why = "seconds per step: " + ", ".join(f"{mode} {span[1]:.3g}" for mode, span in took.items())
+    unsure = sum(took[mode] * noise(row) for mode, row in runs.items())
+    why = "seconds per step: " + ", ".join(f"{mode} {took[mode]:.3g}" for mode in took)
     for less in ("syn", "io"):  # which do a part of what real does
-        if {"real", less} <= {*took} and took["real"][2] < took[less][0]:
+        if took.get(less, 0) - took.get("real", math.inf) > unsure:
             return Limit("unclear", f"{why}: real cannot take less than {less}")
     loads = [r["load_after"] for r in (*rows, alone or {}) if r.get("disturbed")]
     if loads:
         return Limit("unclear", f"{why}; other programs took part: load {max(loads):.1f}")
-    row = runs.get("real", runs.get("syn", rows[0]))
-    if row["run_mode"] == "io":
+    mode, row = next(iter(runs.items()))
+    if mode == "io":
         return Limit("unknown", "only reading was run")
-    if len(took) == 1 and (profile := row.get("profile")):
-        own = profile["compute"] + profile["optimizer"] + profile["idle"]
-        parts = {"compute": own, "communication": profile["communication"]}
-        parts["input"] = profile["data"]
-        return largest({name: (x, x, x) for name, x in parts.items()}, "its profile")
-    step, wait = took[row["run_mode"]], row.get("data_seconds") or 0.0
-    waited = minus(step, took["syn"]) if {"real", "syn"} <= {*took} else (wait, wait, wait)
-    busy = took.get("syn") or minus(step, waited)
-    slow_input = "io" in took and took["io"][0] > busy[2] and step[0] > busy[1]
+    step, wait = took[mode], row.get("data_seconds") or 0.0
+    waited = max(0.0, step - took["syn"] if "syn" in took else wait)
+    busy = took.get("syn", step - waited)
+    slow_input = min(took.get("io", 0), step) > busy + unsure
     compute, note = compute_seconds(row, busy, alone)
     if not compute:
-        known = slow_input or waited[1] > step[1] / 2
-        return Limit("input" if known else "unknown", why + note)
+        return Limit("input" if slow_input or waited > step / 2 else "unknown", why + note)
     shares = {"compute": compute, "input": waited}
-    shares |= {"communication": minus(busy, compute)} if row["world_size"] > 1 else {}
-    found = largest(shares, why + note)
-    if found.word == "compute" and alone and 1 < alone["world_size"] < row["world_size"]:
-        found = Limit("unknown", f"{why}{note}, communication included")
-    return Limit("input", why + note, shares) if slow_input else found
+    shares |= {"communication": busy - compute} if row["world_size"] > 1 else {}
+    if slow_input:
+        return Limit("input", why + note, shares)
+    unsure += compute * noise(alone or row)
+    first = max(shares, key=lambda name: shares[name])
+    if first == "compute" and alone and 1 < alone["world_size"] < row["world_size"]:
+        return Limit("unknown", f"{why}{note}, communication included")
+    rivals = [n for n in shares if n != first and shares[first] - shares[n] < unsure]
+    if rivals:
+        return Limit("unclear", f"{why}{note}: {' or '.join([first, *rivals])}", shares)
+    return Limit(first, why + note, shares)
 
 
-def compute_seconds(row: Row, busy: Span, alone: Row | None) -> tuple[Span | None, str]:
+def compute_seconds(row: Row, busy: float, alone: Row | None) -> tuple[float | None, str]:
     """Return (seconds per step without communication, where they were measured)."""
     world, devices = row["world_size"], device_count(row)
     if world == 1:
@@ -275,19 +261,8 @@ def compute_seconds(row: Row, busy: Span, alone: Row | None) -> tuple[Span | Non
         return None, f"; {world} ranks share {devices} cores"
     if not alone or alone["world_size"] >= world:
         return None, "; no run on one rank"
-    # the work of a device here, as a multiple of that there
-    per = step_images(row) / devices / step_images(alone) * device_count(alone)
-    low, middle, high = (min(per * x, y) for x, y in zip(step_seconds(alone), busy, strict=True))
-    return (low, middle, high), f", syn on {alone['world_size']} of the ranks {middle:.3g}"
-
-
-def largest(parts: Mapping[str, Span], why: str) -> Limit:
-    """Name the largest part of a step, or those that may be it."""
-    first = max(parts, key=lambda name: parts[name][1])
-    rivals = [name for name in parts if name != first and parts[name][2] > parts[first][0]]
-    if rivals:
-        return Limit("unclear", f"{why}: {' or '.join([first, *rivals])}", parts)
-    return Limit(first, why, parts)
+    compute = min(step_images(row) / ideal_rate(row, alone), busy)
+    return compute, f", syn on {alone['world_size']} of the ranks {compute:.3g}"
 
 
 def group_by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:

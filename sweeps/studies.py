@@ -6,7 +6,6 @@ a flag that is given twice the last counts.
 
 import csv
 import os
-import re
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -103,9 +102,7 @@ def study_points(
             "report with a folder"
         )
     default = DEFAULT_MODELS.get(what, "base" if gpu else "tiny")
-    names = (default if models is None else models).split(",")
-    if not all(names):
-        raise ValueError(f"--models {models!r} is not a list of names like base,3b")
+    names = (models or default).split(",")
     if what in ("quick", "io") and data != "synthetic":
         if not any(files for _, _, files in os.walk(data)):
             raise ValueError(f"--data {data!r} is not a folder with images: name one, or synthetic")
@@ -127,26 +124,22 @@ def table_points(path: Path) -> list[Point]:
     Columns are `ranks` (per node), `nodes` (default 1) and flags; `true` and `false` are switches,
     empty cells are left out.
     """
-    try:
-        rows = list(csv.DictReader(path.read_text().splitlines(keepends=True)))
-    except (OSError, ValueError, csv.Error) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path} cannot be read: {why}") from None
+    if not path.is_file():
+        raise ValueError(f"{path} not found: a CSV file names the runs")
     points = []
-    for line, row in enumerate(rows, 2):
-        cells = {"nodes": "1", "ranks": ""} | {
-            k.strip(): (v or "").strip() for k, v in row.items() if k
-        }
-        words, counts = list[str](), (cells.pop("nodes"), cells.pop("ranks"))
-        for name, text in zip(("nodes", "ranks"), counts, strict=True):
-            if not re.fullmatch("[1-9][0-9]{0,5}", text):
-                why = "must be a whole number above zero (`ranks` is per node)"
-                raise ValueError(f"{path}, line {line}: {name} is {text!r}, but {why}")
+    for line, row in enumerate(csv.DictReader(path.read_text().splitlines(), restval=""), 2):
+        cells = {name.strip(): value.strip() for name, value in row.items() if name}
+        try:
+            nodes, ranks = int(cells.pop("nodes", 1)), int(cells.pop("ranks", ""))
+        except ValueError:
+            why = "`nodes` and `ranks` (per node) must be whole numbers"
+            raise ValueError(f"{path}, line {line}: {why}") from None
+        words: list[str] = []
         for name, value in cells.items():
             flag = name.replace("_", "-")
             switch = {"true": [f"--{flag}"], "false": [f"--no-{flag}"], "": []}
             words += switch.get(value, [f"--{flag}", value])
-        points.append(Point(path.stem, int(counts[0]), int(counts[1]), words))
+        points.append(Point(path.stem, nodes, ranks, words))
     if not points:
         raise ValueError(f"{path} has no points: a header line with ranks and flags, then rows")
     return points

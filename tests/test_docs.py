@@ -25,7 +25,6 @@ import shard
 import sweep
 import vit
 from downstream import finetune
-from planner.command import plan_parser
 from runtime import config, devices
 
 ROOMS = ["runtime", "storage", "planner", "sweeps", "downstream"]
@@ -248,7 +247,7 @@ def test_torchrun_takes_all_flags_without_two_dashes():
 def test_commands_of_the_other_programs_are_valid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where DIR, OUT and the like do not exist
     for argv in started("plan.py"):
-        plan_parser().parse_args(argv.split())
+        plan.plan_parser().parse_args(argv.split())
     for argv in started("sweep.py"):
         words = argv.split(" -- ")[0].replace('"-A PROJECT"', "-APROJECT")
         sweep.build_parser().parse_args(words.replace("--sbatch ", "--sbatch=").split())
@@ -274,7 +273,7 @@ def test_commands_of_the_other_programs_are_valid(tmp_path, monkeypatch):
 
 def test_flags_that_are_named_exist():
     known: set[str] = set()
-    for parser in (config.training_parser(), plan_parser(), sweep.build_parser()):
+    for parser in (config.training_parser(), plan.plan_parser(), sweep.build_parser()):
         known |= {option for row in parser._actions for option in row.option_strings}
     known |= {"--" + row.name.replace("_", "-") for row in fields(finetune.Tuning)}
     for path in (

@@ -3,12 +3,10 @@
 import math
 import os
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from parity import TILES
 from ranks import environment
@@ -183,14 +181,6 @@ def test_it_is_one_process_without_a_launcher(monkeypatch, capsys):
     with pytest.raises(SystemExit) as leave:
         dry(8, "")
     assert leave.value.code == 2 and "without torchrun, srun" in capsys.readouterr().err
-
-
-def test_a_torch_without_the_private_parts_is_one_sentence(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "torch.distributed._tools.fsdp2_mem_tracker", None)
-    assert dry(8, "") == 1
-    printed = capsys.readouterr()
-    assert printed.err.count("\n") == 1 and printed.out == ""
-    assert f"torch {torch.__version__} does not have all of them" in printed.err
 
 
 # --- what is printed

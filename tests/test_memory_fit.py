@@ -6,8 +6,8 @@ import pytest
 import torch
 from ranks import environment
 
+import plan
 import train_fsdp
-from planner.command import read_command
 from planner.estimate import Plan
 from runtime import devices
 from runtime.config import parse
@@ -34,7 +34,7 @@ def plan_with(flags: str, change: str, world: int, gib: float) -> Plan:
     if " (without" in change:
         change, flag = change.rstrip(")").split(" (without ")
         flags = re.sub(rf"{flag} \S+", "", flags)
-    return read_command(
+    return plan.read_command(
         [*flags.split(), *change.split(), "--world-size", str(world), "--memory-gib", str(gib)]
     )[1]
 

