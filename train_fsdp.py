@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
 import gc
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -229,11 +228,11 @@ def run_training(run: Run, session: Session) -> str | None:
     # rank 0 lists the images for all
     session.heartbeat("listing images")
     files, found = image_source.share_images(config, run.global_batch)
-    shape, log = run.mesh_shape, session.log
-    log.say(*topology.describe_topology(session.ranks, session.device, shape, os.environ))
+    log = session.log
+    log.say(*topology.describe_topology(session.ranks, session.device, run.mesh_shape))
     run = run_on_rank0(lambda: with_images(run, **found))
     checkpoints = list_newest_first(run, log.say)
-    log.open(run, session.device, resuming=bool(checkpoints))
+    log.open(run, session.device)
     training, saves, grid = None, Saves(run, log), None
     if config.run_mode != "io":
         session.heartbeat("building the model")

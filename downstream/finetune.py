@@ -88,7 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, Tuning, LEFT_OUT)
 
 
-@process.errors_name("probe.py")
 def run(args: argparse.Namespace) -> int:
     """Fine-tune; return the exit status: 0 done or stopped, 1 failed, 2 refused."""
     received = process.collect()
@@ -102,14 +101,13 @@ def run(args: argparse.Namespace) -> int:
         check_fits(pretrained, pretrained.config, img_size)
         image_source.check_folder(args.test, "--test", args.out)
     except (OSError, ValueError) as error:
-        return process.usage_error(str(error))
+        return process.usage_error(str(error), program="probe.py")
     # the model of other code may have a shape of its own
     shape = ",".join(f"{name}={getattr(pretrained.config, name):d}" for name in FIELDS)
     known = {row.name: row.default for row in fields(Tuning)} | vars(args)
     known |= {"model": pretrained.size or f"base:{shape}", "channels": pretrained.config.channels}
     known |= {"img_size": img_size, "norm_pix_loss": pretrained.norm_pix_loss}
-    parser = Parser(process.PROGRAM)
-    config = make_config(parser, argparse.Namespace(**known), Tuning)
+    config = make_config(Parser("probe.py"), argparse.Namespace(**known), Tuning)
     return run_session(config, partial(run_tuning, pretrained), received)
 
 
@@ -326,7 +324,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     run = TuningRun(**vars(plain_run), classes=len(files.classes))
 
     saved = list_newest_first(run, log.say)
-    log.open(run, device, resuming=bool(saved))
+    log.open(run, device)
     training, trained = build_tuning(run, pretrained, device, resuming=bool(saved))
     model, optimizer, scaler = training.model, training.optimizer, training.scaler
     saves = resume(saved, run, session, model, optimizer, scaler)

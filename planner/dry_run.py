@@ -39,7 +39,7 @@ from runtime.devices import planned
 from runtime.process import print_error
 from runtime.record import describe, start_record
 from runtime.resume import list_newest_first, read_run_state
-from runtime.run import Run, check_masking, resolve, with_images
+from runtime.run import Run, resolve, with_images
 from runtime.step_profile import CommEvent, counting
 
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same
@@ -105,7 +105,6 @@ def dry_run(
         ranks = mesh.Ranks(0, world, 0, min(int(node), world), 0, "dry run", {})
         image_source.check_folders(config)
         run = resolve(config, world, ranks.local_world_size)
-        check_masking(run.model, config.img_size, config.mask_ratio)
         with fake_world(world):
             run, plan = describe_run(run, ranks)
             why_not, simulation = unsimulated(config), None

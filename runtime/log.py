@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,7 +22,7 @@ from torch.profiler import record_function
 import data
 from runtime.agreement import gather_to_rank0, run_on_rank0
 from runtime.device_batches import Batch
-from runtime.devices import device_memory, device_power, peak_flops
+from runtime.devices import device_memory, peak_flops
 from runtime.run import Run
 
 STAGES = tuple(name for name in data.LoadStats._fields if name.endswith("_seconds"))
@@ -87,25 +86,16 @@ class Log:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def open(self, run: Run, device: torch.device, resuming: bool) -> None:
-        """Append to the log of a run on `device`; a new run renames an earlier one's. Collective.
-
-        AgreedError where the folder cannot be written.
-        """
+    def open(self, run: Run, device: torch.device) -> None:
+        """Append to the log of the runs in --out. Collective; AgreedError if it cannot be."""
         self.run, self.device = run, device
         path = Path(run.config.out, "log.jsonl")
 
         def prepare() -> None:
-            before = path.read_bytes() if path.exists() else b""
-            if before and not resuming and run.config.run_mode == "real":
-                names = (path.with_name(f"log.{i}.jsonl") for i in count(1))
-                old = next(name for name in names if not name.exists())
-                path.rename(old)
-                self.say(f"note: this run begins at step 0; the log of an earlier one is now {old}")
+            killed = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # in a line
             # bytes of a file name that are no text become question marks: the log is UTF-8
             self.file = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
-            if before[-1:] not in (b"", b"\n"):  # the run before was killed in a line
-                self.file.write("\n")
+            self.file.write("\n" * killed)
 
         run_on_rank0(prepare)
 
@@ -175,7 +165,6 @@ class Log:
             tflops_per_rank=tflops,
             mfu=1e12 * tflops / peak if tflops and peak else None,
             **memory,
-            **device_power(self.device),
             bad_images=bad_images,
         )
         shown = f"loss {loss:7.4f}  norm {norm:8.3f}  lr {lr:.2e}  " if trained else ""

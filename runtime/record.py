@@ -103,7 +103,7 @@ def baselines(run: Run, batch: Batch) -> dict[str, float]:
 
 def describe(start: dict[str, Any]) -> Iterator[str]:
     """Yield the start record as lines: what runs, its arithmetic, what to watch out for."""
-    s, world, node, tp = start, start["world_size"], start["local_world_size"], start["tp"]
+    s, world, tp = start, start["world_size"], start["tp"]
     gflop = s["flops_per_image"] / 1e9
     yield f"{s['model']}: {s['params']:,} parameters, {gflop:.1f} GFLOP per image"
     yield f"precision: {s['precision']} (default {s['precision_default']})"
@@ -113,9 +113,6 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     strategy = shard.STRATEGIES[s["mode"]]
     traffic = strategy.traffic if world > tp else "no communication"
     yield f"{s['mode']}: shards {strategy.shards}; per step: {traffic}"
-    for what, ranks in (("shard groups", s["mesh"]["shard"] * tp), ("--tp", tp)):
-        if node % ranks:
-            yield f"note: {what} of {ranks} ranks on nodes of {node}: they wait for the network"
     who = f"{world // tp} groups of {tp} ranks" if tp > 1 else f"{world} ranks"
     yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"
     warmup = s["warmup_steps"] or 1

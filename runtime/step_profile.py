@@ -1,8 +1,8 @@
 """--profile: some steps of rank 0 under PyTorch's profiler, and the collectives of one step.
 
-`RunProfile` leaves in OUT/profile a trace (for https://ui.perfetto.dev or chrome://tracing) and, on
-a GPU, a snapshot of its memory (for https://pytorch.org/memory_viz). The table is read from the
-trace by `shares`: every moment of the window belongs to one kind, so the kinds add up to the step.
+`RunProfile` leaves in OUT/profile a trace (for https://ui.perfetto.dev or chrome://tracing).
+`shares` reads from it where the time goes: every moment of the window belongs to one kind, so the
+kinds add up to the step.
 
     optimizer      a kernel (CPU: an operator) runs inside the optimizer's step
     compute        another one runs
@@ -84,9 +84,6 @@ class RunProfile:
         return payload(self.sent, self.run.ranks_per_group)
 
     def _start(self) -> None:
-        if self.device.type == "cuda":
-            # stacks of Python alone: those of C++ would slow down the steps that are timed
-            torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
         plan = schedule(wait=0, warmup=1, active=len(self.window), repeat=1)
         self.profiler = profile(schedule=plan, acc_events=True)
         self.profiler.start()
@@ -100,14 +97,9 @@ class RunProfile:
             self.folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
             found = shares(read_trace(path), steps)
-            if self.device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(str(self.folder / "memory_00000.pickle"))
         except (OSError, ValueError, RuntimeError) as error:  # a full disk: training continues
             self.log.warn(f"no profile: {type(error).__name__}: {error}")
             return
-        finally:
-            if self.device.type == "cuda":
-                torch.cuda.memory._record_memory_history(enabled=None)
         parts = {kind: seconds / sum(found.values()) for kind, seconds in found.items()}
         self.log.write("profile", first_step=first + 1, steps=steps, **found, shares=parts)
         shown = ", ".join(f"{kind} {found[kind]:.4f} ({parts[kind]:.1%})" for kind in KINDS)

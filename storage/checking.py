@@ -49,7 +49,7 @@ def for_each(
             run: Any = map
             if workers > 1:
                 files = save_index(files, f"{folder}/list")  # which they map: none has a copy
-                server, start = process.fork_server(), process.start_helper
+                server, start = process.fork_server(), process.start_worker
                 pool = ProcessPoolExecutor(workers, server, start)
                 run = pool.map
             for part, found in zip(parts, run(partial(work, files), parts), strict=True):

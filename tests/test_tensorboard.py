@@ -48,7 +48,6 @@ def test_a_line_has_the_rate_of_its_own_steps_and_the_memory_of_the_device(monke
     now = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(log, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
     monkeypatch.setattr(log, "peak_flops", lambda device: (1e12, "made up"))
-    monkeypatch.setattr(log, "device_power", lambda device: {})
     monkeypatch.setattr(log, "device_memory", lambda device: {"peak_allocated_gib": 3.0})
 
     def full(*arguments):
