@@ -326,11 +326,9 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     saved = list_newest_first(run, log.say)
     log.open(run, device)
     training, trained = build_tuning(run, pretrained, device, resuming=bool(saved))
-    model, optimizer, scaler = training.model, training.optimizer, training.scaler
-    saves = resume(saved, run, session, model, optimizer, scaler)
+    saves = resume(saved, run, session, training)
     if saves.finished():
         return None
-    session.where_saved = saves.where
 
     loaded = open_batches(run, session, files, range(saves.begin, run.steps))
     batches = labelled(run, files, ranks.rank, loaded, saves.begin)
@@ -341,8 +339,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     log.say(f"{pretrained.name}: {trained:,} parameters train; {run.classes} classes")
     if note := epsilon_note(pretrained):
         log.say(note)
-    monitor.evaluation = Scores(run, session, model, test, numbers, loaded.workers)
+    monitor.evaluation = Scores(run, session, training.model, test, numbers, loaded.workers)
     with manual_gc():
-        ended = train(run, session, training, monitor, batches, saves)
-    monitor.end_record = monitor.evaluation.scores
-    return monitor.finish(saves, ended)
+        ended = train(run, training, monitor, batches)
+    return monitor.finish(*ended, **monitor.evaluation.scores)

@@ -132,7 +132,7 @@ def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | Non
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
     device = CPU if config.device == "cpu" else gpu
     plan = planned(run, device, lambda text: say(f"warning: {text}"))
-    start = start_record(run, ranks, CPU, plan, begin=begin, workers=0)
+    start = start_record(run, CPU, plan, begin=begin, workers=0)
     for line in describe(start | ({"device": "a GPU each"} if device != CPU else {})):
         say(line)
     if begin >= run.steps:

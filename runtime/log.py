@@ -10,8 +10,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,6 +25,7 @@ from runtime.device_batches import Batch
 from runtime.devices import device_memory, peak_flops
 from runtime.run import Run
 
+CSV: dict[str, Any] = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
 STAGES = tuple(name for name in data.LoadStats._fields if name.endswith("_seconds"))
 
 
@@ -109,7 +110,8 @@ class Log:
         self.say(f"warning: {text}")
 
     @contextmanager
-    def _disk_may_fail(self, name: str) -> Iterator[None]:
+    def disk_may_fail(self, name: str) -> Iterator[None]:
+        """Turn an error of the disk into a warning that names what is not written."""
         try:
             yield
         except OSError as error:  # a full disk: no run ends for want of a line or a curve
@@ -122,10 +124,10 @@ class Log:
         for key, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[key] = None  # JSON has no NaN
-        with self._disk_may_fail("log.jsonl"):
+        with self.disk_may_fail("log.jsonl"):
             self.file.write(json.dumps({"event": event} | record, ensure_ascii=False) + "\n")
             self.file.flush()
-        with self._disk_may_fail("TensorBoard's file"):
+        with self.disk_may_fail("TensorBoard's file"):
             if event == "start" and self.run.config.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -181,15 +183,6 @@ class Log:
 # Unreadable images
 
 
-def append_rows(path: str, rows: Sequence[tuple[str, str, int | None]]) -> None:
-    """Append (path, reason, first step from 1), with a heading where the file is new; OSError."""
-    if not rows:
-        return
-    new = not os.path.exists(path)
-    with open(path, "a", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        csv.writer(file).writerows([("path", "reason", "step")] * new + list(rows))
-
-
 class BadImageLog:
     """The bad images of all ranks, and the statistics of this rank's loader."""
 
@@ -205,10 +198,9 @@ class BadImageLog:
         self.count = len(self.known)
 
     def _read_paths(self) -> set[str]:
-        if not os.path.exists(self.path):
-            return set()
-        with open(self.path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+        with suppress(FileNotFoundError), open(self.path, **CSV) as file:
             return {row["path"] for row in csv.DictReader(file)}
+        return set()
 
     def record(self, step: int, batch: Batch) -> None:
         """Note the bad images of a step's batch, and what it took to load."""
@@ -227,17 +219,16 @@ class BadImageLog:
             self.too_many = f"{self.count} of {images} images are unreadable, {allowed}"
 
     def _list(self, every: list[list[tuple[str, str, int]]]) -> int:
-        """On rank 0: list the images that are new; count all."""
+        """On rank 0: list the images that are new, with reason and first step; count all."""
         new = {row[0]: row for rows in every for row in rows if row[0] not in self.known}
-        self.known |= new.keys()
-        try:
-            append_rows(self.path, list(new.values()))
-        except OSError as error:
-            self.log.warn(f"{self.path} cannot be written now: {error}")
         if new:
             path, reason, _ = next(iter(new.values()))
             more = f"; {len(new) - 1} more are in {self.path}" if len(new) > 1 else ""
             self.log.warn(f"unreadable image {path} ({reason}): replaced by the next image{more}")
+            with self.log.disk_may_fail(self.path), open(self.path, "a", **CSV) as file:
+                heading = [("path", "reason", "step")] * (file.tell() == 0)
+                csv.writer(file).writerows([*heading, *new.values()])
+            self.known |= new.keys()
         return len(self.known)
 
     def report(self, seconds: float, waiting: float) -> list[dict[str, float]]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import PIL
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,7 +20,7 @@ import mesh
 import shard
 import vit
 from runtime import devices
-from runtime.agreement import StepGuard, Verdict, gather_to_rank0, mean_over_ranks, run_on_rank0
+from runtime.agreement import StepGuard, Verdict, gather_to_rank0, run_on_rank0
 from runtime.device_batches import Batch, LoaderFailed
 from runtime.log import BadImageLog, Meter
 from runtime.process import TORCHRUN_NOTE
@@ -31,7 +32,7 @@ PLANNED = ("memory_gib", "payload_bytes", "verdict", "fit")  # what the start re
 
 
 def start_record(
-    run: Run, ranks: mesh.Ranks, device: torch.device, plan: Mapping[str, Any] | None, **more: Any
+    run: Run, device: torch.device, plan: Mapping[str, Any] | None, **more: Any
 ) -> dict[str, Any]:
     """Describe a run for the log; `plan` is of devices.planned, `more` is added as it stands."""
     peak, peak_source = devices.peak_flops(device)
@@ -42,7 +43,6 @@ def start_record(
         "planned": plan and {key: plan[key] for key in PLANNED},
         "lr": run.lr,
         "epoch_steps": run.epoch_steps,
-        "local_world_size": ranks.local_world_size,
         "device": device.type,
         "mesh": dict(zip(mesh.DIMENSIONS, (*run.mesh_shape, 1), strict=False)),
         "params": sum(p.numel() for p in model.parameters()),
@@ -66,9 +66,9 @@ def versions() -> dict[str, str | None]:
 
 def report_start(run: Run, session: Session, begin: int, workers: int) -> None:
     """Log the start record before step `begin`; rank 0 plans the run, and says what it will do."""
-    ranks, device, log = session.ranks, session.device, session.log
-    plan = devices.planned(run, device, log.warn) if ranks.rank == 0 else None
-    start = start_record(run, ranks, device, plan, begin=begin, workers=workers)
+    device, log = session.device, session.log
+    plan = devices.planned(run, device, log.warn) if session.ranks.rank == 0 else None
+    start = start_record(run, device, plan, begin=begin, workers=workers)
     log.write("start", **start)
     log.say(*describe(start))
 
@@ -97,8 +97,9 @@ def baselines(run: Run, batch: Batch) -> dict[str, float]:
         images = data.normalize(images, run.channel_stats or data.IMAGENET)
         mask = (noise.argsort(1).argsort(1) >= kept).float()  # as of `ViTMAE.forward`
         losses.append(losses_of_guesses(run, images, mask).mean(1))
-    zero, colour = mean_over_ranks(torch.stack(losses).mean(0))
-    return {"loss_of_zero": zero, "loss_of_mean_colour": colour}
+    mean = torch.stack(losses).mean(0).double() / run.world_size
+    dist.all_reduce(mean)
+    return dict(zip(("loss_of_zero", "loss_of_mean_colour"), mean.tolist(), strict=True))
 
 
 def describe(start: dict[str, Any]) -> Iterator[str]:
@@ -143,8 +144,9 @@ class Monitor:
         self, run: Run, session: Session, files: Any, saves: Saves, first: Batch | None = None
     ) -> None:
         """Begin before the step of `saves`, which has the batch `first`. Collective."""
-        config, self.run, self.session, self.begin = run.config, run, session, saves.begin
-        self.guard = StepGuard(session.device, config.max_skips, saves.begin, saves.consecutive_bad)
+        self.run, self.session, self.saves = run, session, saves
+        skips = run.config.max_skips, saves.begin, saves.consecutive_bad
+        self.guard = StepGuard(session.device, *skips)
         self.bad_images = BadImageLog(run, session.log, files.path)
         self.error: Exception | None = None  # of this rank's data loader
         self.problem: str | None = None  # the last bad step, in a sentence
@@ -153,7 +155,6 @@ class Monitor:
         self.baselines = baselines(run, first) if first else {}
         self.evaluation: Any = None  # called with the number of steps where its `due` says so
         self.profile: Any = None  # of a step_profile.RunProfile
-        self.end_record: dict[str, float] = {}  # what the end record has besides
         self.meter = Meter(saves.begin, run.global_batch)  # whose clock starts
 
     def watch(self, model: nn.Module, grid: DeviceMesh) -> None:
@@ -182,6 +183,7 @@ class Monitor:
         """Return what this rank has to say in the vote of a step, as of `StepGuard.vote`."""
         return {
             "stop": bool(self.session.signals),
+            "save": self.saves.due_by_clock(),
             "no_batch": batch.error is not None,
             "bad_images": bool(self.bad_images.unreported),
         }
@@ -229,13 +231,13 @@ class Monitor:
                     self.bad_images.sync()
             bad = self.bad_images.count
             log.step(verdict.step, verdict.loss, verdict.norm, lr, self.meter, bad)
-        elif verdict.step == self.begin and run.config.run_mode != "io":
+        elif verdict.step == self.saves.begin and run.config.run_mode != "io":
             # a sign of life: the first line may be minutes away
             log.say(f"first step: {done} of {run.steps}, loss {verdict.loss:.4f}")
 
-    def finish(self, saves: Saves, ended: tuple[str, str | None]) -> str | None:
-        """Save and log how the loop has `ended`; return the run's error message. Collective."""
-        (reason, problem), guard, session = ended, self.guard, self.session
+    def finish(self, reason: str, problem: str | None, **more: Any) -> str | None:
+        """Save, and log how the loop has ended, and `more`; return an error message. Collective."""
+        guard, saves, session = self.guard, self.saves, self.session
         if reason == "data":
             problem = self.loader_error()
         session.heartbeat("saving")
@@ -245,7 +247,7 @@ class Monitor:
             saves.save_last(guard.done, guard.consecutive)
         session.heartbeat("ending")
         self.bad_images.sync()  # what was found since the last log line
-        self.report_end(reason, problem)
+        self.report_end(reason, problem, more)
         if self.run.config.run_mode == "real":
             session.log.say(saves.where(reason == "done"))
             if reason == "done":
@@ -265,12 +267,12 @@ class Monitor:
         where = f"reading data in step {self.guard.done + 1}"
         return f"rank {rank}: the data loader failed ({where}): {text}"
 
-    def report_end(self, reason: str, problem: str | None) -> None:
+    def report_end(self, reason: str, problem: str | None, more: dict[str, Any]) -> None:
         """Write the records `io` and `end`, and a summary to the terminal. Collective."""
         log, guard, out = self.session.log, self.guard, self.run.config.out
         end: dict[str, Any] = {"reason": reason, "problem": problem, "steps": guard.done}
         end |= {"skipped": guard.skipped, "bad_images": self.bad_images.count}
-        end |= self.meter.summary() | devices.device_memory(self.session.device) | self.end_record
+        end |= self.meter.summary() | devices.device_memory(self.session.device) | more
         end["payload_bytes"] = self.profile.payload_bytes() if self.profile else None
         log.write("io", ranks=self.bad_images.report(end["seconds"], end["data_share"]))
         losses = [loss for loss in self.losses if math.isfinite(loss)]
@@ -281,7 +283,7 @@ class Monitor:
             log.say(f"mean loss of the last {len(losses)} steps {end['loss']:.4f}{text}")
         log.write("end", **end)
         log.say(
-            f"{reason}: {guard.done - self.begin} steps in {end['seconds']:.1f} s, median "
+            f"{reason}: {guard.done - self.saves.begin} steps in {end['seconds']:.1f} s, median "
             f"{end['images_per_second'] or 0:.1f} img/s, {end['data_share']:.1%} of the time "
             f"waiting for data; log in {out}/log.jsonl"
         )
