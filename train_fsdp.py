@@ -159,10 +159,11 @@ def train(
     Reasons: done, signal, nan, data, bad, save.
     """
     guard, meter, evaluation = monitor.guard, monitor.meter, monitor.evaluation
-    saves, heartbeat = monitor.saves, monitor.session.heartbeat
+    saves, heartbeat, every = monitor.saves, monitor.session.heartbeat, monitor.evaluate_every
     for step in range(saves.begin, run.steps):
         last = step + 1 == run.steps
         save_now = last or saves.due_after(step + 1)
+        evaluate_now = every > 0 and (step + 1) % every == 0
         with monitor.profile.step(step) if monitor.profile else nullcontext():
             # fetch: the loader works ahead, so that this seldom waits
             batch = monitor.next_batch(batches, step)
@@ -171,7 +172,7 @@ def train(
             lr = learning_rate(step, run)
             train_step(training, guard, batch.parts, lr, **monitor.asked(batch))
         # log: what all ranks agreed on, of a GPU one step late unless the host must wait anyway
-        for verdict in monitor.settle(wait=save_now):
+        for verdict in monitor.settle(wait=save_now or evaluate_now):
             monitor.log_step(verdict, learning_rate(verdict.step, run))
         if guard.ended:
             return guard.ended, monitor.problem
@@ -185,7 +186,7 @@ def train(
             guard.save = False
             if failed:
                 return "save", failed
-        if evaluation and evaluation.due(guard.done, saved):
+        if evaluation and (saved if every == 0 else evaluate_now):
             with meter.paused():
                 evaluation(guard.done)
         # stop: a signal, or too many bad images, on whichever rank

@@ -236,7 +236,7 @@ def check_classes(train: Any, test: Any, img_size: int, stats: data.ChannelStats
 
 @dataclass
 class Scores:
-    """Score a model on the test images after the last step of each epoch."""
+    """Score a model on the test images."""
 
     run: TuningRun
     session: Session
@@ -245,10 +245,6 @@ class Scores:
     numbers: list[int]  # as of `classes_in`
     workers: int
     scores: dict[str, Any] = field(default_factory=dict)
-
-    def due(self, step: int, saved: bool) -> bool:
-        """Tell whether an epoch ends after so many steps."""
-        return step % self.run.epoch_steps == 0
 
     def __call__(self, step: int) -> None:
         """Log number, loss, top-1 and top-5 after so many steps; the same on any ranks. Collective.
@@ -339,6 +335,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     log.say(f"{pretrained.name}: {trained:,} parameters train; {run.classes} classes")
     if note := epsilon_note(pretrained):
         log.say(note)
+    monitor.evaluate_every = run.epoch_steps
     monitor.evaluation = Scores(run, session, training.model, test, numbers, loaded.workers)
     with manual_gc():
         ended = train(run, training, monitor, batches)

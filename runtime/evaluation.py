@@ -42,10 +42,6 @@ class Evaluation:
         # shuffled, so that the first ones are of many classes
         self.order = np.random.default_rng(run.config.seed).permutation(len(self.files))
 
-    def due(self, step: int, saved: bool) -> bool:
-        """Tell whether to evaluate after so many steps: wherever the model is saved."""
-        return saved
-
     def __call__(self, step: int) -> None:
         """Log the mean loss after so many steps, and draw the first images. Collective.
 

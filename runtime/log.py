@@ -19,14 +19,11 @@ from typing import Any, TextIO
 import torch
 from torch.profiler import record_function
 
-import data
-from runtime.agreement import gather_to_rank0, run_on_rank0
-from runtime.device_batches import Batch
+from runtime.agreement import Verdict, gather_to_rank0, run_on_rank0
 from runtime.devices import device_memory, peak_flops
 from runtime.run import Run
 
 CSV: dict[str, Any] = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
-STAGES = tuple(name for name in data.LoadStats._fields if name.endswith("_seconds"))
 
 
 class Meter:
@@ -141,13 +138,12 @@ class Log:
                         self.tensorboard.add_scalar(f"{event}/{key}", value, step)
                 self.tensorboard.flush()
 
-    def step(
-        self, step: int, loss: float, norm: float, lr: float, meter: Meter, bad_images: int
-    ) -> None:
-        """Log a step, counted from 0, and end the meter's interval; the numbers are of all ranks.
+    def step(self, verdict: Verdict, lr: float, meter: Meter, bad_images: int) -> None:
+        """Log a step and end the meter's interval; the numbers are of all ranks.
 
         A run that only reads images has no loss, no norm and no FLOPs.
         """
+        step, loss, norm, *_ = verdict
         seconds, waited = meter.interval(step + 1)
         run, trained = self.run, self.run.config.run_mode != "io"
         rate, flops = run.global_batch / seconds, run.flops_per_image() if trained else None
@@ -184,15 +180,13 @@ class Log:
 
 
 class BadImageLog:
-    """The bad images of all ranks, and the statistics of this rank's loader."""
+    """The bad images of all ranks, listed in OUT/bad_images.csv."""
 
     def __init__(self, run: Run, log: Log, name_of: Callable[[int], str]) -> None:
         """Continue the list in --out; `name_of` gives the path of an image. Collective."""
         self.path = os.path.join(run.config.out, "bad_images.csv")
         self.run, self.log, self.name_of = run, log, name_of
         self.unreported: list[tuple[str, str, int]] = []  # found by this rank since `sync`
-        self.stats = data.LoadStats()
-        self.read = 0  # images
         self.too_many: str | None = None  # an error message
         self.known: set[str] = run_on_rank0(self._read_paths)  # kept up to date on rank 0
         self.count = len(self.known)
@@ -201,12 +195,6 @@ class BadImageLog:
         with suppress(FileNotFoundError), open(self.path, **CSV) as file:
             return {row["path"] for row in csv.DictReader(file)}
         return set()
-
-    def record(self, step: int, batch: Batch) -> None:
-        """Note the bad images of a step's batch, and what it took to load."""
-        self.unreported += [(self.name_of(i), reason, step + 1) for i, reason in batch.bad]
-        self.stats = data.total([self.stats, batch.stats])
-        self.read += len(batch.image_ids)
 
     def sync(self) -> None:
         """Collect the bad images of all ranks; set `too_many` on all where they are. Collective."""
@@ -230,15 +218,3 @@ class BadImageLog:
                 csv.writer(file).writerows([*heading, *new.values()])
             self.known |= new.keys()
         return len(self.known)
-
-    def report(self, seconds: float, waiting: float) -> list[dict[str, float]]:
-        """Return the rows of the record `io` on rank 0, one per rank; [] elsewhere. Collective.
-
-        `waiting` is the share of the loop's `seconds` in which this rank had no batch.
-        """
-        row = {
-            "images_per_second": self.read / seconds,
-            "mb_per_second": self.stats.bytes / seconds / 1e6,
-            "data_share": waiting,
-        } | {stage: getattr(self.stats, stage) / max(self.read, 1) for stage in STAGES}
-        return gather_to_rank0(row) or []

@@ -153,7 +153,8 @@ class Monitor:
         self.image_ids: deque[list[int]] = deque(maxlen=2)  # of the last two steps
         self.losses: deque[float] = deque(maxlen=10)  # of the last steps
         self.baselines = baselines(run, first) if first else {}
-        self.evaluation: Any = None  # called with the number of steps where its `due` says so
+        self.evaluation: Any = None  # called with the number of steps done ...
+        self.evaluate_every = 0  # ... each time that so many are; 0: at each save
         self.profile: Any = None  # of a step_profile.RunProfile
         self.meter = Meter(saves.begin, run.global_batch)  # whose clock starts
 
@@ -175,7 +176,8 @@ class Monitor:
         with self.meter.data_wait():
             batch = next(batches)
         self.error = batch.error
-        self.bad_images.record(step, batch)
+        found = [(self.bad_images.name_of(i), why, step + 1) for i, why in batch.bad]
+        self.bad_images.unreported += found
         self.image_ids.append(batch.image_ids)
         return batch
 
@@ -229,8 +231,7 @@ class Monitor:
             with self.meter.paused():
                 if verdict.bad_images:
                     self.bad_images.sync()
-            bad = self.bad_images.count
-            log.step(verdict.step, verdict.loss, verdict.norm, lr, self.meter, bad)
+            log.step(verdict, lr, self.meter, self.bad_images.count)
         elif verdict.step == self.saves.begin and run.config.run_mode != "io":
             # a sign of life: the first line may be minutes away
             log.say(f"first step: {done} of {run.steps}, loss {verdict.loss:.4f}")
@@ -268,13 +269,12 @@ class Monitor:
         return f"rank {rank}: the data loader failed ({where}): {text}"
 
     def report_end(self, reason: str, problem: str | None, more: dict[str, Any]) -> None:
-        """Write the records `io` and `end`, and a summary to the terminal. Collective."""
+        """Write the record `end`, and a summary to the terminal."""
         log, guard, out = self.session.log, self.guard, self.run.config.out
         end: dict[str, Any] = {"reason": reason, "problem": problem, "steps": guard.done}
         end |= {"skipped": guard.skipped, "bad_images": self.bad_images.count}
         end |= self.meter.summary() | devices.device_memory(self.session.device) | more
         end["payload_bytes"] = self.profile.payload_bytes() if self.profile else None
-        log.write("io", ranks=self.bad_images.report(end["seconds"], end["data_share"]))
         losses = [loss for loss in self.losses if math.isfinite(loss)]
         if reason == "done" and losses and self.run.config.run_mode != "io":
             end |= {"loss": sum(losses) / len(losses)} | self.baselines

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import FULL, ROOT
+from conftest import ROOT
 from ranks import Result, Run, bound_by_permissions, read_log, run_ranks
 from test_checkpoint import good, names, one_process, steps  # noqa: F401 - fixtures
 
@@ -38,13 +38,6 @@ FAULTS = {
     "limit": (1, r"OSError: \[Errno 27\] File too large.* \(rank 1\)"),
     "latest": (0, re.escape(f"{EIO} (rank 0)")),
 }
-if FULL:
-    FAULTS |= {
-        "permission": (-1, r"PermissionError: \[Errno 13\] .*\(rank 0\)"),
-        "fsync": (1, re.escape(f"{EIO} (rank 1)")),
-        "metadata": (0, re.escape(f"{EIO} (rank 0)")),
-        "rename": (0, re.escape(f"{EIO} (rank 0)")),
-    }
 
 
 def losses(result: Result) -> list[tuple[int, float]]:

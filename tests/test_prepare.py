@@ -38,7 +38,7 @@ from test_data import noise_image, stream
 import checkpoint
 import data
 import prepare
-from runtime import image_source, log, process
+from runtime import image_source, process
 from storage import image_list, packing, staging
 
 TILES = ROOT / "examples/tiles/train"
@@ -568,7 +568,7 @@ def test_whole_shards_are_copied_to_the_node_and_read_there(tmp_path, monkeypatc
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Folder, and runs of two ranks: plain, staged, refused twice, reading only."""
+    """Folder, and runs of two ranks: plain, staged, refused twice."""
     folder = tmp_path_factory.mktemp("runs")
     root, pack, stage = folder / "root", folder / "pack", folder / "stage"
     class_tree(root, each=16)
@@ -580,7 +580,6 @@ def runs(tmp_path_factory):
         train(folder / "staged", pack, *steps, "--stage-dir", str(stage)),
         train(folder / "refused", pack, *steps, "--stage-dir", str(folder / "file/x")),
         train(folder / "a tree", root, *steps, "--stage-dir", str(stage)),
-        train(folder / "io", TILES, "--run", "io", *steps),
     ]
     return folder, run_ranks(2, given, folder / "ranks")
 
@@ -595,7 +594,7 @@ def test_training_with_a_node_local_copy_is_the_same_and_fills_it(runs):
 
 def test_a_stage_dir_that_cannot_be_used_is_refused_on_all_ranks(runs):
     """One that cannot be made, and one for a tree of files, which names the command to type."""
-    _, (_, _, *refused, _) = runs
+    _, (_, _, *refused) = runs
     for result, sentence in zip(refused, ("Not a directory", "prepare.py pack DIR"), strict=True):
         assert result.status == [2, 2]
         assert sentence in result.errors and result.errors.count("error:") == 1
@@ -623,24 +622,6 @@ def test_a_worker_has_what_it_needs_from_its_server_and_no_trainer(tmp_path):
     told = json.loads((tmp_path / "told").read_text())
     assert told["torch"] and {"data", "storage.image_list"} <= set(told["ours"])
     assert {"train_fsdp", "shard", "checkpoint", "mesh"}.isdisjoint(told["ours"])
-
-
-def test_io_reports_what_each_rank_read(runs):
-    folder, (*_, io) = runs
-    assert io.status == [0, 0], io.errors
-    lines = [json.loads(line) for line in (folder / "io/log.jsonl").read_text().splitlines()]
-    event = next(line for line in lines if line["event"] == "io")
-    assert len(event["ranks"]) == 2
-    paths = data.scan(str(TILES)).path
-    order = np.random.default_rng((0, 0)).permutation(192)[:96].reshape(6, 2, 8)
-    for rank, row in enumerate(event["ranks"]):
-        read = sum(os.path.getsize(paths(i)) for i in order[:, rank].ravel())  # bytes
-        near = 1e-6 if rank == 0 else 0.1  # another rank has a clock of its own
-        seconds = io.end["seconds"]
-        assert row["mb_per_second"] == pytest.approx(read / seconds / 1e6, rel=near)
-        assert row["images_per_second"] == pytest.approx(48 / seconds, rel=near)
-        assert min(row[stage] for stage in log.STAGES) > 0
-        assert 0 <= row["data_share"] <= 1
 
 
 def shared_memory(pids):
