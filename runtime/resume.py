@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import checkpoint
@@ -44,14 +43,11 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
         except (OSError, ValueError) as error:
             raise ValueError(f"--init-from: {error}") from error
 
-    def read_tensor(name: str, whole: Tensor) -> None:
-        whole.copy_(value_of(found[0], name, whole.shape, config=run.model, seed=seed))
-
     def value(name: str, shape: torch.Size, device: torch.device) -> Tensor:
-        whole = torch.empty(shape, device=device)
-        run_on_rank0(partial(read_tensor, name, whole))
-        dist.broadcast(whole, 0)
-        return whole
+        # a copy: with a part of a file's memory all of it would be sent
+        read = partial(value_of, config=run.model, seed=seed)
+        copied = run_on_rank0(lambda: read(found[0], name, shape).to(torch.float32, copy=True))
+        return copied.to(device)
 
     run_on_rank0(read_file)
     return value
