@@ -75,20 +75,18 @@ def cpu_step_seconds(run: "Run", device: torch.device) -> float | None:
     return flops * (time.perf_counter() - start) / (5 * 2 * 768**3) / PRODUCTS_SHARE
 
 
-def host_gib() -> float:
-    """Return the memory of this host in GiB, or the limit of its container (cgroup v2)."""
+def rank_memory_gib(device: torch.device, node_ranks: int) -> float:
+    """Return the memory of a rank in GiB: that of its GPU, or an equal part of its host's.
+
+    In a container (cgroup v2) of what that may use.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1] / 2**30
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and limit.read_text().strip().isdigit():
         total = min(total, int(limit.read_text()))
-    return total / 2**30
-
-
-def rank_memory_gib(device: torch.device, node_ranks: int) -> float:
-    """Return the memory of a rank in GiB: that of its GPU, or an equal part of its host's."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1] / 2**30
-    return host_gib() / node_ranks
+    return total / 2**30 / node_ranks
 
 
 def planned(
