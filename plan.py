@@ -208,4 +208,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     process.make_safe()
-    sys.exit(main() or process.lost())
+    sys.exit(main())

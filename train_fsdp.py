@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
 import gc
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -153,30 +152,27 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
 
 
 def train(
-    run: Run,
-    session: Session,
-    training: Training,
-    monitor: Monitor,
-    batches: Iterator[Batch],
-    saves: Saves,
+    run: Run, training: Training, monitor: Monitor, batches: Iterator[Batch]
 ) -> tuple[str, str | None]:
     """Train the steps that are left; return why the run ends, and an error message if it failed.
 
     Reasons: done, signal, nan, data, bad, save.
     """
     guard, meter, evaluation = monitor.guard, monitor.meter, monitor.evaluation
+    saves, heartbeat, every = monitor.saves, monitor.session.heartbeat, monitor.evaluate_every
     for step in range(saves.begin, run.steps):
         last = step + 1 == run.steps
         save_now = last or saves.due_after(step + 1)
+        evaluate_now = every > 0 and (step + 1) % every == 0
         with monitor.profile.step(step) if monitor.profile else nullcontext():
             # fetch: the loader works ahead, so that this seldom waits
             batch = monitor.next_batch(batches, step)
             # step
-            session.heartbeat("training", step)
-            asked = monitor.asked(batch) | {"save": saves.due_by_clock()}
-            train_step(training, guard, batch.parts, learning_rate(step, run), **asked)
+            heartbeat("training", step)
+            lr = learning_rate(step, run)
+            train_step(training, guard, batch.parts, lr, **monitor.asked(batch))
         # log: what all ranks agreed on, of a GPU one step late unless the host must wait anyway
-        for verdict in monitor.settle(wait=save_now):
+        for verdict in monitor.settle(wait=save_now or evaluate_now):
             monitor.log_step(verdict, learning_rate(verdict.step, run))
         if guard.ended:
             return guard.ended, monitor.problem
@@ -184,13 +180,13 @@ def train(
         ending = last or guard.stop or monitor.bad_images.too_many is not None
         saved = save_now or guard.save or ending
         if saved:
-            session.heartbeat("saving", step)
+            heartbeat("saving", step)
             with meter.paused():
                 failed = saves.save(guard.done, guard.consecutive, wait=ending)
             guard.save = False
             if failed:
                 return "save", failed
-        if evaluation and evaluation.due(guard.done, saved):
+        if evaluation and (saved if every == 0 else evaluate_now):
             with meter.paused():
                 evaluation(guard.done)
         # stop: a signal, or too many bad images, on whichever rank
@@ -203,11 +199,9 @@ def train(
     return "done", None
 
 
-def read_images(
-    run: Run, session: Session, monitor: Monitor, batches: Iterator[Batch]
-) -> tuple[str, str | None]:
+def read_images(run: Run, monitor: Monitor, batches: Iterator[Batch]) -> tuple[str, str | None]:
     """Read the images of every step and train nothing, for --run-mode io; return as `train`."""
-    guard, zero = monitor.guard, torch.zeros((), device=session.device)
+    guard, zero = monitor.guard, torch.zeros((), device=monitor.session.device)
     for step in range(run.steps):
         batch = monitor.next_batch(batches, step)
         guard.vote(zero, zero, **monitor.asked(batch))
@@ -229,22 +223,20 @@ def run_training(run: Run, session: Session) -> str | None:
     # rank 0 lists the images for all
     session.heartbeat("listing images")
     files, found = image_source.share_images(config, run.global_batch)
-    shape, log = run.mesh_shape, session.log
-    log.say(*topology.describe_topology(session.ranks, session.device, shape, os.environ))
+    log = session.log
+    log.say(*topology.describe_topology(session.ranks, session.device, run.mesh_shape))
     run = run_on_rank0(lambda: with_images(run, **found))
     checkpoints = list_newest_first(run, log.say)
-    log.open(run, session.device, resuming=bool(checkpoints))
+    log.open(run, session.device)
     training, saves, grid = None, Saves(run, log), None
     if config.run_mode != "io":
         session.heartbeat("building the model")
         grid = mesh.build_mesh(run.mesh_shape, session.device)  # replicate x shard (x tp)
         training = build_training(run, grid, resuming=bool(checkpoints))
     if training and config.run_mode == "real":  # the others save nothing
-        model, optimizer, scaler = training.model, training.optimizer, training.scaler
-        saves = resume(checkpoints, run, session, model, optimizer, scaler)
+        saves = resume(checkpoints, run, session, training)
         if saves.finished():
             return None
-    session.where_saved = saves.where if config.run_mode == "real" else None
     session.heartbeat("reading the first batch")
     batches = open_batches(run, session, files, range(saves.begin, run.steps))
     # not kept in a variable: the first batch would stay on the device for the whole run
@@ -254,10 +246,10 @@ def run_training(run: Run, session: Session) -> str | None:
         monitor.watch(training.model, grid)
     with manual_gc():
         if training is None:
-            ended = read_images(run, session, monitor, batches)
+            ended = read_images(run, monitor, batches)
         else:
-            ended = train(run, session, training, monitor, batches, saves)
-    return monitor.finish(saves, ended)
+            ended = train(run, training, monitor, batches)
+    return monitor.finish(*ended)
 
 
 def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int:

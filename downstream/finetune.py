@@ -86,7 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, Tuning, LEFT_OUT)
 
 
-@process.errors_name("probe.py")
 def run(args: argparse.Namespace) -> int:
     """Fine-tune; return the exit status: 0 done or stopped, 1 failed, 2 refused."""
     received = process.collect()
@@ -100,14 +99,13 @@ def run(args: argparse.Namespace) -> int:
         vit.patch_count(pretrained.config, img_size)  # raises where patches do not fill it
         image_source.check_folder(args.test, "--test", args.out)
     except (OSError, ValueError) as error:
-        return process.usage_error(str(error))
+        return process.usage_error(str(error), program="probe.py")
     # the model of other code may have a shape of its own
     shape = ",".join(f"{name}={getattr(pretrained.config, name):d}" for name in FIELDS)
     known = {row.name: row.default for row in fields(Tuning)} | vars(args)
     known |= {"model": pretrained.size or f"base:{shape}", "channels": pretrained.config.channels}
     known |= {"img_size": img_size, "norm_pix_loss": pretrained.norm_pix_loss}
-    parser = Parser(process.PROGRAM)
-    config = make_config(parser, argparse.Namespace(**known), Tuning)
+    config = make_config(Parser("probe.py"), argparse.Namespace(**known), Tuning)
     return run_session(config, partial(run_tuning, pretrained), received)
 
 
@@ -222,7 +220,7 @@ def check_classes(train: Any, test: Any, img_size: int, stats: data.ChannelStats
 
 @dataclass
 class Scores:
-    """Score a model on the test images after the last step of each epoch."""
+    """Score a model on the test images."""
 
     run: TuningRun
     session: Session
@@ -231,10 +229,6 @@ class Scores:
     numbers: list[int]  # as of `class_numbers`
     workers: int
     scores: dict[str, Any] = field(default_factory=dict)
-
-    def due(self, step: int, saved: bool) -> bool:
-        """Tell whether an epoch ends after so many steps."""
-        return step % self.run.epoch_steps == 0
 
     def __call__(self, step: int) -> None:
         """Log number, loss, top-1 and top-5 after so many steps; the same on any ranks. Collective.
@@ -303,13 +297,11 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     run = TuningRun(**vars(plain_run), classes=len(files.classes))
 
     saved = list_newest_first(run, log.say)
-    log.open(run, device, resuming=bool(saved))
+    log.open(run, device)
     training, trained = build_tuning(run, pretrained, device, resuming=bool(saved))
-    model, optimizer, scaler = training.model, training.optimizer, training.scaler
-    saves = resume(saved, run, session, model, optimizer, scaler)
+    saves = resume(saved, run, session, training)
     if saves.finished():
         return None
-    session.where_saved = saves.where
 
     loaded = open_batches(run, session, files, range(saves.begin, run.steps))
     batches = labelled(run, files, ranks.rank, loaded, saves.begin)
@@ -320,8 +312,8 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     log.say(f"{pretrained.name}: {trained:,} parameters train; {run.classes} classes")
     if note := epsilon_note(pretrained):
         log.say(note)
-    monitor.evaluation = Scores(run, session, model, test, numbers, loaded.workers)
+    monitor.evaluate_every = run.epoch_steps
+    monitor.evaluation = Scores(run, session, training.model, test, numbers, loaded.workers)
     with manual_gc():
-        ended = train(run, session, training, monitor, batches, saves)
-    monitor.end_record = monitor.evaluation.scores
-    return monitor.finish(saves, ended)
+        ended = train(run, training, monitor, batches)
+    return monitor.finish(*ended, **monitor.evaluation.scores)

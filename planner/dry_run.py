@@ -38,7 +38,7 @@ from runtime.devices import planned
 from runtime.process import print_error
 from runtime.record import describe, start_record
 from runtime.resume import list_newest_first, read_run_state
-from runtime.run import Run, check_masking, resolve, with_images
+from runtime.run import Run, resolve, with_images
 from runtime.step_profile import CommEvent, counting
 
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same
@@ -86,7 +86,6 @@ def dry_run(
         ranks = mesh.Ranks(0, world, 0, min(int(node), world), 0, "dry run", {})
         image_source.check_folders(config)
         run = resolve(config, world, ranks.local_world_size)
-        check_masking(run.model, config.img_size, config.mask_ratio)
         with fake_world(world):
             run, plan = describe_run(run, ranks)
             simulation = None
@@ -116,7 +115,7 @@ def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | Non
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
     device = CPU if config.device == "cpu" else gpu
     plan = planned(run, device, lambda text: print(f"warning: {text}"))
-    start = start_record(run, ranks, CPU, plan, begin=begin, workers=0)
+    start = start_record(run, CPU, plan, begin=begin, workers=0)
     for line in describe(start | ({"device": "a GPU each"} if device != CPU else {})):
         print(line)
     if begin >= run.steps:

@@ -67,13 +67,6 @@ def gather_to_rank0(value: T) -> list[T] | None:
     return values
 
 
-def mean_over_ranks(values: Tensor) -> list[float]:
-    """Average a tensor (n,) over all ranks and read it on the host. Collective."""
-    mean = values.detach().double() / dist.get_world_size()
-    dist.all_reduce(mean)
-    return mean.tolist()
-
-
 # ---------------------------------------------------------------------------------------------
 # Each step
 

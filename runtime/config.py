@@ -19,8 +19,7 @@ import torch
 import mesh
 import shard
 import vit
-from runtime import devices
-from runtime.process import usage_error
+from runtime import devices, process
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEFAULT_STEPS = 100  # where neither --steps nor --epochs is given
@@ -153,7 +152,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **({"allow_abbrev": False} | kwargs))
 
     def error(self, message: str) -> NoReturn:
-        raise SystemExit(usage_error(message, program=self.prog))
+        raise SystemExit(process.usage_error(message, program=self.prog))
 
 
 def training_parser(program: str = "train_fsdp.py") -> Parser:
@@ -211,7 +210,11 @@ def parse(argv: Sequence[str] | None) -> Config:
 
 
 def make_config(parser: Parser, args: argparse.Namespace, table: type[Config] = Config) -> Config:
-    """Make a Config, or a table that extends it, of what was parsed, its defaults filled in."""
+    """Make a Config, or a table that extends it, of what was parsed, its defaults filled in.
+
+    From here on the errors of the run name the program of `parser`.
+    """
+    process.PROGRAM = parser.prog
     config = table(**{row.name: getattr(args, row.name) for row in fields(table)})
     try:
         return fill_defaults(config)

@@ -1,4 +1,4 @@
-"""What a device can do: peak FLOP/s, precision, memory, power, and whether a run fits.
+"""What a device can do: peak FLOP/s, precision, memory, and whether a run fits.
 
 To add a device: one row of PEAK_FLOPS, which planner/machines.py reads too.
 """
@@ -145,14 +145,3 @@ def device_memory(device: torch.device) -> dict[str, float | int | None]:
         "peak_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
         "alloc_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
     }
-
-
-def device_power(device: torch.device) -> dict[str, float]:
-    """Return the watts that this rank's GPU draws (an MI250X: both halves); {} if not known."""
-    try:
-        draw = torch.cuda.power_draw(device) if device.type == "cuda" else 0
-    except Exception:  # no pynvml or amdsmi, or a driver that refuses: errors of many types
-        return {}
-    # NVIDIA: milliwatts; ROCm: watts so far (pytorch#197553), and no GPU draws 5 W, or 5 kW
-    watts = draw if torch.version.hip and draw < 5000 else draw / 1000
-    return {"power_watts": watts} if watts else {}

@@ -42,35 +42,24 @@ class Evaluation:
         # shuffled, so that the first ones are of many classes
         self.order = np.random.default_rng(run.config.seed).permutation(len(self.files))
 
-    def due(self, step: int, saved: bool) -> bool:
-        """Tell whether to evaluate after so many steps: wherever the model is saved."""
-        return saved
-
     def __call__(self, step: int) -> None:
         """Log the mean loss after so many steps, and draw the first images. Collective.
 
-        Unreadable images are left out; without any other, or with a signal, there is no result.
+        Unreadable images are left out; without any other there is no result.
         """
         start, log, device = time.perf_counter(), self.session.log, self.session.device
         # images; losses of the model, of predicting zero, of the mean colour
         sums = torch.zeros(4, dtype=torch.float64, device=device)
-        stop = torch.zeros((), device=device)
         first: tuple[EvalBatch, Tensor, Tensor] | None = None
         bad: list[tuple[int, str]] = []
         self.model.eval()
         for batch in self.batches():
             self.session.heartbeat("evaluating", step - 1)
-            dist.all_reduce(stop.fill_(bool(self.session.signals)))
-            if stop:
-                break
             losses, prediction, mask = self.forward(batch)
             sums += torch.cat([losses.new_tensor([losses.shape[1]]), losses.sum(1)])
             bad += batch.bad
             first = first or ((batch, prediction, mask) if batch.indices else None)
         self.model.train()
-        if stop:
-            log.say("evaluation left out: a signal asks this run to stop")
-            return
         dist.all_reduce(sums)
         left_out = sorted({pair for found in gather_to_rank0(bad) or [] for pair in found})
         for index, reason in left_out[:1]:

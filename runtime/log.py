@@ -10,23 +10,20 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from torch.profiler import record_function
 
-import data
-from runtime.agreement import gather_to_rank0, run_on_rank0
-from runtime.device_batches import Batch
-from runtime.devices import device_memory, device_power, peak_flops
+from runtime.agreement import Verdict, gather_to_rank0, run_on_rank0
+from runtime.devices import device_memory, peak_flops
 from runtime.run import Run
 
-STAGES = tuple(name for name in data.LoadStats._fields if name.endswith("_seconds"))
+CSV: dict[str, Any] = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
 
 
 class Meter:
@@ -87,25 +84,16 @@ class Log:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def open(self, run: Run, device: torch.device, resuming: bool) -> None:
-        """Append to the log of a run on `device`; a new run renames an earlier one's. Collective.
-
-        AgreedError where the folder cannot be written.
-        """
+    def open(self, run: Run, device: torch.device) -> None:
+        """Append to the log of the runs in --out. Collective; AgreedError if it cannot be."""
         self.run, self.device = run, device
         path = Path(run.config.out, "log.jsonl")
 
         def prepare() -> None:
-            before = path.read_bytes() if path.exists() else b""
-            if before and not resuming and run.config.run_mode == "real":
-                names = (path.with_name(f"log.{i}.jsonl") for i in count(1))
-                old = next(name for name in names if not name.exists())
-                path.rename(old)
-                self.say(f"note: this run begins at step 0; the log of an earlier one is now {old}")
+            killed = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # in a line
             # bytes of a file name that are no text become question marks: the log is UTF-8
             self.file = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
-            if before[-1:] not in (b"", b"\n"):  # the run before was killed in a line
-                self.file.write("\n")
+            self.file.write("\n" * killed)
 
         run_on_rank0(prepare)
 
@@ -119,7 +107,8 @@ class Log:
         self.say(f"warning: {text}")
 
     @contextmanager
-    def _disk_may_fail(self, name: str) -> Iterator[None]:
+    def disk_may_fail(self, name: str) -> Iterator[None]:
+        """Turn an error of the disk into a warning that names what is not written."""
         try:
             yield
         except OSError as error:  # a full disk: no run ends for want of a line or a curve
@@ -132,10 +121,10 @@ class Log:
         for key, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[key] = None  # JSON has no NaN
-        with self._disk_may_fail("log.jsonl"):
+        with self.disk_may_fail("log.jsonl"):
             self.file.write(json.dumps({"event": event} | record, ensure_ascii=False) + "\n")
             self.file.flush()
-        with self._disk_may_fail("TensorBoard's file"):
+        with self.disk_may_fail("TensorBoard's file"):
             if event == "start" and self.run.config.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -149,13 +138,12 @@ class Log:
                         self.tensorboard.add_scalar(f"{event}/{key}", value, step)
                 self.tensorboard.flush()
 
-    def step(
-        self, step: int, loss: float, norm: float, lr: float, meter: Meter, bad_images: int
-    ) -> None:
-        """Log a step, counted from 0, and end the meter's interval; the numbers are of all ranks.
+    def step(self, verdict: Verdict, lr: float, meter: Meter, bad_images: int) -> None:
+        """Log a step and end the meter's interval; the numbers are of all ranks.
 
         A run that only reads images has no loss, no norm and no FLOPs.
         """
+        step, loss, norm, *_ = verdict
         seconds, waited = meter.interval(step + 1)
         run, trained = self.run, self.run.config.run_mode != "io"
         rate, flops = run.global_batch / seconds, run.flops_per_image() if trained else None
@@ -175,7 +163,6 @@ class Log:
             tflops_per_rank=tflops,
             mfu=1e12 * tflops / peak if tflops and peak else None,
             **memory,
-            **device_power(self.device),
             bad_images=bad_images,
         )
         shown = f"loss {loss:7.4f}  norm {norm:8.3f}  lr {lr:.2e}  " if trained else ""
@@ -192,40 +179,22 @@ class Log:
 # Unreadable images
 
 
-def append_rows(path: str, rows: Sequence[tuple[str, str, int | None]]) -> None:
-    """Append (path, reason, first step from 1), with a heading where the file is new; OSError."""
-    if not rows:
-        return
-    new = not os.path.exists(path)
-    with open(path, "a", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        csv.writer(file).writerows([("path", "reason", "step")] * new + list(rows))
-
-
 class BadImageLog:
-    """The bad images of all ranks, and the statistics of this rank's loader."""
+    """The bad images of all ranks, listed in OUT/bad_images.csv."""
 
     def __init__(self, run: Run, log: Log, name_of: Callable[[int], str]) -> None:
         """Continue the list in --out; `name_of` gives the path of an image. Collective."""
         self.path = os.path.join(run.config.out, "bad_images.csv")
         self.run, self.log, self.name_of = run, log, name_of
         self.unreported: list[tuple[str, str, int]] = []  # found by this rank since `sync`
-        self.stats = data.LoadStats()
-        self.read = 0  # images
         self.too_many: str | None = None  # an error message
         self.known: set[str] = run_on_rank0(self._read_paths)  # kept up to date on rank 0
         self.count = len(self.known)
 
     def _read_paths(self) -> set[str]:
-        if not os.path.exists(self.path):
-            return set()
-        with open(self.path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+        with suppress(FileNotFoundError), open(self.path, **CSV) as file:
             return {row["path"] for row in csv.DictReader(file)}
-
-    def record(self, step: int, batch: Batch) -> None:
-        """Note the bad images of a step's batch, and what it took to load."""
-        self.unreported += [(self.name_of(i), reason, step + 1) for i, reason in batch.bad]
-        self.stats = data.total([self.stats, batch.stats])
-        self.read += len(batch.image_ids)
+        return set()
 
     def sync(self) -> None:
         """Collect the bad images of all ranks; set `too_many` on all where they are. Collective."""
@@ -238,27 +207,14 @@ class BadImageLog:
             self.too_many = f"{self.count} of {images} images are unreadable, {allowed}"
 
     def _list(self, every: list[list[tuple[str, str, int]]]) -> int:
-        """On rank 0: list the images that are new; count all."""
+        """On rank 0: list the images that are new, with reason and first step; count all."""
         new = {row[0]: row for rows in every for row in rows if row[0] not in self.known}
-        self.known |= new.keys()
-        try:
-            append_rows(self.path, list(new.values()))
-        except OSError as error:
-            self.log.warn(f"{self.path} cannot be written now: {error}")
         if new:
             path, reason, _ = next(iter(new.values()))
             more = f"; {len(new) - 1} more are in {self.path}" if len(new) > 1 else ""
             self.log.warn(f"unreadable image {path} ({reason}): replaced by the next image{more}")
+            with self.log.disk_may_fail(self.path), open(self.path, "a", **CSV) as file:
+                heading = [("path", "reason", "step")] * (file.tell() == 0)
+                csv.writer(file).writerows([*heading, *new.values()])
+            self.known |= new.keys()
         return len(self.known)
-
-    def report(self, seconds: float, waiting: float) -> list[dict[str, float]]:
-        """Return the rows of the record `io` on rank 0, one per rank; [] elsewhere. Collective.
-
-        `waiting` is the share of the loop's `seconds` in which this rank had no batch.
-        """
-        row = {
-            "images_per_second": self.read / seconds,
-            "mb_per_second": self.stats.bytes / seconds / 1e6,
-            "data_share": waiting,
-        } | {stage: getattr(self.stats, stage) / max(self.read, 1) for stage in STAGES}
-        return gather_to_rank0(row) or []

@@ -4,15 +4,14 @@ Copy this one file: it needs nothing else.
 """
 
 import atexit
-import errno
 import io
 import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import (
     active_children,
     forkserver,
@@ -30,14 +29,10 @@ from typing import Any, cast
 class Lossy(io.FileIO):
     """A file whose writes succeed: what it does not take is lost."""
 
-    lost = ""  # why, for a full disk, say; a reader that went away wanted no more
-
     def write(self, content: Any, /) -> int:
         try:
             return super().write(content) or len(content)  # None: a full pipe that does not block
-        except OSError as error:
-            if error.errno != errno.EPIPE:
-                self.lost = str(error.strerror)
+        except OSError:  # a reader that went away, a full disk
             return len(content)
 
 
@@ -51,12 +46,6 @@ def make_safe() -> None:
             continue
         text = io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True)
         setattr(sys, name, text)
-
-
-def lost() -> str | None:
-    """Say why part of stdout was lost, for a program that makes nothing else; None if none was."""
-    why = getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "lost", "")
-    return f"{os.path.basename(sys.argv[0])}: error: stdout: {why}" if why else None
 
 
 def throttled_progress(
@@ -77,7 +66,7 @@ def throttled_progress(
 
 # --- Errors of the whole run
 
-PROGRAM = "train_fsdp.py"  # in error messages
+PROGRAM = "train_fsdp.py"  # in error messages; `config.make_config` sets it
 TORCHRUN_NOTE = "note: ignore the torchrun output below, including its traceback"
 RANK0_REPORT_GRACE_SECONDS = 5.0  # that the other ranks leave to rank 0 for its error message
 
@@ -107,17 +96,6 @@ def usage_error(message: str, local: bool = False, program: str | None = None) -
 
 def _rank() -> str:
     return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-
-
-@contextmanager
-def errors_name(program: str) -> Iterator[None]:
-    """Let the error messages of a run name another program than train_fsdp.py."""
-    global PROGRAM
-    before, PROGRAM = PROGRAM, program
-    try:
-        yield
-    finally:
-        PROGRAM = before
 
 
 # --- Signals, and a launcher that is gone
@@ -204,9 +182,3 @@ def start_worker(worker: int = 0) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=watch, daemon=True).start()
-
-
-def start_helper() -> None:
-    """Do as `start_worker`, but let SIGTERM end this process: its work can be interrupted."""
-    start_worker()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import PIL
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,7 +20,7 @@ import mesh
 import shard
 import vit
 from runtime import devices
-from runtime.agreement import StepGuard, Verdict, gather_to_rank0, mean_over_ranks, run_on_rank0
+from runtime.agreement import StepGuard, Verdict, gather_to_rank0, run_on_rank0
 from runtime.device_batches import Batch, LoaderFailed
 from runtime.log import BadImageLog, Meter
 from runtime.process import TORCHRUN_NOTE
@@ -31,7 +32,7 @@ PLANNED = ("memory_gib", "payload_bytes", "verdict", "fit")  # what the start re
 
 
 def start_record(
-    run: Run, ranks: mesh.Ranks, device: torch.device, plan: Mapping[str, Any] | None, **more: Any
+    run: Run, device: torch.device, plan: Mapping[str, Any] | None, **more: Any
 ) -> dict[str, Any]:
     """Describe a run for the log; `plan` is of devices.planned, `more` is added as it stands."""
     peak, peak_source = devices.peak_flops(device)
@@ -42,7 +43,6 @@ def start_record(
         "planned": plan and {key: plan[key] for key in PLANNED},
         "lr": run.lr,
         "epoch_steps": run.epoch_steps,
-        "local_world_size": ranks.local_world_size,
         "device": device.type,
         "mesh": dict(zip(mesh.DIMENSIONS, (*run.mesh_shape, 1), strict=False)),
         "params": sum(p.numel() for p in model.parameters()),
@@ -66,9 +66,9 @@ def versions() -> dict[str, str | None]:
 
 def report_start(run: Run, session: Session, begin: int, workers: int) -> None:
     """Log the start record before step `begin`; rank 0 plans the run, and says what it will do."""
-    ranks, device, log = session.ranks, session.device, session.log
-    plan = devices.planned(run, device, log.warn) if ranks.rank == 0 else None
-    start = start_record(run, ranks, device, plan, begin=begin, workers=workers)
+    device, log = session.device, session.log
+    plan = devices.planned(run, device, log.warn) if session.ranks.rank == 0 else None
+    start = start_record(run, device, plan, begin=begin, workers=workers)
     log.write("start", **start)
     log.say(*describe(start))
 
@@ -97,13 +97,14 @@ def baselines(run: Run, batch: Batch) -> dict[str, float]:
         images = data.normalize(images, run.channel_stats or data.IMAGENET)
         mask = (noise.argsort(1).argsort(1) >= kept).float()  # as of `ViTMAE.forward`
         losses.append(losses_of_guesses(run, images, mask).mean(1))
-    zero, colour = mean_over_ranks(torch.stack(losses).mean(0))
-    return {"loss_of_zero": zero, "loss_of_mean_colour": colour}
+    mean = torch.stack(losses).mean(0).double() / run.world_size
+    dist.all_reduce(mean)
+    return dict(zip(("loss_of_zero", "loss_of_mean_colour"), mean.tolist(), strict=True))
 
 
 def describe(start: dict[str, Any]) -> Iterator[str]:
     """Yield the start record as lines: what runs, its arithmetic, what to watch out for."""
-    s, world, node, tp = start, start["world_size"], start["local_world_size"], start["tp"]
+    s, world, tp = start, start["world_size"], start["tp"]
     gflop = s["flops_per_image"] / 1e9
     yield f"{s['model']}: {s['params']:,} parameters, {gflop:.1f} GFLOP per image"
     yield f"precision: {s['precision']} (default {s['precision_default']})"
@@ -113,9 +114,6 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     strategy = shard.STRATEGIES[s["mode"]]
     traffic = strategy.traffic if world > tp else "no communication"
     yield f"{s['mode']}: shards {strategy.shards}; per step: {traffic}"
-    for what, ranks in (("shard groups", s["mesh"]["shard"] * tp), ("--tp", tp)):
-        if node % ranks:
-            yield f"note: {what} of {ranks} ranks on nodes of {node}: they wait for the network"
     who = f"{world // tp} groups of {tp} ranks" if tp > 1 else f"{world} ranks"
     yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"
     warmup = s["warmup_steps"] or 1
@@ -146,17 +144,19 @@ class Monitor:
         self, run: Run, session: Session, files: Any, saves: Saves, first: Batch | None = None
     ) -> None:
         """Begin before the step of `saves`, which has the batch `first`. Collective."""
-        config, self.run, self.session, self.begin = run.config, run, session, saves.begin
-        self.guard = StepGuard(session.device, config.max_skips, saves.begin, saves.consecutive_bad)
+        self.run, self.session, self.saves = run, session, saves
+        skips = run.config.max_skips, saves.begin, saves.consecutive_bad
+        self.guard = StepGuard(session.device, *skips)
         self.bad_images = BadImageLog(run, session.log, files.path)
+        self.loaded, self.images_read = data.LoadStats(), 0
         self.error: Exception | None = None  # of this rank's data loader
         self.problem: str | None = None  # the last bad step, in a sentence
         self.image_ids: deque[list[int]] = deque(maxlen=2)  # of the last two steps
         self.losses: deque[float] = deque(maxlen=10)  # of the last steps
         self.baselines = baselines(run, first) if first else {}
-        self.evaluation: Any = None  # called with the number of steps where its `due` says so
+        self.evaluation: Any = None  # called with the number of steps done ...
+        self.evaluate_every = 0  # ... each time that so many are; 0: at each save
         self.profile: Any = None  # of a step_profile.RunProfile
-        self.end_record: dict[str, float] = {}  # what the end record has besides
         self.meter = Meter(saves.begin, run.global_batch)  # whose clock starts
 
     def watch(self, model: nn.Module, grid: DeviceMesh) -> None:
@@ -177,7 +177,10 @@ class Monitor:
         with self.meter.data_wait():
             batch = next(batches)
         self.error = batch.error
-        self.bad_images.record(step, batch)
+        found = [(self.bad_images.name_of(i), why, step + 1) for i, why in batch.bad]
+        self.bad_images.unreported += found
+        self.loaded = data.total([self.loaded, batch.stats])
+        self.images_read += len(batch.image_ids)
         self.image_ids.append(batch.image_ids)
         return batch
 
@@ -185,6 +188,7 @@ class Monitor:
         """Return what this rank has to say in the vote of a step, as of `StepGuard.vote`."""
         return {
             "stop": bool(self.session.signals),
+            "save": self.saves.due_by_clock(),
             "no_batch": batch.error is not None,
             "bad_images": bool(self.bad_images.unreported),
         }
@@ -230,15 +234,14 @@ class Monitor:
             with self.meter.paused():
                 if verdict.bad_images:
                     self.bad_images.sync()
-            bad = self.bad_images.count
-            log.step(verdict.step, verdict.loss, verdict.norm, lr, self.meter, bad)
-        elif verdict.step == self.begin and run.config.run_mode != "io":
+            log.step(verdict, lr, self.meter, self.bad_images.count)
+        elif verdict.step == self.saves.begin and run.config.run_mode != "io":
             # a sign of life: the first line may be minutes away
             log.say(f"first step: {done} of {run.steps}, loss {verdict.loss:.4f}")
 
-    def finish(self, saves: Saves, ended: tuple[str, str | None]) -> str | None:
-        """Save and log how the loop has `ended`; return the run's error message. Collective."""
-        (reason, problem), guard, session = ended, self.guard, self.session
+    def finish(self, reason: str, problem: str | None, **more: Any) -> str | None:
+        """Save, and log how the loop has ended, and `more`; return an error message. Collective."""
+        guard, saves, session = self.guard, self.saves, self.session
         if reason == "data":
             problem = self.loader_error()
         session.heartbeat("saving")
@@ -248,7 +251,7 @@ class Monitor:
             saves.save_last(guard.done, guard.consecutive)
         session.heartbeat("ending")
         self.bad_images.sync()  # what was found since the last log line
-        self.report_end(reason, problem)
+        self.report_end(reason, problem, more)
         if self.run.config.run_mode == "real":
             session.log.say(saves.where(reason == "done"))
             if reason == "done":
@@ -268,14 +271,14 @@ class Monitor:
         where = f"reading data in step {self.guard.done + 1}"
         return f"rank {rank}: the data loader failed ({where}): {text}"
 
-    def report_end(self, reason: str, problem: str | None) -> None:
+    def report_end(self, reason: str, problem: str | None, more: dict[str, Any]) -> None:
         """Write the records `io` and `end`, and a summary to the terminal. Collective."""
         log, guard, out = self.session.log, self.guard, self.run.config.out
         end: dict[str, Any] = {"reason": reason, "problem": problem, "steps": guard.done}
         end |= {"skipped": guard.skipped, "bad_images": self.bad_images.count}
-        end |= self.meter.summary() | devices.device_memory(self.session.device) | self.end_record
+        end |= self.meter.summary() | devices.device_memory(self.session.device) | more
         end["payload_bytes"] = self.profile.payload_bytes() if self.profile else None
-        log.write("io", ranks=self.bad_images.report(end["seconds"], end["data_share"]))
+        log.write("io", ranks=self.input_rates(end["seconds"], end["data_share"]))
         losses = [loss for loss in self.losses if math.isfinite(loss)]
         if reason == "done" and losses and self.run.config.run_mode != "io":
             end |= {"loss": sum(losses) / len(losses)} | self.baselines
@@ -284,7 +287,23 @@ class Monitor:
             log.say(f"mean loss of the last {len(losses)} steps {end['loss']:.4f}{text}")
         log.write("end", **end)
         log.say(
-            f"{reason}: {guard.done - self.begin} steps in {end['seconds']:.1f} s, median "
+            f"{reason}: {guard.done - self.saves.begin} steps in {end['seconds']:.1f} s, median "
             f"{end['images_per_second'] or 0:.1f} img/s, {end['data_share']:.1%} of the time "
             f"waiting for data; log in {out}/log.jsonl"
         )
+
+    def input_rates(self, seconds: float, waiting: float) -> list[dict[str, float]]:
+        """Gather on rank 0 what each rank's loader did in the loop's `seconds`. Collective.
+
+        `waiting` is the share of them in which this rank had no batch. Reading and decoding are in
+        seconds per image, of the workers together: which of the two limits the input.
+        """
+        count = max(self.images_read, 1)
+        row = {
+            "images_per_second": self.images_read / seconds,
+            "mb_per_second": self.loaded.bytes / seconds / 1e6,
+            "data_share": waiting,
+            "read_seconds": self.loaded.read_seconds / count,
+            "decode_seconds": self.loaded.decode_seconds / count,
+        }
+        return gather_to_rank0(row) or []

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import checkpoint
 import vit
@@ -44,14 +43,11 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
         except (OSError, ValueError) as error:
             raise ValueError(f"--init-from: {error}") from error
 
-    def read_tensor(name: str, whole: Tensor) -> None:
-        whole.copy_(value_of(found[0], name, whole.shape, config=run.model, seed=seed))
-
     def value(name: str, shape: torch.Size, device: torch.device) -> Tensor:
-        whole = torch.empty(shape, device=device)
-        run_on_rank0(partial(read_tensor, name, whole))
-        dist.broadcast(whole, 0)
-        return whole
+        # a copy: with a part of a file's memory all of it would be sent
+        read = partial(value_of, config=run.model, seed=seed)
+        copied = run_on_rank0(lambda: read(found[0], name, shape).to(torch.float32, copy=True))
+        return copied.to(device)
 
     run_on_rank0(read_file)
     return value
@@ -82,7 +78,7 @@ def list_newest_first(run: Run, say: Say) -> list[Path]:
 
 
 def read_run_state(
-    found: Sequence[Path], run: Run, say: Say, load: Callable[[Path], None] | None = None
+    found: Sequence[Path], run: Run, say: Say, load: Callable[[Path], object] | None = None
 ) -> dict[str, Any]:
     """`load` the first whole checkpoint of `found`; return its run state. Collective.
 
@@ -220,36 +216,27 @@ class Saves:
         return f"saved {path}" if finished else f"saved {path}; {how} continues from there"
 
 
-def resume(
-    found: Sequence[Path],
-    run: Run,
-    session: Session,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
-) -> Saves:
-    """Load the first whole checkpoint of `found`; return the saves to come. Collective.
+def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> Saves:
+    """Load the first whole checkpoint of `found` into a train_fsdp.Training. Collective.
 
-    They know the step to `begin` at. AgreedError as of `read_run_state`.
+    Returns the saves to come, with the step to `begin` at. AgreedError as of `read_run_state`.
     """
     config, log, group = run.config, session.log, session.gloo
-
-    def load(path: Path) -> None:
-        checkpoint.load(path, model, optimizer, group=group)
-
+    model, optimizer, scaler = training.model, training.optimizer, training.scaler
+    load = partial(checkpoint.load, model=model, optimizer=optimizer, group=group)
     state = read_run_state(found, run, log.say, load)
+    saves = Saves(run, log, state["step"], state["in_a_row"])
+    session.where_saved = saves.where
+    if saves.begin < run.steps:
+        mark_done(config.out, False)
     if scaler and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
-    if state["step"] < run.steps:
-        mark_done(config.out, False)
-    saves = Saves(run, log, state["step"], state["in_a_row"])
     saves.scaler = scaler
     if config.save_every == "none":
         log.warn("--save-every none: no checkpoint is saved, whatever ends this run")
         return saves
-    saves.saver = checkpoint.Saver(
-        config.out, model, optimizer, keep=config.keep, group=group, background=config.async_save
-    )
+    options: Any = {"keep": config.keep, "group": group, "background": config.async_save}
+    saves.saver = checkpoint.Saver(config.out, model, optimizer, **options)
     saves.saver.saved = saves.begin
     return saves
 

@@ -108,7 +108,8 @@ def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
     mesh.check_group(data_ranks, group or 1)
     batches = batch_sizes(data_ranks, c.accum, c.batch, c.global_batch)
     shape = (*shard.mesh_shape(mode, data_ranks, group), *[tp] * (tp > 1))
-    return Run(c, world_size, group, shape, *batches, vit.patch_count(model, c.img_size))
+    patches = check_masking(model, c.img_size, c.mask_ratio)
+    return Run(c, world_size, group, shape, *batches, patches)
 
 
 def with_images(run: Run, images: int, **facts: Any) -> Run:

@@ -19,7 +19,7 @@ from runtime.devices import advise_out_of_memory, is_out_of_memory
 from runtime.image_source import check_folders
 from runtime.log import Log
 from runtime.process import RANK0_REPORT_GRACE_SECONDS, print_error, usage_error
-from runtime.run import Run, check_masking, resolve
+from runtime.run import Run, resolve
 from runtime.watchdog import STARTUP_FACTOR, FolderLock, Watchdog
 
 
@@ -108,21 +108,22 @@ def run_session(
 
     `work` returns an error message, the same on all ranks, where the run has failed.
     """
+    local = True  # an error may be of this rank alone
     try:  # all that can be refused before any rank waits for another
         ranks = mesh.read_ranks(os.environ)
         device = mesh.pick_device(config.device, ranks)
+        local = False
+        run = resolve(config, ranks.world_size, ranks.local_world_size)
         if ranks.world_size == 1:  # several ranks look for it together, once they have joined
             check_folders(config)
     except (ValueError, RuntimeError) as error:
-        return usage_error(str(error), local=True)
+        return usage_error(str(error), local)
     session = Session(ranks, device, config.timeout, signals)
     try:
-        run = resolve(config, ranks.world_size, ranks.local_world_size)
-        check_masking(run.model, config.img_size, config.mask_ratio)
         session.join()
     except (ConnectionError, ValueError) as error:
         session.watchdog.stop()
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError):  # only some ranks have a GPU
             return usage_error(str(error))
         print_error(str(error))
         return 1

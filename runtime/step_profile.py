@@ -1,8 +1,8 @@
 """--profile: some steps of rank 0 under PyTorch's profiler, and the collectives of one step.
 
-`RunProfile` leaves in OUT/profile a trace (for https://ui.perfetto.dev or chrome://tracing) and, on
-a GPU, a snapshot of its memory (for https://pytorch.org/memory_viz). The table is read from the
-trace by `shares`: every moment of the window belongs to one kind, so the kinds add up to the step.
+`RunProfile` leaves in OUT/profile a trace (for https://ui.perfetto.dev or chrome://tracing).
+`shares` reads from it where the time goes: every moment of the window belongs to one kind, so the
+kinds add up to the step.
 
     optimizer      a kernel (CPU: an operator) runs inside the optimizer's step
     compute        another one runs
@@ -52,62 +52,48 @@ class RunProfile:
 
     def __init__(self, run: "Run", session: "Session", grid: DeviceMesh, meter: "Meter") -> None:
         """Wait for the window; the meter's clock stops while the profiler starts and writes."""
-        self.run, self.log, self.device = run, session.log, session.device
-        self.grid, self.meter, self.counted = grid, meter, meter.begin + COUNTED
+        self.run, self.log, self.device, self.grid = run, session.log, session.device, grid
+        self.meter, self.counted, steps = meter, meter.begin + COUNTED, run.config.profile or 0
         self.sent: list[CommEvent] = []
-        self.profiler: profile | None = None
-        self.folder = Path(run.config.out) / "profile"
-        first, steps = meter.begin + WARM, run.config.profile or 0
-        self.window = range(first, first + steps) if first + steps <= run.steps else range(0)
-        if not self.window:
+        self.window = range(meter.begin + WARM, meter.begin + WARM + steps)
+        if self.window.stop > run.steps:
+            self.window = range(0)
             self.log.warn(f"--profile {steps} is left out: fewer than {WARM + steps} steps remain")
+        # in the step before the window it is slow: it begins
+        plan = schedule(wait=WARM - 1, warmup=1, active=max(steps, 1), repeat=1)
+        self.profiler = profile(schedule=plan, acc_events=True)
+        if self.window:
+            self.profiler.start()
+            atexit.register(self.profiler.stop)  # a run that ends within the window would crash
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Surround one step, its wait for data included."""
-        if self.window and step == self.window.start - 1:  # the profiler is slow when it begins
-            with self.meter.paused():
-                self._start()
         with counting(self.grid, self.sent) if step == self.counted else nullcontext():
             yield
-        if self.profiler:
-            if self.device.type == "cuda":
+        if self.window and step <= self.window[-1]:
+            if step in self.window and self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # all of the step's kernels are inside
             with self.meter.paused():
                 self.profiler.step()
                 if step == self.window[-1]:
-                    self._finish(self.profiler)
-                    self.profiler = None
+                    self._write()
 
     def payload_bytes(self) -> dict[str, int] | None:
         """Return the bytes of whole tensors that a step sends, by kind of collective."""
         return payload(self.sent, self.run.ranks_per_group)
 
-    def _start(self) -> None:
-        if self.device.type == "cuda":
-            # stacks of Python alone: those of C++ would slow down the steps that are timed
-            torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
-        plan = schedule(wait=0, warmup=1, active=len(self.window), repeat=1)
-        self.profiler = profile(schedule=plan, acc_events=True)
-        self.profiler.start()
-        atexit.register(self.profiler.stop)  # a run that ends within the window would crash
-
-    def _finish(self, profiler: profile) -> None:
-        first, steps, path = self.window.start, len(self.window), self.folder / "rank_00000.json.gz"
+    def _write(self) -> None:
+        first, steps = self.window.start, len(self.window)
+        path = Path(self.run.config.out, "profile", "rank_00000.json.gz")
         try:
-            atexit.unregister(profiler.stop)
-            profiler.stop()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(path))
+            self.profiler.stop()
+            path.parent.mkdir(exist_ok=True)
+            self.profiler.export_chrome_trace(str(path))
             found = shares(read_trace(path), steps)
-            if self.device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(str(self.folder / "memory_00000.pickle"))
         except (OSError, ValueError, RuntimeError) as error:  # a full disk: training continues
             self.log.warn(f"no profile: {type(error).__name__}: {error}")
             return
-        finally:
-            if self.device.type == "cuda":
-                torch.cuda.memory._record_memory_history(enabled=None)
         parts = {kind: seconds / sum(found.values()) for kind, seconds in found.items()}
         self.log.write("profile", first_step=first + 1, steps=steps, **found, shares=parts)
         shown = ", ".join(f"{kind} {found[kind]:.4f} ({parts[kind]:.1%})" for kind in KINDS)

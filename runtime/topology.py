@@ -10,9 +10,9 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,32 +29,30 @@ class Placement(NamedTuple):
     """The host and device of one rank."""
 
     rank: int
-    node: int
-    local_rank: int
     host: str
-    device: str
-    pci: str = ""  # address of the GPU
+    local_rank: int
+    device: str  # of a GPU with its address on the PCI bus
     uuid: str = ""  # of the GPU, or of the part of one (MIG, CPX): parts share the address
 
 
-def find_placement(ranks: Ranks, device: torch.device, environ: Mapping[str, str]) -> Placement:
+def find_placement(ranks: Ranks, device: torch.device) -> Placement:
     """Find where this process runs."""
-    host, pci, uuid = environ.get("SLURMD_NODENAME") or platform.node(), "", ""
+    host, where, uuid = os.environ.get("SLURMD_NODENAME") or platform.node(), str(device), ""
     if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
-        numbers = [getattr(gpu, f"pci_{name}_id") for name in ("domain", "bus", "device")]
-        pci = "{:04x}:{:02x}:{:02x}".format(*numbers)
+        gpu: Any = torch.cuda.get_device_properties(device)
+        where += f" {gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
         uuid = str(getattr(gpu, "uuid", ""))
-    return Placement(ranks.rank, ranks.node, ranks.local_rank, host, str(device), pci, uuid)
+    return Placement(ranks.rank, host, ranks.local_rank, where, uuid)
 
 
 def check_devices_differ(placements: Sequence[Placement]) -> None:
     """Raise ValueError if two ranks use the same GPU."""
-    users: dict[tuple[int, str, str], int] = {}
+    users: dict[tuple[str, str, str], int] = {}
     for p in placements:
-        other = users.setdefault((p.node, p.pci, p.uuid), p.rank)
-        if p.pci and other != p.rank:
-            shared = f"ranks {other} and {p.rank} share one device, {p.pci} of {p.host}"
+        _, _, address = p.device.partition(" ")
+        other = users.setdefault((p.host, address, p.uuid), p.rank)
+        if address and other != p.rank:
+            shared = f"ranks {other} and {p.rank} share one device, {address} of {p.host}"
             raise ValueError(f"{shared}: give srun `--gpus-per-task=1 --gpu-bind=closest`")
 
 
@@ -71,16 +69,19 @@ def format_ranks(numbers: Sequence[int]) -> str:
 
 
 def format_topology(placements: Sequence[Placement], shape: Sequence[int]) -> list[str]:
-    """Make a table of the ranks, one per line; of more than 32 ranks 24 are shown."""
-    world, nodes = len(placements), len({p.node for p in placements})
+    """Make a table of the ranks, one per line; of more than 32 ranks 24 are shown.
+
+    ValueError if two ranks use the same GPU.
+    """
+    check_devices_differ(placements)
+    world, nodes = len(placements), len({p.host for p in placements})
     table = [["rank", "host", "local", "device"]]
-    table += [[str(p.rank), p.host, str(p.local_rank), p.device] for p in placements]
-    more = [["PCI", *(p.pci for p in placements)]] if placements[0].pci else []
+    table += [list(map(str, p[:4])) for p in placements]
     for dimension in (1, 0, 2)[: len(shape)]:
-        groups = enumerate(groups_of(shape, dimension))
-        texts = {rank: f"{i}: {format_ranks(group)}" for i, group in groups for rank in group}
-        more.append([f"{DIMENSIONS[dimension]} group", *(texts[p.rank] for p in placements)])
-    table = [[*row, *column] for row, column in zip(table, zip(*more, strict=True), strict=True)]
+        table[0].append(f"{DIMENSIONS[dimension]} group")
+        for i, group in enumerate(groups_of(shape, dimension)):
+            for rank in group:
+                table[1 + rank].append(f"{i}: {format_ranks(group)}")
     if world > 32:
         table[17:-8] = [["..", f"{world - 24} more ranks", *[""] * (len(table[0]) - 2)]]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -89,14 +90,11 @@ def format_topology(placements: Sequence[Placement], shape: Sequence[int]) -> li
     return [f"mesh {sizes} ({named}): {world} ranks on {nodes} node{'s' * (nodes > 1)}", *lines]
 
 
-def describe_topology(
-    ranks: Ranks, device: torch.device, shape: Sequence[int], environ: Mapping[str, str]
-) -> list[str]:
+def describe_topology(ranks: Ranks, device: torch.device, shape: Sequence[int]) -> list[str]:
     """Return the table as lines. Collective; AgreedError, status 2, if two ranks share a GPU."""
     if ranks.world_size == 1:
         return []
-    placements = gather_to_rank0(find_placement(ranks, device, environ)) or []
-    run_on_rank0(lambda: check_devices_differ(placements))
+    placements = gather_to_rank0(find_placement(ranks, device)) or []
     return run_on_rank0(lambda: format_topology(placements, shape))
 
 
@@ -132,21 +130,21 @@ def format_timing(seconds: Sequence[float], shape: Sequence[int]) -> list[str]:
 
 def check_mesh(run: Run, session: Session) -> None:
     """Print where the ranks of a run are and how fast they gather. Collective; AgreedError."""
-    lines = describe_topology(session.ranks, session.device, run.mesh_shape, os.environ)
     built_for = f"CUDA {torch.version.cuda}, HIP {torch.version.hip}"
-    lines = [f"python {platform.python_version()}, torch {torch.__version__}, {built_for}", *lines]
+    session.log.say(
+        f"python {platform.python_version()}, torch {torch.__version__}, {built_for}",
+        *describe_topology(session.ranks, session.device, run.mesh_shape),
+    )
     if run.mesh_shape[1] > 1:  # or every rank is its own shard group
-        lines += format_timing(time_all_gather(run.mesh_shape, session.device), run.mesh_shape)
-    if session.ranks.rank == 0:
-        print("\n".join(lines))
+        seconds = time_all_gather(run.mesh_shape, session.device)
+        session.log.say(*format_timing(seconds, run.mesh_shape))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the mesh of a command line; return the exit status of `run_session`."""
     parser = training_parser("runtime.topology")
     config = make_config(parser, parser.parse_args(argv))
-    with process.errors_name("runtime.topology"):
-        return run_session(replace(config, timeout=60), check_mesh)
+    return run_session(replace(config, timeout=60), check_mesh)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def for_each(
         if workers > 1:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             files = save_index(files, f"{folder}/list")  # which they map: none has a copy
-            pool = ProcessPoolExecutor(workers, process.fork_server(), process.start_helper)
+            pool = ProcessPoolExecutor(workers, process.fork_server(), process.start_worker)
             stack.callback(pool.shutdown, cancel_futures=True)
             run = pool.map
         try:

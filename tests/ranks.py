@@ -14,7 +14,6 @@ import gc
 import io
 import itertools
 import json
-import operator
 import os
 import pickle
 import random
@@ -62,8 +61,7 @@ class Run:
     plain: bool = False  # no --save-every of ours where argv has none
     due_rank: int = -1  # by the clock of this rank, and no other, a checkpoint is always due
     lost_rank: int = -1  # the data loader of this rank fails ...
-    lost_step: int = 0  # ... in this step, from 0 ...
-    lost_by: type[Exception] = OSError  # ... by such an error
+    lost_step: int = 0  # ... in this step, from 0
 
 
 @dataclass
@@ -314,15 +312,6 @@ def files_limited(folder: Path, step: int):
 
 
 @contextlib.contextmanager
-def permission_lost(folder: Path, step: int):
-    """The folder may not be written to any more, not even by root."""
-    folder.chmod(0o555)
-    with bound_by_permissions():
-        yield
-    folder.chmod(0o755)
-
-
-@contextlib.contextmanager
 def bound_by_permissions():
     """Root does without its privilege to ignore permissions (Linux; of this thread)."""
 
@@ -341,61 +330,22 @@ def bound_by_permissions():
 
 
 @contextlib.contextmanager
-def no_temporary(folder: Path, step: int):
-    """A file lies where the temporary folder would be made."""
-    other = folder / f".step_{step:08d}.writing"
-    other.write_text("in the way")
-    yield
-    other.unlink(missing_ok=True)
+def latest_refused(folder: Path, step: int):
+    """An I/O error when `latest` is written, the last thing that a save does."""
+    import checkpoint
 
+    original = checkpoint._replacing
 
-@contextlib.contextmanager
-def done_in_the_way(folder: Path, step: int):
-    """A folder appears where the file `done` would be made."""
-    (folder / "done").mkdir()
-    yield
+    def fail(path):
+        if path.name == "latest":
+            raise OSError(errno.EIO, "Input/output error")
+        return original(path)
 
-
-def failing(where: str, name: str, when: Callable[..., bool] = lambda *args: True, after=False):
-    """An I/O error in an attribute `name` of checkpoint.py's `where`, if `when` of its arguments.
-
-    `after`: when it has done its work.
-    """
-
-    @contextlib.contextmanager
-    def fault(folder: Path, step: int):
-        import checkpoint
-
-        owner = operator.attrgetter(where)(checkpoint) if where else checkpoint
-        original = getattr(owner, name)
-
-        def fail(*args, **kwargs):
-            result = original(*args, **kwargs) if after or not when(*args) else None
-            if when(*args):
-                raise OSError(errno.EIO, "Input/output error")
-            return result
-
-        setattr(owner, name, fail)
+    with patch.object(checkpoint, "_replacing", fail):
         yield
-        setattr(owner, name, original)
-
-    return fault
 
 
-FAULTS: dict[str, Callable] = {
-    "limit": files_limited,
-    "permission": permission_lost,
-    "in the way": no_temporary,
-    "done": done_in_the_way,
-    "write": failing("_Writer", "write_data"),
-    "written": failing("_Writer", "write_data", after=True),
-    "fsync": failing("os", "fsync"),
-    "metadata": failing("pickle", "dump"),
-    "manifest": failing("", "_replacing", lambda path: path.name == "checkpoint.json"),
-    "rename": failing("Path", "rename", lambda path, *_: path.name.endswith(".writing")),
-    "latest": failing("", "_replacing", lambda path: path.name == "latest"),
-    "list": failing("Path", "glob", lambda path, pattern: pattern.startswith(".step_")),
-}
+FAULTS: dict[str, Callable] = {"limit": files_limited, "latest": latest_refused}
 
 
 @dataclass
@@ -466,7 +416,7 @@ def lost_images(job: dict[str, Any]) -> Any:
 
     def failing_loader(*args, **kwargs):
         yield from itertools.islice(build_loader(*args, **kwargs), job["lost_step"])
-        raise job["lost_by"](errno.EIO, "Input/output error")
+        raise OSError(errno.EIO, "Input/output error")
 
     return patch.object(data, "build_loader", failing_loader)
 

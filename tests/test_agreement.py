@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import torch
 from ranks import join, on_ranks
 
 import checkpoint
@@ -45,7 +44,6 @@ def two_ranks():
         "own": agreement.run_on_all_ranks(work),
         "all": result_or_error(partial(agreement.run_on_all_ranks, fail_on_rank_1)),
         "gathered": agreement.gather_to_rank0({"rank": rank}),
-        "mean": agreement.mean_over_ranks(torch.tensor([float(rank)])),
     }
 
 
@@ -63,4 +61,3 @@ def test_all_ranks_have_one_result_or_one_error(tmp_path):
         problem = "[Errno 13] Permission denied: '/mnt/x' (rank 1)"
         assert found["all"] == (1, PermissionError, problem)
         assert found["gathered"] == (None if rank else [{"rank": 0}, {"rank": 1}])
-        assert found["mean"] == [0.5]

@@ -349,12 +349,8 @@ def test_layout_lists_every_file():
         assert {*shown} == files | ({"launch_frontier.sh"} if not room else set()), room
 
 
-def test_log_keys_are_those_of_the_code(monkeypatch):
-    monkeypatch.setattr("torch.cuda.power_draw", lambda device: 1)
-    keys = {
-        *devices.device_memory(torch.device("cpu")),
-        *devices.device_power(torch.device("cuda")),
-    }
+def test_log_keys_are_those_of_the_code():
+    keys = {*devices.device_memory(torch.device("cpu"))}
     for node in ast.walk(ast.parse((ROOT / "runtime" / "log.py").read_text())):
         if isinstance(node, ast.Call) and node.args and ast.unparse(node.args[0]) == "'step'":
             keys |= {keyword.arg for keyword in node.keywords if keyword.arg}

@@ -21,7 +21,6 @@ import vit
 from downstream.images import EvalImages, fixed_noise
 from downstream.weights import build_pretrained, read_pretrained
 from runtime import record
-from runtime.evaluation import Evaluation
 
 TILES = ROOT / "examples" / "tiles"
 ARGV = [*NANO_ARGV, "--global-batch", "12", "--blr", "0.01", "--steps", "2", "--save-every", "1"]
@@ -171,20 +170,3 @@ def test_no_held_out_image_ends_a_run(broken, code, used, tmp_path, monkeypatch,
         expected = by_hand(tmp_path / "out" / "step_00000002", tmp_path / "held")
         assert found[1][1] == pytest.approx(expected, abs=1e-6)
         assert 2 * 256 < Image.open(pictures[1]).height < 3 * 256  # the two
-
-
-def test_a_signal_ends_an_evaluation_and_the_run_is_saved(tmp_path, monkeypatch, capsys):
-    received: list[int] = []
-    forward = Evaluation.forward
-
-    def signalled(self, batch):
-        received.append(15)
-        return forward(self, batch)
-
-    monkeypatch.setattr(Evaluation, "forward", signalled)
-    line = [*ARGV, *held_out(tmp_path, 30), "--out", str(tmp_path / "out"), "--steps", "9"]
-    assert train_fsdp.main(line, received) == 0
-    assert "evaluation left out: a signal" in capsys.readouterr().out and len(received) == 1
-    last = json.loads((tmp_path / "out" / "log.jsonl").read_text().splitlines()[-1])
-    assert last["reason"] == "signal" and last["steps"] == 2
-    assert (tmp_path / "out" / "step_00000002").exists()

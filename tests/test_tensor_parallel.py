@@ -174,12 +174,3 @@ def test_what_cannot_be_split_is_refused(flags, named, capsys, tmp_path):
         status = error.code
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert status == 2 and named in line
-
-
-def test_a_group_over_several_nodes_is_warned_of(capsys, tmp_path):
-    flags = "--model tiny:heads=16,depth=1,decoder_heads=16,decoder_depth=1 --img-size 32 --batch 1"
-    job = f"--tp 16 --mode no_shard --dry-run --world-size 32 --out {tmp_path}"
-    assert train_fsdp.main([*flags.split(), *job.split()]) == 0
-    out = capsys.readouterr().out
-    assert "mesh 2 x 1 x 16 (replicate x shard x tp)" in out
-    assert "note: --tp of 16 ranks on nodes of 8" in out

@@ -12,6 +12,7 @@ from parity import TILES
 
 import train_fsdp
 from runtime import log
+from runtime.agreement import Verdict
 from runtime.config import Config
 from runtime.run import resolve, with_images
 
@@ -48,7 +49,6 @@ def test_a_line_has_the_rate_of_its_own_steps_and_the_memory_of_the_device(monke
     now = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(log, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
     monkeypatch.setattr(log, "peak_flops", lambda device: (1e12, "made up"))
-    monkeypatch.setattr(log, "device_power", lambda device: {})
     monkeypatch.setattr(log, "device_memory", lambda device: {"peak_allocated_gib": 3.0})
 
     def full(*arguments):
@@ -64,7 +64,9 @@ def test_a_line_has_the_rate_of_its_own_steps_and_the_memory_of_the_device(monke
             now.seconds += 0.5
         now.seconds += 1.5
         if step % 2:
-            written.step(step, float("nan") if step == 5 else 0.25, 2.0, 1e-3, meter, 7)
+            loss = float("nan") if step == 5 else 0.25
+            verdict = Verdict(step, loss, 2.0, 0, *[False] * 6)
+            written.step(verdict, 1e-3, meter, bad_images=7)
             with meter.paused():
                 now.seconds += 100
     lines = [json.loads(line) for line in written.file.getvalue().splitlines()]

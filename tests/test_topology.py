@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
 
 def places(nodes, ranks=8):
     """Ranks of `nodes` nodes, each with a GPU of its own."""
-    gpus = [(f"cuda:{i}", f"0000:{i:02x}:00") for i in range(ranks)]
+    gpus = [f"cuda:{i} 0000:{i:02x}:00" for i in range(ranks)]
     return [
-        topology.Placement(ranks * n + i, n, i, f"node{n}", *gpus[i])
+        topology.Placement(ranks * n + i, f"node{n}", i, gpus[i])
         for n in range(nodes)
         for i in range(ranks)
     ]
@@ -48,9 +48,11 @@ def test_two_ranks_on_one_device():
     """Partitions of one GPU have its address, but names of their own."""
 
     def check(*gpus):
-        ranks = [(rank, node, rank, f"n{node}", "cuda:0") for rank, (node, *_) in enumerate(gpus)]
-        pairs = zip(ranks, gpus, strict=True)
-        topology.check_devices_differ([topology.Placement(*a, *gpu) for a, (_, *gpu) in pairs])
+        ranks = [
+            topology.Placement(rank, f"n{node}", rank, f"cuda:0 {address}", uuid)
+            for rank, (node, address, uuid) in enumerate(gpus)
+        ]
+        topology.check_devices_differ(ranks)
 
     with pytest.raises(ValueError, match=r"^ranks 0 and 1 share one device, d1 of n0"):
         check((0, "d1", ""), (0, "d1", ""))
@@ -70,10 +72,11 @@ def gather_on_four():
 
     dist.all_gather = slow
     seconds = topology.time_all_gather((2, 2), CPU)
-    table = topology.describe_topology(ranks, CPU, (2, 2), {"SLURMD_NODENAME": "here"})
-    topology.find_placement = lambda *_: topology.Placement(rank, 0, rank, "n0", "cuda:0", "d1")
+    os.environ["SLURMD_NODENAME"] = "here"
+    table = topology.describe_topology(ranks, CPU, (2, 2))
+    topology.find_placement = lambda *_: topology.Placement(rank, "n0", rank, "cuda:0 d1")
     with pytest.raises(AgreedError, match=r"^ranks 0 and 1 share one device") as shared:
-        topology.describe_topology(ranks, CPU, (2, 2), {})
+        topology.describe_topology(ranks, CPU, (2, 2))
     return seconds, table, shared.value.status
 
 
