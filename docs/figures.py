@@ -298,12 +298,11 @@ def draw_units(path: str) -> Figure:
     """Draw the last step of a trace of FSDP2 on CPUs: passes, blocks, collectives of one rank."""
     trace = sorted(step_profile.read_trace(Path(path)), key=lambda e: e["ts"])
     step = [e for e in trace if e["name"].startswith("ProfilerStep#")][-1]
-    first = {e["name"].split(" (")[0]: e for e in reversed(trace) if e["ts"] >= step["ts"]}
-    start, backward, last = (
-        first[f"FSDP::{name}"]
-        for name in ("root_pre_forward", "pre_backward", "root_post_backward")
+    wanted = ("FSDP::root_pre_forward", "FSDP::pre_backward", "FSDP::root_post_b", "Optimizer.step")
+    start, backward, last, update = (
+        next(e for e in trace if e["ts"] >= step["ts"] and e["name"].startswith(name))
+        for name in wanted
     )
-    update = next(e for name, e in first.items() if name.startswith("Optimizer.step"))
     boxes = [
         ("", start["ts"], backward["ts"], "forward"),
         ("", backward["ts"], end_of(last), "backward"),
@@ -315,12 +314,14 @@ def draw_units(path: str) -> Figure:
     free_from = dict.fromkeys(LANES, 0.0)  # where the next label of a lane may begin
     for lane, begin, end, text in boxes:
         i, left, width = LANES.index(lane), (begin - start["ts"]) / 1e3, (end - begin) / 1e3
-        panel.barh(-i, width, left=left, height=0.7, color=f"C{(3, 4, 5, 1, 2)[i]}", **EDGE)
+        panel.barh(
+            -i, width, left=left, height=0.7, color=("white", "C4", "C5", "C1", "C2")[i], **EDGE
+        )
         middle, half = left + width / 2, 0.006 * span * len(text)
         if middle - half >= free_from[lane]:  # a label that would touch the one before is left out
             panel.text(middle, 0.48 - i, text, ha="center", va="center", fontsize=7)
             free_from[lane] = middle + half
-    panel.set(xlim=(0, span), ylim=(0.5 - len(LANES), 0.7), xlabel="ms")
+    panel.set(xlim=(-0.02 * span, 1.04 * span), ylim=(0.5 - len(LANES), 0.7), xlabel="ms")
     panel.set_yticks([-i for i in range(len(LANES))], LANES)
     panel.set_title("one step of rank 0: b0 is blocks.0, d0 decoder_blocks.0")
     panel.grid(axis="y", visible=False)
