@@ -179,7 +179,7 @@ def draw_step_memory() -> Figure:
             ["forward", "backward", "optimizer\nstep"],
         )
         panel.axvline(middle, color="black", linestyle="--", linewidth=1)
-        panel.set(title=mode, xlabel="moments of one step")
+        panel.set(title=mode, xlabel="one training step, not to scale")
         panel.grid(axis="x", visible=False)
     panels[0].set(ylabel="GiB per rank")
     figure.suptitle("1b on 8 ranks, 32 images per rank (plan.py)")
