@@ -1,21 +1,21 @@
-"""Draw the pictures of docs/guide.md into docs/guide: needs matplotlib.
+"""Draw the figures of docs/guide.md into docs/guide: needs matplotlib.
 
-    python docs/figures.py                                  # all that are computed
-    python docs/figures.py collectives stages               # some of them
+    python docs/figures.py                    # all that are computed
+    python docs/figures.py stages groups      # some of them
     python docs/figures.py units out/profile/rank_00000.json.gz
-    python docs/figures.py input out/real/log.jsonl out/syn/log.jsonl out/io/log.jsonl
 
-units is drawn from a trace of `train_fsdp.py --profile`, input from the logs of runs, the others
-from the plan. Colours are those of a style sheet for colour-blind readers; hatches say the same in
-print.
+units is drawn from a trace of `train_fsdp.py --profile`, the others from the plan, the mesh and an
+image. Colours are those of a style sheet for colour-blind readers; hatches say the same in grey.
 """
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -23,9 +23,11 @@ sys.path.insert(0, str(HERE.parent))
 from matplotlib import style  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.patches import FancyArrow, Rectangle  # noqa: E402
+from matplotlib.patches import Rectangle  # noqa: E402
+from PIL import Image  # noqa: E402
 
 import plan  # noqa: E402
+import vit  # noqa: E402
 from planner.estimate import Plan  # noqa: E402
 from planner.machines import LINKS, wire_bytes  # noqa: E402
 from planner.memory import GIB, MEMORY_PARTS  # noqa: E402
@@ -35,6 +37,7 @@ from sweeps.report import RC_PARAMS, STYLE_SHEET, device_axis  # noqa: E402
 
 HATCHES = ("", "//", "..", "xx", "\\\\", "--", "oo", "++")
 EDGE: dict[str, Any] = {"edgecolor": "black", "linewidth": 0.6}
+ARROW: dict[str, Any] = {"arrowprops": {"arrowstyle": "-|>", "color": "black"}}
 
 
 def new_figure(width: float, height: float, columns: int = 1, **kwargs: Any) -> tuple[Figure, list]:
@@ -60,72 +63,99 @@ def stack(panel: Axes, labels: Sequence[str], parts: dict[str, list[float]]) -> 
 
 
 # ---------------------------------------------------------------------------------------------
-# The collectives
+# What happens: to an image, in a collective, who is in which group
 
-RANKS = 4
-SUM = RANKS  # a cell with the sum of all ranks
-# (rank, part) -> the rank whose numbers lie there, SUM, or None
-Cells = Callable[[int, int], int | None]
-STATES: dict[str, Cells] = {
-    "own": lambda rank, part: rank,
-    "own part": lambda rank, part: rank if part == rank else None,
-    "all parts": lambda rank, part: part,
-    "on rank 0": lambda rank, part: None if rank else 0,
-    "of rank 0": lambda rank, part: 0,
-    "sum": lambda rank, part: SUM,
-    "sum on rank 0": lambda rank, part: None if rank else SUM,
-    "part of sum": lambda rank, part: SUM if part == rank else None,
-}
-COLLECTIVES = (  # name, where it is used, STATES before and after
-    ("reduce", "in no mode here", "own", "sum on rank 0"),
-    ("broadcast", "ZeRO-1: new\nparameters", "on rank 0", "of rank 0"),
-    ("all-reduce", "DDP: gradients", "own", "sum"),
-    ("all-gather", "FSDP: parameters", "own part", "all parts"),
-    ("reduce-scatter", "FSDP: gradients", "own", "part of sum"),
+
+def draw_mae() -> Figure:
+    """Draw a tile on its way through a masked autoencoder."""
+    patch, side = 16, 6  # pixels, patches
+    with Image.open(HERE.parent / "examples/tiles/train/islands/islands_aegean_01.jpg") as tile:
+        pixels = np.array(tile.convert("RGB").resize((side * patch, side * patch)))
+    images = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)  # (1, C, H, W)
+    patches = vit.patchify(images, patch).reshape(-1, patch, patch, 3).numpy()
+    everything = range(side * side)
+    visible = torch.randperm(side * side, generator=torch.Generator().manual_seed(0))[:9].tolist()
+    columns = (  # title, patches in a row, patches shown, what stands in a removed one
+        ("an image, cut into patches", side, everything, ""),
+        ("75 % are removed", side, visible, ""),
+        ("the encoder\nsees these", 1, range(len(visible)), ""),
+        ("the decoder predicts each ?", side, visible, "?"),
+    )
+    figure, panels = new_figure(9.2, 2.9, 4, width_ratios=(6, 6, 2, 6))
+    for panel, (title, width, shown, mark) in zip(panels, columns, strict=True):
+        height = side if width > 1 else len(visible)
+        panel.set_axis_off()
+        panel.set_title(title, fontsize=9)
+        for place in range(width * height):
+            y, x = divmod(place, width)
+            panel.add_patch(Rectangle((x, y), 1, 1, facecolor="#bbbbbb", **EDGE))
+            if place in shown:
+                image = patches[place if width > 1 else visible[place]]
+                panel.imshow(image, extent=(x, x + 0.95, y + 0.95, y), zorder=3)
+            else:
+                panel.text(x + 0.5, y + 0.5, mark, ha="center", va="center")
+        panel.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
+    return figure
+
+
+OWN, SUMS, PART_OF_SUM = "aaaa bbbb cccc dddd", "++++ ++++ ++++ ++++", "+... .+.. ..+. ...+"
+COLLECTIVES = (  # name, where it is used, what each of four ranks has before and after
+    ("reduce", "not used here", OWN, "++++ .... .... ...."),
+    ("broadcast", "ZeRO-1: new\nparameters", "aaaa .... .... ....", "aaaa aaaa aaaa aaaa"),
+    ("all-reduce", "DDP: gradients", OWN, SUMS),
+    ("all-gather", "FSDP: parameters", "a... .b.. ..c. ...d", "abcd abcd abcd abcd"),
+    ("reduce-scatter", "FSDP: gradients", OWN, PART_OF_SUM),
 )
-
-
-def draw_cells(panel: Axes, left: float, top: float, cells: Cells) -> None:
-    """Draw the tensors of all ranks, one below the other, each of as many parts as ranks."""
-    for rank in range(RANKS):
-        for part in range(RANKS):
-            owner = cells(rank, part)
-            corner = (left + part, top - rank - 0.85)
-            if owner is None:
-                panel.add_patch(
-                    Rectangle(corner, 0.95, 0.8, fill=False, linestyle=":", linewidth=0.6)
-                )
-                continue
-            look = EDGE | {"facecolor": "white" if owner == SUM else f"C{owner}"}
-            panel.add_patch(Rectangle(corner, 0.95, 0.8, alpha=0.75, **look))
-            text = f"sum{part}" if owner == SUM else f"{'abcd'[owner]}{part}"
-            panel.text(
-                corner[0] + 0.47, corner[1] + 0.38, text, ha="center", va="center", fontsize=8
-            )
 
 
 def draw_collectives() -> Figure:
     """Draw five collectives of four ranks, before and after, with the bytes of a ring."""
     figure, (panel,) = new_figure(6.6, 7.6)
-    for row, (name, use, before, after) in enumerate(COLLECTIVES):
-        top = -5.2 * row
+    for i, (name, use, *states) in enumerate(COLLECTIVES):
+        top = -5.2 * i
         panel.text(0, top - 0.9, name, weight="bold", fontsize=10, va="center")
         panel.text(0, top - 2.0, use, va="center")
-        sent = wire_bytes(name.replace("-", "_"), 1, RANKS)
+        sent = wire_bytes(name.replace("-", "_"), 1, ranks=4)
         panel.text(0, top - 3.3, f"{sent:g} S per rank", va="center")
-        for rank in range(RANKS):
-            panel.text(6.3, top - rank - 0.45, f"rank {rank}", fontsize=7, ha="right", va="center")
-        draw_cells(panel, 6.5, top, STATES[before])
-        look: Any = {"head_width": 0.5, "length_includes_head": True, "color": "black"}
-        panel.add_patch(FancyArrow(10.9, top - 2, 1.5, 0, width=0.1, **look))
-        draw_cells(panel, 12.8, top, STATES[after])
+        panel.annotate("", (12.5, top - 2), (10.8, top - 2), **ARROW)
+        for left, state in zip((6.5, 12.8), states, strict=True):
+            for rank, cells in enumerate(state.split()):
+                y = top - rank - 0.85
+                panel.text(6.3, y + 0.38, f"rank {rank}", fontsize=7, ha="right", va="center")
+                for part, owner in enumerate(cells):
+                    color = f"C{'abcd'.index(owner)}" if owner in "abcd" else "white"
+                    look = EDGE | {"facecolor": color, "linestyle": ":" if owner == "." else "-"}
+                    panel.add_patch(Rectangle((left + part, y), 0.95, 0.8, alpha=0.75, **look))
+                    text = {".": "", "+": f"sum{part}"}.get(owner, f"{owner}{part}")
+                    middle = (left + part + 0.47, y + 0.38)
+                    panel.text(*middle, text, ha="center", va="center", fontsize=8)
     panel.text(8.5, 0.5, "before", ha="center")
     panel.text(14.8, 0.5, "after", ha="center")
     panel.set(xlim=(-0.2, 17), ylim=(-5.2 * len(COLLECTIVES) + 0.9, 1.2))
     panel.set_axis_off()
-    figure.suptitle(
-        f"Collectives of {RANKS} ranks; bytes that a rank sends in a ring, of a tensor of S bytes"
-    )
+    figure.suptitle("4 ranks; bytes that a rank sends in a ring, of a tensor of S bytes")
+    return figure
+
+
+def draw_mesh() -> Figure:
+    """Draw eight ranks on two nodes as a mesh of two replicas by four shards."""
+    figure, (panel,) = new_figure(6.4, 2.8)
+    for rank in range(8):
+        row, column = divmod(rank, 4)
+        look = EDGE | {"facecolor": f"C{column}", "alpha": 0.75, "hatch": HATCHES[column]}
+        panel.add_patch(Rectangle((column + 0.1, -row - 0.8), 0.8, 0.6, **look))
+        plate = {"boxstyle": "round", "facecolor": "white", "edgecolor": "none"}
+        panel.text(column + 0.5, -row - 0.5, f"rank {rank}", ha="center", va="center", bbox=plate)
+    for row in range(2):
+        panel.add_patch(Rectangle((0, -row - 0.9), 4, 0.8, fill=False, linestyle="--"))
+        panel.text(-0.1, -row - 0.5, f"replica {row}\n(node {row})", ha="right", va="center")
+        panel.text(4.1, -row - 0.5, "shard group:\nall-gather,\nreduce-scatter", va="center")
+    for column in range(4):
+        panel.text(column + 0.5, 0.05, f"part {column}", ha="center")
+    panel.text(2, -2.2, "columns are replicate groups: all-reduce of one part", ha="center")
+    panel.set(xlim=(-1, 5.2), ylim=(-2.3, 0.4))
+    panel.set_axis_off()
+    figure.suptitle("--mode hybrid --group 4 on 8 ranks: mesh 2 x 4 (replicate x shard)")
     return figure
 
 
@@ -133,39 +163,27 @@ def draw_collectives() -> Figure:
 # Memory and traffic, from the plan
 
 
-def draw_bytes_per_parameter() -> Figure:
-    """Draw the bytes per parameter of one device: fp32, bf16 under FSDP, a careless count."""
-    found = {}
-    for precision in ("fp32", "bf16"):
-        plan = plan_of(f"--model 1b --mode full_shard --world-size 1 --precision {precision}")
-        memory, numel = plan.peak.bytes, plan.json()["params"]
-        last = next(s for s in plan.snapshots if s.name == "optimizer step").bytes
-        found[precision] = [
-            memory["parameters"] / numel,
-            last["gradients"] / numel,
-            memory["optimizer"] / numel,
-        ]
-    bars = {
-        "fp32": [*found["fp32"], 0, 0, 0],
-        "bf16 by FSDP\n(train_fsdp.py)": [*found["bf16"], 2, 2, 0],
-        "a careless\ncount": [4, 4, 8, 0, 0, 8],
-    }
-    kinds = (
-        "parameters, fp32",
-        "gradients, fp32",
-        "AdamW's two states, fp32",
-        "bf16 copy of a unit, while it is gathered",
-        "bf16 gradients of a unit, until they are reduced",
-        "activations, counted per parameter",
-    )
-    figure, (panel,) = new_figure(5.6, 4.4)
-    stack(panel, list(bars), {k: [bar[i] for bar in bars.values()] for i, k in enumerate(kinds)})
-    for x, bar in enumerate(bars.values()):
-        kept, passing = sum(bar[:3]) + bar[5], bar[3] + bar[4]
-        text = f"{kept:.0f}" + f" + {passing} for a unit in use" * bool(passing)
-        panel.text(x, kept + passing + 0.3, text, ha="center")
-    panel.set(ylabel="bytes per parameter", title="Before any sharding, without activations")
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+def draw_step_memory() -> Figure:
+    """Draw the planned memory of a rank at each moment of a step of 1b, in two modes."""
+    figure, panels = new_figure(9.2, 3.8, 2, sharey=True)
+    for panel, mode in zip(panels, ("no_shard", "full_shard"), strict=True):
+        found = plan_of(f"--model 1b --mode {mode} --world-size 8 --batch 32").snapshots
+        parts = ("optimizer", "parameters", "gradients", "unsharded", "activations")
+        sizes = [[moment.bytes[part] / GIB for moment in found] for part in parts]
+        drawn = panel.stackplot(range(len(found)), *sizes, labels=parts, **EDGE)
+        for area, hatch in zip(drawn, HATCHES, strict=False):
+            area.set_hatch(hatch)
+        middle = [moment.name for moment in found].index("loss")
+        panel.set_xticks(
+            [middle / 2, (middle + len(found)) / 2, len(found)],
+            ["forward", "backward", "optimizer\nstep"],
+        )
+        panel.axvline(middle, color="black", linestyle="--", linewidth=1)
+        panel.set(title=mode, xlabel="one training step, not to scale")
+        panel.grid(axis="x", visible=False)
+    panels[0].set(ylabel="GiB per rank")
+    figure.suptitle("1b on 8 ranks, 32 images per rank (plan.py)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
 
@@ -221,9 +239,7 @@ def draw_groups() -> Figure:
     stack(left, labels, {names[link]: heights for link, heights in sent.items()})
     left.set(ylabel="GB sent per rank and step", title="traffic per link")
     rates = [plan.images_per_second for plan in plans]
-    for bar in right.bar(labels, rates, width=0.7, color="C4", **EDGE):
-        middle, height = bar.get_x() + bar.get_width() / 2, bar.get_height()
-        right.text(middle, height, f"{height:.0f}", ha="center", va="bottom")
+    right.bar_label(right.bar(labels, rates, width=0.7, color="C4", **EDGE), fmt="%.0f")
     right.grid(axis="x", visible=False)
     right.set(ylabel="images/s", title="speed at most", ylim=(0, 1.12 * max(rates)))
     for panel in (left, right):
@@ -234,28 +250,7 @@ def draw_groups() -> Figure:
 
 
 # ---------------------------------------------------------------------------------------------
-# Measured: speed of the input, a trace
-
-
-def draw_input(*logs: str) -> Figure:
-    """Draw the images/s of runs from their logs, each named by its folder, without a number."""
-    does = {"real": "read and train", "syn": "train only", "io": "read only"}
-    figure, (panel,) = new_figure(1.4 + 1.1 * len(logs), 3.4)
-    rates, names = [], []
-    for i, path in enumerate(logs):
-        records = [json.loads(line) for line in Path(path).read_text().splitlines() if line]
-        by_event = {record["event"]: record for record in records}  # the last of each
-        run = by_event["start"]["run_mode"]
-        rates.append(by_event["end"]["images_per_second"])
-        names.append(re.sub(r"^\d+-", "", Path(path).parent.name) + f":\n{does[run]}")
-        look = EDGE | {"color": f"C{[*does].index(run)}", "hatch": HATCHES[[*does].index(run)]}
-        panel.bar(i, rates[-1], width=0.6, **look)
-        panel.text(i, rates[-1], f"{rates[-1]:.0f}", ha="center", va="bottom")
-    panel.set_xticks(range(len(logs)), names, fontsize=8)
-    panel.grid(axis="x", visible=False)
-    panel.set(ylabel="images/s", ylim=(0, 1.12 * max(rates)))
-    return figure
-
+# Measured: a trace
 
 # PyTorch's calls: their lane, and the work of gloo, whose reduce-scatter is an all-reduce of which
 # each rank keeps its part.
@@ -264,8 +259,9 @@ CALLS = {
     "c10d::_reduce_scatter_base_": ("reduce-scatter", "gloo:all_reduce"),
     "c10d::allreduce_": ("all-reduce", "gloo:all_reduce"),
 }
-LANES = [lane for lane, _ in CALLS.values()]
+LANES = ["", "blocks", *(lane for lane, _ in CALLS.values())]
 Event = dict[str, Any]
+Box = tuple[str, float, float, str]  # lane, begin, end (microseconds), unit
 
 
 def end_of(event: Event) -> float:
@@ -279,110 +275,80 @@ def unit_label(name: str) -> str:
     return unit[1] + unit[2] if unit else "root"
 
 
-def collective_boxes(events: Sequence[Event]) -> Iterator[tuple[str, Event, str]]:
-    """Yield (lane, gloo's event, unit) of each collective: the n-th call is the n-th work."""
+def unit_boxes(events: Sequence[Event]) -> Iterator[Box]:
+    """Yield a box for each collective, whose n-th call is gloo's n-th work, and for each pass."""
     ranges = [e for e in events if e["name"].startswith(("FSDP::all_g", "FSDP::post_backward_red"))]
     for work in ("gloo:all_gather", "gloo:all_reduce"):
         calls = [e for e in events if CALLS.get(e["name"], ("", ""))[1] == work]
         done = [e for e in events if e["name"] == work]
-        if len(calls) != len(done):
-            raise SystemExit(f"the trace has {len(calls)} calls for {len(done)} {work}")
         for call, event in zip(calls, done, strict=True):
-            around = [r for r in ranges if r["ts"] <= call["ts"] <= end_of(r)]
-            label = unit_label(around[-1]["name"]) if around else ""
-            yield CALLS[call["name"]][0], event, label
-
-
-def compute_boxes(events: Sequence[Event]) -> Iterator[tuple[float, float, str]]:
-    """Yield (from, to, unit) of the forward and of the backward pass of each block."""
+            around = [r["name"] for r in ranges if r["ts"] <= call["ts"] <= end_of(r)]
+            label = unit_label(around[-1]) if around else ""
+            yield CALLS[call["name"]][0], event["ts"], end_of(event), label
     begun: dict[str, float] = {}
     for event in events:
         found = re.fullmatch(r"FSDP::(\w+) \((.+)\)", event["name"])
         if found and found[1] in ("pre_forward", "pre_backward"):
             begun[found[2]] = end_of(event)
         elif found and found[1] in ("post_forward", "post_backward_reshard"):
-            yield begun.pop(found[2]), event["ts"], unit_label(event["name"])
+            yield "blocks", begun.pop(found[2]), event["ts"], unit_label(event["name"])
 
 
 def draw_units(path: str) -> Figure:
     """Draw the last step of a trace of FSDP2 on CPUs: passes, blocks, collectives of one rank."""
     trace = sorted(step_profile.read_trace(Path(path)), key=lambda e: e["ts"])
-    if not any(e["name"] == "FSDP::root_pre_forward" for e in trace):
-        raise SystemExit(f"{path} is no trace of FSDP2: give that of a run with --mode full_shard")
     step = [e for e in trace if e["name"].startswith("ProfilerStep#")][-1]
-    events = [e for e in trace if step["ts"] <= e["ts"] < end_of(step)]
-
-    def when(name: str) -> Event:
-        return next(e for e in events if e["name"].startswith(name))
-
-    backward, last = when("FSDP::pre_backward")["ts"], end_of(when("FSDP::root_post_backward"))
-    update = when("Optimizer.step")
-    start = when("FSDP::root_pre_forward")["ts"]
-    phases = [
-        (start, backward, "forward"),
-        (backward, last, "backward"),
-        (update["ts"], end_of(update), "optimizer"),
+    wanted = ("FSDP::root_pre_forward", "FSDP::pre_backward", "FSDP::root_post_b", "Optimizer.step")
+    start, backward, last, update = (
+        next(e for e in trace if e["ts"] >= step["ts"] and e["name"].startswith(name))
+        for name in wanted
+    )
+    boxes = [
+        ("", start["ts"], backward["ts"], "forward"),
+        ("", backward["ts"], end_of(last), "backward"),
+        ("", update["ts"], end_of(update), "optimizer"),
+        *(box for box in unit_boxes(trace) if start["ts"] <= box[1] < end_of(step)),
     ]
     figure, (panel,) = new_figure(8.4, 3.8)
-    lanes = ["", "blocks", *LANES]
-    span = (end_of(step) - start) / 1e3
-    free_from = [-span] * len(lanes)  # where the next label of a lane may begin
-
-    def box(lane: int, begin: float, end: float, text: str, **look: Any) -> None:
-        left, width = (begin - start) / 1e3, (end - begin) / 1e3
-        panel.barh(-lane, width, left=left, height=0.7, **EDGE | look)
-        height = 0 if width > 0.12 * span else 0.48  # above a box that is too narrow
+    span = (end_of(step) - start["ts"]) / 1e3
+    free_from = dict.fromkeys(LANES, 0.0)  # where the next label of a lane may begin
+    for lane, begin, end, text in boxes:
+        i, left, width = LANES.index(lane), (begin - start["ts"]) / 1e3, (end - begin) / 1e3
+        panel.barh(
+            -i, width, left=left, height=0.7, color=("white", "C4", "C5", "C1", "C2")[i], **EDGE
+        )
         middle, half = left + width / 2, 0.006 * span * len(text)
         if middle - half >= free_from[lane]:  # a label that would touch the one before is left out
-            panel.text(middle, height - lane, text, ha="center", va="center", fontsize=7)
+            panel.text(middle, 0.48 - i, text, ha="center", va="center", fontsize=7)
             free_from[lane] = middle + half
-
-    for i, (begin, end, name) in enumerate(phases):
-        box(0, begin, end, name, color=("white", "#dddddd", "C1")[i])
-    for begin, end, name in compute_boxes(events):
-        box(1, begin, end, name, color="C4")
-    for lane, event, unit in collective_boxes(trace):
-        if event in events:
-            i = LANES.index(lane)
-            box(2 + i, event["ts"], end_of(event), unit, color=f"C{(5, 1, 2)[i]}", alpha=0.8)
-    panel.set_ylim(0.5 - len(lanes), 0.7)
-    panel.set_yticks([-i for i in range(len(lanes))], lanes)
-    panel.set(xlabel="ms", title="one step of rank 0: b0 is blocks.0, d0 decoder_blocks.0")
+    panel.set(xlim=(-0.02 * span, 1.04 * span), ylim=(0.5 - len(LANES), 0.7), xlabel="ms")
+    panel.set_yticks([-i for i in range(len(LANES))], LANES)
+    panel.set_title("one step of rank 0: b0 is blocks.0, d0 decoder_blocks.0")
     panel.grid(axis="y", visible=False)
     return figure
 
 
-PICTURES: dict[str, Callable[..., Figure]] = {
+FIGURES: dict[str, Callable[[], Figure]] = {
+    "mae": draw_mae,
     "collectives": draw_collectives,
-    "bytes_per_parameter": draw_bytes_per_parameter,
+    "step_memory": draw_step_memory,
     "stages": draw_stages,
+    "mesh": draw_mesh,
     "groups": draw_groups,
-    "input": draw_input,
-    "units": draw_units,
 }
-FROM_FILES = {"units": "a trace", "input": "logs"}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Draw the pictures named, each followed by its files; status 2 for a bad command."""
-    jobs: list[tuple[str, list[str]]] = []
-    for word in argv or [name for name in PICTURES if name not in FROM_FILES]:
-        if word in PICTURES:
-            jobs.append((word, []))
-        elif jobs:
-            jobs[-1][1].append(word)
-    wrong = [name for name, files in jobs if bool(files) != (name in FROM_FILES)]
-    if not jobs or wrong or any(name == "units" and len(files) > 1 for name, files in jobs):
-        needed = ", ".join(f"{name} {files}" for name, files in FROM_FILES.items())
-        print(f"figures.py: give some of {', '.join(PICTURES)}, followed by files: {needed}")
-        return 2
-    (HERE / "guide").mkdir(exist_ok=True)
+def main(argv: Sequence[str]) -> None:
+    """Draw the figures named, or all but units, which is followed by its trace."""
     with style.context([STYLE_SHEET, RC_PARAMS]):
-        for name, files in jobs:
-            PICTURES[name](*files).savefig(HERE / "guide" / f"{name}.png")
-            print(HERE.name + f"/guide/{name}.png")
-    return 0
+        if argv[:1] == ["units"]:
+            drawn = {"units": draw_units(argv[1])}
+        else:
+            drawn = {name: FIGURES[name]() for name in argv or FIGURES}
+        for name, figure in drawn.items():
+            (HERE / "guide").mkdir(exist_ok=True)
+            figure.savefig(HERE / "guide" / f"{name}.png")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import Timer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "guide.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # A command that is to be interrupted, on one line or several
-INTERRUPTED = re.compile(r"^(?:.*\\\n)*.*# press Ctrl-C.*\n", re.MULTILINE)
+INTERRUPTED = re.compile(r"^((?:.*\\\n)*.*# press Ctrl-C.*\n)", re.MULTILINE)
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC", "MAKE", "TEST_")
 
 
@@ -48,47 +49,32 @@ def execute(language: str, content: str, folder: Path, env: dict[str, str]) -> s
 
     Its command with the comment `# press Ctrl-C` is interrupted, the others run to their end.
     """
-    if found := INTERRUPTED.search(content):
-        before, after = content[: found.start()], content[found.end() :]
-        output = execute(language, before, folder, env) + interrupt(found[0], folder, env)
-        return output + execute(language, after, folder, env)
-    command = [sys.executable, "-c", content] if language == "python" else ["bash", "-ec", content]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=env,
-        text=True,
-        timeout=1100,  # seconds; the longest takes a few minutes
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    if done.returncode:
-        raise Changed(f"{content}exit status {done.returncode}:\n{done.stdout}")
-    return done.stdout
-
-
-def interrupt(command: str, folder: Path, env: dict[str, str]) -> str:
-    """Run a training command until it prints its third step, press Ctrl-C; return its output."""
-    program = subprocess.Popen(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert program.stdout
-    lines, steps = [], 0
-    for line in program.stdout:
-        lines.append(line)
-        steps += line.startswith("step ")
-        if steps == 3 and line.startswith("step "):
-            os.killpg(program.pid, signal.SIGINT)
-    program.wait(timeout=60)
-    output = "".join(lines)
-    if "the same command continues from there" not in output:
-        raise Changed(f"{command}did not save when it was interrupted:\n{output}")
+    output = ""
+    for part in filter(str.strip, INTERRUPTED.split(content)):
+        press = bool(INTERRUPTED.match(part))
+        program = subprocess.Popen(
+            [sys.executable, "-c", part] if language == "python" else ["bash", "-ec", part],
+            cwd=folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        limit = Timer(1100, os.killpg, (program.pid, signal.SIGKILL))  # seconds
+        limit.start()
+        printed, steps = "", 0
+        assert program.stdout
+        for line in program.stdout:
+            printed += line
+            steps += line.startswith("step ")
+            if press and steps == 3 and line.startswith("step "):
+                os.killpg(program.pid, signal.SIGINT)
+        status = program.wait()
+        limit.cancel()
+        if "the same command continues from there" not in printed if press else status:
+            raise Changed(f"{part}exit status {status}:\n{printed}")
+        output += printed
     return output
 
 
@@ -110,34 +96,30 @@ def sections(text: str) -> dict[int, str]:
 
 def same_words(shown: str, printed: str) -> bool:
     """Tell whether two lines agree in all words without digits."""
-    pairs = list(zip(shown.split(), printed.split(), strict=False))
-    same = [a == b or bool(re.search(r"\d", a)) for a, b in pairs]
-    return len(shown.split()) == len(printed.split()) and all(same)
+    words, others = shown.split(), printed.split()
+    return len(words) == len(others) and all(
+        a == b or bool(re.search(r"\d", a)) for a, b in zip(words, others, strict=True)
+    )
 
 
 def find_printed(shown: str, output: str) -> list[str]:
     """Find each line of `shown` in an output, in order; Changed where one is not there.
 
-    Of several lines with the same words, as the steps of a run, it takes those with the same
-    numbers, the first number of a line before the others.
+    Of several lines with the same words, as the steps of a run, it takes the one whose first
+    numbers are the same.
     """
-    printed = output.splitlines()
-    # for the lines so far, among the first n printed: how much is the same, the lines chosen
-    best: list[tuple[float, list[str]] | None] = [(0, [])] * (len(printed) + 1)
+    printed, found = output.splitlines(), []
     for line in shown.splitlines():
-        longer: list[tuple[float, list[str]] | None] = [None]
-        for chosen, text in zip(best, printed, strict=False):
-            options = [longer[-1]]
-            if chosen and same_words(line, text):
-                pairs = enumerate(zip(line.split(), text.split(), strict=True))
-                same = sum(2.0**-i for i, (a, b) in pairs if a == b)
-                options.append((chosen[0] + same, [*chosen[1], text.rstrip()]))
-            longer.append(max(filter(None, options), key=lambda found: found[0], default=None))
-        if not longer[-1]:
+        fitting = [i for i, text in enumerate(printed) if same_words(line, text)]
+        if not fitting:
             raise Changed(f"no longer prints, or not in this order: {line}\nbut:\n{output}")
-        best = longer
-    assert best[-1]
-    return best[-1][1]
+        words = [
+            [a == b for a, b in zip(line.split(), printed[i].split(), strict=True)] for i in fitting
+        ]
+        chosen = fitting[words.index(max(words))]
+        found.append(printed[chosen].rstrip())
+        printed = printed[chosen + 1 :]
+    return found
 
 
 def rebuild_section(section: str, run: Callable[[str], str | None]) -> str:
@@ -163,41 +145,25 @@ def rebuild_section(section: str, run: Callable[[str], str | None]) -> str:
     return FENCE.sub(renew, section)
 
 
-def remove_output(number: int) -> None:
-    """Remove what a section has left, out/guide/N or out/guide/N-NAME, so that it starts anew."""
-    for path in (ROOT / "out" / "guide").glob(f"{number}*"):
-        if re.fullmatch(rf"{number}([.-].*)?", path.name):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 def main(argv: list[str]) -> int:
     """Rebuild sections of the page, by default all; return exit status 1 if one has changed."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    found = sections(PAGE.read_text())
-    wanted = [int(text) for text in argv if text.isdigit()] or [*found]
-    if not {*wanted} <= {*found} or len(wanted) < len(argv):
-        print(f"{PAGE.name} has sections {', '.join(map(str, found))}: give the numbers of some")
-        return 2
-    run = partial(execute, "bash", folder=ROOT, env=environment(ROOT))
-    seconds, failed = {}, []
-    for number in wanted:
-        remove_output(number)
+    found, failed = sections(PAGE.read_text()), 0
+    for number in map(int, argv) if argv else found:
+        for left in (ROOT / "out" / "guide").glob(f"{number}*"):  # by the last time
+            if re.fullmatch(rf"{number}(-.*)?", left.name):
+                shutil.rmtree(left)
         print(found[number].splitlines()[0], flush=True)
         started = time.monotonic()
         try:
+            run = partial(execute, "bash", folder=ROOT, env=environment(ROOT))
             section = rebuild_section(found[number], run)
-            text = PAGE.read_text()
-            if found[number] not in text:
-                raise Changed("the section was edited meanwhile: run it again")
-            PAGE.write_text(text.replace(found[number], section))
+            PAGE.write_text(PAGE.read_text().replace(found[number], section))
         except Changed as error:
-            failed.append(number)
-            print(f"section {number}: {error}", flush=True)
-        seconds[number] = time.monotonic() - started
-    print("section  seconds")
-    for number, took in seconds.items():
-        print(f"{number:7}{took:9.0f}{'  failed' * (number in failed)}")
-    return bool(failed)
+            failed = 1
+            print(f"section {number}: {error}")
+        print(f"{time.monotonic() - started:.0f} seconds", flush=True)
+    return failed
 
 
 if __name__ == "__main__":

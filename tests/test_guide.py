@@ -5,9 +5,11 @@ import json
 import re
 import shlex
 import shutil
+from collections import Counter
 from contextlib import redirect_stdout
 from decimal import Decimal
 from functools import partial
+from textwrap import indent
 
 import figures
 import pytest
@@ -20,7 +22,7 @@ import plan
 from planner.machines import wire_bytes
 from runtime import step_profile
 
-TEXT = rebuild.PAGE.read_text() if rebuild.PAGE.exists() else ""
+TEXT = rebuild.PAGE.read_text()
 SECTIONS = rebuild.sections(TEXT)
 # The end of a word with a time or a speed
 UNIT = re.compile(r"(?:^|\d)(?:s|ms|min|seconds|(?:img|images|MB|GB)/s)[,.;:)]*$")
@@ -52,20 +54,15 @@ def agree(shown: str, printed: str) -> bool:
 def check_section(section: str, run) -> None:
     """Hold all that a section shows against what its commands print.
 
-    Of a block with the comment `# numbers vary` the words alone, also behind a line with the word
-    seconds.
+    Of a block with the comment `# numbers vary` the words alone, which `find_printed` compares.
     """
-    vary = False
-    pairs = zip(
-        rebuild.blocks(section), rebuild.blocks(rebuild.rebuild_section(section, run)), strict=True
-    )
-    for (language, shown), (_, printed) in pairs:
+    vary, renewed = False, rebuild.blocks(rebuild.rebuild_section(section, run))
+    for (language, shown), (_, printed) in zip(rebuild.blocks(section), renewed, strict=True):
         if language:
             vary = "# numbers vary" in shown
-            continue
-        for lines in zip(shown.splitlines(), printed.splitlines(), strict=True):
-            assert vary or agree(*lines), "\nshown:   {}\nprinted: {}".format(*lines)
-            vary = vary or "seconds" in lines[0]
+        elif not vary:
+            for lines in zip(shown.splitlines(), printed.splitlines(), strict=True):
+                assert agree(*lines), "\nshown:   {}\nprinted: {}".format(*lines)
 
 
 @pytest.mark.full
@@ -93,7 +90,19 @@ def test_plans_print_what_is_shown():
         check_section(section, run_plans)
 
 
-# --- examples that the guide starts
+# --- code in the page, and examples that the guide starts
+
+
+def test_excerpts_are_in_the_files():
+    """The lines between two `...` stand in the file in one piece, at whatever indentation."""
+    excerpts = [content for language, content in rebuild.blocks(TEXT) if language == "python"]
+    assert len(excerpts) >= 8
+    for excerpt in excerpts:
+        head, _, lines = excerpt.partition("\n")
+        code = (ROOT / head.removeprefix("# ").split(":")[0]).read_text()
+        for part in lines.split("\n...\n"):
+            part = part.rstrip()
+            assert any(indent(part, " " * n) in code for n in (0, 4, 8)), f"{head}\n{part}"
 
 
 def test_collectives_before_and_after(tmp_path):
@@ -141,12 +150,14 @@ def test_a_slow_disk_is_what_the_log_says(tmp_path):
 
 
 @pytest.mark.full
-def test_pictures_are_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "HERE", tmp_path)
-    assert figures.main([]) == 0
-    assert {path.stem for path in tmp_path.glob("guide/*.png")} == {*figures.PICTURES} - {
-        *figures.FROM_FILES
-    }
+def test_figures_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "HERE", tmp_path / "docs")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    figures.main([])
+    drawn = {path.stem for path in tmp_path.glob("docs/guide/*.png")}
+    assert drawn == {*figures.FIGURES}
+    assert drawn | {"units"} == {*re.findall(r"\]\(guide/(\w+)\.png\)", TEXT)}
 
 
 @pytest.mark.full
@@ -156,9 +167,9 @@ def test_the_timeline_has_the_collectives_of_each_unit(tmp_path):
     run_ranks(2, [Run([*argv.split(), "--mode", "full_shard"], params=False)], tmp_path)
     path = next(tmp_path.glob("**/rank_00000.json.gz"))
     trace = sorted(step_profile.read_trace(path), key=lambda event: event["ts"])
-    found = [(lane, unit) for lane, _, unit in figures.collective_boxes(trace) if unit]
-    blocks = ["b0", "b1", "d0", "d1"]
-    expected = [("all-gather", unit) for unit in [*blocks, *blocks, "root"]]
-    assert sorted(found) == sorted(expected + [("reduce-scatter", u) for u in [*blocks, "root"]])
-    assert sorted(unit for *_, unit in figures.compute_boxes(trace)) == sorted(blocks * 2)
+    found = Counter((lane, unit) for lane, _, _, unit in figures.unit_boxes(trace) if unit)
+    expected = Counter({("all-gather", "root"): 1, ("reduce-scatter", "root"): 1})
+    for unit in ("b0", "b1", "d0", "d1"):
+        expected += {("blocks", unit): 2, ("all-gather", unit): 2, ("reduce-scatter", unit): 1}
+    assert found == expected
     assert figures.draw_units(str(path)).axes
