@@ -191,6 +191,7 @@ STAND_INS = {
     "PACK": "out/pack",
     "OUT": "out/demo",
     "RUN": "out/demo",
+    "model.pth": "out/model.pth",
     "out/huge": "out/demo",
     "8": "2",  # ranks on a node, where torchrun starts them
     "128": "8",  # images of a rank
