@@ -6,7 +6,7 @@
 #       launch_frontier.sh ...
 #
 # The first is for Frontier, the second for any other cluster with NVIDIA or AMD GPUs. Submit from
-# the folder of the scripts. docs/frontier.md explains each flag and variable: what appears below as
+# the folder of the scripts. docs/cluster.md explains each variable: what appears below as
 # NAME:-default is taken from the environment of sbatch, if it is set there.
 #SBATCH -J vit-mae
 #SBATCH -N 2

@@ -138,7 +138,7 @@ def by_rank_variables(rank: int) -> tuple[list[str], dict[str, str]]:
 
 
 def by_torchrun(host: int) -> tuple[list[str], dict[str, str]]:
-    """As docs/frontier.md has it: torchrun asks for names where it is not told."""
+    """As docs/cluster.md has it: torchrun asks for names where it is not told."""
     flags = (
         f"--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint {HERE}:{PORT} "
         f"--rdzv-id mae --local-addr {(HERE, THERE)[host]} --rdzv-conf is_host={host == 0} --"
