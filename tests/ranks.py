@@ -14,7 +14,6 @@ import gc
 import io
 import itertools
 import json
-import operator
 import os
 import pickle
 import random
@@ -54,16 +53,13 @@ class Run:
     to: str = ""  # --out, where it is not a folder of this run's own
     signal_rank: int = -1  # this rank receives a signal ...
     signal_step: int = 0  # ... during this step, from 0
-    full_rank: int = -1  # the disk of this rank is full ...
-    full_saves: tuple[int, ...] = ()  # ... when the run saves for the first time (0), second, ...
     fault: str = ""  # a name in `FAULTS`: what goes wrong ...
     fault_rank: int = -1  # ... on this rank, or on all ...
-    fault_saves: tuple[int, ...] = ()  # ... at these saves
+    fault_saves: tuple[int, ...] = ()  # ... when the run saves for the first time (0), second, ...
     plain: bool = False  # no --save-every of ours where argv has none
     due_rank: int = -1  # by the clock of this rank, and no other, a checkpoint is always due
     lost_rank: int = -1  # the data loader of this rank fails ...
-    lost_step: int = 0  # ... in this step, from 0 ...
-    lost_by: type[Exception] = OSError  # ... by such an error
+    lost_step: int = 0  # ... in this step, from 0
 
 
 @dataclass
@@ -181,11 +177,6 @@ def freeze_imports() -> None:
     """
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
-
-
-def already_imported() -> bool:
-    """Whether this process was forked with the script imported (tests/test_ranks.py asks)."""
-    return "train_fsdp" in sys.modules
 
 
 def _become(environ: dict[str, str], output: Path, work: Callable[[], None]) -> None:
@@ -349,44 +340,23 @@ def bound_by_permissions():
     assert libc.capset(ctypes.byref(header), sets) == 0
 
 
-@contextlib.contextmanager
-def no_temporary(folder: Path, step: int):
-    """A file lies where the temporary folder would be made."""
-    other = folder / f".step_{step:08d}.writing"
-    other.write_text("in the way")
-    yield
-    other.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def done_in_the_way(folder: Path, step: int):
-    """A folder appears where the file `done` would be made."""
-    (folder / "done").mkdir()
-    yield
-
-
-def failing(where: str, name: str, when: Callable[..., bool] = lambda *args: True, after=False):
-    """An I/O error in an attribute `name` of checkpoint.py's `where`, if `when` of its arguments.
-
-    `after`: when it has done its work.
-    """
+def failing(where: str, name: str, when: Callable[..., bool] = lambda *_: True, number=errno.EIO):
+    """An OSError in an attribute `name` of checkpoint.py's `where`, if `when` of its arguments."""
 
     @contextlib.contextmanager
     def fault(folder: Path, step: int):
         import checkpoint
 
-        owner = operator.attrgetter(where)(checkpoint) if where else checkpoint
+        owner = getattr(checkpoint, where) if where else checkpoint
         original = getattr(owner, name)
 
         def fail(*args, **kwargs):
-            result = original(*args, **kwargs) if after or not when(*args) else None
             if when(*args):
-                raise OSError(errno.EIO, "Input/output error")
-            return result
+                raise OSError(number, os.strerror(number))
+            return original(*args, **kwargs)
 
-        setattr(owner, name, fail)
-        yield
-        setattr(owner, name, original)
+        with patch.object(owner, name, fail):
+            yield
 
     return fault
 
@@ -394,16 +364,11 @@ def failing(where: str, name: str, when: Callable[..., bool] = lambda *args: Tru
 FAULTS: dict[str, Callable] = {
     "limit": files_limited,
     "permission": permission_lost,
-    "in the way": no_temporary,
-    "done": done_in_the_way,
-    "write": failing("_Writer", "write_data"),
-    "written": failing("_Writer", "write_data", after=True),
+    "full": failing("_Writer", "write_data", number=errno.ENOSPC),
     "fsync": failing("os", "fsync"),
     "metadata": failing("pickle", "dump"),
-    "manifest": failing("", "_replacing", lambda path: path.name == "checkpoint.json"),
     "rename": failing("Path", "rename", lambda path, *_: path.name.endswith(".writing")),
     "latest": failing("", "_replacing", lambda path: path.name == "latest"),
-    "list": failing("Path", "glob", lambda path, pattern: pattern.startswith(".step_")),
 }
 
 
@@ -475,23 +440,9 @@ def lost_images(job: dict[str, Any]) -> Any:
 
     def failing_loader(*args, **kwargs):
         yield from itertools.islice(build_loader(*args, **kwargs), job["lost_step"])
-        raise job["lost_by"](errno.EIO, "Input/output error")
+        raise OSError(errno.EIO, "Input/output error")
 
     return patch.object(data, "build_loader", failing_loader)
-
-
-def full_disk(saves: tuple[int, ...]) -> Any:
-    """A patch by which the disk is full at these saves."""
-    import checkpoint
-
-    attempts, write_data = itertools.count(), checkpoint._Writer.write_data
-
-    def write_or_fail(self, plan, planner):
-        if next(attempts) in saves:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write_data(self, plan, planner)
-
-    return patch.object(checkpoint._Writer, "write_data", write_or_fail)
 
 
 def faulty_saves(job: dict[str, Any], rank: int) -> Any:
@@ -505,11 +456,11 @@ def faulty_saves(job: dict[str, Any], rank: int) -> Any:
     def write_with_fault(self, tensors, writer):
         wrong = next(attempts) in job["fault_saves"] and job["fault_rank"] in (-1, rank)
         fault = FAULTS[job["fault"]](self.folder, self.step) if wrong else contextlib.nullcontext()
-        dist.barrier()  # what is wrong with the folder is so for all
+        dist.barrier(self.group)  # what is wrong with the folder is so for all
         with fault:
-            dist.barrier()
+            dist.barrier(self.group)
             problem = write(self, tensors, writer)
-            dist.barrier()
+            dist.barrier(self.group)
             return problem
 
     return patch.object(checkpoint.Saver, "_write", write_with_fault)
@@ -522,8 +473,6 @@ def hooks(job: dict[str, Any], rank: int, seen: Seen) -> Iterator[Any]:
 
     step = watched_step(job, rank, seen, train_fsdp.train_step)
     yield patch.object(train_fsdp, "train_step", step)
-    if job["full_rank"] == rank:
-        yield full_disk(job["full_saves"])
     if job["lost_rank"] == rank:
         yield lost_images(job)
     if job["due_rank"] >= 0:
