@@ -21,6 +21,7 @@ import resource
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -97,20 +98,39 @@ def processes_of(group: int) -> list[str]:
     return found
 
 
+def single_environment() -> dict[str, str]:
+    """The caller's without a surrounding Slurm or torchrun; the scripts can be imported."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    launchers = ("SLURM_", "TORCHELASTIC")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(launchers) and k not in names}
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+
+
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun would set; none of a surrounding Slurm or torchrun."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC"))}
-    return clean | {
+    """What torchrun would set."""
+    return single_environment() | {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-        "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+def python(*argv: object, cwd: Path = ROOT, seconds: float = 240, alone: bool = False) -> str:
+    """What `python argv...` prints in a folder; `alone`: it cannot import what lies elsewhere."""
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)],
+        cwd=cwd,
+        env=single_environment() | ({"PYTHONPATH": ""} if alone else {}),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def run_ranks(world: int, runs: list[Run], folder: Path, timeout: float = 600) -> list[Result]:

@@ -1,26 +1,13 @@
 """The benchmarks of the step run at tiny shapes, and what they compare is the same computation."""
 
 import json
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT
-from ranks import environment, free_port, run_script, start_ranks
+from ranks import free_port, python, run_script, start_ranks
 
 import vit
-
-
-def run(name: str, *argv: str) -> str:
-    env = environment(0, 1, 0)
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del env[variable]
-    command = [sys.executable, "-m", f"benchmarks.{name}", *argv]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("name", ["transformers", "timm"])
@@ -45,7 +32,7 @@ def test_peers_compute_what_we_do(name):
 
 def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
     """What the day with a GPU depends on; training equals plain PyTorch's in every mode."""
-    run("gpu", "--device", "cpu", "--out", str(tmp_path))
+    python("-m", "benchmarks.gpu", "--device", "cpu", "--out", tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert {row["part"] for row in rows} == {*["matrix", "run", "grid", "sharded", "loop", "peers"]}
     assert all(row["ok"] for row in rows)
@@ -57,7 +44,7 @@ def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
 @pytest.mark.full
 def test_the_step_is_compared_with_the_peers():
     quick = "--model tiny --device cpu --img-size 32 --rounds 1 --threads 1 --batch 2"
-    out = run("step", *quick.split())
+    out = python("-m", "benchmarks.step", *quick.split())
     assert "x transformers" in out and "x timm" in out
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import FULL, ROOT
 from ranks import Result, Run, bound_by_permissions, read_log, run_ranks
-from test_checkpoint import good, names, one_process, steps  # noqa: F401 - fixtures
+from test_checkpoint import good, names, steps  # noqa: F401 - a fixture
 
 import checkpoint
 import train_fsdp

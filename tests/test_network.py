@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from ranks import environment, read_log
+from ranks import python, read_log, single_environment
 
 
 def why_not() -> str:
@@ -40,9 +40,6 @@ TRAIN = (
     "--log-every 1 --precision fp32 --device cpu --workers 0 --blr 1e-2 --clip 1"
 ).split()
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-ALONE = {name: text for name, text in environment(0, 1, PORT).items() if name not in NAMES}
-
 
 class Hosts:
     """Two namespaces and what runs in them."""
@@ -62,7 +59,7 @@ class Hosts:
         process = subprocess.Popen(
             [*inside, *named, *command],
             cwd=ROOT,
-            env=ALONE | {"GLOO_SOCKET_IFNAME": "right"} | environ,
+            env=single_environment() | {"GLOO_SOCKET_IFNAME": "right"} | environ,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -159,8 +156,7 @@ def test_two_hosts_train_as_one_process_does(hosts, launch, count, tmp_path):
     assert rows == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")]
     assert {(HERE, THERE), (THERE, HERE)} <= talked
     assert {own for own, _ in talked} <= {HERE, THERE, "127.0.0.1"}
-    alone = [sys.executable, *train[:-5], "--out", str(tmp_path / "one")]
-    subprocess.run(alone, cwd=ROOT, env=ALONE, check=True, capture_output=True, timeout=120)
+    python(*train[:-5], "--out", tmp_path / "one")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 

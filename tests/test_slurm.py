@@ -22,7 +22,7 @@ from ranks import Run, free_port, read_log, run_ranks
 import mesh
 
 sys.path.insert(0, str(ROOT / "tests" / "slurm"))
-from rig import ENDED, SLACK, Rig, clean_environment, missing
+from rig import ENDED, Rig, clean_environment, missing
 
 LAUNCH = str(ROOT / "launch_frontier.sh")
 TRAIN = (
@@ -83,20 +83,13 @@ class Case:
         self.environ["PYTHON"] = str(self.python)
 
     def submit(self, *flags: str, sbatch: tuple[str, ...] = ("-N2",), **environ: str) -> int:
-        command = [
-            *sbatch,
-            "-o",
-            f"{self.folder}/output-%j",
-            LAUNCH,
-            *flags,
-            "--out",
-            str(self.out),
-        ]
-        return self.rig.sbatch(*command, cwd=ROOT, env=self.environ | environ)
+        command = [*sbatch, "-o", f"{self.folder}/output-%j", LAUNCH, *flags]
+        env = self.environ | environ
+        return self.rig.sbatch(*command, "--out", str(self.out), cwd=ROOT, env=env)
 
     def ended(self, job: int, seconds: float = 60) -> tuple[str, str]:
         """Wait until the job is over, in whatever way: its state, its output."""
-        deadline = time.monotonic() + SLACK * seconds
+        deadline = time.monotonic() + 3 * seconds  # of a busy machine
         while (state := self.rig.job(job)["JobState"]) not in ENDED:
             assert time.monotonic() < deadline, (state, self.rig.output(job))
             time.sleep(0.1)
@@ -275,8 +268,6 @@ def pretend(folder: Path, *flags: str, **environ: str) -> tuple[int, str]:
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
     env = clean_environment() | {f"SLURM_{name}": value for name, value in JOB.items()}
-    for name in [name for name in env if name.startswith(("CONDA", "LMOD", "MODULE"))]:
-        del env[name]
     env |= STUBS | {"PATH": f"{folder}/bin:{env['PATH']}", "PREFLIGHT": "no", "AGAIN": "no"}
     env |= {"ASKED": str(folder / "asked"), "PYTHON": sys.executable}
     command = ["bash", LAUNCH, *flags, "--out", str(folder / "out")]
@@ -294,13 +285,7 @@ def pretend(folder: Path, *flags: str, **environ: str) -> tuple[int, str]:
             {"MACHINE": "frontier", "REFUSED": "rocm/7.1.1"},
             "module load rocm/7.1.1 failed (MACHINE is frontier): see 'module avail', set MODULES",
         ),
-        (
-            {"MODULES": "cuda", "BASH_FUNC_module%%": ""},
-            "there is no module command to load 'cuda'",
-        ),
         ({"CONDA_ENV": "mae", "BASH_FUNC_conda%%": ""}, "CONDA_ENV is mae, but there is no conda"),
-        ({"CONDA_ENV": "mea", "BASH_FUNC_conda%%": "() { false; }"}, "conda activate mea failed"),
-        ({"PYTHON": "/nowhere/python"}, "there is no /nowhere/python: set PYTHON"),
         ({"PYTHON": "false", "PREFLIGHT": "yes"}, "false has no torch: set PYTHON"),
         ({"SLURM_GPUS_ON_NODE": "9"}, "the job has 8 CPUs per node for 9 ranks"),
         ({"PREFLIGHT": "yes", "DRY": "3"}, "by its plan the run does not fit (PREFLIGHT=no starts"),
@@ -318,7 +303,6 @@ def test_what_is_wrong_is_said_before_anything_runs(environ, sentence, tmp_path)
         ((), {"AGAIN": "requeue", "DRY": "3"}, "scontrol requeue 7"),  # PREFLIGHT=no: started
         ((), {"AGAIN": "requeue", "SLURM_JOB_QOS": "debug"}, "submit the same command again"),
         ((), {}, "submit the same command again"),
-        (("--run-mode", "syn"), {"AGAIN": "requeue"}, "finished"),
         (("--run=io",), {"AGAIN": "requeue"}, "finished"),
     ],
 )
@@ -328,8 +312,7 @@ def test_what_is_started_again(flags, environ, word, tmp_path):
     assert ("scontrol requeue" in output) == ("requeue" in word)
 
 
-@pytest.mark.parametrize("name", ["CONDA_BASE", "CONDA_EXE"])
-def test_conda_is_found_by_its_file(name, tmp_path):
+def test_conda_is_found_by_its_file(tmp_path):
     base = tmp_path / "miniforge3"
     for path in ("etc/profile.d/conda.sh", "bin/conda", "envs/mae/bin/python3"):
         (base / path).parent.mkdir(parents=True, exist_ok=True)
@@ -337,9 +320,8 @@ def test_conda_is_found_by_its_file(name, tmp_path):
     (base / "etc/profile.d/conda.sh").write_text(
         f'conda() {{ [ "$1" = activate ] && PATH={base}/envs/$2/bin:$PATH; }}\n'
     )
-    where = {"CONDA_BASE": str(base), "CONDA_EXE": f"{base}/bin/conda"}[name]
-    given = {name: where, "CONDA_ENV": "mae", "BASH_FUNC_conda%%": "", "PYTHON": ""}
-    assert f"by {base}/envs/mae/bin/python3," in pretend(tmp_path, **given)[1]
+    given = {"CONDA_EXE": f"{base}/bin/conda", "CONDA_ENV": "mae", "BASH_FUNC_conda%%": ""}
+    assert f"by {base}/envs/mae/bin/python3," in pretend(tmp_path, **given, PYTHON="")[1]
 
 
 @pytest.mark.parametrize(
