@@ -34,14 +34,12 @@ LIMITS = {
     "checkpoint.py": 501,
     "launch_frontier.sh": 190,
     "runtime/": 3160,
-    "tests/": 11480,
+    "tests/": 10640,
     "storage/": 622,
     "planner/": 1465,
     "sweeps/": 710,
     "downstream/": 1595,
 }
-# Functions that take more than six parameters today.
-MANY_NOW: dict[str, int] = {}
 
 
 @cache
@@ -87,7 +85,7 @@ def test_functions_are_short_and_take_few_parameters():
                 given = [a.arg for a in node.args.args if a.arg not in ("self", "cls")]
                 count = len(given) + bool(node.args.kwonlyargs)
                 where = f"{name} {node.name}"
-                assert lines <= 60 and count <= MANY_NOW.get(where, 6), (where, lines, given)
+                assert lines <= 60 and count <= 6, (where, lines, given)
 
 
 def test_nothing_is_kept_from_the_formatter():
@@ -183,7 +181,7 @@ import torch, vit
 model = vit.ViTMAE(vit.MODELS["tiny"], 32)
 loss, pred, mask = model(torch.randn(2, 3, 32, 32))
 loss.backward()
-assert pred.shape == (2, 16, 192) and mask.sum() == 24 and model.cls_token.grad.abs().sum() > 0
+assert pred.shape == (2, 16, 192) and model.cls_token.grad.abs().sum() > 0
 """,
     "data": """
 import sys, data

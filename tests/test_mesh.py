@@ -16,16 +16,10 @@ CPU = torch.device("cpu")
 # --- ranks
 
 # Rank 6 of 8 on two nodes of four, and rank 17 of 20 on nodes of 8, 8 and 4
-TORCHRUN = {
-    "RANK": "6",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "2",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29500",
-}
-SRUN = {
+ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "3442"}
+NUMBERS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
+TORCHRUN = ADDRESS | dict(zip(NUMBERS, "68241", strict=True))
+SRUN = ADDRESS | {
     "SLURM_JOB_ID": "77",
     "SLURM_STEP_ID": "3",
     "SLURM_PROCID": "17",
@@ -33,8 +27,6 @@ SRUN = {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "2",
     "SLURM_TASKS_PER_NODE": "8(x2),4",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "3442",
 }
 ONE_NODE = {  # rank 2 of 4, nothing exported by hand
     "SLURM_JOB_ID": "77",
@@ -158,40 +150,17 @@ def test_check_group_names_the_sizes_that_fit():
 # --- several ranks
 
 
-@pytest.fixture
-def fake_rank():
-    """Make this process one rank of many, whose collectives do nothing."""
-
-    def become(rank, world):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-
-    yield become
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def test_the_mesh_is_the_one_of_the_docstring(fake_rank):
+def test_the_mesh_is_the_one_of_the_docstring():
     rows = [[0, 1, 2, 3], [4, 5, 6, 7]]
     for rank in range(8):
-        fake_rank(rank, 8)
+        dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
         grid = mesh.build_mesh((2, 4), CPU)
         groups = [grid.get_group(dimension) for dimension in ("replicate", "shard")]
         column = [row[rank % 4] for row in rows]
         assert [dist.get_process_group_ranks(g) for g in groups] == [column, rows[rank // 4]]
-
-
-def test_a_mesh_of_another_size_is_refused(fake_rank):
-    fake_rank(3, 8)
-    for shape in ((2, 3), (2, 2)):
-        with pytest.raises(ValueError, match=r"a mesh of \(2, \d\) does not hold 8 ranks"):
-            mesh.build_mesh(shape, CPU)
-
-
-def test_a_single_process_needs_no_address(single):
-    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
-    assert single.shape == (1, 1)
+        with pytest.raises(ValueError, match=r"a mesh of \(2, 3\) does not hold 8 ranks"):
+            mesh.build_mesh((2, 3), CPU)
+        dist.destroy_process_group()
 
 
 def joined():

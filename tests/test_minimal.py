@@ -16,11 +16,9 @@ from ranks import Run, agreed_port, on_ranks, python, run_ranks
 
 import shard
 
-MODES = [
-    (mode, group)
-    for mode, row in shard.STRATEGIES.items()
-    for group in ([1, 2] if row.group == "group" else [None])
-]
+GROUPS = {"group": [1, 2]}  # of the hybrid modes
+ALL = [(mode, g) for mode, row in shard.STRATEGIES.items() for g in GROUPS.get(row.group, [None])]
+MODES = ALL if FULL else [("ddp", None), ("full_shard", None), ("hybrid", 2)]
 STEPS = 4
 
 

@@ -15,6 +15,7 @@ from test_shard import CPU, ROWS
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
+from torchvision.models import VisionTransformer
 
 import checkpoint
 import mesh
@@ -24,12 +25,6 @@ STEPS, BATCH = 5, 8
 
 
 # --- models that nobody here wrote, and some that are awkward on purpose
-
-
-def torchvision_vit() -> nn.Module:
-    from torchvision.models import VisionTransformer
-
-    return VisionTransformer(16, 8, 3, 2, 24, 48, num_classes=5)
 
 
 class Block(nn.Module):
@@ -117,7 +112,7 @@ def predict(model: nn.Module, part: slice, step: int) -> Tensor:
 
 # name: (the model, its loss for a part of the batch of a step, the classes of its blocks)
 MODELS: dict[str, tuple[Callable, Callable[[nn.Module, slice, int], Tensor], set[str]]] = {
-    "torchvision vit": (torchvision_vit, classify, {"EncoderBlock"}),
+    "torchvision": (partial(VisionTransformer, 16, 8, 3, 2, 24, 48), classify, {"EncoderBlock"}),
     "language": (Language, predict, {"Block"}),
     "frozen": (frozen_language, predict, {"Block"}),
     "aliases": (Aliases, predict, {"Block"}),
@@ -229,57 +224,39 @@ def differences() -> dict[tuple, tuple]:
     return found
 
 
-def unequal_ranks() -> list[str]:
-    """On every rank: what is said where the ranks have other models or options."""
-    rank, said = dist.get_rank(), []
-    for model, ac in (
-        (Language(24 + rank), "none"),
-        (build_meta() if rank else Language(), "none"),
-        (Language(), ("none", "full")[rank]),
-    ):
-        with pytest.raises(RuntimeError) as caught:
-            options = shard.ShardingOptions(ac=ac)
-            values = zeros if next(model.parameters()).is_meta else None
-            apply(model, "full_shard", mesh.build_mesh((1, 2), CPU), values, options)
-        said.append(str(caught.value))
-    with pytest.raises(
-        ValueError, match=r"here needs a mesh that begins with \(1, 2\), not Device"
-    ):
+def refuse_unequal_ranks() -> None:
+    """On every rank: another model, values on one alone, other options; a mesh of another shape."""
+    rank = dist.get_rank()
+    models = Language(24 + rank), build_meta() if rank else Language(), Language()
+    for model, ac in zip(models, ("none", "none", ("none", "full")[rank]), strict=True):
+        values = zeros if next(model.parameters()).is_meta else None
+        grid, given = mesh.build_mesh((1, 2), CPU), shard.ShardingOptions(ac=ac)
+        with pytest.raises(RuntimeError, match="given different models"):
+            apply(model, "full_shard", grid, values, given)
+    with pytest.raises(ValueError, match=r"a mesh that begins with \(1, 2\), not Device"):
         apply(Language(), "full_shard", mesh.build_mesh((2, 1), CPU))
-    return said
 
 
-def facts_of_two_ranks() -> dict:
-    """Runs on every rank; what the tests below look at."""
+def on_two_ranks() -> dict[tuple, tuple]:
+    """Runs on every rank."""
     join()
-    found = {job.__name__: job() for job in (differences, unequal_ranks)}
+    refuse_unequal_ranks()
+    found = differences()
     dist.destroy_process_group()
     return found
 
 
-@pytest.fixture(scope="module")
-def facts(once):
-    return once("facts of own models", partial(on_ranks, 2, facts_of_two_ranks))
-
-
 @pytest.mark.slow
-def test_models_of_others_train_as_in_one_process(facts):
+def test_models_of_others_train_as_in_one_process(tmp_path):
     """Loss, gradient norm and parameters over 5 steps; saved after 3, resumed in another mode.
 
     Each rank builds its model with another seed: rank 0's values count.
     """
-    for rank in facts:
-        for case, apart in rank["differences"].items():
+    for found in on_ranks(2, on_two_ranks, tmp_path):
+        for case, apart in found.items():
             allowed = (1e-5, 1e-5, 1e-5) if case[-1] == torch.float32 else (0.02, 0.05, 0.02)
             assert all(a <= b for a, b in zip(apart, allowed, strict=True)), (case, apart)
-        assert {case[0] for case in rank["differences"]} == set(MODELS)
-
-
-@pytest.mark.slow
-def test_ranks_with_other_models_or_options_are_refused(facts):
-    for rank in facts:
-        assert len(rank["unequal_ranks"]) == 3
-        assert all("given different models" in text for text in rank["unequal_ranks"])
+        assert {case[0] for case in found} == set(MODELS)
 
 
 # --- what is refused, in one sentence

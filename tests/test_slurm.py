@@ -5,7 +5,6 @@ PYTHON is a stand-in wherever no training is needed. What needs no Slurm runs wi
 variables pretend a job. Losses are compared with those of a single process.
 """
 
-import json
 import os
 import re
 import shutil
@@ -18,8 +17,6 @@ import pytest
 import torch
 from conftest import ROOT
 from ranks import Run, free_port, read_log, run_ranks
-
-import mesh
 
 sys.path.insert(0, str(ROOT / "tests" / "slurm"))
 from rig import ENDED, Rig, clean_environment, missing
@@ -83,9 +80,9 @@ class Case:
         self.environ["PYTHON"] = str(self.python)
 
     def submit(self, *flags: str, sbatch: tuple[str, ...] = ("-N2",), **environ: str) -> int:
-        command = [*sbatch, "-o", f"{self.folder}/output-%j", LAUNCH, *flags]
-        env = self.environ | environ
-        return self.rig.sbatch(*command, "--out", str(self.out), cwd=ROOT, env=env)
+        command = ["sbatch", "--parsable", *sbatch, "-o", f"{self.folder}/output-%j", LAUNCH]
+        command += [*flags, "--out", str(self.out)]
+        return int(self.rig.run(*command, cwd=ROOT, env=self.environ | environ))
 
     def ended(self, job: int, seconds: float = 60) -> tuple[str, str]:
         """Wait until the job is over, in whatever way: its state, its output."""
@@ -231,25 +228,6 @@ def test_the_ranks_of_another_cluster(case, gpus):
         {(True, 4)} if gpus else {(False, 1)}
     )
     assert ("warning: no GPU in this job" in output) == (gpus == 0)
-
-
-@slurm
-def test_ranks_must_fill_the_nodes_in_blocks(rig, tmp_path):
-    """As srun does unless it is told otherwise."""
-    code = "import json, os; json.dump(dict(os.environ), open(os.environ['SLURM_PROCID'], 'w'))"
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "3442"}
-
-    def tasks(*more: str) -> list[dict[str, str]]:
-        command = ["srun", "-N2", "-n3", *more, sys.executable, "-c", code]
-        rig.run(*command, env=address, cwd=tmp_path)
-        return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-
-    found = [mesh.read_ranks(environ) for environ in tasks()]
-    numbers = [(r.rank, r.world_size, r.local_rank, r.local_world_size, r.node) for r in found]
-    assert numbers == [(0, 3, 0, 2, 0), (1, 3, 1, 2, 0), (2, 3, 0, 1, 1)]
-    second = tasks("-mcyclic")[1]
-    with pytest.raises(RuntimeError, match="add `--distribution=block` to srun"):
-        mesh.read_ranks(second)
 
 
 # --- in a pretended job, whose srun starts one process

@@ -3,7 +3,7 @@
 Needs Debian's packages slurmctld, slurmd, slurm-client and munge, no system service and no root.
 
     with Rig() as rig:
-        job = rig.sbatch("-N2", "job.sh")
+        job = int(rig.run("sbatch", "--parsable", "-N2", "job.sh"))
         rig.job(job)["JobState"]
 """
 
@@ -17,7 +17,6 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from ranks import free_port, single_environment
@@ -89,9 +88,7 @@ class Rig:
                 if ready():
                     return
             if time.monotonic() > deadline:
-                logs = [
-                    f"== {path}\n{path.read_text()[-1500:]}" for path in self.root.glob("*.log")
-                ]
+                logs = [path.read_text()[-1500:] for path in self.root.glob("*.log")]
                 raise RuntimeError("\n".join(["Slurm did not come up", *logs]))
             time.sleep(0.1)
 
@@ -123,32 +120,20 @@ class Rig:
                     found.append(int(folder.name))
         return found
 
-    def run(
-        self,
-        *command: str,
-        env: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
-        seconds: float = 30,
-    ) -> str:
+    def run(self, *command: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
         """What a command that talks to this Slurm prints; RuntimeError if it fails."""
         done = subprocess.run(
             command,
-            env=self.environ | dict(env or {}),
+            env=self.environ | (env or {}),
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=seconds,
+            timeout=30,
             stdin=subprocess.DEVNULL,
         )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.returncode}\n{done.stderr}")
         return done.stdout
-
-    def sbatch(
-        self, *args: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
-    ) -> int:
-        """Submit; the number of the job."""
-        return int(self.run("sbatch", "--parsable", *args, env=env, cwd=cwd))
 
     def job(self, job: int) -> dict[str, str]:
         """`scontrol show job` as a dictionary: JobState, ExitCode, Restarts, Reason, ..."""
