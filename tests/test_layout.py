@@ -34,7 +34,7 @@ LIMITS = {
     "checkpoint.py": 501,
     "launch_frontier.sh": 190,
     "runtime/": 3160,
-    "tests/": 10640,
+    "tests/": 10622,
     "storage/": 622,
     "planner/": 1465,
     "sweeps/": 710,
