@@ -5,12 +5,13 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +20,9 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 FULL = "TEST_ALL" in os.environ  # make test-all: whole matrices, and the tests marked `full`
 # A shell's background job ignores Ctrl-C, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+for name in list(os.environ):  # of a launcher
+    if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[name]
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
 
@@ -46,6 +50,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from ranks import freeze_imports
 
         freeze_imports()
+
+
+@pytest.fixture
+def single() -> Iterator[DeviceMesh]:
+    """A process group of this process alone, and its mesh."""
+    import mesh
+
+    mesh.init_ranks(mesh.read_ranks({}), torch.device("cpu"))
+    yield mesh.build_mesh((1, 1), torch.device("cpu"))
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

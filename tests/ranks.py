@@ -21,6 +21,7 @@ import resource
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -53,11 +54,9 @@ class Run:
     to: str = ""  # --out, where it is not a folder of this run's own
     signal_rank: int = -1  # this rank receives a signal ...
     signal_step: int = 0  # ... during this step, from 0
-    full_rank: int = -1  # the disk of this rank is full ...
-    full_saves: tuple[int, ...] = ()  # ... when the run saves for the first time (0), second, ...
     fault: str = ""  # a name in `FAULTS`: what goes wrong ...
     fault_rank: int = -1  # ... on this rank, or on all ...
-    fault_saves: tuple[int, ...] = ()  # ... at these saves
+    fault_saves: tuple[int, ...] = ()  # ... when the run saves for the first time (0), second, ...
     plain: bool = False  # no --save-every of ours where argv has none
     due_rank: int = -1  # by the clock of this rank, and no other, a checkpoint is always due
     lost_rank: int = -1  # the data loader of this rank fails ...
@@ -99,20 +98,39 @@ def processes_of(group: int) -> list[str]:
     return found
 
 
+def single_environment() -> dict[str, str]:
+    """The caller's without a surrounding Slurm or torchrun; the scripts can be imported."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    launchers = ("SLURM_", "TORCHELASTIC")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(launchers) and k not in names}
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+
+
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun would set; none of a surrounding Slurm or torchrun."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC"))}
-    return clean | {
+    """What torchrun would set."""
+    return single_environment() | {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-        "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+def python(*argv: object, cwd: Path = ROOT, seconds: float = 240, alone: bool = False) -> str:
+    """What `python argv...` prints in a folder; `alone`: it cannot import what lies elsewhere."""
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)],
+        cwd=cwd,
+        env=single_environment() | ({"PYTHONPATH": ""} if alone else {}),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def run_ranks(world: int, runs: list[Run], folder: Path, timeout: float = 600) -> list[Result]:
@@ -179,11 +197,6 @@ def freeze_imports() -> None:
     """
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
-
-
-def already_imported() -> bool:
-    """Whether this process was forked with the script imported (tests/test_ranks.py asks)."""
-    return "train_fsdp" in sys.modules
 
 
 def _become(environ: dict[str, str], output: Path, work: Callable[[], None]) -> None:
@@ -329,23 +342,32 @@ def bound_by_permissions():
     assert libc.capset(ctypes.byref(header), sets) == 0
 
 
-@contextlib.contextmanager
-def latest_refused(folder: Path, step: int):
-    """An I/O error when `latest` is written, the last thing that a save does."""
-    import checkpoint
+def failing(where: str, name: str, when: Callable[..., bool] = lambda *_: True, number=errno.EIO):
+    """An OSError in an attribute `name` of checkpoint.py's `where`, if `when` of its arguments."""
 
-    original = checkpoint._replacing
+    @contextlib.contextmanager
+    def fault(folder: Path, step: int):
+        import checkpoint
 
-    def fail(path):
-        if path.name == "latest":
-            raise OSError(errno.EIO, "Input/output error")
-        return original(path)
+        owner = getattr(checkpoint, where) if where else checkpoint
+        original = getattr(owner, name)
 
-    with patch.object(checkpoint, "_replacing", fail):
-        yield
+        def fail(*args, **kwargs):
+            if when(*args):
+                raise OSError(number, os.strerror(number))
+            return original(*args, **kwargs)
+
+        with patch.object(owner, name, fail):
+            yield
+
+    return fault
 
 
-FAULTS: dict[str, Callable] = {"limit": files_limited, "latest": latest_refused}
+FAULTS: dict[str, Callable] = {
+    "limit": files_limited,
+    "full": failing("_Writer", "write_data", number=errno.ENOSPC),
+    "latest": failing("", "_replacing", lambda path: path.name == "latest"),
+}
 
 
 @dataclass
@@ -421,20 +443,6 @@ def lost_images(job: dict[str, Any]) -> Any:
     return patch.object(data, "build_loader", failing_loader)
 
 
-def full_disk(saves: tuple[int, ...]) -> Any:
-    """A patch by which the disk is full at these saves."""
-    import checkpoint
-
-    attempts, write_data = itertools.count(), checkpoint._Writer.write_data
-
-    def write_or_fail(self, plan, planner):
-        if next(attempts) in saves:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write_data(self, plan, planner)
-
-    return patch.object(checkpoint._Writer, "write_data", write_or_fail)
-
-
 def faulty_saves(job: dict[str, Any], rank: int) -> Any:
     """A patch by which some saves meet one of `FAULTS`."""
     import torch.distributed as dist
@@ -446,11 +454,11 @@ def faulty_saves(job: dict[str, Any], rank: int) -> Any:
     def write_with_fault(self, tensors, writer):
         wrong = next(attempts) in job["fault_saves"] and job["fault_rank"] in (-1, rank)
         fault = FAULTS[job["fault"]](self.folder, self.step) if wrong else contextlib.nullcontext()
-        dist.barrier()  # what is wrong with the folder is so for all
+        dist.barrier(self.group)  # what is wrong with the folder is so for all
         with fault:
-            dist.barrier()
+            dist.barrier(self.group)
             problem = write(self, tensors, writer)
-            dist.barrier()
+            dist.barrier(self.group)
             return problem
 
     return patch.object(checkpoint.Saver, "_write", write_with_fault)
@@ -463,8 +471,6 @@ def hooks(job: dict[str, Any], rank: int, seen: Seen) -> Iterator[Any]:
 
     step = watched_step(job, rank, seen, train_fsdp.train_step)
     yield patch.object(train_fsdp, "train_step", step)
-    if job["full_rank"] == rank:
-        yield full_disk(job["full_saves"])
     if job["lost_rank"] == rank:
         yield lost_images(job)
     if job["due_rank"] >= 0:

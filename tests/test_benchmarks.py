@@ -1,51 +1,14 @@
 """The benchmarks of the step run at tiny shapes, and what they compare is the same computation."""
 
 import json
-import subprocess
-import sys
-from functools import partial
 
 import pytest
-import torch
-from conftest import ROOT
-from ranks import environment, free_port, run_script, start_ranks
-
-import vit
-
-
-def run(name: str, *argv: str) -> str:
-    env = environment(0, 1, 0)
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del env[variable]
-    command = [sys.executable, "-m", f"benchmarks.{name}", *argv]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("name", ["transformers", "timm"])
-def test_peers_compute_what_we_do(name):
-    """Loss and the gradient of the images, with our weights."""
-    from benchmarks import peers
-
-    config = vit.ViTConfig(48, 2, 96, 4, 4, decoder_width=32, decoder_depth=2, decoder_heads=2)
-    mine = vit.ViTMAE(config, 24)
-    theirs = getattr(peers, f"{name}_mae")(mine, 0.75)
-    generator = torch.Generator().manual_seed(0)
-    images, noise = torch.randn(2, 3, 24, 24, generator=generator), torch.randperm(36).float()
-    noise = torch.stack([noise, noise.flip(0)])
-    results = []
-    for loss_of in (lambda x: mine(x, 0.75, noise)[0], lambda x: theirs(x, noise)):
-        x = images.clone().requires_grad_()
-        loss = loss_of(x)
-        loss.backward()
-        results.append((loss, x.grad))
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+from ranks import python
 
 
 def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
     """What the day with a GPU depends on; training equals plain PyTorch's in every mode."""
-    run("gpu", "--device", "cpu", "--out", str(tmp_path))
+    python("-m", "benchmarks.gpu", "--device", "cpu", "--out", tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert {row["part"] for row in rows} == {*["matrix", "run", "grid", "sharded", "loop", "peers"]}
     assert all(row["ok"] for row in rows)
@@ -57,20 +20,5 @@ def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
 @pytest.mark.full
 def test_the_step_is_compared_with_the_peers():
     quick = "--model tiny --device cpu --img-size 32 --rounds 1 --threads 1 --batch 2"
-    out = run("step", *quick.split())
+    out = python("-m", "benchmarks.step", *quick.split())
     assert "x transformers" in out and "x timm" in out
-
-
-@pytest.mark.full
-def test_bytes_of_sharded_steps_are_those_of_theory_and_of_ddp_of_transformers(tmp_path):
-    """Four ranks: our ddp moves what that of transformers' model moves, others what plan says."""
-    argv = ["--img-size", "32", "--batch", "2", "--rounds", "1"]
-    command = ["-m", "benchmarks.sharded", *argv]
-    start_ranks(4, partial(run_script, command), tmp_path, free_port(), 300)
-    text = (tmp_path / "rank0.txt").read_text()
-    with torch.device("meta"):
-        trained = sum(p.numel() for p in vit.ViTMAE(vit.MODELS["tiny"]).parameters())
-    lines = {line.split()[0]: line for line in text.splitlines() if "bytes: " in line}
-    for name in ("ddp", "transformers"):
-        assert f"bytes: all_reduce {4 * trained:,} (" in lines[name]
-    assert text.count("(as planned)") == 3 and "NOT" not in text

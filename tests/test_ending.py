@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 from ranks import Result, Run, bound_by_permissions, read_log, run_ranks
-from test_checkpoint import good, names, one_process, steps  # noqa: F401 - fixtures
+from test_checkpoint import good, names, steps  # noqa: F401 - a fixture
 
 import checkpoint
 import train_fsdp
@@ -85,7 +85,7 @@ def all_endings(out: Path) -> tuple[Path, dict[str, Result]]:
         ),
         "bad images": replace(plain, argv=[*images, "0"]),
         "bad images resumed": replace(plain, argv=[*images, "1"], to=str(out / "bad images")),
-        "full": replace(plain, full_rank=1, full_saves=(0,)),
+        "full": replace(plain, fault="full", fault_rank=1, fault_saves=(0,)),
         "folder": plain,
     }
     for fault, (rank, _) in FAULTS.items():
@@ -94,7 +94,7 @@ def all_endings(out: Path) -> tuple[Path, dict[str, Result]]:
         runs[fault] = replace(again, fault=fault, fault_rank=rank, fault_saves=(1, 3, 4))
         runs[f"{fault} resumed"] = again
     behind = [*SHARDED, "--save-every", "2", "--keep", "9", "--async-save"]
-    runs["behind"] = replace(plain, argv=behind, full_rank=1, full_saves=(0,))
+    runs["behind"] = replace(plain, argv=behind, fault="full", fault_rank=1, fault_saves=(0,))
     runs = {name: replace(run, to=run.to or str(out / name)) for name, run in runs.items()}
     found = run_ranks(2, list(runs.values()), out / "ranks", timeout=400)
     return out, dict(zip(runs, found, strict=True))

@@ -1,7 +1,6 @@
 """The plan of the house, held by numbers: what lies where, how long it is, what can be copied."""
 
 import ast
-import itertools
 import os
 import re
 import shutil
@@ -13,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from PIL import Image
-from ranks import environment, free_port
+from ranks import python
 
 READ = ["vit", "data", "mesh", "shard", "train_fsdp"]
 COMMANDS = ["prepare", "plan", "sweep", "probe", "convert"]
@@ -36,14 +34,12 @@ LIMITS = {
     "checkpoint.py": 501,
     "launch_frontier.sh": 190,
     "runtime/": 3045,
-    "tests/": 11100,
+    "tests/": 10400,
     "storage/": 610,
     "planner/": 1350,
     "sweeps/": 663,
     "downstream/": 1530,
 }
-# Functions that take more than six parameters today.
-MANY_NOW: dict[str, int] = {}
 
 
 @cache
@@ -89,7 +85,7 @@ def test_functions_are_short_and_take_few_parameters():
                 given = [a.arg for a in node.args.args if a.arg not in ("self", "cls")]
                 count = len(given) + bool(node.args.kwonlyargs)
                 where = f"{name} {node.name}"
-                assert lines <= 60 and count <= MANY_NOW.get(where, 6), (where, lines, given)
+                assert lines <= 60 and count <= 6, (where, lines, given)
 
 
 def test_nothing_is_kept_from_the_formatter():
@@ -146,7 +142,9 @@ def test_arrows_point_down():
 @pytest.mark.slow
 def test_import_changes_nothing(tmp_path):
     code = """
-import os, signal, threading, torch
+import os
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as a script sets it before torch is there
+import signal, threading, torch
 def state():
     return (torch.get_rng_state().sum().item(), torch.get_default_dtype(), torch.get_num_threads(),
             threading.active_count(), dict(os.environ), os.listdir("."),
@@ -160,15 +158,7 @@ for name in sys.argv[1:]:
 assert before == state(), (before, state())
 """
     names = [name.removesuffix(".py").replace("/", ".") for name in product() if "__" not in name]
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", code, *names],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=environment(0, 1, 0) | {"TORCH_CPP_LOG_LEVEL": "ERROR"},
-        timeout=120,
-    )
-    assert done.returncode == 0 and done.stdout == "", done.stderr
+    assert python("-B", "-c", code, *names, cwd=tmp_path) == ""
 
 
 def test_launch_script_is_clean():
@@ -191,25 +181,22 @@ import torch, vit
 model = vit.ViTMAE(vit.MODELS["tiny"], 32)
 loss, pred, mask = model(torch.randn(2, 3, 32, 32))
 loss.backward()
-assert pred.shape == (2, 16, 192) and mask.sum() == 24 and model.cls_token.grad.abs().sum() > 0
+assert pred.shape == (2, 16, 192) and model.cls_token.grad.abs().sum() > 0
 """,
     "data": """
 import sys, data
-if __name__ == "__main__":
-    files = data.scan(sys.argv[1])
-    loader = data.build_loader(files, img_size=32, patches=16, seed=0, global_batch=8,
-                               local_batch=8, steps=range(2), workers=1)
-    batches = list(loader)
-    assert len(files) == 192 and len(files.classes) == 8 and len(batches) == 2
-    assert data.normalize(batches[0].image).shape == (8, 3, 32, 32)
+files = data.scan(sys.argv[1])
+loader = data.build_loader(files, img_size=32, patches=16, seed=0, global_batch=8,
+                           local_batch=8, steps=range(2), workers=1)
+batches = list(loader)
+assert len(files) == 192 and len(files.classes) == 8 and len(batches) == 2
+assert data.normalize(batches[0].image).shape == (8, 3, 32, 32)
 """,
     "mesh": """
 import os, torch, mesh
 ranks = mesh.read_ranks(os.environ)
 mesh.init_ranks(ranks, mesh.pick_device("cpu", ranks))
-grid = mesh.build_mesh((1, 1), torch.device("cpu"))
-assert grid.mesh_dim_names == ("replicate", "shard")
-del grid  # or its groups would be taken apart as the interpreter is
+assert mesh.build_mesh((1, 1), torch.device("cpu")).mesh_dim_names == ("replicate", "shard")
 torch.distributed.destroy_process_group()
 """,
     "shard": """
@@ -218,35 +205,31 @@ from torch.distributed.device_mesh import init_device_mesh
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 grid = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
 for mode in shard.STRATEGIES:
-    with torch.device("meta"):
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     decay = shard.weight_decay_names(model)
-    model = shard.apply(model, mode, grid, block_classes={torch.nn.Linear},
-                        values=lambda name, shape, device: torch.ones(shape),
-                        options=shard.ShardingOptions(param_dtype=torch.float32))
+    model = shard.apply(model, mode, grid, block_classes={torch.nn.Linear})
     optimizer = shard.build_optimizer(model, mode, decay, lr=0.1, weight_decay=0.0)
-    out = model(torch.ones(1, 4))
-    assert out.tolist() == [[21.0, 21.0]]
-    out.sum().backward()
-    assert shard.clip_grad_norm(model, 1.0) > 1
-    shard.optimizer_step(optimizer, torch.tensor(0.0))
-    assert model(torch.ones(1, 4)).sum() < 42
+    losses = []
+    for step in range(2):
+        losses.append(model(torch.ones(1, 4)).float().sum())
+        losses[-1].backward()
+        assert shard.clip_grad_norm(model, 1.0) > 1
+        shard.optimizer_step(optimizer, torch.tensor(0.0))
+    assert losses[1] < losses[0]
 dist.destroy_process_group()
 """,
     "checkpoint": """
 import torch, torch.distributed as dist, checkpoint
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-def trained(seed):
-    torch.manual_seed(seed)
+def trained():
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(1, 4)).sum().backward()
+    model(torch.randn(1, 4)).sum().backward()
     optimizer.step()
     return model, optimizer
-(model, optimizer), (other, its) = trained(1), trained(2)
-assert checkpoint.Saver(".", model, optimizer).save(7, {}) == []
-assert not torch.equal(model.weight, other.weight)
-assert checkpoint.load(checkpoint.list_checkpoints(".")[-1], other, its)["step"] == 7
+(model, optimizer), (other, its) = trained(), trained()
+folder = checkpoint.save(".", 7, model, optimizer)
+assert checkpoint.load(folder, other, its)["step"] == 7
 assert torch.equal(model.weight, other.weight)
 assert torch.equal(optimizer.state[model.bias]["exp_avg"], its.state[other.bias]["exp_avg"])
 assert checkpoint.main(["verify", "step_00000007"]) == 0
@@ -255,53 +238,14 @@ dist.destroy_process_group()
 }
 
 
-# Each job in a process forked from one that has imported torch alone.
-FORK = """
-import os, runpy, sys, traceback
-import torch, torchvision, torch.distributed.checkpoint, torch.distributed.fsdp
-failed = []
-for folder in sys.argv[2:]:
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            os.chdir(folder)
-            sys.path[0], sys.argv = folder, ["job.py", sys.argv[1]]
-            runpy.run_path(f"{folder}/job.py", run_name="__main__")
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        os._exit(status)
-    if os.waitpid(child, 0)[1]:
-        failed.append(os.path.basename(folder))
-sys.exit(f"failed: {failed}" if failed else 0)
-"""
-
-
 @pytest.mark.slow
-def test_each_file_works_alone_in_an_empty_folder(tmp_path):
-    folders = []
-    for name, job in JOBS.items():
-        folders.append(tmp_path / name)
-        folders[-1].mkdir()
-        shutil.copy(ROOT / f"{name}.py", folders[-1])
-        (folders[-1] / "job.py").write_text(job)
-    env = environment(0, 1, free_port())
-    for variable in ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del env[variable]
-    done = subprocess.run(
-        [sys.executable, "-c", FORK, str(ROOT / "examples" / "tiles" / "train"), *folders],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("name", JOBS)
+def test_each_file_works_alone_in_an_empty_folder(name, tmp_path):
+    shutil.copy(ROOT / f"{name}.py", tmp_path)
+    python("-c", JOBS[name], ROOT / "examples" / "tiles" / "train", cwd=tmp_path, alone=True)
 
 
-# A copy of the trainer trains, stops and resumes; a synthetic run in the repository itself imports
-# only what it uses. (Of the planner the arithmetic alone, for the start record.)
+# A copy of the trainer trains, stops and resumes.
 JOB = """
 import json, signal, sys
 import train_fsdp
@@ -311,15 +255,6 @@ assert train_fsdp.main(argv) == 0
 log = [json.loads(line) for line in open("out/log.jsonl")]
 assert [r["step"] for r in log if r["event"] == "step"] == [1, 2, 3], log
 assert [r["reason"] for r in log if r["event"] == "end"] == ["signal", "done"]
-assert not {"storage", "planner", "sweeps", "matplotlib", "runtime.step_profile"} & {*sys.modules}
-"""
-PLAIN = """
-import sys
-import train_fsdp
-assert train_fsdp.main([*sys.argv[1:], "--save-every", "none", "--data", "synthetic"]) == 0
-heavy = {"storage", "sweeps", "planner.dry_run", "matplotlib", "pandas", "runtime.step_profile",
-         "runtime.step_profile", "runtime.step_profile"}
-assert not heavy & {*sys.modules}, heavy & {*sys.modules}
 """
 # A copy with one of each that docs/manual.md says how to add, as it says: what is inserted, and
 # behind which text. The strategy is the row of hybrid again.
@@ -384,67 +319,25 @@ TRAIN = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["the copy", "plain", "one of each"])
-def test_the_trainer_needs_what_it_is_copied_with_and_imports_no_more(job, tmp_path):
-    env = environment(0, 1, 0)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del env[name]
-    env["PYTHONPATH"] = str(ROOT if job == "plain" else tmp_path)
-    if job != "plain":
-        more = ["planner"] if job == "one of each" else []
-        for name in (*READ, "checkpoint", *(["plan"] if more else [])):
-            shutil.copy(ROOT / f"{name}.py", tmp_path)
-        for room in ("runtime", *more):
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / room, tmp_path / room, ignore=ignored)
-    if job == "one of each":
-        for file, behind, text in ADDED.values():
-            path = tmp_path / file
-            changed, times = re.subn(behind, rf"\g<0>{text}", path.read_text())
-            assert times == 1, (file, behind)
-            path.write_text(changed)
-    code = {"the copy": JOB, "plain": PLAIN, "one of each": ONE_OF_EACH}[job]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *TRAIN],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("job", ["the copy", "one of each"])
+def test_the_trainer_needs_only_what_it_is_copied_with(job, tmp_path):
+    more = ["planner"] if job == "one of each" else []
+    for name in (*READ, "checkpoint", *(["plan"] if more else [])):
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    for room in ("runtime", *more):
+        shutil.copytree(ROOT / room, tmp_path / room)
+    for file, behind, text in ADDED.values() if more else ():
+        path = tmp_path / file
+        changed, times = re.subn(behind, rf"\g<0>{text}", path.read_text())
+        assert times == 1, (file, behind)
+        path.write_text(changed)
+    python("-c", ONE_OF_EACH if more else JOB, *TRAIN, cwd=tmp_path, alone=True)
 
 
-# --- the embedded images
-
-
-def test_nothing_tracked_is_a_link():
-    """A linked virtual environment once got into a commit: to git, `/.venv/` is a folder only."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
-    listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True)
-    modes = {line.split()[0] for line in listed.stdout.splitlines()}
-    assert modes == {"100644", "100755"}
-    names = {line.rpartition("/")[2] for line in listed.stdout.splitlines()}
-    assert not names & {"log.jsonl", "done", "latest", "port"}  # nor what a run leaves behind
-
-
-def test_tiles():
+def test_no_image_of_the_demo_is_of_a_region_that_it_is_scored_on():
     tiles = ROOT / "examples" / "tiles"
-    classes = sorted(p.name for p in (tiles / "train").iterdir())
-    assert len(classes) == 8 == len(list((tiles / "heldout").iterdir()))
-    for name in classes:
-        train, heldout = ([*(tiles / split / name).glob("*.jpg")] for split in ("train", "heldout"))
-        assert len(train) == 24 and len(heldout) == 8
-        regions = [
-            {p.stem.removeprefix(f"{name}_").rsplit("_", 1)[0] for p in split}
-            for split in (train, heldout)
-        ]
-        assert len(regions[0]) >= 2 and not regions[0] & regions[1]
-        for path in itertools.chain(train, heldout):
-            with Image.open(path) as image:
-                assert image.format == "JPEG" and image.mode == "RGB"
-                assert min(image.size) >= 96
-                assert len(set(image.convert("L").getdata())) > 1, f"{path} is one colour"
-    total = sum(p.stat().st_size for p in tiles.rglob("*") if p.is_file())
-    assert total < 4 * 2**20
+    regions = [
+        {path.stem.rsplit("_", 1)[0] for path in (tiles / part).rglob("*.jpg")}
+        for part in ("train", "heldout")
+    ]
+    assert all(regions) and not regions[0] & regions[1]

@@ -5,7 +5,6 @@ import io
 import os
 import re
 import shutil
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -13,15 +12,13 @@ from pathlib import Path
 import pytest
 from conftest import FULL, ROOT
 from parity import TILES
-from ranks import Run, agreed_port, environment, on_ranks, run_ranks
+from ranks import Run, agreed_port, on_ranks, python, run_ranks
 
 import shard
 
-MODES = [
-    (mode, group)
-    for mode, row in shard.STRATEGIES.items()
-    for group in ([1, 2] if row.group == "group" else [None])
-]
+GROUPS = {"group": [1, 2]}  # of the hybrid modes
+ALL = [(mode, g) for mode, row in shard.STRATEGIES.items() for g in GROUPS.get(row.group, [None])]
+MODES = ALL if FULL else [("ddp", None), ("full_shard", None), ("hybrid", 2)]
 STEPS = 4
 
 
@@ -67,20 +64,9 @@ def test_it_needs_four_files_and_fits_a_screen(tmp_path):
     assert len((ROOT / "examples" / "minimal.py").read_text().splitlines()) <= 80
     for name in ("examples/minimal", "vit", "data", "mesh", "shard"):
         shutil.copy(ROOT / f"{name}.py", tmp_path)
-    env = environment(0, 1, 0)
-    for name in ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del env[name]
-    command = [sys.executable, "minimal.py", "--data", TILES, "--img-size", "32", "--steps", "2"]
-    done = subprocess.run(
-        [*command, "--batch", "4"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    assert re.fullmatch(r"(step \d/2  loss 1\.\d+  norm \d\.\d+\n){2}", done.stdout), done.stdout
+    flags = "--img-size 32 --steps 2 --batch 4 --data"
+    printed = python("minimal.py", *flags.split(), TILES, cwd=tmp_path, alone=True)
+    assert re.fullmatch(r"(step \d/2  loss 1\.\d+  norm \d\.\d+\n){2}", printed), printed
 
 
 def test_readme_shows_its_lines():

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,28 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from ranks import full_parameters, join, on_ranks
+from ranks import full_parameters, join, on_ranks, python
+from test_shard import CPU, ROWS
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
+from torchvision.models import VisionTransformer
 
 import checkpoint
 import mesh
 import shard
 
-CPU = torch.device("cpu")
-FSDP_MODES = ["no_shard", "shard_grad_op", "full_shard", "hybrid", "hybrid_grad_op"]
-ROWS = [("ddp", 2), ("zero1", 2)] + [(mode, fsdp) for fsdp in (1, 2) for mode in FSDP_MODES]
 STEPS, BATCH = 5, 8
 
 
 # --- models that nobody here wrote, and some that are awkward on purpose
-
-
-def torchvision_vit() -> nn.Module:
-    from torchvision.models import VisionTransformer
-
-    return VisionTransformer(16, 8, 3, 2, 24, 48, num_classes=5)
 
 
 class Block(nn.Module):
@@ -66,34 +57,23 @@ class Language(nn.Module):
         x = self.embed(tokens)
         x = self.before(x + self.positions.to(x.dtype))
         means = []
-        for block in self.blocks:
+        for block in self.layers():
             x, more = block(x, scale=scale)
             means.append(more["mean"])
         return {"logits": self.head(x), "mean": torch.stack(means).mean()}
 
+    def layers(self) -> list[nn.Module]:
+        return [*self.blocks]
 
-class UNet(nn.Module):
-    """Convolutions with BatchNorm, stages of growing width, skip connections."""
 
-    def __init__(self) -> None:
-        super().__init__()
+def batch_norm() -> nn.Module:
+    """Stages of growing width."""
 
-        def stage(before: int, after: int) -> nn.Module:
-            layers = nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()
-            return nn.Sequential(*layers)
+    def stage(before: int, after: int) -> nn.Module:
+        convolution = nn.Conv2d(before, after, 3, padding=1)
+        return nn.Sequential(convolution, nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2))
 
-        self.down = nn.ModuleList([stage(3, 8), stage(8, 12), stage(12, 16)])
-        self.up = nn.ModuleList([stage(28, 12), stage(20, 8)])
-        self.out = nn.Conv2d(8, 5, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = []
-        for stage in self.down:
-            x = stage(x if not kept else F.max_pool2d(x, 2))
-            kept.append(x)
-        for stage, skip in zip(self.up, kept[-2::-1], strict=True):
-            x = stage(torch.cat([F.interpolate(x, scale_factor=2), skip], dim=1))
-        return self.out(x)
+    return nn.Sequential(stage(3, 8), stage(8, 12), stage(12, 16), nn.Flatten(), nn.Linear(64, 5))
 
 
 def frozen_language() -> nn.Module:
@@ -112,48 +92,31 @@ class Aliases(Language):
         self.last = self.blocks[-1]
         self.register_buffer("exact", torch.full((), 1 / 3, dtype=torch.float64))
 
-    def forward(self, tokens: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    def layers(self) -> list[nn.Module]:
         assert self.exact.dtype == torch.float64
-        x = self.embed(tokens)
-        x = self.before(x + self.positions.to(x.dtype))
-        for block in [*self.blocks[:-1], self.last]:
-            x, _ = block(x, scale=scale)
-        return {"logits": self.head(x)}
-
-
-def images_of(step: int) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(step)
-    labels = torch.randint(5, (BATCH,), generator=draw)
-    return torch.randn(BATCH, 3, 16, 16, generator=draw) + labels.view(-1, 1, 1, 1) / 4, labels
+        return [*self.blocks[:-1], self.last]
 
 
 def classify(model: nn.Module, part: slice, step: int) -> Tensor:
-    images, labels = (t[part] for t in images_of(step))
-    return F.cross_entropy(model(images).float(), labels)
-
-
-def segment(model: nn.Module, part: slice, step: int) -> Tensor:
-    images, _ = (t[part] for t in images_of(step))
-    return F.cross_entropy(model(images).float(), (images.sum(1) > 0).long())
-
-
-def tokens_of(step: int, part: slice) -> Tensor:
-    return torch.randint(30, (BATCH, 6), generator=torch.Generator().manual_seed(step))[part]
+    draw = torch.Generator().manual_seed(step)
+    labels = torch.randint(5, (BATCH,), generator=draw)
+    images = torch.randn(BATCH, 3, 16, 16, generator=draw) + labels.view(-1, 1, 1, 1) / 4
+    return F.cross_entropy(model(images[part]).float(), labels[part])
 
 
 def predict(model: nn.Module, part: slice, step: int) -> Tensor:
-    tokens = tokens_of(step, part)
+    tokens = torch.randint(30, (BATCH, 6), generator=torch.Generator().manual_seed(step))[part]
     out = model(tokens, scale=torch.tensor(0.5))
     return F.cross_entropy(out["logits"][:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 # name: (the model, its loss for a part of the batch of a step, the classes of its blocks)
 MODELS: dict[str, tuple[Callable, Callable[[nn.Module, slice, int], Tensor], set[str]]] = {
-    "torchvision vit": (torchvision_vit, classify, {"EncoderBlock"}),
+    "torchvision": (partial(VisionTransformer, 16, 8, 3, 2, 24, 48), classify, {"EncoderBlock"}),
     "language": (Language, predict, {"Block"}),
     "frozen": (frozen_language, predict, {"Block"}),
     "aliases": (Aliases, predict, {"Block"}),
-    "batch norm": (UNet, segment, {"Sequential"}),
+    "batch norm": (batch_norm, classify, {"Sequential"}),
 }
 
 
@@ -261,67 +224,42 @@ def differences() -> dict[tuple, tuple]:
     return found
 
 
-def unequal_ranks() -> list[str]:
-    """On every rank: what is said where the ranks have other models or options."""
-    rank, said = dist.get_rank(), []
-    for model, ac in (
-        (Language(24 + rank), "none"),
-        (build_meta() if rank else Language(), "none"),
-        (Language(), ("none", "full")[rank]),
-    ):
-        with pytest.raises(RuntimeError) as caught:
-            options = shard.ShardingOptions(ac=ac)
-            values = zeros if next(model.parameters()).is_meta else None
-            apply(model, "full_shard", mesh.build_mesh((1, 2), CPU), values, options)
-        said.append(str(caught.value))
-    with pytest.raises(
-        ValueError, match=r"here needs a mesh that begins with \(1, 2\), not Device"
-    ):
+def refuse_unequal_ranks() -> None:
+    """On every rank: another model, values on one alone, other options; a mesh of another shape."""
+    rank = dist.get_rank()
+    models = Language(24 + rank), build_meta() if rank else Language(), Language()
+    for model, ac in zip(models, ("none", "none", ("none", "full")[rank]), strict=True):
+        values = zeros if next(model.parameters()).is_meta else None
+        grid, given = mesh.build_mesh((1, 2), CPU), shard.ShardingOptions(ac=ac)
+        with pytest.raises(RuntimeError, match="given different models"):
+            apply(model, "full_shard", grid, values, given)
+    with pytest.raises(ValueError, match=r"a mesh that begins with \(1, 2\), not Device"):
         apply(Language(), "full_shard", mesh.build_mesh((2, 1), CPU))
-    return said
 
 
-def facts_of_two_ranks() -> dict:
-    """Runs on every rank; what the tests below look at."""
+def on_two_ranks() -> dict[tuple, tuple]:
+    """Runs on every rank."""
     join()
-    found = {job.__name__: job() for job in (differences, unequal_ranks)}
+    refuse_unequal_ranks()
+    found = differences()
     dist.destroy_process_group()
     return found
 
 
-@pytest.fixture(scope="module")
-def facts(once):
-    return once("facts of own models", partial(on_ranks, 2, facts_of_two_ranks))
-
-
 @pytest.mark.slow
-def test_models_of_others_train_as_in_one_process(facts):
+def test_models_of_others_train_as_in_one_process(tmp_path):
     """Loss, gradient norm and parameters over 5 steps; saved after 3, resumed in another mode.
 
     Each rank builds its model with another seed: rank 0's values count.
     """
-    for rank in facts:
-        for case, apart in rank["differences"].items():
+    for found in on_ranks(2, on_two_ranks, tmp_path):
+        for case, apart in found.items():
             allowed = (1e-5, 1e-5, 1e-5) if case[-1] == torch.float32 else (0.02, 0.05, 0.02)
             assert all(a <= b for a, b in zip(apart, allowed, strict=True)), (case, apart)
-        assert {case[0] for case in rank["differences"]} == set(MODELS)
-
-
-@pytest.mark.slow
-def test_ranks_with_other_models_or_options_are_refused(facts):
-    for rank in facts:
-        assert len(rank["unequal_ranks"]) == 3
-        assert all("given different models" in text for text in rank["unequal_ranks"])
+        assert {case[0] for case in found} == set(MODELS)
 
 
 # --- what is refused, in one sentence
-
-
-@pytest.fixture
-def single():
-    mesh.init_ranks(mesh.read_ranks({}), CPU)
-    yield mesh.build_mesh((1, 1), CPU)
-    dist.destroy_process_group()
 
 
 class Tied(nn.Module):
@@ -358,38 +296,25 @@ def options(**given) -> dict:
     return {"options": shard.ShardingOptions(**given)}
 
 
+def with_parameter(*shape: int) -> nn.Module:
+    model = Language()
+    model.extra = nn.Parameter(torch.zeros(shape))
+    return model
+
+
 # the model, the mode, other arguments, the words that say what to do
-def with_parameter(*shape: int) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        model = Language()
-        model.extra = nn.Parameter(torch.zeros(shape))
-        return model
-
-    return build
-
-
 WRONG: list[tuple[Callable, str, dict, str]] = [
-    (with_parameter(), "full_shard", {}, r"extra \(\) cannot be sharded: give it one element"),
-    (with_parameter(0, 3), "hybrid", options(fsdp=1), r"extra \(0, 3\) cannot be sharded"),
+    (with_parameter, "full_shard", {}, r"extra \(\) cannot be sharded: give it one element"),
+    (lambda: with_parameter(0, 3), "hybrid", options(fsdp=1), r"extra \(0, 3\) cannot be sharded"),
     (Language, "hybrid", {"blocks": {nn.Conv2d}}, r"set\(\), or classes out of Block, "),
     (Tied, "full_shard", {}, "is in two units, blocks.0 and the root: .* or mode ddp"),
     (build_meta, "hybrid", {}, "give `values` to a model on meta"),
-    (
-        Language,
-        "full_shard",
-        {"values": zeros},
-        "give `values` to a model on meta, and to no other",
-    ),
+    (Language, "full_shard", {"values": zeros}, "to a model on meta, and to no other"),
     (lambda: Language().bfloat16(), "hybrid", {}, r"are stored in fp32: .float\(\)"),
     (named_module, "ddp", {}, "rename the submodule module"),
-    (UNet, "hybrid", options(ac="full"), "count each batch twice in BatchNorm"),
+    (batch_norm, "hybrid", options(ac="full"), "count each batch twice in BatchNorm"),
     (Language, "hybrid", options(fsdp=3), r"fsdp is 3, but must be one of \(1, 2\)"),
-    (Language, "hybrid", options(ac="some"), "one of .'none', 'selective', 'full'"),
-    (Language, "hybrid", options(prefetch="backward_post"), "backward_post exists in FSDP1 only"),
-    (Language, "hybrid", options(limit_all_gathers=False), "exists in FSDP1 only"),
-    (Language, "hybrid", options(bucket_cap_mb=5), "for mode ddp and zero1, not"),
     (Language, "ddp", options(cpu_offload=True), "hybrid_grad_op, not ddp: leave"),
-    (Language, "hybrid", options(cpu_offload=True, param_dtype=torch.float16), "fp16"),
 ]
 
 
@@ -452,20 +377,9 @@ def test_optimizers_that_cannot_be_saved_are_refused(single, tmp_path):
 # --- examples/own_model.py, in a folder with copies of what it needs
 
 
-def run_example(folder: Path, *argv: str) -> dict[int, float]:
+def norms(printed: str) -> dict[int, float]:
     """The gradient norm, of all ranks, by step."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
-    done = subprocess.run(
-        [sys.executable, *argv],
-        cwd=folder,
-        env=env | {"PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert argv[0] == "-m" or not done.stderr
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
+    lines = [line.split() for line in printed.splitlines() if line.startswith("step ")]
     return {int(words[1]): float(words[-1]) for words in lines}
 
 
@@ -474,14 +388,11 @@ def test_the_example_in_an_empty_folder(tmp_path):
     """By python, and, from the checkpoint of its tenth step on, by torchrun on two ranks."""
     for name in ("shard.py", "mesh.py", "checkpoint.py", "examples/own_model.py"):
         shutil.copy(ROOT / name, tmp_path)
-    alone = run_example(tmp_path, "own_model.py")
+    alone = norms(python("own_model.py", cwd=tmp_path, alone=True))
     assert [*alone] == [*range(1, 21)]
     shutil.rmtree(tmp_path / "out" / "step_00000020")
     (tmp_path / "out" / "latest").write_text("step_00000010\n")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    split = run_example(tmp_path, *launcher, "own_model.py", "hybrid", "1")
+    two = *launcher, "own_model.py", "hybrid", "1"
+    split = norms(python(*two, cwd=tmp_path, alone=True))
     assert split == pytest.approx({step: alone[step] for step in range(11, 21)}, rel=0.05)
-
-
-def test_the_example_is_short():
-    assert len((ROOT / "examples" / "own_model.py").read_text().splitlines()) <= 60

@@ -5,7 +5,6 @@ PYTHON is a stand-in wherever no training is needed. What needs no Slurm runs wi
 variables pretend a job. Losses are compared with those of a single process.
 """
 
-import json
 import os
 import re
 import shutil
@@ -19,10 +18,8 @@ import torch
 from conftest import ROOT
 from ranks import Run, free_port, read_log, run_ranks
 
-import mesh
-
 sys.path.insert(0, str(ROOT / "tests" / "slurm"))
-from rig import ENDED, SLACK, Rig, clean_environment, missing
+from rig import ENDED, Rig, clean_environment, missing
 
 LAUNCH = str(ROOT / "launch_frontier.sh")
 TRAIN = (
@@ -83,20 +80,13 @@ class Case:
         self.environ["PYTHON"] = str(self.python)
 
     def submit(self, *flags: str, sbatch: tuple[str, ...] = ("-N2",), **environ: str) -> int:
-        command = [
-            *sbatch,
-            "-o",
-            f"{self.folder}/output-%j",
-            LAUNCH,
-            *flags,
-            "--out",
-            str(self.out),
-        ]
-        return self.rig.sbatch(*command, cwd=ROOT, env=self.environ | environ)
+        command = ["sbatch", "--parsable", *sbatch, "-o", f"{self.folder}/output-%j", LAUNCH]
+        command += [*flags, "--out", str(self.out)]
+        return int(self.rig.run(*command, cwd=ROOT, env=self.environ | environ))
 
     def ended(self, job: int, seconds: float = 60) -> tuple[str, str]:
         """Wait until the job is over, in whatever way: its state, its output."""
-        deadline = time.monotonic() + SLACK * seconds
+        deadline = time.monotonic() + 3 * seconds  # of a busy machine
         while (state := self.rig.job(job)["JobState"]) not in ENDED:
             assert time.monotonic() < deadline, (state, self.rig.output(job))
             time.sleep(0.1)
@@ -240,25 +230,6 @@ def test_the_ranks_of_another_cluster(case, gpus):
     assert ("warning: no GPU in this job" in output) == (gpus == 0)
 
 
-@slurm
-def test_ranks_must_fill_the_nodes_in_blocks(rig, tmp_path):
-    """As srun does unless it is told otherwise."""
-    code = "import json, os; json.dump(dict(os.environ), open(os.environ['SLURM_PROCID'], 'w'))"
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "3442"}
-
-    def tasks(*more: str) -> list[dict[str, str]]:
-        command = ["srun", "-N2", "-n3", *more, sys.executable, "-c", code]
-        rig.run(*command, env=address, cwd=tmp_path)
-        return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-
-    found = [mesh.read_ranks(environ) for environ in tasks()]
-    numbers = [(r.rank, r.world_size, r.local_rank, r.local_world_size, r.node) for r in found]
-    assert numbers == [(0, 3, 0, 2, 0), (1, 3, 1, 2, 0), (2, 3, 0, 1, 1)]
-    second = tasks("-mcyclic")[1]
-    with pytest.raises(RuntimeError, match="add `--distribution=block` to srun"):
-        mesh.read_ranks(second)
-
-
 # --- in a pretended job, whose srun starts one process
 
 JOB = {"JOB_ID": "7", "JOB_NUM_NODES": "1", "CPUS_ON_NODE": "8", "SUBMIT_DIR": str(ROOT)}
@@ -275,8 +246,6 @@ def pretend(folder: Path, *flags: str, **environ: str) -> tuple[int, str]:
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
     env = clean_environment() | {f"SLURM_{name}": value for name, value in JOB.items()}
-    for name in [name for name in env if name.startswith(("CONDA", "LMOD", "MODULE"))]:
-        del env[name]
     env |= STUBS | {"PATH": f"{folder}/bin:{env['PATH']}", "PREFLIGHT": "no", "AGAIN": "no"}
     env |= {"ASKED": str(folder / "asked"), "PYTHON": sys.executable}
     command = ["bash", LAUNCH, *flags, "--out", str(folder / "out")]
@@ -294,13 +263,7 @@ def pretend(folder: Path, *flags: str, **environ: str) -> tuple[int, str]:
             {"MACHINE": "frontier", "REFUSED": "rocm/7.1.1"},
             "module load rocm/7.1.1 failed (MACHINE is frontier): see 'module avail', set MODULES",
         ),
-        (
-            {"MODULES": "cuda", "BASH_FUNC_module%%": ""},
-            "there is no module command to load 'cuda'",
-        ),
         ({"CONDA_ENV": "mae", "BASH_FUNC_conda%%": ""}, "CONDA_ENV is mae, but there is no conda"),
-        ({"CONDA_ENV": "mea", "BASH_FUNC_conda%%": "() { false; }"}, "conda activate mea failed"),
-        ({"PYTHON": "/nowhere/python"}, "there is no /nowhere/python: set PYTHON"),
         ({"PYTHON": "false", "PREFLIGHT": "yes"}, "false has no torch: set PYTHON"),
         ({"SLURM_GPUS_ON_NODE": "9"}, "the job has 8 CPUs per node for 9 ranks"),
         ({"PREFLIGHT": "yes", "DRY": "3"}, "by its plan the run does not fit (PREFLIGHT=no starts"),
@@ -318,7 +281,6 @@ def test_what_is_wrong_is_said_before_anything_runs(environ, sentence, tmp_path)
         ((), {"AGAIN": "requeue", "DRY": "3"}, "scontrol requeue 7"),  # PREFLIGHT=no: started
         ((), {"AGAIN": "requeue", "SLURM_JOB_QOS": "debug"}, "submit the same command again"),
         ((), {}, "submit the same command again"),
-        (("--run-mode", "syn"), {"AGAIN": "requeue"}, "finished"),
         (("--run=io",), {"AGAIN": "requeue"}, "finished"),
     ],
 )
@@ -328,8 +290,7 @@ def test_what_is_started_again(flags, environ, word, tmp_path):
     assert ("scontrol requeue" in output) == ("requeue" in word)
 
 
-@pytest.mark.parametrize("name", ["CONDA_BASE", "CONDA_EXE"])
-def test_conda_is_found_by_its_file(name, tmp_path):
+def test_conda_is_found_by_its_file(tmp_path):
     base = tmp_path / "miniforge3"
     for path in ("etc/profile.d/conda.sh", "bin/conda", "envs/mae/bin/python3"):
         (base / path).parent.mkdir(parents=True, exist_ok=True)
@@ -337,9 +298,8 @@ def test_conda_is_found_by_its_file(name, tmp_path):
     (base / "etc/profile.d/conda.sh").write_text(
         f'conda() {{ [ "$1" = activate ] && PATH={base}/envs/$2/bin:$PATH; }}\n'
     )
-    where = {"CONDA_BASE": str(base), "CONDA_EXE": f"{base}/bin/conda"}[name]
-    given = {name: where, "CONDA_ENV": "mae", "BASH_FUNC_conda%%": "", "PYTHON": ""}
-    assert f"by {base}/envs/mae/bin/python3," in pretend(tmp_path, **given)[1]
+    given = {"CONDA_EXE": f"{base}/bin/conda", "CONDA_ENV": "mae", "BASH_FUNC_conda%%": ""}
+    assert f"by {base}/envs/mae/bin/python3," in pretend(tmp_path, **given, PYTHON="")[1]
 
 
 @pytest.mark.parametrize(

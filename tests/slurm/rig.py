@@ -3,8 +3,8 @@
 Needs Debian's packages slurmctld, slurmd, slurm-client and munge, no system service and no root.
 
     with Rig() as rig:
-        job = rig.sbatch("-N2", "job.sh")
-        rig.wait(job, "COMPLETED", 60)
+        job = int(rig.run("sbatch", "--parsable", "-N2", "job.sh"))
+        rig.job(job)["JobState"]
 """
 
 import contextlib
@@ -17,14 +17,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
+
+from ranks import free_port, single_environment
 
 HERE = Path(__file__).resolve().parent
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # where daemons are, for ordinary users too
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "sbcast", "scontrol", "squeue")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
-SLACK = 3
 NODES = ("frontier00001", "frontier00002")  # they resolve nowhere
 
 
@@ -34,10 +34,9 @@ def missing() -> str:
 
 
 def clean_environment() -> dict[str, str]:
-    """The caller's without a surrounding job's variables, which would steer daemons and srun."""
-    prefixes = ("SLURM", "SBATCH_", "TORCHELASTIC", "MASTER_", "NCCL_", "GLOO_", "OMP_")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(prefixes) and k not in names}
+    """The caller's without what would steer daemons, srun or the script."""
+    prefixes = ("SBATCH_", "NCCL_", "GLOO_", "OMP_", "CONDA", "LMOD", "MODULE")
+    kept = {k: v for k, v in single_environment().items() if not k.startswith(prefixes)}
     return kept | {"PATH": PATH}
 
 
@@ -89,18 +88,16 @@ class Rig:
                 if ready():
                     return
             if time.monotonic() > deadline:
-                logs = [
-                    f"== {path}\n{path.read_text()[-1500:]}" for path in self.root.glob("*.log")
-                ]
+                logs = [path.read_text()[-1500:] for path in self.root.glob("*.log")]
                 raise RuntimeError("\n".join(["Slurm did not come up", *logs]))
             time.sleep(0.1)
 
     def write_files(self) -> None:
         """The configuration, the key and the pretended GPUs."""
         names = f"frontier[{NODES[0][-5:]}-{NODES[-1][-5:]}]"
-        host, port = socket.gethostname().split(".")[0], free_ports(3)
+        host = socket.gethostname().split(".")[0]
         values = {"ROOT": str(self.root), "HOST": host, "USER": getpass.getuser(), "NODES": names}
-        values |= {"PORT": str(port), "PORTS": f"[{port + 1}-{port + 2}]"}
+        values |= {"PORT": str(free_port()), "PORTS": f"[{free_port()},{free_port()}]"}
         for name in ("slurm.conf", "gres.conf"):
             text = (HERE / name).read_text()
             text = re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], text)
@@ -123,62 +120,27 @@ class Rig:
                     found.append(int(folder.name))
         return found
 
-    def run(
-        self,
-        *command: str,
-        env: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
-        seconds: float = 30,
-    ) -> str:
+    def run(self, *command: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
         """What a command that talks to this Slurm prints; RuntimeError if it fails."""
         done = subprocess.run(
             command,
-            env=self.environ | dict(env or {}),
+            env=self.environ | (env or {}),
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=seconds,
+            timeout=30,
             stdin=subprocess.DEVNULL,
         )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.returncode}\n{done.stderr}")
         return done.stdout
 
-    def sbatch(
-        self, *args: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
-    ) -> int:
-        """Submit; the number of the job."""
-        return int(self.run("sbatch", "--parsable", *args, env=env, cwd=cwd))
-
     def job(self, job: int) -> dict[str, str]:
         """`scontrol show job` as a dictionary: JobState, ExitCode, Restarts, Reason, ..."""
         text = self.run("scontrol", "show", "job", str(job))
         return dict(re.findall(r"(\S+?)=(.*?)(?=\s|$)", text))
 
-    def wait(self, job: int, state: str, seconds: float) -> dict[str, str]:
-        """Until the job is in that state; RuntimeError if it ends in another or time is up.
-
-        `seconds` of a machine left alone; of a busy one SLACK times as many.
-        """
-        deadline = time.monotonic() + SLACK * seconds
-        while (now := self.job(job))["JobState"] != state:
-            if now["JobState"] in ENDED or time.monotonic() > deadline:
-                why = f"job {job} is {now['JobState']} ({now['Reason']}), not {state}"
-                raise RuntimeError(f"{why}; its output:\n{self.output(job)}")
-            time.sleep(0.1)
-        return now
-
     def output(self, job: int) -> str:
         """What the job has printed so far."""
         path = Path(self.job(job)["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` ports in a row, below those that the system hands out."""
-    for first in range(20000 + os.getpid() * 37 % 10000, 32000):
-        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                held.enter_context(socket.socket()).bind(("0.0.0.0", port))
-            return first
-    raise RuntimeError("no free ports between 20000 and 32000")
