@@ -23,9 +23,9 @@ demo: $(VENV)/run.ok
 	@test -d examples/tiles/train || { echo "examples/tiles/train is missing: git checkout examples" >&2; exit 1; }
 	@if [ -e $(DEMO_OUT)/done ]; then rm -rf $(DEMO_OUT); fi  # an interrupted one is resumed
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 \
-	  train_fsdp.py --mode hybrid --group 2 --model tiny --img-size 96 --data examples/tiles/train \
-	  --global-batch 48 --steps 100 --blr 8e-3 --precision fp32 --device cpu --workers 1 \
-	  --log-every 5 --out $(DEMO_OUT)
+	  train_fsdp.py --mode hybrid --group 2 --model tiny --img-size 64 --no-norm-pix-loss \
+	  --data examples/tiles/train --eval-data examples/tiles/heldout --global-batch 24 --steps 300 \
+	  --blr 2.4e-2 --precision fp32 --device cpu --workers 1 --log-every 20 --out $(DEMO_OUT)
 	$(BIN)/python probe.py reconstruct $(DEMO_OUT) --data examples/tiles/heldout --images 4 \
 	  --device cpu --out $(DEMO_OUT)/picture.png
 	$(BIN)/python probe.py knn $(DEMO_OUT) $(SCORED) --out $(DEMO_OUT)-scores
@@ -34,7 +34,7 @@ demo-long: $(VENV)/run.ok
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 	  train_fsdp.py --mode full_shard --model tiny --img-size 64 --data examples/tiles/train \
 	  --global-batch 64 --steps 2000 --blr 4e-3 --precision fp32 --device cpu --workers 1 \
-	  --log-every 50 --save-every 200 --out $(LONG_OUT)
+	  --eval-data examples/tiles/heldout --log-every 50 --save-every 200 --out $(LONG_OUT)
 	$(BIN)/python probe.py knn $(LONG_OUT) $(SCORED) --out $(LONG_OUT)-scores
 	$(BIN)/python probe.py knn $(LONG_OUT) $(SCORED) --out $(LONG_OUT)-scores/grey --grey
 
