@@ -250,7 +250,7 @@ class ViTMAE(nn.Module):
         self.decoder_norm = nn.LayerNorm(c.decoder_width, eps=1e-6)
         self.decoder_pred = nn.Linear(c.decoder_width, c.channels * c.patch**2)
 
-        # Buffers, not frozen parameters: all parameters of a sharded unit must have a gradient.
+        # Buffers, not frozen parameters: they are neither sharded nor optimized.
         self.register_buffer("pos_embed", torch.empty(1, 1 + side**2, c.width))
         self.register_buffer("decoder_pos_embed", torch.empty(1, 1 + side**2, c.decoder_width))
         if not self.cls_token.is_meta:

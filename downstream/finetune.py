@@ -175,7 +175,8 @@ def labelled(
         labels = torch.tensor([int(files.labels[i]) for i in batch.image_ids])
         seeds = np.random.SeedSequence((run.config.seed, step, rank)).generate_state(accum).tolist()
         images = [images for images, _ in batch.parts]
-        own = labels.to(images[0].device).chunk(accum)
+        labels = labels.pin_memory() if images[0].is_cuda else labels  # or the host would wait
+        own = labels.to(images[0].device, non_blocking=True).chunk(accum)
         yield replace(batch, parts=cast(Any, list(zip(images, own, seeds, strict=True))))
 
 
