@@ -290,8 +290,9 @@ ADDED = {
     "its average": (
         "runtime/record.py",
         r"done % run.config.log_every == 0:\n",
-        "            (mean,) = mean_over_ranks(self.model.pred_std[None])\n"
-        '            log.write("model", step=done, pred_std=mean)\n',
+        "            mean = self.model.pred_std / run.world_size\n"
+        "            dist.all_reduce(mean)\n"
+        '            log.write("model", step=done, pred_std=mean.item())\n',
     ),
     "a machine": (
         "planner/machines.py",
