@@ -1,11 +1,11 @@
 """Sharded checkpoints: saved by any mode, engine and world size, loaded by any.
 
-Built on `torch.distributed.checkpoint` (DCP): each rank writes its own shards, every replica once,
-and reads what it needs from the shards of all, under the names of the unwrapped model.
+Built on `torch.distributed.checkpoint` (DCP): each shard is written once, by one of the ranks that
+hold it, and each rank reads what it needs, under the names of the unwrapped model.
 
     step_00000100/checkpoint.json    the manifest: step, flags, size and CRC-32 of all other files
                   .metadata          DCP's index: which tensor is where
-                  __0_0.distcp       the shards of rank 0
+                  __0_0.distcp       what rank 0 wrote
 
 Written under a temporary name, synced to the disk and renamed: a folder with the final name is
 complete. Loading raises Damaged (for good) or an OSError (which may pass).
@@ -58,7 +58,7 @@ class Damaged(ValueError):
 
 
 def _create_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that AdamW lacks before its first step: DCP would take one, of zeros."""
+    """Create the state that AdamW lacks before its first step: DCP would make a step of zeros."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.requires_grad and not optimizer.state[p]:
@@ -75,7 +75,7 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     rate and betas are not included. ValueError where the optimizer's state cannot be saved.
     """
     zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
-    inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1's, of this rank's parameters
+    inner = getattr(optimizer, "optim", optimizer)  # of ZeRO-1: the AdamW of this rank's part
     trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if not trained <= {*model.parameters()}:
         raise ValueError("the optimizer has parameters of another model: build it after sharding")

@@ -213,27 +213,27 @@ def _fsdp(
     fill: Callable[[nn.Module], None],
 ) -> nn.Module:
     """FSDP1 or FSDP2: give each unit its values, then cut it; inner units first, the root last."""
-    first, norms, exact = options.fsdp == 1, dict[str, nn.Module](), dict[str, Any]()
-    wrap: Any = FSDP1 if first else fully_shard  # the one returns a wrapper, the other the module
-    settings = (_fsdp1_settings if first else _fsdp2_settings)(row, mesh, options)
+    fsdp1, norms, exact = options.fsdp == 1, dict[str, nn.Module](), dict[str, Any]()
+    wrap: Any = FSDP1 if fsdp1 else fully_shard  # the one returns a wrapper, the other the module
+    settings = (_fsdp1_settings if fsdp1 else _fsdp2_settings)(row, mesh, options)
     if options.param_dtype != torch.float32:
         # BatchNorm's kernels want parameters in the dtype of its buffers.
         policy = fsdp.MixedPrecisionPolicy(None, options.reduce_dtype, cast_forward_inputs=False)
-        exact = {"mixed_precision": None} if first else {"mp_policy": policy}
+        exact = {"mixed_precision": None} if fsdp1 else {"mp_policy": policy}
         norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}
     for name, module in {**norms, **blocks}.items():
         fill(module)  # whole, until it is cut
         unit = model.get_submodule(name)  # the module, or what checkpoints it
         _replace(model, {unit: wrap(unit, **settings | (exact if name in norms else {}))})
-    fill(model)
+    fill(model)  # the rest: what has its values already is left alone
     sharded = wrap(model, **settings)
     units: list[Any] = [model.get_submodule(name) for name in blocks]
-    if options.prefetch == "none" and not first:
+    if options.prefetch == "none" and not fsdp1:
         # In backward FSDP2 prefetches the next unit unless it has a list of what to prefetch. An
         # empty list counts as none; a unit's own name does nothing, since it is gathered already.
         for unit in [*units, sharded]:
             unit.set_modules_to_backward_prefetch([unit])
-    if options.forward_prefetch and not first:
+    if options.forward_prefetch and not fsdp1:
         for unit, following in pairwise(units):
             unit.set_modules_to_forward_prefetch([following])
     return sharded
@@ -282,7 +282,7 @@ def _fsdp2_settings(row: Strategy, mesh: DeviceMesh, options: ShardingOptions) -
             options.param_dtype, options.reduce_dtype, cast_forward_inputs=options.cast_inputs
         ),
         "offload_policy": pinned if options.cpu_offload else fsdp.OffloadPolicy(),
-        # None: all but the root unit, which is used last in forward and first in backward
+        # None: all but the root unit, which is also used last in forward and first in backward
         "reshard_after_forward": None if row.reshard else False,
     }
 
@@ -389,7 +389,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     # Not SGD, whose first step, if it is left out, leaves the momentum uninitialised.
     adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     if adam and getattr(inner, "_step_supports_amp_scaling", False):
-        # It reads what a gradient scaler sets, on the device: the host does not wait.
+        # Where `found_inf` is 1, fused AdamW changes nothing; it reads that on the device.
         inner.found_inf = skip.to(optimizer.param_groups[0]["params"][0].device)
     elif skip.item():
         return
@@ -516,7 +516,7 @@ def _share_values(model: nn.Module, arguments: str, device: torch.device) -> Non
     found = [(n, t.shape, t.dtype, t.requires_grad, _on_meta(t)) for n, t in tensors.items()]
     crc = zlib.crc32(f"{arguments} {found}".encode())
     extremes = torch.tensor([crc, -crc], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)  # the largest, and minus the smallest
     if extremes.sum():
         raise RuntimeError("the ranks were given different models, modes or options")
     for tensor in tensors.values():

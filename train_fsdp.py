@@ -84,12 +84,12 @@ def forward_backward(training: Training, micro_batches: Sequence[Any]) -> Tensor
 
 
 def train_step(
-    training: Training, guard: StepGuard, micro_batches: Sequence[Any], lr: float, **asked: bool
+    training: Training, guard: StepGuard, micro_batches: Sequence[Any], lr: float, **requests: bool
 ) -> None:
     """Make one optimizer step, unless some rank finds a bad value in it. Collective.
 
-    `asked` is what this rank has to say besides, as of `StepGuard.vote`. Nothing here waits for a
-    GPU, so that the host runs ahead of it.
+    `requests` of this rank go to all others with the vote, as of `StepGuard.vote`. With AdamW
+    nothing here waits for a GPU, so that the host runs ahead of it.
     """
     optimizer, scaler = training.optimizer, training.scaler
     loss = forward_backward(training, micro_batches)
@@ -98,10 +98,10 @@ def train_step(
     # over all shards: the same on every rank
     norm = shard.clip_grad_norm(training.model, training.clip or math.inf)
     # one small all-reduce: all ranks skip a step with a bad value, or none does
-    skip = guard.vote(loss, norm, scaled=scaler is not None, **asked)
+    skip = guard.vote(loss, norm, scaled=scaler is not None, **requests)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)  # fine-tuning has a rate for each layer
-    shard.optimizer_step(optimizer, skip)  # skipped on the device, without asking the host
+    shard.optimizer_step(optimizer, skip)  # in place of scaler.step, which would ask the host
     if scaler:
         scaler.update()
     optimizer.zero_grad()  # to None: their memory is free until the next backward
@@ -170,7 +170,7 @@ def train(
             # step
             heartbeat("training", step)
             lr = learning_rate(step, run)
-            train_step(training, guard, batch.parts, lr, **monitor.asked(batch))
+            train_step(training, guard, batch.parts, lr, **monitor.requests(batch))
         # log: what all ranks agreed on, of a GPU one step late unless the host must wait anyway
         for verdict in monitor.settle(wait=save_now or evaluate_now):
             monitor.log_step(verdict, learning_rate(verdict.step, run))
@@ -204,7 +204,7 @@ def read_images(run: Run, monitor: Monitor, batches: Iterator[Batch]) -> tuple[s
     guard, zero = monitor.guard, torch.zeros((), device=monitor.session.device)
     for step in range(run.steps):
         batch = monitor.next_batch(batches, step)
-        guard.vote(zero, zero, **monitor.asked(batch))
+        guard.vote(zero, zero, **monitor.requests(batch))
         for verdict in monitor.settle(wait=step + 1 == run.steps):
             monitor.log_step(verdict, lr=0.0)
         if guard.ended or (too_many := monitor.bad_images.too_many) or guard.stop:

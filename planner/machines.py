@@ -119,7 +119,8 @@ def read_machine(name: str) -> Machine:
         machine = replace(MACHINES[like], **values) if like else Machine(**values)
         _check(machine)
     except (OSError, ValueError, TypeError) as error:
-        needed = f'it takes "like", one of {known}, and what differs'
+        differs = ", ".join(field.name for field in fields(Machine))
+        needed = f'it takes "like", one of {known}, and what differs of {differs}'
         raise ValueError(f"the machine file {name}: {error}; {needed}") from None
     return machine
 

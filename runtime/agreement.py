@@ -110,23 +110,24 @@ class StepGuard:
         self.skipped, self.consecutive = 0, consecutive
         self.ended = ""  # why no further step can be applied: "data", "nan"
 
-    def vote(self, loss: Tensor, norm: Tensor, *, scaled: bool = False, **flags: bool) -> Tensor:
+    def vote(self, loss: Tensor, norm: Tensor, *, scaled: bool = False, **requests: bool) -> Tensor:
         """Agree after backward on a step: () fp32, 1 where it must not be applied. Collective.
 
         `loss` and `norm` () are of this rank. A gradient scaler (`scaled`) finds its scale by
-        infinite norms: such a step is skipped, but is not bad. `flags` are what else this rank has
-        to say: stop, save, no_batch, bad_images, as of `Verdict`.
+        infinite norms: such a step is skipped, but is not bad. `requests` are what else this rank
+        has to say: stop, save, no_batch, bad_images, as of `Verdict`.
         """
         device = self.bad_so_far.device
         loss, norm = loss.detach().to(device).double(), norm.detach().to(device).double()
         own_loss, infinite = ~loss.isfinite(), ~norm.isfinite()
-        asked = [torch.full_like(own_loss, flags.get(name, False)) for name in Verdict._fields[-4:]]
-        said = [loss / dist.get_world_size(), infinite & (not scaled), own_loss, *asked]
-        sums = torch.stack(said)  # (7,) float64
+        names = ("stop", "save", "no_batch", "bad_images")
+        asked = [torch.full_like(own_loss, requests.get(name, False)) for name in names]
+        bad_norm = infinite & (not scaled)
+        sums = torch.stack([loss / dist.get_world_size(), bad_norm, own_loss, *asked])  # float64
         dist.all_reduce(sums)
         any_rank = sums[1:] > 0
-        bad = any_rank[:2].any() | (self.bad_so_far > self.max_skips)
-        no_batch = any_rank[-2]
+        bad_norm, bad_loss, _, _, no_batch, _ = any_rank
+        bad = bad_norm | bad_loss | (self.bad_so_far > self.max_skips)
         counted = torch.where(bad, self.bad_so_far + 1, 0)
         self.bad_so_far = torch.where(no_batch, self.bad_so_far, counted)
         slot = self.voted % 2
@@ -140,11 +141,11 @@ class StepGuard:
     def settle(self, wait: bool = False) -> list[Verdict]:
         """Read the verdicts that are new, in order; of a GPU's last step only with `wait`.
 
-        None follows one that ends the run (`ended`).
+        No verdict follows one that ends the run (`ended`).
         """
         verdicts: list[Verdict] = []
         while not self.ended:
-            # all of them, once a stop or a save is asked for: it is for what is applied by then
+            # all of them, once a stop or a save is asked for: it concerns every step made so far
             late = self.late and not (wait or self.stop or self.save)
             if self.done >= self.voted - late:
                 break

@@ -184,7 +184,7 @@ class Monitor:
         self.image_ids.append(batch.image_ids)
         return batch
 
-    def asked(self, batch: Batch) -> dict[str, bool]:
+    def requests(self, batch: Batch) -> dict[str, bool]:
         """Return what this rank has to say in the vote of a step, as of `StepGuard.vote`."""
         return {
             "stop": bool(self.session.signals),
