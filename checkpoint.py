@@ -490,7 +490,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"{args.out}: {len(consolidate(args.dir, args.out))} parameters and buffers")
     except (Damaged, OSError) as error:
-        print(f"checkpoint.py: error: {error}", file=sys.stderr)
+        nameless = isinstance(error, OSError) and not error.filename  # as of a full disk
+        where = f"{args.out}: " if nameless and args.command == "consolidate" else ""
+        print(f"checkpoint.py: error: {where}{error}", file=sys.stderr)
         return 1
     except ValueError as error:
         parser.error(str(error))

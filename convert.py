@@ -177,7 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         pretrained = read_pretrained(args.source, size)
         line = write_pretrained(pretrained, Path(args.out), args.to, args.img_size)
     except (OSError, ValueError) as error:
-        process.print_error(str(error), "convert.py")
+        nameless = isinstance(error, OSError) and not error.filename  # as of a full disk
+        process.print_error(f"{args.out}: {error}" if nameless else str(error), "convert.py")
         return 2 if isinstance(error, ValueError) else 1
     print(f"{args.out}: {args.to}, from {pretrained.name}; load it with\n{line}")
     if args.to != "transformers" and (note := epsilon_note(pretrained)):
