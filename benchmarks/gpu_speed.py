@@ -211,6 +211,8 @@ def loop(model: str, img_size: int, batch: int, device: torch.device) -> None:
         "images, --log-every 20": ["--data", "examples/tiles/train", "--log-every", "20"],
     }
     cases["images, --log-every 20"] += ["--workers", workers]
+    if not gpu:
+        del cases["synthetic, --log-every 20"]
     with tempfile.TemporaryDirectory() as folder:
         for i, (name, more) in enumerate(cases.items()):
             out = Path(folder) / str(i)

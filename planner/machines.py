@@ -119,8 +119,9 @@ def read_machine(name: str) -> Machine:
         machine = replace(MACHINES[like], **values) if like else Machine(**values)
         _check(machine)
     except (OSError, ValueError, TypeError) as error:
-        differs = ", ".join(field.name for field in fields(Machine))
-        needed = f'it takes "like", one of {known}, and what differs of {differs}'
+        names = f" of {', '.join(field.name for field in fields(Machine))}"
+        unknown = names if isinstance(error, TypeError) else ""
+        needed = f'it takes "like", one of {known}, and what differs{unknown}'
         raise ValueError(f"the machine file {name}: {error}; {needed}") from None
     return machine
 
