@@ -13,7 +13,7 @@ def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
     assert {row["part"] for row in rows} == {*["matrix", "run", "grid", "sharded", "loop", "peers"]}
     assert all(row["ok"] for row in rows)
     matrix = [row for row in rows if row["part"] == "matrix"]
-    assert len(matrix) > 30 and all("difference" in row for row in matrix)
+    assert len(matrix) >= 30 and all("difference" in row for row in matrix)
     assert "0 failed" in (tmp_path / "report.md").read_text()
 
 
