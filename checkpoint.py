@@ -125,6 +125,9 @@ def _replacing(path: Path) -> Iterator[io.BufferedWriter]:
             file.flush()
             os.fsync(file.fileno())
         new.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # a failed write does not say of which file
+        raise
     finally:
         with suppress(OSError):
             new.unlink()
@@ -490,9 +493,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"{args.out}: {len(consolidate(args.dir, args.out))} parameters and buffers")
     except (Damaged, OSError) as error:
-        nameless = isinstance(error, OSError) and not error.filename  # as of a full disk
-        where = f"{args.out}: " if nameless and args.command == "consolidate" else ""
-        print(f"checkpoint.py: error: {where}{error}", file=sys.stderr)
+        print(f"checkpoint.py: error: {error}", file=sys.stderr)
         return 1
     except ValueError as error:
         parser.error(str(error))

@@ -62,16 +62,20 @@ def write_pretrained(
         for name, tensor in pretrained.weights.items()
         if layout != "timm" or not name.startswith(DECODER)
     }
-    with tempfile.TemporaryDirectory(prefix=".convert_", dir=out.parent) as folder:
-        new = Path(folder, out.name)  # renamed when it is whole
-        if layout == "transformers":
-            new.mkdir()
-            config = transformers_config(pretrained, img_size)
-            (new / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            _save(to_transformers(weights), new / "model.safetensors", about)
-        else:
-            _save(weights, new, about)
-        new.rename(out)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".convert_", dir=out.parent) as folder:
+            new = Path(folder, out.name)  # renamed when it is whole
+            if layout == "transformers":
+                new.mkdir()
+                config = transformers_config(pretrained, img_size)
+                (new / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+                _save(to_transformers(weights), new / "model.safetensors", about)
+            else:
+                _save(weights, new, about)
+            new.rename(out)
+    except OSError as error:
+        error.filename = str(out)  # not the temporary name, or none where the disk is full
+        raise
     return loading_line(pretrained, out, layout, img_size)
 
 
@@ -177,8 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pretrained = read_pretrained(args.source, size)
         line = write_pretrained(pretrained, Path(args.out), args.to, args.img_size)
     except (OSError, ValueError) as error:
-        nameless = isinstance(error, OSError) and not error.filename  # as of a full disk
-        process.print_error(f"{args.out}: {error}" if nameless else str(error), "convert.py")
+        process.print_error(str(error), "convert.py")
         return 2 if isinstance(error, ValueError) else 1
     print(f"{args.out}: {args.to}, from {pretrained.name}; load it with\n{line}")
     if args.to != "transformers" and (note := epsilon_note(pretrained)):

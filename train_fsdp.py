@@ -121,7 +121,7 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
     with torch.device("meta"):  # shapes without memory
         model: nn.Module = vit.ViTMAE(run.model, c.img_size, c.norm_pix_loss)
     decay = shard.weight_decay_names(model)  # by the shapes of whole parameters
-    # that writing into it is dangerous: nobody writes into the predictions
+    # PyTorch warns that the output is a view that must not be written to; nobody does
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     model = shard.apply(
         model,
@@ -171,7 +171,7 @@ def train(
             heartbeat("training", step)
             lr = learning_rate(step, run)
             train_step(training, guard, batch.parts, lr, **monitor.requests(batch))
-        # log: what all ranks agreed on, of a GPU one step late unless the host must wait anyway
+        # log: what all ranks agreed on; a GPU's verdict comes one step later, so that nobody waits
         for verdict in monitor.settle(wait=save_now or evaluate_now):
             monitor.log_step(verdict, learning_rate(verdict.step, run))
         if guard.ended:

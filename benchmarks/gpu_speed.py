@@ -153,7 +153,7 @@ def attempt(part: str, config: Config, world_size: int, most: int, device: torch
         found["plan_gib"] = promised["memory_gib"]["peak"]
         found["plan_seconds"] = promised["step_seconds_lower_bound"]
         return emit(part, name, True, **found, note=", ".join(notes))
-    return emit(part, name, False, note=", ".join(notes) or "does not fit according to the plan")
+    return emit(part, name, False, error=", ".join(notes) or "does not fit according to the plan")
 
 
 def rates(device: torch.device) -> None:

@@ -245,7 +245,7 @@ class Monitor:
         if reason == "data":
             problem = self.loader_error()
         session.heartbeat("saving")
-        if reason == "nan":  # the same command meets the bad steps again
+        if reason == "nan":  # before the first of the bad steps, which the same command meets again
             saves.save_last(guard.done + 1 - guard.consecutive, 0)
         elif reason == "data":
             saves.save_last(guard.done, guard.consecutive)

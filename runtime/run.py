@@ -99,7 +99,10 @@ def decisive(config: Config) -> tuple[str, ...]:
 
 
 def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
-    """Derive the run of so many ranks, by default a node's share a copy; ValueError if invalid."""
+    """Derive the run of so many ranks; ValueError if it is invalid.
+
+    In the hybrid modes the `node_ranks` of a node share one copy, unless --group says otherwise.
+    """
     c, mode, tp, group = config, str(config.mode), config.tp, None
     model = model_config(c.model)
     data_ranks = check_tensor_parallel(model, world_size, tp)
