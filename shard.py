@@ -68,9 +68,7 @@ def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[in
     if mode not in STRATEGIES:
         raise ValueError(f"there is no mode {mode}: use one of {', '.join(STRATEGIES)}")
     if bool(group) != (STRATEGIES[mode].group == "group"):
-        raise ValueError(
-            "the hybrid modes need `group`, how many ranks share a copy; no other does"
-        )
+        raise ValueError("give `group`, the ranks that share a copy, to the hybrid modes alone")
     shard = {"1": 1, "world": world_size, "group": group or 0}[STRATEGIES[mode].group]
     return world_size // shard, shard
 
@@ -158,7 +156,8 @@ def apply(
     if any(map(_on_meta, names)) != (values is not None):
         raise ValueError("give `values` to a model on meta, and to no other")
     if values is not undefined:
-        _share_values(model, f"{mode} {[*blocks]} {options}", device)
+        _check_same_model(model, f"{mode} {[*blocks]} {options}", device)
+        _broadcast_values(model, device)
 
     def fill(module: nn.Module) -> None:
         if values:
@@ -509,17 +508,21 @@ def _materialise(
                 setattr(module, leaf, made[t])
 
 
-@torch.no_grad()
-def _share_values(model: nn.Module, arguments: str, device: torch.device) -> None:
-    """Send the values that a model has from rank 0 to all; RuntimeError if the models differ."""
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    found = [(n, t.shape, t.dtype, t.requires_grad, _on_meta(t)) for n, t in tensors.items()]
+def _check_same_model(model: nn.Module, arguments: str, device: torch.device) -> None:
+    """Raise RuntimeError if the ranks have different models, or arguments. Collective."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    found = [(n, t.shape, t.dtype, t.requires_grad, _on_meta(t)) for n, t in tensors]
     crc = zlib.crc32(f"{arguments} {found}".encode())
     extremes = torch.tensor([crc, -crc], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)  # the largest, and minus the smallest
     if extremes.sum():
         raise RuntimeError("the ranks were given different models, modes or options")
-    for tensor in tensors.values():
+
+
+@torch.no_grad()
+def _broadcast_values(model: nn.Module, device: torch.device) -> None:
+    """Send the values that a model has, not those on meta, from rank 0 to all. Collective."""
+    for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.numel() and not _on_meta(tensor):
             value = tensor.to(device).contiguous()
             dist.broadcast(value.view(-1).view(torch.uint8), 0)  # as bytes: any dtype

@@ -113,6 +113,7 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     yield f"{world} ranks on {s['device']}, mesh {sizes} ({' x '.join(shape)})"
     strategy = shard.STRATEGIES[s["mode"]]
     traffic = strategy.traffic if world > tp else "no communication"
+    traffic = traffic if s["mesh"]["replicate"] > 1 else traffic.removesuffix(shard.ACROSS)
     yield f"{s['mode']}: shards {strategy.shards}; per step: {traffic}"
     who = f"{world // tp} groups of {tp} ranks" if tp > 1 else f"{world} ranks"
     yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"
@@ -222,8 +223,8 @@ class Monitor:
             text += f" on rank {', '.join(map(str, ranks))}"
         if verdict.consecutive > 1:
             text += f", {verdict.consecutive} consecutive bad steps"
-        found = {"what": what, "ranks": ranks, "images": paths, "in_a_row": verdict.consecutive}
-        self.session.log.write("skip", step=step, **found)
+        found = {"what": what, "ranks": ranks, "images": paths}
+        self.session.log.write("skip", step=step, **found, consecutive_bad=verdict.consecutive)
         self.session.log.warn(f"{text}: optimizer step skipped; images {', '.join(paths[:3])} ...")
         return text
 

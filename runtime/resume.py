@@ -82,12 +82,12 @@ def read_run_state(
 ) -> dict[str, Any]:
     """`load` the first whole checkpoint of `found`; return its run state. Collective.
 
-    That is "step", "flags", "in_a_row" (consecutive bad steps) and "scaler"; step 0 if `found` is
-    empty. A damaged one is renamed, so that none is ever overwritten, unless `load` is None.
+    That is "step", "flags", "consecutive_bad" (steps) and "scaler"; step 0 if `found` is empty. A
+    damaged one is renamed, so that none is ever overwritten, unless `load` is None.
     AgreedError for other decisive flags without --allow-changes; where the one asked for, or all,
     are damaged; where one cannot be read now.
     """
-    new = {"step": 0, "flags": {}, "in_a_row": 0, "scaler": None}
+    new = {"step": 0, "flags": {}, "consecutive_bad": 0, "scaler": None}
     damaged: list[Path] = []
 
     def read(path: Path) -> dict[str, Any]:
@@ -152,9 +152,9 @@ class Saves:
     saver: checkpoint.Saver | None = None
     scaler: torch.amp.GradScaler | None = None
 
-    def __init__(self, run: Run, log: Log, step: int = 0, in_a_row: int = 0) -> None:
+    def __init__(self, run: Run, log: Log, step: int = 0, consecutive_bad: int = 0) -> None:
         """Begin at `step`, after so many consecutive bad steps."""
-        self.run, self.log, self.begin, self.consecutive_bad = run, log, step, in_a_row
+        self.run, self.log, self.begin, self.consecutive_bad = run, log, step, consecutive_bad
         self.since, self.problem = time.monotonic(), ""  # of the newest save
         real = run.config.run_mode == "real"
         self.steps, self.seconds = save_interval(run.config.save_every if real else "none")
@@ -172,7 +172,7 @@ class Saves:
         if not self.saver:
             return None
         start, before = time.monotonic(), self.saver.saved
-        state = {"flags": self.run.record(), "in_a_row": consecutive_bad}
+        state = {"flags": self.run.record(), "consecutive_bad": consecutive_bad}
         state["scaler"] = self.scaler.state_dict() if self.scaler else None
         problems = self.saver.save(step, state, wait)
         self.since = time.monotonic()
@@ -225,7 +225,7 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
     model, optimizer, scaler = training.model, training.optimizer, training.scaler
     load = partial(checkpoint.load, model=model, optimizer=optimizer, group=group)
     state = read_run_state(found, run, log.say, load)
-    saves = Saves(run, log, state["step"], state["in_a_row"])
+    saves = Saves(run, log, state["step"], state["consecutive_bad"])
     session.where_saved = saves.where
     if saves.begin < run.steps:
         mark_done(config.out, False)

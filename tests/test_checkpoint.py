@@ -328,7 +328,7 @@ def test_every_flipped_bit_is_found_or_harmless(single, tmp_path):
     model(torch.ones(1, 16)).sum().backward()
     optimizer.step()
     expected = {n: t.clone() for n, t in checkpoint.named_tensors(model, optimizer).items()}
-    run_state = {"flags": {"model": "tiny", "blr": 1e-3, "clip": None}, "in_a_row": 1}
+    run_state = {"flags": {"model": "tiny", "blr": 1e-3, "clip": None}, "consecutive_bad": 1}
     folder = checkpoint.save(tmp_path, 4, model, optimizer, run_state)
     for path in itertools.cycle(sorted(folder.iterdir())):
         if time.monotonic() > deadline:

@@ -229,7 +229,7 @@ def test_bad_steps_are_left_out_up_to_max_skips(tmp_path):
     assert some.replicas_differ == norm.replicas_differ == many.replicas_differ == 0
     assert [m == 0 for m in some.moved] == [s in (0, 2, 3, 6) for s in range(9)]  # 0: no earlier
     skips = events(tmp_path / "0", "skip")
-    found = [(s["step"], s["what"], s["ranks"], s["in_a_row"]) for s in skips]
+    found = [(s["step"], s["what"], s["ranks"], s["consecutive_bad"]) for s in skips]
     assert found == [(3, "loss", [1], 1), (4, "loss", [1], 2), (7, "loss", [1], 1)]
     files, order = data.scan(TILES), np.random.default_rng((3, 0)).permutation(192)  # seed 3
     local, accum = some.start["batch"], some.start["accum"]
