@@ -2,10 +2,10 @@
 
     python docs/figures.py                    # all that are computed
     python docs/figures.py stages groups      # some of them
-    python docs/figures.py units out/profile/rank_00000.json.gz
+    python docs/figures.py units out/profile/rank_00000.json.gz    # a trace of --profile
 
-units is drawn from a trace of `train_fsdp.py --profile`, the others from the plan, the mesh and an
-image. Colours are those of a style sheet for colour-blind readers; hatches say the same in grey.
+The others are drawn from the plan, the mesh and an image. Colours are those of a style sheet for
+colour-blind readers; hatches say the same in grey.
 """
 
 import re
@@ -37,6 +37,11 @@ from sweeps.report import RC_PARAMS, STYLE_SHEET, device_axis  # noqa: E402
 
 HATCHES = ("", "//", "..", "xx", "\\\\", "--", "oo", "++")
 EDGE: dict[str, Any] = {"edgecolor": "black", "linewidth": 0.6}
+# of each part of the memory, the same in all figures
+LOOKS: dict[str, dict[str, str]] = {
+    part: {"color": f"C{i}", "hatch": hatch}
+    for i, (part, hatch) in enumerate(zip(MEMORY_PARTS, HATCHES, strict=True))
+}
 ARROW: dict[str, Any] = {"arrowprops": {"arrowstyle": "-|>", "color": "black"}}
 
 
@@ -55,7 +60,7 @@ def stack(panel: Axes, labels: Sequence[str], parts: dict[str, list[float]]) -> 
     """Draw a stacked bar for each label; `parts` has the heights of each kind."""
     bottom = [0.0] * len(labels)
     for i, (kind, heights) in enumerate(parts.items()):
-        look = EDGE | {"color": f"C{i}", "hatch": HATCHES[i % len(HATCHES)]}
+        look = EDGE | LOOKS.get(kind, {"color": f"C{i}", "hatch": HATCHES[i]})
         panel.bar(labels, heights, bottom=bottom, label=kind, width=0.7, **look)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     panel.grid(axis="x", visible=False)
@@ -100,7 +105,6 @@ def draw_mae() -> Figure:
 
 OWN, SUMS, PART_OF_SUM = "aaaa bbbb cccc dddd", "++++ ++++ ++++ ++++", "+... .+.. ..+. ...+"
 COLLECTIVES = (  # name, where it is used, what each of four ranks has before and after
-    ("reduce", "not used here", OWN, "++++ .... .... ...."),
     ("broadcast", "ZeRO-1: new\nparameters", "aaaa .... .... ....", "aaaa aaaa aaaa aaaa"),
     ("all-reduce", "DDP: gradients", OWN, SUMS),
     ("all-gather", "FSDP: parameters", "a... .b.. ..c. ...d", "abcd abcd abcd abcd"),
@@ -109,8 +113,8 @@ COLLECTIVES = (  # name, where it is used, what each of four ranks has before an
 
 
 def draw_collectives() -> Figure:
-    """Draw five collectives of four ranks, before and after, with the bytes of a ring."""
-    figure, (panel,) = new_figure(6.6, 7.6)
+    """Draw four collectives of four ranks, before and after, with the bytes of a ring."""
+    figure, (panel,) = new_figure(6.6, 6.2)
     for i, (name, use, *states) in enumerate(COLLECTIVES):
         top = -5.2 * i
         panel.text(0, top - 0.9, name, weight="bold", fontsize=10, va="center")
@@ -133,7 +137,59 @@ def draw_collectives() -> Figure:
     panel.text(14.8, 0.5, "after", ha="center")
     panel.set(xlim=(-0.2, 17), ylim=(-5.2 * len(COLLECTIVES) + 0.9, 1.2))
     panel.set_axis_off()
-    figure.suptitle("4 ranks; bytes that a rank sends in a ring, of a tensor of S bytes")
+    figure.suptitle(
+        "4 ranks; bytes that a rank sends in a ring, on average, of a tensor of S bytes"
+    )
+    return figure
+
+
+def draw_zero() -> Figure:
+    """Draw what each of four ranks keeps between two steps, in the stages of ZeRO."""
+    stages = {"ddp": 0, "zero1": 1, "ZeRO-2": 2, "full_shard": 3}
+    parts = {"optimizer": 8, "gradients": 4, "parameters": 4}  # bytes, as they are sharded
+    figure, panels = new_figure(8.4, 3.2, 4, sharey=True)
+    for panel, (name, stage) in zip(panels, stages.items(), strict=True):
+        bottom = np.zeros(4)
+        for i, (part, size) in enumerate(parts.items()):
+            held = np.full(4, size / 4 if stage > i else size)
+            look = EDGE | LOOKS[part]
+            panel.bar(range(4), held, bottom=bottom, width=0.7, label=part, **look)
+            bottom += held
+        panel.set_xticks(range(4))
+        panel.set(title=f"{name}: {bottom[0]:g}", xlabel="rank", ylim=(0, 17))
+        panel.grid(axis="x", visible=False)
+    panels[0].set(ylabel="bytes per parameter", yticks=range(0, 17, 4))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def draw_prefetch() -> Figure:
+    """Draw the backward pass over four blocks as two timelines, without and with prefetching."""
+    blocks, gather, compute = ("b3", "b2", "b1", "b0"), 6, 10  # ms
+    figure, panels = new_figure(8.4, 2.6, 2, sharey=True)
+    for panel, prefetch in zip(panels, ("none", "backward_pre"), strict=True):
+        link = device = 0.0  # when each is free again
+        for i, block in enumerate(blocks):
+            # the first is needed at once; a prefetched one is asked for as the block before begins
+            asked = device - compute if prefetch != "none" and i else device
+            link = max(link, asked) + gather
+            device = max(device, link)
+            for y, right, width, colour in (
+                (0, link, gather, "C1"),
+                (-1, device + compute, compute, "C0"),
+            ):
+                look = EDGE | {"color": colour, "hatch": "//" if y == 0 else ""}
+                panel.barh(y, width, left=right - width, height=0.7, **look)
+                plate = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
+                middle = right - width / 2
+                panel.text(middle, y, block, ha="center", va="center", fontsize=8, bbox=plate)
+            device += compute
+        panel.axvline(device, color="black", linestyle="--", linewidth=1)
+        panel.set(title=f"--prefetch {prefetch}", xlabel="ms", xlim=(0, 70))
+        panel.set_xticks([0, gather, device])
+        panel.set_yticks([0, -1], ["all-gather", "backward"])
+        panel.grid(visible=False)
+    figure.suptitle("a backward pass over four blocks, without its reduce-scatters")
     return figure
 
 
@@ -163,26 +219,46 @@ def draw_mesh() -> Figure:
 # Memory and traffic, from the plan
 
 
+def moments(found: Plan) -> dict[float, dict[str, float]]:
+    """Return the bytes by part at the moments of a step, by their place on its axis.
+
+    Forward through the blocks, the loss, backward, the optimizer step. The plan has the blocks at
+    the ends of encoder and decoder; between them what is live changes by as much in each.
+    """
+    depth, blocks = found.run.config.depth, found.run.config.depth + found.run.config.decoder_depth
+    ends = {"loss": blocks, "reduction of root": 2 * blocks + 1, "optimizer step": 2 * blocks + 2}
+    places: dict[float, dict[str, float]] = {}
+    for snapshot in found.snapshots:
+        if (place := ends.get(snapshot.name)) is None:
+            decoder, number = re.findall(r"(decoder_)?blocks\.(\d+)", snapshot.name)[0]
+            block = int(number) + (depth if decoder else 0)
+            place = block if snapshot.name.startswith("forward") else 2 * blocks - block
+        if sum(snapshot.bytes.values()) > sum(places.get(place, {}).values()):
+            places[place] = snapshot.bytes
+    return places
+
+
 def draw_step_memory() -> Figure:
     """Draw the planned memory of a rank at each moment of a step of 1b, in two modes."""
     figure, panels = new_figure(9.2, 3.8, 2, sharey=True)
+    base = "--model 1b --world-size 8 --machine dgx-a100-80"
     for panel, mode in zip(panels, ("no_shard", "full_shard"), strict=True):
-        found = plan_of(f"--model 1b --mode {mode} --world-size 8 --batch 32").snapshots
+        found = plan_of(f"{base} --mode {mode}")
+        places, blocks = moments(found), found.run.config.depth + found.run.config.decoder_depth
         parts = ("optimizer", "parameters", "gradients", "unsharded", "activations")
-        sizes = [[moment.bytes[part] / GIB for moment in found] for part in parts]
-        drawn = panel.stackplot(range(len(found)), *sizes, labels=parts, **EDGE)
-        for area, hatch in zip(drawn, HATCHES, strict=False):
-            area.set_hatch(hatch)
-        middle = [moment.name for moment in found].index("loss")
-        panel.set_xticks(
-            [middle / 2, (middle + len(found)) / 2, len(found)],
-            ["forward", "backward", "optimizer\nstep"],
-        )
-        panel.axvline(middle, color="black", linestyle="--", linewidth=1)
-        panel.set(title=mode, xlabel="one training step, not to scale")
+        sizes = [[moment[part] / GIB for moment in places.values()] for part in parts]
+        colours = [LOOKS[part]["color"] for part in parts]
+        drawn = panel.stackplot([*places], *sizes, labels=parts, colors=colours, **EDGE)
+        for area, part in zip(drawn, parts, strict=True):
+            area.set_hatch(LOOKS[part]["hatch"])
+        panel.axvline(blocks, color="black", linestyle="--", linewidth=1)
+        ticks = {"forward": blocks / 2, "loss": blocks, "backward": 1.5 * blocks}
+        ticks["optimizer\nstep"] = 2 * blocks + 2
+        panel.set_xticks([*ticks.values()], [*ticks])
+        panel.set(title=mode, xlabel="one training step, block by block")
         panel.grid(axis="x", visible=False)
     panels[0].set(ylabel="GiB per rank")
-    figure.suptitle("1b on 8 ranks, 32 images per rank (plan.py)")
+    figure.suptitle("1b on 8 GPUs, 32 images per rank (plan.py)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
@@ -215,6 +291,7 @@ def draw_stages() -> Figure:
     for panel in (left, right):
         panel.axhline(64, color="black", linestyle="--", linewidth=1)
     left.text(4.5, 66, "64 GiB of a GCD", ha="center", va="bottom")
+    right.text(64, 66, "64 GiB", ha="right", va="bottom")
     figure.suptitle(f"15b on {ranks} ranks, 32 images per rank (plan.py)")
     figure.legend(loc="outside lower center", ncols=5, fontsize=8)
     return figure
@@ -333,7 +410,9 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "collectives": draw_collectives,
     "step_memory": draw_step_memory,
     "stages": draw_stages,
+    "zero": draw_zero,
     "mesh": draw_mesh,
+    "prefetch": draw_prefetch,
     "groups": draw_groups,
 }
 

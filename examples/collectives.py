@@ -1,4 +1,4 @@
-"""Show the five collectives of data parallelism and FSDP, on tensors of a few numbers.
+"""Show the four collectives of data parallelism and FSDP, on tensors of a few numbers.
 
     torchrun --standalone --nproc-per-node 4 examples/collectives.py
 
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def show(name: str, before: Tensor, after: Tensor | None, sent: str) -> None:
-    """Print what each rank had and has, on rank 0; `after` is None where it is undefined."""
-    mine = [" ".join(map(str, x.tolist())) if x is not None else "-" for x in (before, after)]
+def show(name: str, before: Tensor, after: Tensor, sent: str) -> None:
+    """Print what each rank had and has, on rank 0."""
+    mine = [" ".join(map(str, x.tolist())) for x in (before, after)]
     rows: list = [None] * dist.get_world_size()
     dist.all_gather_object(rows, mine)
     for rank, (had, has) in enumerate(rows if dist.get_rank() == 0 else []):
@@ -44,11 +44,8 @@ def main() -> None:
     twice = f"2 S (n-1)/n = {2 * size * (n - 1) // n}"
     if rank == 0:
         print(f"{n} ranks, {dist.get_backend()}; S = {size} bytes")
-        print(f"{'collective':16}rank   {'before':22}{'after':22}bytes that a rank sends")
+        print(f"{'collective':16}rank   {'before':22}{'after':22}bytes per rank in a ring")
 
-    x = whole.clone()
-    dist.reduce(x, dst=0)  # the sum, on one rank
-    show("reduce", whole, x if rank == 0 else None, once)
     x = whole.clone()
     dist.broadcast(x, src=0)  # what one rank has, on all
     show("broadcast", whole, x, once)

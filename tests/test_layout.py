@@ -33,7 +33,7 @@ LIMITS = {
     "train_fsdp.py": 270,
     "checkpoint.py": 504,
     "launch_frontier.sh": 190,
-    "runtime/": 3047,
+    "runtime/": 3049,
     "tests/": 10400,
     "storage/": 610,
     "planner/": 1350,
@@ -282,17 +282,14 @@ ADDED = {
         r"\n +pred = self.decode.*\n",
         "        self.pred_std = pred.detach().float().std()\n",
     ),
-    "its model": (
-        "runtime/record.py",
-        r"config, session = self.run.config, self.session\n(?= +if config.eval_data)",
-        "        self.model = next(m for m in model.modules() if isinstance(m, vit.ViTMAE))\n",
-    ),
     "its average": (
-        "runtime/record.py",
-        r"done % run.config.log_every == 0:\n",
-        "            mean = self.model.pred_std / run.world_size\n"
-        "            dist.all_reduce(mean)\n"
-        '            log.write("model", step=done, pred_std=mean.item())\n',
+        "train_fsdp.py",
+        r"\n +train_step\(training, guard, batch.*\n",
+        """            if (step + 1) % run.config.log_every == 0:
+                inner = next(m for m in training.model.modules() if isinstance(m, vit.ViTMAE))
+                mean = inner.pred_std / run.world_size
+                torch.distributed.all_reduce(mean)
+                monitor.session.log.write("model", step=step + 1, pred_std=mean.item())\n""",
     ),
     "a machine": (
         "planner/machines.py",
