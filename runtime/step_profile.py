@@ -14,6 +14,7 @@ kinds add up to the step.
 import atexit
 import gzip
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -60,6 +61,7 @@ class RunProfile:
             self.window = range(0)
             self.log.warn(f"--profile {steps} is left out: fewer than {WARM + steps} steps remain")
         # in the step before the window it is slow: it begins
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints lines of its own
         plan = schedule(wait=WARM - 1, warmup=1, active=max(steps, 1), repeat=1)
         self.profiler = profile(schedule=plan, acc_events=True)
         if self.window:
