@@ -31,11 +31,10 @@ from runtime.run import resolve
 
 def plan_parser() -> Parser:
     """Add the flags of the plan to those of train_fsdp.py."""
-    parser = training_parser("plan.py")
+    parser = training_parser("plan.py", __doc__)
     parser.description = (
-        "What a run will need, before it is queued: memory, traffic and time, by arithmetic alone. "
-        "It takes the whole command line of train_fsdp.py, refuses what that refuses, and plans "
-        "--world-size ranks (default: one node of the machine)."
+        f"{parser.description}\nIt takes the whole command line of train_fsdp.py, and plans "
+        "--world-size ranks (default: one\nnode of the machine)."
     )
     add = parser.add_argument_group("the plan itself").add_argument
     add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")

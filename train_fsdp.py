@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
 
     Signal handlers append the number of each signal that asks for a stop to `received`.
     """
-    config = parse(argv)
+    config = parse(argv, __doc__)
     if config.dry_run:
         from planner.dry_run import dry_run
 

@@ -146,19 +146,27 @@ def names(*marks: str, table: type[Config] = Config) -> tuple[str, ...]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Print an error as one sentence, by rank 0 alone; exit status 2. Flags are written out."""
+    """Print an error as one sentence, by rank 0 alone; exit status 2. Flags are written out.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    --help begins and ends with the first two paragraphs of a command's docstring, `doc`: what it
+    does, and examples.
+    """
+
+    def __init__(self, *args: Any, doc: str | None = None, **kwargs: Any) -> None:
+        if doc:
+            kwargs["description"], kwargs["epilog"], *_ = doc.split("\n\n")
+            kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
         super().__init__(*args, **({"allow_abbrev": False} | kwargs))
 
     def error(self, message: str) -> NoReturn:
         raise SystemExit(process.usage_error(message, program=self.prog))
 
 
-def training_parser(program: str = "train_fsdp.py") -> Parser:
+def training_parser(program: str = "train_fsdp.py", doc: str | None = None) -> Parser:
     """Make the parser from the table. * marks what changes the result."""
-    about = "Pretrain a ViT-MAE. * marks flags that decide the result: a resumed run must not "
-    parser = Parser(program, description=f"{about}change them without --allow-changes.")
+    parser, marks = Parser(program, doc=doc), "* marks flags that decide the result"
+    how = "a resumed run must not change them without --allow-changes"
+    parser.description = f"{parser.description or ''}\n{marks}: {how}."
     add_flags(parser, Config)
     return parser
 
@@ -196,9 +204,9 @@ def add_flags(
         add(*spellings, **options | about["options"])
 
 
-def parse(argv: Sequence[str] | None) -> Config:
+def parse(argv: Sequence[str] | None, doc: str | None = None) -> Config:
     """Read the flags of a training run; one sentence and exit status 2 where they clash."""
-    parser = training_parser()
+    parser = training_parser(doc=doc)
     config = make_config(parser, parser.parse_args(argv))
     if config.dry_run != bool(config.world_size):
         parser.error("--dry-run and --world-size go together; a run has its launcher's ranks")

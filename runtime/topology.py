@@ -142,7 +142,7 @@ def check_mesh(run: Run, session: Session) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the mesh of a command line; return the exit status of `run_session`."""
-    parser = training_parser("runtime.topology")
+    parser = training_parser("runtime.topology", __doc__)
     config = make_config(parser, parser.parse_args(argv))
     return run_session(replace(config, timeout=60), check_mesh)
 

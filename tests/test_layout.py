@@ -33,7 +33,7 @@ LIMITS = {
     "train_fsdp.py": 270,
     "checkpoint.py": 504,
     "launch_frontier.sh": 190,
-    "runtime/": 3049,
+    "runtime/": 3057,
     "tests/": 10400,
     "storage/": 610,
     "planner/": 1350,
