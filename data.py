@@ -179,7 +179,7 @@ def draw_augmentation(
     """Draw masking noise (L,), flip and crop (top, left, height, width) as in MAE, appendix A.1."""
     word = np.random.SeedSequence((seed, position)).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(word))
-    noise = torch.randperm(patches, generator=generator).float()
+    noise = torch.randperm(patches, generator=generator).float()  # the patches with the least stay
     flip = bool(torch.rand((), generator=generator) < 0.5)
     return noise, flip, draw_crop(generator, width, height)
 
@@ -219,7 +219,7 @@ class LocalBatch(NamedTuple):
     """The samples of one rank in one accumulation step."""
 
     image: Tensor  # (B, C, H, W) uint8; float32 where the images are uint16 or float32
-    noise: Tensor  # (B, L) float32, the masking orders: random permutations of 0 .. L-1
+    noise: Tensor  # (B, L) float32, masking noise: random permutations of 0 .. L-1
     image_ids: list[int]  # B indices in the data set
     bad: list[tuple[int, str]]  # (image_id, reason): unreadable images that these replace
     stats: LoadStats
