@@ -274,7 +274,7 @@ def test_test_images_that_cannot_be_read_are_named_and_none_is_refused(
     last.write_bytes(b"nothing")
     argv = command(run, trees, tmp_path / "out", f"--test {tests} --epochs 1 --warmup-steps 0")
     assert tune(argv) == 0
-    assert f"1 of 16 test images cannot be read: {last}" in capsys.readouterr().out
+    assert f"1 of 16 held-out images cannot be read: {last}" in capsys.readouterr().out
     (found,) = records(tmp_path / "out", "scores")
     assert (found["test_images"], found["bad_test_images"]) == (15, 1)
     for path in others:
