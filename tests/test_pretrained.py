@@ -1,7 +1,6 @@
 """downstream/weights.py: any checkpoint becomes one whole model, without ranks."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,17 +61,12 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_none_is_one_sentence(run, tm
         read_pretrained(tmp_path / "nowhere")
 
 
-def test_a_model_of_another_size(run):
-    """Positions are resampled as by timm; of other shapes the first wrong name is said."""
-    found, model = read_pretrained(run[0]), build_pretrained(read_pretrained(run[0]), CPU, 56)
+def test_images_of_another_size(run):
+    """Positions are resampled as by timm."""
+    model = build_pretrained(read_pretrained(run[0]), CPU, 56)
     theirs = resample_abs_pos_embed(vit.sincos_positions(40, 4), [7, 7])
     torch.testing.assert_close(model.pos_embed, theirs, rtol=0, atol=1e-6)
     assert model(torch.zeros(1, 3, 56, 56))[0].isfinite()
-    with pytest.raises(ValueError, match="multiple of the patch size"):
-        build_pretrained(found, CPU, img_size=57)
-    two = replace(found, config=replace(found.config, channels=2))
-    with pytest.raises(ValueError, match=r"patch_embed.proj.weight is \(40, 3, 8, 8\)"):
-        build_pretrained(two, CPU)
 
 
 def test_random_weights_are_the_initial_ones(run):
