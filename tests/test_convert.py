@@ -19,43 +19,39 @@ from ranks import NANO, Run, files_limited, run_ranks
 from torch import nn
 
 import convert
-import data
 import vit
 from benchmarks.peers import TimmMAE
-from downstream.weights import Pretrained, build_pretrained, read_pretrained
+from downstream.weights import build_pretrained, read_pretrained
 
-CPU = torch.device("cpu")
 MODELS = {
     "nano": NANO,
     "gated": replace(NANO, gated_mlp=True),
     "channels": replace(NANO, channels=5),
 }
+FORTY = torch.zeros(40)
 
 
-def weights_of(config: vit.ViTConfig, side: int = 4) -> dict[str, torch.Tensor]:
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(vit.MODELS, "nano", NANO)
+
+
+def weights_of(config: vit.ViTConfig = NANO) -> dict[str, torch.Tensor]:
     """Weights of which no two are alike: biases and norms too are drawn."""
     torch.manual_seed(0)
-    state = vit.ViTMAE(config, side * config.patch).state_dict()
+    state = vit.ViTMAE(config, 4 * config.patch).state_dict()
     return {n: t if "pos_embed" in n else t + 0.05 * torch.randn_like(t) for n, t in state.items()}
 
 
-def source(config: vit.ViTConfig, folder: Path) -> Path:
-    """A file as checkpoint.py consolidate writes it, of a gated model or of any channels too."""
-    torch.save({"model": weights_of(config), "step": 7}, folder / "source.pth")
-    return folder / "source.pth"
+def write_source(config: vit.ViTConfig = NANO, **said) -> None:
+    """A file that says of which size its weights are."""
+    about = {"config": asdict(config)} | said
+    torch.save({"model": weights_of(config), "step": 7, "pretrained": about}, "source.pth")
 
 
-def size(config: vit.ViTConfig) -> str:
-    """The fields that --model takes."""
-    return "base:" + ",".join(f"{k}={v:d}" for k, v in asdict(config).items() if k != "channels")
-
-
-SIZE = size(NANO)
-
-
-def converted(config: vit.ViTConfig, folder: Path, name: str, *argv: str, capsys) -> str:
-    """Convert the weights of `config`; the line that is printed for loading them."""
-    argv = (str(source(config, folder)), str(folder / name), *argv, "--model", size(config))
+def converted(capsys, *argv: str) -> str:
+    """Convert; the line that is printed for loading the result."""
     assert convert.main(argv) == 0, capsys.readouterr().err
     return capsys.readouterr().out.splitlines()[1]
 
@@ -66,8 +62,8 @@ def sample(config: vit.ViTConfig, side: int = 4) -> tuple[torch.Tensor, torch.Te
     return torch.randn(2, config.channels, size, size), torch.rand(2, side**2)
 
 
-def build(path: Path, config: vit.ViTConfig, img_size: int | None = None) -> vit.ViTMAE:
-    return build_pretrained(read_pretrained(path, config), CPU, img_size)
+def build(path: str, config: vit.ViTConfig | None = None, img_size: int | None = None):
+    return build_pretrained(read_pretrained(path, config), torch.device("cpu"), img_size)
 
 
 @torch.no_grad()
@@ -86,123 +82,122 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-# --- the official layout
+# --- the three layouts
 
 
-def test_official_layout(tmp_path, capsys):
+def test_official_layout(capsys):
     """Held against the names of the release, on blocks of timm."""
-    line = converted(NANO, tmp_path, "model.pth", "--to", "official", capsys=capsys)
+    write_source()
+    line = converted(capsys, "source.pth", "model.pth", "--to", "official")
     (images, noise), theirs = sample(NANO), TimmMAE(NANO, 32, 0.75)
     eval(line, {"torch": torch, "model": theirs})
-    torch.save({"model": theirs.state_dict(), "epoch": 3}, tmp_path / "back.pth")
+    torch.save({"model": theirs.state_dict(), "epoch": 3}, "back.pth")
     for name in "model.pth", "back.pth":
-        assert_close(build(tmp_path / name, NANO)(images, 0.75, noise)[0], theirs(images, noise))
-
-
-# --- timm
+        assert_close(build(name)(images, 0.75, noise)[0], theirs(images, noise))
 
 
 CASES = [("nano", 4), ("nano", 7), ("channels", 4), ("gated", 4)]  # patches along a side
 
 
 @pytest.mark.parametrize(("name", "side"), CASES)
-def test_timm_layout(name, side, tmp_path, capsys):
+def test_timm_layout(name, side, capsys):
     config, file = MODELS[name], f"encoder.{'pth' if name == 'nano' else 'safetensors'}"
-    argv = ("--to", "timm", "--img-size", str(8 * side))  # positions are resampled
-    line = converted(config, tmp_path, file, *argv, capsys=capsys)
+    write_source(config)
+    size = str(8 * side)  # positions are resampled
+    line = converted(capsys, "source.pth", file, "--to", "timm", "--img-size", size)
     images, noise = sample(config, side)
     theirs = eval(line, {"timm": timm}).eval()
-    ours = build(tmp_path / "source.pth", config, 8 * side)
+    ours = build("source.pth", img_size=8 * side)
     assert_close(features(ours, images), theirs.forward_features(images))
-    alone = build(tmp_path / file, config)  # with a decoder that has not learned anything
+    alone = build(file)  # with a decoder that has not learned anything
     assert_close(features(alone, images), theirs.forward_features(images))
     assert alone(images, 0.75, noise)[0].isfinite()
     # and back: a classifier's head is left out, and the names are those inside of DDP
     call = line.replace("num_classes=0", "num_classes=10").split(", checkpoint_path")[0] + ")"
     theirs = eval(call, {"timm": timm}).eval()
     weights = {f"module.{name}": tensor for name, tensor in theirs.state_dict().items()}
-    torch.save({"state_dict": weights, "arch": "vit"}, tmp_path / "theirs.pth")
-    ours = build(tmp_path / "theirs.pth", config)
-    assert_close(features(ours, images), theirs.forward_features(images))
+    torch.save({"state_dict": weights, "arch": "vit"}, "theirs.pth")
+    assert_close(features(build("theirs.pth", config), images), theirs.forward_features(images))
 
 
 @pytest.mark.parametrize(("name", "side"), CASES[:3])
-def test_transformers_layout(name, side, tmp_path, capsys):
+def test_transformers_layout(name, side, capsys):
     config, argv = MODELS[name], ("--to", "transformers", "--img-size", str(8 * side))
-    line = converted(config, tmp_path, "folder", *argv, capsys=capsys)
+    write_source(config)
+    line = converted(capsys, "source.pth", "folder", *argv)
     images, noise = sample(config, side)
     theirs = eval(line, {"transformers": transformers}).eval()
     result = theirs(images, noise=noise)
-    for path in tmp_path / "source.pth", tmp_path / "folder":
-        loss, pred, mask = build(path, config, 8 * side)(images, 0.75, noise)
+    for path in "source.pth", "folder":
+        loss, pred, mask = build(path, img_size=8 * side)(images, 0.75, noise)
         assert_close(loss, result.loss)
         assert_close(pred, result.logits)
         assert torch.equal(mask, result.mask)
     # and back: both classes, in one file and in several
     torch.manual_seed(2)
     theirs = transformers.ViTMAEForPreTraining(theirs.config).eval()
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="30KB" if name == "nano" else "9GB")
-    torch.save(theirs.state_dict(), tmp_path / "theirs.pth")  # names of version 5's modules
-    for path in tmp_path / "theirs", tmp_path / "theirs.pth":
+    theirs.save_pretrained("theirs", max_shard_size="30KB" if name == "nano" else "9GB")
+    torch.save(theirs.state_dict(), "theirs.pth")  # names of version 5's modules
+    for path in "theirs", "theirs.pth":
         loss, _, _ = build(path, config)(images, 0.75, noise)
         assert_close(loss, theirs(images, noise=noise).loss)
-    theirs.vit.save_pretrained(tmp_path / "encoder")
-    again = [str(tmp_path / path) for path in ("encoder", "again")]  # an encoder alone
-    assert convert.main([*again, "--to", "transformers"]) == 0
-    line = capsys.readouterr().out.splitlines()[1].replace(")", ", mask_ratio=0.0)")
-    theirs = eval(line, {"transformers": transformers}).eval()
-    for path in again:
-        assert_close(features(build(path, config), images), in_order(theirs, images))
+    theirs.vit.save_pretrained("encoder")  # an encoder alone
+    line = converted(capsys, "encoder", "again", "--to", "transformers")
+    theirs = eval(line.replace(")", ", mask_ratio=0.0)"), {"transformers": transformers}).eval()
+    for path in "encoder", "again":
+        assert_close(features(build(path), images), in_order(theirs, images))
 
 
 # --- what a file says of itself
 
 
-def test_a_file_says_what_it_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(vit.MODELS, "nano", NANO)
-    path = source(NANO, tmp_path)
+def test_a_file_says_what_it_is(capsys):
     stats = {"channel_mean": [1.0, 2, 3], "channel_std": [4.0, 5, 6], "image_dtype": "uint16"}
-    about = stats | {"norm_pix_loss": False, "norm_eps": 1e-12}
-    torch.save(torch.load(path) | {"pretrained": about}, path)
+    write_source(**stats, norm_pix_loss=False, norm_eps=1e-12)
     written = {"official": "model.pth", "timm": "encoder.safetensors", "transformers": "folder"}
     for layout, name in written.items():
-        assert convert.main([str(path), str(tmp_path / name), "--to", layout]) == 0
-        found = read_pretrained(tmp_path / name)
+        converted(capsys, "source.pth", name, "--to", layout)
+        found = read_pretrained(name)
         assert (found.step, found.size, found.config, found.img_size) == (7, "nano", NANO, 32)
         assert found.stats == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), "uint16")
         assert (found.norm_pix_loss, found.norm_eps) == (False, 1e-12)
     arguments = argparse.Namespace(norm_pix_loss=False)  # as the official training code saves them
-    torch.save({"model": weights_of(NANO), "args": arguments}, tmp_path / "args.pth")
-    assert read_pretrained(tmp_path / "args.pth").norm_pix_loss is False
+    torch.save({"model": weights_of(), "args": arguments}, "args.pth")
+    assert read_pretrained("args.pth").norm_pix_loss is False
 
 
-def test_a_size_that_is_not_known_is_asked_for(tmp_path, capsys):
-    argv = [str(source(NANO, tmp_path)), str(tmp_path / "new.pth"), "--to", "official"]
-    assert convert.main(argv) == 2
-    assert "no known size has width 40 and depth 2" in capsys.readouterr().err
-    assert convert.main([*argv, "--model", f"{SIZE},decoder_depth=3"]) == 2
-    assert "decoder_blocks.2.norm1.weight is missing" in capsys.readouterr().err
-    assert convert.main([*argv, "--model", SIZE]) == 0
-    assert read_pretrained(tmp_path / "new.pth").config == NANO
+def test_a_size_that_is_not_known_is_asked_for(capsys):
+    thin = replace(NANO, depth=1)
+    torch.save(weights_of(thin), "thin.pth")
+    argv = ["thin.pth", "new.pth", "--to", "official"]
+    for more, sentence in (
+        ([], "no known size has width 40 and depth 1"),
+        (["--model", "nano:depth=1,decoder_depth=3"], "decoder_blocks.2.norm1.weight is missing"),
+    ):
+        assert convert.main([*argv, *more]) == 2
+        assert sentence in capsys.readouterr().err
+    assert convert.main([*argv, "--model", "nano:depth=1"]) == 0
+    assert read_pretrained("new.pth").config == thin
 
 
 @pytest.mark.parametrize("epsilon", [1e-12, 1e-5])
-def test_the_epsilon_of_transformers_norms_is_theirs(epsilon, tmp_path, capsys):
+def test_the_epsilon_of_transformers_norms_is_theirs(epsilon, capsys):
     """With tokens as small as those of a model that has learned nothing."""
     small = ("pos_embed", "cls_token", "patch_embed.")
-    weights = {n: t * 0.01 if n.startswith(small) else t for n, t in weights_of(NANO).items()}
-    torch.save(weights, tmp_path / "small.pth")
-    argv = [str(tmp_path / "small.pth"), str(tmp_path / "theirs"), "--to", "transformers"]
-    assert convert.main([*argv, "--model", SIZE]) == 0
-    about = tmp_path / "theirs" / "config.json"
+    weights = {n: t * 0.01 if n.startswith(small) else t for n, t in weights_of().items()}
+    torch.save(weights, "small.pth")
+    converted(capsys, "small.pth", "theirs", "--to", "transformers")
+    about = Path("theirs", "config.json")
     about.write_text(json.dumps(json.loads(about.read_text()) | {"layer_norm_eps": epsilon}))
-    theirs = transformers.ViTMAEModel.from_pretrained(about.parent, mask_ratio=0.0).eval()
+    theirs = transformers.ViTMAEModel.from_pretrained("theirs", mask_ratio=0.0).eval()
     images, _ = sample(NANO)
-    hidden = in_order(theirs, images)
-    assert_close(features(build(about.parent, NANO), images), hidden)
-    assert convert.main([str(about.parent), str(tmp_path / "e.pth"), "--to", "timm"]) == 0
+    assert convert.main(["theirs", "e.pth", "--to", "timm"]) == 0
     assert f"an epsilon of {epsilon:g}" in capsys.readouterr().err
-    assert_close(features(build(tmp_path / "e.pth", NANO), images), hidden)
+    for path in "theirs", "e.pth":
+        assert_close(features(build(path), images), in_order(theirs, images))
+
+
+# --- what cannot be written, or read
 
 
 FULL = "File too large"  # as on a full disk
@@ -222,30 +217,24 @@ FULL = "File too large"  # as on a full disk
         ("nano", "folder", "transformers", 1, FULL),
     ],
 )
-def test_what_cannot_be_written_is_one_sentence(
-    name, out, layout, status, sentence, tmp_path, capsys
-):
-    path = source(MODELS[name], tmp_path)
-    before = path.read_bytes()
-    argv = [str(path), str(tmp_path / out), "--to", layout, "--model", size(MODELS[name])]
-    with files_limited(tmp_path, 0) if sentence == FULL else nullcontext():
-        assert convert.main(argv) == status
+def test_what_cannot_be_written_is_one_sentence(name, out, layout, status, sentence, capsys):
+    write_source(MODELS[name])
+    before = Path("source.pth").read_bytes()
+    with files_limited(Path(), 0) if sentence == FULL else nullcontext():
+        assert convert.main(["source.pth", out, "--to", layout]) == status
     error = capsys.readouterr().err
     assert sentence in error and error.startswith("convert.py: error: ") and error.count("\n") == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["source.pth"] and path.read_bytes() == before
+    assert os.listdir() == ["source.pth"] and Path("source.pth").read_bytes() == before
 
 
-def test_safetensors_is_asked_for_where_it_is_needed(tmp_path, capsys, monkeypatch):
-    converted(NANO, tmp_path, "folder", "--to", "transformers", capsys=capsys)
+def test_safetensors_is_asked_for_where_it_is_needed(capsys, monkeypatch):
+    write_source()
+    converted(capsys, "source.pth", "folder", "--to", "transformers")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setattr("convert.find_spec", lambda name: None)
-    for name, out, layout in ("folder", "a", "official"), ("source.pth", "b", "transformers"):
-        argv = [str(tmp_path / name), str(tmp_path / out), "--to", layout, "--model", SIZE]
+    for argv in ["folder", "a", "--to", "official"], ["source.pth", "b", "--to", "transformers"]:
         assert convert.main(argv) == 2
         assert "needs the package safetensors: pip install" in capsys.readouterr().err
-
-
-# --- files that are wrong, or hostile
 
 
 class Code:
@@ -256,7 +245,7 @@ class Code:
 def save(path: Path, content: dict | str) -> None:
     """Write weights of `nano` with this changed, or a folder with this config.json."""
     if isinstance(content, dict):
-        weights = weights_of(NANO) | content
+        weights = weights_of() | content
         torch.save({"pretrained": weights.pop("note", {}), "model": weights}, path)
     else:
         path.mkdir()
@@ -264,7 +253,6 @@ def save(path: Path, content: dict | str) -> None:
 
 
 MEAN = {"channel_mean": [1.0, torch.nan, 1.0], "channel_std": [1.0] * 3, "image_dtype": "uint8"}
-FORTY = torch.zeros(40)
 WRONG = {
     "code": ({"cls_token": Code()}, "asks for posix.system"),
     "a number": ({"cls_token": 3}, "'cls_token' is a int, not a tensor"),
@@ -281,17 +269,16 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", [*WRONG, "truncated"])
-def test_a_wrong_file_is_one_sentence_that_names_the_fault(what, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_file_is_one_sentence_that_names_the_fault(what, capsys):
     content, sentence = WRONG.get(what, ({}, "no weights that run no code"))
-    path = tmp_path / "model.pth"
+    path = Path("model.pth")
     save(path, content)
     if what == "truncated":
         path.write_bytes(path.read_bytes()[:-1000])
-    assert convert.main([str(path), "out.pth", "--to", "official", "--model", SIZE]) == 2
+    assert convert.main([str(path), "out.pth", "--to", "official"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"convert.py: error: {path}: ") and error.count("\n") == 1
-    assert re.search(sentence, error) and [*tmp_path.iterdir()] == [path]
+    assert error.startswith("convert.py: error: model.pth: ") and error.count("\n") == 1
+    assert re.search(sentence, error) and os.listdir() == ["model.pth"]
 
 
 # --- --init-from
@@ -304,13 +291,12 @@ def train(out: Path, init: Path, *argv: str) -> Run:
     return Run([*flags, "--init-from", str(init), *argv], to=str(out))
 
 
-def test_a_run_begins_with_any_layout_and_a_wrong_file_is_refused_before(tmp_path, monkeypatch):
+def test_a_run_begins_with_any_layout_and_a_wrong_file_is_refused_before(tmp_path, capsys):
     """A resumed run needs the flag, but not the file."""
-    monkeypatch.setitem(vit.MODELS, "nano", NANO)
-    weights, (a, b, c) = weights_of(NANO), (tmp_path / name for name in "abc")
-    pretrained = Pretrained("x", NANO, 32, True, data.IMAGENET, weights)
-    convert.write_pretrained(pretrained, tmp_path / "hf", "transformers")
-    convert.write_pretrained(pretrained, tmp_path / "timm.pth", "timm", img_size=40)
+    weights, (a, b, c) = weights_of(), (tmp_path / name for name in "abc")
+    write_source()
+    converted(capsys, "source.pth", "hf", "--to", "transformers")
+    converted(capsys, "source.pth", "timm.pth", "--to", "timm", "--img-size", "40")
     save(tmp_path / "heads", {"note": {"config": asdict(NANO) | {"heads": 5}}})
     save(tmp_path / "nan", {"norm.bias": FORTY * torch.nan})
     runs = [
