@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -230,20 +230,18 @@ def test_drop_path_leaves_out_branches_in_training_only(run):
     )
 
 
-@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+@pytest.mark.parametrize("kind", [v2.MixUp, v2.CutMix])
 def test_mixing_is_that_of_torchvision(kind):
-    seen, logits = [], torch.randn(4, 5)
-    settings = {"mixup": 0.0, "cutmix": 0.0, kind: 0.8, "label_smoothing": 0.1}
+    images, labels, logits = torch.randn(4, 3, 8, 8), torch.arange(4), torch.randn(4, 5)
+    settings = {"mixup": 0.0, "cutmix": 0.0, kind.__name__.lower(): 0.8, "label_smoothing": 0.1}
     stats = data.ChannelStats((0.0,) * 3, (1.0,) * 3, "float32")
     tuning = SimpleNamespace(config=SimpleNamespace(**settings), classes=5, channel_stats=stats)
-    images, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
-    model = lambda x: seen.append(x) or logits  # noqa: E731
+    model = Mock(return_value=logits)
     loss = finetune.build_loss(tuning)(model, (images, labels, 5))
     torch.manual_seed(5)
     torch.randint(1, ())
-    theirs = {"mixup": v2.MixUp, "cutmix": v2.CutMix}[kind](alpha=0.8, num_classes=5)
-    mixed, targets = theirs(images, labels)
-    assert torch.equal(seen[0], mixed) and not torch.equal(mixed, images)
+    mixed, targets = kind(alpha=0.8, num_classes=5)(images, labels)
+    assert torch.equal(model.call_args[0][0], mixed) and not torch.equal(mixed, images)
     log_p = logits.log_softmax(1)
     smooth = -(0.9 * (targets * log_p).sum(1) + 0.1 * log_p.mean(1)).mean()
     torch.testing.assert_close(loss, smooth)
@@ -252,37 +250,27 @@ def test_mixing_is_that_of_torchvision(kind):
 # --- the command, in one process
 
 
-def test_test_images_that_cannot_be_read_are_named_and_none_is_refused(
-    run, trees, tmp_path, capsys
-):
-    tests = shutil.copytree(trees / "test", tmp_path / "test")
-    *others, last = sorted(tests.glob("*/*.jpg"))
-    last.write_bytes(b"nothing")
-    argv = command(run, trees, tmp_path / "out", f"--test {tests} --epochs 1 --warmup-steps 0")
-    assert probe.main(argv) == 0
-    assert f"1 of 16 held-out images cannot be read: {last}" in capsys.readouterr().out
-    (found,) = records(tmp_path / "out", "scores")
-    assert (found["test_images"], found["bad_test_images"]) == (15, 1)
-    for path in others:
-        path.write_bytes(b"nothing")
-    assert probe.main([*argv, "--out", str(tmp_path / "other")]) == 2
-    error = capsys.readouterr().err
-    assert f"none of the 16 images in --test {tests}" in error and error.count("\n") == 1
-
-
-def test_twelve_channels_need_no_statistics_of_the_images(run, tmp_path):
-    """The model's own are used."""
+def test_test_images_that_cannot_be_read_are_named_and_none_is_refused(run, tmp_path, capsys):
+    """Of twelve channels, which need no statistics: the model's own are used."""
     like = read_pretrained(run)
     like = replace(like, config=replace(like.config, channels=12))
     torch.save({"model": dict(random_weights(like).weights)}, tmp_path / "12.pth")
-    for i in range(16):
-        path = tmp_path / "images" / "ab"[i % 2] / f"{i}.npy"
+    tests = [tmp_path / "test" / "ab"[i % 2] / f"{i:02d}.npy" for i in range(16)]
+    for path in tests:
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(path, np.random.default_rng(i).normal(size=(12, 40, 40)).astype(np.float32))
-    images = ["--data", str(tmp_path / "images"), "--test", str(tmp_path / "images")]
-    argv = ["finetune", str(tmp_path / "12.pth"), *images, *ARGV, "--out", str(tmp_path / "out")]
-    assert probe.main([*argv, "--epochs", "1", "--warmup-steps", "0"]) == 0
-    assert records(tmp_path / "out", "scores")[0]["test_images"] == 16
+        np.save(path, np.random.randn(12, 40, 40).astype(np.float32))
+    shutil.copytree(tmp_path / "test", tmp_path / "train")
+    tests[15].write_bytes(b"nothing")
+    argv = command(tmp_path / "12.pth", tmp_path, tmp_path / "out", "--epochs 1 --warmup-steps 0")
+    assert probe.main(argv) == 0
+    assert f"1 of 16 held-out images cannot be read: {tests[15]}" in capsys.readouterr().out
+    (found,) = records(tmp_path / "out", "scores")
+    assert (found["test_images"], found["bad_test_images"]) == (15, 1)
+    for path in tests:
+        path.write_bytes(b"nothing")
+    assert probe.main([*argv, "--out", str(tmp_path / "other")]) == 2
+    error = capsys.readouterr().err
+    assert f"none of the 16 images in --test {tmp_path}" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
