@@ -108,8 +108,11 @@ def plain(run: Path, trees: Path, frozen: int, cls: bool) -> tuple[list[float], 
         above = {"patch_embed": 3, "cls_token": 3, "blocks.0": 2, "blocks.1": 1}
         return LAYER_DECAY ** next((k for n, k in above.items() if name.startswith(n)), 0)
 
-    adam = partial(torch.optim.AdamW, betas=(0.9, 0.999))
-    optimizers = {n: adam([p], weight_decay=0.05 * (p.ndim > 1)) for n, p in trained.items()}
+    groups = [
+        {"params": [p], "weight_decay": 0.05 * (p.ndim > 1), "scale": rate_of(n)}
+        for n, p in trained.items()
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))
     files, tests = data.scan(f"{trees}/train"), data.scan(f"{trees}/test")
     settings = {"img_size": 48, "patches": 36, "seed": SEED, "steps": range(STEPS)}
     loader = data.build_loader(files, global_batch=BATCH, local_batch=BATCH, **settings)
@@ -119,12 +122,12 @@ def plain(run: Path, trees: Path, frozen: int, cls: bool) -> tuple[list[float], 
         labels = torch.tensor([files.labels[i] for i in batch.image_ids])
         target = F.one_hot(labels, 3) * 0.9 + 0.1 / 3
         loss = -(target * logits_of(batch.image).log_softmax(1)).sum(1).mean()
-        gradients = torch.autograd.grad(loss, list(trained.values()))
-        norms = torch.stack([g.norm() for g in gradients]).norm()
-        for (name, p), g in zip(trained.items(), gradients, strict=True):
-            p.grad = g * (1 / (norms + 1e-6)).clamp(max=1)
-            optimizers[name].param_groups[0]["lr"] = rates[step] * rate_of(name)
-            optimizers[name].step()
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained.values(), 1)
+        for group in optimizer.param_groups:
+            group["lr"] = rates[step] * group["scale"]
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
         if step % 3 == 2:
             (batch,) = open_eval_loader(tests, 48, 99, 0)
