@@ -16,9 +16,7 @@ CPU = torch.device("cpu")
     ("name", "peak"),
     [
         ("AMD Instinct MI250X", 191.5e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA GB200", 2500e12),
         ("NVIDIA GeForce RTX 4090 D", 147.1e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
