@@ -14,8 +14,7 @@ import pytest
 import timm
 import torch
 import transformers
-from conftest import ROOT
-from ranks import NANO, Run, files_limited, run_ranks
+from ranks import NANO, NANO_ARGV, Run, files_limited, run_ranks
 from torch import nn
 
 import convert
@@ -285,9 +284,8 @@ def test_a_wrong_file_is_one_sentence_that_names_the_fault(what, capsys):
 
 def train(out: Path, init: Path, *argv: str) -> Run:
     """A step with a learning rate of 0: the parameters stay as they begin."""
-    common = "--model nano --img-size 32 --global-batch 4 --workers 0 --precision fp32 --blr 0"
-    flags = f"{common} --device cpu --save-every 1 --data {ROOT / 'examples/tiles/train'}".split()
-    return Run([*flags, "--init-from", str(init), *argv], to=str(out))
+    flags = [*NANO_ARGV, "--blr", "0", "--save-every", "1", "--init-from", str(init)]
+    return Run([*flags, *argv], to=str(out))
 
 
 def test_a_run_begins_with_any_layout_and_a_wrong_file_is_refused_before(tmp_path, capsys):

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from ranks import NANO, Run, run_ranks
-from test_pretrained import ARGV as NANO_ARGV
+from ranks import NANO, NANO_ARGV, Run, run_ranks
 
 import data
 import train_fsdp

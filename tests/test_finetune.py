@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 from ranks import NANO, agreed_port, full_parameters, on_ranks
-from test_pretrained import train as pretrain
 from torch import nn
 from torchvision.transforms import v2
 
@@ -52,11 +51,10 @@ RUNS = [  # folder, flags that decide the result, flags that do not, step in whi
 
 
 @pytest.fixture
-def run(once, monkeypatch):
+def run(run, monkeypatch):
     """The folder of a pretrained `nano`."""
-    monkeypatch.setitem(vit.MODELS, "nano", NANO)
     monkeypatch.setattr(finetune.process, "collect", list)  # handlers of pytest's own
-    return once("pretrained", pretrain)[0]
+    return run[0]
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,9 @@
 """downstream/weights.py: any checkpoint becomes one whole model, without ranks."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
-from ranks import NANO, Run, run_ranks
 from timm.layers import resample_abs_pos_embed
 
 import checkpoint
@@ -15,22 +12,6 @@ import vit
 from downstream.weights import build_pretrained, random_weights, read_pretrained
 
 CPU = torch.device("cpu")
-ARGV = ["--model", "nano", "--img-size", "32", "--data", str(ROOT / "examples/tiles/train")]
-ARGV += ["--global-batch", "8", "--workers", "0", "--precision", "fp32", "--device", "cpu"]
-
-
-def train(folder: Path):
-    """Two steps of full_shard on two ranks, saved after each; and the parameters at the end."""
-    argv = [*ARGV, "--mode", "full_shard", "--steps", "2", "--save-every", "1"]
-    (result,) = run_ranks(2, [Run(argv, to=str(folder / "out"))], folder / "ranks")
-    return folder / "out", result.params
-
-
-@pytest.fixture
-def run(once, monkeypatch):
-    """A run of two ranks, and its parameters; `nano` is known here too."""
-    monkeypatch.setitem(vit.MODELS, "nano", NANO)
-    return once("pretrained", train)
 
 
 def test_the_newest_checkpoint_of_a_run_is_the_model_that_was_trained(run):

@@ -11,7 +11,6 @@ import torch
 from conftest import ROOT
 from PIL import Image
 from ranks import NANO, files_limited
-from test_pretrained import run  # noqa: F401 # a fixture
 from torchvision.transforms import v2
 
 import data
@@ -111,7 +110,7 @@ def test_a_removed_patch_gets_the_mean_of_visible_ones_nearby():
         np.testing.assert_allclose(plane, larger, atol=1e-5)
 
 
-def test_the_picture_has_the_psnr_of_the_model_and_of_interpolation(run, tmp_path, capsys):  # noqa: F811
+def test_the_picture_has_the_psnr_of_the_model_and_of_interpolation(run, tmp_path, capsys):
     out = tmp_path / "picture.png"
     line = ["reconstruct", str(run[0]), "--data", str(TILES), "--images", "4", "--seed", "7"]
     assert probe.main([*line, "--out", str(out)]) == 0
@@ -137,7 +136,7 @@ def test_the_picture_has_the_psnr_of_the_model_and_of_interpolation(run, tmp_pat
     assert len(rows) == 5 and np.allclose(means[:4].mean(axis=0), means[4], atol=0.01)
 
 
-def test_errors_are_one_sentence_and_leave_the_picture_before(run, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_errors_are_one_sentence_and_leave_the_picture_before(run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("bad").mkdir()
     Path("bad/a.jpg").write_bytes(b"no image")

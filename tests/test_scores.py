@@ -16,7 +16,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import top_k_accuracy_score
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
-from test_pretrained import run  # noqa: F401 # run is a fixture
 from torch.nn import functional as F
 
 import data
@@ -152,7 +151,7 @@ def table(out: Path, name: str = "knn") -> dict:
 HELD = ("--test", TILES / "heldout")
 
 
-def test_scores_stand_beside_both_baselines(run, tmp_path, capsys):  # noqa: F811
+def test_scores_stand_beside_both_baselines(run, tmp_path, capsys):
     more = *HELD, "--features", "mean", "--seeds", 2, "--out", tmp_path
     assert probe.main(command("knn", run[0], *more)) == 0
     printed, found = capsys.readouterr().out.splitlines(), table(tmp_path)
@@ -181,7 +180,7 @@ def test_scores_stand_beside_both_baselines(run, tmp_path, capsys):  # noqa: F81
         assert score["top1"] == pytest.approx(100 * hits.mean(), abs=1.6), score  # an image
 
 
-def test_how_a_linear_classifier_was_trained_stands_beside_its_score(run, tmp_path, capsys):  # noqa: F811
+def test_how_a_linear_classifier_was_trained_stands_beside_its_score(run, tmp_path, capsys):
     argv = command("linear", run[0], *HELD, "--out", tmp_path)
     assert probe.main([*argv, "--epochs", "30"]) == 0
     assert "not converged: random weights, raw pixels, trained;" in capsys.readouterr().out
@@ -194,7 +193,7 @@ def test_how_a_linear_classifier_was_trained_stands_beside_its_score(run, tmp_pa
         assert mean["training_top1"] > 90 and 0 < mean["training_loss"] < 0.5
 
 
-def test_an_unreadable_image_is_named_and_k_is_what_a_class_has(run, tmp_path, capsys):  # noqa: F811
+def test_an_unreadable_image_is_named_and_k_is_what_a_class_has(run, tmp_path, capsys):
     tiles, out = shutil.copytree(TILES / "heldout", tmp_path / "tiles"), tmp_path / "out"
     first, *_, last = sorted(tiles.glob("*/*.jpg"))
     for path in (first, last):
@@ -212,7 +211,7 @@ def test_an_unreadable_image_is_named_and_k_is_what_a_class_has(run, tmp_path, c
     assert "none of the 64 images" in capsys.readouterr().err
 
 
-def test_what_is_wrong_is_one_sentence(run, tmp_path, capsys):  # noqa: F811
+def test_what_is_wrong_is_one_sentence(run, tmp_path, capsys):
     more, flat = tmp_path / "more", tmp_path / "flat"
     shutil.copytree(TILES / "heldout", more / "tiles")
     for folder in (more / "else", flat):
@@ -240,7 +239,7 @@ def probe_here() -> int:
     return probe.main(json.loads(Path(os.environ["FOLDER"], "argv.json").read_text()))
 
 
-def test_two_ranks_give_the_score_of_one(run, tmp_path):  # noqa: F811
+def test_two_ranks_give_the_score_of_one(run, tmp_path):
     """To the last digit: each image is encoded in the same batch, wherever that is."""
     tiles = shutil.copytree(TILES / "train", tmp_path / "tiles")
     sorted(tiles.glob("*/*.jpg"))[70].write_bytes(b"nothing")
