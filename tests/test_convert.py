@@ -1,4 +1,4 @@
-"""Exchange of weights: verified by the code of timm and transformers, in both directions."""
+"""Weights of any checkpoint, and their exchange: verified by the code of timm and transformers."""
 
 import argparse
 import json
@@ -15,12 +15,15 @@ import timm
 import torch
 import transformers
 from ranks import NANO, NANO_ARGV, Run, files_limited, run_ranks
+from timm.layers import resample_abs_pos_embed
 from torch import nn
 
+import checkpoint
 import convert
+import data
 import vit
 from benchmarks.peers import TimmMAE
-from downstream.weights import build_pretrained, read_pretrained
+from downstream.weights import build_pretrained, random_weights, read_pretrained
 
 MODELS = {
     "nano": NANO,
@@ -79,6 +82,45 @@ def in_order(theirs: nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+# --- checkpoints of runs
+
+
+def test_the_newest_checkpoint_of_a_run_is_the_model_that_was_trained(run):
+    out, params = run
+    for path in out, out / "step_00000002":
+        found, model = read_pretrained(path), build(path)
+        about = (found.step, found.size, found.img_size, found.stats)
+        assert about == (2, "nano", 32, data.IMAGENET)
+        assert {name for name, _ in model.named_parameters()} == params.keys()
+        for name, p in model.named_parameters():
+            assert torch.equal(p, params[name]), name
+        assert torch.equal(model.pos_embed, vit.sincos_positions(40, 4))
+    assert read_pretrained(out / "step_00000001").step == 1
+    for name, p in vit.ViTMAE(NANO, 32).named_parameters():
+        assert torch.equal(random_weights(found).weights[name], p), name
+
+
+def test_a_damaged_newest_checkpoint_is_skipped_and_none_is_one_sentence(run):
+    out = shutil.copytree(run[0], Path("out"))
+    shards = sorted((out / "step_00000002").glob("*.distcp"))
+    shards[0].write_bytes(shards[0].read_bytes()[:-1])
+    assert read_pretrained(out).step == 1
+    with pytest.raises(checkpoint.Damaged):
+        read_pretrained(out / "step_00000002")
+    shutil.rmtree(out / "step_00000001")
+    with pytest.raises(ValueError, match="no checkpoint in it can be read"):
+        read_pretrained(out)
+    with pytest.raises(ValueError, match="give the --out of a run"):
+        read_pretrained("nowhere")
+
+
+def test_positions_are_resampled_as_by_timm(run):
+    model = build(run[0], img_size=56)
+    theirs = resample_abs_pos_embed(vit.sincos_positions(40, 4), [7, 7])
+    torch.testing.assert_close(model.pos_embed, theirs, rtol=0, atol=1e-6)
+    assert model(torch.zeros(1, 3, 56, 56))[0].isfinite()
 
 
 # --- the three layouts
