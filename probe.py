@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("probe.py: interrupted", file=sys.stderr)
         return 130
     except (OSError, ValueError, LoaderFailed) as error:
-        process.print_error(str(error), "probe.py")
+        process.usage_error(str(error), program="probe.py")
         return 2 if isinstance(error, ValueError) else 1
 
 

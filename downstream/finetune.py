@@ -87,19 +87,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fine-tune; return the exit status: 0 done or stopped, 1 failed, 2 refused."""
+    """Fine-tune -> exit status: 0 done or stopped, 1 failed, 2 refused; ValueError, OSError."""
     received = process.collect()
-    try:
-        pretrained = read_pretrained(args.run)
-        if Path(args.run).resolve().is_relative_to(Path(args.out).resolve()):
-            raise ValueError(f"--out {args.out} holds the pretrained model: give another folder")
-        depth, img_size = pretrained.config.depth, args.img_size or pretrained.img_size
-        if args.freeze_blocks > depth:
-            raise ValueError(f"--freeze-blocks {args.freeze_blocks}: the model has {depth} blocks")
-        vit.patch_count(pretrained.config, img_size)  # raises where patches do not fill it
-        image_source.check_folder(args.test, "--test", args.out)
-    except (OSError, ValueError) as error:
-        return process.usage_error(str(error), program="probe.py")
+    pretrained = read_pretrained(args.run)
+    if Path(args.run).resolve().is_relative_to(Path(args.out).resolve()):
+        raise ValueError(f"--out {args.out} holds the pretrained model: give another folder")
+    depth, img_size = pretrained.config.depth, args.img_size or pretrained.img_size
+    if args.freeze_blocks > depth:
+        raise ValueError(f"--freeze-blocks {args.freeze_blocks}: the model has {depth} blocks")
+    vit.patch_count(pretrained.config, img_size)  # raises where patches do not fill it
+    image_source.check_folder(args.test, "--test", args.out)
     # the model of other code may have a shape of its own
     shape = ",".join(f"{name}={getattr(pretrained.config, name):d}" for name in FIELDS)
     known = {row.name: row.default for row in fields(Tuning)} | vars(args)
