@@ -49,19 +49,16 @@ class EvalImages(Dataset[Sample]):
     exact: bool = False
 
     def __getitem__(self, index: int) -> Sample:
-        """Load an image; raises only what is not the file's own error."""
+        """Read, decode and crop an image; raises only what is not the file's own error."""
         label = int(self.files.labels[index])
         try:
-            return self.load(index), label, index
+            content = self.files.read(index)
+            image, size = data.open_image(content, self.stats)
+            exact = self.exact or not isinstance(content, bytes)
+            crop = centre_crop(*size)
+            return data.crop_and_resize(image, crop, self.img_size, exact), label, index
         except Exception as error:  # Pillow raises many kinds for a broken file
             return data.file_fault(error), label, index
-
-    def load(self, index: int) -> Tensor:
-        """Read, decode and crop an image -> (C, H, W); raises what these raise."""
-        content = self.files.read(index)
-        image, size = data.open_image(content, self.stats)
-        exact = self.exact or not isinstance(content, bytes)
-        return data.crop_and_resize(image, centre_crop(*size), self.img_size, exact)
 
     def collate(self, samples: list[Sample]) -> EvalBatch:
         """Stack the images that could be read."""

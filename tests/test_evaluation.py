@@ -17,6 +17,7 @@ import train_fsdp
 import vit
 from downstream.images import EvalImages, fixed_noise
 from downstream.weights import build_pretrained, read_pretrained
+from storage.image_list import ImageList
 
 TILES = ROOT / "examples" / "tiles"
 ARGV = [*NANO_ARGV, "--global-batch", "12", "--blr", "0.01", "--steps", "2", "--save-every", "1"]
@@ -80,7 +81,7 @@ def by_hand(checkpoint: Path, folder: Path, exact: bool = False) -> tuple[float,
     files, losses = data.scan(str(folder)), []
     for i, name in enumerate(files.names):
         if "broken" not in name:
-            pixels = data.normalize(EvalImages(files, 32, data.IMAGENET, exact).load(i)[None])
+            pixels = data.normalize(EvalImages(files, 32, data.IMAGENET, exact)[i][0][None])
             noise = fixed_noise(0, [i], 16)
             own = model(pixels, 0.75, noise)[0].item()
             losses.append((own, *guessed(pixels[0].numpy(), noise[0].numpy(), model.norm_pix_loss)))
@@ -128,14 +129,14 @@ def test_in_every_mode(tmp_path):
 @pytest.mark.parametrize(("broken", "code", "used"), [(16, 0, 2), (18, 0, 0), (1, errno.EIO, 12)])
 def test_no_held_out_image_ends_a_run(broken, code, used, tmp_path, monkeypatch, capsys):
     """Not a whole batch of broken ones, not all, and no disk that fails in the second batch."""
-    load = EvalImages.load
+    read = ImageList.read
 
-    def failing(self, index):
-        if code and index == 17:
+    def failing(files, index):
+        if code and files.root.endswith("held") and index == 17:
             raise OSError(code, "Input/output error")
-        return load(self, index)
+        return read(files, index)
 
-    monkeypatch.setattr(EvalImages, "load", failing)
+    monkeypatch.setattr(ImageList, "read", failing)
     lost = range(broken) if not code else []
     line = [*ARGV, *held_out(tmp_path, 18, lost), "--out", str(tmp_path / "out")]
     assert train_fsdp.main(line) == 0

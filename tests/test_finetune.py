@@ -38,15 +38,14 @@ STEPS = EPOCHS * 3  # of 24 images
 KEYS = ("test_images", "test_loss", "top1", "top5")
 UNUSED = ("deco", "mask")  # parameters of the decoder
 
-DROPPING = "--freeze-blocks 1 --drop-path 0.4"
-RUNS = [  # folder, flags that decide the result, flags that do not, step in which a signal comes
-    ("a", "--freeze-blocks 1 --drop-path 0", "--mode full_shard --fsdp 1", -1),
-    ("b", "--freeze-blocks 1 --drop-path 0 --pool cls", "--mode full_shard --accum 2", -1),
-    ("c", "--drop-path 0", "--mode shard_grad_op --ac full", -1),
-    ("d", "--freeze-blocks 2 --drop-path 0", "--mode zero1", -1),
-    ("e", DROPPING, "--mode full_shard", -1),
-    ("f", DROPPING, "--mode full_shard", 3),
-    ("f", DROPPING, "--mode full_shard --fsdp 1", -1),
+RUNS = [  # folder, frozen blocks, share of drop path, other flags, step in which a signal comes
+    ("a", 1, 0, "--mode full_shard --fsdp 1", -1),
+    ("b", 1, 0, "--mode full_shard --accum 2 --pool cls", -1),
+    ("c", 0, 0, "--mode shard_grad_op --ac full", -1),
+    ("d", 2, 0, "--mode zero1", -1),
+    ("e", 1, 0.4, "--mode full_shard", -1),
+    ("f", 1, 0.4, "--mode full_shard", 3),
+    ("f", 1, 0.4, "--mode full_shard --fsdp 1", -1),
 ]
 
 
@@ -143,7 +142,7 @@ def runs_of_rank(run: Path, trees: Path) -> list[dict]:
     vit.MODELS["nano"] = NANO
     folder, rank, found = Path(os.environ["FOLDER"]), int(os.environ["RANK"]), []
     original = train_fsdp.train_step
-    for i, (name, decisive, others, stop_at) in enumerate(RUNS):
+    for i, (name, frozen, drop, others, stop_at) in enumerate(RUNS):
         seen: dict = {}
 
         def step(training, guard, *args, seen=seen, stop_at=stop_at, **asked):
@@ -158,6 +157,7 @@ def runs_of_rank(run: Path, trees: Path) -> list[dict]:
         meeting = folder / f"port{i}"
         meeting.mkdir(exist_ok=True)
         os.environ["MASTER_PORT"] = agreed_port(meeting, rank)
+        decisive = f"--freeze-blocks {frozen} --drop-path {drop}"
         argv = command(run, trees, folder / name, decisive, others)
         with patch.multiple(train_fsdp, train_step=step):
             seen["status"] = probe.main(argv)
@@ -171,14 +171,12 @@ def test_two_ranks_train_as_a_plain_loop_frozen_parts_are_free_and_stops_do_not_
 ):
     ranks = on_ranks(2, partial(runs_of_rank, run, trees), tmp_path, 900)
     pretrained = read_pretrained(run).weights
-    for (name, decisive, others, stop_at), *seen in zip(RUNS, *ranks, strict=True):
+    for (name, frozen, drop, others, stop_at), *seen in zip(RUNS, *ranks, strict=True):
         assert [rank["status"] for rank in seen] == [0, 0], others
         if stop_at >= 0:
             continue
-        options = dict(zip(*[iter(decisive.split())] * 2, strict=True))
-        frozen = int(options.get("--freeze-blocks", 0))
-        if decisive != DROPPING:
-            losses, scores, params = plain(run, trees, frozen, "--pool" in options)
+        if not drop:
+            losses, scores, params = plain(run, trees, frozen, "--pool" in others)
         elif name == "e":  # with which a stopped run is compared
             losses = [r["loss"] for r in records(tmp_path / name, "step")]
             scores = [{key: r[key] for key in KEYS} for r in records(tmp_path / name, "scores")]
@@ -243,9 +241,7 @@ def test_mixing_is_that_of_torchvision(kind):
     torch.randint(1, ())
     mixed, targets = kind(alpha=0.8, num_classes=5)(images, labels)
     assert torch.equal(model.call_args[0][0], mixed) and not torch.equal(mixed, images)
-    log_p = logits.log_softmax(1)
-    smooth = -(0.9 * (targets * log_p).sum(1) + 0.1 * log_p.mean(1)).mean()
-    torch.testing.assert_close(loss, smooth)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, targets, label_smoothing=0.1))
 
 
 # --- the command, in one process

@@ -33,12 +33,12 @@ LIMITS = {
     "train_fsdp.py": 270,
     "checkpoint.py": 504,
     "launch_frontier.sh": 190,
-    "runtime/": 3046,
-    "tests/": 10400,
+    "runtime/": 3015,
+    "tests/": 10127,
     "storage/": 610,
     "planner/": 1350,
     "sweeps/": 663,
-    "downstream/": 1530,
+    "downstream/": 1497,
 }
 
 
