@@ -1,4 +1,4 @@
-"""The mean over held-out images of what a model makes of each; the loss of --eval-data.
+"""Evaluate a model on held-out images, all ranks together; the loss of --eval-data.
 
 The numbers are the same for any mode and any number of ranks: crop and mask of an image depend on
 the seed and its index alone, and the values of single images are summed over all ranks.
@@ -34,11 +34,11 @@ def average_over(
     step: int,
     values_of: Callable[[Tensor, Tensor, list[int]], Tensor],
 ) -> tuple[int, list[float]]:
-    """Average values of single images after so many steps -> number of images, means. Collective.
+    """Average the values of all images of `files` -> number of images, means (V,). Collective.
 
-    `values_of` calls the model on normalised images (B, C, H, W) with labels (B,) and their indices
-    in `files` -> (V, B). All ranks call it equally often, on whole local batches. Images that
-    cannot be read are left out, named and counted.
+    `values_of` calls the model on normalised images (B, C, H, W) with labels (B,) and indices, and
+    returns their values (V, B). All ranks call it equally often, on whole local batches, after
+    training `step` steps. Images that cannot be read are left out, named and counted.
     """
     config, device, size = run.config, session.device, run.local_batch
     stats, ranks = run.channel_stats or data.IMAGENET, session.ranks
