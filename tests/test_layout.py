@@ -34,7 +34,7 @@ LIMITS = {
     "checkpoint.py": 504,
     "launch_frontier.sh": 190,
     "runtime/": 3015,
-    "tests/": 10127,
+    "tests/": 10120,
     "storage/": 610,
     "planner/": 1350,
     "sweeps/": 663,
