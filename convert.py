@@ -163,7 +163,7 @@ def loading_line(pretrained: Pretrained, out: Path, layout: str, img_size: int) 
 
 def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; SystemExit with status 2 for bad usage."""
-    parser = Parser("convert.py", description="Write a pretrained model for another library.")
+    parser = Parser("convert.py", doc=__doc__)
     add, pixels = parser.add_argument, whole(1, 4096)
     add("source", type=filled, metavar="RUN_OR_FILE", help="run, checkpoint, or weights")
     add("out", type=filled, metavar="OUT", help="file or folder to write")

@@ -30,7 +30,7 @@ COMMANDS = {
 
 def read_subcommand(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line; SystemExit with status 2 for bad usage."""
-    parser = Parser("probe.py", description="See what a pretrained model has learned.")
+    parser = Parser("probe.py", doc=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     # all of them for --help, and to list them where the name is wrong
     for name in [name for name in COMMANDS if [name] == [*argv[:1]]] or COMMANDS:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("probe.py: interrupted", file=sys.stderr)
         return 130
     except (OSError, ValueError, LoaderFailed) as error:
-        process.print_error(str(error), "probe.py")
+        process.usage_error(str(error), program="probe.py")
         return 2 if isinstance(error, ValueError) else 1
 
 

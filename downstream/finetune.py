@@ -14,7 +14,6 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms import v2
@@ -28,9 +27,10 @@ from downstream.images import open_eval_loader
 from downstream.scores import class_numbers
 from downstream.weights import Pretrained, epsilon_note, read_pretrained
 from runtime import image_source, process
-from runtime.agreement import gather_to_rank0, run_on_rank0
+from runtime.agreement import run_on_rank0
 from runtime.config import FIELDS, Config, Parser, add_flags, flag, make_config, number, whole
 from runtime.device_batches import Batch, open_batches
+from runtime.evaluation import average_over
 from runtime.record import Monitor, versions
 from runtime.resume import list_newest_first, resume
 from runtime.run import Run, with_images
@@ -87,19 +87,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fine-tune; return the exit status: 0 done or stopped, 1 failed, 2 refused."""
+    """Fine-tune -> exit status: 0 done or stopped, 1 failed, 2 refused; ValueError, OSError."""
     received = process.collect()
-    try:
-        pretrained = read_pretrained(args.run)
-        if Path(args.run).resolve().is_relative_to(Path(args.out).resolve()):
-            raise ValueError(f"--out {args.out} holds the pretrained model: give another folder")
-        depth, img_size = pretrained.config.depth, args.img_size or pretrained.img_size
-        if args.freeze_blocks > depth:
-            raise ValueError(f"--freeze-blocks {args.freeze_blocks}: the model has {depth} blocks")
-        vit.patch_count(pretrained.config, img_size)  # raises where patches do not fill it
-        image_source.check_folder(args.test, "--test", args.out)
-    except (OSError, ValueError) as error:
-        return process.usage_error(str(error), program="probe.py")
+    pretrained = read_pretrained(args.run)
+    if Path(args.run).resolve().is_relative_to(Path(args.out).resolve()):
+        raise ValueError(f"--out {args.out} holds the pretrained model: give another folder")
+    depth, img_size = pretrained.config.depth, args.img_size or pretrained.img_size
+    if args.freeze_blocks > depth:
+        raise ValueError(f"--freeze-blocks {args.freeze_blocks}: the model has {depth} blocks")
+    vit.patch_count(pretrained.config, img_size)  # raises where patches do not fill it
+    image_source.check_folder(args.test, "--test", args.out)
     # the model of other code may have a shape of its own
     shape = ",".join(f"{name}={getattr(pretrained.config, name):d}" for name in FIELDS)
     known = {row.name: row.default for row in fields(Tuning)} | vars(args)
@@ -228,7 +225,6 @@ class Scores:
     model: nn.Module
     files: Any
     numbers: list[int]  # as of `class_numbers`
-    workers: int
     scores: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, step: int) -> None:
@@ -236,48 +232,24 @@ class Scores:
 
         Images that cannot be read are left out, named and counted.
         """
-        self.model.eval()
-        sums, bad = self.sum_up()
-        self.model.train()
-        dist.all_reduce(sums)
-        left_out = sorted(pair for own in gather_to_rank0(bad) or [] for pair in own)
-        log, count = self.session.log, int(sums[0])
-        if left_out:
-            some = ", ".join(f"{self.files.path(i)} ({why})" for i, why in left_out[:5])
-            log.warn(f"{len(left_out)} of {len(self.files)} test images cannot be read: {some}")
+        about = self.files, self.run, self.session, self.model
+        count, means = average_over(*about, step, self.classify)
         if count:
-            loss, top1, top5 = (sums[1:] / count).tolist()
+            loss, top1, top5 = means
             self.scores = {"test_images": count, "bad_test_images": len(self.files) - count}
             self.scores |= {"test_loss": loss, "top1": top1, "top5": top5}
-            log.write("scores", step=step, **self.scores)
+            self.session.log.write("scores", step=step, **self.scores)
             text = f"test loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
-            log.say(f"epoch {step // self.run.epoch_steps}: {text}")
+            self.session.log.say(f"epoch {step // self.run.epoch_steps}: {text}")
 
-    @torch.no_grad()
-    def sum_up(self) -> tuple[Tensor, list[tuple[int, str]]]:
-        """Classify this rank's share -> number, loss, hits, hits of five (4,); what is unreadable.
-
-        Collective.
-        """
-        run, ranks, device = self.run, self.session.ranks, self.session.device
-        side, stats, size = run.config.img_size, run.channel_stats, run.local_batch
-        how: Any = {"exact": run.config.exact_decode, "share": (ranks.rank, ranks.world_size)}
-        batches = open_eval_loader(self.files, side, size, self.workers, stats, **how)
-        number_of = torch.tensor(self.numbers, device=device)
-        sums, bad = torch.zeros(4, dtype=torch.float64, device=device), list[tuple[int, str]]()
-        for images, labels, indices, unreadable in batches:
-            self.session.heartbeat("scoring")
-            bad += unreadable
-            if not indices:  # every rank calls the model equally often: it gathers parameters
-                images = torch.zeros(1, run.model.channels, side, side)
-            with shard.autocast(self.model, device, run.dtype):
-                logits = self.model(data.normalize(images.to(device), stats)).float()
-            logits, labels = logits[: len(indices)], number_of[labels.to(device)]  # (B,)
-            hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]  # (B, 5)
-            losses = F.cross_entropy(logits, labels, reduction="none")
-            counted = torch.ones_like(losses), losses, hits[:, 0], hits.any(dim=1)
-            sums += torch.stack([values.double().sum() for values in counted])
-        return sums, bad
+    def classify(self, images: Tensor, labels: Tensor, indices: list[int]) -> Tensor:
+        """Classify images (B, C, H, W) -> loss, hit, hit in five (3, B). Collective."""
+        labels = torch.tensor(self.numbers, device=labels.device)[labels]
+        with shard.autocast(self.model, labels.device, self.run.dtype):
+            logits = self.model(images).float()  # (B, classes)
+        hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]  # (B, 5)
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return torch.stack([losses, hits[:, 0].float(), hits.any(dim=1).float()])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -314,7 +286,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     if note := epsilon_note(pretrained):
         log.say(note)
     monitor.evaluate_every = run.epoch_steps
-    monitor.evaluation = Scores(run, session, training.model, test, numbers, loaded.workers)
+    monitor.evaluation = Scores(run, session, training.model, test, numbers)
     with manual_gc():
         ended = train(run, training, monitor, batches)
     return monitor.finish(*ended, **monitor.evaluation.scores)

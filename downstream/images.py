@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import data
 from runtime import process
-from runtime.device_batches import loader_errors
+from runtime.device_batches import LoaderFailed, loader_errors
 
 Sample = tuple[Tensor | str, int, int]  # pixels (C, H, W) or why there are none, label, index
 
@@ -49,19 +49,16 @@ class EvalImages(Dataset[Sample]):
     exact: bool = False
 
     def __getitem__(self, index: int) -> Sample:
-        """Load an image; raises only what is not the file's own error."""
+        """Read, decode and crop an image; raises only what is not the file's own error."""
         label = int(self.files.labels[index])
         try:
-            return self.load(index), label, index
+            content = self.files.read(index)
+            image, size = data.open_image(content, self.stats)
+            exact = self.exact or not isinstance(content, bytes)
+            crop = centre_crop(*size)
+            return data.crop_and_resize(image, crop, self.img_size, exact), label, index
         except Exception as error:  # Pillow raises many kinds for a broken file
             return data.file_fault(error), label, index
-
-    def load(self, index: int) -> Tensor:
-        """Read, decode and crop an image -> (C, H, W); raises what these raise."""
-        content = self.files.read(index)
-        image, size = data.open_image(content, self.stats)
-        exact = self.exact or not isinstance(content, bytes)
-        return data.crop_and_resize(image, centre_crop(*size), self.img_size, exact)
 
     def collate(self, samples: list[Sample]) -> EvalBatch:
         """Stack the images that could be read."""
@@ -82,27 +79,38 @@ def open_eval_loader(
     indices: Sequence[int] | None = None,
     exact: bool = False,
     share: tuple[int, int] = (0, 1),
+    skip_failed: bool = False,
 ) -> Iterator[EvalBatch]:
     """Yield the images `indices` (default: all) in this order, up to `batch` in a batch.
 
     The batches are dealt to ranks in turn, and a `share` is (rank, number of ranks); its last batch
     may be empty, so that all have equally many. An image is the square of `centre_crop`, resized to
     `img_size`. One that is broken, or has other channels or another type than `stats`, is left out
-    and listed in the batch. Raises LoaderFailed where a disk or a worker process fails.
+    and listed in the batch. Raises LoaderFailed where a disk or a worker process fails; with
+    `skip_failed` the rest of the share is left out instead.
     """
     rank, ranks = share
     images = EvalImages(files, img_size, stats, exact)
     order = range(len(files)) if indices is None else indices
     batches: list[Any] = [order[i : i + batch] for i in range(0, len(order), batch)]
     batches += [[]] * (-len(batches) % ranks)
-    with loader_errors():
-        yield from DataLoader(
-            images,
-            batch_sampler=batches[rank::ranks],
-            num_workers=workers,
-            collate_fn=images.collate,
-            multiprocessing_context=process.fork_server() if workers else None,
-            worker_init_fn=process.start_worker,
-            generator=torch.Generator(),  # or it would draw from the global one
-            prefetch_factor=4 if workers else None,
-        )
+    rest = batches[rank::ranks]
+    try:
+        with loader_errors():
+            for loaded in DataLoader(
+                images,
+                batch_sampler=[*rest],
+                num_workers=workers,
+                collate_fn=images.collate,
+                multiprocessing_context=process.fork_server() if workers else None,
+                worker_init_fn=process.start_worker,
+                generator=torch.Generator(),  # or it would draw from the global one
+                prefetch_factor=4 if workers else None,
+            ):
+                del rest[0]
+                yield loaded
+    except LoaderFailed as error:
+        if not skip_failed:
+            raise
+        for unread in rest:
+            yield images.collate([(str(error), -1, index) for index in unread])

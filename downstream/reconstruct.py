@@ -15,7 +15,7 @@ import data
 import mesh
 import vit
 from downstream.images import fixed_noise, open_eval_loader
-from downstream.weights import build_pretrained, read_pretrained
+from downstream.weights import Pretrained, build_pretrained, read_pretrained
 from runtime.config import filled, number, whole
 from runtime.image_source import list_folder
 from runtime.run import check_masking
@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
     images = data.normalize(batch.images.to(device), stats)
     with torch.inference_mode():
         loss, prediction, mask = model(images, args.mask_ratio, noise)
-    norm_pix, patch = pretrained.norm_pix_loss, pretrained.config.patch
-    panels = reconstructions(batch.images, prediction, mask, patch, norm_pix, stats)
+    panels = reconstructions(pretrained, batch.images, prediction, mask)
     names = [files.path(i).removeprefix(args.data).strip("/") for i in batch.indices]
     title = (
         f"{pretrained.name}: {args.mask_ratio:.0%} of the patches removed, mask seed {args.seed}, "
@@ -114,20 +113,16 @@ def interpolate(target: Tensor, removed: Tensor, patch: int) -> Tensor:
 
 
 def reconstructions(
-    images: Tensor,
-    prediction: Tensor,
-    removed: Tensor,
-    patch: int,
-    norm_pix: bool,
-    stats: data.ChannelStats,
+    pretrained: Pretrained, images: Tensor, prediction: Tensor, removed: Tensor
 ) -> Tensor:
     """Make the COLUMNS of images (B, C, H, W) as loaded -> (B, 5, 3, H, W) uint8, on the CPU.
 
-    `prediction` (B, L, P*P*C) and `removed` (B, L) are what a model of `patch` pixels returned.
+    `prediction` (B, L, P*P*C) and `removed` (B, L) are what the model returned.
     """
+    patch, stats = pretrained.config.patch, pretrained.stats
     prediction, removed = prediction.float().cpu(), removed.float().cpu()
     target = vit.patchify(data.normalize(images.cpu(), stats), patch)  # (B, L, P*P*C)
-    if norm_pix:
+    if pretrained.norm_pix_loss:
         mean, deviation = estimate_statistics(target, removed)
         prediction = prediction * deviation + mean
     columns = [unpatchify(target, patch), interpolate(target, removed, patch)]

@@ -76,24 +76,22 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, RuntimeError) as error:
         return usage_error(str(error), local=True, program="probe.py")
     say: Say = partial(print, flush=True) if ranks.rank == 0 else lambda text: None
-    failed, shares = None, None
+    status, shares = 0, None
     try:
         pretrained, folders = agreement.run_on_all_ranks(partial(read_inputs, args, say))
         work = partial(encode_share, args, pretrained, folders, ranks, device)
         own = agreement.run_on_all_ranks(partial(work, say))
         shares = agreement.gather_to_rank0(own)
     except agreement.AgreedError as error:
-        failed = error
+        status = error.status
+        if ranks.rank == 0:
+            print_error(str(error), "probe.py")
     dist.barrier()  # rank 0 serves the store: it leaves last
     dist.destroy_process_group()
-    if failed:
-        if ranks.rank == 0:
-            print_error(str(failed), "probe.py")
-        return failed.status
     if shares:
         found = {source: join_shares(folders, [s[source] for s in shares]) for source in own}
         report_scores(args, pretrained, *score_sources(args, folders, found, device))
-    return 0
+    return status
 
 
 # ---------------------------------------------------------------------------------------------

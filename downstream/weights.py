@@ -107,7 +107,7 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
         raise ValueError(f"{path}: {error.args[0]} is missing") from None
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
-    check_fits(found, found.config, found.img_size)
+    check_fits(found, found.config)
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
             raise ValueError(f"{path}: {name} is not finite")
@@ -248,8 +248,6 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _read_config(path: Path) -> dict[str, Any]:
     """Read config.json of transformers -> what it says, in the words of convert.py's files."""
     config = json.loads(path.read_bytes())
-    if not isinstance(config, dict):
-        raise ValueError(f"{path.name} is no JSON object")
     kind, activation = config.get("model_type"), config.get("hidden_act", "gelu")
     if (kind, activation) != ("vit_mae", "gelu"):
         raise ValueError(f"{path.name} is of {kind} with {activation}, not of vit_mae with gelu")
@@ -303,14 +301,13 @@ def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
-def check_fits(pretrained: Pretrained, config: vit.ViTConfig, img_size: int) -> None:
+def check_fits(pretrained: Pretrained, config: vit.ViTConfig) -> None:
     """Raise ValueError unless these weights fit a model, reading none of them.
 
     It names what is another number of heads, or the first weight that is too many, is missing or
     has another shape. Position tables fit images of any size, and a model gets a decoder of its own
     where there is none.
     """
-    vit.patch_count(config, img_size)
     own, found = pretrained.config, shapes_of(pretrained.weights)
     with torch.device("meta"):
         wanted = shapes_of(vit.ViTMAE(config, pretrained.img_size).state_dict())
@@ -354,11 +351,10 @@ def build_pretrained(
 ) -> vit.ViTMAE:
     """Build the whole model with these weights on one device, for images of `img_size` pixels.
 
-    An encoder alone gets a decoder that has not learned anything. ValueError as of `check_fits`;
-    also where patches do not fill the image.
+    An encoder alone gets a decoder that has not learned anything. ValueError where patches do not
+    fill the image.
     """
     config, img_size = pretrained.config, img_size or pretrained.img_size
-    check_fits(pretrained, config, img_size)
     with torch.device("meta"):
         model = vit.ViTMAE(config, img_size, pretrained.norm_pix_loss)
     model.to_empty(device=device)

@@ -93,7 +93,7 @@ class Config:
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "cuda: ROCm too", "setting", "speed")
     precision: str | None = flag(
-        None, "default bf16; fp32 on a CPU without it", "result setting", choices=DTYPES
+        None, "default bf16; fp32 on a CPU where it is slow", "result setting", choices=DTYPES
     )
     reduce_dtype: str = flag("fp32", "of gradients over ranks", "result setting", choices=DTYPES)
     ac: Literal["none", "selective", "full"] = flag(
@@ -102,7 +102,7 @@ class Config:
     compile: bool = flag(False, "torch.compile every block", "setting")
 
     data: str = flag("synthetic", "folder of images", group="data")
-    eval_data: str | None = flag(None, "folder of held-out images: loss and pictures at each save")
+    eval_data: str | None = flag(None, "folder of held-out images: their loss at each save")
     run_mode: Literal["real", "syn", "io"] = flag(
         "real", "real: train; syn: the same batch each step; io: loader and copy only, no model"
     )

@@ -53,13 +53,16 @@ PRODUCTS_SHARE = 0.5  # of the speed of large matrix products that a step reache
 
 
 def default_precision(gpu: bool) -> tuple[str, str]:
-    """Return the default of --precision and why: a CPU may be ten times slower in bf16."""
+    """Return the default of --precision and why: most CPUs are slower in bf16 than in fp32.
+
+    Those with AVX512-BF16 alone are too: a step of `base` takes 3.4 s, and 2.1 s in fp32.
+    """
     if gpu:
         return "bf16", "a GPU has bf16 arithmetic"
     with suppress(OSError):  # not Linux
-        if re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", Path("/proc/cpuinfo").read_text()):
-            return "bf16", "this CPU has bf16 arithmetic"
-    return "fp32", "this CPU has no bf16 arithmetic"
+        if re.search(r"\b(amx_bf16|bf16)\b", Path("/proc/cpuinfo").read_text()):  # x86, Arm
+            return "bf16", "this CPU has fast bf16 arithmetic"
+    return "fp32", "this CPU has no fast bf16 arithmetic"
 
 
 def cpu_step_seconds(run: "Run", device: torch.device) -> float | None:

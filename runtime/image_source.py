@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a loader worker imports this file for SyntheticImages
     from runtime.config import Config
 
 SIDE = 256  # pixels
-EVAL_FOLDER = "eval"  # in --out: the list of --eval-data, and pictures
+EVAL_FOLDER = "eval"  # in --out: the list of --eval-data
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def check_folder(folder: str, flag: str = "--data", out: str | None = None) -> N
         raise ValueError(f"there is no folder {folder}: give {flag} the folder of images")
     images = os.path.realpath(folder)
     if out and os.path.commonpath([images, os.path.realpath(out)]) == images:
-        raise ValueError(f"--out {out} lies in {flag} {folder}: its pictures would join the images")
+        raise ValueError(f"--out {out} lies in {flag} {folder}: give a folder outside of it")
 
 
 def check_folders(config: "Config") -> None:

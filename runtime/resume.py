@@ -37,7 +37,7 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
     def read_file() -> None:
         try:
             found.append(read_pretrained(path, run.model))
-            check_fits(found[0], run.model, run.config.img_size)
+            check_fits(found[0], run.model)
             if note := epsilon_note(found[0]):
                 print(note)
         except (OSError, ValueError) as error:

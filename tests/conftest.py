@@ -62,6 +62,23 @@ def single() -> Iterator[DeviceMesh]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture
+def run(once: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run of two steps on two ranks, saved after each, and its parameters; `nano` is known."""
+    import ranks
+
+    import vit
+
+    def train(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+        argv = [*ranks.NANO_ARGV, "--mode", "full_shard", "--steps", "2", "--save-every", "1"]
+        made = [ranks.Run(argv, to=str(folder / "out"))]
+        (result,) = ranks.run_ranks(2, made, folder / "ranks")
+        return folder / "out", result.params
+
+    monkeypatch.setitem(vit.MODELS, "nano", ranks.NANO)
+    return once("pretrained", train)
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], T]], T]:
     """once(name, make): make(folder), by the first of pytest's processes that asks for it.

@@ -40,6 +40,10 @@ import vit  # noqa: E402
 
 # `--model nano` of `run_ranks`: a step takes half of what `tiny` takes; no width divides by 3
 NANO = vit.ViTConfig(40, 2, 84, 4, 8, decoder_width=28, decoder_depth=2, decoder_heads=2)
+NANO_ARGV = (
+    "--model nano --img-size 32 --global-batch 8 --workers 0 --precision fp32 --device cpu "
+    f"--data {ROOT}/examples/tiles/train"
+).split()
 
 
 @dataclass

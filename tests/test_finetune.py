@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 from ranks import NANO, agreed_port, full_parameters, on_ranks
-from test_pretrained import train as pretrain
 from torch import nn
 from torchvision.transforms import v2
 
@@ -29,7 +28,6 @@ import vit
 from downstream import classifiers, finetune
 from downstream.images import open_eval_loader
 from downstream.weights import build_pretrained, random_weights, read_pretrained
-from runtime.agreement import StepGuard
 
 CPU = torch.device("cpu")
 CLASSES, BATCH, EPOCHS, BLR, LAYER_DECAY, SEED = ("desert", "ice", "ocean"), 8, 2, 0.05, 0.5, 3
@@ -40,23 +38,22 @@ STEPS = EPOCHS * 3  # of 24 images
 KEYS = ("test_images", "test_loss", "top1", "top5")
 UNUSED = ("deco", "mask")  # parameters of the decoder
 
-DROPPING = "--freeze-blocks 1 --drop-path 0.4"
-RUNS = [  # folder, flags that decide the result, flags that do not, step in which a signal comes
-    ("a", "--freeze-blocks 1 --drop-path 0", "--mode full_shard --fsdp 1", -1),
-    ("b", "--freeze-blocks 1 --drop-path 0 --pool cls", "--mode full_shard --accum 2", -1),
-    ("c", "--drop-path 0", "--mode shard_grad_op --ac full", -1),
-    ("d", "--freeze-blocks 2 --drop-path 0", "--mode zero1", -1),
-    ("e", DROPPING, "--mode full_shard", -1),
-    ("f", DROPPING, "--mode full_shard", 3),
-    ("f", DROPPING, "--mode full_shard --fsdp 1", -1),
+RUNS = [  # folder, frozen blocks, share of drop path, other flags, step in which a signal comes
+    ("a", 1, 0, "--mode full_shard --fsdp 1", -1),
+    ("b", 1, 0, "--mode full_shard --accum 2 --pool cls", -1),
+    ("c", 0, 0, "--mode shard_grad_op --ac full", -1),
+    ("d", 2, 0, "--mode zero1", -1),
+    ("e", 1, 0.4, "--mode full_shard", -1),
+    ("f", 1, 0.4, "--mode full_shard", 3),
+    ("f", 1, 0.4, "--mode full_shard --fsdp 1", -1),
 ]
 
 
 @pytest.fixture
-def run(once, monkeypatch):
+def run(run, monkeypatch):
     """The folder of a pretrained `nano`."""
-    monkeypatch.setitem(vit.MODELS, "nano", NANO)
-    return once("pretrained", pretrain)[0]
+    monkeypatch.setattr(finetune.process, "collect", list)  # handlers of pytest's own
+    return run[0]
 
 
 @pytest.fixture(scope="session")
@@ -108,8 +105,11 @@ def plain(run: Path, trees: Path, frozen: int, cls: bool) -> tuple[list[float], 
         above = {"patch_embed": 3, "cls_token": 3, "blocks.0": 2, "blocks.1": 1}
         return LAYER_DECAY ** next((k for n, k in above.items() if name.startswith(n)), 0)
 
-    adam = partial(torch.optim.AdamW, betas=(0.9, 0.999))
-    optimizers = {n: adam([p], weight_decay=0.05 * (p.ndim > 1)) for n, p in trained.items()}
+    groups = [
+        {"params": [p], "weight_decay": 0.05 * (p.ndim > 1), "scale": rate_of(n)}
+        for n, p in trained.items()
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))
     files, tests = data.scan(f"{trees}/train"), data.scan(f"{trees}/test")
     settings = {"img_size": 48, "patches": 36, "seed": SEED, "steps": range(STEPS)}
     loader = data.build_loader(files, global_batch=BATCH, local_batch=BATCH, **settings)
@@ -119,12 +119,12 @@ def plain(run: Path, trees: Path, frozen: int, cls: bool) -> tuple[list[float], 
         labels = torch.tensor([files.labels[i] for i in batch.image_ids])
         target = F.one_hot(labels, 3) * 0.9 + 0.1 / 3
         loss = -(target * logits_of(batch.image).log_softmax(1)).sum(1).mean()
-        gradients = torch.autograd.grad(loss, list(trained.values()))
-        norms = torch.stack([g.norm() for g in gradients]).norm()
-        for (name, p), g in zip(trained.items(), gradients, strict=True):
-            p.grad = g * (1 / (norms + 1e-6)).clamp(max=1)
-            optimizers[name].param_groups[0]["lr"] = rates[step] * rate_of(name)
-            optimizers[name].step()
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained.values(), 1)
+        for group in optimizer.param_groups:
+            group["lr"] = rates[step] * group["scale"]
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
         if step % 3 == 2:
             (batch,) = open_eval_loader(tests, 48, 99, 0)
@@ -142,7 +142,7 @@ def runs_of_rank(run: Path, trees: Path) -> list[dict]:
     vit.MODELS["nano"] = NANO
     folder, rank, found = Path(os.environ["FOLDER"]), int(os.environ["RANK"]), []
     original = train_fsdp.train_step
-    for i, (name, decisive, others, stop_at) in enumerate(RUNS):
+    for i, (name, frozen, drop, others, stop_at) in enumerate(RUNS):
         seen: dict = {}
 
         def step(training, guard, *args, seen=seen, stop_at=stop_at, **asked):
@@ -157,6 +157,7 @@ def runs_of_rank(run: Path, trees: Path) -> list[dict]:
         meeting = folder / f"port{i}"
         meeting.mkdir(exist_ok=True)
         os.environ["MASTER_PORT"] = agreed_port(meeting, rank)
+        decisive = f"--freeze-blocks {frozen} --drop-path {drop}"
         argv = command(run, trees, folder / name, decisive, others)
         with patch.multiple(train_fsdp, train_step=step):
             seen["status"] = probe.main(argv)
@@ -170,14 +171,12 @@ def test_two_ranks_train_as_a_plain_loop_frozen_parts_are_free_and_stops_do_not_
 ):
     ranks = on_ranks(2, partial(runs_of_rank, run, trees), tmp_path, 900)
     pretrained = read_pretrained(run).weights
-    for (name, decisive, others, stop_at), *seen in zip(RUNS, *ranks, strict=True):
+    for (name, frozen, drop, others, stop_at), *seen in zip(RUNS, *ranks, strict=True):
         assert [rank["status"] for rank in seen] == [0, 0], others
         if stop_at >= 0:
             continue
-        options = dict(zip(*[iter(decisive.split())] * 2, strict=True))
-        frozen = int(options.get("--freeze-blocks", 0))
-        if decisive != DROPPING:
-            losses, scores, params = plain(run, trees, frozen, "--pool" in options)
+        if not drop:
+            losses, scores, params = plain(run, trees, frozen, "--pool" in others)
         elif name == "e":  # with which a stopped run is compared
             losses = [r["loss"] for r in records(tmp_path / name, "step")]
             scores = [{key: r[key] for key in KEYS} for r in records(tmp_path / name, "scores")]
@@ -230,97 +229,62 @@ def test_drop_path_leaves_out_branches_in_training_only(run):
     )
 
 
-@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+@pytest.mark.parametrize("kind", [v2.MixUp, v2.CutMix])
 def test_mixing_is_that_of_torchvision(kind):
-    seen, logits = [], torch.randn(4, 5)
-    settings = {"mixup": 0.0, "cutmix": 0.0, kind: 0.8, "label_smoothing": 0.1}
+    images, labels, logits = torch.randn(4, 3, 8, 8), torch.arange(4), torch.randn(4, 5)
+    settings = {"mixup": 0.0, "cutmix": 0.0, kind.__name__.lower(): 0.8, "label_smoothing": 0.1}
     stats = data.ChannelStats((0.0,) * 3, (1.0,) * 3, "float32")
     tuning = SimpleNamespace(config=SimpleNamespace(**settings), classes=5, channel_stats=stats)
-    images, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
-    model = lambda x: seen.append(x) or logits  # noqa: E731
+    model = Mock(return_value=logits)
     loss = finetune.build_loss(tuning)(model, (images, labels, 5))
     torch.manual_seed(5)
     torch.randint(1, ())
-    theirs = {"mixup": v2.MixUp, "cutmix": v2.CutMix}[kind](alpha=0.8, num_classes=5)
-    mixed, targets = theirs(images, labels)
-    assert torch.equal(seen[0], mixed) and not torch.equal(mixed, images)
-    log_p = logits.log_softmax(1)
-    smooth = -(0.9 * (targets * log_p).sum(1) + 0.1 * log_p.mean(1)).mean()
-    torch.testing.assert_close(loss, smooth)
+    mixed, targets = kind(alpha=0.8, num_classes=5)(images, labels)
+    assert torch.equal(model.call_args[0][0], mixed) and not torch.equal(mixed, images)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, targets, label_smoothing=0.1))
 
 
 # --- the command, in one process
 
 
-@pytest.fixture
-def tune(monkeypatch):
-    """probe.main, for which verdicts come a step late, as on a GPU."""
-    make = StepGuard.__init__
-
-    def make_late(guard, *args):
-        make(guard, *args)
-        guard.late, guard.copied = True, [Mock(), Mock()]
-
-    monkeypatch.setattr(StepGuard, "__init__", make_late)
-    monkeypatch.setattr(finetune.process, "collect", list)  # handlers of pytest's own
-    return probe.main
-
-
-def test_test_images_that_cannot_be_read_are_named_and_none_is_refused(
-    run, trees, tmp_path, capsys, tune
-):
-    tests = shutil.copytree(trees / "test", tmp_path / "test")
-    *others, last = sorted(tests.glob("*/*.jpg"))
-    last.write_bytes(b"nothing")
-    argv = command(run, trees, tmp_path / "out", f"--test {tests} --epochs 1 --warmup-steps 0")
-    assert tune(argv) == 0
-    assert f"1 of 16 test images cannot be read: {last}" in capsys.readouterr().out
-    (found,) = records(tmp_path / "out", "scores")
-    assert (found["test_images"], found["bad_test_images"]) == (15, 1)
-    for path in others:
-        path.write_bytes(b"nothing")
-    argv[argv.index("--out") + 1] = str(tmp_path / "other")
-    assert tune(argv) == 2
-    error = capsys.readouterr().err
-    assert (
-        f"none of the 16 images in --test {tests} can be read" in error and error.count("\n") == 1
-    )
-
-
-def test_twelve_channels_need_no_statistics_of_the_images(run, tmp_path, tune):
-    """The model's own are used."""
+def test_test_images_that_cannot_be_read_are_named_and_none_is_refused(run, tmp_path, capsys):
+    """Of twelve channels, which need no statistics: the model's own are used."""
     like = read_pretrained(run)
     like = replace(like, config=replace(like.config, channels=12))
     torch.save({"model": dict(random_weights(like).weights)}, tmp_path / "12.pth")
-    for i in range(16):
-        path = tmp_path / "images" / "ab"[i % 2] / f"{i}.npy"
+    tests = [tmp_path / "test" / "ab"[i % 2] / f"{i:02d}.npy" for i in range(16)]
+    for path in tests:
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(path, np.random.default_rng(i).normal(size=(12, 40, 40)).astype(np.float32))
-    images = ["--data", str(tmp_path / "images"), "--test", str(tmp_path / "images")]
-    argv = ["finetune", str(tmp_path / "12.pth"), *images, *ARGV, "--out", str(tmp_path / "out")]
-    assert tune([*argv, "--epochs", "1", "--warmup-steps", "0"]) == 0
-    assert records(tmp_path / "out", "scores")[0]["test_images"] == 16
+        np.save(path, np.random.randn(12, 40, 40).astype(np.float32))
+    shutil.copytree(tmp_path / "test", tmp_path / "train")
+    tests[15].write_bytes(b"nothing")
+    argv = command(tmp_path / "12.pth", tmp_path, tmp_path / "out", "--epochs 1 --warmup-steps 0")
+    assert probe.main(argv) == 0
+    assert f"1 of 16 held-out images cannot be read: {tests[15]}" in capsys.readouterr().out
+    (found,) = records(tmp_path / "out", "scores")
+    assert (found["test_images"], found["bad_test_images"]) == (15, 1)
+    for path in tests:
+        path.write_bytes(b"nothing")
+    assert probe.main([*argv, "--out", str(tmp_path / "other")]) == 2
+    error = capsys.readouterr().err
+    assert f"none of the 16 images in --test {tmp_path}" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (["--freeze-blocks", "3"], "--freeze-blocks 3: the model has 2 blocks"),
-        (["--test", "nowhere"], "there is no folder nowhere: give --test the folder of images"),
-        (["--out", "{run}"], "holds the pretrained model: give another folder"),
-        (["--img-size", "33"], "image size 33 is not a multiple of the patch size 8"),
-        (["--tp", "2"], "unrecognized arguments: --tp 2"),
-        (["--group", "2", "--mode", "ddp"], "--group is for --mode hybrid"),
-        (["--data", "{trees}/test"], "has classes that {trees}/test does not have: desert"),
-        (["--test", "{trees}/test/ice"], "has images outside of a folder of their class"),
+        ("--freeze-blocks 3", "--freeze-blocks 3: the model has 2 blocks"),
+        ("--test nowhere", "there is no folder nowhere: give --test the folder of images"),
+        ("--out {run}", "holds the pretrained model: give another folder"),
+        ("--img-size 33", "image size 33 is not a multiple of the patch size 8"),
+        ("--tp 2", "unrecognized arguments: --tp 2"),
+        ("--data {trees}/test --test {trees}/train", "classes that {trees}/test does not have: de"),
+        ("--test {trees}/test/ice", "has images outside of a folder of their class"),
     ],
 )
-def test_a_wrong_command_gets_one_sentence(run, trees, tmp_path, capsys, tune, wrong, sentence):
-    argv = command(run, trees, tmp_path / "out")
-    argv += [text.format(run=run, trees=trees) for text in wrong]
-    if "--data" in wrong:
-        argv += ["--test", f"{trees}/train"]
+def test_a_wrong_command_gets_one_sentence(run, trees, tmp_path, capsys, wrong, sentence):
     with suppress(SystemExit):
-        assert tune(argv) == 2
+        line = command(run, trees, tmp_path / "out", wrong.format(run=run, trees=trees))
+        assert probe.main(line) == 2
     error = capsys.readouterr().err
     assert sentence.format(trees=trees) in error and error.count("\n") == 1, error

@@ -33,12 +33,12 @@ LIMITS = {
     "train_fsdp.py": 270,
     "checkpoint.py": 504,
     "launch_frontier.sh": 190,
-    "runtime/": 3057,
-    "tests/": 10400,
+    "runtime/": 3026,
+    "tests/": 10120,
     "storage/": 610,
     "planner/": 1350,
     "sweeps/": 663,
-    "downstream/": 1530,
+    "downstream/": 1497,
 }
 
 

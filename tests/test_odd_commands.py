@@ -124,9 +124,9 @@ def test_the_annotations_of_the_table_say_how_its_flags_are_read():
 @pytest.mark.parametrize(
     ("flags", "cpu_flags", "precision"),
     [
-        ("--device cpu", "fpu avx512_bf16 bmi1", "bf16"),
+        ("--device cpu", "fpu avx512_bf16 amx_bf16", "bf16"),
+        ("--device cpu", "fpu avx512_bf16 bmi1", "fp32"),
         ("--device cpu", "fp asimd bf16 i8mm", "bf16"),  # ARM
-        ("--device cpu", "fpu avx2 avx512f", "fp32"),
         ("--device cpu", None, "fp32"),  # not Linux
         ("--dry-run --world-size 8", "fpu avx2", "bf16"),
         ("--dry-run --world-size 8 --device cpu", "fpu avx2", "fp32"),

@@ -3,14 +3,14 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 from PIL import Image
-from ranks import files_limited
-from test_pretrained import run  # noqa: F401 # a fixture
+from ranks import NANO, files_limited
 from torchvision.transforms import v2
 
 import data
@@ -35,36 +35,24 @@ def test_the_crop_is_that_of_torchvision_and_the_images_come_in_order(exact):
         expected = v2.functional.resized_crop(whole, *crop, [24, 24], v2.InterpolationMode.BICUBIC)
         assert torch.equal(pixels, expected) == exact  # not exact: decoded at a smaller scale
         assert (pixels.float() - expected.float()).abs().mean() < 2.5  # of 255
-    side = images.centre_crop(300, 256)
-    assert side == (16, 38, 224, 224)
+    assert images.centre_crop(300, 256) == (16, 38, 224, 224)
 
 
 def test_a_broken_image_is_left_out_and_workers_and_ranks_change_nothing(tmp_path):
     for i, tile in enumerate(sorted(TILES.glob("*/*_01.jpg"))):
-        (tmp_path / "ab"[i % 2]).mkdir(exist_ok=True)
-        shutil.copy(tile, tmp_path / "ab"[i % 2] / f"{i}.jpg")
-    (tmp_path / "a" / "2.jpg").write_bytes(b"not an image")
-    np.save(tmp_path / "b" / "1.npy", np.zeros((4, 9, 9), np.uint8))
+        shutil.copy(tile, tmp_path / f"{i}.jpg")
+    (tmp_path / "2.jpg").write_bytes(b"not an image")
+    np.save(tmp_path / "1.npy", np.zeros((4, 9, 9), np.uint8))
     files = data.scan(str(tmp_path))
     one, two = ([*images.open_eval_loader(files, 32, 2, n)] for n in (0, 2))
     broken = {files.names[i]: reason for b in one for i, reason in b.bad}
-    assert broken.keys() == {"a/2.jpg", "b/1.npy"} and "4 channels" in broken["b/1.npy"]
+    assert broken.keys() == {"2.jpg", "1.npy"} and "4 channels" in broken["1.npy"]
     assert sum(len(b.indices) for b in one) == len(files) - 2
     for left, right in zip(one, two, strict=True):
         assert torch.equal(left.images, right.images) and left[2:] == right[2:]
     ranks = [images.open_eval_loader(files, 32, 2, 0, share=(rank, 3)) for rank in range(3)]
     dealt = [batch[2:] for step in zip(*ranks, strict=True) for batch in step]
-    assert dealt[: len(one)] == [batch[2:] for batch in one]
-    assert all(rest == ([], []) for rest in dealt[len(one) :])
-
-
-def test_noise_is_of_the_seed_and_the_index_alone():
-    state = torch.get_rng_state()
-    noise = images.fixed_noise(3, [5, 9, 5], 16)
-    assert torch.equal(noise[0], noise[2]) and not torch.equal(noise[0], noise[1])
-    assert not torch.equal(noise[1:2], images.fixed_noise(4, [9], 16))
-    assert torch.equal(noise.sort(1).values, torch.arange(16.0).expand(3, -1))
-    assert torch.equal(state, torch.get_rng_state())
+    assert dealt == [batch[2:] for batch in one] + [([], [])] * (-len(one) % 3)
 
 
 def columns(pixels: torch.Tensor, prediction: torch.Tensor | None, norm_pix: bool = False):
@@ -74,7 +62,8 @@ def columns(pixels: torch.Tensor, prediction: torch.Tensor | None, norm_pix: boo
     removed = (torch.arange(16).expand(2, -1) % 5 > 0).float()
     if prediction is None:
         prediction = vit.patchify(data.normalize(pixels, stats), 8)
-    shown = reconstruct.reconstructions(pixels, prediction, removed, 8, norm_pix, stats)
+    about = SimpleNamespace(config=NANO, norm_pix_loss=norm_pix, stats=stats)
+    shown = reconstruct.reconstructions(about, pixels, prediction, removed)
     grid = removed.reshape(2, 1, 4, 4).bool()
     return shown, grid.repeat_interleave(8, 2).repeat_interleave(8, 3)
 
@@ -98,37 +87,30 @@ def test_nothing_of_a_removed_patch_is_in_the_picture(norm_pix):
     prediction = torch.randn(2, 16, 192)
     shown, hole = columns(pixels, prediction, norm_pix)
     again, _ = columns(torch.where(hole, others, pixels), prediction, norm_pix)
-    same = [torch.equal(shown[:, i], again[:, i]) for i in range(5)]
-    assert same == [False, True, True, True, True]
+    assert not torch.equal(shown[:, 0], again[:, 0]) and torch.equal(shown[:, 1:], again[:, 1:])
 
 
 def test_a_removed_patch_gets_the_mean_of_visible_ones_nearby():
+    """Weighted by 1 / distance^4; mean colours are enlarged as by Pillow."""
     target, removed = torch.randn(1, 16, 192), torch.ones(1, 16)
     removed[0, [0, 15]] = 0
-    mean, deviation = reconstruct.estimate_statistics(target, removed)
-    torch.testing.assert_close(mean[0, 0, 0], target[0, 0].mean())
-    torch.testing.assert_close(deviation[0, 0, 0], target[0, 0].std())
-    near, far = 1, 1 / (3**2 + 2**2) ** 2  # patch 1: one step from 0, (3, 2) from 15
-    by_hand = (near * mean[0, 0] + far * mean[0, 15]) / (near + far)
-    torch.testing.assert_close(mean[0, 1], by_hand)
-    # without a model: mean colours, filled in the same way, enlarged as Pillow does
-    colours = target.reshape(16, 64, 3).mean(1).numpy()
     rows, places = np.divmod(np.arange(16), 4)
     distance = np.hypot(rows[:, None] - rows[[0, 15]], places[:, None] - places[[0, 15]])
     share = np.maximum(distance, 1) ** -4.0
     share[[0, 15]] = np.eye(2)
-    grid = (share @ colours[[0, 15]] / share.sum(1, keepdims=True)).astype(np.float32)
+    share = torch.tensor(share / share.sum(1, keepdims=True), dtype=torch.float32)  # (16, 2)
+    shown = target[0, [0, 15]]
+    mean, deviation = reconstruct.estimate_statistics(target, removed)
+    torch.testing.assert_close(mean[0, :, 0], share @ shown.mean(1))
+    torch.testing.assert_close(deviation[0, :, 0], share @ shown.std(1))
+    grid = (share @ shown.reshape(2, 64, 3).mean(1)).numpy()
     for c, plane in enumerate(reconstruct.interpolate(target, removed, 8)[0].numpy()):
         small = Image.fromarray(grid[:, c].reshape(4, 4))
         larger = np.asarray(small.resize((32, 32), Image.Resampling.BILINEAR))
         np.testing.assert_allclose(plane, larger, atol=1e-5)
 
 
-def test_the_picture_shows_the_model_beside_interpolation_with_the_psnr_of_both(
-    run,  # noqa: F811
-    tmp_path,
-    capsys,
-):
+def test_the_picture_has_the_psnr_of_the_model_and_of_interpolation(run, tmp_path, capsys):
     out = tmp_path / "picture.png"
     line = ["reconstruct", str(run[0]), "--data", str(TILES), "--images", "4", "--seed", "7"]
     assert probe.main([*line, "--out", str(out)]) == 0
@@ -154,7 +136,7 @@ def test_the_picture_shows_the_model_beside_interpolation_with_the_psnr_of_both(
     assert len(rows) == 5 and np.allclose(means[:4].mean(axis=0), means[4], atol=0.01)
 
 
-def test_errors_are_one_sentence_and_leave_the_picture_before(run, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_errors_are_one_sentence_and_leave_the_picture_before(run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("bad").mkdir()
     Path("bad/a.jpg").write_bytes(b"no image")
@@ -167,7 +149,6 @@ def test_errors_are_one_sentence_and_leave_the_picture_before(run, tmp_path, cap
         assert error.startswith("probe.py: error: ") and words in error and error.count("\n") == 1
         assert Path("reconstruct.png").read_bytes() == b"before" and len([*tmp_path.iterdir()]) == 2
 
-    refused(["reconstruct", "nowhere", "--data", str(TILES)], "there is no nowhere")
     refused([*line[:3], "nowhere"], "there is no folder nowhere")
     refused([*line[:3], "bad"], "none of the 1 images")
     refused([*line, "--mask-ratio", "0"], "removes no patch")
