@@ -2,7 +2,7 @@
 
 Run them from the top folder as `python -m benchmarks.NAME`.
 
-step: a training step against transformers and timm (`peers`). sharded: the same on several ranks
-against DDP of transformers. gpu: all sizes on one GPU. data: images per second against torchvision.
-checkpoint: saving and loading against plain files.
+step: a training step against transformers. sharded: the same on several ranks against plain
+fully_shard. data: images per second against torchvision. checkpoint: saving and loading against
+plain files. gpu: all sizes on one GPU.
 """

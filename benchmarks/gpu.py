@@ -68,7 +68,7 @@ def parts(device: str, model: str) -> list[Part]:
         Part("grid", "sizes and options, one rank", 170, (speed, "grid", *on, *small)),
         Part("sharded", "a rank of eight", 80, (speed, "sharded", *on, *(small or large))),
         Part("loop", "train_fsdp.py itself", 70, (speed, "loop", *on, *small)),
-        Part("peers", "beside transformers and timm", 70, (speed, "peers", *on, *small)),
+        Part("peers", "beside transformers", 70, (speed, "peers", *on, *small)),
     ]
 
 

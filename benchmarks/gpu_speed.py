@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_speed grid      # one rank: sizes x compile x activation checkpointing
     python -m benchmarks.gpu_speed sharded   # the memory of a rank of eight, on this one GPU
     python -m benchmarks.gpu_speed loop      # train_fsdp.py itself: its log, its data loader
-    python -m benchmarks.gpu_speed peers     # the step beside those of transformers and timm
+    python -m benchmarks.gpu_speed peers     # the step beside that of transformers
 
 `benchmarks.gpu` calls them. They print one line of JSON for each case. A rank of eight is simulated
 by PyTorch's fake process group: its collectives send nothing and its gathered parameters are
@@ -224,18 +224,16 @@ def loop(model: str, img_size: int, batch: int, device: torch.device) -> None:
 
 
 def peers(model: str, img_size: int, batch: int, device: torch.device) -> None:
-    """Time one step against those of transformers and timm, in rounds, eager and compiled."""
-    from benchmarks import step  # here: it needs both libraries
+    """Time one step against that of transformers, in rounds, eager and compiled."""
+    from benchmarks import step  # here: it needs that library
 
-    names = ["ddp", "transformers", "timm"]
     for compiled in (False, True) if device.type == "cuda" else (False,):
-        case = step.Case(model, img_size, batch, device.type, "bf16", compiled, 1)
-        found = step.measure(case, names, rounds=6 if device.type == "cuda" else 1, memory=False)
-        seconds = {name: statistics.median(found[name]["step"]) for name in names}
-        for peer in names[1:]:
-            how = f"{'compiled' if compiled else 'eager'}, beside {peer}"
-            ratio, rate = seconds[peer] / seconds["ddp"], batch / seconds["ddp"]
-            emit("peers", how, True, ratio=ratio, images_per_second=rate, batch=batch)
+        flags = {"mode": "ddp", "precision": "bf16", "compile": compiled, "device": device.type}
+        config = Config(model, img_size, batch=batch, **flags)
+        found = step.measure(config, rounds=6 if device.type == "cuda" else 1)
+        ours, theirs = (statistics.median(found[name]) for name in (step.OURS, step.THEIRS))
+        name = "compiled" if compiled else "eager"
+        emit("peers", name, True, ratio=ours / theirs, images_per_second=ours, batch=batch)
 
 
 def main() -> None:

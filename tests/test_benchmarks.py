@@ -1,9 +1,12 @@
-"""The benchmarks of the step run at tiny shapes, and what they compare is the same computation."""
+"""The benchmarks run in small."""
 
 import json
+import re
 
 import pytest
 from ranks import python
+
+TORCHRUN = "torch.distributed.run --standalone --nproc-per-node 2 -m"
 
 
 def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
@@ -18,7 +21,16 @@ def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
 
 
 @pytest.mark.full
-def test_the_step_is_compared_with_the_peers():
-    quick = "--model tiny --device cpu --img-size 32 --rounds 1 --threads 1 --batch 2"
-    out = python("-m", "benchmarks.step", *quick.split())
-    assert "x transformers" in out and "x timm" in out
+@pytest.mark.parametrize(
+    ("command", "rows"),
+    [
+        ("benchmarks.step --model tiny --img-size 32 --batch 2 --rounds 1 --precision fp32", 4),
+        (f"{TORCHRUN} benchmarks.sharded --img-size 32 --batch 2 --rounds 1", 4),
+        ("benchmarks.data --images 64 --rounds 1 --steps 2", 8),
+        ("benchmarks.checkpoint --model tiny --repeat 1 --dir {}", 6),
+    ],
+)
+def test_each_comparison_prints_its_rows_and_no_warning(command, rows, tmp_path):
+    out = python("-m", *command.format(tmp_path).split())
+    found = re.findall(r"^\w.*  [\d.e+-]+(?: +\d+\.\d\d){3}$", out, re.MULTILINE)
+    assert len(found) == rows and "Warning" not in out, out
