@@ -8,6 +8,7 @@ import shutil
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,13 @@ import torch
 import transformers
 from ranks import NANO, NANO_ARGV, Run, files_limited, run_ranks
 from timm.layers import resample_abs_pos_embed
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 import checkpoint
 import convert
 import data
 import vit
-from benchmarks.peers import TimmMAE
 from downstream.weights import build_pretrained, random_weights, read_pretrained
 
 MODELS = {
@@ -126,15 +127,36 @@ def test_positions_are_resampled_as_by_timm(run):
 # --- the three layouts
 
 
+def of_timm_parts() -> nn.Module:
+    """A masked autoencoder with the names of the official release."""
+    c, norm = NANO, partial(nn.LayerNorm, eps=1e-6)
+    settings = {"embed_dim": c.width, "depth": c.depth, "num_heads": c.heads, "num_classes": 0}
+    model = VisionTransformer(32, c.patch, mlp_ratio=2.1, **settings, norm_layer=norm)
+    model.mask_token = nn.Parameter(torch.randn(1, 1, c.decoder_width))
+    model.decoder_pos_embed = nn.Parameter(torch.randn(1, 17, c.decoder_width))
+    model.decoder_embed = nn.Linear(c.width, c.decoder_width)
+    sizes = c.decoder_width, c.decoder_heads
+    blocks = (Block(*sizes, qkv_bias=True, norm_layer=norm) for _ in range(c.decoder_depth))
+    model.decoder_blocks = nn.Sequential(*blocks)
+    model.decoder_norm = norm(c.decoder_width)
+    model.decoder_pred = nn.Linear(c.decoder_width, 3 * c.patch**2)
+    return model.eval()
+
+
 def test_official_layout(capsys):
     """Held against the names of the release, on blocks of timm."""
     write_source()
     line = converted(capsys, "source.pth", "model.pth", "--to", "official")
-    (images, noise), theirs = sample(NANO), TimmMAE(NANO, 32, 0.75)
-    eval(line, {"torch": torch, "model": theirs})
-    torch.save({"model": theirs.state_dict(), "epoch": 3}, "back.pth")
-    for name in "model.pth", "back.pth":
-        assert_close(build(name)(images, 0.75, noise)[0], theirs(images, noise))
+    (images, _), every = sample(NANO), torch.arange(16).expand(2, -1)
+    files = {"model.pth": of_timm_parts(), "back.pth": of_timm_parts()}
+    eval(line, {"torch": torch, "model": files["model.pth"]})
+    torch.save({"model": files["back.pth"].state_dict(), "epoch": 3}, "back.pth")
+    for name, theirs in files.items():
+        tokens = features(build(name), images)
+        assert_close(tokens, theirs.forward_features(images))
+        x = theirs.decoder_embed(tokens) + theirs.decoder_pos_embed
+        predicted = theirs.decoder_pred(theirs.decoder_norm(theirs.decoder_blocks(x)))[:, 1:]
+        assert_close(build(name).decode(tokens, every), predicted)
 
 
 CASES = [("nano", 4), ("nano", 7), ("channels", 4), ("gated", 4)]  # patches along a side
