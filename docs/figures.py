@@ -388,7 +388,7 @@ def draw_units(path: str) -> Figure:
     ]
     figure, (panel,) = new_figure(8.4, 3.8)
     span = (end_of(step) - start["ts"]) / 1e3
-    free_from = dict.fromkeys(LANES, 0.0)  # where the next label of a lane may begin
+    free_from = dict.fromkeys(LANES, -np.inf)  # where the next label of a lane may begin
     for lane, begin, end, text in boxes:
         i, left, width = LANES.index(lane), (begin - start["ts"]) / 1e3, (end - begin) / 1e3
         panel.barh(
