@@ -315,26 +315,26 @@ def test_a_pack_takes_the_statistics_of_its_source_along(tmp_path):
 
 # --- TIFF of many bands
 
-AS_IT_IS, LAST_FIRST, ONE = (lambda a: a), (lambda a: a.transpose(2, 0, 1)), (lambda a: a[None])
 INTERLEAVED, PLANAR = {"planarconfig": "contig"}, {"planarconfig": "separate"}
 RGBX = {"photometric": "rgb", "extrasamples": [0]}
-# name: (shape of one image, dtype, options of tifffile, the array that is meant)
+# name: (shape of one image, dtype, options of tifffile)
 BANDS = {
-    "planar": ((13, 20, 24), "u2", PLANAR, AS_IT_IS),
-    "by pixel": ((20, 24, 13), ">u2", INTERLEAVED, LAST_FIRST),
-    "a page each": ((13, 20, 24), "u2", {}, AS_IT_IS),
-    "two bands": ((20, 24, 2), "f4", INTERLEAVED, LAST_FIRST),
-    "one of floats": ((20, 24), "f4", {}, ONE),
-    "signed": ((20, 24), "i2", {}, ONE),
-    "RGB and infrared": ((20, 24, 4), "u1", RGBX, LAST_FIRST),
+    "planar": ((13, 20, 24), "u2", PLANAR),
+    "by pixel": ((20, 24, 13), ">u2", INTERLEAVED),
+    "a page each": ((13, 20, 24), "u2", {}),
+    "two bands": ((20, 24, 2), "f4", INTERLEAVED),
+    "one of floats": ((20, 24), "f4", {}),
+    "signed": ((20, 24), "i2", {}),
+    "RGB and infrared": ((20, 24, 4), "u1", RGBX),
 }
 
 
-def write_tiff(path, seed, shape, dtype, options, meant):
+def write_tiff(path, seed, shape, dtype, options):
+    """Write an image whose shortest axis are the bands; the array (C, H, W) that is meant."""
     path.parent.mkdir(parents=True, exist_ok=True)
     array = np.random.default_rng(seed).integers(0, 120, shape).astype(dtype)
     tifffile.imwrite(path, array, **{"photometric": "minisblack"} | options)
-    return meant(array)
+    return np.moveaxis(array, np.argmin(shape), 0) if array.ndim == 3 else array[None]
 
 
 def test_tiff_of_many_bands_is_packed_as_arrays(tmp_path):
@@ -382,8 +382,8 @@ def test_without_tifffile_one_sentence_says_what_to_type(tmp_path, monkeypatch, 
 def test_a_tree_of_thirteen_bands_trains_after_one_command(tmp_path, capsys, caplog):
     root, pack = tmp_path / "tiff", tmp_path / "packed"
     for i in range(32):
-        kind = list(BANDS)[i % 3]
-        write_tiff(root / f"class{i % 2}/{i:02}.tif", i, *BANDS[kind])
+        kind = list(BANDS.values())[i % 3]
+        write_tiff(root / f"class{i % 2}/{i:02}.tif", i, *kind)
     assert prepare.main(["scan", str(root), "--out", f"{tmp_path}/bad.csv", "--workers", "1"]) == 1
     assert "`prepare.py pack` reads TIFF of many bands" in capsys.readouterr().out
     assert not caplog.records  # of Pillow, for each image
