@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -31,6 +31,7 @@ SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # of crops, width : height
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
 Image.MAX_IMAGE_PIXELS = 2**29  # Pillow refuses images of twice as many: 4 GiB decoded
+TiffImagePlugin.logger.setLevel("CRITICAL")  # it prints what `open_image` raises
 
 
 class ChannelStats(NamedTuple):
@@ -125,14 +126,13 @@ class ImageOrder:
     def __init__(self, images: int, global_batch: int, seed: int) -> None:
         self.images, self.seed = images, seed
         self.epoch_samples = steps_per_epoch(images, global_batch) * global_batch
-        self.epoch, self.permutation = -1, np.empty(0, np.int32)
+        self.epoch, self.permutation = -1, np.empty(0, np.int64)
 
     def image_at(self, position: int) -> int:
         """Return the index of the image at `position`."""
         epoch, offset = divmod(position, self.epoch_samples)
         if epoch != self.epoch:
-            everything = np.arange(self.images, dtype=np.int32)
-            self.permutation = np.random.default_rng((self.seed, epoch)).permutation(everything)
+            self.permutation = np.random.default_rng((self.seed, epoch)).permutation(self.images)
             self.epoch = epoch
         return int(self.permutation[offset])
 

@@ -6,8 +6,7 @@
     python prepare.py pack SRC DST --max-side 512    tar shards with an index; --data DST trains
 
 A parallel file system serves a hundred large files better than a million small ones: pack where you
-can, from a login node or a job of one node. `pack` can be stopped; the same command resumes it. The
-parts of these commands are in storage/.
+can, from a login node or a job of one node. The parts of these commands are in storage/.
 """
 
 import argparse
@@ -68,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             files = save_index(list_images(folder, print), f"{folder}.index")
             print(f"{folder}.index: {len(files)} images, {len(files.classes)} classes")
     except KeyboardInterrupt:
-        resume = "; run the same command to resume" if args.command == "pack" else ""
-        print(f"prepare.py: interrupted{resume}", file=sys.stderr)
+        print("prepare.py: interrupted", file=sys.stderr)
         return 130
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         print(f"prepare.py: error: {error}", file=sys.stderr)

@@ -139,7 +139,7 @@ def end_run(child: subprocess.Popen) -> None:
         child.wait()
 
 
-def command_of(row: Row, script: Path, out: Path) -> tuple[list[str], dict[str, str]]:
+def command_of(row: Row, out: Path) -> tuple[list[str], dict[str, str]]:
     """Return the command line and the environment of a run, here or in a task of a job array."""
     words = [*row["words"], "--resume", "none", "--save-every", "none", "--out", str(out)]
     environ = {"OMP_NUM_THREADS": "1"} | os.environ
@@ -153,7 +153,7 @@ def command_of(row: Row, script: Path, out: Path) -> tuple[list[str], dict[str, 
         return ["bash", str(HERE / "launch_frontier.sh"), *words], environ
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     start = [*torchrun, str(row["ranks"]), "--"] if row["ranks"] > 1 else []
-    return [sys.executable, *start, str(script), *words], environ
+    return [sys.executable, *start, str(TRAIN), *words], environ
 
 
 def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
@@ -165,7 +165,7 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
         folder.mkdir(parents=True)
     except FileExistsError:  # another sweep, or task of an array, was faster
         return results.with_state(out, row)
-    command, environ = command_of(row, args.script, folder)
+    command, environ = command_of(row, folder)
     result: Row = {"host": os.uname().nodename}
     result["cores"] = int(environ.get("SLURM_CPUS_ON_NODE") or mesh.process_cores())
     started, late = time.time(), False
@@ -232,14 +232,10 @@ def print_states(out: Path) -> Counter[str]:
 def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     """Plan the points, run or submit those that have not begun; return the exit status."""
     in_slurm, machine = args.sbatch is not None, args.machine
-    if in_slurm and args.script != TRAIN:
-        raise ValueError("--sbatch runs launch_frontier.sh, and that train_fsdp.py: no --script")
     if in_slurm and not machine and not args.memory_gib:
         machine = os.environ.get("MACHINE") or os.environ.get("LMOD_SYSTEM_NAME")
         if machine != "frontier":  # the rule of launch_frontier.sh
             raise ValueError("not on Frontier: --machine NAME of `plan.py --machines`, or a file")
-    if not args.script.is_file():
-        raise ValueError(f"{args.script} not found: --script names what each point runs")
     out = (args.out or Path(f"sweep_{Path(args.what).stem}")).resolve()
     rows = [plan_point(p, machine, args.memory_gib) for p in choose_points(args, words)]
     out.mkdir(parents=True, exist_ok=True)
@@ -304,7 +300,6 @@ def build_parser() -> config.Parser:
     add("--limit", type=limit, default=900, metavar="SECONDS", help="per point (default 900)")
     add("--try", action="store_true", dest="try_all", help="run what plan.py says cannot fit")
     add("--retry", action="store_true", help="run again what failed, timed out or did not end")
-    add("--script", type=path, default=TRAIN, metavar="FILE", help="what each point runs")
     return parser
 
 

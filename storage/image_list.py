@@ -100,8 +100,7 @@ def list_images(root: str, say: Callable[[str], None]) -> ImageList:
     np.maximum.at(ends, files.table["shard"], files.table["start"] + files.table["size"])
     for name, end in zip(files.shards, ends, strict=True):
         if size(name) < end:
-            what = "is missing or truncated: run prepare.py pack again, it resumes"
-            raise ValueError(f"{root}/{name} {what}")
+            raise ValueError(f"{root}/{name} is missing or truncated: pack the images again")
     return files
 
 

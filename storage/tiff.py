@@ -1,7 +1,6 @@
 """Read TIFF of any number of bands, as GeoTIFF often is, by the package tifffile."""
 
 import io
-import logging
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,6 @@ def read_bands(content: bytes) -> np.ndarray | None:
 
 def _is_picture(content: bytes) -> bool:
     """Tell whether Pillow reads all that is in a TIFF: grey, RGB, CMYK, with alpha or without."""
-    logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)  # it prints what it refuses
     try:
         image: Any = Image.open(io.BytesIO(content))
     except UnidentifiedImageError:

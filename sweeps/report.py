@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from storage.safe_files import replacing
 from sweeps import results
 from sweeps.results import ADVICE, SETTINGS, Limit, Row, find_limits, group_by, noise, step_seconds
 
@@ -239,5 +240,6 @@ def write_page(folders: Sequence[Path], out: Path | None) -> None:
         out = folders[0] if one else Path(f"sweep_{name}")
     figures = draw_figures(rows, out / "figures")
     results.write_lines(out / "results.jsonl", rows)
-    (out / "report.md").write_text("\n".join(page_lines(rows, figures, out)) + "\n")
+    with replacing(f"{out}/report.md") as stream:
+        stream.writelines(f"{line}\n".encode() for line in page_lines(rows, figures, out))
     print(f"report: {out / 'report.md'}")

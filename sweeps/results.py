@@ -7,7 +7,6 @@ is enough for another report.
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from runtime.config import names
+from storage.safe_files import replacing
 
 Row = dict[str, Any]
 
@@ -34,9 +34,8 @@ WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, compilers
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
     """Write rows as JSON, one a line, completely or not at all."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    new.replace(path)
+    with replacing(str(path)) as stream:
+        stream.writelines(f"{json.dumps(row)}\n".encode() for row in rows)
 
 
 def read_lines(path: Path) -> list[Row]:

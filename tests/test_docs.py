@@ -216,7 +216,7 @@ def test_every_command_runs(tmp_path):
     run(f"{ranks} --model {SMALL} --data out/tiles --out out/demo")
     ran = 0
     for text in (PAGES["docs/downstream.md"], MANUAL, README.split("\n## The code\n")[1]):
-        run("rm -rf out/step_* out/done")  # of a page before, in the default --out
+        run("rm -rf out/step_* out/done out/pack")  # of a page before
         for shell in [content for language, content in blocks(text) if language == "bash"]:
             lines = shell.replace("\\\n", " ").splitlines()
             here = [small(s.split(" #")[0]) for s in lines if s and not ELSEWHERE.search(s)]
