@@ -34,7 +34,7 @@ LIMITS = {
     "checkpoint.py": 504,
     "launch_frontier.sh": 190,
     "runtime/": 3026,
-    "tests/": 9738,
+    "tests/": 9888,
     "storage/": 587,
     "planner/": 1350,
     "sweeps/": 663,

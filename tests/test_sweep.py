@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+import slow
 from conftest import ROOT
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from ranks import single_environment
+from ranks import on_ranks, single_environment
 
 import plan
 import sweep
@@ -376,6 +377,28 @@ def test_a_point_of_two_ranks_runs_under_torchrun(tmp_path):
     (found,) = results.read_rows(tmp_path / "out")
     assert (found["state"], found["world_size"], found["mode"]) == ("done", 2, "full_shard")
     assert found["images_per_second"] > 0 and found["load_after"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_limit_is_right_where_the_cause_is_known(tmp_path, monkeypatch):
+    """A slow disk, slow links, a slow model, found by real, syn, io and one rank alone."""
+    monkeypatch.setenv("SLOW_RUNS", str(tmp_path))
+    points = [(1, "syn"), (2, "real"), (2, "syn"), (2, "io")]
+    for cause in slow.CAUSES:
+        for world, run in points:
+            (tmp_path / cause / f"{world}-{run}" / "1").mkdir(parents=True)
+    for world in (1, 2):
+        on_ranks(world, slow.slow_runs, tmp_path / f"on {world}")
+    for cause in slow.CAUSES:
+        rows = []
+        for world, run in points:
+            log = results.read_log(tmp_path / cause / f"{world}-{run}" / "1" / "log.jsonl")
+            assert results.outcome(0, log, "", False)[0] == "done"
+            known = {"studies": ["io"], "state": "done", "nodes": 1, "id": f"{world}-{run}"}
+            rows.append(results.measured(log) | known)
+        found = {some[0]["world_size"]: limit for some, limit in results.find_limits(rows)}
+        assert found[2].word == cause, (cause, found)
 
 
 # --- Slurm

@@ -1,0 +1,77 @@
+"""Train with train_fsdp.main, slowed down by a known cause.
+
+`slow_runs` runs on each rank, by `ranks.on_ranks`: every cause and kind of run in the same
+processes. They write to $SLOW_RUNS: CAUSE/WORLD-RUN/1/log.jsonl.
+"""
+
+import contextlib
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+from ranks import agreed_port
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import data
+import train_fsdp
+import vit
+from runtime import step_profile
+
+CAUSES = ("input", "communication", "compute")
+FLAGS = shlex.split(
+    "--model tiny --img-size 32 --device cpu --precision fp32 --batch 4 --steps 8 --log-every 2 "
+    "--workers 0 --resume none --save-every none"
+)
+
+
+class Links(TorchDispatchMode):
+    """Delay every collective by 100 ms."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if step_profile.kind_of(func):
+            time.sleep(0.1)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def slowed(cause: str) -> Iterator[None]:
+    """Slow down the disk, the links or the model.
+
+    Only for a loader without workers: those are processes of their own.
+    """
+    step, forward, index = train_fsdp.train_step, vit.Block.forward, data.ImageOrder.image_at
+
+    def over_slow_links(*args, **kwargs):
+        with Links():
+            return step(*args, **kwargs)
+
+    def slow_block(self, *args):
+        time.sleep(0.06)
+        return forward(self, *args)
+
+    def slow_disk(self, position):
+        time.sleep(0.15)
+        return index(self, position)
+
+    with {
+        "input": patch.object(data.ImageOrder, "image_at", slow_disk),
+        "communication": patch.object(train_fsdp, "train_step", over_slow_links),
+        "compute": patch.object(vit.Block, "forward", slow_block),
+    }[cause]:
+        yield
+
+
+def slow_runs() -> None:
+    """Run real, syn and io for each cause on several ranks, syn on one."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for cause in CAUSES:
+        for run in ("real", "syn", "io") if world > 1 else ("syn",):
+            out = Path(os.environ["SLOW_RUNS"], cause, f"{world}-{run}", "1")
+            os.environ["MASTER_PORT"] = agreed_port(out, rank)
+            mode = "full_shard" if world > 1 else "no_shard"
+            with slowed(cause):
+                argv = [*FLAGS, "--mode", mode, "--run", run, "--out", str(out)]
+                assert train_fsdp.main(argv) == 0
