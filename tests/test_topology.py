@@ -1,15 +1,12 @@
 """runtime/topology.py: the table of ranks, devices that two share, the timed all-gather."""
 
 import os
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
-from ranks import join, on_ranks
+from ranks import join, on_ranks, python
 
 import mesh
 from runtime import topology
@@ -93,11 +90,8 @@ def test_the_command_prints_our_lines_and_no_other(tmp_path):
     flags = "--device cpu --mode full_shard --model 3b --data images --resume PATH"
     launch = "-m torch.distributed.run --standalone --nproc-per-node 2 -m runtime.topology"
     (tmp_path / "images").mkdir()
-    command = [sys.executable, *launch.split(), *flags.split()]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(command, cwd=tmp_path, env=env, timeout=120, **pipe)
-    first, head, names, *table, last = done.stdout.splitlines()
-    assert done.returncode == 0 and f"torch {torch.__version__}" in first
+    printed = python(*launch.split(), *flags.split(), cwd=tmp_path)
+    first, head, names, *table, last = printed.splitlines()
+    assert f"torch {torch.__version__}" in first
     assert head == "mesh 1 x 2 (replicate x shard): 2 ranks on 1 node" and "host" in names
     assert [row.split()[0] for row in table] == ["0", "1"] and last.startswith("all-gather of 16")
