@@ -264,7 +264,7 @@ def test_what_cannot_be_written_is_one_sentence(
 def test_a_full_disk_is_one_sentence(out, tmp_path, capsys):
     layout = {"model.pth": "official", "folder": "transformers"}.get(out, "timm")
     argv = [str(source(NANO, tmp_path)), str(tmp_path / out), "--to", layout, "--model", SIZE]
-    with files_limited(tmp_path, 0):
+    with files_limited():
         assert convert.main(argv) == 1
     error = capsys.readouterr().err
     assert error.startswith("convert.py: error: ") and error.count("\n") == 1

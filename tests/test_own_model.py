@@ -198,8 +198,23 @@ def cases() -> list[tuple]:
     return found
 
 
+def refuse_unequal_ranks() -> None:
+    """On every rank: another model, values on one alone, other options; a mesh of another shape."""
+    rank = dist.get_rank()
+    models = Language(24 + rank), build_meta() if rank else Language(), Language()
+    for model, ac in zip(models, ("none", "none", ("none", "full")[rank]), strict=True):
+        values = zeros if next(model.parameters()).is_meta else None
+        grid, given = mesh.build_mesh((1, 2), CPU), shard.ShardingOptions(ac=ac)
+        with pytest.raises(RuntimeError, match="given different models"):
+            apply(model, "full_shard", grid, values, given)
+    with pytest.raises(ValueError, match=r"a mesh that begins with \(1, 2\), not Device"):
+        apply(Language(), "full_shard", mesh.build_mesh((2, 1), CPU))
+
+
 def differences() -> dict[tuple, tuple]:
     """On every rank: how far each case is from one process; relative, relative, absolute."""
+    join()
+    refuse_unequal_ranks()
     out, found = Path(os.environ["FOLDER"]), {}
     for i, (name, row, then, optimizer, wrap, dtype) in enumerate(cases()):
         expected, values = plain(name, optimizer, STEPS)
@@ -221,27 +236,6 @@ def differences() -> dict[tuple, tuple]:
         moved = max([(now[n] - value).abs().max().item() for n, value in values.items()] or [0])
         worst = *map(max, zip(*apart, strict=True)), moved
         found[name, row, then, optimizer[0].__name__, wrap, dtype] = worst
-    return found
-
-
-def refuse_unequal_ranks() -> None:
-    """On every rank: another model, values on one alone, other options; a mesh of another shape."""
-    rank = dist.get_rank()
-    models = Language(24 + rank), build_meta() if rank else Language(), Language()
-    for model, ac in zip(models, ("none", "none", ("none", "full")[rank]), strict=True):
-        values = zeros if next(model.parameters()).is_meta else None
-        grid, given = mesh.build_mesh((1, 2), CPU), shard.ShardingOptions(ac=ac)
-        with pytest.raises(RuntimeError, match="given different models"):
-            apply(model, "full_shard", grid, values, given)
-    with pytest.raises(ValueError, match=r"a mesh that begins with \(1, 2\), not Device"):
-        apply(Language(), "full_shard", mesh.build_mesh((2, 1), CPU))
-
-
-def on_two_ranks() -> dict[tuple, tuple]:
-    """Runs on every rank."""
-    join()
-    refuse_unequal_ranks()
-    found = differences()
     dist.destroy_process_group()
     return found
 
@@ -252,7 +246,7 @@ def test_models_of_others_train_as_in_one_process(tmp_path):
 
     Each rank builds its model with another seed: rank 0's values count.
     """
-    for found in on_ranks(2, on_two_ranks, tmp_path):
+    for found in on_ranks(2, differences, tmp_path):
         for case, apart in found.items():
             allowed = (1e-5, 1e-5, 1e-5) if case[-1] == torch.float32 else (0.02, 0.05, 0.02)
             assert all(a <= b for a, b in zip(apart, allowed, strict=True)), (case, apart)
