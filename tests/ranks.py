@@ -170,11 +170,9 @@ def start_ranks(
         processes[-1].start()
     deadline = time.monotonic() + timeout
     try:
-        while any(p.is_alive() for p in processes):
-            failed = [r for r, p in enumerate(processes) if p.exitcode]
-            if failed or time.monotonic() > deadline:
-                time.sleep(2)  # let the others print
-                break
+        while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+            if any(p.exitcode for p in processes):
+                deadline = min(deadline, time.monotonic() + 2)  # let the others print
             time.sleep(0.05)
         failed = [r for r, p in enumerate(processes) if p.exitcode != 0]
         if failed:

@@ -1,7 +1,5 @@
 """The dry run: what it refuses, as a real run does, and what it prints."""
 
-import re
-
 import pytest
 import torch.distributed as dist
 from parity import TILES
@@ -64,9 +62,6 @@ def test_it_is_one_process_without_a_launcher(monkeypatch, capsys):
     assert leave.value.code == 2 and "without torchrun, srun" in capsys.readouterr().err
 
 
-# --- what is printed
-
-
 @pytest.mark.parametrize(
     ("flags", "columns"),
     [
@@ -80,13 +75,9 @@ def test_memory_is_planned_and_simulated(flags, columns, tmp_path, monkeypatch, 
     assert dry(4, flags) == 0
     assert list(tmp_path.iterdir()) == [] and not dist.is_initialized()
     out = capsys.readouterr().out
-    assert "4 ranks on cpu, mesh" in out and "batch: 2 images x 4 ranks x" in out
-    assert ("one step of rank 0, simulated" in out) == (columns == 3)
-    assert ("but only an FSDP2 step is simulated" in out) == (columns == 1)
     table = out.partition("memory per rank, GiB")[2].splitlines()[1:]
     rows = {name: [float(x) for x in sizes] for name, *sizes in map(str.split, table[:7])}
     assert [*rows] == [*dry_run.ROWS, "all"] and len(rows["all"]) == columns
     sums = [sum(column) for column in zip(*(rows[row] for row in dry_run.ROWS), strict=True)]
     assert rows["all"] == pytest.approx(sums, abs=0.0031)
-    assert re.search(r"  all_(reduce|gather): planned \d+ of [\d,]+ bytes", out)
     assert (", simulated " in out.partition(" bytes")[2]) == (columns == 3)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
+from kill import kill
 from ranks import Result, Run, files_limited, run_ranks
 from test_checkpoint import good, names, steps  # noqa: F401 - a fixture
 
@@ -207,3 +208,9 @@ def test_consolidate_leaves_no_partial_file(good, tmp_path, capsys):  # noqa: F8
     with files_limited(20_000):
         assert checkpoint.main(["consolidate", str(good), str(tmp_path / "model.pth")]) == 1
     assert "File too large" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+def test_nothing_is_lost_whatever_kills_a_run(tmp_path):
+    """A handful of the rounds of kill.py, which runs a hundred."""
+    assert kill(3, 2878, tmp_path) == []

@@ -202,7 +202,7 @@ def test_memory_is_that_of_the_tracker(model, world, mode, flags):
     sent = collections.Counter(
         (c.kind, sizes[c.group], c.size)
         for c in seen.collectives
-        if c.size > 1000 and sizes[c.group] > 1  # neither the norm nor the vote
+        if c.size > 10_000 and sizes[c.group] > 1  # neither the norm nor the vote
     )
     expected: collections.Counter = collections.Counter()
     for c in traffic.collectives(found.run):
@@ -441,17 +441,15 @@ def test_compare_sorts_every_mode_and_says_why(capsys):
     assert all("GiB too much in" in line for line in lines if "NO" in line[19:26])
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_explain_begins_with_bytes_per_parameter(offload, capsys):
+@pytest.mark.parametrize(("flags", "kept"), [("", 1), (" --cpu-offload", 0)])
+def test_explain_begins_with_bytes_per_parameter(flags, kept, capsys):
     """--cpu-offload takes them off the GPU where it exists: not under DDP and ZeRO-1."""
-    more = " --cpu-offload" * offload
-    lines = printed(f"--model 1b --world-size 16 --group 4 --explain{more}", capsys)
+    lines = printed(f"--model 1b --world-size 16 --group 4 --explain{flags}", capsys)
     found = {
         " ".join(line.split()[:-4]): [float(x) for x in line.split()[-4:]] for line in lines[2:9]
     }
     assert {name.split()[0] for name in found} == {*shard.STRATEGIES}
     assert found["ddp"] == [4, 4, 8, 16] and found["zero1"][:2] == [4, 4]
-    kept = 0 if offload else 1
     for mode, group in ("no_shard", 1), ("full_shard", 16), ("hybrid 4", 4):
         expected = [kept * size / group for size in (4, 4, 8, 16)]
         assert found[mode] == pytest.approx(expected, abs=0.01)
