@@ -34,7 +34,7 @@ LIMITS = {
     "checkpoint.py": 497,
     "launch_frontier.sh": 190,
     "runtime/": 3046,
-    "tests/": 9677,
+    "tests/": 9673,
     "storage/": 610,
     "planner/": 1350,
     "sweeps/": 663,
