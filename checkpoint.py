@@ -429,31 +429,24 @@ def verify(folder: str | Path) -> int:
     return len(check(Path(folder))[1].state_dict_metadata)
 
 
-def read_model(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Check and read a checkpoint, without ranks -> its manifest, the whole model on the CPU.
-
-    Damaged where it is no sound checkpoint, OSError where a file cannot be read.
-    """
-    reader, tensors = Reader(Path(folder)), dict[str, Tensor]()
-    manifest, reader.index = check(Path(folder))
-    entries: dict[str, Any] = reader.index.state_dict_metadata
-    for name, entry in entries.items():
-        if name.startswith("model."):
-            tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    reader.read(tensors, no_dist=True)
-    return manifest, {name[len("model.") :]: tensor for name, tensor in tensors.items()}
-
-
 def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
-    """Write the model to a new file, for `torch.load(out)["model"]`, and return it.
+    """Write the whole model to a new file, for `torch.load(out)["model"]`, and return it.
 
-    ValueError where `out` exists, Damaged, or OSError.
+    One process, without ranks. ValueError where `out` exists, Damaged, or OSError.
     """
-    out = Path(out)
+    reader, out = Reader(Path(folder)), Path(out)
     if os.path.lexists(out):
         raise ValueError(f"{out} exists: give the name of a new file")
     with _replacing(out) as file:  # opened before minutes of reading
-        manifest, model = read_model(folder)
+        manifest, reader.index = check(Path(folder))
+        entries: dict[str, Any] = reader.index.state_dict_metadata
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in entries.items()
+            if name.startswith("model.")
+        }
+        reader.read(tensors, no_dist=True)
+        model = {name[len("model.") :]: tensor for name, tensor in tensors.items()}
         try:
             torch.save({"model": model, "step": manifest["step"]}, file)
         except RuntimeError as error:

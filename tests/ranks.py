@@ -7,7 +7,6 @@ processes of `run_ranks` make many runs, each with a process group of its own.
 """
 
 import contextlib
-import ctypes
 import errno
 import functools
 import gc
@@ -25,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.forkserver import ensure_running
@@ -33,11 +32,19 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+import checkpoint
+import data
+import mesh
+import shard
+import train_fsdp
+import vit
+from runtime import resume
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-import vit  # noqa: E402
-
 # `--model nano` of `run_ranks`: a step takes half of what `tiny` takes; no width divides by 3
 NANO = vit.ViTConfig(40, 2, 84, 4, 8, decoder_width=28, decoder_depth=2, decoder_heads=2)
 NANO_ARGV = (
@@ -58,9 +65,7 @@ class Run:
     to: str = ""  # --out, where it is not a folder of this run's own
     signal_rank: int = -1  # this rank receives a signal ...
     signal_step: int = 0  # ... during this step, from 0
-    fault: str = ""  # a name in `FAULTS`: what goes wrong ...
-    fault_rank: int = -1  # ... on this rank, or on all ...
-    fault_saves: tuple[int, ...] = ()  # ... when the run saves for the first time (0), second, ...
+    full_saves: tuple[int, ...] = ()  # in these saves, from 0, the disk of rank 1 is full
     plain: bool = False  # no --save-every of ours where argv has none
     due_rank: int = -1  # by the clock of this rank, and no other, a checkpoint is always due
     lost_rank: int = -1  # the data loader of this rank fails ...
@@ -139,9 +144,13 @@ def python(*argv: object, cwd: Path = ROOT, seconds: float = 240, alone: bool = 
 
 def run_ranks(world: int, runs: list[Run], folder: Path, timeout: float = 600) -> list[Result]:
     """Execute the runs one after another on `world` processes; RuntimeError if they do not end."""
-    jobs = [asdict(run) | {"out": str(folder / str(i))} for i, run in enumerate(runs)]
-    start_ranks(world, partial(_all_runs, jobs), folder, 0, timeout)
-    return [read_result(Path(job["out"]), world, Path(job["to"] or job["out"])) for job in jobs]
+    by_rank = on_ranks(world, partial(_all_runs, runs, folder), folder, timeout)
+    for i, (run, result) in enumerate(zip(runs, by_rank[0], strict=True)):
+        result.status = [results[i].status[0] for results in by_rank]
+        log = Path(run.to or folder / str(i), "log.jsonl")
+        if log.exists():
+            result.start, result.steps, result.end = read_log(log)
+    return by_rank[0]
 
 
 def on_ranks(world: int, function: Callable[[], Any], folder: Path, timeout: float = 300) -> list:
@@ -150,7 +159,7 @@ def on_ranks(world: int, function: Callable[[], Any], folder: Path, timeout: flo
     They find `folder` as FOLDER in their environment.
     """
     start_ranks(world, partial(_call, function, folder), folder, free_port(), timeout)
-    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world)]
+    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(world)]
 
 
 def start_ranks(
@@ -165,11 +174,9 @@ def start_ranks(
         processes[-1].start()
     deadline = time.monotonic() + timeout
     try:
-        while any(p.is_alive() for p in processes):
-            failed = [r for r, p in enumerate(processes) if p.exitcode]
-            if failed or time.monotonic() > deadline:
-                time.sleep(2)  # let the others print
-                break
+        while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+            if any(p.exitcode for p in processes):
+                deadline = min(deadline, time.monotonic() + 2)  # let the others print
             time.sleep(0.05)
         failed = [r for r, p in enumerate(processes) if p.exitcode != 0]
         if failed:
@@ -216,9 +223,9 @@ def _become(environ: dict[str, str], output: Path, work: Callable[[], None]) -> 
     work()
 
 
-def _all_runs(jobs: list[dict[str, Any]]) -> None:
-    for job in jobs:
-        one_run(job, int(os.environ["RANK"]))
+def _all_runs(runs: list[Run], folder: Path) -> list[Result]:
+    rank = int(os.environ["RANK"])
+    return [one_run(run, folder / str(i), rank) for i, run in enumerate(runs)]
 
 
 def run_script(argv: list[str]) -> None:
@@ -234,10 +241,6 @@ def run_script(argv: list[str]) -> None:
 
 def join() -> int:
     """Join the other processes of `on_ranks` as a gloo rank; the rank."""
-    import torch
-
-    import mesh
-
     torch.set_num_threads(1)
     ranks = mesh.read_ranks(os.environ)
     mesh.init_ranks(ranks, torch.device("cpu"), timeout_minutes=2)
@@ -248,7 +251,7 @@ def join() -> int:
 
 def _call(function: Callable[[], Any], folder: Path) -> None:
     os.environ["FOLDER"] = str(folder)
-    (folder / os.environ["RANK"]).write_bytes(pickle.dumps(function()))
+    (folder / f"rank{os.environ['RANK']}").write_bytes(pickle.dumps(function()))
 
 
 def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
@@ -262,47 +265,15 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str
     return (by["start"] or [{}])[-1], by["step"], (by["end"] or [{}])[-1]
 
 
-def read_result(out: Path, world: int, to: Path) -> Result:
-    status = [int((out / f"status{rank}").read_text()) for rank in range(world)]
-    texts = (out / "output").read_text(), (out / "errors").read_text()
-    result = Result(status, output=texts[0], errors=texts[1])
-    if (to / "log.jsonl").exists():
-        result.start, result.steps, result.end = read_log(to / "log.jsonl")
-    if (out / "params.pickle").exists():
-        result.params = pickle.loads((out / "params.pickle").read_bytes())
-        result.replicas_differ = result.params.pop("replicas_differ")
-        result.moved = result.params.pop("moved")
-    return result
-
-
 # --------------------------------------------------------------------------------------------- #
 # Inside a rank
 
 
 def full_parameters(model):
     """Every parameter whole, by its original name, as this rank's shard group holds it."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-    from torch.distributed.tensor import DTensor
-
-    import shard
-
-    def values(tensors):
-        return {
-            shard.original_name(n): (p.full_tensor() if isinstance(p, DTensor) else p)
-            .detach()
-            .cpu()
-            .clone()
-            for n, p in tensors.items()
-        }
-
-    parameters = dict(model.named_parameters())
-    if isinstance(model, FSDP1):
-        with FSDP1.summon_full_params(model, writeback=False):
-            return values(parameters)
-    # a state dict has the rows of qkv in their usual order, also where tensor parallelism splits it
-    names = {shard.original_name(n) for n in parameters}
-    found = {n: t for n, t in model.state_dict().items() if shard.original_name(n) in names}
-    return values(found)
+    names = [shard.original_name(n) for n, _ in model.named_parameters()]
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return {name: whole[name].detach().cpu().clone() for name in names}
 
 
 def agreed_port(out: Path, rank: int) -> str:
@@ -315,63 +286,13 @@ def agreed_port(out: Path, rank: int) -> str:
     return (out / "port").read_text()
 
 
-# What can go wrong while a checkpoint is written: context managers around the save of `step` to
-# `folder`. Where it can be had, the kernel itself refuses.
-
-
 @contextlib.contextmanager
-def files_limited(folder: Path, step: int):
-    """No file of this process may grow beyond 100 kB (EFBIG; Python ignores SIGXFSZ)."""
+def files_limited(size: int = 100_000):
+    """No file of this process may grow beyond so many bytes (EFBIG; Python ignores SIGXFSZ)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@contextlib.contextmanager
-def bound_by_permissions():
-    """Root does without its privilege to ignore permissions (Linux; of this thread)."""
-
-    class Header(ctypes.Structure):
-        _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
-
-    libc, header = ctypes.CDLL(None, use_errno=True), Header(0x20080522, 0)
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; the same of those above 31
-    assert libc.capget(ctypes.byref(header), sets) == 0
-    effective = sets[0]
-    sets[0] &= ~0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-    assert libc.capset(ctypes.byref(header), sets) == 0
-    yield
-    sets[0] = effective
-    assert libc.capset(ctypes.byref(header), sets) == 0
-
-
-def failing(where: str, name: str, when: Callable[..., bool] = lambda *_: True, number=errno.EIO):
-    """An OSError in an attribute `name` of checkpoint.py's `where`, if `when` of its arguments."""
-
-    @contextlib.contextmanager
-    def fault(folder: Path, step: int):
-        import checkpoint
-
-        owner = getattr(checkpoint, where) if where else checkpoint
-        original = getattr(owner, name)
-
-        def fail(*args, **kwargs):
-            if when(*args):
-                raise OSError(number, os.strerror(number))
-            return original(*args, **kwargs)
-
-        with patch.object(owner, name, fail):
-            yield
-
-    return fault
-
-
-FAULTS: dict[str, Callable] = {
-    "limit": files_limited,
-    "full": failing("_Writer", "write_data", number=errno.ENOSPC),
-    "latest": failing("", "_replacing", lambda path: path.name == "latest"),
-}
 
 
 @dataclass
@@ -387,9 +308,6 @@ class Seen:
 
     def look_at(self, model) -> None:
         """Gather the parameters, and compare them with those of other ranks and before."""
-        import torch
-        import torch.distributed as dist
-
         self.params, before = full_parameters(model), self.flat
         self.flat = torch.cat([v.flatten() for v in self.params.values()])
         low, high = self.flat.clone(), self.flat.clone()
@@ -399,108 +317,89 @@ class Seen:
         self.moved.append(0.0 if before is None else (self.flat - before).abs().max().item())
 
 
-def watched_step(job: dict[str, Any], rank: int, seen: Seen, train_step: Callable) -> Callable:
+def watched_step(run: Run, rank: int, seen: Seen, train_step: Callable) -> Callable:
     """train_step, in which a signal may arrive, and after which the model is looked at."""
 
     def step(training, guard, *args, **kwargs):
         seen.step = guard.voted
-        if (rank, seen.step) == (job["signal_rank"], job["signal_step"]):
+        if (rank, seen.step) == (run.signal_rank, run.signal_step):
             seen.received.append(signal.SIGTERM)
         train_step(training, guard, *args, **kwargs)
-        if job["params"]:
+        if run.params:
             seen.look_at(training.model)
 
     return step
 
 
-def poisoned(job: dict[str, Any], seen: Seen) -> Any:
+def poisoned(run: Run, seen: Seen) -> Any:
     """A patch by which the loss or its gradient is not finite in some steps."""
-    import data
-
     normalize, forward = data.normalize, vit.ViTMAE.forward
 
     def bad_images(images, stats):
         x = normalize(images, stats)
-        return x * float("nan") if seen.step in job["poison_steps"] else x
+        return x * float("nan") if seen.step in run.poison_steps else x
 
     def bad_gradient(self, *args, **kwargs):
         loss, pred, mask = forward(self, *args, **kwargs)
-        if seen.step in job["poison_steps"]:
+        if seen.step in run.poison_steps:
             loss.register_hook(lambda g: g * float("inf"))
         return loss, pred, mask
 
-    if job["poison"] == "loss":
+    if run.poison == "loss":
         return patch.object(data, "normalize", bad_images)
     return patch.object(vit.ViTMAE, "forward", bad_gradient)
 
 
-def lost_images(job: dict[str, Any]) -> Any:
+def lost_images(run: Run) -> Any:
     """A patch by which the data loader fails in some step."""
-    import data
-
     build_loader = data.build_loader
 
     def failing_loader(*args, **kwargs):
-        yield from itertools.islice(build_loader(*args, **kwargs), job["lost_step"])
+        yield from itertools.islice(build_loader(*args, **kwargs), run.lost_step)
         raise OSError(errno.EIO, "Input/output error")
 
     return patch.object(data, "build_loader", failing_loader)
 
 
-def faulty_saves(job: dict[str, Any], rank: int) -> Any:
-    """A patch by which some saves meet one of `FAULTS`."""
-    import torch.distributed as dist
-
-    import checkpoint
-
+def saves_on_a_full_disk(run: Run) -> Any:
+    """A patch by which some saves cannot write whole files."""
     attempts, write = itertools.count(), checkpoint.Saver._write
 
-    def write_with_fault(self, tensors, writer):
-        wrong = next(attempts) in job["fault_saves"] and job["fault_rank"] in (-1, rank)
-        fault = FAULTS[job["fault"]](self.folder, self.step) if wrong else contextlib.nullcontext()
-        dist.barrier(self.group)  # what is wrong with the folder is so for all
-        with fault:
-            dist.barrier(self.group)
-            problem = write(self, tensors, writer)
-            dist.barrier(self.group)
-            return problem
+    def limited(self, tensors, writer):
+        full = next(attempts) in run.full_saves
+        with files_limited() if full else contextlib.nullcontext():
+            return write(self, tensors, writer)
 
-    return patch.object(checkpoint.Saver, "_write", write_with_fault)
+    return patch.object(checkpoint.Saver, "_write", limited)
 
 
-def hooks(job: dict[str, Any], rank: int, seen: Seen) -> Iterator[Any]:
-    """The patches that a job asks for on this rank."""
-    import train_fsdp
-    from runtime import resume
-
-    step = watched_step(job, rank, seen, train_fsdp.train_step)
+def hooks(run: Run, rank: int, seen: Seen) -> Iterator[Any]:
+    """The patches that a run asks for on this rank."""
+    step = watched_step(run, rank, seen, train_fsdp.train_step)
     yield patch.object(train_fsdp, "train_step", step)
-    if job["lost_rank"] == rank:
-        yield lost_images(job)
-    if job["due_rank"] >= 0:
-        due = job["due_rank"] == rank
+    if run.lost_rank == rank:
+        yield lost_images(run)
+    if run.due_rank >= 0:
+        due = run.due_rank == rank
         yield patch.object(resume.Saves, "due_by_clock", lambda self: due)
-    if job["fault"]:
-        yield faulty_saves(job, rank)
-    if job["poison"] and job["poison_rank"] == rank:
-        yield poisoned(job, seen)
+    if run.full_saves and rank == 1:
+        yield saves_on_a_full_disk(run)
+    if run.poison and run.poison_rank == rank:
+        yield poisoned(run, seen)
 
 
-def one_run(job: dict[str, Any], rank: int) -> None:
-    """Call train_fsdp.main with the hooks that the job asks for, and leave what they saw."""
-    import train_fsdp
-
+def one_run(run: Run, out: Path, rank: int) -> Result:
+    """Call train_fsdp.main with the hooks that the run asks for; what came of it on this rank."""
     vit.MODELS["nano"] = NANO
-    out, seen = Path(job["out"]), Seen()
+    seen, output, errors = Seen(), io.StringIO(), io.StringIO()
     out.mkdir(exist_ok=True)
     os.environ["MASTER_PORT"] = agreed_port(out, rank)
-    argv = [*job["argv"], "--out", job["to"] or str(out)]
-    if "--save-every" not in argv and not job["plain"]:  # saving takes time
+    argv = [*run.argv, "--out", run.to or str(out)]
+    if "--save-every" not in argv and not run.plain:  # saving takes time
         argv += ["--save-every", "none"]
-    output, errors = io.StringIO(), io.StringIO()
     try:
         with contextlib.ExitStack() as stack:
-            for hook in hooks(job, rank, seen):
+            for hook in hooks(run, rank, seen):
                 stack.enter_context(hook)
             stack.enter_context(contextlib.redirect_stdout(output))
             stack.enter_context(contextlib.redirect_stderr(errors))
@@ -509,10 +408,8 @@ def one_run(job: dict[str, Any], rank: int) -> None:
         status = int(leave.code or 0)
     finally:
         sys.stderr.write(output.getvalue() + errors.getvalue())
-    (out / f"status{rank}").write_text(str(status))
+    result = Result([status], output=output.getvalue(), errors=errors.getvalue())
     if rank == 0:
-        (out / "output").write_text(output.getvalue())
-        (out / "errors").write_text(errors.getvalue())
-        if seen.params:
-            kept = {"replicas_differ": seen.replicas_differ, "moved": seen.moved}
-            (out / "params.pickle").write_bytes(pickle.dumps(seen.params | kept))
+        result.params, result.moved = seen.params, seen.moved
+        result.replicas_differ = seen.replicas_differ
+    return result

@@ -4,12 +4,11 @@
 processes. They write to $SLOW_RUNS: CAUSE/WORLD-RUN/1/log.jsonl.
 """
 
-import contextlib
 import os
 import shlex
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from ranks import agreed_port
@@ -36,9 +35,8 @@ class Links(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def slowed(cause: str) -> Iterator[None]:
-    """Slow down the disk, the links or the model.
+def slowed(cause: str) -> Any:
+    """A patch that slows down the disk, the links or the model.
 
     Only for a loader without workers: those are processes of their own.
     """
@@ -56,12 +54,11 @@ def slowed(cause: str) -> Iterator[None]:
         time.sleep(0.15)
         return index(self, position)
 
-    with {
+    return {
         "input": patch.object(data.ImageOrder, "image_at", slow_disk),
         "communication": patch.object(train_fsdp, "train_step", over_slow_links),
         "compute": patch.object(vit.Block, "forward", slow_block),
-    }[cause]:
-        yield
+    }[cause]
 
 
 def slow_runs() -> None:

@@ -283,7 +283,7 @@ FULL = "File too large"  # as on a full disk
 def test_what_cannot_be_written_is_one_sentence(name, out, layout, status, sentence, capsys):
     write_source(MODELS[name])
     before = Path("source.pth").read_bytes()
-    with files_limited(Path(), 0) if sentence == FULL else nullcontext():
+    with files_limited() if sentence == FULL else nullcontext():
         assert convert.main(["source.pth", out, "--to", layout]) == status
     error = capsys.readouterr().err
     assert sentence in error and error.startswith("convert.py: error: ") and error.count("\n") == 1

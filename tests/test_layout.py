@@ -31,10 +31,10 @@ LIMITS = {
     "mesh.py": 195,
     "shard.py": 533,
     "train_fsdp.py": 270,
-    "checkpoint.py": 504,
+    "checkpoint.py": 497,
     "launch_frontier.sh": 190,
     "runtime/": 3026,
-    "tests/": 9888,
+    "tests/": 9262,
     "storage/": 587,
     "planner/": 1350,
     "sweeps/": 663,
@@ -116,13 +116,14 @@ def imports(tree: ast.AST) -> set[str]:
 
 
 def test_arrows_point_down():
-    """Also those inside of functions. What is copied alone imports PyTorch and numpy at most."""
+    """Also those inside of functions. So what README says works alone, copied, does."""
     trees = product()
     ours = {Path(name).parts[0].removesuffix(".py") for name in trees}
     for name in (*READ[:4], "checkpoint"):
         found = imports(trees[f"{name}.py"])
         assert not found & ours, name
-        assert found - set(sys.stdlib_module_names) <= {"torch", "torchvision", "numpy", "PIL"}
+        packages = {"torch"} | ({"torchvision", "numpy", "PIL"} if name == "data" else set())
+        assert found - set(sys.stdlib_module_names) <= packages, name
     allowed = {
         "runtime": {"storage", "planner", "downstream"},
         "storage": set(),
@@ -173,77 +174,6 @@ def test_launch_script_is_clean():
 
 
 # --- copies
-
-
-JOBS = {
-    "vit": """
-import torch, vit
-model = vit.ViTMAE(vit.MODELS["tiny"], 32)
-loss, pred, mask = model(torch.randn(2, 3, 32, 32))
-loss.backward()
-assert pred.shape == (2, 16, 192) and model.cls_token.grad.abs().sum() > 0
-""",
-    "data": """
-import sys, data
-files = data.scan(sys.argv[1])
-loader = data.build_loader(files, img_size=32, patches=16, seed=0, global_batch=8,
-                           local_batch=8, steps=range(2), workers=1)
-batches = list(loader)
-assert len(files) == 192 and len(files.classes) == 8 and len(batches) == 2
-assert data.normalize(batches[0].image).shape == (8, 3, 32, 32)
-""",
-    "mesh": """
-import os, torch, mesh
-ranks = mesh.read_ranks(os.environ)
-mesh.init_ranks(ranks, mesh.pick_device("cpu", ranks))
-assert mesh.build_mesh((1, 1), torch.device("cpu")).mesh_dim_names == ("replicate", "shard")
-torch.distributed.destroy_process_group()
-""",
-    "shard": """
-import torch, torch.distributed as dist, shard
-from torch.distributed.device_mesh import init_device_mesh
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-grid = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-for mode in shard.STRATEGIES:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    decay = shard.weight_decay_names(model)
-    model = shard.apply(model, mode, grid, block_classes={torch.nn.Linear})
-    optimizer = shard.build_optimizer(model, mode, decay, lr=0.1, weight_decay=0.0)
-    losses = []
-    for step in range(2):
-        losses.append(model(torch.ones(1, 4)).float().sum())
-        losses[-1].backward()
-        assert shard.clip_grad_norm(model, 1.0) > 1
-        shard.optimizer_step(optimizer, torch.tensor(0.0))
-    assert losses[1] < losses[0]
-dist.destroy_process_group()
-""",
-    "checkpoint": """
-import torch, torch.distributed as dist, checkpoint
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-def trained():
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.randn(1, 4)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-(model, optimizer), (other, its) = trained(), trained()
-folder = checkpoint.save(".", 7, model, optimizer)
-assert checkpoint.load(folder, other, its)["step"] == 7
-assert torch.equal(model.weight, other.weight)
-assert torch.equal(optimizer.state[model.bias]["exp_avg"], its.state[other.bias]["exp_avg"])
-assert checkpoint.main(["verify", "step_00000007"]) == 0
-dist.destroy_process_group()
-""",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", JOBS)
-def test_each_file_works_alone_in_an_empty_folder(name, tmp_path):
-    shutil.copy(ROOT / f"{name}.py", tmp_path)
-    python("-c", JOBS[name], ROOT / "examples" / "tiles" / "train", cwd=tmp_path, alone=True)
-
 
 # A copy of the trainer trains, stops and resumes.
 JOB = """

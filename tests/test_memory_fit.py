@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from ranks import environment
 
 import plan
 import train_fsdp
@@ -15,11 +14,8 @@ from runtime.run import resolve
 
 
 @pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    """No launcher's variables; a GPU, if any, is Frontier's."""
-    for name in environment(0, 1, 0):
-        if name.startswith(("RANK", "WORLD", "LOCAL", "MASTER")):
-            monkeypatch.delenv(name, raising=False)
+def on_frontier(monkeypatch):
+    """A GPU, if any, is Frontier's."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "AMD Instinct MI250X")
 
 

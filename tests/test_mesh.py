@@ -1,7 +1,6 @@
 """mesh.py: launchers' variables, devices, the mesh's groups."""
 
 import os
-import resource
 
 import pytest
 import torch
@@ -83,29 +82,22 @@ def test_a_missing_variable_is_named_with_who_sets_it(environ, launcher):
             mesh.read_ranks({k: v for k, v in environ.items() if k != name})
 
 
-@pytest.mark.parametrize(
-    "shell",
-    [
-        {k: v for k, v in ONE_NODE.items() if k != "SLURM_STEP_ID"},
-        {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2"},  # --nodes=2 sets no SLURM_NTASKS
-    ],
-)
-def test_the_batch_shell_of_a_slurm_job_is_no_single_process(shell):
-    with pytest.raises(RuntimeError, match="not started by srun: type `srun python"):
-        mesh.read_ranks(shell)
+SHELL = "not started by srun: type `srun python"  # the batch shell of a job
+CYCLIC = "not in blocks: add `--distribution=block` to srun"
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("environ", "sentence"),
     [
-        {"SLURM_TASKS_PER_NODE": "10(x2)"},  # another count than the ranks'
-        # --distribution=cyclic: the mesh would take ranks of two nodes for neighbours
-        {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"},
+        ({k: v for k, v in ONE_NODE.items() if k != "SLURM_STEP_ID"}, SHELL),
+        ({"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2"}, SHELL),  # no SLURM_NTASKS
+        (SRUN | {"SLURM_TASKS_PER_NODE": "10(x2)"}, CYCLIC),  # another count than the ranks'
+        (SRUN | {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, CYCLIC),
     ],
 )
-def test_ranks_that_do_not_fill_the_nodes_in_blocks_are_refused(changes):
-    with pytest.raises(RuntimeError, match="not in blocks: add `--distribution=block` to srun"):
-        mesh.read_ranks(SRUN | changes)
+def test_what_srun_did_not_start_in_blocks_is_refused(environ, sentence):
+    with pytest.raises(RuntimeError, match=sentence):
+        mesh.read_ranks(environ)
 
 
 def test_cpu_cores(monkeypatch):
@@ -138,15 +130,6 @@ def test_pick_device(name, gpus, picked, monkeypatch):
             mesh.pick_device(name, ranks)
 
 
-def test_check_group_names_the_sizes_that_fit():
-    for group in (1, 2, 3, 4, 6, 12):
-        mesh.check_group(12, group)
-    for group in (5, 24, 0, -1):
-        sentence = f"shard groups of {group}: use 1, 2, 3, 4, 6, 12$"
-        with pytest.raises(ValueError, match=sentence):
-            mesh.check_group(12, group)
-
-
 # --- several ranks
 
 
@@ -161,23 +144,6 @@ def test_the_mesh_is_the_one_of_the_docstring():
         with pytest.raises(ValueError, match=r"a mesh of \(2, 3\) does not hold 8 ranks"):
             mesh.build_mesh((2, 3), CPU)
         dist.destroy_process_group()
-
-
-def joined():
-    """Join the others; rank, world size, the sum of all ranks by gloo, room for more files."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    mesh.init_ranks(mesh.read_ranks(os.environ), CPU, timeout_minutes=1)
-    total = torch.tensor(float(dist.get_rank()))
-    dist.all_reduce(total)
-    more = resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
-    found = dist.get_rank(), dist.get_world_size(), total.item(), more
-    dist.destroy_process_group()
-    return found
-
-
-def test_init_ranks_joins_all_ranks(tmp_path):
-    assert on_ranks(2, joined, tmp_path) == [(0, 2, 1.0, True), (1, 2, 1.0, True)]
 
 
 def mixed():

@@ -153,7 +153,7 @@ def test_errors_are_one_sentence_and_leave_the_picture_before(run, tmp_path, cap
     refused([*line[:3], "bad"], "none of the 1 images")
     refused([*line, "--mask-ratio", "0"], "removes no patch")
     refused([*line, "--img-size", "33"], "not a multiple of the patch size 8")
-    with files_limited(tmp_path, 0):  # as on a full disk
+    with files_limited():  # as on a full disk
         refused(line, "File too large", status=1)
     encoder = replace(random_weights(read_pretrained(run[0])), weights={})
     monkeypatch.setattr(reconstruct, "read_pretrained", lambda path: encoder)

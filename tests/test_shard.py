@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import SPLIT, Case, compare, modes
-from ranks import join, on_ranks
+from ranks import full_parameters, join, on_ranks
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -96,11 +96,6 @@ def test_checkpointing_recomputes_what_it_says(single, ac):
         assert 2 * formula == pytest.approx(counter.get_total_flops(), rel=0.001)
 
 
-def whole_values(model: nn.Module) -> torch.Tensor:
-    parts = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
-    return torch.cat([part.flatten().clone() for part in parts])
-
-
 @pytest.mark.parametrize("row", [("ddp", 2), ("zero1", 2), ("full_shard", 1), ("full_shard", 2)])
 def test_the_optimizer_decays_by_name_and_takes_betas_and_eps(single, row):
     with torch.device("meta"):
@@ -129,15 +124,16 @@ def test_any_optimizer_leaves_out_a_step_that_is_to_be_skipped(single, mode, mak
     model = build(mode, single)
     ours = make.func is shard.build_optimizer
     optimizer = make(model, mode) if ours else make(model.parameters())
-    before = whole_values(model)
+    before = full_parameters(model)
     model(*batch())[0].backward()
     next(model.parameters()).grad.mul_(float("nan"))
     shard.optimizer_step(optimizer, torch.tensor(1.0))
-    assert torch.equal(whole_values(model), before)
+    assert all(map(torch.equal, before.values(), full_parameters(model).values()))
     optimizer.zero_grad()
     model(*batch())[0].backward()
     shard.optimizer_step(optimizer, torch.tensor(0.0))
-    assert whole_values(model).isfinite().all() and not torch.equal(whole_values(model), before)
+    after = full_parameters(model)
+    assert all(p.isfinite().all() and not torch.equal(p, before[n]) for n, p in after.items())
 
 
 def test_cpu_offload_of_fsdp2_trains_the_same(single):
@@ -155,18 +151,14 @@ def test_cpu_offload_of_fsdp2_trains_the_same(single):
 @pytest.mark.parametrize(("mode", "fsdp"), [("ddp", 2), ("full_shard", 1), ("full_shard", 2)])
 def test_mixed_precision_computes_in_bf16_and_keeps_fp32(single, mode, fsdp):
     model = build(mode, single, fsdp=fsdp, dtype=torch.bfloat16)
-    seen = {}
-
-    def watch(name):
-        return lambda module, args, out: seen.update({name: out.dtype})
-
-    for name, module in model.named_modules():
+    seen: list[torch.dtype] = []
+    for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_hook(watch(shard.original_name(name)))
+            module.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     with shard.autocast(model, CPU, torch.bfloat16):
         loss, _, _ = model(*batch())
     loss.backward()
-    assert len(seen) == 4 * (UNITS - 1) + 2 and set(seen.values()) == {torch.bfloat16}
+    assert seen == [torch.bfloat16] * (4 * (UNITS - 1) + 2)
     assert loss.dtype == torch.float32
     assert all(p.dtype == torch.float32 == p.grad.dtype for p in model.parameters())
     positions = {shard.original_name(n): b for n, b in model.named_buffers()}["pos_embed"]

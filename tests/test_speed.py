@@ -1,6 +1,4 @@
-"""The step waits for no number, is compiled once, and its loop keeps the collector out."""
-
-import gc
+"""The step waits for no number, and is compiled once."""
 
 import pytest
 import torch
@@ -109,18 +107,3 @@ def test_no_mode_waits_for_a_gpu(mode, fsdp, precision):
     finally:
         torch.cuda.set_sync_debug_mode("default")
         dist.destroy_process_group()
-
-
-def test_no_garbage_is_collected_within_a_step(tmp_path, monkeypatch):
-    """Python's collector is off in every step, though the program around the run has it on."""
-    inside, gc_on, update = [], gc.isenabled(), shard.optimizer_step
-
-    def watched(*arguments):
-        inside.append(gc.isenabled())
-        return update(*arguments)
-
-    monkeypatch.setattr(shard, "optimizer_step", watched)
-    argv = "--model tiny --img-size 32 --batch 2 --workers 0 --device cpu --precision fp32"
-    argv += f" --save-every none --steps 5 --log-every 2 --out {tmp_path}"
-    assert train_fsdp.main(argv.split()) == 0
-    assert inside == [False] * 5 and gc.isenabled() == gc_on

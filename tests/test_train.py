@@ -1,5 +1,6 @@
 """train_fsdp.py: its flags and their errors, its log, its decisions, its runs on several ranks."""
 
+import gc
 import json
 import math
 import os
@@ -7,7 +8,6 @@ import re
 import shlex
 import socket
 import subprocess
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +16,9 @@ from parity import ARGV, TILES
 from ranks import Run, environment, free_port, on_ranks, read_log, run_ranks
 
 import data
+import shard
 import train_fsdp
 from runtime.config import parse
-from runtime.run import batch_sizes
 
 SMALL = shlex.split("--model tiny --img-size 32 --device cpu --workers 0 --save-every none")
 STEP_KEYS = shlex.split(
@@ -26,14 +26,6 @@ STEP_KEYS = shlex.split(
     "images_per_second_per_rank tflops_per_rank mfu peak_allocated_gib peak_reserved_gib "
     "alloc_retries bad_images"
 )
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    """No launcher's variables from the shell that runs the tests."""
-    for name in list(os.environ):
-        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            monkeypatch.delenv(name)
 
 
 # --- flags
@@ -58,19 +50,6 @@ def test_errors_are_printed_by_rank_0_alone(monkeypatch, capsys):
             assert rank == 0 or not lines or printed.endswith("(rank 2)\n")
 
 
-def test_too_few_images_end_all_ranks_with_one_sentence(tmp_path):
-    (tmp_path / "empty").mkdir()
-    runs = [
-        Run([*SMALL, "--data", TILES, "--global-batch", "200"], params=False),
-        Run([*SMALL, "--data", str(tmp_path / "empty")], params=False),
-        Run([*SMALL, "--data", TILES, "--steps", "1", "--batch", "4"], params=False),
-    ]
-    few, empty, fine = run_ranks(2, runs, tmp_path / "runs", 120)
-    assert few.status == [2, 2] and "larger than the data set of 192" in few.errors
-    assert empty.status == [2, 2] and "no images found in" in empty.errors
-    assert fine.status == [0, 0]
-
-
 def test_one_process_has_nothing_to_shard(monkeypatch):
     """Unless FSDP is asked for; what a launcher has started with several ranks is several."""
 
@@ -88,32 +67,17 @@ def test_one_process_has_nothing_to_shard(monkeypatch):
     assert mode("--mode full_shard") == "full_shard"
 
 
-# --- arithmetic
-
-
-def test_learning_rate_warms_up_and_follows_a_cosine():
-    run = SimpleNamespace(steps=12, warmup_steps=2, lr=8.0)
-    lr = [train_fsdp.learning_rate(step, run) for step in range(12)]
-    assert lr[:3] == [4.0, 8.0, 8.0]
-    assert lr[7] == pytest.approx(4.0)  # half way from step 2 to 12
-    assert lr[11] == pytest.approx(8 * 0.5 * (1 + math.cos(math.pi * 0.9)))
-    assert train_fsdp.learning_rate(0, SimpleNamespace(steps=1, warmup_steps=0, lr=8.0)) == 8.0
-
-
-def test_batch_sizes():
-    assert batch_sizes(8, 2, 16, None) == (16, 256)
-    assert batch_sizes(8, 2, None, None) == (32, 512)
-    assert batch_sizes(3, 2, None, 48) == (8, 48)
-    with pytest.raises(ValueError, match="use 8 or 16"):
-        batch_sizes(8, 1, None, 4)
-
-
 # --- runs in one process
 
 
-def test_log_has_every_key_and_numbers_that_agree(tmp_path, capsys):
+def test_log_has_every_key_and_numbers_that_agree(tmp_path, monkeypatch, capsys):
     argv = [*SMALL, "--data", TILES, "--batch", "64", "--steps", "5", "--log-every", "2"]
+    collects, update, before = [], shard.optimizer_step, gc.isenabled()
+    monkeypatch.setattr(
+        shard, "optimizer_step", lambda *a: collects.append(gc.isenabled()) or update(*a)
+    )
     assert train_fsdp.main([*argv, "--precision", "fp32", "--out", str(tmp_path)]) == 0
+    assert collects == [False] * 5 and gc.isenabled() == before  # no garbage within a step
     start, steps, end = read_log(tmp_path / "log.jsonl")
     assert set(start) >= {"versions", "flops_per_image", *vars(parse(argv))}
     assert start["params"] == 2_263_488 and start["global_batch"] == 64
