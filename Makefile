@@ -1,7 +1,7 @@
 # make demo    train on the embedded images with 4 CPU ranks, set-up included; resumes after Ctrl-C
 # make demo-long    2,000 steps on two ranks, then scores beside two baselines, of grey tiles too
 # make test    lint, types and tests, set-up included; without it six minutes on two cores
-# make test-all    the same with the whole matrices, and what takes minutes: over half an hour on two cores
+# make test-all    the same with the whole matrices, and what takes minutes: half an hour on two cores
 # make quick   the tests of the files to read and of the layout, in a minute
 # make guide   run the commands of docs/guide.md, put what they print into it, draw its pictures
 # make bench-gpu     a GPU: checks, sizes against the plan, the peers; under 10 minutes, out/bench-gpu
@@ -63,7 +63,7 @@ SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
 test-slurm: $(VENV)/dev.ok
 	@command -v apt-get >/dev/null || { echo "apt-get is missing: install slurmctld, slurmd, slurm-client and munge yourself, then make test" >&2; exit 1; }
 	dpkg -s $(SLURM_PACKAGES) >/dev/null 2>&1 || { $(SUDO) apt-get update && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $(SLURM_PACKAGES); }
-	$(BIN)/python -m pytest tests/test_slurm.py tests/test_network.py
+	TEST_ALL=1 $(BIN)/python -m pytest tests/test_slurm.py tests/test_network.py
 
 # One process, base and 1b: the parts of the studies that need no second device.
 GPU_OUT := examples/gpu
