@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from threading import Timer
 
@@ -105,18 +106,17 @@ def same_words(shown: str, printed: str) -> bool:
 def find_printed(shown: str, output: str) -> list[str]:
     """Find each line of `shown` in an output, in order; Changed where one is not there.
 
-    Of several lines with the same words, as the steps of a run, it takes the one whose first
-    numbers are the same.
+    Of several lines with the same words, as the steps of a run, it takes the one of which most is
+    the same, counted from the left.
     """
     printed, found = output.splitlines(), []
     for line in shown.splitlines():
         fitting = [i for i, text in enumerate(printed) if same_words(line, text)]
         if not fitting:
             raise Changed(f"no longer prints, or not in this order: {line}\nbut:\n{output}")
-        words = [
-            [a == b for a, b in zip(line.split(), printed[i].split(), strict=True)] for i in fitting
-        ]
-        chosen = fitting[words.index(max(words))]
+        pairs = [zip(line.split(), printed[i].split(), strict=True) for i in fitting]
+        same = [len(list(takewhile(lambda pair: pair[0] == pair[1], pair))) for pair in pairs]
+        chosen = fitting[same.index(max(same))]
         found.append(printed[chosen].rstrip())
         printed = printed[chosen + 1 :]
     return found
