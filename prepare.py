@@ -30,7 +30,7 @@ COMMANDS = {
 
 def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; SystemExit with status 2 for bad usage."""
-    parser = Parser("prepare.py", description="List, check and pack images.")
+    parser = Parser("prepare.py", doc=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help in COMMANDS.items():
         add = commands.add_parser(name, help=help).add_argument
