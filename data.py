@@ -179,7 +179,7 @@ def draw_augmentation(
     """Draw masking noise (L,), flip and crop (top, left, height, width) as in MAE, appendix A.1."""
     word = np.random.SeedSequence((seed, position)).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(word))
-    noise = torch.randperm(patches, generator=generator).float()  # the patches with the least stay
+    noise = torch.randperm(patches, generator=generator).float()  # the smallest stay visible
     flip = bool(torch.rand((), generator=generator) < 0.5)
     return noise, flip, draw_crop(generator, width, height)
 

@@ -55,7 +55,7 @@ PRODUCTS_SHARE = 0.5  # of the speed of large matrix products that a step reache
 def default_precision(gpu: bool) -> tuple[str, str]:
     """Return the default of --precision and why: most CPUs are slower in bf16 than in fp32.
 
-    Those with AVX512-BF16 alone are too: a step of `base` takes 3.4 s, and 2.1 s in fp32.
+    A Xeon with AVX512-BF16 alone is too: a step of `base` took 3.4 s, and 2.1 s in fp32.
     """
     if gpu:
         return "bf16", "a GPU has bf16 arithmetic"

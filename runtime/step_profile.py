@@ -60,8 +60,8 @@ class RunProfile:
         if self.window.stop > run.steps:
             self.window = range(0)
             self.log.warn(f"--profile {steps} is left out: fewer than {WARM + steps} steps remain")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints lines of its own
         # in the step before the window it is slow: it begins
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints lines of its own
         plan = schedule(wait=WARM - 1, warmup=1, active=max(steps, 1), repeat=1)
         self.profiler = profile(schedule=plan, acc_events=True)
         if self.window:
