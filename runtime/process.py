@@ -1,11 +1,13 @@
-"""What a process of a run is to its surroundings: its terminal, its signals, its children.
+"""What a process of a run is to its surroundings: terminal, signals, folder, children.
 
 Copy this one file: it needs nothing else.
 """
 
 import atexit
+import fcntl
 import io
 import os
+import platform
 import select
 import signal
 import sys
@@ -21,7 +23,7 @@ from multiprocessing import (
 )
 from multiprocessing.context import ForkServerContext
 from threading import Thread
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 # --- The terminal
 
@@ -142,6 +144,36 @@ def _listen(pipe: int, received: list[int], launcher: int) -> None:
                 say("stopping after this step; press again to end without saving")
             if number in (*STOP_SIGNALS, signal.SIGINT):
                 received.append(number)
+
+
+# --- The folder of a run
+
+
+def lock_folder(folder: str) -> TextIO:
+    """Make `folder`, and keep other runs out of it until the file returned is closed.
+
+    The lock is flock's, on FOLDER/.lock: it ends with this process, whatever ends that. ValueError
+    where another run has it, and says who, or where the folder cannot be written.
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    who = f"process {os.getpid()} on {platform.node()}{f', Slurm job {job}' if job else ''}"
+    try:
+        os.makedirs(folder, exist_ok=True)
+        file = open(os.path.join(folder, ".lock"), "a+")  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            other = f"another run ({file.read()}): wait for it, stop it, or give another --out"
+            raise ValueError(f"{folder} is in use by {other}") from None
+        except OSError as error:  # a file system without flock
+            print(f"warning: {folder} cannot be locked ({error}): start no other run in it")
+        file.truncate(0)
+        file.write(who)
+        file.flush()
+    except OSError as error:
+        raise ValueError(f"{error}: give --out a folder that can be written") from None
+    return file
 
 
 # --- Children: loader workers and helpers

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,9 @@ from runtime.device_batches import LoaderFailed
 from runtime.devices import advise_out_of_memory, is_out_of_memory
 from runtime.image_source import check_folders
 from runtime.log import Log
-from runtime.process import RANK0_REPORT_GRACE_SECONDS, print_error, usage_error
+from runtime.process import RANK0_REPORT_GRACE_SECONDS, lock_folder, print_error, usage_error
 from runtime.run import Run, resolve
-from runtime.watchdog import STARTUP_FACTOR, FolderLock, Watchdog
+from runtime.watchdog import STARTUP_FACTOR, Watchdog
 
 
 class Session:
@@ -32,6 +32,7 @@ class Session:
         """Start the watchdog; `signals` grows by each signal that asks this process to stop."""
         self.ranks, self.device, self.signals = ranks, device, signals
         self.log = Log(ranks.rank)
+        self.locks: list[TextIO] = []  # of rank 0, open as long as the run uses its folder
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
         self.reason = "timeout"  # in the log, where the run is ended from outside the loop
         self.watchdog = Watchdog(ranks.rank, ranks.world_size, timeout, self.give_up)
@@ -59,7 +60,7 @@ class Session:
     def lock_folder(self, out: str) -> None:
         """Keep other runs out of `out`; AgreedError, status 2, where one is there. Collective."""
         self.heartbeat(f"making sure that no other run uses {out}")
-        run_on_rank0(lambda: setattr(self.watchdog, "lock", FolderLock(out)))
+        run_on_rank0(lambda: self.locks.append(lock_folder(out)))
         self.heartbeat("preparing the run")
 
     def give_up(self, text: str) -> None:
@@ -139,6 +140,8 @@ def run_session(
     if problem and ranks.rank == 0:  # first: launchers kill the others when one rank fails
         print_error(problem)
     session.watchdog.stop()
+    for lock in session.locks:
+        lock.close()
     dist.barrier(session.gloo)  # rank 0 serves the store: it leaves when nobody needs it any more
     dist.destroy_process_group()
     return status

@@ -1,4 +1,4 @@
-"""End a run when a rank is stuck or lost; guard its folder. Copy this one file: it needs torch."""
+"""End a run when a rank is stuck or lost. Copy this one file: it needs torch."""
 
 import faulthandler
 import json
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from threading import Event, Lock, Thread
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -37,7 +37,6 @@ class Watchdog:
         self.beat: tuple[int, str, int | None, float] = 0, "starting", None, 0.0
         self.known, self.told = set[str](), set[str]()  # phases
         self.store: dist.TCPStore | None = None
-        self.lock: FolderLock | None = None
         self.ended, self.leaving = Event(), Lock()
         self.threads = [Thread(target=self._guard, daemon=True)]
         self.threads[0].start()
@@ -62,8 +61,6 @@ class Watchdog:
         for thread in self.threads:
             thread.join(2 * self.interval)
         faulthandler.cancel_dump_traceback_later()
-        if self.lock:
-            self.lock.release()
 
     def where(self) -> str:
         """Describe what this rank does now, for a message."""
@@ -94,8 +91,6 @@ class Watchdog:
             if long and (self.rank == 0 or not joined):
                 self.told.add(phase)
                 print(f"rank {self.rank}: still {self.where()}", file=sys.stderr, flush=True)
-            if self.lock and (problem := self.lock.renew()):
-                self.exit_now(problem)
             if self.world_size == 1:
                 continue
             # unless this loop comes round
@@ -147,86 +142,3 @@ class Watchdog:
         store.set("watchdog/behind", json.dumps(behind))
         # the others read that from the store that this rank may keep
         self.exit_now(text, 0 in behind, pause=max(2.0, 3 * self.interval))
-
-
-class FolderLock:
-    """Keep other runs out of a folder for as long as this process lives, by the file FOLDER/.lock.
-
-    It has a number that `renew` counts up: one that does not change belongs to a dead run. No
-    flock: shared file systems may lack it.
-    """
-
-    def __init__(self, folder: str, patience: float = 30.0, settle: float = 1.0) -> None:
-        """Make and lock `folder`; ValueError, which says who has it, if another run lives.
-
-        Waits `patience` seconds for a sign of life from another host, and `settle` seconds in which
-        two runs that both take over from a dead one see each other.
-        """
-        self.folder, self.path = folder, os.path.join(folder, ".lock")
-        self.made = not os.path.exists(folder)
-        host, pid, job = platform.node(), os.getpid(), os.environ.get("SLURM_JOB_ID")
-        who = f"process {pid} on {host}{f', Slurm job {job}' if job else ''}"
-        known = {"who": who, "host": host, "pid": pid, "started": _start_of(pid)}
-        self.owner: dict[str, Any] = {**known, "time": time.time(), "beats": 0}
-        first, deadline = None, time.monotonic() + patience
-        try:
-            os.makedirs(folder, exist_ok=True)
-            while not self._write("xb"):  # only one run makes the file, on any file system
-                found = self._read()
-                first = first or found
-                here = found and found["started"] and found["host"] == host
-                alive = here and _start_of(found["pid"]) == found["started"]
-                if alive or (found and found != first):
-                    raise ValueError(self._refusal(found))
-                if here or time.monotonic() > deadline:  # it is dead
-                    self._write("r+b")
-                    time.sleep(settle)
-                    break
-                time.sleep(0.2)
-        except OSError as error:
-            raise ValueError(f"{error}: give --out a folder that can be written") from None
-        if problem := self.renew():
-            raise ValueError(problem)
-
-    def renew(self) -> str | None:
-        """Give a sign of life; return why the run must end where another has taken the folder."""
-        with suppress(OSError):  # a full or absent disk
-            found = self._read()
-            if found and found["time"] != self.owner["time"]:
-                return self._refusal(found)
-            self.owner["beats"] += 1
-            self._write("r+b")
-        return None
-
-    def release(self) -> None:
-        """Let other runs have the folder; remove it where this run made it and wrote nothing."""
-        with suppress(OSError):
-            if not self.renew():
-                os.unlink(self.path)
-            if self.made:
-                os.rmdir(self.folder)
-
-    def _read(self) -> Any:
-        with suppress(OSError, ValueError), open(self.path, "rb") as file:
-            return json.loads(file.read())
-        return None
-
-    def _write(self, mode: str) -> bool:
-        """Write the record; return False if `mode` is "xb" and the file is there already."""
-        with suppress(FileExistsError), open(self.path, mode) as file:
-            # in place and always as long, so that nobody reads half of it
-            file.write(json.dumps(self.owner).ljust(400).encode())
-            return True
-        return False
-
-    def _refusal(self, found: dict[str, Any]) -> str:
-        who = f"another run ({found['who']})"
-        return f"{self.folder} is in use by {who}: wait for it, stop it, or give another --out"
-
-
-def _start_of(pid: int) -> str:
-    """Return when a process has started, as Linux counts; "" if it is gone, or without /proc."""
-    with suppress(OSError), open(f"/proc/{pid}/stat", errors="replace") as file:
-        state, *fields = file.read().rpartition(")")[2].split()
-        return "" if state == "Z" else fields[18]
-    return ""

@@ -8,7 +8,6 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from threading import Event, Thread
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from ranks import environment, fork_server, free_port
 
 import mesh
 import train_fsdp
-from runtime import watchdog
+from runtime import process, watchdog
 
 # --- stopped ranks, of whom tests/test_faults.py has those that are stuck: all scenarios at once,
 # since nearly all of their time is waiting
@@ -69,8 +68,8 @@ def test_a_rank_that_is_stopped_is_named(tmp_path):
         port = free_port()
         given = [(environment(rank, 2, port), tmp_path / name) for rank in range(2)]
         processes[name] = [fork_server().Process(target=watched, args=one) for one in given]
-        for process in processes[name]:
-            process.start()
+        for rank_process in processes[name]:
+            rank_process.start()
 
     def outputs(name):
         paths = [tmp_path / name / f"{rank}.txt" for rank in range(2)]
@@ -85,8 +84,8 @@ def test_a_rank_that_is_stopped_is_named(tmp_path):
         for rank in stopped:
             os.kill(processes[name][rank].pid, signal.SIGSTOP)
     time.sleep(4)
-    for process in processes["suspended"]:
-        os.kill(process.pid, signal.SIGCONT)
+    for rank_process in processes["suspended"]:
+        os.kill(rank_process.pid, signal.SIGCONT)
     (tmp_path / "suspended" / "end").touch()
     here = r"\(training in step 8, on .*\)"
     # scenario, rank: its status and what it prints
@@ -98,13 +97,13 @@ def test_a_rank_that_is_stopped_is_named(tmp_path):
     }
     try:
         for (name, rank), (status, printed) in expected.items():
-            process = processes[name][rank]
-            process.join(max(0, deadline - time.monotonic()))
+            rank_process = processes[name][rank]
+            rank_process.join(max(0, deadline - time.monotonic()))
             text = outputs(name)[rank]
-            assert process.exitcode == status and re.search(printed, text), (name, rank, text)
+            assert rank_process.exitcode == status and re.search(printed, text), (name, rank, text)
     finally:
-        for process in itertools.chain.from_iterable(processes.values()):
-            process.kill()
+        for rank_process in itertools.chain.from_iterable(processes.values()):
+            rank_process.kill()
 
 
 def test_what_takes_long_is_said_once(capsys):
@@ -120,71 +119,43 @@ def test_what_takes_long_is_said_once(capsys):
 # --- the folder of a run
 
 
-def test_a_second_run_is_refused_while_the_first_lives_on_another_host(tmp_path, monkeypatch):
-    first, ended = watchdog.FolderLock(str(tmp_path)), Event()
-
-    def renew():
-        while not ended.wait(0.05):
-            assert first.renew() is None
-
-    thread = Thread(target=renew)
-    thread.start()
-    who = rf"in use by another run \(process {os.getpid()} on {platform.node()}\): "
-    monkeypatch.setattr(platform, "node", lambda: "another")
-    with pytest.raises(ValueError, match=who):
-        watchdog.FolderLock(str(tmp_path), patience=5)
-    ended.set()
-    thread.join()
-    first.release()
-    assert os.listdir(tmp_path) == []
-
-
 def killed(folder):
-    watchdog.FolderLock(folder)
-    os._exit(1)
+    lock = process.lock_folder(folder)
+    os.kill(os.getpid(), signal.SIGKILL)
+    lock.close()
 
 
-@pytest.mark.parametrize("before", ["nothing", "a dead run", "a dead run on another host"])
-def test_of_runs_that_start_at_once_one_has_the_folder(before, tmp_path, monkeypatch):
-    """No dead run locks a folder for good: on its own host, no sign of life is waited for."""
-    folder, patience = str(tmp_path / "out"), 60.0
+@pytest.mark.parametrize("before", ["nothing", "a run that was killed"])
+def test_of_runs_that_start_at_once_one_has_the_folder(before, tmp_path):
+    folder = str(tmp_path / "out")
     if before != "nothing":
-        process = fork_server().Process(target=killed, args=[folder])
-        process.start()
-        process.join()
-    if "host" in before:
-        monkeypatch.setattr(platform, "node", lambda: "b")
-        patience = 0.5
+        run = fork_server().Process(target=killed, args=[folder])
+        run.start()
+        run.join()
 
-    def start(number):
+    def start(_):
         try:
-            lock = watchdog.FolderLock(folder, patience)
+            return process.lock_folder(folder)
         except ValueError as error:
             assert "in use by another run" in str(error)
-            return None
-        time.sleep(1)
-        return lock
 
     with ThreadPoolExecutor(8) as pool:
         (lock,) = [lock for lock in pool.map(start, range(8)) if lock]
-    assert lock.renew() is None
-    # should another host have taken it for dead, it ends before it writes
-    monkeypatch.setattr(platform, "node", lambda: "c")
-    other = watchdog.FolderLock(folder, patience=0, settle=0)
-    assert "in use by another run" in lock.renew()
-    lock.release()
-    assert other.renew() is None
+    with pytest.raises(ValueError, match=f"process {os.getpid()} on {platform.node()}"):
+        process.lock_folder(folder)
+    lock.close()
+    process.lock_folder(folder).close()
 
 
 def test_a_run_in_a_folder_in_use_is_refused_before_it_writes(tmp_path, capsys, monkeypatch):
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    lock = watchdog.FolderLock(str(tmp_path))
+    lock = process.lock_folder(str(tmp_path))
     flags = f"--model tiny --img-size 32 --device cpu --run io --steps 1 --batch 4 --data {TILES}"
     argv = [*flags.split(), "--workers", "0", "--out", str(tmp_path)]
     assert train_fsdp.main(argv) == 2
     printed = capsys.readouterr().err
     assert "in use by another run" in printed and printed.count("\n") == 1
     assert os.listdir(tmp_path) == [".lock"]
-    lock.release()
+    lock.close()
     assert train_fsdp.main(argv) == 0
