@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         size = model_config(args.model) if args.model else None
         pretrained = read_pretrained(args.source, size)
+        own = pretrained.config
+        if size and replace(size, patch=own.patch, channels=own.channels) != own:
+            raise ValueError(f"{args.source} says its size, and it is not that of --model")
         line = write_pretrained(pretrained, Path(args.out), args.to, args.img_size)
     except (OSError, ValueError) as error:
         process.print_error(str(error), "convert.py")

@@ -114,8 +114,8 @@ def train_step(
 def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Training:
     """Build, shard and initialise the model, with its AdamW. Collective.
 
-    No rank ever holds the whole model: it has no memory until it is sharded. With `resuming` its
-    values are undefined until a checkpoint is loaded.
+    With FSDP by blocks no rank ever holds the whole model: it has no memory until it is sharded.
+    With `resuming` its values are undefined until a checkpoint is loaded.
     """
     c, mode = run.config, str(run.config.mode)
     with torch.device("meta"):  # shapes without memory

@@ -34,7 +34,7 @@ LIMITS = {
     "checkpoint.py": 497,
     "launch_frontier.sh": 190,
     "runtime/": 2973,
-    "tests/": 9183,
+    "tests/": 9190,
     "storage/": 587,
     "planner/": 1350,
     "sweeps/": 663,
