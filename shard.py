@@ -49,7 +49,7 @@ class Strategy:
 
 
 ALL, PART = "parameters, gradients, states", "gradients and states always; parameters between steps"
-GATHER1, GATHER2 = "1 all-gather, 1 reduce-scatter", "2 all-gather, 1 reduce-scatter"
+GATHER1, GATHER2 = "1 all-gather, 1 reduce-scatter", "2 all-gathers, 1 reduce-scatter"
 ACROSS = " in the group; 1 all-reduce of a shard across groups"
 
 STRATEGIES: dict[str, Strategy] = {

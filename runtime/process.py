@@ -176,6 +176,16 @@ def lock_folder(folder: str) -> TextIO:
     return file
 
 
+def unlock_folder(lock: TextIO) -> None:
+    """Let other runs have the folder of a lock; remove it where the run has left nothing there."""
+    folder = os.path.dirname(lock.name)
+    with suppress(OSError):
+        if os.listdir(folder) == [".lock"]:
+            os.unlink(lock.name)
+            os.rmdir(folder)
+    lock.close()
+
+
 # --- Children: loader workers and helpers
 
 

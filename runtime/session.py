@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 import mesh
+from runtime import process
 from runtime.agreement import AgreedError, run_on_all_ranks, run_on_rank0
 from runtime.config import Config
 from runtime.device_batches import LoaderFailed
 from runtime.devices import advise_out_of_memory, is_out_of_memory
 from runtime.image_source import check_folders
 from runtime.log import Log
-from runtime.process import RANK0_REPORT_GRACE_SECONDS, lock_folder, print_error, usage_error
+from runtime.process import RANK0_REPORT_GRACE_SECONDS, print_error, usage_error
 from runtime.run import Run, resolve
 from runtime.watchdog import STARTUP_FACTOR, Watchdog
 
@@ -60,7 +61,7 @@ class Session:
     def lock_folder(self, out: str) -> None:
         """Keep other runs out of `out`; AgreedError, status 2, where one is there. Collective."""
         self.heartbeat(f"making sure that no other run uses {out}")
-        run_on_rank0(lambda: self.locks.append(lock_folder(out)))
+        run_on_rank0(lambda: self.locks.append(process.lock_folder(out)))
         self.heartbeat("preparing the run")
 
     def give_up(self, text: str) -> None:
@@ -141,7 +142,7 @@ def run_session(
         print_error(problem)
     session.watchdog.stop()
     for lock in session.locks:
-        lock.close()
+        process.unlock_folder(lock)
     dist.barrier(session.gloo)  # rank 0 serves the store: it leaves when nobody needs it any more
     dist.destroy_process_group()
     return status

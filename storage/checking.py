@@ -60,11 +60,11 @@ def for_each(
 
 
 def find_problems(files: ImageList, part: range) -> list[tuple[str, str]]:
-    """Return (path, reason) of the images of `part` that training could not read."""
+    """Return (path, reason) of the images of `part` that neither training nor `pack` can read."""
     found = []
     for index in part:
         try:
-            image, _ = data.open_image(files.read(index))
+            image, _ = data.open_image(read_bands(files.read(index)))
             if not isinstance(image, np.ndarray):
                 data.decode(image, reduce=8)  # damage shows at any scale
         except Exception as error:  # Pillow raises many kinds for a broken file
@@ -96,13 +96,12 @@ def check_images(folder: str, out: str, workers: int, say: Say) -> int:
 
 def read_pixels(files: ImageList, index: int) -> tuple[np.ndarray, bool]:
     """Read an image -> (C, H, W), every k-th row and column of a large one; is it TIFF of bands?"""
-    content = files.read(index)
-    bands = read_bands(content)
-    image, (width, height) = data.open_image(content if bands is None else bands)
+    content = read_bands(files.read(index))
+    image, (width, height) = data.open_image(content)
     if not isinstance(image, np.ndarray):
         image = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
     every = max(1, math.isqrt(width * height // LARGE))
-    return image[:, ::every, ::every], bands is not None
+    return image[:, ::every, ::every], not isinstance(content, bytes)
 
 
 def sum_moments(files: ImageList, part: range) -> Counter[Any]:
@@ -143,5 +142,8 @@ def write_stats(folder: str, workers: int, say: Say) -> None:
     with replacing(path) as stream:
         stream.write(json.dumps(text).encode())
     say(f"{path}: {int(count[0])} of {len(files)} images, {channels} channels of {dtype}")
+    for (others, kind, _), sums in total.items():
+        if (others, kind) != (channels, dtype):
+            say(f"warning: {int(sums[0, 0])} images have {others} channels of {kind}: left out")
     pack = f"type `python prepare.py pack {folder} PACK`, then " if tiff else ""
     say(f"{pack}train with{' --data PACK' if tiff else ''} --channels {channels}")

@@ -32,12 +32,12 @@ def repack(content: bytes, max_side: int | None, quality: int) -> tuple[bytes, s
 
     Its longer side is at most `max_side`; TIFF of many bands becomes an array (C, H, W).
     """
-    bands = read_bands(content)
-    if bands is None and max_side is None:
+    found = read_bands(content)
+    if found is content and max_side is None:
         return content, ""
-    image, size = data.open_image(content if bands is None else bands)
+    image, size = data.open_image(found)
     side, packed = min(max(size), max_side or max(size)), io.BytesIO()
-    if side == max(size) and bands is None:
+    if side == max(size) and found is content:
         return content, ""
     if isinstance(image, np.ndarray):
         np.save(packed, shrink(image, side))
@@ -139,7 +139,9 @@ def pack(
     stored = packed.table["size"]
     what = f"{stored.sum() / 2**30:.3f} GiB of {files.table['size'].sum() / 2**30:.3f}"
     count = f"{len(files)} images in {len(packed.shards)} shards"
-    say(f"{target}: {count}, {what}, {(stored == 0).sum()} unreadable")
+    broken = (stored == 0).sum()
+    why = f", `prepare.py scan {source}` says why" if broken else ""
+    say(f"{target}: {count}, {what}, {broken} unreadable{why}")
     arrays = np.char.endswith(packed.table["name"], b".npy").sum()
     if 2 * arrays > len(files) and not (path / "stats.json").exists():
         write_stats(target, workers, say)

@@ -11,30 +11,32 @@ import data
 BITS, SAMPLES, EXTRA = 258, 277, 338  # tags of TIFF 6.0: bits and samples per pixel, extra samples
 
 
-def read_bands(content: bytes) -> np.ndarray | None:
-    """Decode a TIFF that is no picture -> (C, H, W); None for any file that data.py reads itself.
+def read_bands(content: bytes) -> np.ndarray | bytes:
+    """Decode a TIFF that is no picture -> (C, H, W); any file that data.py reads comes back as is.
 
     Types that data.py does not take become float32. ImportError where a package is missing.
     """
     if content[:4] not in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+") or _is_picture(content):
-        return None
+        return content
     try:
         import tifffile
 
         with tifffile.TiffFile(io.BytesIO(content)) as file:
             series: Any = file.series[0]
             bands, axes = series.asarray(), series.axes
+    except IndexError:  # it has no images
+        raise ValueError("no picture in this TIFF") from None
     except (ImportError, ValueError) as error:  # compressed files need imagecodecs, it says
         name = "tifffile" if isinstance(error, ImportError) else "imagecodecs"
         if name == "imagecodecs" and name not in str(error):
             raise
-        raise ImportError(f"TIFF files of many bands need {name}: pip install {name}") from None
+        raise ImportError(f"TIFF of many bands, or compressed, needs pip install {name}") from None
     order = [i for i, axis in enumerate(axes) if axis not in "YX"]  # S, or of pages
     if len(order) > 1:
         raise ValueError(f"not (C, H, W): the axes of this TIFF are {axes}")
     bands = bands.transpose(*order, axes.index("Y"), axes.index("X"))  # planar or by pixel
     if bands.ndim == 2 and bands.dtype.name in ("uint8", "uint16"):
-        return None  # grey, and a page of another size beside it: an overview, say
+        return content  # grey, and a page of another size beside it: an overview, say
     known = bands.dtype.name in data.ARRAY_DTYPES
     bands = bands.astype(bands.dtype.name if known else "float32", order="C")  # of this machine
     return bands[None] if bands.ndim == 2 else bands
