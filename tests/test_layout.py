@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from conftest import ROOT
@@ -188,6 +189,7 @@ assert [r["reason"] for r in log if r["event"] == "end"] == ["signal", "done"]
 """
 # A copy with one of each that docs/manual.md says how to add, as it says: what is inserted, and
 # behind which text. The strategy is the row of hybrid again.
+MANUAL = ROOT / "docs" / "manual.md"
 ADDED = {
     "a size": (
         "vit.py",
@@ -215,11 +217,7 @@ ADDED = {
     "its average": (
         "train_fsdp.py",
         r"\n +train_step\(training, guard, batch.*\n",
-        """            if (step + 1) % run.config.log_every == 0:
-                inner = next(m for m in training.model.modules() if isinstance(m, vit.ViTMAE))
-                mean = inner.pred_std / run.world_size
-                torch.distributed.all_reduce(mean)
-                monitor.session.log.write("model", step=step + 1, pred_std=mean.item())\n""",
+        indent(re.findall(r"(?s)```python\n(if \(step.*?)```", MANUAL.read_text())[0], " " * 12),
     ),
     "a machine": (
         "planner/machines.py",
@@ -236,7 +234,13 @@ start, *records = [json.loads(line) for line in open("out/log.jsonl")]
 assert (start["model"], start["mode"], start["lr_floor"]) == ("mine", "mine", 0.5)
 shares = [round(r["lr_share"], 9) for r in records if r["event"] == "step"]
 assert shares == [1, 0.875, 0.625], shares
-assert [0.1 < r["pred_std"] < 1 for r in records if r["event"] == "model"] == [True] * 3
+ours = [r for r in records if r["event"] == "model"]
+assert [0.1 < r["pred_std"] < 1 for r in ours] == [True] * 3
+import checkpoint, torch
+checkpoint.main(["consolidate", "out/step_00000003", "all.pth"])
+whole = torch.load("all.pth")["model"].items()
+norm = sum(t.square().sum() for name, t in whole if "pos_embed" not in name) ** 0.5
+assert abs(ours[-1]["parameter_norm"] / norm - 1) < 1e-5, (ours[-1], norm)
 assert train_fsdp.main([*sys.argv[1:], *mine, "0.6"]) == 2  # decides the result
 assert plan.main([*mine, "0.5", "--machine", "mine"]) == 0
 """
