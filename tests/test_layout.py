@@ -217,7 +217,9 @@ ADDED = {
     "its average": (
         "train_fsdp.py",
         r"\n +train_step\(training, guard, batch.*\n",
-        indent(re.findall(r"(?s)```python\n(if \(step.*?)```", MANUAL.read_text())[0], " " * 12),
+        indent(
+            re.findall(r"(?s)```python\n(# for attention.*?)```", MANUAL.read_text())[0], " " * 12
+        ),
     ),
     "a machine": (
         "planner/machines.py",
