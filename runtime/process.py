@@ -148,28 +148,38 @@ def _listen(pipe: int, received: list[int], launcher: int) -> None:
 
 # --- The folder of a run
 
+# for which a requeued job waits for itself: a file system takes its time to notice a lost node
+OWN_PAST_SECONDS = 300.0
+
 
 def lock_folder(folder: str) -> TextIO:
-    """Make `folder`, and keep other runs out of it until the file returned is closed.
+    """Make `folder`, and keep other runs out of it until `unlock_folder` has the result.
 
     The lock is flock's, on FOLDER/.lock: it ends with this process, whatever ends that. ValueError
-    where another run has it, and says who, or where the folder cannot be written.
+    where another run has it, and says who, or where the folder cannot be written. For what is left
+    of a requeued job it waits.
     """
     job = os.environ.get("SLURM_JOB_ID")
-    who = f"process {os.getpid()} on {platform.node()}{f', Slurm job {job}' if job else ''}"
+    ours, deadline = f", Slurm job {job}", time.monotonic() + OWN_PAST_SECONDS
     try:
         os.makedirs(folder, exist_ok=True)
         file = open(os.path.join(folder, ".lock"), "a+")  # noqa: SIM115
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            other = f"another run ({file.read()}): wait for it, stop it, or give another --out"
-            raise ValueError(f"{folder} is in use by {other}") from None
-        except OSError as error:  # a file system without flock
-            print(f"warning: {folder} cannot be locked ({error}): start no other run in it")
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                owner = file.read()
+                if owner.endswith(ours) and time.monotonic() < deadline:
+                    time.sleep(1)
+                    continue
+                other = f"another run ({owner}): wait for it, stop it, or give another --out"
+                raise ValueError(f"{folder} is in use by {other}") from None
+            except OSError as error:  # a file system without flock
+                print(f"warning: {folder} cannot be locked ({error}): start no other run in it")
+            break
         file.truncate(0)
-        file.write(who)
+        file.write(f"process {os.getpid()} on {platform.node()}{ours if job else ''}")
         file.flush()
     except OSError as error:
         raise ValueError(f"{error}: give --out a folder that can be written") from None

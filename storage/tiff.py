@@ -1,6 +1,7 @@
 """Read TIFF of any number of bands, as GeoTIFF often is, by the package tifffile."""
 
 import io
+import logging
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ def read_bands(content: bytes) -> np.ndarray | bytes:
     try:
         import tifffile
 
+        logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what it logs names no file
         with tifffile.TiffFile(io.BytesIO(content)) as file:
             series: Any = file.series[0]
             bands, axes = series.asarray(), series.axes

@@ -8,6 +8,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Timer
 
 import pytest
 import torch
@@ -145,6 +146,17 @@ def test_of_runs_that_start_at_once_one_has_the_folder(before, tmp_path):
         process.lock_folder(folder)
     lock.close()
     process.lock_folder(folder).close()
+
+
+def test_a_requeued_job_waits_for_what_is_left_of_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    past = process.lock_folder(str(tmp_path))
+    Timer(1.5, past.close).start()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(ValueError, match=r"in use by another run .*, Slurm job 77"):
+        process.lock_folder(str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    process.lock_folder(str(tmp_path)).close()
 
 
 def test_a_run_in_a_folder_in_use_is_refused_before_it_writes(tmp_path, capsys, monkeypatch):
