@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pretrained = read_pretrained(args.source, size)
         own = pretrained.config
         if size and replace(size, patch=own.patch, channels=own.channels) != own:
-            raise ValueError(f"{args.source} says its size, and it is not that of --model")
+            raise ValueError(f"{args.source} says its size, and not this one: leave --model out")
         line = write_pretrained(pretrained, Path(args.out), args.to, args.img_size)
     except (OSError, ValueError) as error:
         process.print_error(str(error), "convert.py")

@@ -144,6 +144,6 @@ def write_stats(folder: str, workers: int, say: Say) -> None:
     say(f"{path}: {int(count[0])} of {len(files)} images, {channels} channels of {dtype}")
     for (others, kind, _), sums in total.items():
         if (others, kind) != (channels, dtype):
-            say(f"warning: {int(sums[0, 0])} images have {others} channels of {kind}: left out")
+            say(f"warning: left out for their {others} channels of {kind}: {int(sums[0, 0])}")
     pack = f"type `python prepare.py pack {folder} PACK`, then " if tiff else ""
     say(f"{pack}train with{' --data PACK' if tiff else ''} --channels {channels}")

@@ -32,7 +32,7 @@ def read_bands(content: bytes) -> np.ndarray | bytes:
         name = "tifffile" if isinstance(error, ImportError) else "imagecodecs"
         if name == "imagecodecs" and name not in str(error):
             raise
-        raise ImportError(f"TIFF of many bands, or compressed, needs pip install {name}") from None
+        raise ImportError(f"this kind of TIFF needs a package: pip install {name}") from None
     order = [i for i, axis in enumerate(axes) if axis not in "YX"]  # S, or of pages
     if len(order) > 1:
         raise ValueError(f"not (C, H, W): the axes of this TIFF are {axes}")

@@ -35,7 +35,7 @@ LIMITS = {
     "checkpoint.py": 497,
     "launch_frontier.sh": 190,
     "runtime/": 2994,
-    "tests/": 9202,
+    "tests/": 9205,
     "storage/": 595,
     "planner/": 1350,
     "sweeps/": 663,

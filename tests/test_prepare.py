@@ -197,7 +197,9 @@ def test_a_pack_is_a_copy_that_tar_reads(tmp_path, capsys):
     noise_image(99, 800, 800).save(root / "large.jpg", quality=100)  # for a second shard
     prepared("pack", root, target, "--shard-mib", 1)
     assert "33 images in 2 shards, " in (printed := capsys.readouterr().out)
-    assert "3 unreadable" in printed  # a link to nothing, TIFF of no known kind; one was empty
+    assert (
+        f"3 unreadable, `prepare.py scan {root}` says why" in printed
+    )  # a link to nothing, TIFF of no known kind; one was empty
     files, packed = listed(root), listed(target)
     paths = [Path(files.path(i)) for i in range(33)]
     lost = ("nothing.jpg", "bands.tif")
@@ -337,7 +339,7 @@ def write_tiff(path, seed, shape, dtype, options):
     return np.moveaxis(array, np.argmin(shape), 0) if array.ndim == 3 else array[None]
 
 
-def test_tiff_of_many_bands_is_packed_as_arrays(tmp_path):
+def test_tiff_of_many_bands_is_packed_as_arrays(tmp_path, capsys):
     root = tmp_path / "root"
     expected = {
         f"{name}.tif.npy": write_tiff(root / f"{name}.tif", seed, *kind)
@@ -358,6 +360,7 @@ def test_tiff_of_many_bands_is_packed_as_arrays(tmp_path):
         assert found.dtype.name == ("float32" if array.dtype == np.int16 else array.dtype.name)
     thirteen = [array.mean((1, 2)) for array in expected.values() if len(array) == 13]
     np.testing.assert_allclose(measured(root).mean, np.mean(thirteen, 0), rtol=1e-9)
+    assert "left out for their 2 channels of float32: 1\n" in capsys.readouterr().out
 
 
 def test_without_tifffile_one_sentence_says_what_to_type(tmp_path, monkeypatch, capsys):
@@ -369,14 +372,14 @@ def test_without_tifffile_one_sentence_says_what_to_type(tmp_path, monkeypatch, 
 
     monkeypatch.setitem(sys.modules, "tifffile", None)
     for command in (["stats", path.parent], ["pack", path.parent, tmp_path / "pack"]):
-        assert refused(*command).endswith("needs pip install tifffile\n")
+        assert refused(*command).endswith("needs a package: pip install tifffile\n")
     prepared("pack", TILES, tmp_path / "plain")  # which is needed for nothing else
     monkeypatch.undo()
     content = bytearray(path.read_bytes())
     with tifffile.TiffFile(path) as file:
         content[file.pages[0].tags[259].valueoffset] = 5  # LZW, which tifffile cannot read alone
     path.write_bytes(content)
-    assert refused("stats", path.parent).endswith("needs pip install imagecodecs\n")
+    assert refused("stats", path.parent).endswith("needs a package: pip install imagecodecs\n")
 
 
 def test_a_tree_of_thirteen_bands_trains_after_one_command(tmp_path, capsys, caplog):
