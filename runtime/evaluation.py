@@ -4,7 +4,6 @@ The numbers are the same for any mode and any number of ranks: crop and mask of 
 the seed and its index alone, and the values of single images are summed over all ranks.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +56,7 @@ def average_over(
             images[:count] = data.normalize(batch.images.to(device), stats)
         labels = F.pad(batch.labels, (0, size - count)).to(device)
         values = values_of(images, labels, batch.indices + [0] * (size - count))[:, :count]
-        sums = sums + F.pad(values.double(), (0, 0, 1, 0), value=1.0).sum(1)  # ones: their number
+        sums = sums + F.pad(values.double().sum(1), (1, 0), value=count)  # (1 + V,)
     model.train()
     dist.all_reduce(sums)
     left_out = sorted({pair for own in gather_to_rank0(bad) or [] for pair in own})
@@ -78,21 +77,16 @@ class Evaluation:
 
     def __call__(self, step: int) -> None:
         """Log the mean loss after so many steps, where an image can be read. Collective."""
-        start, log = time.perf_counter(), self.session.log
-        about = self.files, self.run, self.session, self.model
+        about, log = (self.files, self.run, self.session, self.model), self.session.log
         count, means = average_over(*about, step, self.losses_of)
-        seconds = time.perf_counter() - start
-        if not count:
-            return
-        names = "eval_loss", "loss_of_zero", "loss_of_mean_colour"
-        found = dict(zip(names, means, strict=True))
-        log.write("eval", step=step, **found, images=count, seconds=seconds)
-        loss, zero, colour = means
-        log.say(
-            f"evaluation: loss {loss:.4f} (predicting zero {zero:.4f}, the mean colour of the "
-            f"visible patches {colour:.4f}) over {count} of {len(self.files)} images, in "
-            f"{seconds:.1f} s"
-        )
+        if count:
+            loss, zero, colour = means
+            found = {"eval_loss": loss, "loss_of_zero": zero, "loss_of_mean_colour": colour}
+            log.write("eval", step=step, **found, images=count)
+            log.say(
+                f"evaluation: loss {loss:.4f} (predicting zero {zero:.4f}, the mean colour of the "
+                f"visible patches {colour:.4f}) over {count} of {len(self.files)} images"
+            )
 
     def losses_of(self, images: Tensor, labels: Tensor, indices: list[int]) -> Tensor:
         """Compute the losses (3, B) of the model and of `losses_of_guesses`. Collective."""
