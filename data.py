@@ -11,8 +11,7 @@ import errno
 import io
 import math
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -202,19 +201,6 @@ def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int,
 # --- Samples and batches
 
 
-class LoadStats(NamedTuple):
-    """What loading took, of one image or of several, in one loader process."""
-
-    bytes: int = 0
-    read_seconds: float = 0.0
-    decode_seconds: float = 0.0  # until the crop is resized
-
-
-def total(stats: Iterable[LoadStats]) -> LoadStats:
-    """Add statistics, field by field."""
-    return LoadStats(*map(sum, zip(LoadStats(), *stats, strict=True)))
-
-
 class LocalBatch(NamedTuple):
     """The samples of one rank in one accumulation step."""
 
@@ -222,7 +208,6 @@ class LocalBatch(NamedTuple):
     noise: Tensor  # (B, L) float32, masking noise: random permutations of 0 .. L-1
     image_ids: list[int]  # B indices in the data set
     bad: list[tuple[int, str]]  # (image_id, reason): unreadable images that these replace
-    stats: LoadStats
 
 
 @dataclass(eq=False)
@@ -252,24 +237,21 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
             index = self.order.image_at(position + len(bad))
         raise RuntimeError(f"{SUBSTITUTES} images in a row could not be read, the last: {bad[-1]}")
 
-    def load(self, position: int, index: int) -> tuple[Tensor, Tensor, LoadStats]:
+    def load(self, position: int, index: int) -> tuple[Tensor, Tensor]:
         """Load one image as it looks at this position; raises what reading and decoding raise."""
-        started = time.perf_counter()
         content = self.files.read(index)
-        read = time.perf_counter()
         image, size = open_image(content, self.stats)
         noise, flip, crop = draw_augmentation(self.order.seed, position, self.patches, *size)
-        encoded = len(content) if isinstance(content, bytes) else 0  # bytes
-        pixels = crop_and_resize(image, crop, self.img_size, self.exact or not encoded)
-        pixels = pixels.flip(-1) if flip else pixels
-        return pixels, noise, LoadStats(encoded, read - started, time.perf_counter() - read)
+        exact = self.exact or not isinstance(content, bytes)
+        pixels = crop_and_resize(image, crop, self.img_size, exact)
+        return pixels.flip(-1) if flip else pixels, noise
 
 
 def collate(samples: Sequence[tuple[Any, ...]]) -> LocalBatch:
     """Stack samples; in a worker into shared memory, as PyTorch's default does with tensors."""
     images, noise = default_collate([sample[:2] for sample in samples])
-    _, _, stats, image_ids, bad = zip(*samples, strict=True)
-    return LocalBatch(images, noise, list(image_ids), [*chain(*bad)], total(stats))
+    _, _, image_ids, bad = zip(*samples, strict=True)
+    return LocalBatch(images, noise, list(image_ids), [*chain(*bad)])
 
 
 def build_loader(

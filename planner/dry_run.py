@@ -34,7 +34,6 @@ from planner.memory import GIB
 from runtime import agreement, image_source
 from runtime.agreement import StepGuard
 from runtime.config import Config
-from runtime.devices import planned
 from runtime.process import print_error
 from runtime.record import describe, start_record
 from runtime.resume import list_newest_first, read_run_state
@@ -114,13 +113,11 @@ def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | Non
     # of the GPU that the job will have, where one is here
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
     device = CPU if config.device == "cpu" else gpu
-    plan = planned(run, device, lambda text: print(f"warning: {text}"))
-    start = start_record(run, CPU, plan, begin=begin, workers=0)
-    for line in describe(start | ({"device": "a GPU each"} if device != CPU else {})):
-        print(line)
+    start = start_record(run, device, lambda text: print(f"warning: {text}"))
+    print(*describe(start), sep="\n")
     if begin >= run.steps:
         print("no step is left to do")
-    return run, plan
+    return run, start["planned"]
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Open the loader of a run, and copy its batches to the device while the step before still runs."""
+"""Open the loader of a run, and copy its batches to the device."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice, repeat
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,11 +26,7 @@ class Batch:
     parts: list[tuple[Tensor, Tensor]]  # (images, noise) per accumulation step, on the device
     image_ids: list[int]
     bad: list[tuple[int, str]]  # (image_id, reason): unreadable, replaced by others
-    stats: data.LoadStats
     error: Exception | None = None  # why this is the batch of an earlier step
-
-
-NO_BATCH = Batch([], [], [], data.LoadStats())
 
 
 class LoaderFailed(RuntimeError):
@@ -42,21 +38,20 @@ class Batches(Iterator[Batch]):
 
     def __init__(self, loaded: Iterator[Batch], workers: int) -> None:
         """Fetch the first batch. Raises LoaderFailed."""
-        self.loaded, self.workers = loaded, workers
-        self.first = next(loaded, NO_BATCH)  # none where no step is left
-        self.last = NO_BATCH
+        self.loaded, self.workers, self.last = loaded, workers, next(loaded)
+        self.first: Batch | None = self.last
 
     def __next__(self) -> Batch:
         """Return the batch of the next step; once the loader has failed, the last one and why."""
-        if self.first.parts:
-            self.last, self.first = self.first, NO_BATCH  # its memory is free after its step
+        if self.first:
+            self.first = None  # its memory is free after its step
         elif not self.last.error:
             try:
                 self.last = next(self.loaded)
             except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the GPU, not the loader
                 raise
             except Exception as error:  # all ranks learn of it together: none waits for this one
-                self.last = replace(self.last, bad=[], stats=data.LoadStats(), error=error)
+                self.last = replace(self.last, bad=[], error=error)
         return self.last
 
 
@@ -99,30 +94,20 @@ def open_batches(run: "Run", session: "Session", files: data.ImageSource, steps:
 def device_batches(
     loader: Iterable[data.LocalBatch], accum: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Yield the batch of each step, of `accum` local batches, on `device`. Raises LoaderFailed.
-
-    To a GPU they are copied on a stream of their own, while the step before still runs.
-    """
-    copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    """Yield the batch of each step, of `accum` local batches, on `device`. Raises LoaderFailed."""
     with loader_errors():
         if isinstance(loader, DataLoader) and loader.num_workers:
             loader.multiprocessing_context = process.fork_server()
             loader.worker_init_fn = process.start_worker
         batches = iter(loader)
         while step := list(islice(batches, accum)):
-            with torch.cuda.stream(copy_stream):  # type: ignore[arg-type] # None: no change
-                parts = [
-                    (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
-                    for b in step
-                ]
-            if copy_stream:
-                training_stream = torch.cuda.current_stream(device)
-                training_stream.wait_stream(copy_stream)
-                for tensor in chain.from_iterable(parts):
-                    tensor.record_stream(training_stream)  # its memory is free after the step
+            parts = [
+                (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
+                for b in step
+            ]
             ids = [i for b in step for i in b.image_ids]
             bad = [pair for b in step for pair in b.bad]
-            yield Batch(parts, ids, bad, data.total(b.stats for b in step))
+            yield Batch(parts, ids, bad)
 
 
 @contextmanager
@@ -133,5 +118,4 @@ def loader_errors() -> Iterator[None]:
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (RuntimeError, OSError, EOFError, MemoryError) as error:  # a worker or a disk fails
-        died = "a DataLoader worker has died: " * isinstance(error, (ConnectionError, EOFError))
-        raise LoaderFailed(f"{died}{type(error).__name__}: {error}") from error
+        raise LoaderFailed(f"{type(error).__name__}: {error}") from error

@@ -5,9 +5,8 @@ To add a device: one row of PEAK_FLOPS, which planner/machines.py reads too.
 
 import os
 import re
-import time
+import timeit
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +19,8 @@ if TYPE_CHECKING:
 # The first part that occurs in torch's name of it counts: longer names before their beginnings.
 PEAK_FLOPS = {
     "MI250X": (191.5e12, "OLCF Frontier user guide, per GCD"),
-    "MI250": (181e12, "AMD MI250 data sheet, 362.1 per card, per GCD"),
-    "MI210": (181e12, "AMD MI210 data sheet"),
     "MI300A": (980.6e12, "AMD MI300A data sheet"),
     "MI300X": (1307.4e12, "AMD MI300X data sheet"),
-    "MI325X": (1307.4e12, "AMD MI325X data sheet"),
     "A100": (312e12, "NVIDIA A100 data sheet"),
     "H100 PCIe": (756e12, "NVIDIA H100 data sheet, PCIe"),
     "H100 NVL": (835.5e12, "NVIDIA H100 NVL data sheet"),
@@ -37,106 +33,79 @@ PEAK_FLOPS = {
 }
 
 
-def peak_flops(device: torch.device) -> tuple[float | None, str]:
-    """Return the device's peak dense bf16 FLOP/s and its source, or (None, reason) if unknown."""
-    if device.type != "cuda":
-        return None, "not known for a CPU"
-    name = torch.cuda.get_device_name(device)
-    for part, known in PEAK_FLOPS.items():
-        if part in name and "Laptop" not in name:  # slower GPUs of the same name
-            return known
-    return None, f"not known for {name}"
+def peak_flops(device: torch.device | None) -> tuple[float | None, str | None]:
+    """Return the device's peak dense bf16 FLOP/s and its source, or twice None if unknown."""
+    if device and device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for part, known in PEAK_FLOPS.items():
+            if part in name and "Laptop" not in name:  # slower GPUs of the same name
+                return known
+    return None, None
 
 
-FAST_STEP = 1e11  # FLOPs: not a second on most CPUs
-PRODUCTS_SHARE = 0.5  # of the speed of large matrix products that a step reaches
-
-
-def default_precision(gpu: bool) -> tuple[str, str]:
-    """Return the default of --precision and why: most CPUs are slower in bf16 than in fp32.
+def default_precision(gpu: bool) -> str:
+    """Return the default of --precision: most CPUs are slower in bf16 than in fp32.
 
     A Xeon with AVX512-BF16 alone is too: a step of `base` took 3.4 s, and 2.1 s in fp32.
     """
-    if gpu:
-        return "bf16", "a GPU has bf16 arithmetic"
-    with suppress(OSError):  # not Linux
-        if re.search(r"\b(amx_bf16|bf16)\b", Path("/proc/cpuinfo").read_text()):  # x86, Arm
-            return "bf16", "this CPU has fast bf16 arithmetic"
-    return "fp32", "this CPU has no fast bf16 arithmetic"
+    flags = Path("/proc/cpuinfo")  # of Linux
+    fast = flags.exists() and re.search(r"\b(amx_bf16|bf16)\b", flags.read_text())  # x86, Arm
+    return "bf16" if gpu or fast else "fp32"
 
 
-def cpu_step_seconds(run: "Run", device: torch.device) -> float | None:
-    """Estimate the seconds of a step on this CPU by a few matrix products; None for a fast one."""
-    flops = (run.flops_per_image() or 0) * run.local_batch * run.config.accum / run.config.tp
-    if device.type != "cpu" or run.config.run_mode == "io" or flops < FAST_STEP:
+def cpu_step_seconds(run: "Run", device: torch.device | None) -> float | None:
+    """Estimate the seconds of a step on a CPU: twice what its matrix products would take."""
+    if device is None or device.type != "cpu" or run.config.run_mode == "io":
         return None
+    flops = (run.flops_per_image() or 0) * run.local_batch * run.config.accum / run.config.tp
     a = torch.ones(768, 768, dtype=run.dtype)
-    a @ a  # the first is slower
-    start = time.perf_counter()
-    for _ in range(5):
-        a @ a
-    return flops * (time.perf_counter() - start) / (5 * 2 * 768**3) / PRODUCTS_SHARE
+    seconds = min(timeit.repeat(lambda: a @ a, number=3, repeat=2)) / 3
+    return 2 * seconds * flops / (2 * 768**3)
 
 
 def rank_memory_gib(device: torch.device, node_ranks: int) -> float:
-    """Return the memory of a rank in GiB: that of its GPU, or an equal part of its host's.
-
-    Of a container (cgroup v2) its limit.
-    """
+    """Return the memory of a rank in GiB: that of its GPU, or an equal part of its host's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1] / 2**30
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and limit.read_text().strip().isdigit():
-        total = min(total, int(limit.read_text()))
-    return total / 2**30 / node_ranks
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / node_ranks
 
 
 def planned(
-    run: "Run", device: torch.device | None, warn: Callable[[str], None]
+    run: "Run", device: torch.device | None, warn: Callable[[str], None], ran_out: bool = False
 ) -> dict[str, Any] | None:
-    """Estimate memory and traffic of a run as plan.py does; None, with a warning, if it fails.
+    """Plan a run as plan.py does; None without a model and, with a warning, if it fails.
 
-    The plan is for the known machine nearest to `device`, Frontier for None or a CPU. `verdict` and
-    `fit`, a sentence, are None for a run without a model and for a CPU, whose memory is shared.
+    The plan is for the known machine nearest to `device`, Frontier for None. `fit` says in a
+    sentence what it says, and what would fit, if it does not or `ran_out` of memory. `verdict` is
+    None for a CPU, whose memory other programs use too.
     """
-    fits = (device is None or device.type == "cuda") and run.config.run_mode != "io"
+    if run.config.run_mode == "io":
+        return None
     try:
-        plan, sentence = _plan(run, device, rank_memory_gib(device, 1) if device and fits else None)
-        return plan.json() | ({"fit": sentence} if fits else {"fit": None, "verdict": None})
+        from planner import estimate, machines, traffic
+
+        memory_gib = rank_memory_gib(device, 1) if device else None
+        machine = machines.nearest_machine(peak_flops(device)[0], memory_gib)
+        flags = traffic.PlannedRun.from_flags(run.model, run.record())
+        plan = estimate.Plan(flags, machine, memory_gib)
+        found = plan.json() | {"fit": estimate.describe_fit(plan, run.config, ran_out)}
     except Exception as error:  # an estimate decides nothing: no run ends for want of it
         warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
         return None
+    return found if device is None or device.type == "cuda" else found | {"verdict": None}
 
 
-def advise_out_of_memory(run: "Run", device: torch.device, node_ranks: int) -> str:
-    """Say in half a sentence what the plan says of a run that ran out of memory, and would fit."""
-    if run.config.run_mode == "io":
-        return "use fewer --workers or a smaller --batch"
-    try:
-        return f"plan: {_plan(run, device, rank_memory_gib(device, node_ranks), ran_out=True)[1]}"
-    except Exception as error:  # perhaps for want of memory
-        return f"try a smaller --batch with --accum, or --ac full (no plan: {error})"
-
-
-def _plan(
-    run: "Run", device: torch.device | None, memory_gib: float | None, ran_out: bool = False
-) -> tuple[Any, str]:
-    """Return the plan of a run, and what it says in a sentence."""
-    from planner import estimate, machines, traffic
-
-    machine = machines.nearest_machine(peak_flops(device)[0] if device else None, memory_gib)
-    flags = traffic.PlannedRun.from_flags(run.model, run.record())
-    plan = estimate.Plan(flags, machine, memory_gib)
-    return plan, estimate.describe_fit(plan, run.config, ran_out)
+def advise_out_of_memory(run: "Run", device: torch.device) -> str:
+    """Say in half a sentence what would fit of a run that ran out of memory."""
+    plan = planned(run, device, lambda text: None, ran_out=True)
+    return f"plan: {plan['fit']}" if plan else "try a smaller --batch, or fewer --workers"
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Tell whether an error says that a GPU or the host has no memory left."""
-    # PyTorch's allocators have a type of error of their own on a GPU only; NCCL and cuBLAS none
+    # of PyTorch's allocators for a GPU and the host, NCCL and cuBLAS: only one has its own type
     words = r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED"
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))
+    return isinstance(error, MemoryError) or bool(re.search(words, str(error)))
 
 
 def device_memory(device: torch.device) -> dict[str, float | int | None]:

@@ -33,7 +33,7 @@ class Meter:
         """Begin before step `begin`; each step has `global_batch` images of all ranks."""
         self.begin, self.global_batch = begin, global_batch
         self.rates: list[float] = []  # images per second of each interval
-        self.waited = self.waited_before = 0.0  # seconds in this interval, and before it
+        self.waited = self.waited_before = 0.0  # seconds: of all steps, of those before
         self.started = self.interval_start = time.perf_counter()
 
     @contextmanager
@@ -54,10 +54,10 @@ class Meter:
     def interval(self, done: int) -> tuple[float, float]:
         """End an interval after `done` steps; return seconds per step, and those spent waiting."""
         now, steps = time.perf_counter(), done - self.begin
-        seconds, waited = (now - self.interval_start) / steps, self.waited / steps
+        seconds = (now - self.interval_start) / steps
+        waited = (self.waited - self.waited_before) / steps
         self.rates.append(self.global_batch / seconds)
-        self.waited_before += self.waited
-        self.waited, self.begin, self.interval_start = 0.0, done, now
+        self.waited_before, self.begin, self.interval_start = self.waited, done, now
         return seconds, waited
 
     def summary(self) -> dict[str, float | None]:
@@ -65,12 +65,8 @@ class Meter:
         seconds = time.perf_counter() - self.started
         # the first interval has the warm-up of caches, buckets and compilers
         rate = statistics.median(self.rates[1:] or self.rates) if self.rates else None
-        return {
-            "images_per_second": rate,
-            "step_seconds": self.global_batch / rate if rate else None,
-            "seconds": seconds,
-            "data_share": (self.waited_before + self.waited) / seconds,
-        }
+        share = self.waited / seconds
+        return {"images_per_second": rate, "seconds": seconds, "data_share": share}
 
 
 class Log:
@@ -85,17 +81,13 @@ class Log:
         self.rank = rank
 
     def open(self, run: Run, device: torch.device) -> None:
-        """Append to the log of the runs in --out. Collective; AgreedError if it cannot be."""
+        """Append to the log of the runs in --out."""
         self.run, self.device = run, device
-        path = Path(run.config.out, "log.jsonl")
-
-        def prepare() -> None:
+        if self.rank == 0:
+            path = Path(run.config.out, "log.jsonl")
             killed = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # in a line
-            # bytes of a file name that are no text become question marks: the log is UTF-8
-            self.file = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
+            self.file = open(path, "a")  # noqa: SIM115
             self.file.write("\n" * killed)
-
-        run_on_rank0(prepare)
 
     def say(self, *lines: str) -> None:
         """Print lines on the terminal."""
@@ -122,13 +114,12 @@ class Log:
             if isinstance(value, float) and not math.isfinite(value):
                 record[key] = None  # JSON has no NaN
         with self.disk_may_fail("log.jsonl"):
-            self.file.write(json.dumps({"event": event} | record, ensure_ascii=False) + "\n")
+            self.file.write(json.dumps({"event": event} | record) + "\n")
             self.file.flush()
-        with self.disk_may_fail("TensorBoard's file"):
             if event == "start" and self.run.config.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                folder = os.path.join(self.run.config.out, "tensorboard", self.run.config.run_mode)
+                folder = Path(self.run.config.out, "tensorboard", self.run.config.run_mode)
                 # an earlier start of this run may have written of later steps: they are hidden
                 self.tensorboard = SummaryWriter(folder, purge_step=record["begin"] + 1)
             elif self.tensorboard and "step" in record:
@@ -183,36 +174,32 @@ class BadImageLog:
     """The bad images of all ranks, listed in OUT/bad_images.csv."""
 
     def __init__(self, run: Run, log: Log, name_of: Callable[[int], str]) -> None:
-        """Continue the list in --out; `name_of` gives the path of an image. Collective."""
+        """Continue the list in --out; `name_of` gives the path of an image."""
         self.path = os.path.join(run.config.out, "bad_images.csv")
         self.run, self.log, self.name_of = run, log, name_of
         self.unreported: list[tuple[str, str, int]] = []  # found by this rank since `sync`
         self.too_many: str | None = None  # an error message
-        self.known: set[str] = run_on_rank0(self._read_paths)  # kept up to date on rank 0
-        self.count = len(self.known)
-
-    def _read_paths(self) -> set[str]:
+        self.known: set[str] = set()  # their paths, kept up to date on rank 0
         with suppress(FileNotFoundError), open(self.path, **CSV) as file:
-            return {row["path"] for row in csv.DictReader(file)}
-        return set()
+            self.known = {row["path"] for row in csv.DictReader(file)}
+        self.count = len(self.known)
 
     def sync(self) -> None:
         """Collect the bad images of all ranks; set `too_many` on all where they are. Collective."""
         every = gather_to_rank0(self.unreported) or []
         self.unreported = []
         self.count = run_on_rank0(lambda: self._list(every))
-        images, most = self.run.images, self.run.config.max_bad
-        if self.count > most * images:
-            allowed = f"more than --max-bad {most:g} allows: they are listed in {self.path}"
-            self.too_many = f"{self.count} of {images} images are unreadable, {allowed}"
+        if self.count > self.run.config.max_bad * self.run.images:
+            found = f"{self.count} of {self.run.images} images are unreadable, see {self.path}"
+            self.too_many = f"{found}: more than --max-bad {self.run.config.max_bad:g} allows"
 
     def _list(self, every: list[list[tuple[str, str, int]]]) -> int:
         """On rank 0: list the images that are new, with reason and first step; count all."""
         new = {row[0]: row for rows in every for row in rows if row[0] not in self.known}
         if new:
             path, reason, _ = next(iter(new.values()))
-            more = f"; {len(new) - 1} more are in {self.path}" if len(new) > 1 else ""
-            self.log.warn(f"unreadable image {path} ({reason}): replaced by the next image{more}")
+            found = f"{len(new)} unreadable images replaced by the next, see {self.path}"
+            self.log.warn(f"{found}; the first: {path} ({reason})")
             with self.log.disk_may_fail(self.path), open(self.path, "a", **CSV) as file:
                 heading = [("path", "reason", "step")] * (file.tell() == 0)
                 csv.writer(file).writerows([*heading, *new.values()])

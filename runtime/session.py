@@ -79,7 +79,7 @@ class Session:
             what = "the data loader failed"
         elif is_out_of_memory(error):
             what, self.reason = "out of memory", "memory"
-            advice = advise_out_of_memory(run, self.device, self.ranks.local_world_size)
+            advice = advise_out_of_memory(run, self.device)
             # PyTorch adds a page to what it tried to allocate
             cause = f"{'. '.join(cause.split('. ')[:2]).rstrip('.: ')}; {advice}"
         elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):

@@ -53,7 +53,7 @@ def test_it_is_one_process_without_a_launcher(monkeypatch, capsys):
     for name, value in {"JOB_ID": "7", "NTASKS": "4"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert dry(16, "--device auto --cpu-offload --compile --group 4") == 0
-    assert "16 ranks on a GPU each, mesh 4 x 4" in capsys.readouterr().out
+    assert "16 ranks on cuda, mesh 4 x 4" in capsys.readouterr().out
     for name in ("STEP_ID", "PROCID", "LOCALID", "NODEID"):
         monkeypatch.setenv(f"SLURM_{name}", "0")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4")

@@ -13,7 +13,7 @@ from conftest import ROOT
 import data
 import train_fsdp
 from runtime import image_source
-from runtime.device_batches import NO_BATCH, Batches, LoaderFailed, device_batches
+from runtime.device_batches import Batches, LoaderFailed, device_batches
 
 TILES = ROOT / "examples" / "tiles"
 ARGV = ["--model", "tiny", "--img-size", "32", "--device", "cpu", "--precision", "fp32"]
@@ -83,7 +83,7 @@ def local_batches(error: Exception | None = None, count: int = 8):
     """What a loader gives, two local batches for a step; then an error."""
     for i in range(count):
         image, noise = torch.full((2, 3, 8, 8), i), torch.rand(2, 4)
-        yield data.LocalBatch(image, noise, [2 * i, 2 * i + 1], [(i, "bad")], data.LoadStats(i))
+        yield data.LocalBatch(image, noise, [2 * i, 2 * i + 1], [(i, "bad")])
     if error:
         raise error
 
@@ -102,10 +102,8 @@ def test_the_batches_are_the_loaders_and_none_is_kept():
         found += [int(images[0, 0, 0, 0]) for images, _ in batch.parts]
         assert batch.image_ids == [*range(4 * step, 4 * step + 4)] and batch.error is None
         assert [number for number, _ in batch.bad] == found[-2:]
-        assert batch.stats.bytes == sum(found[-2:])
         assert (first() is None) == (step > 0)
     assert found == [*range(8)]
-    assert opened(count=0).first is NO_BATCH
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), TypeError("a bug")])

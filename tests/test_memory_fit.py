@@ -62,7 +62,7 @@ def test_what_is_named_fits_and_keeps_the_global_batch(flags, world, gib, first,
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [
-        ("--batch 2048", 3, "warning: plan: NO: "),
+        ("--batch 2048", 3, "\nplan: NO: "),
         # a CPU's memory is the host's, which the loaders and other programs use too
         ("--batch 2048 --device cpu", 0, ""),
         ("--batch 8", 0, "\nplan: FITS: "),

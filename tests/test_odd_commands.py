@@ -134,10 +134,9 @@ def test_the_annotations_of_the_table_say_how_its_flags_are_read():
 )
 def test_precision_is_what_the_device_computes_in(flags, cpu_flags, precision, monkeypatch):
     def read_text(path):
-        if cpu_flags is None:
-            raise FileNotFoundError(path)
         return f"processor: 0\nflags: {cpu_flags}\n"
 
+    monkeypatch.setattr(devices.Path, "exists", lambda path: cpu_flags is not None)
     monkeypatch.setattr(devices.Path, "read_text", read_text)
     assert config.parse(flags.split()).precision == precision
 
@@ -145,13 +144,12 @@ def test_precision_is_what_the_device_computes_in(flags, cpu_flags, precision, m
 def test_the_start_and_a_refused_resume_name_the_precision(monkeypatch, capsys):
     argv = ["--model", "tiny:depth=1", "--img-size", "32", "--device", "cpu", "--workers", "0"]
     argv += ["--batch", "2", "--steps", "1"]
-    for reason in ("bf16", "fp32"):
-        monkeypatch.setattr(devices, "default_precision", lambda gpu, r=reason: (r, f"has {r}"))
+    for default in ("bf16", "fp32"):
+        monkeypatch.setattr(devices, "default_precision", lambda gpu, name=default: name)
         status = train_fsdp.main([*argv, "--out", "out"])
         printed = capsys.readouterr()
-        if reason == "bf16":
-            assert status == 0 and "precision: bf16 (default bf16: has bf16)" in printed.out
+        if default == "bf16":
+            assert status == 0 and "precision: bf16 (default: bf16 where" in printed.out
             with open("out/log.jsonl") as file:
-                start = json.loads(file.readline())
-            assert start["precision_default"] == "bf16: has bf16"
+                assert json.loads(file.readline())["precision"] == "bf16"
     assert status == 2 and "precision bf16 -> fp32 (as before: --precision bf16)" in printed.err

@@ -173,8 +173,8 @@ def test_training_replaces_bad_images_and_lists_each_once(tmp_path):
     assert sorted(row["path"] for row in rows) == sorted(expected)
     assert all(expected[row["path"]] in row["reason"] for row in rows)
     assert longer.end["bad_images"] == 5
-    assert re.search(r"warning: unreadable image \S+ \(.*\): replaced by the next", first.output)
-    assert "unreadable image" not in longer.output
+    assert re.search(r"warning: \d unreadable images replaced .*first: \S+ \(", first.output)
+    assert "unreadable images" not in longer.output
 
 
 # --- packs
@@ -426,51 +426,27 @@ def test_whole_shards_are_copied_to_the_node_and_read_there(tmp_path, monkeypatc
     assert contents(pickle.loads(pickle.dumps(packed))) == contents(before) == contents(files)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Folder, and runs of two ranks: plain, staged, refused, reading only."""
-    folder = tmp_path_factory.mktemp("runs")
-    root, pack = folder / "root", folder / "pack"
+def test_training_with_a_node_local_copy_is_the_same_and_fills_it(tmp_path):
+    """A folder that cannot be made is refused on all ranks."""
+    root, pack = tmp_path / "root", tmp_path / "pack"
     class_tree(root, each=16)
     prepared("pack", root, pack)
-    (folder / "file").write_text("")
-    given = [
-        train(folder / "plain", root, "--steps", "6"),
-        train(folder / "staged", pack, "--steps", "6", "--stage-dir", f"{folder}/stage"),
-        train(folder / "refused", pack, "--steps", "6", "--stage-dir", f"{folder}/file/x"),
-        train(folder / "io", TILES, "--run", "io", "--steps", "6"),
+    (tmp_path / "file").write_text("")
+    runs = [
+        train(tmp_path / "plain", root, "--steps", "6"),
+        train(tmp_path / "staged", pack, "--steps", "6", "--stage-dir", f"{tmp_path}/stage"),
+        train(tmp_path / "refused", pack, "--steps", "6", "--stage-dir", f"{tmp_path}/file/x"),
     ]
-    return folder, run_ranks(2, given, folder / "ranks")
-
-
-def test_training_with_a_node_local_copy_is_the_same_and_fills_it(runs):
-    """A folder that cannot be made is refused on all ranks."""
-    folder, (plain, staged, refused, _) = runs
+    plain, staged, refused = run_ranks(2, runs, tmp_path / "ranks")
     assert plain.status == staged.status == [0, 0], staged.errors
     assert [step["loss"] for step in plain.steps] == [step["loss"] for step in staged.steps]
-    (copy,) = folder.glob("stage/pack-*/shard-000000.tar")
-    assert copy.read_bytes() == (folder / "pack/shard-000000.tar").read_bytes()
+    (copy,) = tmp_path.glob("stage/pack-*/shard-000000.tar")
+    assert copy.read_bytes() == (tmp_path / "pack/shard-000000.tar").read_bytes()
     assert refused.status == [2, 2] and refused.errors.count("error:") == 1
     assert "Not a directory" in refused.errors
 
 
 # --- what workers read, and what they leave
-
-
-def test_io_reports_what_each_rank_read(runs):
-    folder, (*_, io) = runs
-    assert io.status == [0, 0], io.errors
-    lines = [json.loads(line) for line in (folder / "io/log.jsonl").read_text().splitlines()]
-    (event,) = [line for line in lines if line["event"] == "io"]
-    paths = data.scan(str(TILES)).path
-    order = np.random.default_rng((0, 0)).permutation(192)[:96].reshape(6, 2, 8)
-    for rank, row in enumerate(event["ranks"]):
-        read = sum(os.path.getsize(paths(i)) for i in order[:, rank].ravel())  # bytes
-        # another rank has a clock of its own
-        seconds = io.end["seconds"] if rank == 0 else 48 / row["images_per_second"]
-        assert row["mb_per_second"] == pytest.approx(read / seconds / 1e6)
-        assert row["images_per_second"] == pytest.approx(48 / seconds)
-        assert min(row["read_seconds"], row["decode_seconds"]) > 0 <= row["data_share"] <= 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /dev/shm")

@@ -9,13 +9,11 @@ import shlex
 import socket
 import subprocess
 
-import numpy as np
 import pytest
 from conftest import ROOT
 from parity import ARGV, TILES
 from ranks import Run, environment, free_port, on_ranks, read_log, run_ranks
 
-import data
 import shard
 import train_fsdp
 from runtime.config import parse
@@ -98,7 +96,6 @@ def test_log_has_every_key_and_numbers_that_agree(tmp_path, monkeypatch, capsys)
         assert s["loss"] > 0 and s["grad_norm"] > 0
     assert end["reason"] == "done" and end["steps"] == 5
     assert 0.9 < end["loss_of_zero"] < 1 and 0.2 < end["loss_of_mean_colour"] < 0.5
-    assert end["step_seconds"] == pytest.approx(64 / end["images_per_second"])
     lines = capsys.readouterr().out.splitlines()
     table = [line for line in lines if line.startswith("step ")]
     assert len(table) == 3 and len({len(line) for line in table}) == 1  # aligned
@@ -111,7 +108,7 @@ def test_a_second_run_appends_and_a_line_cut_by_a_kill_does_not_spoil_the_next(t
     argv = [*SMALL, "--run", "io", "--batch", "4", "--steps", "1", "--out", str(tmp_path)]
     assert train_fsdp.main(argv) == 0 and train_fsdp.main(argv) == 0
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["event"] for line in lines[1:]] == ["start", "step", "io", "end"] * 2
+    assert [json.loads(line)["event"] for line in lines[1:]] == ["start", "step", "end"] * 2
 
 
 def calls_a_deaf_master():
@@ -181,7 +178,7 @@ def test_a_bad_step_on_one_rank_ends_all_and_is_never_applied(tmp_path):
 
 
 def test_bad_steps_are_left_out_up_to_max_skips(tmp_path):
-    """Left out alone, named with rank and images; one too many in a row ends the run."""
+    """Left out alone, named with rank; one too many in a row ends the run."""
     nine = "--steps 9 --max-skips 2 --mode"
     runs = [
         poisoned(f"{nine} full_shard --log-every 4", "loss", 1, 2, 3, 6),
@@ -195,21 +192,15 @@ def test_bad_steps_are_left_out_up_to_max_skips(tmp_path):
     skips = events(tmp_path / "0", "skip")
     found = [(s["step"], s["what"], s["ranks"], s["consecutive_bad"]) for s in skips]
     assert found == [(3, "loss", [1], 1), (4, "loss", [1], 2), (7, "loss", [1], 1)]
-    files, order = data.scan(TILES), np.random.default_rng((3, 0)).permutation(192)  # seed 3
-    local, accum = some.start["batch"], some.start["accum"]
-    for skip in skips:  # of each accumulation step the second half is rank 1's
-        starts = [(skip["step"] - 1) * 12 + (2 * a + 1) * local for a in range(accum)]
-        where = [start + i for start in starts for i in range(local)]
-        assert skip["images"] == [files.path(order[i]) for i in where]
     assert some.end["skipped"] == 3 and math.isfinite(some.end["loss"])
     assert [s["step"] for s in some.steps if s["loss"] is None] == [4]  # JSON has no NaN
 
     (skip,) = events(tmp_path / "1", "skip")  # a norm is everybody's
     assert (skip["step"], skip["what"], skip["ranks"]) == (5, "gradient norm", [])
-    assert len(skip["images"]) == 12 and norm.moved[4] == 0
+    assert norm.moved[4] == 0
 
     assert many.status == [1, 1] and many.end["reason"] == "nan" and many.end["steps"] == 4
-    assert "not finite at step 5 on rank 1, 3 consecutive bad steps" in many.errors
+    assert "not finite at step 5 on rank 1: lower --blr" in many.errors
     assert many.moved[2:] == [0, 0, 0]
 
 
