@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from torch.profiler import record_function
 
 from runtime.agreement import Verdict, gather_to_rank0, run_on_rank0
 from runtime.devices import device_memory, peak_flops
@@ -33,16 +32,9 @@ class Meter:
         """Begin before step `begin`; each step has `global_batch` images of all ranks."""
         self.begin, self.global_batch = begin, global_batch
         self.rates: list[float] = []  # images per second of each interval
-        self.waited = self.waited_before = 0.0  # seconds: of all steps, of those before
+        # seconds without a batch: of all steps, and of those before this interval
+        self.waited = self.waited_before = 0.0
         self.started = self.interval_start = time.perf_counter()
-
-    @contextmanager
-    def data_wait(self) -> Iterator[None]:
-        """Count the time inside as waiting for data."""
-        start = time.perf_counter()
-        with record_function("wait for data"):  # the name in a profiler's trace
-            yield
-        self.waited += time.perf_counter() - start
 
     @contextmanager
     def paused(self) -> Iterator[None]:

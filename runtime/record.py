@@ -1,6 +1,7 @@
 """What a run records: what it is, what its steps were, how it ended."""
 
 import platform
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
 import data
 import mesh
@@ -156,8 +158,10 @@ class Monitor:
     def next_batch(self, batches: Iterator[Batch], step: int) -> Batch:
         """Take the batch of a step: the last one again where the loader has failed."""
         self.session.heartbeat("reading data", step)
-        with self.meter.data_wait():
+        start = time.perf_counter()
+        with record_function("wait for data"):  # the name in a profiler's trace
             batch = next(batches)
+        self.meter.waited += time.perf_counter() - start
         self.error = batch.error
         found = [(self.bad_images.name_of(i), why, step + 1) for i, why in batch.bad]
         self.bad_images.unreported += found

@@ -60,9 +60,8 @@ def test_a_line_has_the_rate_of_its_own_steps_and_the_memory_of_the_device(monke
     written.tensorboard = SimpleNamespace(add_scalar=full)
     meter = log.Meter(0, 4)
     for step in range(6):
-        with meter.data_wait():
-            now.seconds += 0.5
-        now.seconds += 1.5
+        meter.waited += 0.5
+        now.seconds += 2
         if step % 2:
             loss = float("nan") if step == 5 else 0.25
             verdict = Verdict(step, loss, 2.0, 0, *[False] * 6)
