@@ -95,12 +95,6 @@ def planned(
     return found if device is None or device.type == "cuda" else found | {"verdict": None}
 
 
-def advise_out_of_memory(run: "Run", device: torch.device) -> str:
-    """Say in half a sentence what would fit of a run that ran out of memory."""
-    plan = planned(run, device, lambda text: None, ran_out=True)
-    return f"plan: {plan['fit']}" if plan else "try a smaller --batch, or fewer --workers"
-
-
 def is_out_of_memory(error: Exception) -> bool:
     """Tell whether an error says that a GPU or the host has no memory left."""
     # of PyTorch's allocators for a GPU and the host, NCCL and cuBLAS: only one has its own type

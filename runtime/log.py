@@ -90,14 +90,6 @@ class Log:
         """Print a warning on the terminal."""
         self.say(f"warning: {text}")
 
-    @contextmanager
-    def disk_may_fail(self, name: str) -> Iterator[None]:
-        """Turn an error of the disk into a warning that names what is not written."""
-        try:
-            yield
-        except OSError as error:  # a full disk: no run ends for want of a line or a curve
-            self.warn(f"{name} cannot be written now: {error}")
-
     def write(self, event: str, **record: Any) -> None:
         """Add a line to log.jsonl; one that the disk refuses waits in memory."""
         if not self.file:
@@ -105,7 +97,7 @@ class Log:
         for key, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[key] = None  # JSON has no NaN
-        with self.disk_may_fail("log.jsonl"):
+        try:
             self.file.write(json.dumps({"event": event} | record) + "\n")
             self.file.flush()
             if event == "start" and self.run.config.tensorboard:
@@ -120,6 +112,8 @@ class Log:
                     if type(value) in (int, float):
                         self.tensorboard.add_scalar(f"{event}/{key}", value, step)
                 self.tensorboard.flush()
+        except OSError as error:  # a full disk: no run ends for want of a line or a curve
+            self.warn(f"log.jsonl cannot be written now: {error}")
 
     def step(self, verdict: Verdict, lr: float, meter: Meter, bad_images: int) -> None:
         """Log a step and end the meter's interval; the numbers are of all ranks.
@@ -192,7 +186,7 @@ class BadImageLog:
             path, reason, _ = next(iter(new.values()))
             found = f"{len(new)} unreadable images replaced by the next, see {self.path}"
             self.log.warn(f"{found}; the first: {path} ({reason})")
-            with self.log.disk_may_fail(self.path), open(self.path, "a", **CSV) as file:
+            with open(self.path, "a", **CSV) as file:
                 heading = [("path", "reason", "step")] * (file.tell() == 0)
                 csv.writer(file).writerows([*heading, *new.values()])
             self.known |= new.keys()

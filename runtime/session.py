@@ -16,7 +16,7 @@ from runtime import process
 from runtime.agreement import AgreedError, run_on_all_ranks, run_on_rank0
 from runtime.config import Config
 from runtime.device_batches import LoaderFailed
-from runtime.devices import advise_out_of_memory, is_out_of_memory
+from runtime.devices import is_out_of_memory, planned
 from runtime.image_source import check_folders
 from runtime.log import Log
 from runtime.process import RANK0_REPORT_GRACE_SECONDS, print_error, usage_error
@@ -79,7 +79,8 @@ class Session:
             what = "the data loader failed"
         elif is_out_of_memory(error):
             what, self.reason = "out of memory", "memory"
-            advice = advise_out_of_memory(run, self.device)
+            plan = planned(run, self.device, self.log.warn, ran_out=True)
+            advice = f"plan: {plan['fit']}" if plan else "try a smaller --batch, or fewer --workers"
             # PyTorch adds a page to what it tried to allocate
             cause = f"{'. '.join(cause.split('. ')[:2]).rstrip('.: ')}; {advice}"
         elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):
