@@ -250,7 +250,7 @@ def fill_defaults(c: Config) -> Config:
     for one, other in (("batch", "global_batch"), ("steps", "epochs")):
         if one in given and other in given:
             raise ValueError(f"--{one} and --{other.replace('_', '-')}: give one of them")
-    known: dict[str, Any] = {"precision": c.precision or devices.default_precision(gpu)}
+    known: dict[str, Any] = {"precision": c.precision or devices.default_precision(gpu)[0]}
     # What has no meaning in this mode stays None, so that the log does not claim it.
     for name in ("fsdp", "wrap", "prefetch", "limit_all_gathers"):
         value = getattr(shard.ShardingOptions, name)

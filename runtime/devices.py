@@ -43,14 +43,15 @@ def peak_flops(device: torch.device | None) -> tuple[float | None, str | None]:
     return None, None
 
 
-def default_precision(gpu: bool) -> str:
-    """Return the default of --precision: most CPUs are slower in bf16 than in fp32.
+def default_precision(gpu: bool) -> tuple[str, str]:
+    """Return the default of --precision and why: most CPUs are slower in bf16 than in fp32.
 
     A Xeon with AVX512-BF16 alone is too: a step of `base` took 3.4 s, and 2.1 s in fp32.
     """
     flags = Path("/proc/cpuinfo")  # of Linux
     fast = flags.exists() and re.search(r"\b(amx_bf16|bf16)\b", flags.read_text())  # x86, Arm
-    return "bf16" if gpu or fast else "fp32"
+    what = "a GPU" if gpu else "this CPU"
+    return ("bf16", f"{what} is fast in it") if gpu or fast else ("fp32", f"bf16 is slow on {what}")
 
 
 def cpu_step_seconds(run: "Run", device: torch.device | None) -> float | None:

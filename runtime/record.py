@@ -31,18 +31,20 @@ def start_record(
 ) -> dict[str, Any]:
     """Describe a run for the log; `more` is added as it stands. A device of None is some GPU."""
     peak, peak_source = devices.peak_flops(device)
+    on_gpu = device is None or device.type == "cuda"
     with torch.device("meta"):
         model = vit.ViTMAE(run.model, run.config.img_size)
     return run.record() | {
         "planned": devices.planned(run, device, warn),
         "lr": run.lr,
         "epoch_steps": run.epoch_steps,
-        "device": device.type if device else "cuda",
+        "device": "cuda" if on_gpu else "cpu",
         "mesh": dict(zip(mesh.DIMENSIONS, (*run.mesh_shape, 1), strict=False)),
         "params": sum(p.numel() for p in model.parameters()),
         "flops_per_image": run.flops_per_image(),
         "peak_flops_per_rank": peak,
         "peak_flops_source": peak_source,
+        "precision_default": ": ".join(devices.default_precision(on_gpu)),
         "cpu_step_seconds": devices.cpu_step_seconds(run, device),
         "versions": versions(),
         **more,
@@ -69,9 +71,10 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     s, ranks = start, start["world_size"]
     gflop, strategy = s["flops_per_image"] / 1e9, shard.STRATEGIES[s["mode"]]
     yield f"{s['model']}: {s['params']:,} parameters, {gflop:.1f} GFLOP per image"
-    yield f"precision: {s['precision']} (default: bf16 where the device is fast in it, else fp32)"
-    sizes = " x ".join(map(str, s["mesh"].values()))
-    yield f"{ranks} ranks on {s['device']}, mesh {sizes} ({' x '.join(s['mesh'])})"
+    yield f"precision: {s['precision']} (default {s['precision_default']})"
+    shape = {name: size for name, size in s["mesh"].items() if name != "tp" or size > 1}
+    sizes = " x ".join(map(str, shape.values()))
+    yield f"{ranks} ranks on {s['device']}, mesh {sizes} ({' x '.join(shape)})"
     yield f"{s['mode']}: shards {strategy.shards}; per step: {strategy.traffic}"
     who = f"{ranks // s['tp']} data-parallel ranks"
     yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"

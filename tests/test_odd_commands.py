@@ -145,11 +145,11 @@ def test_the_start_and_a_refused_resume_name_the_precision(monkeypatch, capsys):
     argv = ["--model", "tiny:depth=1", "--img-size", "32", "--device", "cpu", "--workers", "0"]
     argv += ["--batch", "2", "--steps", "1"]
     for default in ("bf16", "fp32"):
-        monkeypatch.setattr(devices, "default_precision", lambda gpu, name=default: name)
+        monkeypatch.setattr(devices, "default_precision", lambda gpu, n=default: (n, "why"))
         status = train_fsdp.main([*argv, "--out", "out"])
         printed = capsys.readouterr()
         if default == "bf16":
-            assert status == 0 and "precision: bf16 (default: bf16 where" in printed.out
+            assert status == 0 and "precision: bf16 (default bf16: why)" in printed.out
             with open("out/log.jsonl") as file:
                 assert json.loads(file.readline())["precision"] == "bf16"
     assert status == 2 and "precision bf16 -> fp32 (as before: --precision bf16)" in printed.err
