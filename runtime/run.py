@@ -39,12 +39,6 @@ class Run:
         return rank // self.config.tp
 
     @property
-    def ranks_per_group(self) -> dict[str, int]:
-        """Count the ranks of a group in each dimension of the mesh, and of all."""
-        sizes = zip(mesh.DIMENSIONS, self.mesh_shape, strict=False)
-        return dict(sizes, world=self.world_size)
-
-    @property
     def lr(self) -> float:
         """Peak learning rate: the base rate scaled to the global batch, as in MAE's recipe."""
         return self.config.blr * self.global_batch / 256
