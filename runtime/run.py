@@ -9,7 +9,7 @@ import torch
 import mesh
 import shard
 import vit
-from runtime.config import DEFAULT_BATCH, DEFAULT_STEPS, DTYPES, Config, model_config, names
+from runtime.config import DEFAULT_BATCH, DEFAULT_STEPS, DTYPES, Config, model_config
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,6 @@ class Run:
                 "channel_std": stats and stats.std,
             }
         )
-
-
-def decisive(config: Config) -> tuple[str, ...]:
-    """List the keys of Run.record() that a resumed run must not change."""
-    # not the path of --data: the same images may lie elsewhere by now
-    images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
-    return names("result", table=type(config)) + images
 
 
 def resolve(config: Config, world_size: int, node_ranks: int) -> Run:

@@ -154,4 +154,4 @@ def test_the_start_and_a_refused_resume_name_the_precision(monkeypatch, capsys):
             with open("out/log.jsonl") as file:
                 start = json.loads(file.readline())
             assert start["precision_default"] == "bf16: has bf16"
-    assert status == 2 and "precision bf16 -> fp32 (as before: --precision bf16)" in printed.err
+    assert status == 2 and "precision bf16 -> fp32" in printed.err
