@@ -209,8 +209,6 @@ def parse(argv: Sequence[str] | None, doc: str | None = None) -> Config:
     config = make_config(parser, parser.parse_args(argv))
     if config.dry_run != bool(config.world_size):
         parser.error("--dry-run and --world-size go together; a run has its launcher's ranks")
-    if config.dry_run and started_ranks() > 1:
-        parser.error("--dry-run simulates its ranks in one process: run it without torchrun, srun")
     if config.tensorboard and not find_spec("tensorboard"):
         parser.error("--tensorboard needs tensorboard, which is not here: pip install it")
     return config
@@ -225,7 +223,7 @@ def make_config(parser: Parser, args: argparse.Namespace, table: type[Config] = 
     config = table(**{row.name: getattr(args, row.name) for row in fields(table)})
     try:
         return fill_defaults(config)
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:  # the former of a launcher's variables
         parser.error(str(error))
 
 
@@ -238,7 +236,8 @@ def fill_defaults(c: Config) -> Config:
     gpu = c.device == "cuda" or (c.device == "auto" and seen)
     given = {row.name: v for row in fields(Config) if (v := getattr(c, row.name)) != row.default}
     # one process has nothing to shard, unless it is given a flag that ddp does not have
-    alone = (c.world_size or started_ranks()) == 1 and not any(shard.misuses("ddp", given))
+    ranks = c.world_size or mesh.read_ranks(os.environ).world_size
+    alone = ranks == 1 and not any(shard.misuses("ddp", given))
     mode = c.mode or ("ddp" if alone else "hybrid")
     for sentence in shard.misuses(mode, given, lambda name: "--" + name.replace("_", "-")):
         raise ValueError(sentence)
@@ -254,14 +253,6 @@ def fill_defaults(c: Config) -> Config:
         if name not in given and not any(shard.misuses(mode, {"fsdp": c.fsdp, name: value})):
             known[name] = value
     return replace(c, mode=mode, **known)
-
-
-def started_ranks() -> int:
-    """Count the ranks that a launcher has started; 1 where run_session will say what is wrong."""
-    try:
-        return mesh.read_ranks(os.environ).world_size
-    except (RuntimeError, ValueError):
-        return 1
 
 
 def save_interval(text: str) -> tuple[int | None, float | None]:

@@ -95,8 +95,6 @@ def share_images(
     config: "Config", global_batch: int, stats: data.ChannelStats | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Do as `find_images` on rank 0, and give every rank its result. Collective."""
-    if config.eval_data:
-        share_eval_images(config)  # refused now, if at all
     return run_on_rank0(lambda: find_images(config, config.out, global_batch, stats))
 
 
