@@ -91,9 +91,7 @@ class Config:
     bucket_cap_mb: int | None = flag(None, "ddp, zero1: MiB of a bucket (default 25)", "sharding")
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "cuda: ROCm too", "setting", "speed")
-    precision: str | None = flag(
-        None, "default bf16; fp32 on a CPU where it is slow", "result setting", choices=DTYPES
-    )
+    precision: str | None = flag(None, "default by device", "result setting", choices=DTYPES)
     reduce_dtype: str = flag("fp32", "of gradients over ranks", "result setting", choices=DTYPES)
     ac: Literal["none", "selective", "full"] = flag(
         "none", "activation checkpointing: recompute norms and GELU, or whole blocks", "setting"
@@ -110,9 +108,7 @@ class Config:
     max_bad: float = flag(0.01, "share of unreadable images that ends the run", type=number(0, 1))
     exact_decode: bool = flag(False, "decode JPEGs at full size (slower)", "result")
 
-    batch: int | None = flag(
-        None, f"images per rank, micro-batch (default {DEFAULT_BATCH})", "setting", "optimisation"
-    )
+    batch: int | None = flag(None, "images per rank (default 32)", "setting", "optimisation")
     global_batch: int | None = flag(None, "images per step of all ranks (no --batch)", "result")
     accum: int = flag(1, "accumulation steps", "setting")
     blr: float = flag(1.5e-4, "lr = blr x global batch / 256", "result")

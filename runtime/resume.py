@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import checkpoint
@@ -31,7 +30,7 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
     path, model, seed = run.config.init_from, run.model, run.config.seed
     if path is None:
         return partial(vit.initial_value, model, seed=seed)
-    from downstream.weights import Pretrained, check_fits, epsilon_note, read_pretrained, value_of
+    from downstream.weights import Pretrained, check_fits, read_pretrained, value_of
 
     def read() -> Pretrained:
         found = read_pretrained(path, model)
@@ -39,8 +38,6 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
         return found
 
     found = run_on_all_ranks(read)
-    if (note := epsilon_note(found)) and dist.get_rank() == 0:
-        print(note)
     return lambda name, shape, device: value_of(found, name, shape, config=model, seed=seed)
 
 
@@ -74,9 +71,8 @@ def read_run_state(
     """`load` the first whole checkpoint of `found`; return its run state. Collective.
 
     That is "step", "flags", "consecutive_bad" (steps) and "scaler"; step 0 if `found` is empty. A
-    damaged one is renamed, so that none is ever overwritten, unless `load` is None.
-    AgreedError for other decisive flags without --allow-changes; where the one asked for, or all,
-    are damaged; where one cannot be read now.
+    damaged one is renamed, so that none is ever overwritten, unless `load` is None. AgreedError for
+    changed flags; where the one asked for, or all, are damaged; where one cannot be read now.
     """
     new = {"step": 0, "flags": {}, "consecutive_bad": 0, "scaler": None}
     damaged: list[Path] = []
@@ -186,12 +182,11 @@ class Saves:
             self.log.warn(problem)
 
     def finished(self) -> bool:
-        """Tell, and say, that no step is left to train. Collective."""
-        if self.begin < self.run.steps:
-            return False
-        mark_done(self.run.config.out, True)
-        self.log.say(f"already finished: all {self.run.steps} steps; {self.where(True)}")
-        return True
+        """Tell, and say, that no step is left to train."""
+        done = self.begin >= self.run.steps
+        if done:
+            self.log.say(f"already finished: all {self.run.steps} steps; {self.where(True)}")
+        return done
 
     def where(self, finished: bool) -> str:
         """Say where the weights are, for the end."""
@@ -213,8 +208,7 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
     state = read_run_state(found, run, log.say, load)
     saves = Saves(run, log, state["step"], state["consecutive_bad"])
     session.where_saved = saves.where
-    if saves.begin < run.steps:
-        mark_done(config.out, False)
+    mark_done(config.out, saves.begin >= run.steps)
     if scaler and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     saves.scaler = scaler

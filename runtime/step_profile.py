@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,9 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import profile, schedule
 from torch.utils._pytree import tree_leaves
 
-if TYPE_CHECKING:  # tools that read a trace need none of these
-    from runtime.log import Meter
-    from runtime.run import Run
-    from runtime.session import Session
+from runtime.log import Meter
+from runtime.run import Run
+from runtime.session import Session
 
 COUNTED = 2  # steps before the one whose collectives are counted: DDP's buckets are final
 WARM = 5  # steps before those in the trace: blocks are compiled, memory settles
@@ -47,7 +46,7 @@ CPU_WORK = ("aten::", "mkldnn::", "vit_mae::", "fsdp::", "CompiledFunction", "##
 class RunProfile:
     """Profile some steps of this process; `step(step)` surrounds each step of the loop."""
 
-    def __init__(self, run: "Run", session: "Session", meter: "Meter") -> None:
+    def __init__(self, run: Run, session: Session, meter: Meter) -> None:
         """Start the profiler's schedule; the meter's clock stops while it starts and writes."""
         self.log, self.meter, self.begin = session.log, meter, meter.begin
         self.sent: list[CommEvent] = []
