@@ -159,9 +159,9 @@ class Parser(argparse.ArgumentParser):
 
 def training_parser(program: str = "train_fsdp.py", doc: str | None = None) -> Parser:
     """Make the parser from the table. * marks what changes the result."""
-    parser, marks = Parser(program, doc=doc), "* marks flags that decide the result"
-    how = "a resumed run must not change them without --allow-changes"
-    parser.description = f"{parser.description or ''}\n{marks}: {how}."
+    parser = Parser(program, doc=doc)
+    note = "* marks flags that a resumed run must not change without --allow-changes."
+    parser.description = f"{parser.description or ''}\n{note}"
     add_flags(parser, Config)
     return parser
 

@@ -130,4 +130,5 @@ def find_stats(folder: str, channels: int) -> data.ChannelStats:
         return data.IMAGENET
     if folder == "synthetic":
         return data.ChannelStats((0.5,) * channels, (0.25,) * channels)
-    raise ValueError(f"--channels {channels} needs statistics: type `python prepare.py stats DIR`")
+    command = f"`python prepare.py stats {folder}`"
+    raise ValueError(f"--channels {channels} needs statistics: type {command}")

@@ -143,8 +143,7 @@ class Saves:
         """Begin at `step`, after so many consecutive bad steps."""
         self.run, self.log, self.begin, self.consecutive_bad = run, log, step, consecutive_bad
         self.since = time.monotonic()  # of the newest save
-        real = run.config.run_mode == "real"
-        self.steps, self.seconds = save_interval(run.config.save_every if real else "none")
+        self.steps, self.seconds = save_interval(run.config.save_every)
 
     def due_after(self, step: int) -> bool:
         """Tell whether a checkpoint is due after so many steps."""
@@ -173,12 +172,10 @@ class Saves:
 
     def save_last(self, step: int, consecutive_bad: int) -> None:
         """Save before a failed run ends, unless that step is saved already. Collective."""
-        if not self.saver:
-            return
-        problems = self.saver.finish()  # of the save in the background
-        if self.saver.saved < step and (failed := self.save(step, consecutive_bad, wait=True)):
-            problems.append(failed)
-        for problem in problems:
+        problems = self.saver.finish() if self.saver else []  # of the save in the background
+        if self.saver and self.saver.saved < step:
+            problems.append(self.save(step, consecutive_bad, wait=True) or "")
+        for problem in filter(None, problems):
             self.log.warn(problem)
 
     def finished(self) -> bool:

@@ -56,11 +56,7 @@ def groups_of(shape: Sequence[int], dimension: int) -> list[list[int]]:
 
 
 def format_topology(placements: Sequence[Placement], shape: Sequence[int]) -> list[str]:
-    """Make a table of the ranks, one per line; of more than 32 ranks 24 are shown.
-
-    ValueError if two ranks use the same GPU.
-    """
-    check_devices_differ(placements)
+    """Make a table of the ranks, one per line; of more than 32 ranks 24 are shown."""
     world, nodes = len(placements), len({host for host, *_ in placements})
     table = [["rank", "host", "local", "device"]]
     table += [[str(rank), *p[:3]] for rank, p in enumerate(placements)]
@@ -79,11 +75,12 @@ def format_topology(placements: Sequence[Placement], shape: Sequence[int]) -> li
 
 
 def describe_topology(ranks: Ranks, device: torch.device, shape: Sequence[int]) -> list[str]:
-    """Return the table as lines. Collective; AgreedError, status 2, if two ranks share a GPU."""
+    """Return the table on rank 0. Collective; AgreedError, status 2, if two ranks share a GPU."""
     if ranks.world_size == 1:
         return []
     placements = gather_to_rank0(find_placement(ranks, device)) or []
-    return run_on_rank0(lambda: format_topology(placements, shape))
+    run_on_rank0(lambda: check_devices_differ(placements))
+    return format_topology(placements, shape) if placements else []
 
 
 def time_all_gather(shape: tuple[int, ...], device: torch.device) -> list[float]:
