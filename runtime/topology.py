@@ -55,9 +55,16 @@ def groups_of(shape: Sequence[int], dimension: int) -> list[list[int]]:
     return grid.movedim(dimension, -1).flatten(0, 1).tolist()
 
 
-def format_topology(placements: Sequence[Placement], shape: Sequence[int]) -> list[str]:
-    """Make a table of the ranks, one per line; of more than 32 ranks 24 are shown."""
+def describe_topology(ranks: Ranks, device: torch.device, shape: Sequence[int]) -> list[str]:
+    """Make a table of the ranks, one per line; of more than 32 ranks 24 are shown. Collective.
+
+    Empty but on rank 0. AgreedError, status 2, if two ranks use the same GPU.
+    """
+    placements = gather_to_rank0(find_placement(ranks, device)) or []
+    run_on_rank0(lambda: check_devices_differ(placements))
     world, nodes = len(placements), len({host for host, *_ in placements})
+    if world < 2:
+        return []
     table = [["rank", "host", "local", "device"]]
     table += [[str(rank), *p[:3]] for rank, p in enumerate(placements)]
     for dimension in (1, 0, 2)[: len(shape)]:
@@ -74,39 +81,30 @@ def format_topology(placements: Sequence[Placement], shape: Sequence[int]) -> li
     return [f"mesh {sizes} ({named}): {world} ranks on {nodes} node{'s' * (nodes > 1)}", *lines]
 
 
-def describe_topology(ranks: Ranks, device: torch.device, shape: Sequence[int]) -> list[str]:
-    """Return the table on rank 0. Collective; AgreedError, status 2, if two ranks share a GPU."""
-    if ranks.world_size == 1:
-        return []
-    placements = gather_to_rank0(find_placement(ranks, device)) or []
-    run_on_rank0(lambda: check_devices_differ(placements))
-    return format_topology(placements, shape) if placements else []
+def time_all_gather(shape: tuple[int, ...], device: torch.device) -> list[str]:
+    """Time how each shard group gathers 16 MiB, all at once. Collective.
 
-
-def time_all_gather(shape: tuple[int, ...], device: torch.device) -> list[float]:
-    """Time how each shard group gathers 16 MiB, all at once -> seconds of each. Collective."""
-    group = build_mesh(shape, device).get_group("shard")
-    piece = torch.zeros(2**22 // shape[1], device=device)  # fp32
-    whole = torch.empty(shape[1], piece.numel(), device=device)
+    Returns lines: their times, and which groups need twice the median's.
+    """
+    process_group, size = build_mesh(shape, device).get_group("shard"), shape[1]
+    piece = torch.zeros(2**22 // size, device=device)  # fp32
+    whole = torch.empty(size, piece.numel(), device=device)
     rounds = []  # seconds
     for _ in range(7):  # the first two open the connections
         start = time.perf_counter()
-        dist.all_gather([*whole], piece, group=group)
+        dist.all_gather([*whole], piece, group=process_group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         rounds.append(time.perf_counter() - start)
-    seconds = [0.0] * dist.get_world_size()
-    dist.all_gather_object(seconds, statistics.median(rounds[2:]))
-    return [max(seconds[rank] for rank in group) for group in groups_of(shape, 1)]
-
-
-def format_timing(seconds: Sequence[float], shape: Sequence[int]) -> list[str]:
-    """Say what `time_all_gather` found, and which groups need twice the median's time."""
-    size, median = shape[1], statistics.median_low(seconds)
+    by_rank = [0.0] * dist.get_world_size()
+    dist.all_gather_object(by_rank, statistics.median(rounds[2:]))
+    groups = groups_of(shape, 1)
+    seconds = [max(by_rank[rank] for rank in group) for group in groups]
+    median = statistics.median_low(seconds)
     rate = 2**24 * (size - 1) / size / median / 1e9  # a rank receives all but its own part
     times = f"{1e3 * min(seconds):.2f} to {1e3 * max(seconds):.2f} ms, median {rate:.2f} GB/s"
     lines = [f"all-gather of 16 MiB among {size} ranks, all groups at once: {times} per rank"]
-    for i, group in enumerate(groups_of(shape, 1)):
+    for i, group in enumerate(groups):
         if seconds[i] > 2 * median:
             where = f"shard group {i} (ranks {group[0]} to {group[-1]})"
             lines.append(f"warning: {where} is slow: {1e3 * seconds[i]:.2f} ms")
@@ -117,8 +115,7 @@ def check_mesh(run: Run, session: Session) -> None:
     """Print where the ranks of a run are and how fast they gather. Collective; AgreedError."""
     session.log.say(*describe_topology(session.ranks, session.device, run.mesh_shape))
     if run.mesh_shape[1] > 1:  # or every rank is its own shard group
-        seconds = time_all_gather(run.mesh_shape, session.device)
-        session.log.say(*format_timing(seconds, run.mesh_shape))
+        session.log.say(*time_all_gather(run.mesh_shape, session.device))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
