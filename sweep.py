@@ -296,8 +296,7 @@ def build_parser() -> config.Parser:
     text = "for plan.py (default: with --sbatch frontier, there; else this host's memory, no speed)"
     add("--machine", metavar="NAME", help=text)
     add("--memory-gib", type=number(0.1), metavar="GIB", help="per rank, for plan.py")
-    limit = number(1, config.MOST_SECONDS)
-    add("--limit", type=limit, default=900, metavar="SECONDS", help="per point (default 900)")
+    add("--limit", type=number(1), default=900, metavar="SECONDS", help="per point (default 900)")
     add("--try", action="store_true", dest="try_all", help="run what plan.py says cannot fit")
     add("--retry", action="store_true", help="run again what failed, timed out or did not end")
     return parser

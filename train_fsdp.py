@@ -228,7 +228,7 @@ def run_training(run: Run, session: Session) -> str | None:
     run = run_on_rank0(lambda: with_images(run, **found))
     checkpoints = list_newest_first(run, log.say)
     log.open(run, session.device)
-    training, saves, grid = None, Saves(run, log), None
+    training, saves = None, Saves(run, log)
     if config.run_mode != "io":
         session.heartbeat("building the model")
         grid = mesh.build_mesh(run.mesh_shape, session.device)  # replicate x shard (x tp)
@@ -242,8 +242,8 @@ def run_training(run: Run, session: Session) -> str | None:
     # not kept in a variable: the first batch would stay on the device for the whole run
     monitor = Monitor(run, session, files, saves, batches.first if training else None)
     report_start(run, session, saves.begin, batches.workers)
-    if training and grid:
-        monitor.watch(training.model, grid)
+    if training:
+        monitor.watch(training.model)
     with manual_gc():
         if training is None:
             ended = read_images(run, monitor, batches)

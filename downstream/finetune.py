@@ -28,7 +28,7 @@ from downstream.scores import class_numbers
 from downstream.weights import Pretrained, epsilon_note, read_pretrained
 from runtime import image_source, process
 from runtime.agreement import run_on_rank0
-from runtime.config import FIELDS, Config, Parser, add_flags, flag, make_config, number, whole
+from runtime.config import Config, Parser, add_flags, flag, make_config, number, whole
 from runtime.device_batches import Batch, open_batches
 from runtime.evaluation import average_over
 from runtime.record import Monitor, versions
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     vit.patch_count(pretrained.config, img_size)  # raises where patches do not fill it
     image_source.check_folder(args.test, "--test", args.out)
     # the model of other code may have a shape of its own
-    shape = ",".join(f"{name}={getattr(pretrained.config, name):d}" for name in FIELDS)
+    shape = ",".join(f"{name}={value:d}" for name, value in vars(pretrained.config).items())
     known = {row.name: row.default for row in fields(Tuning)} | vars(args)
     known |= {"model": pretrained.size or f"base:{shape}", "channels": pretrained.config.channels}
     known |= {"img_size": img_size, "norm_pix_loss": pretrained.norm_pix_loss}

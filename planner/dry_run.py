@@ -97,7 +97,7 @@ def dry_run(
         print("one step of rank 0, simulated" + ", without --compile" * config.compile)
     else:
         print("flags, mesh and batch are checked, but only an FSDP2 step is simulated")
-    print("\n".join(report(simulation, plan, run.ranks_per_group)))
+    print("\n".join(report(simulation, plan)))
     if simulation and config.cpu_offload:
         print("parameters, gradients and optimizer are host memory")
     return 3 if plan and plan["verdict"] == "NO" else 0
@@ -162,7 +162,7 @@ def simulate(
         dtype = torch.uint8 if stats.dtype == "uint8" else torch.float32
         images = [torch.empty(shape, dtype=dtype) for _ in range(config.accum)]
         batches = [(x, torch.empty(batch, run.patches)) for x in images]
-        with counting(grid, found):
+        with counting(found):
             tracker = FSDPMemTracker(model)
             tracker.track_inputs(tuple(batches))
             with tracker:
@@ -200,9 +200,7 @@ def optimizer_bytes(model: nn.Module) -> int:
 # What is printed
 
 
-def report(
-    simulation: Simulation | None, plan: Mapping[str, Any] | None, group_sizes: Mapping[str, int]
-) -> Iterator[str]:
+def report(simulation: Simulation | None, plan: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield lines for the terminal: memory by part, collectives; `plan` as of plan.py --json."""
     columns: dict[str, list[float]] = {}
     if simulation:
@@ -217,8 +215,7 @@ def report(
     for i, row in enumerate(ROWS):
         yield f"  {row:24}" + "".join(f"{column[i]:16.3f}" for column in columns.values())
     yield f"  {'all':24}" + "".join(f"{sum(column):16.3f}" for column in columns.values())
-    # a rank alone sends nothing
-    sent = [c for c in simulation.collectives if group_sizes[c.group] > 1] if simulation else []
+    sent = simulation.collectives if simulation else []
     payload, count = (plan["payload_bytes"], plan["collectives"]) if plan else ({}, {})
     for kind in dict.fromkeys([*payload, *(c.kind for c in sent)]):  # each once
         sizes = [c.size for c in sent if c.kind == kind]

@@ -2,8 +2,6 @@
 
 import json
 import os
-import pickle
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +11,12 @@ import numpy as np
 from PIL import Image
 
 import data
-from runtime import agreement
+from runtime.agreement import run_on_rank0
 
 if TYPE_CHECKING:  # a loader worker imports this file for SyntheticImages
     from runtime.config import Config
 
 SIDE = 256  # pixels
-EVAL_FOLDER = "eval"  # in --out: the list of --eval-data
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,7 @@ def check_folder(folder: str, flag: str = "--data", out: str | None = None) -> N
     """Raise ValueError where this rank does not see a folder of images, or `out` lies in it."""
     if not os.path.isdir(folder):
         raise ValueError(f"there is no folder {folder}: give {flag} the folder of images")
-    images = os.path.realpath(folder)
-    if out and os.path.commonpath([images, os.path.realpath(out)]) == images:
+    if out and Path(out).resolve().is_relative_to(Path(folder).resolve()):
         raise ValueError(f"--out {out} lies in {flag} {folder}: give a folder outside of it")
 
 
@@ -63,11 +59,10 @@ def check_folders(config: "Config") -> None:
         if folder not in ("synthetic", None):
             check_folder(str(folder), flag, config.out)
     if config.stage_dir and not is_pack(config.data):
-        what = f"--stage-dir copies a pack, and --data {config.data} is none"
-        raise ValueError(f"{what}: type `python prepare.py pack DIR PACK`, then --data PACK")
+        raise ValueError("--stage-dir needs a pack: type `python prepare.py pack DIR PACK` first")
 
 
-def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tuple[Any, str]:
+def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tuple[Any, str | None]:
     """List a folder or pack, kept in `out` if given -> (images, checksum of names and sizes).
 
     ValueError where there are none. A copy of the trainer without storage/ reads plain folders.
@@ -76,10 +71,7 @@ def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tup
     try:
         from storage import image_list
     except ModuleNotFoundError:
-        if is_pack(folder):
-            raise
-        files = data.scan(folder)
-        return files, f"names {zlib.crc32(os.fsencode('/'.join(files.names))):08x}"
+        return data.scan(folder), None
     found = image_list.find_list(folder, out, say)
     return found, image_list.fingerprint(found)
 
@@ -95,10 +87,7 @@ def find_images(
     if config.data != "synthetic":
         files, names = list_folder(config.data, out, print)
     data.steps_per_epoch(len(files), global_batch)  # raises where there is not one
-    if stats is None:
-        stats = find_stats(config.data, config.channels)
-        if names and stats is data.IMAGENET:
-            check_first_image(files)
+    stats = stats or find_stats(config.data, config.channels)
     return files, {"images": len(files), "image_names_and_sizes": names, "channel_stats": stats}
 
 
@@ -106,21 +95,13 @@ def share_images(
     config: "Config", global_batch: int, stats: data.ChannelStats | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Do as `find_images` on rank 0, and give every rank its result. Collective."""
-    if config.eval_data:
-        share_eval_images(config)  # refused now, if at all
-    return _share(lambda: find_images(config, config.out, global_batch, stats))
+    return run_on_rank0(lambda: find_images(config, config.out, global_batch, stats))
 
 
 def share_eval_images(config: "Config") -> Any:
     """List --eval-data on rank 0, and give every rank the same list. Collective."""
-    kept = os.path.join(config.out, EVAL_FOLDER)
-    return _share(lambda: list_folder(str(config.eval_data), kept, print))[0]
-
-
-def _share(find: Callable[[], Any]) -> Any:
-    """Call `find` on rank 0 for all; a list is sent as its file's name, which each rank maps."""
-    found = agreement.run_on_rank0(lambda: pickle.dumps(find()))
-    return agreement.run_on_all_ranks(lambda: pickle.loads(found))
+    kept = os.path.join(config.out, "eval")
+    return run_on_rank0(lambda: list_folder(str(config.eval_data), kept, print)[0])
 
 
 def is_pack(folder: str) -> bool:
@@ -139,29 +120,15 @@ def find_stats(folder: str, channels: int) -> data.ChannelStats:
 
     ValueError where there are none for so many channels.
     """
-    folder = folder.rstrip("/") or "/"
-    path, command = stats_file(folder), f"`python prepare.py stats {folder}`"
-    if folder == "synthetic" or not os.path.exists(path):
-        if channels == 3:
-            return data.IMAGENET
-        if folder == "synthetic":
-            return data.ChannelStats((0.5,) * channels, (0.25,) * channels)
-        raise ValueError(f"--channels {channels} needs their mean and deviation: type {command}")
-    found = json.loads(Path(path).read_text())
-    stats = data.ChannelStats(tuple(found["mean"]), tuple(found["std"]), found["dtype"])
-    if (count := len(stats.mean)) != channels:
-        what = f"{path} is of images with {count} channels, not {channels}: give --channels {count}"
-        raise ValueError(f"{what}, or if the images have changed, type {command}")
-    return stats
-
-
-def check_first_image(files: Any) -> None:
-    """Raise ValueError where the first image is an array that ImageNet's statistics do not fit."""
-    try:
-        image, _ = data.open_image(files.read(0))
-    except Exception:  # of many kinds; others stand in for a broken file, and it is listed
-        return
-    if isinstance(image, np.ndarray) and (len(image), image.dtype) != (3, np.uint8):
-        what = f"{files.path(0)} has {len(image)} channels of {image.dtype}"
-        command = f"`python prepare.py stats {files.root}`"
-        raise ValueError(f"{what}: type {command}, and give --channels the number that it prints")
+    path = stats_file(folder.rstrip("/"))
+    if folder != "synthetic" and os.path.exists(path):
+        found = json.loads(Path(path).read_text())
+        if (count := len(found["mean"])) != channels:
+            raise ValueError(f"{path} is of {count} channels, not {channels}: see --channels")
+        return data.ChannelStats(tuple(found["mean"]), tuple(found["std"]), found["dtype"])
+    if channels == 3:
+        return data.IMAGENET
+    if folder == "synthetic":
+        return data.ChannelStats((0.5,) * channels, (0.25,) * channels)
+    command = f"`python prepare.py stats {folder}`"
+    raise ValueError(f"--channels {channels} needs statistics: type {command}")

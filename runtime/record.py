@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 import data
@@ -146,7 +145,7 @@ class Monitor:
         self.profile: Any = None  # of a step_profile.RunProfile
         self.meter = Meter(saves.begin, run.global_batch)  # whose clock starts
 
-    def watch(self, model: nn.Module, grid: DeviceMesh) -> None:
+    def watch(self, model: nn.Module) -> None:
         """Evaluate the model and profile its steps too, where the flags ask for it. Collective."""
         config, session = self.run.config, self.session
         if config.eval_data and config.run_mode == "real":
@@ -156,7 +155,7 @@ class Monitor:
         if config.profile and session.ranks.rank == 0:
             from runtime.step_profile import RunProfile
 
-            self.profile = RunProfile(self.run, session, grid, self.meter)
+            self.profile = RunProfile(self.run, session, self.meter)
 
     def next_batch(self, batches: Iterator[Batch], step: int) -> Batch:
         """Take the batch of a step: the last one again where the loader has failed."""

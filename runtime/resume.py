@@ -12,10 +12,10 @@ from torch import Tensor
 
 import checkpoint
 import vit
-from runtime.agreement import AgreedError, run_on_rank0
-from runtime.config import save_interval
+from runtime.agreement import AgreedError, run_on_all_ranks, run_on_rank0
+from runtime.config import names, save_interval
 from runtime.log import Log
-from runtime.run import Run, decisive
+from runtime.run import Run
 from runtime.session import Session
 
 PAUSES = (1.0, 3.0, 8.0, 20.0)  # seconds before each new attempt at a read that failed
@@ -25,32 +25,20 @@ Say = Callable[[str], None]  # prints a line, on rank 0
 def initial_values(run: Run) -> Callable[..., Tensor]:
     """Return the function (name, shape, device) -> whole initial value that shard.apply takes.
 
-    With --init-from both are collective: rank 0 reads the file, AgreedError of status 2 on all.
+    With --init-from every rank reads the file; AgreedError of status 2 on all. Collective.
     """
-    path, seed = run.config.init_from, run.config.seed
-    if not path:
-        return partial(vit.initial_value, run.model, seed=seed)
-    from downstream.weights import Pretrained, check_fits, epsilon_note, read_pretrained, value_of
+    path, model, seed = run.config.init_from, run.model, run.config.seed
+    if path is None:
+        return partial(vit.initial_value, model, seed=seed)
+    from downstream.weights import Pretrained, check_fits, read_pretrained, value_of
 
-    found: list[Pretrained] = []  # on rank 0
+    def read() -> Pretrained:
+        found = read_pretrained(path, model)
+        check_fits(found, model)
+        return found
 
-    def read_file() -> None:
-        try:
-            found.append(read_pretrained(path, run.model))
-            check_fits(found[0], run.model)
-            if note := epsilon_note(found[0]):
-                print(note)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--init-from: {error}") from error
-
-    def value(name: str, shape: torch.Size, device: torch.device) -> Tensor:
-        # a copy: with a part of a file's memory all of it would be sent
-        read = partial(value_of, config=run.model, seed=seed)
-        copied = run_on_rank0(lambda: read(found[0], name, shape).to(torch.float32, copy=True))
-        return copied.to(device)
-
-    run_on_rank0(read_file)
-    return value
+    found = run_on_all_ranks(read)
+    return lambda name, shape, device: value_of(found, name, shape, config=model, seed=seed)
 
 
 def list_newest_first(run: Run, say: Say) -> list[Path]:
@@ -83,16 +71,15 @@ def read_run_state(
     """`load` the first whole checkpoint of `found`; return its run state. Collective.
 
     That is "step", "flags", "consecutive_bad" (steps) and "scaler"; step 0 if `found` is empty. A
-    damaged one is renamed, so that none is ever overwritten, unless `load` is None.
-    AgreedError for other decisive flags without --allow-changes; where the one asked for, or all,
-    are damaged; where one cannot be read now.
+    damaged one is renamed, so that none is ever overwritten, unless `load` is None. AgreedError for
+    changed flags; where the one asked for, or all, are damaged; where one cannot be read now.
     """
     new = {"step": 0, "flags": {}, "consecutive_bad": 0, "scaler": None}
     damaged: list[Path] = []
 
     def read(path: Path) -> dict[str, Any]:
         state = new | _retry(say, checkpoint.read_manifest, path)  # another program has no flags
-        return state | {"changes": ", ".join(_changes(path, state["flags"], run)) or "-"}
+        return state | {"changes": _changes(path, state["flags"], run)}
 
     for path in found:
         try:
@@ -127,19 +114,19 @@ def _retry(say: Say, work: Callable[[Any], Any], path: Any) -> Any:
     return work(path)
 
 
-def _changes(path: Path, then: dict[str, Any], run: Run) -> list[str]:
+def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
     """List the flags that differ from the checkpoint's; ValueError where they must not."""
     now = json.loads(json.dumps(run.record()))
-    changed = [key for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
+    changed = [key for key in sorted(then) if key in now and then[key] != now[key]]
     changes = {key: f"{key} {then[key]} -> {now[key]}" for key in changed}
-    changes |= {key: f"{key} changed" for key in changed if isinstance(now[key], list)}  # too long
-    if "precision" in changes:  # its default is that of the device
-        changes["precision"] += f" (as before: --precision {then['precision']})"
-    refused = [changes[key] for key in decisive(run.config) if key in changes]
+    # not the path of --data: the same images may lie elsewhere by now
+    images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
+    decisive = names("result", table=type(run.config)) + images
+    refused = ", ".join(changes[key] for key in changed if key in decisive)
     if refused and not run.config.allow_changes:
         advice = "type them as they were, add --allow-changes, or use another --out"
-        raise ValueError(f"{path} was trained with other flags ({', '.join(refused)}): {advice}")
-    return list(changes.values())
+        raise ValueError(f"{path} was trained with other flags ({refused}): {advice}")
+    return ", ".join(changes.values()) or "-"
 
 
 class Saves:
@@ -155,9 +142,8 @@ class Saves:
     def __init__(self, run: Run, log: Log, step: int = 0, consecutive_bad: int = 0) -> None:
         """Begin at `step`, after so many consecutive bad steps."""
         self.run, self.log, self.begin, self.consecutive_bad = run, log, step, consecutive_bad
-        self.since, self.problem = time.monotonic(), ""  # of the newest save
-        real = run.config.run_mode == "real"
-        self.steps, self.seconds = save_interval(run.config.save_every if real else "none")
+        self.since = time.monotonic()  # of the newest save
+        self.steps, self.seconds = save_interval(run.config.save_every)
 
     def due_after(self, step: int) -> bool:
         """Tell whether a checkpoint is due after so many steps."""
@@ -179,7 +165,6 @@ class Saves:
         if self.saver.saved > before:  # in the background: the one before is on disk by now
             self.log.write("save", step=self.saver.saved, seconds=self.since - start)
         failures = self.saver.failures
-        self.problem = problems[-1] if failures else ""
         fatal = problems.pop() if failures == 2 or (failures and wait) else None
         for problem in problems:
             self.log.warn(f"{problem}; the run continues, the older checkpoints are kept")
@@ -187,32 +172,25 @@ class Saves:
 
     def save_last(self, step: int, consecutive_bad: int) -> None:
         """Save before a failed run ends, unless that step is saved already. Collective."""
-        if not self.saver:
-            return
-        problems = self.saver.finish()  # of the save in the background
-        if self.saver.saved < step and (failed := self.save(step, consecutive_bad, wait=True)):
-            problems.append(failed)
-        for problem in problems:
+        problems = self.saver.finish() if self.saver else []  # of the save in the background
+        if self.saver and self.saver.saved < step:
+            problems.append(self.save(step, consecutive_bad, wait=True) or "")
+        for problem in filter(None, problems):
             self.log.warn(problem)
 
     def finished(self) -> bool:
-        """Tell, and say, that no step is left to train. Collective."""
-        if self.begin < self.run.steps:
-            return False
-        mark_done(self.run.config.out, True)
-        self.log.say(f"already finished: all {self.run.steps} steps; {self.where(True)}")
-        return True
+        """Tell, and say, that no step is left to train."""
+        done = self.begin >= self.run.steps
+        if done:
+            self.log.say(f"already finished: all {self.run.steps} steps; {self.where(True)}")
+        return done
 
     def where(self, finished: bool) -> str:
         """Say where the weights are, for the end."""
-        saved, how = self.saver.saved if self.saver else 0, "the same command"
-        if not saved:
-            why = (self.problem or "no step was applied") if self.saver else "--save-every none"
-            return f"nothing saved: {why}"
-        path = Path(self.run.config.out, f"step_{saved:08d}")
-        if (asked := self.run.config.resume) != "auto":
-            new = saved > self.begin
-            path, how = (path, f"{how} with --resume auto") if new else (Path(asked), how)
+        if not (self.saver and self.saver.saved):
+            return "nothing saved"
+        path = Path(self.run.config.out, f"step_{self.saver.saved:08d}")
+        how = "the same command" + " with --resume auto" * (self.run.config.resume != "auto")
         return f"saved {path}" if finished else f"saved {path}; {how} continues from there"
 
 
@@ -227,8 +205,7 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
     state = read_run_state(found, run, log.say, load)
     saves = Saves(run, log, state["step"], state["consecutive_bad"])
     session.where_saved = saves.where
-    if saves.begin < run.steps:
-        mark_done(config.out, False)
+    mark_done(config.out, saves.begin >= run.steps)
     if scaler and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     saves.scaler = scaler
@@ -237,7 +214,7 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
         return saves
     options: Any = {"keep": config.keep, "group": group, "background": config.async_save}
     saves.saver = checkpoint.Saver(config.out, model, optimizer, **options)
-    saves.saver.saved = saves.begin
+    saves.saver.saved = saves.begin if config.resume == "auto" else 0  # in --out
     return saves
 
 

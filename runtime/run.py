@@ -9,7 +9,7 @@ import torch
 import mesh
 import shard
 import vit
-from runtime.config import DEFAULT_BATCH, DEFAULT_STEPS, DTYPES, Config, model_config, names
+from runtime.config import DEFAULT_BATCH, DEFAULT_STEPS, DTYPES, Config, model_config
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,6 @@ class Run:
     def data_rank(self, rank: int) -> int:
         """Return which of them has the images of this rank."""
         return rank // self.config.tp
-
-    @property
-    def ranks_per_group(self) -> dict[str, int]:
-        """Count the ranks of a group in each dimension of the mesh, and of all."""
-        sizes = zip(mesh.DIMENSIONS, self.mesh_shape, strict=False)
-        return dict(sizes, world=self.world_size)
 
     @property
     def lr(self) -> float:
@@ -77,25 +71,12 @@ class Run:
         """Return the flags and what follows, by the names that checkpoints and the log use."""
         follows = ["group", "world_size", "global_batch", "steps", "warmup_steps"]
         follows += ["images", "image_names_and_sizes"]
-        stats, rgb = self.channel_stats, self.config.channels == 3
-        return (
-            asdict(self.config)
-            | {name: getattr(self, name) for name in follows}
-            | {
-                "batch": self.local_batch,
-                # of images that are not known yet, for a plan: rather more memory than less
-                "image_dtype": stats.dtype if stats else "uint8" if rgb else "float32",
-                "channel_mean": stats and stats.mean,
-                "channel_std": stats and stats.std,
-            }
-        )
-
-
-def decisive(config: Config) -> tuple[str, ...]:
-    """List the keys of Run.record() that a resumed run must not change."""
-    # not the path of --data: the same images may lie elsewhere by now
-    images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
-    return names("result", table=type(config)) + images
+        found = asdict(self.config) | {name: getattr(self, name) for name in follows}
+        # of images that are not known yet, for a plan: rather more memory than less
+        dtype = "uint8" if self.config.channels == 3 else "float32"
+        mean, std, dtype = self.channel_stats or (None, None, dtype)
+        images = {"image_dtype": dtype, "channel_mean": mean, "channel_std": std}
+        return found | images | {"batch": self.local_batch}
 
 
 def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
@@ -105,14 +86,21 @@ def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
     """
     c, mode, tp, group = config, str(config.mode), config.tp, None
     model = model_config(c.model)
-    data_ranks = check_tensor_parallel(model, world_size, tp)
+    widths = model.heads, model.decoder_heads, model.mlp_width, 4 * model.decoder_width
+    if math.gcd(world_size, *widths) % tp:
+        raise ValueError(f"--tp {tp} does not divide the {world_size} ranks, heads and MLP widths")
+    data_ranks = world_size // tp
     if shard.STRATEGIES[mode].group == "group":
         group = c.group or min(max(node_ranks // tp, 1), data_ranks)
     mesh.check_group(data_ranks, group or 1)
-    batches = batch_sizes(data_ranks, c.accum, c.batch, c.global_batch)
+    share = data_ranks * c.accum
+    total = c.global_batch or (c.batch or DEFAULT_BATCH) * share
+    if total % share:
+        parts = f"{data_ranks} ranks x {c.accum} accumulation steps"
+        raise ValueError(f"--global-batch {total} is not a multiple of {parts}")
     shape = (*shard.mesh_shape(mode, data_ranks, group), *[tp] * (tp > 1))
     patches = check_masking(model, c.img_size, c.mask_ratio)
-    return Run(c, world_size, group, shape, *batches, patches)
+    return Run(c, world_size, group, shape, total // share, total, patches)
 
 
 def with_images(run: Run, images: int, **facts: Any) -> Run:
@@ -121,29 +109,6 @@ def with_images(run: Run, images: int, **facts: Any) -> Run:
     steps = c.steps or (c.epochs or 0) * (images // run.global_batch) or DEFAULT_STEPS
     warmup = steps // 20 if c.warmup_steps is None else c.warmup_steps
     return replace(run, images=images, steps=steps, warmup_steps=warmup, **facts)
-
-
-def batch_sizes(
-    world_size: int, accum: int, batch: int | None, global_batch: int | None
-) -> tuple[int, int]:
-    """Return (local batch, global batch) in images; ValueError where the latter does not divide."""
-    share = world_size * accum
-    total = global_batch or (batch or DEFAULT_BATCH) * share
-    if total % share:
-        below = max(total // share, 1) * share
-        parts = f"{world_size} ranks x {accum} accumulation steps: use {below} or {below + share}"
-        raise ValueError(f"--global-batch {total} is not a multiple of {parts}")
-    return total // share, total
-
-
-def check_tensor_parallel(model: vit.ViTConfig, world_size: int, tp: int) -> int:
-    """Count the groups of `tp` ranks; ValueError where it does not divide ranks or model."""
-    mlps = model.mlp_width, 4 * model.decoder_width
-    most = math.gcd(world_size, model.heads, model.decoder_heads, *mlps)
-    if most % tp:
-        fit = ", ".join(map(str, mesh.divisors(most)))
-        raise ValueError(f"--tp {tp} does not divide the ranks, heads and MLP widths: use {fit}")
-    return world_size // tp
 
 
 def check_masking(config: vit.ViTConfig, img_size: int, mask_ratio: float) -> int:

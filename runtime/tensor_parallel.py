@@ -48,8 +48,7 @@ def split_block(block: vit.Block, grid: DeviceMesh) -> None:
     # once for both layers of a gated MLP: one all-reduce of the gradient instead of two
     same = Replicate()
     split["mlp"] = parallel.PrepareModuleInput(input_layouts=same, desired_input_layouts=same)
-    present = {name for name, _ in block.named_modules()}
-    plan = {name: style for name, style in split.items() if name in present}
+    plan = {name: split[name] for name, _ in block.named_modules() if name in split}
     # None: each rank has the whole value and keeps its part, without communication
     parallel.parallelize_module(block, grid["tp"], plan, src_data_rank=None)
     qkv.register_state_dict_post_hook(_save_qkv)

@@ -12,7 +12,8 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from textwrap import shorten
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,35 +25,27 @@ from runtime.config import make_config, training_parser
 from runtime.run import Run
 from runtime.session import Session, run_session
 
-
-class Placement(NamedTuple):
-    """The host and device of one rank."""
-
-    rank: int
-    host: str
-    local_rank: int
-    device: str  # of a GPU with its address on the PCI bus
-    uuid: str = ""  # of the GPU, or of the part of one (MIG, CPX): parts share the address
+Placement = tuple[str, str, str, str]  # of a rank, as of `find_placement`
 
 
 def find_placement(ranks: Ranks, device: torch.device) -> Placement:
-    """Find where this process runs."""
+    """Find host, local rank, device and, of a GPU, its address on the PCI bus and its name."""
     host, where, uuid = os.environ.get("SLURMD_NODENAME") or platform.node(), str(device), ""
     if device.type == "cuda":
         gpu: Any = torch.cuda.get_device_properties(device)
         where += f" {gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
-        uuid = str(getattr(gpu, "uuid", ""))
-    return Placement(ranks.rank, host, ranks.local_rank, where, uuid)
+        uuid = str(getattr(gpu, "uuid", ""))  # parts of a GPU (MIG, CPX) share the address
+    return host, str(ranks.local_rank), where, uuid
 
 
 def check_devices_differ(placements: Sequence[Placement]) -> None:
     """Raise ValueError if two ranks use the same GPU."""
     users: dict[tuple[str, str, str], int] = {}
-    for p in placements:
-        _, _, address = p.device.partition(" ")
-        other = users.setdefault((p.host, address, p.uuid), p.rank)
-        if address and other != p.rank:
-            shared = f"ranks {other} and {p.rank} share one device, {address} of {p.host}"
+    for rank, (host, _, device, uuid) in enumerate(placements):
+        _, _, address = device.partition(" ")
+        other = users.setdefault((host, address, uuid), rank)
+        if address and other != rank:
+            shared = f"ranks {other} and {rank} share one device, {address} of {host}"
             raise ValueError(f"{shared}: give srun `--gpus-per-task=1 --gpu-bind=closest`")
 
 
@@ -62,26 +55,24 @@ def groups_of(shape: Sequence[int], dimension: int) -> list[list[int]]:
     return grid.movedim(dimension, -1).flatten(0, 1).tolist()
 
 
-def format_ranks(numbers: Sequence[int]) -> str:
-    """List up to four ranks as 0 1 2 3, more as 0 1 2 .. 15."""
-    shown = [str(n) for n in numbers]
-    return " ".join(shown if len(shown) < 5 else [*shown[:3], "..", shown[-1]])
+def describe_topology(ranks: Ranks, device: torch.device, shape: Sequence[int]) -> list[str]:
+    """Make a table of the ranks, one per line; of more than 32 ranks 24 are shown. Collective.
 
-
-def format_topology(placements: Sequence[Placement], shape: Sequence[int]) -> list[str]:
-    """Make a table of the ranks, one per line; of more than 32 ranks 24 are shown.
-
-    ValueError if two ranks use the same GPU.
+    Empty but on rank 0. AgreedError, status 2, if two ranks use the same GPU.
     """
-    check_devices_differ(placements)
-    world, nodes = len(placements), len({p.host for p in placements})
+    placements = gather_to_rank0(find_placement(ranks, device)) or []
+    run_on_rank0(lambda: check_devices_differ(placements))
+    world, nodes = len(placements), len({host for host, *_ in placements})
+    if world < 2:
+        return []
     table = [["rank", "host", "local", "device"]]
-    table += [list(map(str, p[:4])) for p in placements]
+    table += [[str(rank), *p[:3]] for rank, p in enumerate(placements)]
     for dimension in (1, 0, 2)[: len(shape)]:
         table[0].append(f"{DIMENSIONS[dimension]} group")
         for i, group in enumerate(groups_of(shape, dimension)):
+            members = shorten(" ".join(map(str, group)), 20, placeholder=" ..")
             for rank in group:
-                table[1 + rank].append(f"{i}: {format_ranks(group)}")
+                table[1 + rank].append(f"{i}: {members}")
     if world > 32:
         table[17:-8] = [["..", f"{world - 24} more ranks", *[""] * (len(table[0]) - 2)]]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -90,54 +81,41 @@ def format_topology(placements: Sequence[Placement], shape: Sequence[int]) -> li
     return [f"mesh {sizes} ({named}): {world} ranks on {nodes} node{'s' * (nodes > 1)}", *lines]
 
 
-def describe_topology(ranks: Ranks, device: torch.device, shape: Sequence[int]) -> list[str]:
-    """Return the table as lines. Collective; AgreedError, status 2, if two ranks share a GPU."""
-    if ranks.world_size == 1:
-        return []
-    placements = gather_to_rank0(find_placement(ranks, device)) or []
-    return run_on_rank0(lambda: format_topology(placements, shape))
+def time_all_gather(shape: tuple[int, ...], device: torch.device) -> list[str]:
+    """Time how each shard group gathers 16 MiB, all at once. Collective.
 
-
-def time_all_gather(shape: tuple[int, ...], device: torch.device) -> list[float]:
-    """Time how each shard group gathers 16 MiB, all at once -> seconds of each. Collective."""
-    group = build_mesh(shape, device).get_group("shard")
-    piece = torch.zeros(2**22 // shape[1], device=device)  # fp32
-    whole = torch.empty(shape[1], piece.numel(), device=device)
+    Returns lines: their times, and which groups need twice the median's.
+    """
+    process_group, size = build_mesh(shape, device).get_group("shard"), shape[1]
+    piece = torch.zeros(2**22 // size, device=device)  # fp32
+    whole = torch.empty(size, piece.numel(), device=device)
     rounds = []  # seconds
     for _ in range(7):  # the first two open the connections
         start = time.perf_counter()
-        dist.all_gather([*whole], piece, group=group)
+        dist.all_gather([*whole], piece, group=process_group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         rounds.append(time.perf_counter() - start)
-    seconds = [0.0] * dist.get_world_size()
-    dist.all_gather_object(seconds, statistics.median(rounds[2:]))
-    return [max(seconds[rank] for rank in group) for group in groups_of(shape, 1)]
-
-
-def format_timing(seconds: Sequence[float], shape: Sequence[int]) -> list[str]:
-    """Say what `time_all_gather` found, and which groups need twice the median's time."""
-    size, median = shape[1], statistics.median_low(seconds)
+    by_rank = [0.0] * dist.get_world_size()
+    dist.all_gather_object(by_rank, statistics.median(rounds[2:]))
+    groups = groups_of(shape, 1)
+    seconds = [max(by_rank[rank] for rank in group) for group in groups]
+    median = statistics.median_low(seconds)
     rate = 2**24 * (size - 1) / size / median / 1e9  # a rank receives all but its own part
     times = f"{1e3 * min(seconds):.2f} to {1e3 * max(seconds):.2f} ms, median {rate:.2f} GB/s"
     lines = [f"all-gather of 16 MiB among {size} ranks, all groups at once: {times} per rank"]
-    for i, group in enumerate(groups_of(shape, 1)):
+    for i, group in enumerate(groups):
         if seconds[i] > 2 * median:
-            where = f"shard group {i} (ranks {format_ranks(group)})"
+            where = f"shard group {i} (ranks {group[0]} to {group[-1]})"
             lines.append(f"warning: {where} is slow: {1e3 * seconds[i]:.2f} ms")
     return lines
 
 
 def check_mesh(run: Run, session: Session) -> None:
     """Print where the ranks of a run are and how fast they gather. Collective; AgreedError."""
-    built_for = f"CUDA {torch.version.cuda}, HIP {torch.version.hip}"
-    session.log.say(
-        f"python {platform.python_version()}, torch {torch.__version__}, {built_for}",
-        *describe_topology(session.ranks, session.device, run.mesh_shape),
-    )
+    session.log.say(*describe_topology(session.ranks, session.device, run.mesh_shape))
     if run.mesh_shape[1] > 1:  # or every rank is its own shard group
-        seconds = time_all_gather(run.mesh_shape, session.device)
-        session.log.say(*format_timing(seconds, run.mesh_shape))
+        session.log.say(*time_all_gather(run.mesh_shape, session.device))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

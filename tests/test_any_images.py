@@ -139,9 +139,8 @@ def test_wrong_uses_get_a_sentence(tmp_path, monkeypatch, capfd):
         np.save(f"root/{i}.npy", noise_array(i))
     four = json.dumps({"mean": [0.0] * 4, "std": [1.0] * 4, "dtype": "uint16"})
     for channels, stats, sentence in (
-        ("12", None, "needs their mean and deviation: type `python"),
-        ("3", None, "has 12 channels of uint16: type"),
-        ("12", four, "of images with 4 channels, not 12: give --ch"),
+        ("12", None, "needs statistics: type `python"),
+        ("12", four, "is of 4 channels, not 12: see --channels"),
     ):
         if stats:
             Path("root.stats.json").write_text(stats)

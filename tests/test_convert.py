@@ -382,7 +382,7 @@ def test_a_run_begins_with_any_layout_and_a_wrong_file_is_refused_before(tmp_pat
             assert torch.equal(p, begin), name
     for result, sentence in zip(found[3:], wrong.values(), strict=True):
         assert result.status == [2, 2] and not result.steps and "Traceback" not in result.errors
-        assert "--init-from: " in result.errors and sentence in result.errors
+        assert sentence in result.errors
     shutil.rmtree(tmp_path / "hf")
     runs = [train(a, tmp_path / "hf", "--steps", "2", "--allow-changes"), train(a, b)]
     again, other = run_ranks(1, runs, tmp_path / "again")

@@ -20,11 +20,9 @@ def test_two_ranks_on_one_device():
     """Partitions of one GPU have its address, but names of their own."""
 
     def check(*gpus):
-        ranks = [
-            topology.Placement(rank, f"n{node}", rank, f"cuda:0 {address}", uuid)
-            for rank, (node, address, uuid) in enumerate(gpus)
-        ]
-        topology.check_devices_differ(ranks)
+        topology.check_devices_differ(
+            [(f"n{node}", "0", f"cuda:0 {address}", uuid) for node, address, uuid in gpus]
+        )
 
     with pytest.raises(ValueError, match=r"^ranks 0 and 1 share one device, d1 of n0"):
         check((0, "d1", ""), (0, "d1", ""))
@@ -43,21 +41,20 @@ def gather_on_four():
         return real(*args, **kwargs)
 
     dist.all_gather = slow
-    seconds = topology.time_all_gather((2, 2), CPU)
+    times = topology.time_all_gather((2, 2), CPU)
     os.environ["SLURMD_NODENAME"] = "here"
     table = topology.describe_topology(ranks, CPU, (2, 2))
-    topology.find_placement = lambda *_: topology.Placement(rank, "n0", rank, "cuda:0 d1")
+    topology.find_placement = lambda *_: ("n0", str(rank), "cuda:0 d1", "")
     with pytest.raises(AgreedError, match=r"^ranks 0 and 1 share one device") as shared:
         topology.describe_topology(ranks, CPU, (2, 2))
-    return seconds, table, shared.value.status
+    return times, table, shared.value.status
 
 
 def test_slow_groups_and_shared_devices_on_ranks(tmp_path):
-    for slow, table, status in on_ranks(4, gather_on_four, tmp_path):
-        _, *named = topology.format_timing(slow, (2, 2))
-        assert len(named) == 1 and "shard group 1 (ranks 2 3)" in named[0]
-        assert slow[1] >= 0.5
-        assert " ".join(table[-1].split()) == "3 here 3 cpu 1: 2 3 1: 1 3" and status == 2
+    found = on_ranks(4, gather_on_four, tmp_path)
+    for (_, slow), _, status in found:
+        assert slow.startswith("warning: shard group 1 (ranks 2 to 3) is slow: 5") and status == 2
+    assert " ".join(found[0][1][-1].split()) == "3 here 3 cpu 1: 2 3 1: 1 3"
 
 
 def test_the_command_prints_our_lines_and_no_other(tmp_path):
@@ -65,8 +62,7 @@ def test_the_command_prints_our_lines_and_no_other(tmp_path):
     flags = f"--device cpu --mode full_shard --model 3b --data {tmp_path} --resume PATH"
     command = ["-m", "runtime.topology", *flags.split()]
     start_ranks(2, partial(run_script, command), tmp_path / "ranks", free_port(), 120)
-    first, head, names, *table, last = (tmp_path / "ranks/rank0.txt").read_text().splitlines()
-    assert f"torch {torch.__version__}" in first
+    head, names, *table, last = (tmp_path / "ranks/rank0.txt").read_text().splitlines()
     assert head == "mesh 1 x 2 (replicate x shard): 2 ranks on 1 node" and "host" in names
     assert [row.split()[0] for row in table] == ["0", "1"] and last.startswith("all-gather of 16")
     assert not (tmp_path / "ranks/rank1.txt").read_text()

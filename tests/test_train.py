@@ -100,7 +100,7 @@ def test_log_has_every_key_and_numbers_that_agree(tmp_path, monkeypatch, capsys)
     table = [line for line in lines if line.startswith("step ")]
     assert len(table) == 3 and len({len(line) for line in table}) == 1  # aligned
     assert "mean loss of the last" in lines[-3] and "log.jsonl" in lines[-2]
-    assert lines[-1] == "nothing saved: --save-every none"
+    assert lines[-1] == "nothing saved"
 
 
 def test_a_second_run_appends_and_a_line_cut_by_a_kill_does_not_spoil_the_next(tmp_path):
