@@ -1,7 +1,6 @@
 """What a run records: what it is, what its steps were, how it ended."""
 
 import math
-import os
 import platform
 import traceback
 from collections import deque
@@ -23,7 +22,6 @@ from runtime import devices
 from runtime.agreement import StepGuard, Verdict, gather_to_rank0, run_on_rank0
 from runtime.device_batches import Batch, LoaderFailed
 from runtime.log import BadImageLog, Meter
-from runtime.process import TORCHRUN_NOTE
 from runtime.resume import Saves, mark_done
 from runtime.run import Run
 from runtime.session import Session, cause_of
@@ -257,8 +255,6 @@ class Monitor:
             session.log.say(saves.where(reason == "done"))
             if reason == "done":
                 mark_done(self.run.config.out, True)
-        if "TORCHELASTIC_RUN_ID" in os.environ and reason == "signal":
-            session.log.say(TORCHRUN_NOTE)
         if problem and reason == "nan":
             problem += ": lower --blr, add --clip 1, or look at the images of that step"
         return problem

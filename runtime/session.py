@@ -40,7 +40,7 @@ class Session:
         self.heartbeat = self.watchdog.heartbeat  # says what this rank does next
 
     def join(self) -> None:
-        """Connect to the other ranks and start the watchdog; ConnectionError. Collective."""
+        """Connect to the other ranks and start the watchdog; ValueError. Collective."""
         ranks = self.ranks
         if ranks.world_size > 1:
             where = ":".join(ranks.init[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -54,9 +54,9 @@ class Session:
             with mesh.quiet_gloo():
                 self.gloo = cast(Any, dist.new_group(backend="gloo"))
             dist.barrier(self.gloo)
-        except (RuntimeError, OSError) as error:
-            what = f"could not join the process group: {cause_of(error)}"
-            raise ConnectionError(f"rank {ranks.rank} of {ranks.world_size} {what}") from error
+        except (RuntimeError, OSError, ValueError) as error:  # too few came, or some without a GPU
+            self.watchdog.stop()
+            raise ValueError(f"could not join the process group: {cause_of(error)}") from error
 
     def lock_folder(self, out: str) -> None:
         """Keep other runs out of `out`; AgreedError, status 2, where one is there. Collective."""
@@ -74,19 +74,16 @@ class Session:
 
         Their collectives fail then, or the watchdog ends them.
         """
-        what, cause = "failed", cause_of(error)
-        if isinstance(error, LoaderFailed):
-            what = "the data loader failed"
-        elif is_out_of_memory(error):
-            what, self.reason = "out of memory", "memory"
+        cause = cause_of(error)
+        if is_out_of_memory(error):
+            self.reason = "memory"
             advice = advise_out_of_memory(run, self.device, self.ranks.local_world_size)
-            # PyTorch adds a page to what it tried to allocate
-            cause = f"{'. '.join(cause.split('. ')[:2]).rstrip('.: ')}; {advice}"
+            cause = f"out of memory; {advice}; {cause}"
         elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):
-            what = "lost connection to another rank"
-        else:
+            cause = f"lost connection to another rank: {cause}"
+        elif not isinstance(error, LoaderFailed):
             traceback.print_exception(error)
-        text = f"rank {self.ranks.rank}: {what} ({self.watchdog.where()}): {cause}"
+        text = f"rank {self.ranks.rank} failed ({self.watchdog.where()}): {cause}"
         if self.ranks.world_size > 1:
             time.sleep(RANK0_REPORT_GRACE_SECONDS if self.ranks.rank else 0)
             self.watchdog.exit_now(text)
@@ -95,12 +92,10 @@ class Session:
 
 def cause_of(error: Exception) -> str:
     """Return the line of an error that names its cause: a loader worker's own error, NCCL's too."""
-    if not isinstance(error, RuntimeError):
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    text = str(error).strip() or type(error).__name__
+    text = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
     if "Traceback" in text:
-        return text.splitlines()[-1]
-    return (text.partition("Last error:\n")[2] or text).splitlines()[0]
+        return text.strip().rpartition("\n")[2]
+    return (text.partition("Last error:\n")[2] or text).partition("\n")[0]
 
 
 def run_session(
@@ -111,24 +106,16 @@ def run_session(
     `work` returns an error message, the same on all ranks, where the run has failed.
     """
     local = True  # an error may be of this rank alone
-    try:  # all that can be refused before any rank waits for another
+    try:
         ranks = mesh.read_ranks(os.environ)
         device = mesh.pick_device(config.device, ranks)
         local = False
         run = resolve(config, ranks.world_size, ranks.local_world_size)
-        if ranks.world_size == 1:  # several ranks look for it together, once they have joined
-            check_folders(config)
+        local = True
+        session = Session(ranks, device, config.timeout, signals)
+        session.join()
     except (ValueError, RuntimeError) as error:
         return usage_error(str(error), local)
-    session = Session(ranks, device, config.timeout, signals)
-    try:
-        session.join()
-    except (ConnectionError, ValueError) as error:
-        session.watchdog.stop()
-        if isinstance(error, ValueError):  # only some ranks have a GPU
-            return usage_error(str(error))
-        print_error(str(error))
-        return 1
     try:
         run_on_all_ranks(lambda: check_folders(config))
         problem = work(run, session)
@@ -142,7 +129,7 @@ def run_session(
         print_error(problem)
     session.watchdog.stop()
     for lock in session.locks:
-        process.unlock_folder(lock)
+        lock.close()
     dist.barrier(session.gloo)  # rank 0 serves the store: it leaves when nobody needs it any more
     dist.destroy_process_group()
     return status

