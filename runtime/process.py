@@ -6,6 +6,7 @@ Copy this one file: it needs nothing else.
 import atexit
 import fcntl
 import io
+import multiprocessing
 import os
 import platform
 import select
@@ -14,14 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import (
-    active_children,
-    forkserver,
-    get_context,
-    parent_process,
-    resource_tracker,
-)
-from multiprocessing.context import ForkServerContext
+from multiprocessing import forkserver, resource_tracker
 from threading import Thread
 from typing import Any, TextIO, cast
 
@@ -173,27 +167,26 @@ def lock_folder(folder: str) -> TextIO:
 # --- Children: loader workers and helpers
 
 
-def fork_server() -> ForkServerContext:
+def fork_server() -> multiprocessing.context.ForkServerContext:
     """Start the fork server, if it does not run yet, and return its context.
 
     A launcher sends its signals to all processes of a rank, but only the rank itself may act on
     them: the server is started with them blocked, and its processes inherit that.
     """
-    context = get_context("forkserver")
+    context = multiprocessing.get_context("forkserver")
     # what the server imports is shared by all workers; older Pythons' finds only what is installed
     context.set_forkserver_preload(["torch", "PIL.Image"])
     resource_tracker.ensure_running()  # first: its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    atexit.register(_kill_children)
+
+    def kill_children() -> None:  # SIGTERM is blocked in them
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    atexit.register(kill_children)
     return context
-
-
-def _kill_children() -> None:
-    """Kill the processes that this one has started: SIGTERM is blocked in them."""
-    for process in active_children():
-        process.kill()
 
 
 def start_worker(worker: int = 0) -> None:
@@ -203,7 +196,7 @@ def start_worker(worker: int = 0) -> None:
     """
 
     def watch() -> None:
-        cast(Any, parent_process()).join()
+        cast(Any, multiprocessing.parent_process()).join()
         os._exit(1)
 
     Thread(target=watch, daemon=True).start()

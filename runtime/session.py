@@ -30,24 +30,21 @@ class Session:
     def __init__(
         self, ranks: mesh.Ranks, device: torch.device, timeout: int, signals: Sequence[int]
     ) -> None:
-        """Start the watchdog; `signals` grows by each signal that asks this process to stop."""
+        """Connect to the other ranks and watch them; ValueError where that fails. Collective.
+
+        `signals` grows by each signal that asks this process to stop.
+        """
         self.ranks, self.device, self.signals = ranks, device, signals
         self.log = Log(ranks.rank)
         self.locks: list[TextIO] = []  # of rank 0, open as long as the run uses its folder
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
-        self.reason = "timeout"  # in the log, where the run is ended from outside the loop
         self.watchdog = Watchdog(ranks.rank, ranks.world_size, timeout, self.give_up)
         self.heartbeat = self.watchdog.heartbeat  # says what this rank does next
-
-    def join(self) -> None:
-        """Connect to the other ranks and start the watchdog; ValueError. Collective."""
-        ranks = self.ranks
         if ranks.world_size > 1:
-            where = ":".join(ranks.init[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+            where = ":".join(ranks.init.values())
             self.heartbeat(f"waiting for all {ranks.world_size} ranks at {where}")
-        minutes = STARTUP_FACTOR * self.watchdog.seconds / 60
         try:
-            mesh.init_ranks(ranks, self.device, timeout_minutes=minutes)
+            mesh.init_ranks(ranks, device, timeout_minutes=STARTUP_FACTOR * timeout / 60)
             if ranks.world_size > 1:
                 self.watchdog.connect(ranks.init)
             # for what the hosts exchange; connected now, because a lost rank is noticed here
@@ -60,14 +57,13 @@ class Session:
 
     def lock_folder(self, out: str) -> None:
         """Keep other runs out of `out`; AgreedError, status 2, where one is there. Collective."""
-        self.heartbeat(f"making sure that no other run uses {out}")
+        self.heartbeat(f"preparing {out} for this run alone")
         run_on_rank0(lambda: self.locks.append(process.lock_folder(out)))
-        self.heartbeat("preparing the run")
 
     def give_up(self, text: str) -> None:
         """Print and log why the run is ended from outside the training loop."""
         print_error(f"{text}; {self.where_saved(False)}" if self.where_saved else text)
-        self.log.write("end", reason=self.reason, problem=text)
+        self.log.write("end", reason="failed", problem=text)
 
     def fail(self, error: Exception, run: Run) -> None:
         """Say what has failed on this rank alone, and exit at once if there are other ranks.
@@ -76,7 +72,6 @@ class Session:
         """
         cause = cause_of(error)
         if is_out_of_memory(error):
-            self.reason = "memory"
             advice = advise_out_of_memory(run, self.device, self.ranks.local_world_size)
             cause = f"out of memory; {advice}; {cause}"
         elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):
@@ -113,7 +108,6 @@ def run_session(
         run = resolve(config, ranks.world_size, ranks.local_world_size)
         local = True
         session = Session(ranks, device, config.timeout, signals)
-        session.join()
     except (ValueError, RuntimeError) as error:
         return usage_error(str(error), local)
     try:
@@ -141,8 +135,6 @@ def manual_gc() -> Iterator[None]:
     gc.collect()
     gc.freeze()  # what exists now stays: never to be looked at again
     gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
+    yield
+    gc.enable()
+    gc.unfreeze()

@@ -94,7 +94,7 @@ def test_a_fault_of_one_rank_ends_all(tmp_path):
         assert re.match(sentence, told), text
         assert re.search(r"; saved \S+step_0*1; the same command continues from there$", told)
         end = json.loads((folder / "out" / "log.jsonl").read_text().splitlines()[-1])
-        assert (end["event"], end["reason"]) == ("end", "timeout") and end["problem"] in told
+        assert (end["event"], end["reason"]) == ("end", "failed") and end["problem"] in told
 
 
 def test_memory_that_has_run_out_is_a_sentence_with_advice(tmp_path, monkeypatch, capsys):
