@@ -86,8 +86,7 @@ def _rank() -> str:
 
 # --- Signals, and a launcher that is gone
 
-# by which a launcher or the user asks a run to stop
-STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}  # they ask a run to stop
 
 
 def collect() -> list[int]:

@@ -37,8 +37,7 @@ class Watchdog:
         self.known = set[str]()  # phases
         self.store: dist.TCPStore | None = None
         self.ended, self.leaving = Event(), Lock()
-        self.thread = Thread(target=self._watch, daemon=True)
-        self.thread.start()
+        Thread(target=self._watch, daemon=True).start()
 
     def connect(self, environ: Mapping[str, str]) -> None:
         """Start to publish, with the other ranks there; `environ` has MASTER_ADDR, MASTER_PORT."""
@@ -54,7 +53,6 @@ class Watchdog:
     def stop(self) -> None:
         """Stop watching, before the process group is destroyed."""
         self.ended.set()
-        self.thread.join(2 * self.interval)
 
     def where(self) -> str:
         """Describe what this rank does now, for a message."""
