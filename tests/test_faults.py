@@ -46,16 +46,19 @@ def sleeps_here():
     time.sleep(1000)
 
 
+def stopped():
+    time.sleep(1)  # its last heartbeat is published
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 LOST = r"rank 0 failed \(training in step 2, on .*\): lost connection to another rank: "
+STUCK = r"no progress for \d+ s, 1 of 2 ranks stuck: rank 1 \(reading data in step 2, on .*\)"
 # what happens on rank 1 of two: (its status, what it prints, rank 0's sentence)
 FAULTS = {
     bug: (1, r"(?s)Traceback.*\nValueError: igloo.*error: rank 1 failed \(reading", LOST),
     killed: (-9, "", LOST),
-    sleeps_here: (
-        1,
-        "in sleeps_here",
-        r"no progress for \d+ s, 1 of 2 ranks stuck: rank 1 \(reading data in step 2, on .*\)",
-    ),
+    sleeps_here: (1, "in sleeps_here", STUCK),
+    stopped: (-9, "", STUCK),
 }
 
 
@@ -81,9 +84,10 @@ def test_a_fault_of_one_rank_ends_all(tmp_path):
             given = *given, [*TRAIN, "--save-every", "1", "--out", str(own / "out")]
             ranks[fault, rank] = fork_server().Process(target=become, args=given)
             ranks[fault, rank].start()
-    for process in ranks.values():
-        process.join(100)
+    for (_, rank), process in ranks.items():
+        process.join(15 if rank else 100)  # after rank 0 has ended
         process.kill()
+        process.join()
     for fault, (wanted, printed, sentence) in FAULTS.items():
         folder = tmp_path / fault.__name__
         text, own = [(folder / f"{rank}.2").read_text() for rank in range(2)]
