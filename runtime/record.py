@@ -19,7 +19,7 @@ import mesh
 import shard
 import vit
 from runtime import devices
-from runtime.agreement import StepGuard, Verdict, gather_to_rank0, run_on_rank0
+from runtime.agreement import AgreedError, StepGuard, Verdict, gather_to_rank0, run_on_rank0
 from runtime.device_batches import Batch, LoaderFailed
 from runtime.log import BadImageLog, Meter
 from runtime.resume import Saves, mark_done
@@ -238,8 +238,8 @@ class Monitor:
             # a sign of life: the first line may be minutes away
             log.say(f"first step: {done} of {run.steps}, loss {verdict.loss:.4f}")
 
-    def finish(self, reason: str, problem: str | None, **more: Any) -> str | None:
-        """Save, and log how the loop has ended, and `more`; return an error message. Collective."""
+    def finish(self, reason: str, problem: str | None, **more: Any) -> None:
+        """Save, log how the loop has ended, and `more`; AgreedError if it failed. Collective."""
         guard, saves, session = self.guard, self.saves, self.session
         if reason == "data":
             problem = self.loader_error()
@@ -257,7 +257,8 @@ class Monitor:
                 mark_done(self.run.config.out, True)
         if problem and reason == "nan":
             problem += ": lower --blr, add --clip 1, or look at the images of that step"
-        return problem
+        if problem:
+            raise AgreedError(problem)
 
     def loader_error(self) -> str:
         """Return the error of the first rank whose loader has failed, on all. Collective."""

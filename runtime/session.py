@@ -19,7 +19,6 @@ from runtime.device_batches import LoaderFailed
 from runtime.devices import advise_out_of_memory, is_out_of_memory
 from runtime.image_source import check_folders
 from runtime.log import Log
-from runtime.process import RANK0_REPORT_GRACE_SECONDS, print_error, usage_error
 from runtime.run import Run, resolve
 from runtime.watchdog import STARTUP_FACTOR, Watchdog
 
@@ -62,7 +61,7 @@ class Session:
 
     def give_up(self, text: str) -> None:
         """Print and log why the run is ended from outside the training loop."""
-        print_error(f"{text}; {self.where_saved(False)}" if self.where_saved else text)
+        process.print_error(f"{text}; {self.where_saved(False)}" if self.where_saved else text)
         self.log.write("end", reason="failed", problem=text)
 
     def fail(self, error: Exception, run: Run) -> None:
@@ -80,7 +79,7 @@ class Session:
             traceback.print_exception(error)
         text = f"rank {self.ranks.rank} failed ({self.watchdog.where()}): {cause}"
         if self.ranks.world_size > 1:
-            time.sleep(RANK0_REPORT_GRACE_SECONDS if self.ranks.rank else 0)
+            time.sleep(process.RANK0_REPORT_GRACE_SECONDS if self.ranks.rank else 0)
             self.watchdog.exit_now(text)
         self.give_up(text)
 
@@ -94,12 +93,9 @@ def cause_of(error: Exception) -> str:
 
 
 def run_session(
-    config: Config, work: Callable[[Run, Session], str | None], signals: Sequence[int] = ()
+    config: Config, work: Callable[[Run, Session], None], signals: Sequence[int] = ()
 ) -> int:
-    """Join the other ranks, call `work`, leave; return 0, 1 (failed) or 2 (bad command or input).
-
-    `work` returns an error message, the same on all ranks, where the run has failed.
-    """
+    """Join the other ranks, call `work`, leave; return 0, 1 (failed) or 2 (bad input)."""
     local = True  # an error may be of this rank alone
     try:
         ranks = mesh.read_ranks(os.environ)
@@ -109,18 +105,18 @@ def run_session(
         local = True
         session = Session(ranks, device, config.timeout, signals)
     except (ValueError, RuntimeError) as error:
-        return usage_error(str(error), local)
+        return process.usage_error(str(error), local)
+    status = 0
     try:
         run_on_all_ranks(lambda: check_folders(config))
-        problem = work(run, session)
-        status = int(bool(problem))
+        work(run, session)
     except AgreedError as error:  # on all ranks, which leave together
-        problem, status = str(error), error.status
+        status = error.status
+        if ranks.rank == 0:  # first: launchers kill the others when one rank fails
+            process.print_error(str(error))
     except Exception as error:  # on this rank alone: it must not keep the others waiting
+        status = 1
         session.fail(error, run)
-        problem, status = None, 1
-    if problem and ranks.rank == 0:  # first: launchers kill the others when one rank fails
-        print_error(problem)
     session.watchdog.stop()
     for lock in session.locks:
         lock.close()
@@ -135,6 +131,8 @@ def manual_gc() -> Iterator[None]:
     gc.collect()
     gc.freeze()  # what exists now stays: never to be looked at again
     gc.disable()
-    yield
-    gc.enable()
-    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
