@@ -66,8 +66,7 @@ def gather_to_rank0(value: T) -> list[T] | None:
     return values
 
 
-# ---------------------------------------------------------------------------------------------
-# Each step
+# --- Each step
 
 
 class Verdict(NamedTuple):

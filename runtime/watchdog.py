@@ -19,10 +19,10 @@ STARTUP_FACTOR = 4  # what is done for the first time, and each save, may take s
 class Watchdog:
     """End a run whose ranks wait for one that makes no progress, and name that rank.
 
-    The main thread calls `heartbeat` when it begins something. A thread says what takes long and
-    publishes the heartbeats through the ranks' store. Rank 0, once it has waited for `seconds`,
-    compares all ranks and names those that are silent or behind; these print their stacks, and all
-    exit. Should the thread itself hang, faulthandler prints the stack and exits.
+    The main thread calls `heartbeat` when it begins something; a thread publishes that through the
+    ranks' store, and says what takes long. Rank 0, once it has waited for `seconds`, names the
+    ranks that are silent or behind; these print their stacks, and all exit. Should the thread
+    hang, faulthandler does so.
     """
 
     def __init__(
