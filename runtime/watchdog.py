@@ -112,7 +112,7 @@ class Watchdog:
         names = "; ".join(f"rank {rank} ({after[rank][2]})" for rank in behind[:8])
         who = f"{len(behind)} of {self.world_size} ranks stuck: {names}"
         self.leaving.acquire()  # the main thread may fail now, because of those that leave
-        store.set("watchdog/behind", json.dumps(behind))
         self.give_up(f"no progress for {waited:.0f} s, {who}")
+        store.set("watchdog/behind", json.dumps(behind))
         time.sleep(max(2.0, 3 * self.interval))  # rank 0 may keep the store: the others read it
         self._publish(store)
