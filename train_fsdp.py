@@ -216,8 +216,8 @@ def read_images(run: Run, monitor: Monitor, batches: Iterator[Batch]) -> tuple[s
 # The run: each part is made from those before it
 
 
-def run_training(run: Run, session: Session) -> str | None:
-    """Make one run, on every rank; return an error message where it has failed."""
+def run_training(run: Run, session: Session) -> None:
+    """Make one run, on every rank; AgreedError where it has failed."""
     config = run.config
     session.lock_folder(config.out)  # against a second run
     # rank 0 lists the images for all
@@ -236,7 +236,7 @@ def run_training(run: Run, session: Session) -> str | None:
     if training and config.run_mode == "real":  # the others save nothing
         saves = resume(checkpoints, run, session, training)
         if saves.finished():
-            return None
+            return
     session.heartbeat("reading the first batch")
     batches = open_batches(run, session, files, range(saves.begin, run.steps))
     # not kept in a variable: the first batch would stay on the device for the whole run
@@ -249,7 +249,7 @@ def run_training(run: Run, session: Session) -> str | None:
             ended = read_images(run, monitor, batches)
         else:
             ended = train(run, training, monitor, batches)
-    return monitor.finish(*ended)
+    monitor.finish(*ended)
 
 
 def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int:

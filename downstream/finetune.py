@@ -256,8 +256,8 @@ class Scores:
 # The run
 
 
-def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str | None:
-    """Make one run, on every rank; return an error message where it has failed."""
+def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None:
+    """Make one run, on every rank; AgreedError where it has failed."""
     config: Any = plain_run.config
     ranks, device, stats = session.ranks, session.device, pretrained.stats
     session.lock_folder(config.out)
@@ -274,7 +274,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     training, trained = build_tuning(run, pretrained, device, resuming=bool(saved))
     saves = resume(saved, run, session, training)
     if saves.finished():
-        return None
+        return
 
     loaded = open_batches(run, session, files, range(saves.begin, run.steps))
     batches = labelled(run, files, ranks.rank, loaded, saves.begin)
@@ -289,4 +289,4 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     monitor.evaluation = Scores(run, session, training.model, test, numbers)
     with manual_gc():
         ended = train(run, training, monitor, batches)
-    return monitor.finish(*ended, **monitor.evaluation.scores)
+    monitor.finish(*ended, **monitor.evaluation.scores)

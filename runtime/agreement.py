@@ -17,12 +17,12 @@ T = TypeVar("T")
 class AgreedError(Exception):
     """An error that every rank raises at the same place; `error` is what one rank raised.
 
-    The exit status is 2 where the input is wrong, and so for a ValueError.
+    The exit status is 2 for a ValueError, which is the user's to mend, else 1.
     """
 
-    def __init__(self, text: str, status: int = 1, error: Exception | None = None) -> None:
+    def __init__(self, text: str, error: Exception | None = None) -> None:
         super().__init__(text)
-        self.status, self.error = 2 if isinstance(error, ValueError) else status, error
+        self.error, self.status = error, 2 if isinstance(error, ValueError) else 1
 
 
 def run_on_rank0(work: Callable[[], T]) -> T:
@@ -34,7 +34,7 @@ def run_on_rank0(work: Callable[[], T]) -> T:
     dist.broadcast_object_list(found, src=0)
     result, error = found[0]
     if error:
-        raise AgreedError(str(error), error=error)
+        raise AgreedError(str(error), error)
     return result
 
 
@@ -45,8 +45,7 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
     dist.all_gather_object(errors, error)
     for rank, found in enumerate(errors):
         if found:
-            where = f" (rank {rank})" if len(errors) > 1 else ""
-            raise AgreedError(f"{found}{where}", error=found)
+            raise AgreedError(f"{found} (rank {rank})" if rank else str(found), found)
     return cast(T, result)
 
 
@@ -67,8 +66,7 @@ def gather_to_rank0(value: T) -> list[T] | None:
     return values
 
 
-# ---------------------------------------------------------------------------------------------
-# Each step
+# --- Each step
 
 
 class Verdict(NamedTuple):

@@ -6,6 +6,7 @@ Copy this one file: it needs nothing else.
 import atexit
 import fcntl
 import io
+import multiprocessing
 import os
 import platform
 import select
@@ -14,14 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import (
-    active_children,
-    forkserver,
-    get_context,
-    parent_process,
-    resource_tracker,
-)
-from multiprocessing.context import ForkServerContext
+from multiprocessing import forkserver, resource_tracker
 from threading import Thread
 from typing import Any, TextIO, cast
 
@@ -32,36 +26,30 @@ class Lossy(io.FileIO):
     """A file whose writes succeed: what it does not take is lost."""
 
     def write(self, content: Any, /) -> int:
-        try:
-            return super().write(content) or len(content)  # None: a full pipe that does not block
-        except OSError:  # a reader that went away, a full disk
-            return len(content)
+        with suppress(OSError):  # a reader that went away, a full disk
+            super().write(content)
+        return len(content)
 
 
 def make_safe() -> None:
     """Let no write to stdout or stderr fail, whatever the characters; write each line at once."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        try:
+        with suppress(AttributeError, OSError):  # closed by the caller, or no file at all
+            stream = getattr(sys, name)
             lossy = io.BufferedWriter(Lossy(stream.fileno(), "w", closefd=False))
-        except (AttributeError, OSError):  # closed by the caller, or no file at all
-            continue
-        text = io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True)
-        setattr(sys, name, text)
+            text = io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True)
+            setattr(sys, name, text)
 
 
-def throttled_progress(
-    say: Callable[[str], None], doing: str, every: float = 5.0
-) -> Callable[[int], None]:
-    """Make a progress function that prints a rate every few seconds, and nothing for short work."""
-    started = last = time.monotonic()
+def throttled_progress(say: Callable[[str], None], doing: str) -> Callable[[int], None]:
+    """Make a progress function that prints a count every few seconds, nothing for short work."""
+    last = time.monotonic()
 
     def progress(count: int) -> None:
         nonlocal last
-        now = time.monotonic()
-        if now - last >= every:
-            last = now
-            say(f"{doing}: {count} images, {count / (now - started):.0f} per second")
+        if time.monotonic() > last + 5:
+            last = time.monotonic()
+            say(f"{doing}: {count} images")
 
     return progress
 
@@ -69,15 +57,12 @@ def throttled_progress(
 # --- Errors of the whole run
 
 PROGRAM = "train_fsdp.py"  # in error messages; `config.make_config` sets it
-TORCHRUN_NOTE = "note: ignore the torchrun output below, including its traceback"
 RANK0_REPORT_GRACE_SECONDS = 5.0  # that the other ranks leave to rank 0 for its error message
 
 
 def print_error(message: str, program: str | None = None) -> None:
     """Print an error of the whole run."""
     print(f"{program or PROGRAM}: error: {message}", file=sys.stderr, flush=True)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        print(TORCHRUN_NOTE, file=sys.stderr, flush=True)
 
 
 def usage_error(message: str, local: bool = False, program: str | None = None) -> int:
@@ -87,12 +72,11 @@ def usage_error(message: str, local: bool = False, program: str | None = None) -
     end rank 0 before it has printed; then they print what may be theirs alone (`local`: a GPU).
     """
     rank = _rank()
-    if rank == "0":
-        print_error(message, program)
-    else:
+    if rank != "0":
         time.sleep(RANK0_REPORT_GRACE_SECONDS)
-        if local:
-            print_error(f"{message} (rank {rank})", program)
+        message += f" (rank {rank})"
+    if local or rank == "0":
+        print_error(message, program)
     return 2
 
 
@@ -102,7 +86,7 @@ def _rank() -> str:
 
 # --- Signals, and a launcher that is gone
 
-STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1}  # by which a launcher asks a run to stop
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}  # they ask a run to stop
 
 
 def collect() -> list[int]:
@@ -114,10 +98,9 @@ def collect() -> list[int]:
     received: list[int] = []
     read, write = os.pipe()
     os.set_blocking(write, False)
-    for number in (*STOP_SIGNALS, signal.SIGINT):
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: None)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    signal.set_wakeup_fd(write)
     Thread(target=_listen, args=(read, received, os.getppid()), daemon=True).start()
     return received
 
@@ -127,99 +110,82 @@ def _listen(pipe: int, received: list[int], launcher: int) -> None:
 
     def say(text: str) -> None:
         if _rank() == "0":
-            with suppress(OSError):
-                os.write(2, f"\n{text}\n".encode())  # not print: the main thread may be inside
+            print(f"\n{text}", file=sys.stderr, flush=True)
 
     while True:
         ready, _, _ = select.select([pipe], [], [], 1.0)
         # a shell may end before the run that it started; torchrun is the ranks' own
         if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher:
-            say(f"{PROGRAM}: error: torchrun is gone: this run ends without saving")
+            say("error: torchrun is gone: this run ends without saving")
             os._exit(1)
-        for number in os.read(pipe, 64) if ready else b"":
-            if number == signal.SIGINT:
-                if number in received:
-                    say("ended without saving")
-                    os._exit(128 + number)
-                say("stopping after this step; press again to end without saving")
-            if number in (*STOP_SIGNALS, signal.SIGINT):
-                received.append(number)
+        number = os.read(pipe, 1)[0] if ready else 0
+        if number == signal.SIGINT and number in received:
+            say("ended without saving")
+            os._exit(128 + number)
+        if number == signal.SIGINT:
+            say("stopping after this step; press again to end without saving")
+        if number in STOP_SIGNALS:
+            received.append(number)
 
 
 # --- The folder of a run
 
-# for which a requeued job waits for itself: a file system takes its time to notice a lost node
-OWN_PAST_SECONDS = 300.0
-
 
 def lock_folder(folder: str) -> TextIO:
-    """Make `folder`, and keep other runs out of it until `unlock_folder` has the result.
+    """Make `folder`, and keep other runs out of it until the file returned is closed.
 
     The lock is flock's, on FOLDER/.lock: it ends with this process, whatever ends that. ValueError
-    where another run has it, and says who, or where the folder cannot be written. For what is left
-    of a requeued job it waits.
+    where another run has it, and says who, or where the folder cannot be written.
     """
     job = os.environ.get("SLURM_JOB_ID")
-    ours, deadline = f", Slurm job {job}", time.monotonic() + OWN_PAST_SECONDS
+    ours = f", Slurm job {job}" if job else ""
     try:
         os.makedirs(folder, exist_ok=True)
         file = open(os.path.join(folder, ".lock"), "a+")  # noqa: SIM115
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                owner = file.read()
-                if owner.endswith(ours) and time.monotonic() < deadline:
-                    time.sleep(1)
-                    continue
-                other = f"another run ({owner}): wait for it, stop it, or give another --out"
-                raise ValueError(f"{folder} is in use by {other}") from None
-            except OSError as error:  # a file system without flock
-                print(f"warning: {folder} cannot be locked ({error}): start no other run in it")
-            break
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}{ours if job else ''}")
-        file.flush()
     except OSError as error:
         raise ValueError(f"{error}: give --out a folder that can be written") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read()
+        if not (ours and owner.endswith(ours)):
+            other = f"another run ({owner}): wait for it, stop it, or give another --out"
+            raise ValueError(f"{folder} is in use by {other}") from None
+        # what is left of this job before it was requeued: a file system may need minutes to notice
+        # that a node is gone
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:  # a file system without flock
+        print(f"warning: {folder} cannot be locked ({error}): start no other run in it")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}{ours}")
+    file.flush()
     return file
-
-
-def unlock_folder(lock: TextIO) -> None:
-    """Let other runs have the folder of a lock; remove it where the run has left nothing there."""
-    folder = os.path.dirname(lock.name)
-    with suppress(OSError):
-        if os.listdir(folder) == [".lock"]:
-            os.unlink(lock.name)
-            os.rmdir(folder)
-    lock.close()
 
 
 # --- Children: loader workers and helpers
 
 
-def fork_server() -> ForkServerContext:
+def fork_server() -> multiprocessing.context.ForkServerContext:
     """Start the fork server, if it does not run yet, and return its context.
 
     A launcher sends its signals to all processes of a rank, but only the rank itself may act on
     them: the server is started with them blocked, and its processes inherit that.
     """
-    context = get_context("forkserver")
+    context = multiprocessing.get_context("forkserver")
     # what the server imports is shared by all workers; older Pythons' finds only what is installed
     context.set_forkserver_preload(["torch", "PIL.Image"])
     resource_tracker.ensure_running()  # first: its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    atexit.register(_kill_children)
+
+    def kill_children() -> None:  # SIGTERM is blocked in them
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    atexit.register(kill_children)
     return context
-
-
-def _kill_children() -> None:
-    """Kill the processes that this one has started: SIGTERM is blocked in them."""
-    for process in active_children():
-        process.kill()
 
 
 def start_worker(worker: int = 0) -> None:
@@ -229,8 +195,7 @@ def start_worker(worker: int = 0) -> None:
     """
 
     def watch() -> None:
-        cast(Any, parent_process()).join()
+        cast(Any, multiprocessing.parent_process()).join()
         os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=watch, daemon=True).start()

@@ -17,7 +17,7 @@ import mesh
 import shard
 import vit
 from runtime import devices
-from runtime.agreement import StepGuard, Verdict, gather_to_rank0, run_on_rank0
+from runtime.agreement import AgreedError, StepGuard, Verdict, gather_to_rank0, run_on_rank0
 from runtime.device_batches import Batch, LoaderFailed
 from runtime.log import BadImageLog, Meter
 from runtime.resume import Saves, mark_done
@@ -216,8 +216,8 @@ class Monitor:
                     self.bad_images.sync()
             self.session.log.step(verdict, lr, self.meter, self.bad_images.count)
 
-    def finish(self, reason: str, problem: str | None, **more: Any) -> str | None:
-        """Save, and log how the loop has ended, and `more`; return an error message. Collective."""
+    def finish(self, reason: str, problem: str | None, **more: Any) -> None:
+        """Save, log how the loop has ended, and `more`; AgreedError if it failed. Collective."""
         guard, saves, session = self.guard, self.saves, self.session
         if reason == "data":
             problem = self.loader_error()
@@ -232,7 +232,8 @@ class Monitor:
             session.log.say(saves.where(reason == "done"))
             if reason == "done":
                 mark_done(self.run.config.out, True)
-        return problem
+        if problem:
+            raise AgreedError(problem)
 
     def loader_error(self) -> str:
         """Return the error of the first rank whose loader has failed, on all. Collective."""

@@ -19,7 +19,6 @@ from runtime.device_batches import LoaderFailed
 from runtime.devices import is_out_of_memory, planned
 from runtime.image_source import check_folders
 from runtime.log import Log
-from runtime.process import RANK0_REPORT_GRACE_SECONDS, print_error, usage_error
 from runtime.run import Run, resolve
 from runtime.watchdog import STARTUP_FACTOR, Watchdog
 
@@ -30,120 +29,99 @@ class Session:
     def __init__(
         self, ranks: mesh.Ranks, device: torch.device, timeout: int, signals: Sequence[int]
     ) -> None:
-        """Start the watchdog; `signals` grows by each signal that asks this process to stop."""
+        """Connect to the other ranks and watch them; ConnectionError. Collective.
+
+        `signals` grows by each signal that asks this process to stop.
+        """
         self.ranks, self.device, self.signals = ranks, device, signals
         self.log = Log(ranks.rank)
         self.locks: list[TextIO] = []  # of rank 0, open as long as the run uses its folder
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
-        self.reason = "timeout"  # in the log, where the run is ended from outside the loop
         self.watchdog = Watchdog(ranks.rank, ranks.world_size, timeout, self.give_up)
         self.heartbeat = self.watchdog.heartbeat  # says what this rank does next
-
-    def join(self) -> None:
-        """Connect to the other ranks and start the watchdog; ConnectionError. Collective."""
-        ranks = self.ranks
         if ranks.world_size > 1:
-            where = ":".join(ranks.init[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+            where = ":".join(ranks.init.values())
             self.heartbeat(f"waiting for all {ranks.world_size} ranks at {where}")
-        minutes = STARTUP_FACTOR * self.watchdog.seconds / 60
         try:
-            mesh.init_ranks(ranks, self.device, timeout_minutes=minutes)
+            mesh.init_ranks(ranks, device, timeout_minutes=STARTUP_FACTOR * timeout / 60)
             if ranks.world_size > 1:
                 self.watchdog.connect(ranks.init)
             # for what the hosts exchange; connected now, because a lost rank is noticed here
             with mesh.quiet_gloo():
                 self.gloo = cast(Any, dist.new_group(backend="gloo"))
             dist.barrier(self.gloo)
-        except (RuntimeError, OSError) as error:
-            what = f"could not join the process group: {cause_of(error)}"
-            raise ConnectionError(f"rank {ranks.rank} of {ranks.world_size} {what}") from error
+        except (RuntimeError, OSError, ValueError) as error:  # too few came, or some without a GPU
+            self.watchdog.stop()
+            raise ConnectionError(f"could not join the process group: {cause_of(error)}") from error
 
     def lock_folder(self, out: str) -> None:
         """Keep other runs out of `out`; AgreedError, status 2, where one is there. Collective."""
-        self.heartbeat(f"making sure that no other run uses {out}")
+        self.heartbeat(f"preparing {out} for this run alone")
         run_on_rank0(lambda: self.locks.append(process.lock_folder(out)))
-        self.heartbeat("preparing the run")
 
     def give_up(self, text: str) -> None:
         """Print and log why the run is ended from outside the training loop."""
-        print_error(f"{text}; {self.where_saved(False)}" if self.where_saved else text)
-        self.log.write("end", reason=self.reason, problem=text)
+        process.print_error(f"{text}; {self.where_saved(False)}" if self.where_saved else text)
+        self.log.write("end", reason="failed", problem=text)
 
     def fail(self, error: Exception, run: Run) -> None:
         """Say what has failed on this rank alone, and exit at once if there are other ranks.
 
         Their collectives fail then, or the watchdog ends them.
         """
-        what, cause = "failed", cause_of(error)
-        if isinstance(error, LoaderFailed):
-            what = "the data loader failed"
-        elif is_out_of_memory(error):
-            what, self.reason = "out of memory", "memory"
+        cause = cause_of(error)
+        if is_out_of_memory(error):
             plan = planned(run, self.device, self.log.warn, ran_out=True)
             advice = f"plan: {plan['fit']}" if plan else "try a smaller --batch, or fewer --workers"
-            # PyTorch adds a page to what it tried to allocate
-            cause = f"{'. '.join(cause.split('. ')[:2]).rstrip('.: ')}; {advice}"
+            cause = f"out of memory; {advice}; {cause}"
         elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):
-            what = "lost connection to another rank"
-        else:
+            cause = f"lost connection to another rank: {cause}"
+        elif not isinstance(error, LoaderFailed):
             traceback.print_exception(error)
-        text = f"rank {self.ranks.rank}: {what} ({self.watchdog.where()}): {cause}"
+        text = f"rank {self.ranks.rank} failed ({self.watchdog.where()}): {cause}"
         if self.ranks.world_size > 1:
-            time.sleep(RANK0_REPORT_GRACE_SECONDS if self.ranks.rank else 0)
+            time.sleep(process.RANK0_REPORT_GRACE_SECONDS if self.ranks.rank else 0)
             self.watchdog.exit_now(text)
         self.give_up(text)
 
 
 def cause_of(error: Exception) -> str:
     """Return the line of an error that names its cause: a loader worker's own error, NCCL's too."""
-    if not isinstance(error, RuntimeError):
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    text = str(error).strip() or type(error).__name__
+    text = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
     if "Traceback" in text:
-        return text.splitlines()[-1]
-    return (text.partition("Last error:\n")[2] or text).splitlines()[0]
+        return text.strip().rpartition("\n")[2]
+    return (text.partition("Last error:\n")[2] or text).partition("\n")[0]
 
 
 def run_session(
-    config: Config, work: Callable[[Run, Session], str | None], signals: Sequence[int] = ()
+    config: Config, work: Callable[[Run, Session], None], signals: Sequence[int] = ()
 ) -> int:
-    """Join the other ranks, call `work`, leave; return 0, 1 (failed) or 2 (bad command or input).
-
-    `work` returns an error message, the same on all ranks, where the run has failed.
-    """
+    """Join the other ranks, call `work`, leave; return 0, 1 (failed) or 2 (bad input)."""
     local = True  # an error may be of this rank alone
-    try:  # all that can be refused before any rank waits for another
+    try:
         ranks = mesh.read_ranks(os.environ)
         device = mesh.pick_device(config.device, ranks)
         local = False
         run = resolve(config, ranks.world_size, ranks.local_world_size)
-        if ranks.world_size == 1:  # several ranks look for it together, once they have joined
-            check_folders(config)
-    except (ValueError, RuntimeError) as error:
-        return usage_error(str(error), local)
-    session = Session(ranks, device, config.timeout, signals)
-    try:
-        session.join()
-    except (ConnectionError, ValueError) as error:
-        session.watchdog.stop()
-        if isinstance(error, ValueError):  # only some ranks have a GPU
-            return usage_error(str(error))
-        print_error(str(error))
-        return 1
+        local = True
+        session = Session(ranks, device, config.timeout, signals)
+    except (ValueError, RuntimeError, ConnectionError) as error:
+        process.usage_error(str(error), local)
+        return 1 if isinstance(error, ConnectionError) else 2
+    status = 0
     try:
         run_on_all_ranks(lambda: check_folders(config))
-        problem = work(run, session)
-        status = int(bool(problem))
+        work(run, session)
     except AgreedError as error:  # on all ranks, which leave together
-        problem, status = str(error), error.status
+        status = error.status
+        if ranks.rank == 0:  # first: launchers kill the others when one rank fails
+            process.print_error(str(error))
     except Exception as error:  # on this rank alone: it must not keep the others waiting
+        status = 1
         session.fail(error, run)
-        problem, status = None, 1
-    if problem and ranks.rank == 0:  # first: launchers kill the others when one rank fails
-        print_error(problem)
     session.watchdog.stop()
     for lock in session.locks:
-        process.unlock_folder(lock)
+        lock.close()
     dist.barrier(session.gloo)  # rank 0 serves the store: it leaves when nobody needs it any more
     dist.destroy_process_group()
     return status

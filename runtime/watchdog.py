@@ -20,10 +20,10 @@ class Watchdog:
     """End a run whose ranks wait for one that makes no progress, and name that rank.
 
     The main thread calls `heartbeat` when it begins something; a thread publishes that through the
-    ranks' store. A rank without a heartbeat for `seconds` asks rank 0 to compare all ranks: rank 0
-    names those that are silent or behind, these print their stacks, and all exit. A second thread,
-    which no store can block, says what takes long and ends a rank that rank 0 does not answer;
-    should Python itself hang, faulthandler prints the stack and exits.
+    ranks' store. Rank 0, once it has waited for `seconds`, names the ranks that are silent or
+    behind; these print their stacks, and all exit. A second thread, which no store can block, says
+    what takes long and ends a rank that rank 0 does not answer; should Python itself hang,
+    faulthandler does so.
     """
 
     def __init__(
@@ -33,12 +33,13 @@ class Watchdog:
         self.rank, self.world_size, self.seconds, self.give_up = rank, world_size, seconds, give_up
         self.interval = min(5.0, seconds / 20)
         self.clock = 0.0  # seconds; it stands still while this process is stopped
+        self.late = 0.0  # seconds past the limit of this phase; negative before that
         # how many heartbeats, phase, step, since when; replaced as a whole
         self.beat: tuple[int, str, int | None, float] = 0, "starting", None, 0.0
-        self.known, self.told = set[str](), set[str]()  # phases
+        self.known = set[str]()  # phases
         self.store: dist.TCPStore | None = None
         self.ended, self.leaving = Event(), Lock()
-        self.threads = [Thread(target=self._guard, daemon=True)]
+        self.threads = [Thread(target=self._watch, daemon=True)]
         self.threads[0].start()
 
     def connect(self, environ: Mapping[str, str]) -> None:
@@ -46,7 +47,6 @@ class Watchdog:
         # a connection of its own: a waiting call blocks that of the process group
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         self.store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
-        self._tell(self.store)
         self.threads.append(Thread(target=self._publish, args=[self.store], daemon=True))
         self.threads[1].start()
 
@@ -60,85 +60,70 @@ class Watchdog:
         self.ended.set()
         for thread in self.threads:
             thread.join(2 * self.interval)
-        faulthandler.cancel_dump_traceback_later()
 
     def where(self) -> str:
         """Describe what this rank does now, for a message."""
         _, phase, step, _ = self.beat
         return f"{phase}{'' if step is None else f' in step {step + 1}'}, on {platform.node()}"
 
-    def exit_now(self, text: str | None, behind: bool = False, pause: float = 0.0) -> NoReturn:
-        """Print this rank's stack if it is behind, give up with a message, pause, and exit."""
+    def exit_now(self, text: str) -> NoReturn:
+        """Give up with a message and exit, whatever the main thread waits for."""
         self.leaving.acquire()  # for good: one thread leaves
-        if behind:
-            faulthandler.dump_traceback(2)
-        if text:
-            self.give_up(text)
-        time.sleep(pause)
-        os._exit(1)  # the main thread waits in a call that does not return
+        self.give_up(text)
+        os._exit(1)
 
-    def _late(self) -> float:
-        """Return the seconds past the limit of this rank's phase; negative before that."""
-        _, phase, _, since = self.beat
-        first = phase == "saving" or phase not in self.known
-        return self.clock - since - self.seconds * (STARTUP_FACTOR if first else 1)
-
-    def _guard(self) -> None:
+    def _watch(self) -> None:
+        longest = STARTUP_FACTOR * self.seconds
         while not self.ended.wait(self.interval):
             self.clock += self.interval
-            late, (_, phase, _, since), joined = self._late(), self.beat, self.store is not None
-            long = phase not in self.told and self.clock > since + 10
-            if long and (self.rank == 0 or not joined):
-                self.told.add(phase)
+            _, phase, _, since = self.beat
+            waited, new = self.clock - since, phase not in self.known
+            if new and 0 <= waited - 10 < self.interval and (self.rank == 0 or not self.store):
                 print(f"rank {self.rank}: still {self.where()}", file=sys.stderr, flush=True)
             if self.world_size == 1:
                 continue
             # unless this loop comes round
-            faulthandler.dump_traceback_later(3 * self.seconds * STARTUP_FACTOR, exit=True, file=2)
-            # rank 0 judges; while joining, torch's own error may come first and says more
-            if late > (10 * self.interval if joined else 10) and not (joined and self.rank == 0):
+            faulthandler.dump_traceback_later(2 * longest, exit=True, file=2)
+            self.late = waited - (longest if new or phase == "saving" else self.seconds)
+            # rank 0 judges the others; while joining, an error of PyTorch comes first and says more
+            if self.late > 10 * self.interval and not (self.store and self.rank == 0):
                 who = f"rank {self.rank} of {self.world_size} has no answer from rank 0"
                 why = "it is stuck, or its port belongs to another program"
                 self.exit_now(f"{who} ({self.where()}): {why}")
-
-    def _tell(self, store: dist.TCPStore) -> None:
-        count, _, _, since = self.beat
-        state = self.clock, count, self.clock - since, self.where()
-        store.set(f"watchdog/{self.rank}", json.dumps(state))
+        faulthandler.cancel_dump_traceback_later()
 
     def _publish(self, store: dist.TCPStore) -> None:
         with suppress(RuntimeError):  # the store went with rank 0
             while not self.ended.wait(self.interval):
-                self._tell(store)
-                if self._late() > 0:
-                    store.set("watchdog/late", "")
-                if self.rank == 0 and store.check(["watchdog/late"]):
+                self._exchange(store)
+                if self.rank == 0 and self.late > 0:
                     self._judge(store)
-                elif self.rank != 0 and store.check(["watchdog/behind"]):
-                    self.exit_now(None, self.rank in json.loads(store.get("watchdog/behind")))
+
+    def _exchange(self, store: dist.TCPStore) -> None:
+        """Say what this rank does; leave if rank 0 has found ranks behind."""
+        store.set(f"watchdog/{self.rank}", json.dumps([self.clock, self.beat[0], self.where()]))
+        if store.check(["watchdog/behind"]):
+            if self.rank in json.loads(store.get("watchdog/behind")):
+                faulthandler.dump_traceback(2)
+            os._exit(1)
 
     def _judge(self, store: dist.TCPStore) -> None:
-        """Find the ranks that are behind, on rank 0, unless the run continues meanwhile."""
+        """End the run by the ranks that are silent or behind, unless it continues meanwhile."""
         keys = [f"watchdog/{rank}" for rank in range(self.world_size)]
         before = [json.loads(text) for text in store.multi_get(keys)]
         self.ended.wait(4 * self.interval)
-        self._tell(store)
+        self._exchange(store)
         after = [json.loads(text) for text in store.multi_get(keys)]
-        silent = [r for r in range(self.world_size) if before[r][0] == after[r][0]]
-        counts = {r: after[r][1] for r in range(self.world_size) if r not in silent}
-        if self.ended.is_set() or any(counts[r] != before[r][1] for r in counts):
-            store.delete_key("watchdog/late")
+        counts = [count for _, count, _ in after]  # of heartbeats
+        if self.ended.is_set() or counts != [count for _, count, _ in before]:
             return
-        behind = silent or [r for r in counts if counts[r] == min(counts.values())]
-        text = f"no progress for {max(after[r][2] for r in counts):.0f} s: "
-        if len(behind) == self.world_size:
-            text += f"all ranks wait for each other ({after[0][3]})"
-        else:
-            text += "; ".join(f"rank {r} ({after[r][3]})" for r in behind[:8])
-            text += f" and {len(behind) - 8} more" if len(behind) > 8 else ""
-            other = next(r for r in counts if r not in behind)
-            what = "stopped sending heartbeats" if silent else "is stuck"
-            text += f" {what}, rank {other} ({after[other][3]}) waits"
+        silent = [rank for rank in range(1, self.world_size) if after[rank] == before[rank]]
+        behind = silent or [rank for rank, count in enumerate(counts) if count == min(counts)]
+        names = "; ".join(f"rank {rank} ({after[rank][2]})" for rank in behind[:8])
+        who = f"{len(behind)} of {self.world_size} ranks stuck: {names}"
+        self.leaving.acquire()  # the main thread may fail now, because of those that leave
+        waited = self.clock - self.beat[3]
+        self.give_up(f"no progress for {waited:.0f} s, {who}")
         store.set("watchdog/behind", json.dumps(behind))
-        # the others read that from the store that this rank may keep
-        self.exit_now(text, 0 in behind, pause=max(2.0, 3 * self.interval))
+        time.sleep(max(2.0, 3 * self.interval))  # rank 0 may keep the store: the others read it
+        self._exchange(store)

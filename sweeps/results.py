@@ -103,7 +103,7 @@ def outcome(code: int, log: dict[str, list[Row]], output: str, late: bool) -> tu
     # first: where the memory of one rank has run out, the others wait for it until a time limit
     if found := [line for line in lines if OUT_OF_MEMORY.search(line)]:
         return "out of memory", f"{where}: {found[0][:300]}"
-    if late or end.get("reason") == "timeout":
+    if late:
         return "timed out", f"{end.get('problem') or 'longer than --limit'}, {where}"
     said = [line.partition(": error: ")[2] for line in lines if ": error: " in line]
     last = (said or lines or ["no output"])[-1][:300]

@@ -60,7 +60,6 @@ TRAINING = [
     ("--mask-ratio 0", "--mask-ratio 0.0 removes no patch"),
     ("--batch 8 --global-batch 64", "--batch and --global-batch: give one of them"),
     ("--global-batch 9 --accum 2", "is not a multiple of 1 ranks x 2 accumulation steps"),
-    ("--data nowhere", "there is no folder nowhere"),
     ("--dry-run", "--dry-run and --world-size go together"),
     ("--model giant", "--model giant: 'giant'; use tiny, base"),
     ("--model base:heads=7", "width 768 is not a multiple of 4 and of its 7 heads"),

@@ -191,10 +191,9 @@ def test_medians_and_quartiles_are_those_after_the_warm_up():
     [
         (0, {"reason": "done"}, "out of memory, but not here", False, "done"),
         (1, {"reason": "nan", "problem": "the loss is"}, "", False, "failed"),
-        (1, {"reason": "timeout", "problem": "no progress"}, "", False, "timed out"),
         (-15, {}, "", True, "timed out"),
-        (1, {"reason": "memory", "problem": "out of memory ("}, "", False, "out of memory"),
-        (1, {"reason": "timeout"}, "rank 3: out of memory (", False, "out of memory"),
+        (1, {"reason": "failed", "problem": "out of memory ("}, "", False, "out of memory"),
+        (1, {"reason": "failed"}, "rank 3: out of memory (", False, "out of memory"),
         (1, {}, "torch.OutOfMemoryError: HIP out of memory.", False, "out of memory"),
         (1, {}, "slurmstepd: error: Detected 1 oom_kill event", False, "out of memory"),
     ],

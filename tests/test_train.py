@@ -122,7 +122,7 @@ def test_a_master_that_never_answers_is_one_sentence(tmp_path):
     """A stopped rank 0, or another program at its port."""
     with pytest.raises(RuntimeError, match="failed") as found:
         on_ranks(1, calls_a_deaf_master, tmp_path, 60)
-    expected = r"rank 1 of 2 has no answer from rank 0 \(waiting for all 2 ranks at 127.0.0.1:\d+"
+    expected = r"rank 1 of 2 has no answer from rank 0 \(waiting for all 2 ranks at 127.0.0.1:"
     assert re.search(rf"(?m)^train_fsdp.py: error: {expected}", str(found.value))
 
 
