@@ -56,14 +56,12 @@ class LARS(torch.optim.Optimizer):
         """Apply the gradients; a closure is not called."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
                 update = p.grad
                 if p.ndim > 1:
                     weight_norm, grad_norm = p.norm(), update.norm()
                     ratio = group["trust"] * weight_norm / grad_norm
                     known = (weight_norm > 0) & (grad_norm > 0)
-                    update = update * torch.where(known, ratio, torch.ones_like(ratio))
+                    update = update * torch.where(known, ratio, 1.0)
                 state = self.state[p]
                 velocity = state.setdefault("momentum_buffer", torch.zeros_like(p))
                 velocity.mul_(group["momentum"]).add_(update)
@@ -86,7 +84,6 @@ def train_linear(
     epochs: int | None = None,
     batch: int = 16384,
     blr: float = 0.1,
-    optimizer: str = "lars",
     seed: int = 0,
     progress: Callable[[int], None] = lambda images: None,
 ) -> tuple[nn.Module, Tensor]:
@@ -106,8 +103,7 @@ def train_linear(
     nn.init.zeros_(linear.bias)
     model = nn.Sequential(nn.BatchNorm1d(width, eps=1e-6, affine=False), linear)
     model.to(features.device)
-    kind: Any = LARS if optimizer == "lars" else torch.optim.SGD
-    chosen = kind(model.parameters(), lr=peak, momentum=0.9)
+    optimizer = LARS(model.parameters(), lr=peak)
     labels = labels.to(features.device)
     images, target = features, labels
     for step in range(steps := epochs * per_epoch):
@@ -116,11 +112,11 @@ def train_linear(
                 order = torch.randperm(count, generator=draw).to(features.device)
             some = order[step % per_epoch * batch :][:batch]
             images, target = features[some], labels[some]
-        chosen.param_groups[0]["lr"] = rate_at(step, steps, peak)
+        optimizer.param_groups[0]["lr"] = rate_at(step, steps, peak)
         loss = F.cross_entropy(model(images), target)
         loss.backward()
-        chosen.step()
-        chosen.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.detach())
         progress((step + 1) * batch)
     return model.eval(), torch.stack(losses).cpu()
@@ -160,11 +156,10 @@ class Classifier(vit.ViTMAE):
         config: vit.ViTConfig,
         img_size: int,
         classes: int,
-        cls: bool = False,
         freeze_blocks: int = 0,
         drop_path: float = 0.0,
     ) -> None:
-        """Classify the class token (`cls`), or the mean of the patches.
+        """Classify the mean of the patches.
 
         With `freeze_blocks` > 0 those and all before do not train. In training both branches of a
         block are left out for some images: of the last block for the share `drop_path`, of those
@@ -174,7 +169,7 @@ class Classifier(vit.ViTMAE):
         for name in ("embed", "blocks", "norm", "pred", "pos_embed"):
             delattr(self, f"decoder_{name}")
         del self.mask_token
-        self.cls, self.fc_norm = cls, self.norm  # after the mean, not before
+        self.fc_norm = self.norm  # after the mean, not before
         self.norm = cast(Any, nn.Identity())
         self.head = nn.Linear(config.width, classes)
         stays = 1 - torch.linspace(0, drop_path, config.depth, device="cpu")
@@ -191,8 +186,7 @@ class Classifier(vit.ViTMAE):
         patches = vit.patchify(images, self.config.patch)  # (B, L, P*P*C)
         all_of_them = torch.arange(patches.shape[1], device=images.device)
         x = self.encode(patches, all_of_them.expand(len(images), -1))  # (B, 1+L, D)
-        x = x[:, 0] if self.cls else x[:, 1:].mean(dim=1)  # (B, D)
-        return self.head(self.fc_norm(x))
+        return self.head(self.fc_norm(x[:, 1:].mean(dim=1)))
 
 
 def classifier_value(

@@ -7,10 +7,9 @@ Shapes: B images, L patches, D width, as in vit.py.
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ import vit
 from downstream.classifiers import Classifier, classifier_value
 from downstream.images import open_eval_loader
 from downstream.scores import class_numbers
-from downstream.weights import Pretrained, epsilon_note, read_pretrained
+from downstream.weights import Pretrained, read_pretrained
 from runtime import image_source, process
 from runtime.agreement import run_on_rank0
 from runtime.config import FIELDS, Config, Parser, add_flags, flag, make_config, number, whole
@@ -57,7 +56,6 @@ class Tuning(Config):
     out: str = flag("finetuned", "log and checkpoints go here", group="output")
     test: str = flag(None, "images to score after each epoch", group="fine-tuning", required=True)
     freeze_blocks: int = flag(0, "first blocks to freeze, and all before", "result", type=whole(0))
-    pool: Literal["mean", "cls"] = flag("mean", "the patches' mean, or the class token", "result")
     layer_decay: float = flag(0.65, "lr: block / next block", "result", type=number(1e-3, 1))
     drop_path: float = flag(0.1, "left out of the last block", "result", type=number(0, 0.99))
     label_smoothing: float = flag(0.1, "of the cross-entropy", "result", type=number(0, 0.99))
@@ -90,18 +88,12 @@ def run(args: argparse.Namespace) -> int:
     """Fine-tune -> exit status: 0 done or stopped, 1 failed, 2 refused; ValueError, OSError."""
     received = process.collect()
     pretrained = read_pretrained(args.run)
-    if Path(args.run).resolve().is_relative_to(Path(args.out).resolve()):
-        raise ValueError(f"--out {args.out} holds the pretrained model: give another folder")
-    depth, img_size = pretrained.config.depth, args.img_size or pretrained.img_size
-    if args.freeze_blocks > depth:
-        raise ValueError(f"--freeze-blocks {args.freeze_blocks}: the model has {depth} blocks")
-    vit.patch_count(pretrained.config, img_size)  # raises where patches do not fill it
     image_source.check_folder(args.test, "--test", args.out)
     # the model of other code may have a shape of its own
     shape = ",".join(f"{name}={getattr(pretrained.config, name):d}" for name in FIELDS)
     known = {row.name: row.default for row in fields(Tuning)} | vars(args)
-    known |= {"model": pretrained.size or f"base:{shape}", "channels": pretrained.config.channels}
-    known |= {"img_size": img_size, "norm_pix_loss": pretrained.norm_pix_loss}
+    known |= {"model": f"base:{shape}", "channels": pretrained.config.channels}
+    known |= {"img_size": args.img_size or pretrained.img_size}
     config = make_config(Parser("probe.py"), argparse.Namespace(**known), Tuning)
     return run_session(config, partial(run_tuning, pretrained), received)
 
@@ -123,17 +115,16 @@ def depth_scale(name: str, depth: int, layer_decay: float) -> float:
 
 def build_tuning(
     run: TuningRun, pretrained: Pretrained, device: torch.device, resuming: bool
-) -> tuple[Training, int]:
-    """Build, shard and initialise the model, with its AdamW -> these, the parameters that train.
+) -> Training:
+    """Build, shard and initialise the model, with its AdamW.
 
     With `resuming` its values are undefined until a checkpoint is loaded. Collective.
     """
     c = run.config
     with torch.device("meta"):
-        options = c.pool == "cls", c.freeze_blocks, c.drop_path
+        options = c.freeze_blocks, c.drop_path
         model: nn.Module = Classifier(run.model, c.img_size, run.classes, *options)
     decay = shard.weight_decay_names(model)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     model = shard.apply(
         model,
         str(c.mode),
@@ -153,7 +144,7 @@ def build_tuning(
         lr_scale=partial(depth_scale, depth=run.model.depth, layer_decay=c.layer_decay),
     )
     scaler = shard.build_scaler(model, device, run.dtype)
-    return Training(model, optimizer, scaler, build_loss(run), run.dtype, c.clip), trained
+    return Training(model, optimizer, scaler, build_loss(run), run.dtype, c.clip)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -172,7 +163,6 @@ def labelled(
         labels = torch.tensor([int(files.labels[i]) for i in batch.image_ids])
         seeds = np.random.SeedSequence((run.config.seed, step, rank)).generate_state(accum).tolist()
         images = [images for images, _ in batch.parts]
-        labels = labels.pin_memory() if images[0].is_cuda else labels  # or the host would wait
         own = labels.to(images[0].device, non_blocking=True).chunk(accum)
         yield replace(batch, parts=cast(Any, list(zip(images, own, seeds, strict=True))))
 
@@ -225,22 +215,18 @@ class Scores:
     model: nn.Module
     files: Any
     numbers: list[int]  # as of `class_numbers`
-    scores: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, step: int) -> None:
         """Log number, loss, top-1 and top-5 after so many steps; the same on any ranks. Collective.
 
         Images that cannot be read are left out, named and counted.
         """
-        about = self.files, self.run, self.session, self.model
-        count, means = average_over(*about, step, self.classify)
-        if count:
-            loss, top1, top5 = means
-            self.scores = {"test_images": count, "bad_test_images": len(self.files) - count}
-            self.scores |= {"test_loss": loss, "top1": top1, "top5": top5}
-            self.session.log.write("scores", step=step, **self.scores)
-            text = f"test loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
-            self.session.log.say(f"epoch {step // self.run.epoch_steps}: {text}")
+        about, log = (self.files, self.run, self.session, self.model), self.session.log
+        count, (loss, top1, top5) = average_over(*about, step, self.classify)
+        counts = {"test_images": count, "bad_test_images": len(self.files) - count}
+        log.write("scores", step=step, **counts, test_loss=loss, top1=top1, top5=top5)
+        text = f"test loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
+        log.say(f"epoch {step // self.run.epoch_steps}: {text}")
 
     def classify(self, images: Tensor, labels: Tensor, indices: list[int]) -> Tensor:
         """Classify images (B, C, H, W) -> loss, hit, hit in five (3, B). Collective."""
@@ -264,14 +250,14 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     # normalised as in pretraining, whatever the mean of these images is
     files, found = image_source.share_images(config, plain_run.global_batch, stats)
     test = image_source.share_eval_images(replace(config, eval_data=config.test))
-    log = session.log
     numbers = run_on_rank0(partial(check_classes, files, test, config.img_size, stats))
     plain_run = run_on_rank0(partial(with_images, plain_run, **found))
     run = TuningRun(**vars(plain_run), classes=len(files.classes))
 
+    log = session.log
     saved = list_newest_first(run, log.say)
     log.open(run, device)
-    training, trained = build_tuning(run, pretrained, device, resuming=bool(saved))
+    training = build_tuning(run, pretrained, device, resuming=bool(saved))
     saves = resume(saved, run, session, training)
     if saves.finished():
         return None
@@ -280,13 +266,10 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str 
     batches = labelled(run, files, ranks.rank, loaded, saves.begin)
     monitor = Monitor(run, session, files, saves)
     start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": saves.begin}
-    start |= {"pretrained": pretrained.name, "trained_parameters": trained}
-    log.write("start", **start, versions=versions())
-    log.say(f"{pretrained.name}: {trained:,} parameters train; {run.classes} classes")
-    if note := epsilon_note(pretrained):
-        log.say(note)
+    log.write("start", **start, pretrained=pretrained.name, versions=versions())
+    log.say(f"{pretrained.name}, {run.classes} classes")
     monitor.evaluate_every = run.epoch_steps
     monitor.evaluation = Scores(run, session, training.model, test, numbers)
     with manual_gc():
         ended = train(run, training, monitor, batches)
-    return monitor.finish(*ended, **monitor.evaluation.scores)
+    return monitor.finish(*ended)

@@ -52,11 +52,9 @@ class EvalImages(Dataset[Sample]):
         """Read, decode and crop an image; raises only what is not the file's own error."""
         label = int(self.files.labels[index])
         try:
-            content = self.files.read(index)
-            image, size = data.open_image(content, self.stats)
-            exact = self.exact or not isinstance(content, bytes)
-            crop = centre_crop(*size)
-            return data.crop_and_resize(image, crop, self.img_size, exact), label, index
+            image, size = data.open_image(self.files.read(index), self.stats)
+            pixels = data.crop_and_resize(image, centre_crop(*size), self.img_size, self.exact)
+            return pixels, label, index
         except Exception as error:  # Pillow raises many kinds for a broken file
             return data.file_fault(error), label, index
 
@@ -105,7 +103,6 @@ def open_eval_loader(
                 multiprocessing_context=process.fork_server() if workers else None,
                 worker_init_fn=process.start_worker,
                 generator=torch.Generator(),  # or it would draw from the global one
-                prefetch_factor=4 if workers else None,
             ):
                 del rest[0]
                 yield loaded

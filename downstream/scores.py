@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torchvision.transforms.functional import rgb_to_grayscale
 
 import data
 import mesh
@@ -27,7 +26,7 @@ from downstream.images import open_eval_loader
 from downstream.weights import Pretrained, build_pretrained, random_weights, read_pretrained
 from runtime import agreement
 from runtime.config import filled, number, whole
-from runtime.device_batches import LoaderFailed, worker_count
+from runtime.device_batches import worker_count
 from runtime.image_source import check_folder, list_folder
 from runtime.process import print_error, throttled_progress, usage_error
 from storage.safe_files import replacing
@@ -35,8 +34,13 @@ from storage.safe_files import replacing
 HELP = "score frozen features: knn without training, linear by a linear classifier"
 BATCH = 64  # images; always as many, so that any number of ranks computes the same bits
 PIXELS_SIDE = 16  # of the smaller image that is the raw-pixel baseline
-MOST_K = 20
-SETTINGS = {"knn": ("k",), "linear": ("epochs", "batch", "blr", "optimizer")}
+SETTINGS = ("k", "epochs", "blr", "features", "split")  # shown beside the scores
+COLUMNS = {  # of the table: heads, by the keys of a score; the last two are of `linear`
+    "top1": "top-1",
+    "top5": "top-5",
+    "training_top1": "training top-1",
+    "training_loss": "training loss",
+}
 Say = Callable[[str], None]
 Source = tuple[str, int | None]  # a name in the table, the seed of random weights
 Share = tuple[list[int], Tensor]  # images that a rank could read, by index; their features (n, D)
@@ -47,24 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     test = parser.add_mutually_exclusive_group(required=True)
     test.add_argument("--test", type=filled, metavar="DIR", help="test on it, train on --data")
-    share = "train on this share of each class of --data, drawn by the seed; test on the rest"
+    share = "train on this share of each class of --data, test on the rest"
     test.add_argument("--split", type=number(0, 1), metavar="SHARE", help=share)
     add("--features", choices=("cls", "mean"), default="cls", help="class token (default) or mean")
-    add("--grey", action="store_true", help="make the images grey first")
-    add("--seed", type=whole(0, 2**31), default=0, help="of split, random weights, training (0)")
-    add("--seeds", type=whole(1, 100), default=1, metavar="N", help="seeds to average over (1)")
+    seeds = "average over N seeds: of split, random weights, training (default 1)"
+    add("--seeds", type=whole(1), default=1, metavar="N", help=seeds)
     workers = "processes that read images, per rank (default: cores - 1, at most 6)"
-    add("--workers", type=whole(0, 1024), metavar="N", help=workers)
-    add("--out", type=filled, metavar="DIR", help="for the scores (default probe/RUN)")
+    add("--workers", type=whole(0), metavar="N", help=workers)
+    add("--out", type=filled, default="probe", metavar="DIR", help="for the scores (default probe)")
     if parser.prog.endswith("knn"):
-        some = f"neighbours that vote (default {MOST_K}, or a class's images where it has fewer)"
-        add("--k", type=whole(1, 10**6), metavar="K", help=some)
+        add("--k", type=whole(1), default=20, metavar="K", help="neighbours that vote (default 20)")
         return
     epochs = f"default {classifiers.EPOCHS}, more on a small set: what shows two million images"
-    add("--epochs", type=whole(1, 10**6), metavar="N", help=epochs)
-    add("--batch", type=whole(2, 2**20), default=16384, metavar="B", help="images (16384), or all")
-    add("--blr", type=number(0, 1e3), default=0.1, help="lr = blr x batch / 256 (default 0.1)")
-    add("--optimizer", choices=("lars", "sgd"), default="lars", help="default lars")
+    add("--epochs", type=whole(1), metavar="N", help=epochs)
+    add("--blr", type=number(0), default=0.1, help="lr = blr x batch / 256 (default 0.1)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     dist.destroy_process_group()
     if shares:
         found = {source: join_shares(folders, [s[source] for s in shares]) for source in own}
-        report_scores(args, pretrained, *score_sources(args, folders, found, device))
+        report_scores(args, pretrained, score_sources(args, folders, found, device))
     return status
 
 
@@ -103,11 +103,7 @@ def read_inputs(args: argparse.Namespace, say: Say) -> tuple[Pretrained, list[An
 
     ValueError or OSError where one cannot be read, or model, folders and flags do not fit.
     """
-    pretrained = read_pretrained(args.run)
-    vit.patch_count(pretrained.config, args.img_size or pretrained.img_size)
-    if args.grey and (pretrained.config.channels, pretrained.stats.dtype) != (3, "uint8"):
-        raise ValueError("--grey needs a model of RGB images")
-    folders = []
+    pretrained, folders = read_pretrained(args.run), []
     for flag, path in ("--data", args.data), ("--test", args.test):
         if path:
             check_folder(path, flag)
@@ -136,12 +132,12 @@ def encode_share(
 ) -> dict[Source, list[Share]]:
     """Encode this rank's images of each folder by the model, by random weights, as raw pixels.
 
-    Names those that cannot be read. OSError where a disk or a worker process fails, ValueError
+    Names those that cannot be read. LoaderFailed where a disk or a worker process fails, ValueError
     where features are not finite.
     """
     size, stats = args.img_size or pretrained.img_size, pretrained.stats
     workers, share = worker_count(args.workers, ranks), (ranks.rank, ranks.world_size)
-    random: list[Source] = [("random weights", seed) for seed in seeds_of(args)]
+    random = [("random weights", seed) for seed in range(args.seeds)]
     shares: dict[Source, list[Share]] = {}
     for name, seed in [("trained", None), *random, ("raw pixels", None)]:
         model, own = None, list[Share]()
@@ -151,16 +147,14 @@ def encode_share(
         for files in folders:
             progress = throttled_progress(say, f"features of {name}, {files.root}, rank 0")
             indices, rows = list[int](), [torch.empty(0)]
-            try:
-                for batch in open_eval_loader(files, size, BATCH, workers, stats, share=share):
-                    for index, reason in batch.bad if name == "trained" else []:
-                        print(f"warning: {files.path(index)} is left out: {reason}", flush=True)
-                    if batch.indices:
-                        rows.append(encode(model, batch.images.to(device), stats, args))
-                        indices += batch.indices
-                    progress(len(indices))
-            except LoaderFailed as error:
-                raise OSError(str(error)) from error
+            for batch in open_eval_loader(files, size, BATCH, workers, stats, share=share):
+                for index, reason in batch.bad if name == "trained" else []:
+                    print(f"warning: {files.path(index)} is left out: {reason}", flush=True)
+                if batch.indices:
+                    images = batch.images.to(device)
+                    rows.append(encode(model, images, stats, args.features == "cls"))
+                    indices += batch.indices
+                progress(len(indices))
             own.append((indices, torch.cat(rows)))
         shares[name, seed] = own
         del model  # before the next one is built
@@ -168,15 +162,12 @@ def encode_share(
 
 
 @torch.inference_mode()
-def encode(
-    model: vit.ViTMAE | None, images: Tensor, stats: data.ChannelStats, args: argparse.Namespace
-) -> Tensor:
+def encode(model: vit.ViTMAE | None, images: Tensor, stats: data.ChannelStats, cls: bool) -> Tensor:
     """Compute the features (B, D) fp32 of images (B, C, H, W) as loaded, on the CPU.
 
     They are the class token after the final norm, or the mean of the patch tokens, with all patches
     visible; without a model, small pixels. A GPU computes in bf16. ValueError for NaN or infinity.
     """
-    images = rgb_to_grayscale(images, num_output_channels=3) if args.grey else images
     images = data.normalize(images, stats)
     if model is None:
         return F.adaptive_avg_pool2d(images, PIXELS_SIDE).flatten(1).cpu()
@@ -184,7 +175,7 @@ def encode(
     keep = torch.arange(patches.shape[1], device=images.device).expand(len(images), -1)
     with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
         tokens = model.encode(patches, keep).float()  # (B, 1+L, D)
-    features = (tokens[:, 0] if args.features == "cls" else tokens[:, 1:].mean(dim=1)).cpu()
+    features = (tokens[:, 0] if cls else tokens[:, 1:].mean(dim=1)).cpu()
     if not features.isfinite().all():
         raise ValueError("the features of the model are NaN or infinite")
     return features
@@ -209,11 +200,6 @@ def join_shares(folders: Sequence[Any], shares: Sequence[list[Share]]) -> list[T
 # Scores
 
 
-def seeds_of(args: argparse.Namespace) -> range:
-    """Return --seeds seeds, the first of which is --seed."""
-    return range(args.seed, args.seed + args.seeds)
-
-
 def split_per_class(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Split rows by their labels (N,) into training and test rows, each sorted.
 
@@ -234,52 +220,43 @@ def score_sources(
     folders: Sequence[Any],
     found: Mapping[Source, list[Tensor]],
     device: torch.device,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+) -> list[dict[str, Any]]:
     """Train and test a classifier on the features of every source, once for each seed.
 
-    Returns the scores as of `measure`, and the settings. ValueError where no image is left.
+    Returns scores by the keys of COLUMNS, with their source and seed.
     """
-    classes, labels = folders[0].classes, []
+    classes, labels, scores = len(folders[0].classes), [], []
     for place, files in enumerate(folders):
         names = np.array([*class_numbers(files, folders[0]), -1])
         labels.append(names[np.asarray(files.labels, np.int64)])  # -1 is the last
         for values in found.values():
             labels[-1][values[place][:, 0].isnan().numpy()] = -1
-    settings = {name: getattr(args, name) for name in SETTINGS[args.command]}
-    scores = []
-    for seed in seeds_of(args):
+    for seed in range(args.seeds):
         train, test = (np.flatnonzero(own >= 0) for own in (labels[0], labels[-1]))
         if args.split is not None:
             train, test = split_per_class(labels[0], args.split, seed)
-        if not len(train) or not len(test):
-            raise ValueError("no image with a class is left to train on, or to test on")
-        if args.command == "knn":
-            # no more than a class has, in the median: one rare class does not decide
-            counts = np.bincount(labels[0][train])
-            settings["k"] = settings["k"] or min(MOST_K, int(np.median(counts[counts > 0])))
         target, truth = torch.from_numpy(labels[0][train]), torch.from_numpy(labels[-1][test])
         for (source, own_seed), values in found.items():
             if own_seed in (None, seed):
                 bank, queries = values[0][train].to(device), values[-1][test].to(device)
-                votes, facts = score_queries(settings, len(classes), bank, target, queries, seed)
-                scores.append({"source": source, "seed": seed} | facts)
-                scores[-1] |= measure(votes, truth, classes)
-    return scores, settings
+                votes, facts = score_queries(args, classes, bank, target, queries, seed)
+                facts |= {"source": source, "seed": seed, "test_images": len(test)}
+                scores.append(facts | measure(votes, truth))
+    return scores
 
 
 def score_queries(
-    settings: dict[str, Any], classes: int, bank: Tensor, labels: Tensor, queries: Tensor, seed: int
+    args: argparse.Namespace, classes: int, bank: Tensor, labels: Tensor, queries: Tensor, seed: int
 ) -> tuple[Tensor, dict[str, Any]]:
     """Score queries (Q, D) by training features (N, D) with labels (N,) -> (Q, classes) float64.
 
     Also returns how the training of a linear classifier went.
     """
-    if "k" in settings:
-        return classifiers.nearest_vote(bank, labels, queries, classes, settings["k"]), {}
+    if args.command == "knn":
+        return classifiers.nearest_vote(bank, labels, queries, classes, args.k), {}
     progress = throttled_progress(partial(print, flush=True), "linear classifier")
-    model, losses = classifiers.train_linear(
-        bank, labels, classes, **settings, seed=seed, progress=progress
-    )
+    options: Any = {"epochs": args.epochs, "blr": args.blr, "seed": seed, "progress": progress}
+    model, losses = classifiers.train_linear(bank, labels, classes, **options)
     with torch.inference_mode():
         own, scores = (model(x).double().cpu() for x in (bank, queries))
     return scores, {
@@ -289,56 +266,43 @@ def score_queries(
     }
 
 
-def measure(values: Tensor, labels: Tensor, classes: Sequence[str]) -> dict[str, Any]:
-    """Compare scores (Q, classes) with labels (Q,) -> top-1 and top-5 in percent, by class too.
+def measure(values: Tensor, labels: Tensor) -> dict[str, float]:
+    """Compare scores (Q, classes) with labels (Q,) -> top-1 and top-5 in percent.
 
     Of equal scores the class listed first counts; a class with the score -inf is never a hit.
     """
     ranked, order = values.sort(dim=1, descending=True, stable=True)
     hits = (order == labels[:, None]) & (ranked > -torch.inf)  # (Q, classes)
-    tops = torch.stack([hits[:, :n].any(dim=1).double() * 100 for n in (1, 5)])  # (2, Q)
-
-    def means(chosen: Tensor) -> dict[str, float]:
-        return dict(zip(("top1", "top5"), tops[:, chosen].mean(dim=1).tolist(), strict=True))
-
-    rows = {name: labels == number_of for number_of, name in enumerate(classes)}
-    table = {n: {"images": int(own.sum())} | means(own) for n, own in rows.items() if own.any()}
-    return means(labels >= 0) | {"classes": table}
+    return {f"top{n}": (hits[:, :n].any(1).double() * 100).mean().item() for n in (1, 5)}
 
 
 def report_scores(
-    args: argparse.Namespace,
-    pretrained: Pretrained,
-    scores: Sequence[dict[str, Any]],
-    settings: Mapping[str, Any],
+    args: argparse.Namespace, pretrained: Pretrained, scores: Sequence[dict[str, Any]]
 ) -> None:
     """Print a table, one line per source with means over the seeds; write all to OUT/NAME.json."""
-    what = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
-    images = sum(row["images"] for row in scores[0]["classes"].values())
-    grey, seeds = ", grey" * args.grey, ", ".join(map(str, seeds_of(args)))
-    columns = {"top1": "top-1", "top5": "top-5"}
-    if args.command == "linear":
-        columns |= {"training_top1": "training top-1", "training_loss": "training loss"}
-    print(f"{args.command} ({what}, features {args.features}{grey}): {images} test images")
+    settings = {key: getattr(args, key) for key in SETTINGS if getattr(args, key, None)}
+    what = ", ".join(f"{key} {value}" for key, value in settings.items())
+    columns = {key: head for key, head in COLUMNS.items() if key in scores[0]}
+    seeds = ", ".join(map(str, range(args.seeds)))
+    print(f"{args.command} ({what}): {scores[0]['test_images']} test images")
     print(f"  {'':16} {'   '.join(columns.values())}   top-1 of seed {seeds}")
     means: dict[str, dict[str, float]] = {}
     for source in dict.fromkeys(score["source"] for score in scores):
         own = [score for score in scores if score["source"] == source]
-        means[source] = {key: sum(score[key] for score in own) / len(own) for key in columns}
+        mean = means[source] = {key: sum(s[key] for s in own) / len(own) for key in columns}
         numbers = (
-            f"{means[source][key]:{len(name)}.{1 + 2 * ('loss' in key)}f}"
-            for key, name in columns.items()
+            f"{mean[key]:{len(head)}.{3 if key == 'training_loss' else 1}f}"
+            for key, head in columns.items()
         )
         each = " ".join(f"{score['top1']:.1f}" for score in own)
         print(f"  {source:16} {'   '.join(numbers)}   {each}")
     if early := {score["source"] for score in scores if not score.get("converged", True)}:
-        advice = "scores may change with more --epochs, a larger --blr or --optimizer sgd"
+        advice = "scores may change with more --epochs or a larger --blr"
         print(f"warning: not converged: {', '.join(sorted(early))}; {advice}")
-    about = {"run": pretrained.name, "step": pretrained.step, "command": args.command, **settings}
-    about |= {key: getattr(args, key) for key in ("data", "test", "split", "features", "grey")}
-    parts = [part for part in Path(args.run).parts if part not in ("/", "..")]
-    path = Path(args.out or Path("probe", *parts), f"{args.command}.json")
+    about = {"run": pretrained.name, "step": pretrained.step, "data": args.data, "test": args.test}
+    path = Path(args.out, f"{args.command}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(str(path)) as file:
-        file.write(json.dumps(about | {"mean": means, "scores": scores}, indent=2).encode())
-    print(f"{path}: per class and seed", flush=True)
+        found = about | settings | {"mean": means, "scores": scores}
+        file.write(json.dumps(found, indent=2).encode())
+    print(f"{path}: each seed", flush=True)
