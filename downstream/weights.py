@@ -8,7 +8,9 @@ names of vit.ViTMAE; transformers' ViTMAE has others, and q, k and v as three ma
 import argparse
 import json
 import math
+import pickle
 import re
+import sys
 from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import checkpoint
 import data
@@ -29,11 +31,6 @@ POSITIONS = ("pos_embed", "decoder_pos_embed")
 NOTE = "pretrained"  # the key in a file of what convert.py says of a model
 NORM_EPS = 1e-6  # of vit.ViTMAE and of the official release; transformers' default is 1e-12
 OFFICIAL_LARGE = vit.ViTConfig(1024, 24, 4096, 16, 16)  # released too, but no row of vit.MODELS
-OTHER_MODELS = {  # by a piece of their weights' names
-    "fc_norm.": "a norm after pooling: a classifier",
-    ".gamma": "LayerScale",
-    "reg": "register tokens",
-}
 
 # Names of ours and of transformers' files: parts, replaced from the first to the last.
 NAMES = (
@@ -74,9 +71,8 @@ class Pretrained:
     norm_pix_loss: bool
     stats: data.ChannelStats  # by which its images were normalised
     weights: Mapping[str, Tensor]  # by the names of vit.ViTMAE; an encoder alone has no decoder's
-    step: int | None = None  # optimizer steps trained; None: not known
-    size: str | None = None  # as --model takes it; None: not known
-    norm_eps: float = NORM_EPS  # of all its LayerNorms
+    shapes: Mapping[str, tuple[int, ...]]  # of the weights, known without reading them
+    step: int | None  # optimizer steps trained; None: not known
 
     @property
     def has_decoder(self) -> bool:
@@ -84,7 +80,7 @@ class Pretrained:
 
 
 def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pretrained:
-    """Read a run (its newest whole checkpoint), one checkpoint, or weights in another layout.
+    """Read a run (its newest checkpoint), one checkpoint, or weights in another layout.
 
     Files are mapped into memory, and tensors of checkpoints read when they are used. `size` is that
     of the model where a file does not say. ValueError or OSError, one sentence, where there is no
@@ -94,31 +90,32 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
     if not path.exists():
         advice = "give the --out of a run, a checkpoint, or a file of weights"
         raise ValueError(f"there is no {path}: {advice}")
-    weights: Mapping[str, Tensor]
     try:
-        if path.is_dir() and not (path / "config.json").is_file():
-            path, weights, said = _read_run(path)
-        else:
-            weights, said = _read_file(path)
-        found = _describe(str(path), weights, said, size)
-    except checkpoint.Damaged:
+        of_run = path.is_dir() and not (path / "config.json").exists()
+        weights, said = _read_run(path) if of_run else _read_file(path)
+        shapes = {}
+        for name, tensor in weights.items():
+            shapes[name] = tuple(tensor.shape)
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} is not finite")
+        found = _describe(str(path), weights, shapes, said, size)
+    except (OSError, checkpoint.Damaged):
         raise
-    except KeyError as error:
-        raise ValueError(f"{path}: {error.args[0]} is missing") from None
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    except Exception as error:  # of any kind: a file may contain anything
+        what = error if isinstance(error, ValueError) else repr(error)
+        raise ValueError(f"{path}: {what}") from None
     check_fits(found, found.config)
-    for name, tensor in weights.items():
-        if not tensor.isfinite().all():
-            raise ValueError(f"{path}: {name} is not finite")
     return found
 
 
 def _describe(
-    name: str, weights: Mapping[str, Tensor], said: Mapping[str, Any], size: vit.ViTConfig | None
+    name: str,
+    weights: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    said: Mapping[str, Any],
+    size: vit.ViTConfig | None,
 ) -> Pretrained:
     """Put together what is said of weights, and what their shapes say; KeyError or ValueError."""
-    shapes = shapes_of(weights)
     width, channels, patch, _ = shapes["patch_embed.proj.weight"]
     if "config" in said:
         config = vit.ViTConfig(**said["config"])
@@ -135,11 +132,8 @@ def _describe(
         if len(values) != channels or not all(map(math.isfinite, values)):
             raise ValueError(f"{key} is not {channels} finite numbers")
     img_size = math.isqrt(shapes["pos_embed"][1] - 1) * patch
-    rows = (n for n, c in vit.MODELS.items() if replace(c, channels=channels) == config)
-    model = said.get("model") or next(rows, None)
     norm_pix = said.get("norm_pix_loss", True)  # not known: as in the recipe
-    step, epsilon = said.get("step"), said.get("norm_eps", NORM_EPS)
-    return Pretrained(name, config, img_size, norm_pix, stats, weights, step, model, epsilon)
+    return Pretrained(name, config, img_size, norm_pix, stats, weights, shapes, said.get("step"))
 
 
 def _known_size(width: int, depth: int) -> vit.ViTConfig:
@@ -173,23 +167,16 @@ class _Saved(UserDict[str, Any]):
         return found[f"model.{name}"]
 
 
-def _read_run(run: Path) -> tuple[Path, _Saved, dict[str, Any]]:
-    """Open a checkpoint, or the newest whole one of a run -> its folder, weights, and flags."""
-    if (run / checkpoint.MANIFEST).exists():
-        weights = _Saved(run)
-        flags = weights.manifest.get("flags", {})
-        if "model" not in flags:
-            raise checkpoint.Damaged(f"{run} was not written by train_fsdp.py: it names no model")
-        config = replace(model_config(flags["model"]), channels=flags["channels"])
-        return run, weights, flags | {"config": asdict(config), "step": weights.manifest["step"]}
-    problems = []
-    for folder in reversed(checkpoint.list_checkpoints(run)):
-        try:
-            return _read_run(folder)
-        except checkpoint.Damaged as error:
-            problems.append(str(error))
-    what = "; ".join(problems) or "it contains no step_... and no config.json"
-    raise ValueError(f"no checkpoint in it can be read: {what}")
+def _read_run(run: Path) -> tuple[_Saved, dict[str, Any]]:
+    """Open a checkpoint, or the newest one of a run -> its weights and flags."""
+    single = (run / checkpoint.MANIFEST).exists()
+    folders = [run] if single else checkpoint.list_checkpoints(run)
+    if not folders:
+        raise ValueError("it contains no step_... and no config.json")
+    weights = _Saved(folders[-1])
+    flags = weights.manifest["flags"]
+    config = replace(model_config(flags["model"]), channels=flags["channels"])
+    return weights, flags | {"config": asdict(config), "step": weights.manifest["step"]}
 
 
 # --- Files of others
@@ -202,8 +189,8 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         about = _read_config(path / "config.json")
         files = [*path.glob("model*.safetensors")] or [*path.glob("pytorch_model*.bin")]
     for file in files:
-        safe = file.suffix == ".safetensors"
-        tensors, said = _read_safetensors(file) if safe else _read_torch(file)
+        read = _read_safetensors if file.suffix == ".safetensors" else _read_torch
+        tensors, said = read(file)
         weights, about = weights | tensors, said | about
     weights = {n.removeprefix("module."): t for n, t in weights.items()}  # as DDP names them
     weights = {n: t for n, t in weights.items() if not n.startswith("head.")}
@@ -217,32 +204,20 @@ def _read_torch(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:  # the official training code saves its arguments, a Namespace
         with torch.serialization.safe_globals([argparse.Namespace]):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # of any kind: the pickle may contain anything
-        code = re.search(r"GLOBAL ([\w.]+)", str(error))
-        why = f"it asks for {code[1]}" if code else " ".join(str(error).split())[:120]
-        raise ValueError(f"torch.load finds no weights that run no code: {why}") from None
-    inner = (found[key] for key in ("model", "state_dict") if isinstance(found.get(key), dict))
-    weights = next(inner, found)  # the official code and timm
-    for name, tensor in weights.items():
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name!r:.60} is a {type(tensor).__name__}, not a tensor")
-    loss = vars(found.get("args") or argparse.Namespace()).get("norm_pix_loss", True)
-    return weights, {"step": found.get("step"), "norm_pix_loss": loss} | found.get(NOTE, {})
+    except (EOFError, RuntimeError, pickle.UnpicklingError):
+        why = "it is damaged, or contains more than weights"
+        raise ValueError(f"torch.load(weights_only=True) refuses it: {why}") from None
+    weights = found.get("model") or found.get("state_dict") or found  # the official code, timm
+    loss = getattr(found.get("args"), "norm_pix_loss", True)
+    return weights, {"norm_pix_loss": loss} | found.get(NOTE, {})
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ValueError("this needs the package safetensors: pip install safetensors") from None
-    try:
-        with safe_open(path, "pt") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return weights, json.loads((file.metadata() or {}).get(NOTE, "{}"))
-    except SafetensorError as error:
-        raise ValueError(f"safetensors cannot read it ({error})") from None
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return weights, json.loads((file.metadata() or {}).get(NOTE, "{}"))
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -251,9 +226,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     kind, activation = config.get("model_type"), config.get("hidden_act", "gelu")
     if (kind, activation) != ("vit_mae", "gelu"):
         raise ValueError(f"{path.name} is of {kind} with {activation}, not of vit_mae with gelu")
+    if (epsilon := config.get("layer_norm_eps", 1e-12)) != NORM_EPS:
+        what = f"the norms of {path.parent} have an epsilon of {epsilon:g}, here {NORM_EPS:g}"
+        print(f"warning: {what}: features may differ by 2e-3", file=sys.stderr)
     about = {ours: config[theirs] for ours, theirs in CONFIG.items()}
-    norm_pix_loss, eps = config.get("norm_pix_loss", False), config.get("layer_norm_eps", 1e-12)
-    return {"config": about, "norm_pix_loss": norm_pix_loss, "norm_eps": eps}
+    return {"config": about, "norm_pix_loss": config.get("norm_pix_loss", False)}
 
 
 def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -275,10 +252,9 @@ def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def random_weights(like: Pretrained, seed: int = 0) -> Pretrained:
     """Draw the initial values of a model that has not learned anything: the baseline of a score."""
-    with torch.device("meta"):
-        shapes = vit.ViTMAE(like.config, like.img_size).state_dict()
-    weights = {n: vit.initial_value(like.config, n, t.shape, seed) for n, t in shapes.items()}
-    return replace(like, name="random", weights=weights, step=0)
+    model = vit.ViTMAE(like.config, like.img_size)
+    vit.initialize(model, seed)
+    return replace(like, name="random", weights=model.state_dict(), step=0)
 
 
 def resize_positions(table: Tensor, side: int) -> Tensor:
@@ -294,43 +270,25 @@ def resize_positions(table: Tensor, side: int) -> Tensor:
     return torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2).to(table.dtype)], dim=1)
 
 
-def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of weights by name, reading none of them."""
-    if isinstance(weights, _Saved):
-        return {name: tuple(entry.size) for name, entry in weights.data.items()}
-    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
-
-
 def check_fits(pretrained: Pretrained, config: vit.ViTConfig) -> None:
-    """Raise ValueError unless these weights fit a model, reading none of them.
+    """Raise ValueError unless these weights fit a model, and name what does not.
 
-    It names what is another number of heads, or the first weight that is too many, is missing or
-    has another shape. Position tables fit images of any size, and a model gets a decoder of its own
-    where there is none.
+    Position tables fit images of any size, and a model gets a decoder of its own where there is
+    none.
     """
-    own, found = pretrained.config, shapes_of(pretrained.weights)
     with torch.device("meta"):
-        wanted = shapes_of(vit.ViTMAE(config, pretrained.img_size).state_dict())
-    heads = [(own.heads, config.heads), (own.decoder_heads, config.decoder_heads)]
-    if not pretrained.has_decoder:
-        heads.pop()
-        wanted = {name: shape for name, shape in wanted.items() if not name.startswith(DECODER)}
-    for theirs, ours in heads:
-        if theirs != ours:
-            raise ValueError(f"{pretrained.name} has {theirs} heads, the model {ours}")
-    for name in [*sorted(found.keys() - wanted.keys()), *wanted]:
-        shape, wants = found.get(name, "missing"), wanted.get(name, "missing")
-        if other := [what for piece, what in OTHER_MODELS.items() if piece in name]:
-            raise ValueError(f"{pretrained.name}: {name} is of a model with {other[0]}")
-        if shape != wants:
-            raise ValueError(f"{pretrained.name}: {name} is {shape}, {wants} in the model")
-
-
-def epsilon_note(pretrained: Pretrained) -> str | None:
-    """Return a warning where the norms have another epsilon than vit.ViTMAE's, else None."""
-    name, epsilon = pretrained.name, pretrained.norm_eps
-    text = f"warning: the norms of {name} have an epsilon of {epsilon:g}, this model's {NORM_EPS:g}"
-    return f"{text}: features may differ by 2e-3" if epsilon != NORM_EPS else None
+        model = vit.ViTMAE(config, pretrained.img_size)
+    wants: dict[str, Any] = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+    found: dict[str, Any] = dict(pretrained.shapes)
+    if unknown := sorted(found.keys() - wants.keys()):
+        what = "this model, which has no classifier, LayerScale or register tokens"
+        raise ValueError(f"{pretrained.name}: {unknown[0]} is no weight of {what}")
+    for name in "heads", "decoder_heads":
+        found[name], wants[name] = getattr(pretrained.config, name), getattr(config, name)
+    for name, value in wants.items():
+        own = found.get(name, "missing")
+        if own != value and (pretrained.has_decoder or not name.startswith(DECODER)):
+            raise ValueError(f"{pretrained.name}: {name} is {own}, {value} in the model")
 
 
 def value_of(
@@ -358,9 +316,6 @@ def build_pretrained(
     with torch.device("meta"):
         model = vit.ViTMAE(config, img_size, pretrained.norm_pix_loss)
     model.to_empty(device=device)
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.eps = pretrained.norm_eps
     for name, own in model.state_dict().items():  # one at a time: no second whole model
         own.copy_(value_of(pretrained, name, own.shape, config=config))
     return model.eval()

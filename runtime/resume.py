@@ -30,7 +30,7 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
     path, seed = run.config.init_from, run.config.seed
     if not path:
         return partial(vit.initial_value, run.model, seed=seed)
-    from downstream.weights import Pretrained, check_fits, epsilon_note, read_pretrained, value_of
+    from downstream.weights import Pretrained, check_fits, read_pretrained, value_of
 
     found: list[Pretrained] = []  # on rank 0
 
@@ -38,8 +38,6 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
         try:
             found.append(read_pretrained(path, run.model))
             check_fits(found[0], run.model)
-            if note := epsilon_note(found[0]):
-                print(note)
         except (OSError, ValueError) as error:
             raise ValueError(f"--init-from: {error}") from error
 
