@@ -37,10 +37,8 @@ from runtime import process
 from runtime.config import Parser, filled, model_config, whole
 
 
-def write_pretrained(
-    pretrained: Pretrained, out: Path, layout: str, img_size: int | None = None
-) -> str:
-    """Write the weights in a layout, for images of `img_size` pixels; return how they are loaded.
+def write_pretrained(pretrained: Pretrained, out: Path, layout: str, img_size: int) -> None:
+    """Write the weights in a layout, for images of `img_size` pixels.
 
     `official`: a file of torch.save with the weights under "model". `timm`: the same of the encoder
     alone, or of safetensors where `out` is so called. `transformers`: a folder. Each says what the
@@ -55,7 +53,6 @@ def write_pretrained(
         raise ValueError(f"{what}: --to timm")
     if out.exists():
         raise ValueError(f"{out} is there already: give another name, or remove it")
-    img_size = img_size or pretrained.img_size
     side = int(vit.patch_count(config, img_size) ** 0.5)
     about: dict[str, Any] = {"config": asdict(config), "step": pretrained.step}
     about |= {"channel_mean": stats.mean, "channel_std": stats.std, "image_dtype": stats.dtype}
@@ -75,7 +72,6 @@ def write_pretrained(
         else:
             _save(weights, new, about)
         new.rename(out)
-    return loading_line(pretrained, out, layout, img_size)
 
 
 def _save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None:
@@ -110,8 +106,9 @@ def to_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def transformers_config(pretrained: Pretrained, img_size: int) -> dict[str, Any]:
     """Return the content of config.json, where it differs from the defaults of transformers."""
     config = {theirs: getattr(pretrained.config, ours) for ours, theirs in CONFIG.items()}
+    kind = "ViTMAEForPreTraining" if pretrained.has_decoder else "ViTMAEModel"
     return config | {
-        "architectures": [_transformers_class(pretrained)],
+        "architectures": [kind],
         "model_type": "vit_mae",
         "layer_norm_eps": NORM_EPS,
         "image_size": img_size,
@@ -120,24 +117,15 @@ def transformers_config(pretrained: Pretrained, img_size: int) -> dict[str, Any]
     }
 
 
-def _transformers_class(pretrained: Pretrained) -> str:
-    return "ViTMAEForPreTraining" if pretrained.has_decoder else "ViTMAEModel"
-
-
-def loading_line(pretrained: Pretrained, out: Path, layout: str, img_size: int) -> str:
-    """Return the line of Python that loads a written file."""
-    c = pretrained.config
-    if layout == "transformers":
-        return f'transformers.{_transformers_class(pretrained)}.from_pretrained("{out}")'
-    if layout == "official":
-        strict = "" if pretrained.has_decoder else ", strict=False"
-        return f'model.load_state_dict(torch.load("{out}", weights_only=True)["model"]{strict})'
+def timm_line(config: vit.ViTConfig, img_size: int, path: Path) -> str:
+    """Return the line of Python that loads a file in timm, which has no such model by name."""
+    c = config
     gated = 'mlp_layer=timm.layers.SwiGLU, act_layer="silu", ' if c.gated_mlp else ""
     return (
         f'timm.create_model("vit_base_patch16_224", img_size={img_size}, patch_size={c.patch}, '
         f"embed_dim={c.width}, depth={c.depth}, num_heads={c.heads}, "
         f"mlp_ratio={c.mlp_width} / {c.width}, {gated}in_chans={c.channels}, num_classes=0, "
-        f'checkpoint_path="{out}")'
+        f'checkpoint_path="{path}")'
     )
 
 
@@ -159,11 +147,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         size = model_config(args.model) if args.model else None
         pretrained = read_pretrained(args.source, size)
-        line = write_pretrained(pretrained, Path(args.out), args.to, args.img_size)
+        img_size, out = args.img_size or pretrained.img_size, Path(args.out)
+        write_pretrained(pretrained, out, args.to, img_size)
     except (ImportError, OSError, ValueError) as error:
         process.print_error(str(error), "convert.py")
         return 2 if isinstance(error, ValueError) else 1
-    print(f"{args.out}: {args.to}, from {pretrained.name}; load it with\n{line}")
+    print(f"{out}: {args.to}, from {args.source}")
+    if args.to == "timm":
+        print(f"load it with\n{timm_line(pretrained.config, img_size, out)}")
     return 0
 
 
