@@ -16,7 +16,7 @@ Sample = tuple[Tensor | str, int, int]  # pixels (C, H, W) or why there are none
 
 
 class EvalBatch(NamedTuple):
-    """The next images in order, without those that cannot be read: B may be smaller, even 0."""
+    """The next images in order, without those that cannot be read: B may be 0."""
 
     images: Tensor  # (B, C, H, W) uint8 or float32, as loaded: not normalised; or (0,)
     labels: Tensor  # (B,) int64, indices into the classes; -1 for an image without one
@@ -25,10 +25,9 @@ class EvalBatch(NamedTuple):
 
 
 def centre_crop(width: int, height: int) -> tuple[int, int, int, int]:
-    """Return the crop (top, left, height, width) of an evaluation, in pixels of the image.
+    """Return (top, left, height, width) in pixels: the centre with 224/256 of the shorter side.
 
-    The square in the centre with 224/256 of the shorter side: the same as resizing that side to
-    256 and cutting out 224, as ImageNet's evaluations do.
+    The same as resizing that side to 256 and cutting out 224, as ImageNet's evaluations do.
     """
     side = max(1, round(min(width, height) * 224 / 256))
     return (height - side) // 2, (width - side) // 2, side, side
@@ -82,14 +81,12 @@ def open_eval_loader(
     """Yield the images `indices` (default: all) in this order, up to `batch` in a batch.
 
     The batches are dealt to ranks in turn, and a `share` is (rank, number of ranks); its last batch
-    may be empty, so that all have equally many. An image is the square of `centre_crop`, resized to
-    `img_size`. One that is broken, or has other channels or another type than `stats`, is left out
-    and listed in the batch. Raises LoaderFailed where a disk or a worker process fails; with
-    `skip_failed` the rest of the share is left out instead.
+    may be empty, so that all have equally many. An image that is broken, or does not fit `stats`,
+    is left out and listed in the batch. Raises LoaderFailed where a disk or a worker process fails;
+    with `skip_failed` the rest of the share is left out instead.
     """
     rank, ranks = share
-    images = EvalImages(files, img_size, stats, exact)
-    order = range(len(files)) if indices is None else indices
+    images, order = EvalImages(files, img_size, stats, exact), indices or range(len(files))
     batches: list[Any] = [order[i : i + batch] for i in range(0, len(order), batch)]
     batches += [[]] * (-len(batches) % ranks)
     rest = batches[rank::ranks]
