@@ -21,8 +21,7 @@ SAMPLES = 2**21  # that a small set is seen at least: 90 epochs of 1,000 images 
 WARMUP_SHARE = 1 / 9  # of the steps: 10 of 90 epochs
 
 
-# ---------------------------------------------------------------------------------------------
-# Frozen features
+# --- Frozen features
 
 
 def nearest_vote(bank: Tensor, labels: Tensor, queries: Tensor, classes: int, k: int) -> Tensor:
@@ -133,8 +132,7 @@ def has_converged(losses: Tensor) -> bool:
     return bool(last < losses[0] and half - last <= 0.1 * (losses[0] - last))
 
 
-# ---------------------------------------------------------------------------------------------
-# Fine-tuning
+# --- Fine-tuning
 
 
 def drop_rows(branch: Any, args: Any, out: Tensor) -> Tensor:

@@ -98,8 +98,7 @@ def run(args: argparse.Namespace) -> int:
     return run_session(config, partial(run_tuning, pretrained), received)
 
 
-# ---------------------------------------------------------------------------------------------
-# The model, sharded, with its optimizer
+# --- The model, sharded, with its optimizer
 
 
 def depth_scale(name: str, depth: int, layer_decay: float) -> float:
@@ -147,8 +146,7 @@ def build_tuning(
     return Training(model, optimizer, scaler, build_loss(run), run.dtype, c.clip)
 
 
-# ---------------------------------------------------------------------------------------------
-# One step
+# --- One step
 
 
 def labelled(
@@ -189,8 +187,7 @@ def build_loss(run: TuningRun) -> Callable[[nn.Module, MicroBatch], Tensor]:
     return loss_of
 
 
-# ---------------------------------------------------------------------------------------------
-# Scores
+# --- Scores
 
 
 def check_classes(train: Any, test: Any, img_size: int, stats: data.ChannelStats) -> list[int]:
@@ -238,8 +235,7 @@ class Scores:
         return torch.stack([losses, hits[:, 0].float(), hits.any(dim=1).float()])
 
 
-# ---------------------------------------------------------------------------------------------
-# The run
+# --- The run
 
 
 def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> str | None:

@@ -7,7 +7,7 @@ All ranks compute features, rank 0 scores them. Shapes: N images, Q of them to t
 import argparse
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,40 +68,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compute features with all ranks, score them on rank 0, print and write -> exit status."""
+    """Encode by all ranks, score on rank 0, one source after the other -> exit status."""
     try:
         ranks = mesh.read_ranks(os.environ)
         device = mesh.pick_device(args.device, ranks)
-        mesh.init_ranks(ranks, device, timeout_minutes=120)  # by which ranks may finish apart
+        mesh.init_ranks(ranks, device, timeout_minutes=120)  # in which rank 0 trains a classifier
     except (ValueError, RuntimeError) as error:
         return usage_error(str(error), local=True, program="probe.py")
     say: Say = partial(print, flush=True) if ranks.rank == 0 else lambda text: None
-    status, shares = 0, None
+    random = [("random weights", seed) for seed in range(args.seeds)]
+    status, scores = 0, list[dict[str, Any]]()
     try:
-        pretrained, folders = agreement.run_on_all_ranks(partial(read_inputs, args, say))
-        work = partial(encode_share, args, pretrained, folders, ranks, device)
-        own = agreement.run_on_all_ranks(partial(work, say))
-        shares = agreement.gather_to_rank0(own)
+        inputs = agreement.run_on_all_ranks(partial(read_inputs, args, say))
+        for source in [("trained", None), *random, ("raw pixels", None)]:
+            encode_own = partial(encode_share, args, source, inputs, ranks, device, say)
+            shares: Any = agreement.gather_to_rank0(agreement.run_on_all_ranks(encode_own))
+            score_all = partial(score_source, args, source, inputs[1], shares, device)
+            scores += agreement.run_on_rank0(score_all)
+        agreement.run_on_rank0(partial(report_scores, args, inputs[0], scores))
     except agreement.AgreedError as error:
         status = error.status
         if ranks.rank == 0:
             print_error(str(error), "probe.py")
     dist.barrier()  # rank 0 serves the store: it leaves last
     dist.destroy_process_group()
-    if shares:
-        found = {source: join_shares(folders, [s[source] for s in shares]) for source in own}
-        report_scores(args, pretrained, score_sources(args, folders, found, device))
     return status
 
 
-# ---------------------------------------------------------------------------------------------
-# Features
+# --- Features
 
 
 def read_inputs(args: argparse.Namespace, say: Say) -> tuple[Pretrained, list[Any]]:
     """Read the model; list --data, and --test if it is given, as images with labels and classes.
 
-    ValueError or OSError where one cannot be read, or model, folders and flags do not fit.
+    ValueError or OSError where one cannot be read, or they do not fit.
     """
     pretrained, folders = read_pretrained(args.run), []
     for flag, path in ("--data", args.data), ("--test", args.test):
@@ -124,40 +124,36 @@ def class_numbers(test: Any, train: Any) -> list[int]:
 
 def encode_share(
     args: argparse.Namespace,
-    pretrained: Pretrained,
-    folders: Sequence[Any],
+    source: Source,
+    inputs: tuple[Pretrained, list[Any]],
     ranks: mesh.Ranks,
     device: torch.device,
     say: Say,
-) -> dict[Source, list[Share]]:
-    """Encode this rank's images of each folder by the model, by random weights, as raw pixels.
+) -> list[Share]:
+    """Encode this rank's images of each folder by the model, by random weights, or as raw pixels.
 
     Names those that cannot be read. LoaderFailed where a disk or a worker process fails, ValueError
     where features are not finite.
     """
+    (name, seed), (pretrained, folders) = source, inputs
     size, stats = args.img_size or pretrained.img_size, pretrained.stats
     workers, share = worker_count(args.workers, ranks), (ranks.rank, ranks.world_size)
-    random = [("random weights", seed) for seed in range(args.seeds)]
-    shares: dict[Source, list[Share]] = {}
-    for name, seed in [("trained", None), *random, ("raw pixels", None)]:
-        model, own = None, list[Share]()
-        if name != "raw pixels":
-            weights = pretrained if seed is None else random_weights(pretrained, seed)
-            model = build_pretrained(weights, device, size)
-        for files in folders:
-            progress = throttled_progress(say, f"features of {name}, {files.root}, rank 0")
-            indices, rows = list[int](), [torch.empty(0)]
-            for batch in open_eval_loader(files, size, BATCH, workers, stats, share=share):
-                for index, reason in batch.bad if name == "trained" else []:
-                    print(f"warning: {files.path(index)} is left out: {reason}", flush=True)
-                if batch.indices:
-                    images = batch.images.to(device)
-                    rows.append(encode(model, images, stats, args.features == "cls"))
-                    indices += batch.indices
-                progress(len(indices))
-            own.append((indices, torch.cat(rows)))
-        shares[name, seed] = own
-        del model  # before the next one is built
+    model, shares = None, list[Share]()
+    if name != "raw pixels":
+        weights = pretrained if seed is None else random_weights(pretrained, seed)
+        model = build_pretrained(weights, device, size)
+    for files in folders:
+        progress = throttled_progress(say, f"features of {name}, {files.root}, rank 0")
+        indices, rows = list[int](), [torch.empty(0)]
+        for batch in open_eval_loader(files, size, BATCH, workers, stats, share=share):
+            for index, reason in batch.bad if name == "trained" else []:
+                print(f"warning: {files.path(index)} is left out: {reason}", flush=True)
+            if batch.indices:
+                images = batch.images.to(device)
+                rows.append(encode(model, images, stats, args.features == "cls"))
+                indices += batch.indices
+            progress(len(indices))
+        shares.append((indices, torch.cat(rows)))
     return shares
 
 
@@ -181,23 +177,21 @@ def encode(model: vit.ViTMAE | None, images: Tensor, stats: data.ChannelStats, c
     return features
 
 
-def join_shares(folders: Sequence[Any], shares: Sequence[list[Share]]) -> list[Tensor]:
-    """Join what all ranks have encoded -> (N, D) of each folder, NaN for what cannot be read.
+def join_shares(files: Any, train: Any, shares: Sequence[Share]) -> tuple[Tensor, np.ndarray]:
+    """Join what all ranks have encoded of a folder, in its order -> features (N, D), labels (N,).
 
-    ValueError where nothing in a folder can.
+    The labels are class numbers of `train`, -1 without a class. ValueError where no image could be
+    read.
     """
-    joined = []
-    for files, parts in zip(folders, zip(*shares, strict=True), strict=True):
-        rows = torch.cat([rows for _, rows in parts])
-        if not len(rows):
-            raise ValueError(f"none of the {len(files)} images in {files.root} can be read")
-        joined.append(torch.full((len(files), rows.shape[1]), torch.nan))
-        joined[-1][[i for indices, _ in parts for i in indices]] = rows
-    return joined
+    indices = np.array([index for own, _ in shares for index in own], np.int64)
+    if not len(indices):
+        raise ValueError(f"none of the {len(files)} images in {files.root} can be read")
+    order, numbers = indices.argsort(), np.array([*class_numbers(files, train), -1])  # -1: the last
+    labels = numbers[np.asarray(files.labels, np.int64)[indices[order]]]
+    return torch.cat([rows for _, rows in shares])[order], labels
 
 
-# ---------------------------------------------------------------------------------------------
-# Scores
+# --- Scores
 
 
 def split_per_class(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -215,33 +209,27 @@ def split_per_class(labels: np.ndarray, share: float, seed: int) -> tuple[np.nda
     return chosen, np.setdiff1d(np.flatnonzero(labels >= 0), chosen)
 
 
-def score_sources(
+def score_source(
     args: argparse.Namespace,
+    source: Source,
     folders: Sequence[Any],
-    found: Mapping[Source, list[Tensor]],
+    shares: Sequence[list[Share]],
     device: torch.device,
 ) -> list[dict[str, Any]]:
-    """Train and test a classifier on the features of every source, once for each seed.
-
-    Returns scores by the keys of COLUMNS, with their source and seed.
-    """
-    classes, labels, scores = len(folders[0].classes), [], []
-    for place, files in enumerate(folders):
-        names = np.array([*class_numbers(files, folders[0]), -1])
-        labels.append(names[np.asarray(files.labels, np.int64)])  # -1 is the last
-        for values in found.values():
-            labels[-1][values[place][:, 0].isnan().numpy()] = -1
-    for seed in range(args.seeds):
-        train, test = (np.flatnonzero(own >= 0) for own in (labels[0], labels[-1]))
+    """Train and test a classifier on the features of one source, for each seed -> its scores."""
+    (name, own_seed), classes, scores = source, len(folders[0].classes), list[dict[str, Any]]()
+    parts = zip(folders, zip(*shares, strict=True), strict=True)
+    joined = [join_shares(files, folders[0], own) for files, own in parts]
+    (features, labels), (queries, truths) = joined[0], joined[-1]
+    for seed in range(args.seeds) if own_seed is None else [own_seed]:
+        train, test = np.flatnonzero(labels >= 0), np.flatnonzero(truths >= 0)
         if args.split is not None:
-            train, test = split_per_class(labels[0], args.split, seed)
-        target, truth = torch.from_numpy(labels[0][train]), torch.from_numpy(labels[-1][test])
-        for (source, own_seed), values in found.items():
-            if own_seed in (None, seed):
-                bank, queries = values[0][train].to(device), values[-1][test].to(device)
-                votes, facts = score_queries(args, classes, bank, target, queries, seed)
-                facts |= {"source": source, "seed": seed, "test_images": len(test)}
-                scores.append(facts | measure(votes, truth))
+            train, test = split_per_class(labels, args.split, seed)
+        bank, target = features[train].to(device), torch.from_numpy(labels[train])
+        asked, truth = queries[test].to(device), torch.from_numpy(truths[test])
+        votes, facts = score_queries(args, classes, bank, target, asked, seed)
+        facts |= {"source": name, "seed": seed, "test_images": len(test)}
+        scores.append(facts | measure(votes, truth))
     return scores
 
 
