@@ -89,9 +89,8 @@ def train_linear(
     """Train BatchNorm without affine and a linear layer -> the model, the loss of each step (S,).
 
     The protocol of MAE (arXiv 2111.06377, A.1) on features (N, D) with labels (N,): LARS, no
-    weight decay, 90 epochs of which 10 warm up, then a cosine. `epochs` None: those, and more on a
-    small set. The seed decides initial values and order. Calls `progress` with the number of
-    images so far.
+    weight decay, 90 epochs of which 10 warm up, then a cosine; more on a small set. The seed
+    decides initial values and order. Calls `progress` with the number of images so far.
     """
     draw = torch.Generator().manual_seed(seed)
     count, width = features.shape
@@ -138,8 +137,8 @@ def has_converged(losses: Tensor) -> bool:
 def drop_rows(branch: Any, args: Any, out: Tensor) -> Tensor:
     """Be a forward hook: in training, leave out the result (B, T, D) of a branch for some images.
 
-    `branch.stays` () is the share of the others, which are scaled so that the mean is as without. A
-    tensor: torch.compile would make a graph for each number.
+    `branch.stays` () is the share of the others, which are scaled so that the mean is as without: a
+    tensor, as torch.compile makes a graph for each number.
     """
     if not branch.training:
         return out
@@ -157,11 +156,10 @@ class Classifier(vit.ViTMAE):
         freeze_blocks: int = 0,
         drop_path: float = 0.0,
     ) -> None:
-        """Classify the mean of the patches.
+        """Classify the mean of the patches; with `freeze_blocks` > 0 those and all before stay.
 
-        With `freeze_blocks` > 0 those and all before do not train. In training both branches of a
-        block are left out for some images: of the last block for the share `drop_path`, of those
-        before for fewer, of the first and of frozen ones for none (arXiv 1603.09382).
+        In training both branches of a block are left out for some images (arXiv 1603.09382): of the
+        last block for the share `drop_path`, of those before for fewer, of frozen ones for none.
         """
         super().__init__(config, img_size)
         for name in ("embed", "blocks", "norm", "pred", "pos_embed"):
@@ -170,14 +168,15 @@ class Classifier(vit.ViTMAE):
         self.fc_norm = self.norm  # after the mean, not before
         self.norm = cast(Any, nn.Identity())
         self.head = nn.Linear(config.width, classes)
+        blocks: list[Any] = list(self.blocks)
+        if freeze_blocks:
+            for frozen in self.patch_embed, self.cls_token, *blocks[:freeze_blocks]:
+                frozen.requires_grad_(False)
         stays = 1 - torch.linspace(0, drop_path, config.depth, device="cpu")
-        for block, share in list(zip(self.blocks, stays, strict=True))[freeze_blocks:]:
-            for branch in cast(list[nn.Module], [block.attn, block.mlp] if drop_path else []):
+        for block, share in list(zip(blocks, stays, strict=True))[freeze_blocks:]:
+            for branch in (block.attn, block.mlp) if drop_path else ():
                 branch.stays = share
                 branch.register_forward_hook(drop_rows)
-        for frozen in (self.patch_embed, *self.blocks[:freeze_blocks]) if freeze_blocks else ():
-            frozen.requires_grad_(False)
-        self.cls_token.requires_grad_(not freeze_blocks)
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
         """Classify normalised images (B, C, H, W) -> logits (B, classes)."""

@@ -35,11 +35,11 @@ HELP = "score frozen features: knn without training, linear by a linear classifi
 BATCH = 64  # images; always as many, so that any number of ranks computes the same bits
 PIXELS_SIDE = 16  # of the smaller image that is the raw-pixel baseline
 SETTINGS = ("k", "epochs", "blr", "features", "split")  # shown beside the scores
-COLUMNS = {  # of the table: heads, by the keys of a score; the last two are of `linear`
-    "top1": "top-1",
-    "top5": "top-5",
-    "training_top1": "training top-1",
-    "training_loss": "training loss",
+COLUMNS = {  # of the table, by the keys of a score: heads and formats; the last two are of `linear`
+    "top1": ("top-1", "5.1f"),
+    "top5": ("top-5", "5.1f"),
+    "training_top1": ("training top-1", "14.1f"),
+    "training_loss": ("training loss", "13.3f"),
 }
 Say = Callable[[str], None]
 Source = tuple[str, int | None]  # a name in the table, the seed of random weights
@@ -130,10 +130,9 @@ def encode_share(
     device: torch.device,
     say: Say,
 ) -> list[Share]:
-    """Encode this rank's images of each folder by the model, by random weights, or as raw pixels.
+    """Encode this rank's images of each folder, and name those that cannot be read.
 
-    Names those that cannot be read. LoaderFailed where a disk or a worker process fails, ValueError
-    where features are not finite.
+    LoaderFailed where a disk or a worker process fails, ValueError where features are not finite.
     """
     (name, seed), (pretrained, folders) = source, inputs
     size, stats = args.img_size or pretrained.img_size, pretrained.stats
@@ -180,8 +179,7 @@ def encode(model: vit.ViTMAE | None, images: Tensor, stats: data.ChannelStats, c
 def join_shares(files: Any, train: Any, shares: Sequence[Share]) -> tuple[Tensor, np.ndarray]:
     """Join what all ranks have encoded of a folder, in its order -> features (N, D), labels (N,).
 
-    The labels are class numbers of `train`, -1 without a class. ValueError where no image could be
-    read.
+    Labels are class numbers of `train`, -1 without a class. ValueError where all are unreadable.
     """
     indices = np.array([index for own, _ in shares for index in own], np.int64)
     if not len(indices):
@@ -270,20 +268,18 @@ def report_scores(
     """Print a table, one line per source with means over the seeds; write all to OUT/NAME.json."""
     settings = {key: getattr(args, key) for key in SETTINGS if getattr(args, key, None)}
     what = ", ".join(f"{key} {value}" for key, value in settings.items())
-    columns = {key: head for key, head in COLUMNS.items() if key in scores[0]}
+    columns = [key for key in COLUMNS if key in scores[0]]
+    heads = "   ".join(COLUMNS[key][0] for key in columns)
     seeds = ", ".join(map(str, range(args.seeds)))
     print(f"{args.command} ({what}): {scores[0]['test_images']} test images")
-    print(f"  {'':16} {'   '.join(columns.values())}   top-1 of seed {seeds}")
+    print(f"  {'':16} {heads}   top-1 of seed {seeds}")
     means: dict[str, dict[str, float]] = {}
     for source in dict.fromkeys(score["source"] for score in scores):
         own = [score for score in scores if score["source"] == source]
         mean = means[source] = {key: sum(s[key] for s in own) / len(own) for key in columns}
-        numbers = (
-            f"{mean[key]:{len(head)}.{3 if key == 'training_loss' else 1}f}"
-            for key, head in columns.items()
-        )
+        numbers = "   ".join(f"{mean[key]:{COLUMNS[key][1]}}" for key in columns)
         each = " ".join(f"{score['top1']:.1f}" for score in own)
-        print(f"  {source:16} {'   '.join(numbers)}   {each}")
+        print(f"  {source:16} {numbers}   {each}")
     if early := {score["source"] for score in scores if not score.get("converged", True)}:
         advice = "scores may change with more --epochs or a larger --blr"
         print(f"warning: not converged: {', '.join(sorted(early))}; {advice}")

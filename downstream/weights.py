@@ -59,6 +59,7 @@ MODULE_NAMES = (  # of the modules since transformers 5, some of them in its fil
 CONFIG = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads"}
 CONFIG |= {f"decoder_{ours}": f"decoder_{theirs}" for ours, theirs in CONFIG.items()}
 CONFIG |= {"mlp_width": "intermediate_size", "patch": "patch_size", "channels": "num_channels"}
+Shapes = Mapping[str, tuple[int, ...]]  # by the names of weights
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Pretrained:
     norm_pix_loss: bool
     stats: data.ChannelStats  # by which its images were normalised
     weights: Mapping[str, Tensor]  # by the names of vit.ViTMAE; an encoder alone has no decoder's
-    shapes: Mapping[str, tuple[int, ...]]  # of the weights, known without reading them
+    shapes: Shapes  # of the weights, known without reading them
     step: int | None  # optimizer steps trained; None: not known
 
     @property
@@ -98,51 +99,48 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
             shapes[name] = tuple(tensor.shape)
             if not tensor.isfinite().all():
                 raise ValueError(f"{name} is not finite")
-        found = _describe(str(path), weights, shapes, said, size)
+        config = _config_of(shapes, said, size)
+        stats = _stats_of(said, config.channels)
+        img_size = math.isqrt(shapes["pos_embed"][1] - 1) * config.patch
     except (OSError, checkpoint.Damaged):
         raise
     except Exception as error:  # of any kind: a file may contain anything
         what = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{path}: {what}") from None
-    check_fits(found, found.config)
+    norm_pix = said.get("norm_pix_loss", True)  # not known: as in the recipe
+    about = config, img_size, norm_pix, stats
+    found = Pretrained(str(path), *about, weights, shapes, said.get("step"))
+    check_fits(found, config)
     return found
 
 
-def _describe(
-    name: str,
-    weights: Mapping[str, Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    said: Mapping[str, Any],
-    size: vit.ViTConfig | None,
-) -> Pretrained:
-    """Put together what is said of weights, and what their shapes say; KeyError or ValueError."""
-    width, channels, patch, _ = shapes["patch_embed.proj.weight"]
+def _config_of(
+    shapes: Shapes, said: Mapping[str, Any], size: vit.ViTConfig | None
+) -> vit.ViTConfig:
+    """Return the configuration that is said, or a known one of these shapes: none tells heads."""
     if "config" in said:
-        config = vit.ViTConfig(**said["config"])
-    else:
-        depth = sum(bool(re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)) for name in shapes)
-        config = replace(size or _known_size(width, depth), patch=patch, channels=channels)
-    stats = data.IMAGENET
-    if said.get("channel_mean"):
-        about = tuple(said["channel_mean"]), tuple(said["channel_std"]), said["image_dtype"]
-        stats = data.ChannelStats(*about)
-    elif channels != 3:  # as they are
-        stats = data.ChannelStats((0.0,) * channels, (1.0,) * channels, "float32")
-    for key, values in ("channel_mean", stats.mean), ("channel_std", stats.std):
-        if len(values) != channels or not all(map(math.isfinite, values)):
-            raise ValueError(f"{key} is not {channels} finite numbers")
-    img_size = math.isqrt(shapes["pos_embed"][1] - 1) * patch
-    norm_pix = said.get("norm_pix_loss", True)  # not known: as in the recipe
-    return Pretrained(name, config, img_size, norm_pix, stats, weights, shapes, said.get("step"))
-
-
-def _known_size(width: int, depth: int) -> vit.ViTConfig:
-    """Return the row of vit.MODELS, or the official ViT-L, of this shape: no shape tells heads."""
-    for row in (*vit.MODELS.values(), OFFICIAL_LARGE):
+        return vit.ViTConfig(**said["config"])
+    width, channels, patch, _ = shapes["patch_embed.proj.weight"]
+    depth = sum(bool(re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)) for name in shapes)
+    for row in *vit.MODELS.values(), OFFICIAL_LARGE:
         if (row.width, row.depth) == (width, depth):
-            return row
-    advice = "`python convert.py --model` writes a file that says its size"
-    raise ValueError(f"no known size has width {width} and depth {depth}: {advice}")
+            size = size or row
+    if not size:
+        advice = "`python convert.py --model` writes a file that says its size"
+        raise ValueError(f"no known size has width {width} and depth {depth}: {advice}")
+    return replace(size, patch=patch, channels=channels)
+
+
+def _stats_of(said: Mapping[str, Any], channels: int) -> data.ChannelStats:
+    """Return the statistics that are said; without any, ImageNet's for three channels, or none."""
+    if not said.get("channel_mean"):
+        none = (0.0,) * channels, (1.0,) * channels, "float32"
+        return data.IMAGENET if channels == 3 else data.ChannelStats(*none)
+    for key in "channel_mean", "channel_std":
+        if len(said[key]) != channels or not all(map(math.isfinite, said[key])):
+            raise ValueError(f"{key} is not {channels} finite numbers")
+    about = tuple(said["channel_mean"]), tuple(said["channel_std"]), said["image_dtype"]
+    return data.ChannelStats(*about)
 
 
 # --- Checkpoints of train_fsdp.py
