@@ -21,24 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import vit
-from downstream.weights import (
-    CONFIG,
-    DECODER,
-    NAMES,
-    NORM_EPS,
-    NOTE,
-    POSITIONS,
-    Pretrained,
-    read_pretrained,
-    resize_positions,
-)
+from downstream.weights import CONFIG, DECODER, NAMES, NORM_EPS, NOTE, Pretrained, read_pretrained
 from runtime import process
-from runtime.config import Parser, filled, model_config, whole
+from runtime.config import Parser, filled, model_config
 
 
-def write_pretrained(pretrained: Pretrained, out: Path, layout: str, img_size: int) -> None:
-    """Write the weights in a layout, for images of `img_size` pixels.
+def write_pretrained(pretrained: Pretrained, out: Path, layout: str) -> None:
+    """Write the weights in a layout.
 
     `official`: a file of torch.save with the weights under "model". `timm`: the same of the encoder
     alone, or of safetensors where `out` is so called. `transformers`: a folder. Each says what the
@@ -53,20 +42,16 @@ def write_pretrained(pretrained: Pretrained, out: Path, layout: str, img_size: i
         raise ValueError(f"{what}: --to timm")
     if out.exists():
         raise ValueError(f"{out} is there already: give another name, or remove it")
-    side = int(vit.patch_count(config, img_size) ** 0.5)
     about: dict[str, Any] = {"config": asdict(config), "step": pretrained.step}
     about |= {"channel_mean": stats.mean, "channel_std": stats.std, "image_dtype": stats.dtype}
     about |= {"norm_pix_loss": pretrained.norm_pix_loss}
-    weights = {
-        name: resize_positions(tensor, side) if name in POSITIONS else tensor
-        for name, tensor in pretrained.weights.items()
-        if layout != "timm" or not name.startswith(DECODER)
-    }
+    left_out = DECODER if layout == "timm" else ()
+    weights = {n: t for n, t in pretrained.weights.items() if not n.startswith(left_out)}
     with tempfile.TemporaryDirectory(prefix=".convert_", dir=out.parent) as folder:
         new = Path(folder, out.name)  # renamed when it is whole
         if layout == "transformers":
             new.mkdir()
-            settings = transformers_config(pretrained, img_size)
+            settings = transformers_config(pretrained)
             (new / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
             _save(to_transformers(weights), new / "model.safetensors", about)
         else:
@@ -103,7 +88,7 @@ def to_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("vit."): tensor for name, tensor in result.items()}  # ViTMAEModel
 
 
-def transformers_config(pretrained: Pretrained, img_size: int) -> dict[str, Any]:
+def transformers_config(pretrained: Pretrained) -> dict[str, Any]:
     """Return the content of config.json, where it differs from the defaults of transformers."""
     config = {theirs: getattr(pretrained.config, ours) for ours, theirs in CONFIG.items()}
     kind = "ViTMAEForPreTraining" if pretrained.has_decoder else "ViTMAEModel"
@@ -111,19 +96,19 @@ def transformers_config(pretrained: Pretrained, img_size: int) -> dict[str, Any]
         "architectures": [kind],
         "model_type": "vit_mae",
         "layer_norm_eps": NORM_EPS,
-        "image_size": img_size,
+        "image_size": pretrained.img_size,
         "decoder_intermediate_size": 4 * pretrained.config.decoder_width,
         "norm_pix_loss": pretrained.norm_pix_loss,
     }
 
 
-def timm_line(config: vit.ViTConfig, img_size: int, path: Path) -> str:
+def timm_line(pretrained: Pretrained, path: str) -> str:
     """Return the line of Python that loads a file in timm, which has no such model by name."""
-    c = config
+    c = pretrained.config
     gated = 'mlp_layer=timm.layers.SwiGLU, act_layer="silu", ' if c.gated_mlp else ""
     return (
-        f'timm.create_model("vit_base_patch16_224", img_size={img_size}, patch_size={c.patch}, '
-        f"embed_dim={c.width}, depth={c.depth}, num_heads={c.heads}, "
+        f'timm.create_model("vit_base_patch16_224", img_size={pretrained.img_size}, '
+        f"patch_size={c.patch}, embed_dim={c.width}, depth={c.depth}, num_heads={c.heads}, "
         f"mlp_ratio={c.mlp_width} / {c.width}, {gated}in_chans={c.channels}, num_classes=0, "
         f'checkpoint_path="{path}")'
     )
@@ -132,11 +117,10 @@ def timm_line(config: vit.ViTConfig, img_size: int, path: Path) -> str:
 def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; SystemExit with status 2 for bad usage."""
     parser = Parser("convert.py", doc=__doc__)
-    add, pixels = parser.add_argument, whole(1, 4096)
+    add = parser.add_argument
     add("source", type=filled, metavar="RUN_OR_FILE", help="run, checkpoint, or weights")
     add("out", type=filled, metavar="OUT", help="file or folder to write")
     add("--to", choices=("official", "timm", "transformers"), required=True, help="layout to write")
-    add("--img-size", type=pixels, metavar="PIXELS", help="resample the position tables for these")
     add("--model", type=filled, metavar="SIZE", help="where the source does not say: tiny:heads=6")
     return parser.parse_args(argv)
 
@@ -147,14 +131,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         size = model_config(args.model) if args.model else None
         pretrained = read_pretrained(args.source, size)
-        img_size, out = args.img_size or pretrained.img_size, Path(args.out)
-        write_pretrained(pretrained, out, args.to, img_size)
+        write_pretrained(pretrained, Path(args.out), args.to)
     except (ImportError, OSError, ValueError) as error:
         process.print_error(str(error), "convert.py")
         return 2 if isinstance(error, ValueError) else 1
-    print(f"{out}: {args.to}, from {args.source}")
+    print(f"{args.out}: {args.to}, from {args.source}")
     if args.to == "timm":
-        print(f"load it with\n{timm_line(pretrained.config, img_size, out)}")
+        print(f"load it with\n{timm_line(pretrained, args.out)}")
     return 0
 
 
