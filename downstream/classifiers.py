@@ -192,4 +192,4 @@ def classifier_value(
     """Return the initial value of a parameter or buffer: the pretrained one, but for the head."""
     if name.startswith("head."):  # small, so that the first gradients of the encoder are
         return vit.initial_value(pretrained.config, name, shape, seed, device) * 0.01
-    return value_of(pretrained, name.removeprefix("fc_"), shape, config=pretrained.config)
+    return value_of(pretrained, name.removeprefix("fc_"), shape)

@@ -220,8 +220,7 @@ class Scores:
         """
         about, log = (self.files, self.run, self.session, self.model), self.session.log
         count, (loss, top1, top5) = average_over(*about, step, self.classify)
-        counts = {"test_images": count, "bad_test_images": len(self.files) - count}
-        log.write("scores", step=step, **counts, test_loss=loss, top1=top1, top5=top5)
+        log.write("scores", step=step, test_images=count, test_loss=loss, top1=top1, top5=top5)
         text = f"test loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
         log.say(f"epoch {step // self.run.epoch_steps}: {text}")
 

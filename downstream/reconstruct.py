@@ -100,10 +100,9 @@ def estimate_statistics(target: Tensor, removed: Tensor) -> tuple[Tensor, Tensor
 
 def interpolate(target: Tensor, removed: Tensor, patch: int) -> Tensor:
     """Fill removed patches (B, L, P*P*C) from the colours of the visible ones -> (B, C, H, W)."""
-    b, count, _ = target.shape
-    side = round(count**0.5)
-    colours = target.reshape(b, count, patch**2, -1).mean(dim=2)  # (B, L, C)
-    grid = fill_from_visible(colours, removed).mT.reshape(b, -1, side, side)
+    side = round(target.shape[1] ** 0.5)
+    colours = target.unflatten(2, (patch**2, -1)).mean(dim=2)  # (B, L, C)
+    grid = fill_from_visible(colours, removed).mT.unflatten(2, (side, side))  # (B, C, side, side)
     return F.interpolate(grid, scale_factor=patch, mode="bilinear")
 
 
@@ -113,7 +112,7 @@ def reconstructions(
     """Make the COLUMNS of images (B, C, H, W) as loaded -> (B, 4, 3, H, W) uint8, on the CPU.
 
     `prediction` (B, L, P*P*C) and `removed` (B, L) are what the model returned. Visible patches are
-    those of the original in each column.
+    the original's.
     """
     patch, stats = pretrained.config.patch, pretrained.stats
     prediction, removed = prediction.float().cpu(), removed.float().cpu()

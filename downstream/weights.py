@@ -282,15 +282,10 @@ def check_fits(pretrained: Pretrained, config: vit.ViTConfig) -> None:
             raise ValueError(f"{pretrained.name}: {name} is {own}, {value} in the model")
 
 
-def value_of(
-    pretrained: Pretrained, name: str, shape: torch.Size, *, config: vit.ViTConfig, seed: int = 0
-) -> Tensor:
-    """Return the value of one weight of a model that `check_fits`, as vit.initial_value does.
-
-    A decoder that there is none of is drawn by `seed`.
-    """
+def value_of(pretrained: Pretrained, name: str, shape: torch.Size, seed: int = 0) -> Tensor:
+    """Return one weight of a model that `check_fits`; a decoder that misses is drawn by `seed`."""
     if name.startswith(DECODER) and not pretrained.has_decoder:
-        return vit.initial_value(config, name, shape, seed)
+        return vit.initial_value(pretrained.config, name, shape, seed)
     value = pretrained.weights[name]
     return resize_positions(value, math.isqrt(shape[1] - 1)) if name in POSITIONS else value
 
@@ -303,10 +298,10 @@ def build_pretrained(
     An encoder alone gets a decoder that has not learned anything. ValueError where patches do not
     fill the image.
     """
-    config, img_size = pretrained.config, img_size or pretrained.img_size
+    p = pretrained
     with torch.device("meta"):
-        model = vit.ViTMAE(config, img_size, pretrained.norm_pix_loss)
+        model = vit.ViTMAE(p.config, img_size or p.img_size, p.norm_pix_loss)
     model.to_empty(device=device)
     for name, own in model.state_dict().items():  # one at a time: no second whole model
-        own.copy_(value_of(pretrained, name, own.shape, config=config))
+        own.copy_(value_of(p, name, own.shape))
     return model.eval()

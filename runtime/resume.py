@@ -43,9 +43,8 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
 
     def value(name: str, shape: torch.Size, device: torch.device) -> Tensor:
         # a copy: with a part of a file's memory all of it would be sent
-        read = partial(value_of, config=run.model, seed=seed)
-        copied = run_on_rank0(lambda: read(found[0], name, shape).to(torch.float32, copy=True))
-        return copied.to(device)
+        read = partial(value_of, name=name, shape=shape, seed=seed)
+        return run_on_rank0(lambda: read(found[0]).to(torch.float32, copy=True)).to(device)
 
     run_on_rank0(read_file)
     return value
