@@ -224,10 +224,11 @@ class Scores:
         text = f"test loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
         log.say(f"epoch {step // self.run.epoch_steps}: {text}")
 
-    def classify(self, images: Tensor, labels: Tensor, indices: list[int]) -> Tensor:
+    def classify(self, images: Tensor, indices: list[int]) -> Tensor:
         """Classify images (B, C, H, W) -> loss, hit, hit in five (3, B). Collective."""
-        labels = torch.tensor(self.numbers, device=labels.device)[labels]
-        with shard.autocast(self.model, labels.device, self.run.dtype):
+        numbers = [self.numbers[self.files.labels[i]] for i in indices]
+        labels = torch.tensor(numbers, device=images.device)
+        with shard.autocast(self.model, images.device, self.run.dtype):
             logits = self.model(images).float()  # (B, classes)
         hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]  # (B, 5)
         losses = F.cross_entropy(logits, labels, reduction="none")

@@ -12,14 +12,13 @@ import data
 from runtime import process
 from runtime.device_batches import LoaderFailed, loader_errors
 
-Sample = tuple[Tensor | str, int, int]  # pixels (C, H, W) or why there are none, label, index
+Sample = tuple[int, Tensor | str]  # index, pixels (C, H, W) or why there are none
 
 
 class EvalBatch(NamedTuple):
     """The next images in order, without those that cannot be read: B may be 0."""
 
     images: Tensor  # (B, C, H, W) uint8 or float32, as loaded: not normalised; or (0,)
-    labels: Tensor  # (B,) int64, indices into the classes; -1 for an image without one
     indices: list[int]  # B, of the images in the data set
     bad: list[tuple[int, str]]  # (index, reason) of each image that is left out
 
@@ -42,32 +41,30 @@ def fixed_noise(seed: int, indices: Sequence[int], patches: int) -> Tensor:
 class EvalImages(Dataset[Sample]):
     """Images by index, without augmentation; `exact` as in `data.crop_and_resize`."""
 
-    files: Any  # an image source with labels
+    files: data.ImageSource
     img_size: int
     stats: data.ChannelStats
     exact: bool = False
 
     def __getitem__(self, index: int) -> Sample:
         """Read, decode and crop an image; raises only what is not the file's own error."""
-        label = int(self.files.labels[index])
         try:
             image, size = data.open_image(self.files.read(index), self.stats)
-            pixels = data.crop_and_resize(image, centre_crop(*size), self.img_size, self.exact)
-            return pixels, label, index
+            crop = centre_crop(*size)
+            return index, data.crop_and_resize(image, crop, self.img_size, self.exact)
         except Exception as error:  # Pillow raises many kinds for a broken file
-            return data.file_fault(error), label, index
+            return index, data.file_fault(error)
 
     def collate(self, samples: list[Sample]) -> EvalBatch:
         """Stack the images that could be read."""
-        good = [(x, label, index) for x, label, index in samples if isinstance(x, Tensor)]
-        bad = [(index, x) for x, _, index in samples if isinstance(x, str)]
-        images = torch.stack([x for x, _, _ in good]) if good else torch.empty(0)
-        labels = torch.tensor([label for _, label, _ in good], dtype=torch.int64)
-        return EvalBatch(images, labels, [index for *_, index in good], bad)
+        good = {index: x for index, x in samples if isinstance(x, Tensor)}
+        bad = [(index, x) for index, x in samples if isinstance(x, str)]
+        images = torch.stack([*good.values()]) if good else torch.empty(0)
+        return EvalBatch(images, [*good], bad)
 
 
 def open_eval_loader(
-    files: Any,
+    files: data.ImageSource,
     img_size: int,
     batch: int,
     workers: int,
@@ -107,4 +104,4 @@ def open_eval_loader(
         if not skip_failed:
             raise
         for unread in rest:
-            yield images.collate([(str(error), -1, index) for index in unread])
+            yield images.collate([(index, str(error)) for index in unread])

@@ -32,12 +32,12 @@ def average_over(
     session: Session,
     model: nn.Module,
     step: int,
-    values_of: Callable[[Tensor, Tensor, list[int]], Tensor],
+    values_of: Callable[[Tensor, list[int]], Tensor],
 ) -> tuple[int, list[float]]:
     """Average the values of all images of `files` -> number of images, means (V,). Collective.
 
-    `values_of` calls the model on normalised images (B, C, H, W) with labels (B,) and indices, and
-    returns their values (V, B). All ranks call it equally often, on whole local batches, after
+    `values_of` calls the model on normalised images (B, C, H, W) with these indices, and returns
+    their values (V, B). All ranks call it equally often, on whole local batches, after
     training `step` steps. Images that cannot be read are left out, named and counted.
     """
     config, device, size = run.config, session.device, run.local_batch
@@ -55,8 +55,7 @@ def average_over(
         count = len(batch.indices)
         if count:
             images[:count] = data.normalize(batch.images.to(device), stats)
-        labels = F.pad(batch.labels, (0, size - count)).to(device)
-        values = values_of(images, labels, batch.indices + [0] * (size - count))[:, :count]
+        values = values_of(images, batch.indices + [0] * (size - count))[:, :count]
         sums = sums + F.pad(values.double(), (0, 0, 1, 0), value=1.0).sum(1)  # ones: their number
     model.train()
     dist.all_reduce(sums)
@@ -94,7 +93,7 @@ class Evaluation:
             f"{seconds:.1f} s"
         )
 
-    def losses_of(self, images: Tensor, labels: Tensor, indices: list[int]) -> Tensor:
+    def losses_of(self, images: Tensor, indices: list[int]) -> Tensor:
         """Compute the losses (3, B) of the model and of `losses_of_guesses`. Collective."""
         run, device, config = self.run, self.session.device, self.run.config
         noise = fixed_noise(config.seed, indices, run.patches).to(device)

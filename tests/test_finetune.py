@@ -128,7 +128,7 @@ def plain(run: Path, trees: Path, frozen: int) -> tuple[list[float], list[dict],
         losses.append(loss.item())
         if step % 3 == 2:
             (batch,) = open_eval_loader(tests, 48, 99, 0)
-            labels = torch.tensor([CLASSES.index(tests.classes[i]) for i in batch.labels])
+            labels = torch.tensor([CLASSES.index(tests.classes[i]) for i in tests.labels])
             with torch.no_grad():
                 out = logits_of(batch.images)
             top1 = (out.argmax(1) == labels).float().mean().item()
