@@ -27,12 +27,11 @@ from runtime.config import Parser, filled, model_config
 
 
 def write_pretrained(pretrained: Pretrained, out: Path, layout: str) -> None:
-    """Write the weights in a layout.
+    """Write the weights in a layout, and under the key `pretrained` what the model is.
 
     `official`: a file of torch.save with the weights under "model". `timm`: the same of the encoder
-    alone, or of safetensors where `out` is so called. `transformers`: a folder. Each says what the
-    model is under the key `pretrained`. ValueError for a model that the library does not have, or
-    where there is something at `out`; OSError, and nothing is left there, where writing fails.
+    alone. `transformers`: a folder. ValueError for a model that the library does not have, or where
+    there is something at `out`; OSError, and nothing is left there, where writing fails.
     """
     config, stats = pretrained.config, pretrained.stats
     if config.gated_mlp and layout != "timm":

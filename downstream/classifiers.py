@@ -123,8 +123,7 @@ def train_linear(
 def has_converged(losses: Tensor) -> bool:
     """Tell from the losses (S,) of a training whether a longer one would hardly change them.
 
-    It would where more than a tenth of their whole fall came in the second half of the steps, or
-    they did not fall. (In the last tenth, at a rate near 0, none falls.)
+    It would where more than a tenth of their fall came in the second half, or they did not fall.
     """
     tenth = max(1, len(losses) // 10)
     half, last = (losses[start:][:tenth].mean() for start in (len(losses) // 2, -tenth))

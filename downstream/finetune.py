@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
 def depth_scale(name: str, depth: int, layer_decay: float) -> float:
     """Return the share of the learning rate that a parameter of this original name has.
 
-    That of each of the `depth` blocks is `layer_decay` times that of the next, and so down to patch
-    embedding and class token: what is near the pixels moves least (BEiT, arXiv 2106.08254).
+    That of each of the `depth` blocks is `layer_decay` times that of the next, down to the patch
+    embedding: what is near the pixels moves least (BEiT, arXiv 2106.08254).
     """
     if name.startswith("blocks."):
         return layer_decay ** (depth - int(name.split(".")[1]))
@@ -115,10 +115,7 @@ def depth_scale(name: str, depth: int, layer_decay: float) -> float:
 def build_tuning(
     run: TuningRun, pretrained: Pretrained, device: torch.device, resuming: bool
 ) -> Training:
-    """Build, shard and initialise the model, with its AdamW.
-
-    With `resuming` its values are undefined until a checkpoint is loaded. Collective.
-    """
+    """Build, shard and, unless `resuming`, initialise the model, with its AdamW. Collective."""
     c = run.config
     with torch.device("meta"):
         options = c.freeze_blocks, c.drop_path
@@ -168,8 +165,7 @@ def labelled(
 def build_loss(run: TuningRun) -> Callable[[nn.Module, MicroBatch], Tensor]:
     """Make the function of a training step that computes the loss () of a micro-batch.
 
-    MixUp and CutMix mix each image with its neighbour in the micro-batch; where both are on, one of
-    them is drawn.
+    Where MixUp and CutMix are both on, one of them is drawn.
     """
     c = run.config
     mixing = (v2.MixUp, c.mixup), (v2.CutMix, c.cutmix)
@@ -191,10 +187,7 @@ def build_loss(run: TuningRun) -> Callable[[nn.Module, MicroBatch], Tensor]:
 
 
 def check_classes(train: Any, test: Any, img_size: int, stats: data.ChannelStats) -> list[int]:
-    """Return the number in training of each class of the test images.
-
-    ValueError for a class without training, or where no test image can be read.
-    """
+    """Do as `class_numbers`; ValueError too where no test image can be read."""
     for name, files in ("--data", train), ("--test", test):
         if min(files.labels) < 0:
             raise ValueError(f"{name} {files.root} has images outside of a folder of their class")
@@ -214,10 +207,7 @@ class Scores:
     numbers: list[int]  # as of `class_numbers`
 
     def __call__(self, step: int) -> None:
-        """Log number, loss, top-1 and top-5 after so many steps; the same on any ranks. Collective.
-
-        Images that cannot be read are left out, named and counted.
-        """
+        """Log number of images, loss, top-1 and top-5 after so many steps. Collective."""
         about, log = (self.files, self.run, self.session, self.model), self.session.log
         count, (loss, top1, top5) = average_over(*about, step, self.classify)
         log.write("scores", step=step, test_images=count, test_loss=loss, top1=top1, top5=top5)

@@ -99,10 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_inputs(args: argparse.Namespace, say: Say) -> tuple[Pretrained, list[Any]]:
-    """Read the model; list --data, and --test if it is given, as images with labels and classes.
-
-    ValueError or OSError where one cannot be read, or they do not fit.
-    """
+    """Read the model; list --data, and --test if it is given. ValueError or OSError."""
     pretrained, folders = read_pretrained(args.run), []
     for flag, path in ("--data", args.data), ("--test", args.test):
         if path:
@@ -193,10 +190,9 @@ def join_shares(files: Any, train: Any, shares: Sequence[Share]) -> tuple[Tensor
 
 
 def split_per_class(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows by their labels (N,) into training and test rows, each sorted.
+    """Split rows by their labels (N,) into training and test rows, each sorted; -1 is in neither.
 
-    Each class gives the same share, rounded, but at least one image to either. Rows with label -1
-    are in neither. A class of a single image is for training.
+    Each class gives the same share, rounded, but one image at least to either; a single one trains.
     """
     draw, train = np.random.default_rng(seed), []
     for label in range(labels.max() + 1):
@@ -234,10 +230,7 @@ def score_source(
 def score_queries(
     args: argparse.Namespace, classes: int, bank: Tensor, labels: Tensor, queries: Tensor, seed: int
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Score queries (Q, D) by training features (N, D) with labels (N,) -> (Q, classes) float64.
-
-    Also returns how the training of a linear classifier went.
-    """
+    """Score queries (Q, D) by features (N, D) -> (Q, classes) float64, facts of the training."""
     if args.command == "knn":
         return classifiers.nearest_vote(bank, labels, queries, classes, args.k), {}
     progress = throttled_progress(partial(print, flush=True), "linear classifier")

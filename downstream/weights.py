@@ -83,9 +83,8 @@ class Pretrained:
 def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pretrained:
     """Read a run (its newest checkpoint), one checkpoint, or weights in another layout.
 
-    Files are mapped into memory, and tensors of checkpoints read when they are used. `size` is that
-    of the model where a file does not say. ValueError or OSError, one sentence, where there is no
-    such model, or a weight of it is not finite.
+    Tensors are read when they are used. `size` is that of the model where a file does not say.
+    ValueError or OSError, one sentence, where there is no such model, or a weight is not finite.
     """
     path = Path(path)
     if not path.exists():
@@ -253,10 +252,7 @@ def random_weights(like: Pretrained, seed: int = 0) -> Pretrained:
 
 
 def resize_positions(table: Tensor, side: int) -> Tensor:
-    """Resample a position table (1, 1+L, D) to side*side patches, bicubic; cls keeps its row.
-
-    As fine-tuning at another image size does (arXiv 2010.11929, section 3.2).
-    """
+    """Resample positions (1, 1+L, D) to side*side patches, bicubic (arXiv 2010.11929, 3.2)."""
     old = math.isqrt(table.shape[1] - 1)
     if old == side:
         return table
@@ -295,8 +291,7 @@ def build_pretrained(
 ) -> vit.ViTMAE:
     """Build the whole model with these weights on one device, for images of `img_size` pixels.
 
-    An encoder alone gets a decoder that has not learned anything. ValueError where patches do not
-    fill the image.
+    ValueError where patches do not fill the image.
     """
     p = pretrained
     with torch.device("meta"):
