@@ -66,7 +66,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # by the names of weights
 class Pretrained:
     """Hold the whole weights of one model on the CPU, and what they were trained on."""
 
-    name: str  # the path that was read, or `random`
+    name: str  # the path that was read
     config: vit.ViTConfig
     img_size: int
     norm_pix_loss: bool
@@ -248,7 +248,7 @@ def random_weights(like: Pretrained, seed: int = 0) -> Pretrained:
     """Draw the initial values of a model that has not learned anything: the baseline of a score."""
     model = vit.ViTMAE(like.config, like.img_size)
     vit.initialize(model, seed)
-    return replace(like, name="random", weights=model.state_dict(), step=0)
+    return replace(like, weights=model.state_dict(), step=0)
 
 
 def resize_positions(table: Tensor, side: int) -> Tensor:
