@@ -1,5 +1,5 @@
 # make demo    train on the embedded images with 4 CPU ranks, set-up included; resumes after Ctrl-C
-# make demo-long    2,000 steps on two ranks, then scores beside two baselines, of grey tiles too
+# make demo-long    2,000 steps on two ranks, then scores beside two baselines
 # make test    lint, types and tests, set-up included; without it six minutes on two cores
 # make test-all    the same with the whole matrices, and what takes minutes: half an hour on two cores
 # make quick   the tests of the files to read and of the layout, in a minute
@@ -36,7 +36,6 @@ demo-long: $(VENV)/run.ok
 	  --global-batch 64 --steps 2000 --blr 4e-3 --precision fp32 --device cpu --workers 1 \
 	  --eval-data examples/tiles/heldout --log-every 50 --save-every 200 --out $(LONG_OUT)
 	$(BIN)/python probe.py knn $(LONG_OUT) $(SCORED) --out $(LONG_OUT)-scores
-	$(BIN)/python probe.py knn $(LONG_OUT) $(SCORED) --out $(LONG_OUT)-scores/grey --grey
 
 # Two tests at a time; most start ranks of their own, which get one thread each.
 test: $(VENV)/dev.ok lint

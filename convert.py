@@ -11,94 +11,55 @@ MAE, timm or transformers wrote; `train_fsdp.py --init-from` and probe.py read t
 
 import argparse
 import json
-import os
 import re
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from importlib.util import find_spec
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import vit
-from downstream.weights import (
-    CONFIG,
-    DECODER,
-    NAMES,
-    NOTE,
-    POSITIONS,
-    Pretrained,
-    epsilon_note,
-    read_pretrained,
-    resize_positions,
-)
+from downstream.weights import CONFIG, DECODER, NAMES, NORM_EPS, NOTE, Pretrained, read_pretrained
 from runtime import process
-from runtime.config import Parser, filled, model_config, whole
+from runtime.config import Parser, filled, model_config
 
 
-def write_pretrained(
-    pretrained: Pretrained, out: Path, layout: str, img_size: int | None = None
-) -> str:
-    """Write the weights in a layout, for images of `img_size` pixels; return how they are loaded.
+def write_pretrained(pretrained: Pretrained, out: Path, layout: str) -> None:
+    """Write the weights in a layout, and under the key `pretrained` what the model is.
 
     `official`: a file of torch.save with the weights under "model". `timm`: the same of the encoder
-    alone, or of safetensors where `out` is so called. `transformers`: a folder. Each says what the
-    model is under the key `pretrained`. ValueError for a model that the library does not have, or
-    where there is something at `out`; OSError, and nothing is left there, where writing fails.
+    alone. `transformers`: a folder. ValueError for a model that the library does not have, or where
+    there is something at `out`; OSError, and nothing is left there, where writing fails.
     """
-    _check_layout(pretrained, out, layout)
-    img_size = img_size or pretrained.img_size
-    side = int(vit.patch_count(pretrained.config, img_size) ** 0.5)
-    stats, more = pretrained.stats, ("norm_pix_loss", "norm_eps", "step")
-    about = {"config": asdict(pretrained.config), "img_size": img_size}
-    about |= {"channel_mean": stats.mean, "channel_std": stats.std, "image_dtype": stats.dtype}
-    about |= {name: getattr(pretrained, name) for name in more}
-    weights = {
-        name: resize_positions(tensor, side) if name in POSITIONS else tensor
-        for name, tensor in pretrained.weights.items()
-        if layout != "timm" or not name.startswith(DECODER)
-    }
-    try:
-        with tempfile.TemporaryDirectory(prefix=".convert_", dir=out.parent) as folder:
-            new = Path(folder, out.name)  # renamed when it is whole
-            if layout == "transformers":
-                new.mkdir()
-                config = transformers_config(pretrained, img_size)
-                (new / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-                _save(to_transformers(weights), new / "model.safetensors", about)
-            else:
-                _save(weights, new, about)
-            new.rename(out)
-    except OSError as error:
-        error.filename = str(out)  # not the temporary name, or none where the disk is full
-        raise
-    return loading_line(pretrained, out, layout, img_size)
-
-
-def _check_layout(pretrained: Pretrained, out: Path, layout: str) -> None:
-    """Raise ValueError where a library cannot load the model, or there is something at `out`."""
-    name, config, safe = pretrained.name, pretrained.config, out.suffix == ".safetensors"
+    config, stats = pretrained.config, pretrained.stats
     if config.gated_mlp and layout != "timm":
-        raise ValueError(f"{name} has a gated MLP, which of all layouts only timm has: --to timm")
-    if layout == "official" and config.channels != 3:
-        what = f"{name} has {config.channels} channels"
-        raise ValueError(f"{what}, the official release 3: --to timm")
-    if layout == "official" and safe:
-        raise ValueError(f"{out}: the official code loads files of torch.save: name it .pth")
-    if (safe or layout == "transformers") and not find_spec("safetensors"):
-        raise ValueError(f"{out} needs the package safetensors: pip install safetensors")
-    if os.path.lexists(out):
+        raise ValueError(f"{pretrained.name} has a gated MLP, which only timm has: --to timm")
+    if config.channels != 3 and layout == "official":
+        what = f"{pretrained.name} has {config.channels} channels, the official release 3"
+        raise ValueError(f"{what}: --to timm")
+    if out.exists():
         raise ValueError(f"{out} is there already: give another name, or remove it")
+    about: dict[str, Any] = {"config": asdict(config), "step": pretrained.step}
+    about |= {"channel_mean": stats.mean, "channel_std": stats.std, "image_dtype": stats.dtype}
+    about |= {"norm_pix_loss": pretrained.norm_pix_loss}
+    left_out = DECODER if layout == "timm" else ()
+    weights = {n: t for n, t in pretrained.weights.items() if not n.startswith(left_out)}
+    with tempfile.TemporaryDirectory(prefix=".convert_", dir=out.parent) as folder:
+        new = Path(folder, out.name)  # renamed when it is whole
+        if layout == "transformers":
+            new.mkdir()
+            settings = transformers_config(pretrained)
+            (new / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+            _save(to_transformers(weights), new / "model.safetensors", about)
+        else:
+            _save(weights, new, about)
+        new.rename(out)
 
 
 def _save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None:
     """Write a file of safetensors, if it is so called, or of torch.save; OSError."""
-    views = {n: t for n, t in weights.items() if t.untyped_storage().nbytes() > t.nbytes}
-    weights = weights | {n: t.clone() for n, t in views.items()}  # or the whole is saved with each
     if path.suffix == ".safetensors":
         from safetensors.torch import save
 
@@ -106,13 +67,13 @@ def _save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None
         return
     with path.open("wb") as file:
         try:
-            torch.save({"model": weights, "step": about["step"], NOTE: about}, file)
+            torch.save({"model": weights, NOTE: about}, file)
         except RuntimeError as error:
             raise error.__context__ or error from None  # torch.save fails again as it closes
 
 
 def to_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename weights of ours for transformers' ViTMAE: q, k and v apart, each a view."""
+    """Rename weights of ours for transformers' ViTMAE: q, k and v apart."""
     result = {}
     for name, tensor in weights.items():
         parts = zip("qkv", tensor.chunk(3), strict=True) if ".qkv." in name else [("", tensor)]
@@ -120,55 +81,45 @@ def to_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             their = name.replace(".qkv.", f".{part}.")
             for ours, theirs in NAMES:
                 their = re.sub(rf"\b{re.escape(ours)}", theirs, their)
-            result[their] = piece
+            result[their] = piece.clone()  # of a view a file would hold the whole
     if any(name.startswith("decoder.") for name in result):
         return result
     return {name.removeprefix("vit."): tensor for name, tensor in result.items()}  # ViTMAEModel
 
 
-def transformers_config(pretrained: Pretrained, img_size: int) -> dict[str, Any]:
+def transformers_config(pretrained: Pretrained) -> dict[str, Any]:
     """Return the content of config.json, where it differs from the defaults of transformers."""
     config = {theirs: getattr(pretrained.config, ours) for ours, theirs in CONFIG.items()}
+    kind = "ViTMAEForPreTraining" if pretrained.has_decoder else "ViTMAEModel"
     return config | {
-        "architectures": [_transformers_class(pretrained)],
+        "architectures": [kind],
         "model_type": "vit_mae",
-        "layer_norm_eps": pretrained.norm_eps,
-        "image_size": img_size,
+        "layer_norm_eps": NORM_EPS,
+        "image_size": pretrained.img_size,
         "decoder_intermediate_size": 4 * pretrained.config.decoder_width,
         "norm_pix_loss": pretrained.norm_pix_loss,
     }
 
 
-def _transformers_class(pretrained: Pretrained) -> str:
-    return "ViTMAEForPreTraining" if pretrained.has_decoder else "ViTMAEModel"
-
-
-def loading_line(pretrained: Pretrained, out: Path, layout: str, img_size: int) -> str:
-    """Return the line of Python that loads a written file."""
+def timm_line(pretrained: Pretrained, path: str) -> str:
+    """Return the line of Python that loads a file in timm, which has no such model by name."""
     c = pretrained.config
-    if layout == "transformers":
-        return f'transformers.{_transformers_class(pretrained)}.from_pretrained("{out}")'
-    if layout == "official":
-        strict = "" if pretrained.has_decoder else ", strict=False"
-        return f'model.load_state_dict(torch.load("{out}", weights_only=True)["model"]{strict})'
     gated = 'mlp_layer=timm.layers.SwiGLU, act_layer="silu", ' if c.gated_mlp else ""
-    channels = f"in_chans={c.channels}, " if c.channels != 3 else ""
     return (
-        f'timm.create_model("vit_base_patch16_224", img_size={img_size}, patch_size={c.patch}, '
-        f"embed_dim={c.width}, depth={c.depth}, num_heads={c.heads}, "
-        f"mlp_ratio={c.mlp_width} / {c.width}, {gated}{channels}num_classes=0, "
-        f'checkpoint_path="{out}")'
+        f'timm.create_model("vit_base_patch16_224", img_size={pretrained.img_size}, '
+        f"patch_size={c.patch}, embed_dim={c.width}, depth={c.depth}, num_heads={c.heads}, "
+        f"mlp_ratio={c.mlp_width} / {c.width}, {gated}in_chans={c.channels}, num_classes=0, "
+        f'checkpoint_path="{path}")'
     )
 
 
 def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; SystemExit with status 2 for bad usage."""
     parser = Parser("convert.py", doc=__doc__)
-    add, pixels = parser.add_argument, whole(1, 4096)
+    add = parser.add_argument
     add("source", type=filled, metavar="RUN_OR_FILE", help="run, checkpoint, or weights")
     add("out", type=filled, metavar="OUT", help="file or folder to write")
     add("--to", choices=("official", "timm", "transformers"), required=True, help="layout to write")
-    add("--img-size", type=pixels, metavar="PIXELS", help="resample the position tables for these")
     add("--model", type=filled, metavar="SIZE", help="where the source does not say: tiny:heads=6")
     return parser.parse_args(argv)
 
@@ -179,16 +130,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         size = model_config(args.model) if args.model else None
         pretrained = read_pretrained(args.source, size)
-        own = pretrained.config
-        if size and replace(size, patch=own.patch, channels=own.channels) != own:
-            raise ValueError(f"{args.source} says its size, and not this one: leave --model out")
-        line = write_pretrained(pretrained, Path(args.out), args.to, args.img_size)
-    except (OSError, ValueError) as error:
+        write_pretrained(pretrained, Path(args.out), args.to)
+    except (ImportError, OSError, ValueError) as error:
         process.print_error(str(error), "convert.py")
         return 2 if isinstance(error, ValueError) else 1
-    print(f"{args.out}: {args.to}, from {pretrained.name}; load it with\n{line}")
-    if args.to != "transformers" and (note := epsilon_note(pretrained)):
-        print(note, file=sys.stderr)
+    print(f"{args.out}: {args.to}, from {args.source}")
+    if args.to == "timm":
+        print(f"load it with\n{timm_line(pretrained, args.out)}")
     return 0
 
 

@@ -16,7 +16,6 @@ from importlib import import_module
 
 from runtime import process
 from runtime.config import Parser, filled, whole
-from runtime.device_batches import LoaderFailed
 
 # To add a subcommand: one row, and a module with HELP, add_arguments(parser) and run(args), which
 # returns the exit status and raises ValueError or OSError, one sentence, where it fails.
@@ -32,9 +31,8 @@ def read_subcommand(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line; SystemExit with status 2 for bad usage."""
     parser = Parser("probe.py", doc=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    # all of them for --help, and to list them where the name is wrong
-    for name in [name for name in COMMANDS if [name] == [*argv[:1]]] or COMMANDS:
-        module = import_module(COMMANDS[name])
+    for name, place in COMMANDS.items():
+        module = import_module(place)
         command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
         add = command.add_argument
         add("run", type=filled, metavar="RUN", help="--out of a run, or one checkpoint")
@@ -52,10 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = read_subcommand(sys.argv[1:] if argv is None else argv)
     try:
         return args.start(args)
-    except KeyboardInterrupt:
-        print("probe.py: interrupted", file=sys.stderr)
-        return 130
-    except (OSError, ValueError, LoaderFailed) as error:
+    except (OSError, ValueError) as error:
         process.usage_error(str(error), program="probe.py")
         return 2 if isinstance(error, ValueError) else 1
 

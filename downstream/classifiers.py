@@ -21,8 +21,7 @@ SAMPLES = 2**21  # that a small set is seen at least: 90 epochs of 1,000 images 
 WARMUP_SHARE = 1 / 9  # of the steps: 10 of 90 epochs
 
 
-# ---------------------------------------------------------------------------------------------
-# Frozen features
+# --- Frozen features
 
 
 def nearest_vote(bank: Tensor, labels: Tensor, queries: Tensor, classes: int, k: int) -> Tensor:
@@ -56,14 +55,12 @@ class LARS(torch.optim.Optimizer):
         """Apply the gradients; a closure is not called."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
                 update = p.grad
                 if p.ndim > 1:
                     weight_norm, grad_norm = p.norm(), update.norm()
                     ratio = group["trust"] * weight_norm / grad_norm
                     known = (weight_norm > 0) & (grad_norm > 0)
-                    update = update * torch.where(known, ratio, torch.ones_like(ratio))
+                    update = update * torch.where(known, ratio, 1.0)
                 state = self.state[p]
                 velocity = state.setdefault("momentum_buffer", torch.zeros_like(p))
                 velocity.mul_(group["momentum"]).add_(update)
@@ -86,16 +83,14 @@ def train_linear(
     epochs: int | None = None,
     batch: int = 16384,
     blr: float = 0.1,
-    optimizer: str = "lars",
     seed: int = 0,
     progress: Callable[[int], None] = lambda images: None,
 ) -> tuple[nn.Module, Tensor]:
     """Train BatchNorm without affine and a linear layer -> the model, the loss of each step (S,).
 
     The protocol of MAE (arXiv 2111.06377, A.1) on features (N, D) with labels (N,): LARS, no
-    weight decay, 90 epochs of which 10 warm up, then a cosine. `epochs` None: those, and more on a
-    small set. The seed decides initial values and order. Calls `progress` with the number of
-    images so far.
+    weight decay, 90 epochs of which 10 warm up, then a cosine; more on a small set. The seed
+    decides initial values and order. Calls `progress` with the number of images so far.
     """
     draw = torch.Generator().manual_seed(seed)
     count, width = features.shape
@@ -106,8 +101,7 @@ def train_linear(
     nn.init.zeros_(linear.bias)
     model = nn.Sequential(nn.BatchNorm1d(width, eps=1e-6, affine=False), linear)
     model.to(features.device)
-    kind: Any = LARS if optimizer == "lars" else torch.optim.SGD
-    chosen = kind(model.parameters(), lr=peak, momentum=0.9)
+    optimizer = LARS(model.parameters(), lr=peak)
     labels = labels.to(features.device)
     images, target = features, labels
     for step in range(steps := epochs * per_epoch):
@@ -116,11 +110,11 @@ def train_linear(
                 order = torch.randperm(count, generator=draw).to(features.device)
             some = order[step % per_epoch * batch :][:batch]
             images, target = features[some], labels[some]
-        chosen.param_groups[0]["lr"] = rate_at(step, steps, peak)
+        optimizer.param_groups[0]["lr"] = rate_at(step, steps, peak)
         loss = F.cross_entropy(model(images), target)
         loss.backward()
-        chosen.step()
-        chosen.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.detach())
         progress((step + 1) * batch)
     return model.eval(), torch.stack(losses).cpu()
@@ -129,23 +123,21 @@ def train_linear(
 def has_converged(losses: Tensor) -> bool:
     """Tell from the losses (S,) of a training whether a longer one would hardly change them.
 
-    It would where more than a tenth of their whole fall came in the second half of the steps, or
-    they did not fall. (In the last tenth, at a rate near 0, none falls.)
+    It would where more than a tenth of their fall came in the second half, or they did not fall.
     """
     tenth = max(1, len(losses) // 10)
     half, last = (losses[start:][:tenth].mean() for start in (len(losses) // 2, -tenth))
     return bool(last < losses[0] and half - last <= 0.1 * (losses[0] - last))
 
 
-# ---------------------------------------------------------------------------------------------
-# Fine-tuning
+# --- Fine-tuning
 
 
 def drop_rows(branch: Any, args: Any, out: Tensor) -> Tensor:
     """Be a forward hook: in training, leave out the result (B, T, D) of a branch for some images.
 
-    `branch.stays` () is the share of the others, which are scaled so that the mean is as without. A
-    tensor: torch.compile would make a graph for each number.
+    `branch.stays` () is the share of the others, which are scaled so that the mean is as without: a
+    tensor, as torch.compile makes a graph for each number.
     """
     if not branch.training:
         return out
@@ -160,39 +152,37 @@ class Classifier(vit.ViTMAE):
         config: vit.ViTConfig,
         img_size: int,
         classes: int,
-        cls: bool = False,
         freeze_blocks: int = 0,
         drop_path: float = 0.0,
     ) -> None:
-        """Classify the class token (`cls`), or the mean of the patches.
+        """Classify the mean of the patches; with `freeze_blocks` > 0 those and all before stay.
 
-        With `freeze_blocks` > 0 those and all before do not train. In training both branches of a
-        block are left out for some images: of the last block for the share `drop_path`, of those
-        before for fewer, of the first and of frozen ones for none (arXiv 1603.09382).
+        In training both branches of a block are left out for some images (arXiv 1603.09382): of the
+        last block for the share `drop_path`, of those before for fewer, of frozen ones for none.
         """
         super().__init__(config, img_size)
         for name in ("embed", "blocks", "norm", "pred", "pos_embed"):
             delattr(self, f"decoder_{name}")
         del self.mask_token
-        self.cls, self.fc_norm = cls, self.norm  # after the mean, not before
+        self.fc_norm = self.norm  # after the mean, not before
         self.norm = cast(Any, nn.Identity())
         self.head = nn.Linear(config.width, classes)
+        blocks: list[Any] = list(self.blocks)
+        if freeze_blocks:
+            for frozen in self.patch_embed, self.cls_token, *blocks[:freeze_blocks]:
+                frozen.requires_grad_(False)
         stays = 1 - torch.linspace(0, drop_path, config.depth, device="cpu")
-        for block, share in list(zip(self.blocks, stays, strict=True))[freeze_blocks:]:
-            for branch in cast(list[nn.Module], [block.attn, block.mlp] if drop_path else []):
+        for block, share in list(zip(blocks, stays, strict=True))[freeze_blocks:]:
+            for branch in (block.attn, block.mlp) if drop_path else ():
                 branch.stays = share
                 branch.register_forward_hook(drop_rows)
-        for frozen in (self.patch_embed, *self.blocks[:freeze_blocks]) if freeze_blocks else ():
-            frozen.requires_grad_(False)
-        self.cls_token.requires_grad_(not freeze_blocks)
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
         """Classify normalised images (B, C, H, W) -> logits (B, classes)."""
         patches = vit.patchify(images, self.config.patch)  # (B, L, P*P*C)
         all_of_them = torch.arange(patches.shape[1], device=images.device)
         x = self.encode(patches, all_of_them.expand(len(images), -1))  # (B, 1+L, D)
-        x = x[:, 0] if self.cls else x[:, 1:].mean(dim=1)  # (B, D)
-        return self.head(self.fc_norm(x))
+        return self.head(self.fc_norm(x[:, 1:].mean(dim=1)))
 
 
 def classifier_value(
@@ -201,4 +191,4 @@ def classifier_value(
     """Return the initial value of a parameter or buffer: the pretrained one, but for the head."""
     if name.startswith("head."):  # small, so that the first gradients of the encoder are
         return vit.initial_value(pretrained.config, name, shape, seed, device) * 0.01
-    return value_of(pretrained, name.removeprefix("fc_"), shape, config=pretrained.config)
+    return value_of(pretrained, name.removeprefix("fc_"), shape)

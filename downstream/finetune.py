@@ -7,10 +7,9 @@ Shapes: B images, L patches, D width, as in vit.py.
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ import vit
 from downstream.classifiers import Classifier, classifier_value
 from downstream.images import open_eval_loader
 from downstream.scores import class_numbers
-from downstream.weights import Pretrained, epsilon_note, read_pretrained
+from downstream.weights import Pretrained, read_pretrained
 from runtime import image_source, process
 from runtime.agreement import run_on_rank0
 from runtime.config import Config, Parser, add_flags, flag, make_config, number, whole
@@ -57,7 +56,6 @@ class Tuning(Config):
     out: str = flag("finetuned", "log and checkpoints go here", group="output")
     test: str = flag(None, "images to score after each epoch", group="fine-tuning", required=True)
     freeze_blocks: int = flag(0, "first blocks to freeze, and all before", "result", type=whole(0))
-    pool: Literal["mean", "cls"] = flag("mean", "the patches' mean, or the class token", "result")
     layer_decay: float = flag(0.65, "lr: block / next block", "result", type=number(1e-3, 1))
     drop_path: float = flag(0.1, "left out of the last block", "result", type=number(0, 0.99))
     label_smoothing: float = flag(0.1, "of the cross-entropy", "result", type=number(0, 0.99))
@@ -90,31 +88,24 @@ def run(args: argparse.Namespace) -> int:
     """Fine-tune -> exit status: 0 done or stopped, 1 failed, 2 refused; ValueError, OSError."""
     received = process.collect()
     pretrained = read_pretrained(args.run)
-    if Path(args.run).resolve().is_relative_to(Path(args.out).resolve()):
-        raise ValueError(f"--out {args.out} holds the pretrained model: give another folder")
-    depth, img_size = pretrained.config.depth, args.img_size or pretrained.img_size
-    if args.freeze_blocks > depth:
-        raise ValueError(f"--freeze-blocks {args.freeze_blocks}: the model has {depth} blocks")
-    vit.patch_count(pretrained.config, img_size)  # raises where patches do not fill it
     image_source.check_folder(args.test, "--test", args.out)
     # the model of other code may have a shape of its own
     shape = ",".join(f"{name}={value:d}" for name, value in vars(pretrained.config).items())
     known = {row.name: row.default for row in fields(Tuning)} | vars(args)
-    known |= {"model": pretrained.size or f"base:{shape}", "channels": pretrained.config.channels}
-    known |= {"img_size": img_size, "norm_pix_loss": pretrained.norm_pix_loss}
+    known |= {"model": f"base:{shape}", "channels": pretrained.config.channels}
+    known |= {"img_size": args.img_size or pretrained.img_size}
     config = make_config(Parser("probe.py"), argparse.Namespace(**known), Tuning)
     return run_session(config, partial(run_tuning, pretrained), received)
 
 
-# ---------------------------------------------------------------------------------------------
-# The model, sharded, with its optimizer
+# --- The model, sharded, with its optimizer
 
 
 def depth_scale(name: str, depth: int, layer_decay: float) -> float:
     """Return the share of the learning rate that a parameter of this original name has.
 
-    That of each of the `depth` blocks is `layer_decay` times that of the next, and so down to patch
-    embedding and class token: what is near the pixels moves least (BEiT, arXiv 2106.08254).
+    That of each of the `depth` blocks is `layer_decay` times that of the next, down to the patch
+    embedding: what is near the pixels moves least (BEiT, arXiv 2106.08254).
     """
     if name.startswith("blocks."):
         return layer_decay ** (depth - int(name.split(".")[1]))
@@ -123,17 +114,13 @@ def depth_scale(name: str, depth: int, layer_decay: float) -> float:
 
 def build_tuning(
     run: TuningRun, pretrained: Pretrained, device: torch.device, resuming: bool
-) -> tuple[Training, int]:
-    """Build, shard and initialise the model, with its AdamW -> these, the parameters that train.
-
-    With `resuming` its values are undefined until a checkpoint is loaded. Collective.
-    """
+) -> Training:
+    """Build, shard and, unless `resuming`, initialise the model, with its AdamW. Collective."""
     c = run.config
     with torch.device("meta"):
-        options = c.pool == "cls", c.freeze_blocks, c.drop_path
+        options = c.freeze_blocks, c.drop_path
         model: nn.Module = Classifier(run.model, c.img_size, run.classes, *options)
     decay = shard.weight_decay_names(model)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     model = shard.apply(
         model,
         str(c.mode),
@@ -153,11 +140,10 @@ def build_tuning(
         lr_scale=partial(depth_scale, depth=run.model.depth, layer_decay=c.layer_decay),
     )
     scaler = shard.build_scaler(model, device, run.dtype)
-    return Training(model, optimizer, scaler, build_loss(run), run.dtype, c.clip), trained
+    return Training(model, optimizer, scaler, build_loss(run), run.dtype, c.clip)
 
 
-# ---------------------------------------------------------------------------------------------
-# One step
+# --- One step
 
 
 def labelled(
@@ -172,7 +158,6 @@ def labelled(
         labels = torch.tensor([int(files.labels[i]) for i in batch.image_ids])
         seeds = np.random.SeedSequence((run.config.seed, step, rank)).generate_state(accum).tolist()
         images = [images for images, _ in batch.parts]
-        labels = labels.pin_memory() if images[0].is_cuda else labels  # or the host would wait
         own = labels.to(images[0].device, non_blocking=True).chunk(accum)
         yield replace(batch, parts=cast(Any, list(zip(images, own, seeds, strict=True))))
 
@@ -180,8 +165,7 @@ def labelled(
 def build_loss(run: TuningRun) -> Callable[[nn.Module, MicroBatch], Tensor]:
     """Make the function of a training step that computes the loss () of a micro-batch.
 
-    MixUp and CutMix mix each image with its neighbour in the micro-batch; where both are on, one of
-    them is drawn.
+    Where MixUp and CutMix are both on, one of them is drawn.
     """
     c = run.config
     mixing = (v2.MixUp, c.mixup), (v2.CutMix, c.cutmix)
@@ -199,15 +183,11 @@ def build_loss(run: TuningRun) -> Callable[[nn.Module, MicroBatch], Tensor]:
     return loss_of
 
 
-# ---------------------------------------------------------------------------------------------
-# Scores
+# --- Scores
 
 
 def check_classes(train: Any, test: Any, img_size: int, stats: data.ChannelStats) -> list[int]:
-    """Return the number in training of each class of the test images.
-
-    ValueError for a class without training, or where no test image can be read.
-    """
+    """Do as `class_numbers`; ValueError too where no test image can be read."""
     for name, files in ("--data", train), ("--test", test):
         if min(files.labels) < 0:
             raise ValueError(f"{name} {files.root} has images outside of a folder of their class")
@@ -225,35 +205,27 @@ class Scores:
     model: nn.Module
     files: Any
     numbers: list[int]  # as of `class_numbers`
-    scores: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, step: int) -> None:
-        """Log number, loss, top-1 and top-5 after so many steps; the same on any ranks. Collective.
+        """Log number of images, loss, top-1 and top-5 after so many steps. Collective."""
+        about, log = (self.files, self.run, self.session, self.model), self.session.log
+        count, (loss, top1, top5) = average_over(*about, step, self.classify)
+        log.write("scores", step=step, test_images=count, test_loss=loss, top1=top1, top5=top5)
+        text = f"test loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
+        log.say(f"epoch {step // self.run.epoch_steps}: {text}")
 
-        Images that cannot be read are left out, named and counted.
-        """
-        about = self.files, self.run, self.session, self.model
-        count, means = average_over(*about, step, self.classify)
-        if count:
-            loss, top1, top5 = means
-            self.scores = {"test_images": count, "bad_test_images": len(self.files) - count}
-            self.scores |= {"test_loss": loss, "top1": top1, "top5": top5}
-            self.session.log.write("scores", step=step, **self.scores)
-            text = f"test loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
-            self.session.log.say(f"epoch {step // self.run.epoch_steps}: {text}")
-
-    def classify(self, images: Tensor, labels: Tensor, indices: list[int]) -> Tensor:
+    def classify(self, images: Tensor, indices: list[int]) -> Tensor:
         """Classify images (B, C, H, W) -> loss, hit, hit in five (3, B). Collective."""
-        labels = torch.tensor(self.numbers, device=labels.device)[labels]
-        with shard.autocast(self.model, labels.device, self.run.dtype):
+        numbers = [self.numbers[self.files.labels[i]] for i in indices]
+        labels = torch.tensor(numbers, device=images.device)
+        with shard.autocast(self.model, images.device, self.run.dtype):
             logits = self.model(images).float()  # (B, classes)
         hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]  # (B, 5)
         losses = F.cross_entropy(logits, labels, reduction="none")
         return torch.stack([losses, hits[:, 0].float(), hits.any(dim=1).float()])
 
 
-# ---------------------------------------------------------------------------------------------
-# The run
+# --- The run
 
 
 def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None:
@@ -264,14 +236,14 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     # normalised as in pretraining, whatever the mean of these images is
     files, found = image_source.share_images(config, plain_run.global_batch, stats)
     test = image_source.share_eval_images(replace(config, eval_data=config.test))
-    log = session.log
     numbers = run_on_rank0(partial(check_classes, files, test, config.img_size, stats))
     plain_run = run_on_rank0(partial(with_images, plain_run, **found))
     run = TuningRun(**vars(plain_run), classes=len(files.classes))
 
+    log = session.log
     saved = list_newest_first(run, log.say)
     log.open(run, device)
-    training, trained = build_tuning(run, pretrained, device, resuming=bool(saved))
+    training = build_tuning(run, pretrained, device, resuming=bool(saved))
     saves = resume(saved, run, session, training)
     if saves.finished():
         return
@@ -280,13 +252,10 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     batches = labelled(run, files, ranks.rank, loaded, saves.begin)
     monitor = Monitor(run, session, files, saves)
     start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": saves.begin}
-    start |= {"pretrained": pretrained.name, "trained_parameters": trained}
-    log.write("start", **start, versions=versions())
-    log.say(f"{pretrained.name}: {trained:,} parameters train; {run.classes} classes")
-    if note := epsilon_note(pretrained):
-        log.say(note)
+    log.write("start", **start, pretrained=pretrained.name, versions=versions())
+    log.say(f"{pretrained.name}, {run.classes} classes")
     monitor.evaluate_every = run.epoch_steps
     monitor.evaluation = Scores(run, session, training.model, test, numbers)
     with manual_gc():
         ended = train(run, training, monitor, batches)
-    monitor.finish(*ended, **monitor.evaluation.scores)
+    monitor.finish(*ended)

@@ -12,23 +12,21 @@ import data
 from runtime import process
 from runtime.device_batches import LoaderFailed, loader_errors
 
-Sample = tuple[Tensor | str, int, int]  # pixels (C, H, W) or why there are none, label, index
+Sample = tuple[int, Tensor | str]  # index, pixels (C, H, W) or why there are none
 
 
 class EvalBatch(NamedTuple):
-    """The next images in order, without those that cannot be read: B may be smaller, even 0."""
+    """The next images in order, without those that cannot be read: B may be 0."""
 
     images: Tensor  # (B, C, H, W) uint8 or float32, as loaded: not normalised; or (0,)
-    labels: Tensor  # (B,) int64, indices into the classes; -1 for an image without one
     indices: list[int]  # B, of the images in the data set
     bad: list[tuple[int, str]]  # (index, reason) of each image that is left out
 
 
 def centre_crop(width: int, height: int) -> tuple[int, int, int, int]:
-    """Return the crop (top, left, height, width) of an evaluation, in pixels of the image.
+    """Return (top, left, height, width) in pixels: the centre with 224/256 of the shorter side.
 
-    The square in the centre with 224/256 of the shorter side: the same as resizing that side to
-    256 and cutting out 224, as ImageNet's evaluations do.
+    The same as resizing that side to 256 and cutting out 224, as ImageNet's evaluations do.
     """
     side = max(1, round(min(width, height) * 224 / 256))
     return (height - side) // 2, (width - side) // 2, side, side
@@ -43,34 +41,30 @@ def fixed_noise(seed: int, indices: Sequence[int], patches: int) -> Tensor:
 class EvalImages(Dataset[Sample]):
     """Images by index, without augmentation; `exact` as in `data.crop_and_resize`."""
 
-    files: Any  # an image source with labels
+    files: data.ImageSource
     img_size: int
     stats: data.ChannelStats
     exact: bool = False
 
     def __getitem__(self, index: int) -> Sample:
         """Read, decode and crop an image; raises only what is not the file's own error."""
-        label = int(self.files.labels[index])
         try:
-            content = self.files.read(index)
-            image, size = data.open_image(content, self.stats)
-            exact = self.exact or not isinstance(content, bytes)
+            image, size = data.open_image(self.files.read(index), self.stats)
             crop = centre_crop(*size)
-            return data.crop_and_resize(image, crop, self.img_size, exact), label, index
+            return index, data.crop_and_resize(image, crop, self.img_size, self.exact)
         except Exception as error:  # Pillow raises many kinds for a broken file
-            return data.file_fault(error), label, index
+            return index, data.file_fault(error)
 
     def collate(self, samples: list[Sample]) -> EvalBatch:
         """Stack the images that could be read."""
-        good = [(x, label, index) for x, label, index in samples if isinstance(x, Tensor)]
-        bad = [(index, x) for x, _, index in samples if isinstance(x, str)]
-        images = torch.stack([x for x, _, _ in good]) if good else torch.empty(0)
-        labels = torch.tensor([label for _, label, _ in good], dtype=torch.int64)
-        return EvalBatch(images, labels, [index for *_, index in good], bad)
+        good = {index: x for index, x in samples if isinstance(x, Tensor)}
+        bad = [(index, x) for index, x in samples if isinstance(x, str)]
+        images = torch.stack([*good.values()]) if good else torch.empty(0)
+        return EvalBatch(images, [*good], bad)
 
 
 def open_eval_loader(
-    files: Any,
+    files: data.ImageSource,
     img_size: int,
     batch: int,
     workers: int,
@@ -84,14 +78,12 @@ def open_eval_loader(
     """Yield the images `indices` (default: all) in this order, up to `batch` in a batch.
 
     The batches are dealt to ranks in turn, and a `share` is (rank, number of ranks); its last batch
-    may be empty, so that all have equally many. An image is the square of `centre_crop`, resized to
-    `img_size`. One that is broken, or has other channels or another type than `stats`, is left out
-    and listed in the batch. Raises LoaderFailed where a disk or a worker process fails; with
-    `skip_failed` the rest of the share is left out instead.
+    may be empty, so that all have equally many. An image that is broken, or does not fit `stats`,
+    is left out and listed in the batch. Raises LoaderFailed where a disk or a worker process fails;
+    with `skip_failed` the rest of the share is left out instead.
     """
     rank, ranks = share
-    images = EvalImages(files, img_size, stats, exact)
-    order = range(len(files)) if indices is None else indices
+    images, order = EvalImages(files, img_size, stats, exact), indices or range(len(files))
     batches: list[Any] = [order[i : i + batch] for i in range(0, len(order), batch)]
     batches += [[]] * (-len(batches) % ranks)
     rest = batches[rank::ranks]
@@ -105,7 +97,6 @@ def open_eval_loader(
                 multiprocessing_context=process.fork_server() if workers else None,
                 worker_init_fn=process.start_worker,
                 generator=torch.Generator(),  # or it would draw from the global one
-                prefetch_factor=4 if workers else None,
             ):
                 del rest[0]
                 yield loaded
@@ -113,4 +104,4 @@ def open_eval_loader(
         if not skip_failed:
             raise
         for unread in rest:
-            yield images.collate([(str(error), -1, index) for index in unread])
+            yield images.collate([(index, str(error)) for index in unread])

@@ -1,11 +1,9 @@
 """Draw what a model fills in, beside what interpolation does without any model."""
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.functional import to_pil_image
@@ -22,9 +20,9 @@ from runtime.run import check_masking
 from storage.safe_files import replacing
 
 HELP = "a picture: removed patches, filled in"
-COLUMNS = ("original", "masked", "interpolation", "prediction", "prediction + visible")
+COLUMNS = ("original", "masked", "interpolation", "prediction")
 SIDE = 256  # pixels that an image has in the picture, about; smaller ones are enlarged
-GAP = 16  # pixels between images, for a line of text
+GAP = 16  # pixels between images, for the names of the columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--images", type=whole(1, 64), default=8, metavar="N", help="evenly over the list (8)")
     add("--mask-ratio", type=number(0, 1), default=0.75, metavar="SHARE", help="default 0.75")
     add("--seed", type=whole(0, 2**63 - 1), default=0, help="of the masks (default 0)")
-    add("--out", type=filled, default="reconstruct.png", metavar="FILE", help="reconstruct.png")
+    add("--out", type=filled, default="reconstruct.png", metavar="PNG", help="reconstruct.png")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,17 +56,14 @@ def run(args: argparse.Namespace) -> int:
     with torch.inference_mode():
         loss, prediction, mask = model(images, args.mask_ratio, noise)
     panels = reconstructions(pretrained, batch.images, prediction, mask)
-    names = [files.path(i).removeprefix(args.data).strip("/") for i in batch.indices]
-    title = (
-        f"{pretrained.name}: {args.mask_ratio:.0%} of the patches removed, mask seed {args.seed}, "
-        f"loss {loss.item():.4f}"
-    )
-    kind = Image.registered_extensions().get(Path(args.out).suffix.lower(), "PNG")
     with replacing(args.out) as file:
-        draw_rows(panels, names, title).save(file, kind, optimize=True)
-    print(f"{args.out}: {len(names)} images; loss of the removed patches {loss.item():.4f}")
-    for line in captions(panels, names):
-        print(f"  {line}")
+        draw_rows(panels).save(file, "PNG", optimize=True)
+    print(f"{args.out}: {len(panels)} images; loss of the removed patches {loss.item():.4f}")
+    error = panels[:, 2:].double() - panels[:, :1]  # of interpolation and prediction
+    decibels = 10 * torch.log10(255**2 / error.square().mean((2, 3, 4)))  # (B, 2)
+    names = [files.path(i) for i in batch.indices]
+    for name, row in zip([*names, "mean"], [*decibels, decibels.mean(0)], strict=True):
+        print(f"  PSNR {row[1]:.2f} dB, interpolation {row[0]:.2f} dB  {name}")
     return 0
 
 
@@ -105,19 +100,19 @@ def estimate_statistics(target: Tensor, removed: Tensor) -> tuple[Tensor, Tensor
 
 def interpolate(target: Tensor, removed: Tensor, patch: int) -> Tensor:
     """Fill removed patches (B, L, P*P*C) from the colours of the visible ones -> (B, C, H, W)."""
-    b, count, _ = target.shape
-    side = round(count**0.5)
-    colours = target.reshape(b, count, patch**2, -1).mean(dim=2)  # (B, L, C)
-    grid = fill_from_visible(colours, removed).mT.reshape(b, -1, side, side)
+    side = round(target.shape[1] ** 0.5)
+    colours = target.unflatten(2, (patch**2, -1)).mean(dim=2)  # (B, L, C)
+    grid = fill_from_visible(colours, removed).mT.unflatten(2, (side, side))  # (B, C, side, side)
     return F.interpolate(grid, scale_factor=patch, mode="bilinear")
 
 
 def reconstructions(
     pretrained: Pretrained, images: Tensor, prediction: Tensor, removed: Tensor
 ) -> Tensor:
-    """Make the COLUMNS of images (B, C, H, W) as loaded -> (B, 5, 3, H, W) uint8, on the CPU.
+    """Make the COLUMNS of images (B, C, H, W) as loaded -> (B, 4, 3, H, W) uint8, on the CPU.
 
-    `prediction` (B, L, P*P*C) and `removed` (B, L) are what the model returned.
+    `prediction` (B, L, P*P*C) and `removed` (B, L) are what the model returned. Visible patches are
+    the original's.
     """
     patch, stats = pretrained.config.patch, pretrained.stats
     prediction, removed = prediction.float().cpu(), removed.float().cpu()
@@ -125,8 +120,8 @@ def reconstructions(
     if pretrained.norm_pix_loss:
         mean, deviation = estimate_statistics(target, removed)
         prediction = prediction * deviation + mean
-    columns = [unpatchify(target, patch), interpolate(target, removed, patch)]
-    x = torch.stack([*columns, unpatchify(prediction, patch)], dim=1)  # (B, 3, C, H, W)
+    fillings = [interpolate(target, removed, patch), unpatchify(prediction, patch)]
+    x = torch.stack([unpatchify(target, patch), *fillings], dim=1)  # (B, 3, C, H, W)
     x = x[:, :, [min(i, len(stats.mean) - 1) for i in range(3)]]  # (B, 3, 3, H, W)
     if stats.dtype == "uint8" and len(stats.mean) == 3:  # can be shown as it is
         std, mean = (torch.tensor(values)[:, None, None] for values in (stats.std, stats.mean))
@@ -134,35 +129,19 @@ def reconstructions(
     else:
         low, high = x[:, :1].amin((3, 4), keepdim=True), x[:, :1].amax((3, 4), keepdim=True)
         x = (x - low) / (high - low).clamp(min=1e-6)
+    original, filled = x.split((1, 2), dim=1)
     hole = unpatchify(removed[..., None].expand(-1, -1, patch**2), patch)[:, None] > 0
-    filled = torch.where(hole, torch.cat([torch.full_like(x[:, :1], 0.5), x[:, 1:]], 1), x[:, :1])
-    shown = torch.cat([x[:, :1], filled[:, :2], x[:, 2:], filled[:, 2:]], dim=1)
-    return (shown.clamp(0, 1) * 255).round().to(torch.uint8)
+    grey = torch.full_like(original, 0.5)
+    x = torch.where(hole, torch.cat([original, grey, filled], dim=1), original)
+    return (x.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def captions(panels: Tensor, names: Sequence[str]) -> list[str]:
-    """Describe each image of panels (B, 5, 3, H, W), and their mean, by the PSNR of both fillings.
-
-    Of panels as of `reconstructions`; visible patches are those of the original.
-    """
-    error = panels[:, [2, 4]].double() - panels[:, :1]
-    decibels = 10 * torch.log10(255**2 / error.square().mean((2, 3, 4)))  # (B, 2)
-    rows = zip([*names, "mean"], [*decibels, decibels.mean(0)], strict=True)
-    return [f"PSNR {x[1]:.2f} dB, interpolation {x[0]:.2f} dB  {name}" for name, x in rows]
-
-
-def draw_rows(panels: Tensor, names: Sequence[str], title: str) -> Image.Image:
-    """Arrange panels (B, 5, 3, H, W) below a title and the heads, each row above its caption."""
+def draw_rows(panels: Tensor) -> Image.Image:
+    """Arrange panels (B, 4, 3, H, W) below the names of the columns."""
     zoom = max(1, SIDE // panels.shape[-1])
     big = F.interpolate(panels.flatten(0, 1), scale_factor=zoom)  # nearest: pixel by pixel
-    grid = make_grid(big, len(COLUMNS), padding=GAP, pad_value=255)
-    picture = to_pil_image(F.pad(grid, (0, 0, GAP, 0), value=255))
-    step = big.shape[-1] + GAP
-    texts = [(GAP, 0, title), *((GAP + i * step, GAP, head) for i, head in enumerate(COLUMNS))]
-    for row, caption in enumerate(captions(panels, names)[:-1], 1):
-        texts.append((GAP, GAP + row * step, caption))
-    pen, font = ImageDraw.Draw(picture), ImageFont.load_default()
-    for x, y, text in texts:
-        plain = text.encode("ascii", "replace").decode()  # the default font may have no others
-        pen.text((x, y + 2), plain, fill="black", font=font)
+    picture = to_pil_image(make_grid(big, len(COLUMNS), padding=GAP, pad_value=255))
+    for i, name in enumerate(COLUMNS):
+        place = GAP + i * (big.shape[-1] + GAP), 2
+        ImageDraw.Draw(picture).text(place, name, fill="black")
     return picture

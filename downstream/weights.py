@@ -8,7 +8,9 @@ names of vit.ViTMAE; transformers' ViTMAE has others, and q, k and v as three ma
 import argparse
 import json
 import math
+import pickle
 import re
+import sys
 from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import checkpoint
 import data
@@ -29,11 +31,6 @@ POSITIONS = ("pos_embed", "decoder_pos_embed")
 NOTE = "pretrained"  # the key in a file of what convert.py says of a model
 NORM_EPS = 1e-6  # of vit.ViTMAE and of the official release; transformers' default is 1e-12
 OFFICIAL_LARGE = vit.ViTConfig(1024, 24, 4096, 16, 16)  # released too, but no row of vit.MODELS
-OTHER_MODELS = {  # by a piece of their weights' names
-    "fc_norm.": "a norm after pooling: a classifier",
-    ".gamma": "LayerScale",
-    "reg": "register tokens",
-}
 
 # Names of ours and of transformers' files: parts, replaced from the first to the last.
 NAMES = (
@@ -52,7 +49,7 @@ NAMES = (
     ("mlp.fc1.", "intermediate.dense."),
     ("mlp.fc2.", "output.dense."),
 )
-MODULE_NAMES = (  # of the modules since transformers 5, which still writes files of the names above
+MODULE_NAMES = (  # of the modules since transformers 5, some of them in its files too
     ("blocks.", "vit.layers."),
     ("decoder_blocks.", "decoder_encoder.layer."),
     *((f"attn.{p}.", f"attention.{p}_proj.") for p in "qkv"),
@@ -62,21 +59,21 @@ MODULE_NAMES = (  # of the modules since transformers 5, which still writes file
 CONFIG = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads"}
 CONFIG |= {f"decoder_{ours}": f"decoder_{theirs}" for ours, theirs in CONFIG.items()}
 CONFIG |= {"mlp_width": "intermediate_size", "patch": "patch_size", "channels": "num_channels"}
+Shapes = Mapping[str, tuple[int, ...]]  # by the names of weights
 
 
 @dataclass(frozen=True)
 class Pretrained:
     """Hold the whole weights of one model on the CPU, and what they were trained on."""
 
-    name: str  # the path that was read, or `random`
+    name: str  # the path that was read
     config: vit.ViTConfig
     img_size: int
     norm_pix_loss: bool
     stats: data.ChannelStats  # by which its images were normalised
     weights: Mapping[str, Tensor]  # by the names of vit.ViTMAE; an encoder alone has no decoder's
-    step: int | None = None  # optimizer steps trained; None: not known
-    size: str | None = None  # as --model takes it; None: not known
-    norm_eps: float = NORM_EPS  # of all its LayerNorms
+    shapes: Shapes  # of the weights, known without reading them
+    step: int | None  # optimizer steps trained; None: not known
 
     @property
     def has_decoder(self) -> bool:
@@ -84,73 +81,65 @@ class Pretrained:
 
 
 def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pretrained:
-    """Read a run (its newest whole checkpoint), one checkpoint, or weights in another layout.
+    """Read a run (its newest checkpoint), one checkpoint, or weights in another layout.
 
-    Files are mapped into memory, and tensors of checkpoints read when they are used. `size` is that
-    of the model where a file does not say. ValueError or OSError, one sentence, where there is no
-    such model, or a weight of it is not finite.
+    Tensors are read when they are used. `size` is that of the model where a file does not say.
+    ValueError or OSError, one sentence, where there is no such model, or a weight is not finite.
     """
     path = Path(path)
     if not path.exists():
         advice = "give the --out of a run, a checkpoint, or a file of weights"
         raise ValueError(f"there is no {path}: {advice}")
-    weights: Mapping[str, Tensor]
     try:
-        if path.is_dir() and not (path / "config.json").is_file():
-            path, weights, said = _read_run(path)
-        else:
-            weights, said = _read_file(path)
-        found = _describe(str(path), weights, said, size)
-    except checkpoint.Damaged:
+        of_run = path.is_dir() and not (path / "config.json").exists()
+        weights, said = _read_run(path) if of_run else _read_file(path)
+        shapes = {}
+        for name, tensor in weights.items():
+            shapes[name] = tuple(tensor.shape)
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} is not finite")
+        config = _config_of(shapes, said, size)
+        stats = _stats_of(said, config.channels)
+        img_size = math.isqrt(shapes["pos_embed"][1] - 1) * config.patch
+    except (OSError, checkpoint.Damaged):
         raise
-    except KeyError as error:
-        raise ValueError(f"{path}: {error.args[0]} is missing") from None
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    check_fits(found, found.config)
-    for name, tensor in weights.items():
-        if not tensor.isfinite().all():
-            raise ValueError(f"{path}: {name} is not finite")
+    except Exception as error:  # of any kind: a file may contain anything
+        what = error if isinstance(error, ValueError) else repr(error)
+        raise ValueError(f"{path}: {what}") from None
+    norm_pix = said.get("norm_pix_loss", True)  # not known: as in the recipe
+    about = config, img_size, norm_pix, stats
+    found = Pretrained(str(path), *about, weights, shapes, said.get("step"))
+    check_fits(found, config)
     return found
 
 
-def _describe(
-    name: str, weights: Mapping[str, Tensor], said: Mapping[str, Any], size: vit.ViTConfig | None
-) -> Pretrained:
-    """Put together what is said of weights, and what their shapes say; KeyError or ValueError."""
-    shapes = shapes_of(weights)
-    width, channels, patch, _ = shapes["patch_embed.proj.weight"]
+def _config_of(
+    shapes: Shapes, said: Mapping[str, Any], size: vit.ViTConfig | None
+) -> vit.ViTConfig:
+    """Return the configuration that is said, or a known one of these shapes: none tells heads."""
     if "config" in said:
-        config = vit.ViTConfig(**said["config"])
-    else:
-        depth = sum(bool(re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)) for name in shapes)
-        config = replace(size or _known_size(width, depth), patch=patch, channels=channels)
-    stats = data.IMAGENET
-    if said.get("channel_mean"):
-        about = tuple(said["channel_mean"]), tuple(said["channel_std"]), said["image_dtype"]
-        stats = data.ChannelStats(*about)
-    elif channels != 3:  # as they are
-        stats = data.ChannelStats((0.0,) * channels, (1.0,) * channels, "float32")
-    for key, values in ("channel_mean", stats.mean), ("channel_std", stats.std):
-        if len(values) != channels or not all(map(math.isfinite, values)):
-            raise ValueError(f"{key} is not {channels} finite numbers")
-    img_size = math.isqrt(shapes["pos_embed"][1] - 1) * patch
-    rows = (n for n, c in vit.MODELS.items() if replace(c, channels=channels) == config)
-    model = said.get("model") or next(rows, None)
-    norm_pix = said.get("norm_pix_loss", True)  # not known: as in the recipe
-    step, epsilon = said.get("step"), said.get("norm_eps", NORM_EPS)
-    return Pretrained(name, config, img_size, norm_pix, stats, weights, step, model, epsilon)
-
-
-def _known_size(width: int, depth: int) -> vit.ViTConfig:
-    """Return the row of vit.MODELS, or the official ViT-L, of this shape: no shape tells heads."""
-    for row in (*vit.MODELS.values(), OFFICIAL_LARGE):
+        return vit.ViTConfig(**said["config"])
+    width, channels, patch, _ = shapes["patch_embed.proj.weight"]
+    depth = sum(bool(re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)) for name in shapes)
+    for row in *vit.MODELS.values(), OFFICIAL_LARGE:
         if (row.width, row.depth) == (width, depth):
-            return row
-    raise ValueError(
-        f"no known size has width {width} and depth {depth}: `python convert.py FILE NEW --to "
-        f"official --model base:width={width},depth={depth},heads=...` writes a file that says it"
-    )
+            size = size or row
+    if not size:
+        advice = "`python convert.py --model` writes a file that says its size"
+        raise ValueError(f"no known size has width {width} and depth {depth}: {advice}")
+    return replace(size, patch=patch, channels=channels)
+
+
+def _stats_of(said: Mapping[str, Any], channels: int) -> data.ChannelStats:
+    """Return the statistics that are said; without any, ImageNet's for three channels, or none."""
+    if not said.get("channel_mean"):
+        none = (0.0,) * channels, (1.0,) * channels, "float32"
+        return data.IMAGENET if channels == 3 else data.ChannelStats(*none)
+    for key in "channel_mean", "channel_std":
+        if len(said[key]) != channels or not all(map(math.isfinite, said[key])):
+            raise ValueError(f"{key} is not {channels} finite numbers")
+    about = tuple(said["channel_mean"]), tuple(said["channel_std"]), said["image_dtype"]
+    return data.ChannelStats(*about)
 
 
 # --- Checkpoints of train_fsdp.py
@@ -173,23 +162,16 @@ class _Saved(UserDict[str, Any]):
         return found[f"model.{name}"]
 
 
-def _read_run(run: Path) -> tuple[Path, _Saved, dict[str, Any]]:
-    """Open a checkpoint, or the newest whole one of a run -> its folder, weights, and flags."""
-    if (run / checkpoint.MANIFEST).exists():
-        weights = _Saved(run)
-        flags = weights.manifest.get("flags", {})
-        if "model" not in flags:
-            raise checkpoint.Damaged(f"{run} was not written by train_fsdp.py: it names no model")
-        config = replace(model_config(flags["model"]), channels=flags["channels"])
-        return run, weights, flags | {"config": asdict(config), "step": weights.manifest["step"]}
-    problems = []
-    for folder in reversed(checkpoint.list_checkpoints(run)):
-        try:
-            return _read_run(folder)
-        except checkpoint.Damaged as error:
-            problems.append(str(error))
-    what = "; ".join(problems) or "it contains no step_... and no config.json"
-    raise ValueError(f"no checkpoint in it can be read: {what}")
+def _read_run(run: Path) -> tuple[_Saved, dict[str, Any]]:
+    """Open a checkpoint, or the newest one of a run -> its weights and flags."""
+    single = (run / checkpoint.MANIFEST).exists()
+    folders = [run] if single else checkpoint.list_checkpoints(run)
+    if not folders:
+        raise ValueError("it contains no step_... and no config.json")
+    weights = _Saved(folders[-1])
+    flags = weights.manifest["flags"]
+    config = replace(model_config(flags["model"]), channels=flags["channels"])
+    return weights, flags | {"config": asdict(config), "step": weights.manifest["step"]}
 
 
 # --- Files of others
@@ -202,8 +184,8 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         about = _read_config(path / "config.json")
         files = [*path.glob("model*.safetensors")] or [*path.glob("pytorch_model*.bin")]
     for file in files:
-        safe = file.suffix == ".safetensors"
-        tensors, said = _read_safetensors(file) if safe else _read_torch(file)
+        read = _read_safetensors if file.suffix == ".safetensors" else _read_torch
+        tensors, said = read(file)
         weights, about = weights | tensors, said | about
     weights = {n.removeprefix("module."): t for n, t in weights.items()}  # as DDP names them
     weights = {n: t for n, t in weights.items() if not n.startswith("head.")}
@@ -217,43 +199,32 @@ def _read_torch(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:  # the official training code saves its arguments, a Namespace
         with torch.serialization.safe_globals([argparse.Namespace]):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # of any kind: the pickle may contain anything
-        code = re.search(r"GLOBAL ([\w.]+)", str(error))
-        why = f"it asks for {code[1]}" if code else " ".join(str(error).split())[:120]
-        raise ValueError(f"torch.load finds no weights that run no code: {why}") from None
-    inner = (found[key] for key in ("model", "state_dict") if isinstance(found.get(key), dict))
-    weights = next(inner, found)  # the official code and timm
-    for name, tensor in weights.items():
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name!r:.60} is a {type(tensor).__name__}, not a tensor")
-    loss = vars(found.get("args") or argparse.Namespace()).get("norm_pix_loss", True)
-    return weights, {"step": found.get("step"), "norm_pix_loss": loss} | found.get(NOTE, {})
+    except (EOFError, RuntimeError, pickle.UnpicklingError):
+        why = "it is damaged, or contains more than weights"
+        raise ValueError(f"torch.load(weights_only=True) refuses it: {why}") from None
+    weights = found.get("model") or found.get("state_dict") or found  # the official code, timm
+    loss = getattr(found.get("args"), "norm_pix_loss", True)
+    return weights, {"norm_pix_loss": loss} | found.get(NOTE, {})
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ValueError("this needs the package safetensors: pip install safetensors") from None
-    try:
-        with safe_open(path, "pt") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return weights, json.loads((file.metadata() or {}).get(NOTE, "{}"))
-    except SafetensorError as error:
-        raise ValueError(f"safetensors cannot read it ({error})") from None
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return weights, json.loads((file.metadata() or {}).get(NOTE, "{}"))
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Read config.json of transformers -> what it says, in the words of convert.py's files."""
     config = json.loads(path.read_bytes())
-    kind, activation = config.get("model_type"), config.get("hidden_act", "gelu")
-    if (kind, activation) != ("vit_mae", "gelu"):
-        raise ValueError(f"{path.name} is of {kind} with {activation}, not of vit_mae with gelu")
+    if (kind := config.get("model_type")) != "vit_mae":
+        raise ValueError(f"{path.name} is of {kind}, not of vit_mae")
+    if (epsilon := config.get("layer_norm_eps", 1e-12)) != NORM_EPS:
+        what = f"the norms of {path.parent} have an epsilon of {epsilon:g}, here {NORM_EPS:g}"
+        print(f"warning: {what}: features may differ by 2e-3", file=sys.stderr)
     about = {ours: config[theirs] for ours, theirs in CONFIG.items()}
-    norm_pix_loss, eps = config.get("norm_pix_loss", False), config.get("layer_norm_eps", 1e-12)
-    return {"config": about, "norm_pix_loss": norm_pix_loss, "norm_eps": eps}
+    return {"config": about, "norm_pix_loss": config.get("norm_pix_loss", False)}
 
 
 def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -275,17 +246,13 @@ def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def random_weights(like: Pretrained, seed: int = 0) -> Pretrained:
     """Draw the initial values of a model that has not learned anything: the baseline of a score."""
-    with torch.device("meta"):
-        shapes = vit.ViTMAE(like.config, like.img_size).state_dict()
-    weights = {n: vit.initial_value(like.config, n, t.shape, seed) for n, t in shapes.items()}
-    return replace(like, name="random", weights=weights, step=0)
+    model = vit.ViTMAE(like.config, like.img_size)
+    vit.initialize(model, seed)
+    return replace(like, weights=model.state_dict(), step=0)
 
 
 def resize_positions(table: Tensor, side: int) -> Tensor:
-    """Resample a position table (1, 1+L, D) to side*side patches, bicubic; cls keeps its row.
-
-    As fine-tuning at another image size does (arXiv 2010.11929, section 3.2).
-    """
+    """Resample positions (1, 1+L, D) to side*side patches, bicubic (arXiv 2010.11929, 3.2)."""
     old = math.isqrt(table.shape[1] - 1)
     if old == side:
         return table
@@ -294,54 +261,27 @@ def resize_positions(table: Tensor, side: int) -> Tensor:
     return torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2).to(table.dtype)], dim=1)
 
 
-def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of weights by name, reading none of them."""
-    if isinstance(weights, _Saved):
-        return {name: tuple(entry.size) for name, entry in weights.data.items()}
-    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
-
-
 def check_fits(pretrained: Pretrained, config: vit.ViTConfig) -> None:
-    """Raise ValueError unless these weights fit a model, reading none of them.
-
-    It names what is another number of heads, or the first weight that is too many, is missing or
-    has another shape. Position tables fit images of any size, and a model gets a decoder of its own
-    where there is none.
-    """
-    own, found = pretrained.config, shapes_of(pretrained.weights)
+    """Raise ValueError unless these weights fit a model, perhaps without a decoder."""
     with torch.device("meta"):
-        wanted = shapes_of(vit.ViTMAE(config, pretrained.img_size).state_dict())
-    heads = [(own.heads, config.heads), (own.decoder_heads, config.decoder_heads)]
-    if not pretrained.has_decoder:
-        heads.pop()
-        wanted = {name: shape for name, shape in wanted.items() if not name.startswith(DECODER)}
-    for theirs, ours in heads:
-        if theirs != ours:
-            raise ValueError(f"{pretrained.name} has {theirs} heads, the model {ours}")
-    for name in [*sorted(found.keys() - wanted.keys()), *wanted]:
-        shape, wants = found.get(name, "missing"), wanted.get(name, "missing")
-        if other := [what for piece, what in OTHER_MODELS.items() if piece in name]:
-            raise ValueError(f"{pretrained.name}: {name} is of a model with {other[0]}")
-        if shape != wants:
-            raise ValueError(f"{pretrained.name}: {name} is {shape}, {wants} in the model")
+        model = vit.ViTMAE(config, pretrained.img_size)
+    wants: dict[str, Any] = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+    found: dict[str, Any] = dict(pretrained.shapes)
+    if unknown := sorted(found.keys() - wants.keys()):
+        what = "this model, which has no classifier, LayerScale or register tokens"
+        raise ValueError(f"{pretrained.name}: {unknown[0]} is no weight of {what}")
+    for name in "heads", "decoder_heads":
+        found[name], wants[name] = getattr(pretrained.config, name), getattr(config, name)
+    for name, value in wants.items():
+        own = found.get(name, "missing")
+        if own != value and (pretrained.has_decoder or not name.startswith(DECODER)):
+            raise ValueError(f"{pretrained.name}: {name} is {own}, {value} in the model")
 
 
-def epsilon_note(pretrained: Pretrained) -> str | None:
-    """Return a warning where the norms have another epsilon than vit.ViTMAE's, else None."""
-    name, epsilon = pretrained.name, pretrained.norm_eps
-    text = f"warning: the norms of {name} have an epsilon of {epsilon:g}, this model's {NORM_EPS:g}"
-    return f"{text}: features may differ by 2e-3" if epsilon != NORM_EPS else None
-
-
-def value_of(
-    pretrained: Pretrained, name: str, shape: torch.Size, *, config: vit.ViTConfig, seed: int = 0
-) -> Tensor:
-    """Return the value of one weight of a model that `check_fits`, as vit.initial_value does.
-
-    A decoder that there is none of is drawn by `seed`.
-    """
+def value_of(pretrained: Pretrained, name: str, shape: torch.Size, seed: int = 0) -> Tensor:
+    """Return one weight of a model that `check_fits`; a decoder that misses is drawn by `seed`."""
     if name.startswith(DECODER) and not pretrained.has_decoder:
-        return vit.initial_value(config, name, shape, seed)
+        return vit.initial_value(pretrained.config, name, shape, seed)
     value = pretrained.weights[name]
     return resize_positions(value, math.isqrt(shape[1] - 1)) if name in POSITIONS else value
 
@@ -351,16 +291,12 @@ def build_pretrained(
 ) -> vit.ViTMAE:
     """Build the whole model with these weights on one device, for images of `img_size` pixels.
 
-    An encoder alone gets a decoder that has not learned anything. ValueError where patches do not
-    fill the image.
+    ValueError where patches do not fill the image.
     """
-    config, img_size = pretrained.config, img_size or pretrained.img_size
+    p = pretrained
     with torch.device("meta"):
-        model = vit.ViTMAE(config, img_size, pretrained.norm_pix_loss)
+        model = vit.ViTMAE(p.config, img_size or p.img_size, p.norm_pix_loss)
     model.to_empty(device=device)
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.eps = pretrained.norm_eps
     for name, own in model.state_dict().items():  # one at a time: no second whole model
-        own.copy_(value_of(pretrained, name, own.shape, config=config))
+        own.copy_(value_of(p, name, own.shape))
     return model.eval()

@@ -31,12 +31,12 @@ def average_over(
     session: Session,
     model: nn.Module,
     step: int,
-    values_of: Callable[[Tensor, Tensor, list[int]], Tensor],
+    values_of: Callable[[Tensor, list[int]], Tensor],
 ) -> tuple[int, list[float]]:
     """Average the values of all images of `files` -> number of images, means (V,). Collective.
 
-    `values_of` calls the model on normalised images (B, C, H, W) with labels (B,) and indices, and
-    returns their values (V, B). All ranks call it equally often, on whole local batches, after
+    `values_of` calls the model on normalised images (B, C, H, W) with these indices, and returns
+    their values (V, B). All ranks call it equally often, on whole local batches, after
     training `step` steps. Images that cannot be read are left out, named and counted.
     """
     config, device, size = run.config, session.device, run.local_batch
@@ -54,8 +54,7 @@ def average_over(
         count = len(batch.indices)
         if count:
             images[:count] = data.normalize(batch.images.to(device), stats)
-        labels = F.pad(batch.labels, (0, size - count)).to(device)
-        values = values_of(images, labels, batch.indices + [0] * (size - count))[:, :count]
+        values = values_of(images, batch.indices + [0] * (size - count))[:, :count]
         sums = sums + F.pad(values.double().sum(1), (1, 0), value=count)  # (1 + V,)
     model.train()
     dist.all_reduce(sums)
@@ -88,7 +87,7 @@ class Evaluation:
                 f"visible patches {colour:.4f}) over {count} of {len(self.files)} images"
             )
 
-    def losses_of(self, images: Tensor, labels: Tensor, indices: list[int]) -> Tensor:
+    def losses_of(self, images: Tensor, indices: list[int]) -> Tensor:
         """Compute the losses (3, B) of the model and of `losses_of_guesses`. Collective."""
         run, device, config = self.run, self.session.device, self.run.config
         noise = fixed_noise(config.seed, indices, run.patches).to(device)

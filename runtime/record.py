@@ -216,8 +216,8 @@ class Monitor:
                     self.bad_images.sync()
             self.session.log.step(verdict, lr, self.meter, self.bad_images.count)
 
-    def finish(self, reason: str, problem: str | None, **more: Any) -> None:
-        """Save, log how the loop has ended, and `more`; AgreedError if it failed. Collective."""
+    def finish(self, reason: str, problem: str | None) -> None:
+        """Save, and log how the loop has ended; AgreedError if it failed. Collective."""
         guard, saves, session = self.guard, self.saves, self.session
         if reason == "data":
             problem = self.loader_error()
@@ -227,7 +227,7 @@ class Monitor:
         elif reason == "data":
             saves.save_last(guard.done, guard.consecutive)
         self.bad_images.sync()  # what was found since the last log line
-        self.report_end(reason, problem, more)
+        self.report_end(reason, problem)
         if self.run.config.run_mode == "real":
             session.log.say(saves.where(reason == "done"))
             if reason == "done":
@@ -244,12 +244,12 @@ class Monitor:
         where = f"reading data in step {self.guard.done + 1}"
         return f"rank {rank}: the data loader failed ({where}): {text}"
 
-    def report_end(self, reason: str, problem: str | None, more: dict[str, Any]) -> None:
+    def report_end(self, reason: str, problem: str | None) -> None:
         """Write the record `end`, and a summary to the terminal."""
         log, guard = self.session.log, self.guard
         end: dict[str, Any] = {"reason": reason, "problem": problem, "steps": guard.done}
         end |= {"skipped": guard.skipped, "bad_images": self.bad_images.count}
-        end |= self.meter.summary() | devices.device_memory(self.session.device) | more
+        end |= self.meter.summary() | devices.device_memory(self.session.device)
         end["payload_bytes"] = self.profile.payload_bytes() if self.profile else None
         if self.losses and self.run.config.run_mode != "io":
             end |= {"loss": sum(self.losses) / len(self.losses)} | self.baselines

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import checkpoint
 import vit
-from runtime.agreement import AgreedError, run_on_all_ranks, run_on_rank0
+from runtime.agreement import AgreedError, run_on_rank0
 from runtime.config import names, save_interval
 from runtime.log import Log
 from runtime.run import Run
@@ -25,20 +26,28 @@ Say = Callable[[str], None]  # prints a line, on rank 0
 def initial_values(run: Run) -> Callable[..., Tensor]:
     """Return the function (name, shape, device) -> whole initial value that shard.apply takes.
 
-    With --init-from every rank reads the file; AgreedError of status 2 on all. Collective.
+    With --init-from both are collective: rank 0 reads the file, AgreedError of status 2 on all.
     """
     path, model, seed = run.config.init_from, run.model, run.config.seed
     if path is None:
         return partial(vit.initial_value, model, seed=seed)
     from downstream.weights import Pretrained, check_fits, read_pretrained, value_of
 
-    def read() -> Pretrained:
-        found = read_pretrained(path, model)
-        check_fits(found, model)
-        return found
+    found: list[Pretrained] = []  # on rank 0
 
-    found = run_on_all_ranks(read)
-    return lambda name, shape, device: value_of(found, name, shape, config=model, seed=seed)
+    def read_file() -> None:
+        found.append(read_pretrained(path, model))
+        check_fits(found[0], model)
+
+    def value(name: str, shape: torch.Size, device: torch.device) -> Tensor:
+        whole = torch.empty(shape, device=device)
+        if found:
+            whole.copy_(value_of(found[0], name, shape, seed))
+        dist.broadcast(whole, src=0)
+        return whole
+
+    run_on_rank0(read_file)
+    return value
 
 
 def list_newest_first(run: Run, say: Say) -> list[Path]:

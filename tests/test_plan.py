@@ -246,7 +246,7 @@ def test_the_plan_of_fine_tuning_is_of_whole_images_and_no_decoder(monkeypatch):
         grid = mesh.build_mesh(run.mesh_shape, CPU)
         monkeypatch.setattr(mesh, "build_mesh", lambda *_: grid)  # not of fake tensors
         with dry_run.fake_tensors():
-            training, _ = finetune.build_tuning(tuning, None, CPU, resuming=True)
+            training = finetune.build_tuning(tuning, None, CPU, resuming=True)
             images = torch.empty(32, 3, 224, 224, dtype=torch.uint8)
             tracker = dry_run.FSDPMemTracker(training.model)
             tracker.track_inputs((images,))

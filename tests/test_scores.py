@@ -63,22 +63,20 @@ def test_few_images_have_few_neighbours_and_equal_rows_do_not_stop_it():
     assert votes.tolist() == [[-math.inf, 1.0, 2.0, -math.inf]] * 2
 
 
-@pytest.mark.parametrize(("optimizer", "epochs"), [("lars", None), ("sgd", 90)])
-def test_the_linear_probe_reaches_logistic_regression(optimizer, epochs):
+def test_the_linear_probe_reaches_logistic_regression():
     (x, y), (test, truth) = clusters(2000, 6, 32, 3.0, 3), clusters(4000, 6, 32, 3.0, 4)
     x, test = x * 50 + 1000, test * 50 + 1000  # BatchNorm makes the scale no matter
     scale = StandardScaler().fit(x)
     theirs = LogisticRegression(max_iter=1000).fit(scale.transform(x), y)
     expected = 100 * theirs.score(scale.transform(test), truth)
-    model, losses = classifiers.train_linear(x, y, 6, epochs=epochs, optimizer=optimizer)
+    model, _ = classifiers.train_linear(x, y, 6)
     found = 100 * (model(test).argmax(dim=1) == truth).double().mean()
     assert 60 < expected < 97 and abs(found - expected) <= 1, (found, expected)
-    assert classifiers.has_converged(losses) or optimizer == "lars"
 
 
 def test_a_seed_decides_everything_and_too_few_steps_are_noticed():
     x, y = clusters(300, 3, 8, 1.0, 5)
-    train = partial(classifiers.train_linear, x, y, 3, epochs=20, batch=64, optimizer="sgd")
+    train = partial(classifiers.train_linear, x, y, 3, epochs=20, batch=64)
     (first, losses), (same, _), (other, _) = train(seed=0), train(seed=0), train(seed=1)
     assert torch.equal(first(x), same(x)) and not torch.equal(first(x), other(x))
     assert len(losses) == 20 * 4
@@ -117,16 +115,11 @@ def test_a_split_takes_a_share_of_each_class_by_its_seed():
 def test_scores_are_those_of_scikit_learn_and_no_vote_is_no_hit():
     draw = np.random.default_rng(0)
     values, truth = draw.normal(size=(200, 9)), draw.integers(9, size=200)
-    names = [f"c{i}" for i in range(9)]
-    found = scores.measure(torch.from_numpy(values), torch.from_numpy(truth), names)
+    found = scores.measure(torch.from_numpy(values), torch.from_numpy(truth))
     for key, k in (("top1", 1), ("top5", 5)):
         assert found[key] == pytest.approx(100 * top_k_accuracy_score(truth, values, k=k))
-        own = truth == 4
-        expected = top_k_accuracy_score(truth[own], values[own], k=k, labels=range(9))
-        assert found["classes"]["c4"][key] == pytest.approx(100 * expected)
-    assert found["classes"]["c4"]["images"] == own.sum()
     nothing = torch.full((1, 9), -torch.inf)
-    assert scores.measure(nothing, torch.tensor([0]), names)["top5"] == 0
+    assert scores.measure(nothing, torch.tensor([0]))["top5"] == 0
 
 
 # --- the command
@@ -152,10 +145,11 @@ def test_scores_stand_beside_both_baselines(run, tmp_path, capsys):
     assert probe.main(command("knn", run[0], *more)) == 0
     printed, found = capsys.readouterr().out.splitlines(), table(tmp_path)
     order = [(s["source"], s["seed"]) for s in found["scores"]]
-    assert found["step"] == 2 and order == [(name, seed) for seed in (0, 1) for name in SOURCES]
+    assert found["step"] == 2 and sorted(order) == [
+        (n, seed) for n in sorted(SOURCES) for seed in (0, 1)
+    ]
     for source, mean in found["mean"].items():
         assert any(source in line and f"{mean['top1']:.1f}" in line for line in printed)
-    assert all(len(s["classes"]) == 8 for s in found["scores"])
     # by hand, with scikit-learn
     pretrained, labels = read_pretrained(run[0]), []
     weights = pretrained, random_weights(pretrained, 1)
@@ -170,7 +164,7 @@ def test_scores_stand_beside_both_baselines(run, tmp_path, capsys):
             model, order = build_pretrained(own, CPU), torch.arange(16).expand(len(pixels), -1)
             tokens = model.encode(vit.patchify(pixels, 8), order).detach()
             expected[name].append(tokens[:, 1:].mean(dim=1).numpy())
-    for score in found["scores"][3:]:  # of seed 1
+    for score in [score for score in found["scores"] if score["seed"] == 1]:
         train, test = (rows.astype(np.float64) for rows in expected[score["source"]])
         hits = scikit_knn(20).fit(train, labels[0]).predict(test) == labels[1]
         assert score["top1"] == pytest.approx(100 * hits.mean(), abs=1.6), score  # an image
@@ -180,16 +174,16 @@ def test_how_a_linear_classifier_was_trained_stands_beside_its_score(run, tmp_pa
     argv = command("linear", run[0], *HELD, "--out", tmp_path)
     assert probe.main([*argv, "--epochs", "30"]) == 0
     assert "not converged: random weights, raw pixels, trained;" in capsys.readouterr().out
-    assert probe.main([*argv, "--epochs", "200", "--optimizer", "sgd"]) == 0
+    assert probe.main([*argv, "--epochs", "1000", "--blr", "30"]) == 0
     printed, found = capsys.readouterr().out, table(tmp_path, "linear")
     assert "training top-1" in printed and "not converged" not in printed
     for source, mean in found["mean"].items():
         (line,) = (ln for ln in printed.splitlines() if ln.strip().startswith(source))
         assert f"{mean['training_top1']:.1f}" in line and f"{mean['training_loss']:.3f}" in line
-        assert mean["training_top1"] > 90 and 0 < mean["training_loss"] < 0.5
+        assert mean["training_top1"] > 90 and 0 <= mean["training_loss"] < 0.5
 
 
-def test_an_unreadable_image_is_named_and_k_is_what_a_class_has(run, tmp_path, capsys):
+def test_an_unreadable_image_is_named_and_left_out(run, tmp_path, capsys):
     tiles, out = shutil.copytree(TILES / "heldout", tmp_path / "tiles"), tmp_path / "out"
     first, *_, last = sorted(tiles.glob("*/*.jpg"))
     for path in (first, last):
@@ -198,9 +192,7 @@ def test_an_unreadable_image_is_named_and_k_is_what_a_class_has(run, tmp_path, c
     assert probe.main(argv) == 0
     printed = capsys.readouterr().out
     assert f"{first} is left out" in printed and f"{last} is left out" in printed
-    assert "knn (k 4, " in printed and table(out)["k"] == 4  # of 8 images
-    counted = table(out)["scores"][0]["classes"].values()
-    assert sum(row["images"] for row in counted) == 64 - 2 - 32
+    assert table(out)["scores"][0]["test_images"] == 64 - 2 - 32
     for path in tiles.glob("*/*.jpg"):
         path.write_bytes(b"nothing")
     assert probe.main(argv) == 2
@@ -239,7 +231,7 @@ def test_two_ranks_give_the_score_of_one(run, tmp_path):
     """To the last digit: each image is encoded in the same batch, wherever that is."""
     tiles = shutil.copytree(TILES / "train", tmp_path / "tiles")
     sorted(tiles.glob("*/*.jpg"))[70].write_bytes(b"nothing")
-    more = "--data", tiles, "--split", 0.5, "--epochs", 40, "--batch", 32, "--out"
+    more = "--data", tiles, "--split", 0.5, "--epochs", 40, "--out"
     one, two = (command("linear", run[0], *more, tmp_path / name) for name in ("one", "two"))
     assert probe.main(one) == 0
     (tmp_path / "argv.json").write_text(json.dumps(two))
