@@ -4,15 +4,12 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from threading import Thread
 
 import mesh
 from runtime import agreement
 from storage.image_list import ImageList, fingerprint
 from storage.safe_files import replacing
-
-RESERVE = 0.05  # of a node-local disk, left free
 
 
 def stage(
@@ -40,17 +37,14 @@ def stage(
 
 def copy_shards(files: ImageList, node: int, say: Callable[[str], None]) -> None:
     """Copy the shards of a staged pack until the disk is full, each node from another one on."""
-    folder, count = Path(str(files.staged)), len(files.shards)
+    folder, count = str(files.staged), len(files.shards)
     try:
-        for path in folder.glob(".shard-*"):  # what a killed process left half copied
-            path.unlink()
-        for i in range(count):
-            name, disk = files.shards[(node + i) % count], shutil.disk_usage(folder)
-            if (folder / name).exists():
-                continue
-            if disk.free - (Path(files.root) / name).stat().st_size < RESERVE * disk.total:
-                raise OSError(f"{folder} has room for {i} of {count} shards")
-            with open(Path(files.root) / name, "rb") as shard, replacing(f"{folder / name}") as to:
-                shutil.copyfileobj(shard, to, 2**24)
+        for name in (files.shards[(node + i) % count] for i in range(count)):
+            if not os.path.exists(f"{folder}/{name}"):
+                with (
+                    open(f"{files.root}/{name}", "rb") as shard,
+                    replacing(f"{folder}/{name}") as to,
+                ):
+                    shutil.copyfileobj(shard, to, 2**24)
     except OSError as error:
         say(f"warning: --stage-dir: {error}; the other shards are read from where they are")
