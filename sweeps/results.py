@@ -62,20 +62,18 @@ def with_state(out: Path, row: Row) -> Row:
     if folder.exists():
         state = "unfinished"
         why = "no result.json: it runs elsewhere, or its sweep was killed; --retry runs it again"
-    elif row["verdict"] == "NO" and not row["try_all"]:
+    elif row["verdict"] == "NO":
         state = "skipped"
         why = f"plan.py: {row['planned_gib']:.1f} GiB at the peak, of {row['memory_gib']:.1f}"
     return row | {"state": state, "reason": why}
 
 
 def read_rows(out: Path) -> list[Row]:
-    """Read all rows of a sweep's folder, or of a results.jsonl alone; ValueError for others."""
+    """Read all rows of a sweep's folder, or of a results.jsonl alone; OSError for others."""
     if (out / "points.jsonl").exists():
         rows = [with_state(out, row) for row in read_lines(out / "points.jsonl")]
-    elif (out / "results.jsonl").exists():
-        rows = read_lines(out / "results.jsonl")
     else:
-        raise ValueError(f"{out} is not the folder of a sweep: it has no results.jsonl")
+        rows = read_lines(out / "results.jsonl")
     return [{"source": out.resolve().name} | row for row in rows]
 
 
@@ -96,18 +94,17 @@ def read_log(path: Path) -> dict[str, list[Row]]:
 def outcome(code: int, log: dict[str, list[Row]], output: str, late: bool) -> tuple[str, str]:
     """Return (state, reason) of a run that has ended with the exit status `code`."""
     end = (log["end"] or [{}])[-1]
-    where = f"after step {log['step'][-1]['step']}" if log["step"] else "before the first step"
-    lines = [line.strip() for line in [*output.splitlines(), end.get("problem") or ""] if line]
+    problem = end.get("problem") or ""
+    lines = [line.strip()[:300] for line in [*output.splitlines(), problem] if line.strip()]
     if end.get("reason") == "done":
         return "done", ""
     # first: where the memory of one rank has run out, the others wait for it until a time limit
     if found := [line for line in lines if OUT_OF_MEMORY.search(line)]:
-        return "out of memory", f"{where}: {found[0][:300]}"
+        return "out of memory", found[0]
     if late or end.get("reason") == "timeout":
-        return "timed out", f"{end.get('problem') or 'longer than --limit'}, {where}"
+        return "timed out", problem or "longer than --limit"
     said = [line.partition(": error: ")[2] for line in lines if ": error: " in line]
-    last = (said or lines or ["no output"])[-1][:300]
-    return "failed", end.get("problem") or f"exit status {code}, {where}: {last}"
+    return "failed", problem or f"exit status {code}: {(said or lines or ['no output'])[-1]}"
 
 
 def measured(log: dict[str, list[Row]]) -> Row:
@@ -234,34 +231,33 @@ def find_limit(rows: Sequence[Row], alone: Row | None) -> Limit:
     waited = max(0.0, step - took["syn"] if "syn" in took else wait)
     busy = took.get("syn", step - waited)
     slow_input = min(took.get("io", 0), step) > busy + unsure
-    compute, note = compute_seconds(row, busy, alone)
+    compute = compute_seconds(row, busy, alone)
     if not compute:
-        return Limit("input" if slow_input or waited > step / 2 else "unknown", why + note)
+        return Limit("input" if slow_input or waited > step / 2 else "unknown", why)
     shares = {"compute": compute, "input": waited}
-    shares |= {"communication": busy - compute} if row["world_size"] > 1 else {}
+    if row["world_size"] > 1:
+        shares["communication"] = busy - compute
+        why += f", syn without communication {compute:.3g}"
     if slow_input:
-        return Limit("input", why + note, shares)
+        return Limit("input", why, shares)
     unsure += compute * noise(alone or row)
     first = max(shares, key=lambda name: shares[name])
     if first == "compute" and alone and 1 < alone["world_size"] < row["world_size"]:
-        return Limit("unknown", f"{why}{note}, communication included")
+        return Limit("unknown", f"{why}, communication included")
     rivals = [n for n in shares if n != first and shares[first] - shares[n] < unsure]
     if rivals:
-        return Limit("unclear", f"{why}{note}: {' or '.join([first, *rivals])}", shares)
-    return Limit(first, why + note, shares)
+        return Limit("unclear", f"{why}: {' or '.join([first, *rivals])}", shares)
+    return Limit(first, why, shares)
 
 
-def compute_seconds(row: Row, busy: float, alone: Row | None) -> tuple[float | None, str]:
-    """Return (seconds per step without communication, where they were measured)."""
-    world, devices = row["world_size"], device_count(row)
+def compute_seconds(row: Row, busy: float, alone: Row | None) -> float | None:
+    """Return the seconds per step without communication; None where no fewer ranks were run."""
+    world = row["world_size"]
     if world == 1:
-        return busy, ""
-    if devices < world:
-        return None, f"; {world} ranks share {devices} cores"
-    if not alone or alone["world_size"] >= world:
-        return None, "; no run on one rank"
-    compute = min(step_images(row) / ideal_rate(row, alone), busy)
-    return compute, f", syn on {alone['world_size']} of the ranks {compute:.3g}"
+        return busy
+    if not alone or alone["world_size"] >= world or device_count(row) < world:
+        return None
+    return min(step_images(row) / ideal_rate(row, alone), busy)
 
 
 def group_by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
