@@ -6,8 +6,9 @@
     python plan.py --machines                                   # what --machine may be
 
 Does it fit, with which local batch at most, how many bytes go over which link, and how fast can it
-be at best. No GPU and no process group is needed, for any number of ranks. The arithmetic is in
-planner/estimate.py.
+be at best. No GPU and no process group is needed, for any number of ranks. Takes the whole command
+line of train_fsdp.py, and plans --world-size ranks (default: one node of the machine). The
+arithmetic is in planner/estimate.py.
 """
 
 import argparse
@@ -32,10 +33,6 @@ from runtime.run import resolve
 def plan_parser() -> Parser:
     """Add the flags of the plan to those of train_fsdp.py."""
     parser = training_parser("plan.py", __doc__)
-    parser.description = (
-        f"{parser.description}\nIt takes the whole command line of train_fsdp.py, and plans "
-        "--world-size ranks (default: one\nnode of the machine)."
-    )
     add = parser.add_argument_group("the plan itself").add_argument
     add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")
     names = f"{', '.join(MACHINES)}, or a JSON file (default frontier)"
@@ -77,11 +74,9 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     """Describe one plan in a few lines."""
     run, found, time = plan.run, plan.json(), plan.seconds
     gib = ", ".join(f"{k} {v / GIB:.1f}" for k, v in plan.peak.bytes.items() if v >= 0.05 * GIB)
-    sent = {
-        link: sum(by[link] for by in found["traffic_bytes_per_rank"].values()) for link in LINKS
-    }
+    traffic = found["traffic_bytes_per_rank"].values()
+    links = ", ".join(f"{link} {sum(by[link] for by in traffic) / 1e9:.1f}" for link in LINKS)
     shape = f"{run.replicate} x {run.shard}" + f" x {run.tp} (tp)" * (run.tp > 1)
-    links = ", ".join(f"{link} {value / 1e9:.1f}" for link, value in sent.items())
     yield (
         f"{found['params']:,} parameters, {plan.label}, {shape} ranks of {plan.machine.name}, "
         f"local batch {run.batch}"
@@ -126,10 +121,6 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
         cells = "".join(f"{s.bytes[part] / GIB:12.3f}" for part in MEMORY_PARTS)
         yield f"{s.name:28}{cells}{s.total / GIB:9.3f}"
     yield ""
-    found = plan.json()
-    flops = (found[key] / 1e12 for key in ("flops_per_rank", "hardware_flops_per_rank"))
-    yield "TFLOP per rank and step: {:.2f}, with recomputation {:.2f}".format(*flops)
-    yield ""
     yield from _collective_lines(plan)
     yield ""
     yield f"{'constant':28}{'value':>10}  of {plan.machine.name}"
@@ -167,19 +158,11 @@ def machine_table() -> Iterator[str]:
     """Format the table of known machines."""
     links = ("package", "node", "network", "host")
     yield "GiB and bf16 TFLOP/s per rank; GB/s in one direction, network: of a whole node"
-    yield f"{'machine':13}{'ranks/node':>10}{'GiB':>8}{'TFLOP/s':>9}" + "".join(
-        f"{link:>9}" for link in links
-    )
+    head = "".join(f"{link:>9}" for link in links)
+    yield f"{'machine':13}{'ranks/node':>10}{'GiB':>8}{'TFLOP/s':>9}{head}"
     for m in MACHINES.values():
-        rates = [f"{getattr(m, f'{link}_bytes_per_second') / 1e9:g}" for link in links]
-        if m.ranks_per_package == 1:
-            rates[0] = "-"
-        if m.node_links > 1:
-            rates[1] = f"{m.node_links} x {rates[1]}"
-        yield (
-            f"{m.name:13}{m.ranks_per_node:10}{m.memory_gib:8g}{m.peak_flops / 1e12:9g}"
-            + "".join(f"{rate:>9}" for rate in rates)
-        )
+        rates = "".join(f"{getattr(m, f'{link}_bytes_per_second') / 1e9:9g}" for link in links)
+        yield f"{m.name:13}{m.ranks_per_node:10}{m.memory_gib:8g}{m.peak_flops / 1e12:9g}{rates}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -197,10 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(explanation_lines(plan)) + "\n")
     print("\n".join(comparison_lines(plans) if args.compare else summary_lines(plan)))
     if plan.machine.name != "frontier":
-        print(
-            f"note     constants were fitted on Frontier and are guesses for {plan.machine.name}: "
-            "--explain lists them, --measured-ips starts from a measured speed"
-        )
+        print("note     times are guesses: their constants were fitted on Frontier")
     return 0
 
 

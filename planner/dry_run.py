@@ -118,8 +118,6 @@ def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | Non
     start = start_record(run, CPU, plan, begin=begin, workers=0)
     for line in describe(start | ({"device": "a GPU each"} if device != CPU else {})):
         print(line)
-    if begin >= run.steps:
-        print("no step is left to do")
     return run, plan
 
 

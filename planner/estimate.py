@@ -20,7 +20,6 @@ import vit
 from planner.machines import MACHINES, Machine, build_ring, collective_seconds
 from planner.memory import GIB, StepMemory, states_held
 from planner.traffic import ACTIVATIONS, PlannedRun, collectives, link_bytes, model_units, run_units
-from runtime.config import Config
 
 # ---------------------------------------------------------------------------------------------
 # Does it fit
@@ -271,7 +270,7 @@ def reason(plan: Plan, plans: Sequence[Plan]) -> str:
 CHECKPOINTING = ("none", "selective", "full")  # --ac, in the order of what it saves
 
 
-def describe_fit(plan: Plan, config: Config, ran_out: bool = False) -> str:
+def describe_fit(plan: Plan, ran_out: bool = False) -> str:
     """Say in a sentence what a plan says of a run, and what would fit if that does not.
 
     Named is the smallest change of each kind. What has run out of memory needs too much whatever
@@ -280,16 +279,11 @@ def describe_fit(plan: Plan, config: Config, ran_out: bool = False) -> str:
     if plan.verdict == "FITS" and not ran_out:
         return plan.fit
     most = 0.9 * plan.peak_gib if ran_out else math.inf
-
-    def fits(fields: dict[str, Any]) -> bool:
-        other = Plan(replace(plan.run, **fields), plan.machine, plan.memory_gib)
-        return other.verdict == "FITS" and other.peak_gib <= most
-
     found: dict[str, str] = {}
-    for flags, fields in possible_changes(plan, config):
-        kind = flags.split()[0]
-        if kind not in found and fits(fields):
-            found[kind] = flags
+    for flags, fields in possible_changes(plan):
+        other = Plan(replace(plan.run, **fields), plan.machine, plan.memory_gib)
+        if other.verdict == "FITS" and other.peak_gib <= most:
+            found.setdefault(flags.split()[0], flags)
     if found:
         return f"{plan.fit}; what would fit: {', or '.join(found.values())}"
     return (
@@ -298,23 +292,20 @@ def describe_fit(plan: Plan, config: Config, ran_out: bool = False) -> str:
     )
 
 
-def possible_changes(plan: Plan, config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
+def possible_changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield flags and the fields of PlannedRun that they set, of each kind the smallest first.
 
     Smaller local batches with more accumulation, more checkpointing, modes that shard more.
     """
-    run, row = plan.run, shard.STRATEGIES[str(config.mode)]
-    images = run.batch * run.accum
+    run, images = plan.run, plan.run.batch * plan.run.accum
     for batch in reversed([n for n in mesh.divisors(images) if n < run.batch]):
         accum = images // batch
-        flags = f"--accum {accum}" if config.global_batch else f"--batch {batch} --accum {accum}"
-        yield flags, {"batch": batch, "accum": accum}
+        yield f"--batch {batch} --accum {accum}", {"batch": batch, "accum": accum}
     for ac in CHECKPOINTING[CHECKPOINTING.index(run.ac) + 1 :]:
         yield f"--ac {ac}", {"ac": ac}
-    least = run.shard + row.reshard  # of the same size where parameters are not yet freed
-    hybrid = row.group == "group" and row.reshard  # --mode and --group stay on the command line
-    without = " (without --bucket-cap-mb)" if config.bucket_cap_mb else ""
-    for group in (*group_sizes(run, plan.machine), run.data_ranks) if run.data_ranks > 1 else ():
+    # of the same size where parameters are not yet freed
+    least = max(2, run.shard + shard.STRATEGIES[run.mode].reshard)
+    for group in (*group_sizes(run, plan.machine), run.data_ranks):
         if group >= least:
-            flags = f"{'' if hybrid else '--mode hybrid '}--group {group}{without}"
-            yield flags, {"mode": "hybrid", "group": group, "bucket_cap_mb": None}
+            fields = {"mode": "hybrid", "group": group, "bucket_cap_mb": None}
+            yield f"--mode hybrid --group {group}", fields

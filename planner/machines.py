@@ -7,12 +7,12 @@ build such rings, and other algorithms send as many bytes per rank.
 
 `plan.py --machines` prints the table. For a machine of your own write a JSON file with the name of
 the nearest one and what differs, {"like": "dgx-a100-80", "ranks_per_node": 4}, and pass it as
-`plan.py --machine FILE`; without "like" it needs every field of `Machine` that has no default.
+`plan.py --machine FILE`.
 """
 
 import json
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -112,27 +112,11 @@ def read_machine(name: str) -> Machine:
         more = "or the path of a JSON file that describes yours"
         raise ValueError(f"there is no machine {name}: use one of {known}, {more}")
     try:
-        values: dict[str, Any] = {"name": path.stem, **json.loads(path.read_text())}
-        like = values.pop("like", None)
-        if like and like not in MACHINES:
-            raise ValueError(f"there is no machine {like!r}")
-        machine = replace(MACHINES[like], **values) if like else Machine(**values)
-        _check(machine)
-    except (OSError, ValueError, TypeError) as error:
-        names = f" of {', '.join(field.name for field in fields(Machine))}"
-        unknown = names if isinstance(error, TypeError) else ""
-        needed = f'it takes "like", one of {known}, and what differs{unknown}'
-        raise ValueError(f"the machine file {name}: {error}; {needed}") from None
-    return machine
-
-
-def _check(machine: Machine) -> None:
-    """Raise ValueError where a field is no number above zero."""
-    for field in fields(Machine)[1:]:
-        value = getattr(machine, field.name)
-        if not isinstance(value, int if field.type is int else int | float) or value <= 0:
-            must = "must be a number above 0, of ranks and links a whole one"
-            raise ValueError(f"{field.name} is {value!r}, but {must}")
+        values = {"name": path.stem, **json.loads(path.read_text())}
+        return replace(MACHINES[values.pop("like")], **values)
+    except (OSError, ValueError, TypeError, KeyError) as error:  # KeyError: the machine
+        needed = f'it takes "like", one of {known}, and the fields of Machine that differ'
+        raise ValueError(f"the machine file {name}: {error!r}; {needed}") from None
 
 
 # ---------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def _plan(
     machine = machines.nearest_machine(peak_flops(device)[0] if device else None, memory_gib)
     flags = traffic.PlannedRun.from_flags(run.model, run.record())
     plan = estimate.Plan(flags, machine, memory_gib)
-    return plan, estimate.describe_fit(plan, run.config, ran_out)
+    return plan, estimate.describe_fit(plan, ran_out)
 
 
 def is_out_of_memory(error: Exception) -> bool:
