@@ -43,8 +43,6 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
             help = "make larger pictures so small (default: copy all as they are)"
             add("--max-side", type=whole(1, 2**16), metavar="PIXELS", help=help)
             add("--quality", type=whole(1, 100), default=90, help="of JPEG (default 90)")
-            help = "size of the source of one shard (default 256)"
-            add("--shard-mib", type=whole(1, 2**20), default=256, metavar="MIB", help=help)
     return parser.parse_args(argv)
 
 
@@ -58,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "stats":
             write_stats(folder, args.workers, print)
         elif args.command == "pack":
-            options = {name: getattr(args, name) for name in ("max_side", "quality", "shard_mib")}
-            pack(folder, args.out, args.workers, print, **options)
+            pack(folder, args.out, args.workers, print, args.max_side, args.quality)
         else:
             files = save_index(list_images(folder, print), f"{folder}.index")
             print(f"{folder}.index: {len(files)} images, {len(files.classes)} classes")

@@ -5,10 +5,8 @@
     python sweep.py options --models 5b --nodes 8 --sbatch "-A PROJECT"   # through Slurm
     python sweep.py scaling --models base,3b,15b --nodes 1,2,4,8 --sbatch "-A PROJECT"
     python sweep.py table.csv -- --img-size 96              # your own; flags for every point
-    python sweep.py status DIR                              # DIR is --out, sweep_PLAN by default
-    python sweep.py report DIR                              # the page again
+    python sweep.py report DIR                              # how far it is, and the page
     python sweep.py report DIR examples/published           # yours beside the published ones
-
 A point is a run of train_fsdp.py, by torchrun, or by launch_frontier.sh in a job array per number
 of nodes. The same command runs what is missing: DIR/runs/ID is there once a point has begun, its
 result.json once it has ended (done, out of memory, failed, timed out). What cannot fit according to
@@ -29,7 +27,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import asdict
@@ -205,17 +202,6 @@ def submit(out: Path, rows: Sequence[Row], args: argparse.Namespace) -> None:
         print(f"{done.stdout.strip()}: {array.count(',') + 1} points on {nodes} nodes", flush=True)
 
 
-def print_states(out: Path) -> Counter[str]:
-    """Print and count how many points are in which state, and those that are not done."""
-    rows = results.read_rows(out)
-    states = Counter(row["state"] for row in rows)
-    print(", ".join(f"{count} {state}" for state, count in states.items()))
-    for row in rows:
-        if row["state"] not in ("done", "waiting"):
-            print(f"{row['state']:14}{row['id']:50} {row['reason']}")
-    return states
-
-
 def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     """Plan the points, run or submit those that have not begun; return the exit status."""
     in_slurm = args.sbatch is not None
@@ -237,11 +223,10 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
         row = run_point(out, row, args)
         rate = row.get("images_per_second")
         print(f"{row['state']}  {f'{rate:.1f} img/s' if rate else row['reason']}", flush=True)
-    status = int(bool({*AGAIN} & {*print_states(out)}))
-    if status:
+    again = {*AGAIN} & {*report.write_page([out], None)}
+    if again:
         print("--retry runs again what has failed, timed out or is unfinished")
-    report.write_page([out], None)
-    return status
+    return int(bool(again))
 
 
 def run_task(args: argparse.Namespace) -> int:
@@ -254,9 +239,7 @@ def run_task(args: argparse.Namespace) -> int:
 
 def build_parser() -> config.Parser:
     """Build the parser of the command line."""
-    description, _, usage = (__doc__ or "").partition("\n\n")
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = config.Parser("sweep.py", description=description, epilog=usage, formatter_class=raw)
+    parser = config.Parser("sweep.py", doc=__doc__)
     add, tiles = parser.add_argument, str(HERE / "examples" / "tiles" / "train")
 
     def counts(text: str) -> list[int]:
@@ -265,8 +248,8 @@ def build_parser() -> config.Parser:
     def path(text: str) -> Path:
         return Path(filled(text)).resolve()
 
-    add("what", metavar="PLAN", help="quick, options, scaling, io, a CSV file; or status, report")
-    add("dirs", type=path, metavar="DIR", nargs="*", help="of status, report")
+    add("what", metavar="PLAN", help="quick, options, scaling, io, a CSV file; or report")
+    add("dirs", type=path, metavar="DIR", nargs="*", help="of report")
     add("--out", type=path, metavar="DIR", help="(default sweep_PLAN; report: the first DIR)")
     text = "(default: quick tiny or base, io base, options 5b, scaling base,1b,3b,5b,15b)"
     add("--models", metavar="A,B", help=text)
@@ -293,15 +276,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(words[:cut])
     try:
-        if args.what in ("report", "status", "point"):
-            if not args.dirs:
-                raise ValueError("which sweep? name its folder, or examples/published")
-            if args.what == "point":
-                return run_task(args)
-            if args.what == "report":
-                report.write_page(args.dirs, args.out)
-            for folder in args.dirs if args.what == "status" else ():
-                print_states(folder)
+        if args.what in ("report", "point") and not args.dirs:
+            raise ValueError("which sweep? name its folder, or examples/published")
+        if args.what == "point":
+            return run_task(args)
+        if args.what == "report":
+            report.write_page(args.dirs, args.out)
             return 0
         return run_sweep(args, words[cut + 1 :])
     except (ValueError, OSError, ImportError) as error:

@@ -94,13 +94,11 @@ def nearest_machine(peak_flops: float | None, memory_gib: float | None) -> Machi
     """Find the machine of a device by its peak bf16 FLOP/s, then its memory; Frontier for None."""
     if peak_flops is None or memory_gib is None:
         return MACHINES["frontier"]
-    return min(
-        MACHINES.values(),
-        key=lambda machine: (
-            abs(math.log(machine.peak_flops / peak_flops)),
-            abs(math.log(machine.memory_gib / memory_gib)),
-        ),
-    )
+
+    def distance(machine: Machine) -> tuple[float, float]:
+        return abs(machine.peak_flops - peak_flops), abs(machine.memory_gib - memory_gib)
+
+    return min(MACHINES.values(), key=distance)
 
 
 def read_machine(name: str) -> Machine:

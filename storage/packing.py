@@ -7,7 +7,6 @@ import io
 import os
 import shutil
 import tarfile
-from collections.abc import Callable
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -22,7 +21,7 @@ from storage.image_list import ImageList, list_images, make_table, save_index
 from storage.safe_files import replacing
 from storage.tiff import read_bands
 
-Change = Callable[[bytes], tuple[bytes, str]]  # see `repack`
+SHARD_BYTES = 2**28  # of the source of one shard
 
 
 def repack(content: bytes, max_side: int | None, quality: int) -> tuple[bytes, str]:
@@ -46,8 +45,10 @@ def repack(content: bytes, max_side: int | None, quality: int) -> tuple[bytes, s
     return packed.getvalue(), ".jpg"
 
 
-def write_shard(change: Change, path: Path, files: ImageList) -> list[tuple[bytes, int, int]]:
-    """Write a shard of images, as `change` makes them -> name, size and start of each.
+def write_shard(
+    max_side: int | None, quality: int, path: Path, files: ImageList
+) -> list[tuple[bytes, int, int]]:
+    """Write a shard of images, as `repack` makes them -> name, size and start of each.
 
     An image that cannot be read, or made smaller, becomes an empty file, so that it is found
     unreadable again in training, and all others keep their numbers. Raises any error that is not
@@ -57,7 +58,7 @@ def write_shard(change: Change, path: Path, files: ImageList) -> list[tuple[byte
         for index in range(len(files)):
             name, content, ending = files.name(index), b"", ""
             try:
-                content, ending = change(files.read(index))
+                content, ending = repack(files.read(index), max_side, quality)
             except Exception as error:  # Pillow raises many kinds for a broken file
                 data.file_fault(error)
                 if isinstance(error, FileNotFoundError) and files.table[index]["size"]:
@@ -69,33 +70,8 @@ def write_shard(change: Change, path: Path, files: ImageList) -> list[tuple[byte
         return [(os.fsencode(member.name), member.size, member.offset_data) for member in archive]
 
 
-def write_pack(
-    files: ImageList, folder: Path, change: Change, shard_mib: int, workers: int, say: Say
-) -> ImageList:
-    """Write all shards of a pack and its index; return its list. Statistics come along."""
-    ends = np.cumsum(files.table["size"])
-    _, firsts = np.unique((ends - 1).clip(0) // (shard_mib * 2**20), return_index=True)
-    parts = [files.part(*pair) for pair in pairwise([*firsts, len(files)])]
-    shards = [folder / f"shard-{i:06}.tar" for i in range(len(parts))]
-    found = chain.from_iterable(for_each(partial(write_shard, change), workers, say, shards, parts))
-    names, stored, starts = map(list, zip(*found, strict=True))  # of all images
-    numbers = np.repeat(np.arange(len(parts)), list(map(len, parts)))
-    table = make_table(names, files.labels, stored, numbers, starts)
-    if os.path.exists(measured := stats_file(files.root)):
-        shutil.copyfile(measured, folder / "stats.json")
-    packed = ImageList(str(folder), table, files.classes, tuple(shard.name for shard in shards))
-    return save_index(packed, str(folder / "pack.index"))
-
-
 def pack(
-    source: str,
-    target: str,
-    workers: int,
-    say: Say,
-    *,
-    max_side: int | None = None,
-    quality: int = 90,
-    shard_mib: int = 256,
+    source: str, target: str, workers: int, say: Say, max_side: int | None = None, quality: int = 90
 ) -> None:
     """Put the images of a folder into tar shards, in their order, with an index.
 
@@ -106,16 +82,26 @@ def pack(
     path = Path(target)
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{target} is not empty: pack into a new folder")
-    files, change = list_images(source, say), partial(repack, max_side=max_side, quality=quality)
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a command that was interrupted
-    unfinished.mkdir(parents=True)
-    table = write_pack(files, unfinished, change, shard_mib, workers, say).table
-    unfinished.rename(path)
-    gib = f"{table['size'].sum() / 2**30:.3f} GiB of {files.table['size'].sum() / 2**30:.3f}"
-    say(f"{target}: {len(table)} images in {table['shard'][-1] + 1} shards, {gib}")
-    if broken := (table["size"] == 0).sum():
+    files, folder = list_images(source, say), path.with_name(f"{path.name}.unfinished")
+    shutil.rmtree(folder, ignore_errors=True)  # of a command that was interrupted
+    folder.mkdir(parents=True)
+    ends = np.cumsum(files.table["size"])
+    _, firsts = np.unique((ends - 1).clip(0) // SHARD_BYTES, return_index=True)
+    parts = [files.part(*pair) for pair in pairwise([*firsts, len(files)])]
+    shards = [folder / f"shard-{i:06}.tar" for i in range(len(parts))]
+    write = partial(write_shard, max_side, quality)
+    found = chain.from_iterable(for_each(write, workers, say, shards, parts))
+    names, sizes, starts = map(list, zip(*found, strict=True))  # of all images
+    numbers = np.repeat(np.arange(len(parts)), list(map(len, parts)))
+    table = make_table(names, files.labels, sizes, numbers, starts)
+    packed = ImageList(str(folder), table, files.classes, tuple(shard.name for shard in shards))
+    save_index(packed, str(folder / "pack.index"))
+    if os.path.exists(measured := stats_file(files.root)):
+        shutil.copyfile(measured, folder / "stats.json")
+    folder.rename(path)
+    say(f"{target}: {len(files)} images in {len(shards)} shards, {sum(sizes) / 2**30:.3f} GiB")
+    if broken := sizes.count(0):
         say(f"{broken} are unreadable: `prepare.py scan {source}` says why")
     arrays = np.char.endswith(table["name"], b".npy").sum()
-    if 2 * arrays > len(table) and not (path / "stats.json").exists():
+    if 2 * arrays > len(files) and not (path / "stats.json").exists():
         write_stats(target, workers, say)

@@ -161,11 +161,9 @@ def point_cells(row: Row, out: Path) -> list[str]:
 
 def page_lines(rows: Sequence[Row], figures: Sequence[str], out: Path) -> Iterator[str]:
     """Format the whole page."""
-    states = Counter(row["state"] for row in rows).items()
     hosts = {f"{r['host']} ({r.get('device')}, {r['cores']} cores)" for r in rows if r.get("host")}
     yield f"# Sweep: {', '.join(dict.fromkeys(row['source'] for row in rows))}\n"
-    yield f"{date.today()}: {', '.join(f'{n} {state}' for state, n in states)}."
-    yield f"\nMeasured on {', '.join(sorted(hosts)) or 'other hosts'}."
+    yield f"{date.today()}: {len(rows)} points, on {', '.join(sorted(hosts)) or 'other hosts'}."
     for name in figures:
         yield f"\n![{name}](figures/{name}.png)\n\n{CAPTIONS[name]}"
     yield "\n## What limits it\n\nShares of a step.\n"
@@ -179,9 +177,17 @@ def page_lines(rows: Sequence[Row], figures: Sequence[str], out: Path) -> Iterat
     yield from markdown_table(header, [point_cells(row, out) for row in rows])
 
 
-def write_page(folders: Sequence[Path], out: Path | None) -> None:
-    """Draw the points of some folders, and write their page; ValueError if there are none."""
+def write_page(folders: Sequence[Path], out: Path | None) -> Counter[str]:
+    """Draw the points of some folders, and write their page; print and return their states.
+
+    ValueError where no point has a result.
+    """
     rows = [row for folder in folders for row in results.read_rows(folder)]
+    states = Counter(row["state"] for row in rows)
+    print(", ".join(f"{count} {state}" for state, count in states.items()))
+    for row in rows:
+        if row["state"] not in ("done", "waiting"):
+            print(f"{row['state']:14}{row['id']:50} {row['reason']}")
     if not any(row.get("images_per_second") for row in rows):
         raise ValueError(f"{folders[0]} has no finished point to draw: run the sweep further")
     results.add_ideal(rows)
@@ -193,3 +199,4 @@ def write_page(folders: Sequence[Path], out: Path | None) -> None:
     with replacing(f"{out}/report.md") as stream:
         stream.writelines(f"{line}\n".encode() for line in page_lines(rows, figures, out))
     print(f"report: {out / 'report.md'}")
+    return states

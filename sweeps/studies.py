@@ -11,6 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime.image_source import check_folder
+
 Layout = tuple[int, int]  # nodes, ranks per node
 
 
@@ -100,9 +102,8 @@ def study_points(
         raise ValueError(f"there is no study {what}: use quick, options, scaling, io or a CSV file")
     default = DEFAULT_MODELS.get(what, "base" if gpu else "tiny")
     names = (models or default).split(",")
-    if what in ("quick", "io") and data != "synthetic":
-        if not os.path.isdir(data):
-            raise ValueError(f"--data {data} is not a folder of images: name one, or synthetic")
+    if data != "synthetic":
+        check_folder(data)
         data = os.path.abspath(data)  # points run in another folder
     if what == "quick":
         return list(quick_points(names, layouts[-1][1], data, gpu))

@@ -29,7 +29,7 @@ import checkpoint
 import data
 import prepare
 from runtime import image_source
-from storage import image_list, staging
+from storage import image_list, packing, staging
 
 TILES = ROOT / "examples/tiles/train"
 
@@ -186,12 +186,13 @@ def tar_content(folder):
     return content
 
 
-def test_a_pack_is_a_copy_that_tar_reads(tmp_path, capsys):
+def test_a_pack_is_a_copy_that_tar_reads(tmp_path, monkeypatch, capsys):
     """And its stream is that of its tree, the listed substitutes of broken images included."""
     root, target = tmp_path / "root", tmp_path / "pack"
     broken_tree(root)
     noise_image(99, 800, 800).save(root / "large.jpg", quality=100)  # for a second shard
-    prepared("pack", root, target, "--shard-mib", 1)
+    monkeypatch.setattr(packing, "SHARD_BYTES", 2**20)
+    prepared("pack", root, target)
     assert "33 images in 2 shards, " in (printed := capsys.readouterr().out)
     # a link to nothing, TIFF of no known kind; one was empty
     assert f"3 are unreadable: `prepare.py scan {root}` says why" in printed
@@ -241,7 +242,8 @@ def test_a_pack_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
     """Nor does it take a file system that goes away for a tree of broken images."""
     root, target = tmp_path / "root", tmp_path / "pack"
     files = class_tree(root, width=300, height=300)
-    command = ["pack", str(root), str(target), "--shard-mib", "1", "--workers", "1"]
+    monkeypatch.setattr(packing, "SHARD_BYTES", 2**20)
+    command = ["pack", str(root), str(target), "--workers", "1"]
     for error, status in ((KeyboardInterrupt(), 130), (FileNotFoundError(errno.ENOENT, ""), 1)):
         with monkeypatch.context() as patch:
             contained = Mock(side_effect=[b"x" * 2**17] * 20 + [error])
@@ -390,7 +392,8 @@ def test_a_tree_of_thirteen_bands_trains_after_one_command(tmp_path):
 
 def test_whole_shards_are_copied_to_the_node_and_read_there(tmp_path, monkeypatch):
     files = class_tree(tmp_path / "root", width=300, height=300)
-    prepared("pack", tmp_path / "root", tmp_path / "pack", "--shard-mib", 1)
+    monkeypatch.setattr(packing, "SHARD_BYTES", 2**20)
+    prepared("pack", tmp_path / "root", tmp_path / "pack")
     stage, said = tmp_path / "stage", []
     stage.mkdir()
     packed = replace(listed(tmp_path / "pack"), staged=str(stage))
