@@ -18,11 +18,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import data
@@ -181,7 +179,8 @@ def simulate(
                 scaler.unscale_(training.optimizer)
             norm = shard.clip_grad_norm(model, config.clip or math.inf)
             guard.vote(loss, norm, scaled=scaler is not None)
-        states = {"OptState": optimizer_bytes(model)}
+    # AdamW: two moments per value, one step count per tensor
+    states = {"OptState": 2 * after["Sharded Param"] + 4 * len([*model.parameters()])}
     return Simulation(_snapshot(tracker, "peak") | states, after | states, found)
 
 
@@ -189,12 +188,6 @@ def _snapshot(tracker: Any, which: str) -> dict[str, int]:
     """Read the bytes by category, "current" or "peak", of the only device."""
     (found,) = tracker.get_tracker_snapshot(which).values()
     return {category.value: size for category, size in found.items() if category != "Total"}
-
-
-def optimizer_bytes(model: nn.Module) -> int:
-    """Count AdamW's states on this rank: two moments per value, one step count per tensor."""
-    tensors = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return sum(2 * t.numel() * t.element_size() + 4 for t in tensors)
 
 
 # ---------------------------------------------------------------------------------------------

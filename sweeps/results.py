@@ -208,8 +208,7 @@ def find_limit(rows: Sequence[Row], alone: Row | None) -> Limit:
 
     Parts are compute (what one device alone takes), communication (the rest of `syn`) and input
     (what `real` takes longer than `syn`). But a loader that alone is slower than training without
-    it is the limit, however much of it is hidden. No verdict where what was measured cannot be, or
-    two parts differ by less than the runs scatter.
+    it is the limit, however much of it is hidden. No verdict where what was measured cannot be.
     """
     for row in rows:
         if row.get("alloc_retries") or row["state"] in MEMORY:
@@ -238,15 +237,9 @@ def find_limit(rows: Sequence[Row], alone: Row | None) -> Limit:
     if row["world_size"] > 1:
         shares["communication"] = busy - compute
         why += f", syn without communication {compute:.3g}"
-    if slow_input:
-        return Limit("input", why, shares)
-    unsure += compute * noise(alone or row)
-    first = max(shares, key=lambda name: shares[name])
+    first = "input" if slow_input else max(shares, key=lambda name: shares[name])
     if first == "compute" and alone and 1 < alone["world_size"] < row["world_size"]:
         return Limit("unknown", f"{why}, communication included")
-    rivals = [n for n in shares if n != first and shares[first] - shares[n] < unsure]
-    if rivals:
-        return Limit("unclear", f"{why}: {' or '.join([first, *rivals])}", shares)
     return Limit(first, why, shares)
 
 
