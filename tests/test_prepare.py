@@ -414,7 +414,7 @@ def test_whole_shards_are_copied_to_the_node_and_read_there(tmp_path, monkeypatc
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Folder, and runs of two ranks: plain, staged, refused, reading only."""
+    """Folder, and runs of two ranks: plain, staged, staged to no folder, reading only."""
     folder = tmp_path_factory.mktemp("runs")
     root, pack = folder / "root", folder / "pack"
     class_tree(root, each=16)
@@ -423,21 +423,21 @@ def runs(tmp_path_factory):
     given = [
         train(folder / "plain", root, "--steps", "6"),
         train(folder / "staged", pack, "--steps", "6", "--stage-dir", f"{folder}/stage"),
-        train(folder / "refused", pack, "--steps", "6", "--stage-dir", f"{folder}/file/x"),
+        train(folder / "nowhere", pack, "--steps", "6", "--stage-dir", f"{folder}/file/x"),
         train(folder / "io", TILES, "--run", "io", "--steps", "6"),
     ]
     return folder, run_ranks(2, given, folder / "ranks")
 
 
 def test_training_with_a_node_local_copy_is_the_same_and_fills_it(runs):
-    """A folder that cannot be made is refused on all ranks."""
-    folder, (plain, staged, refused, _) = runs
-    assert plain.status == staged.status == [0, 0], staged.errors
-    assert [step["loss"] for step in plain.steps] == [step["loss"] for step in staged.steps]
+    """A folder that cannot be made costs its speed."""
+    folder, (plain, *both, _) = runs
+    for staged in both:
+        assert plain.status == staged.status == [0, 0], staged.errors
+        assert [step["loss"] for step in plain.steps] == [step["loss"] for step in staged.steps]
     (copy,) = folder.glob("stage/pack-*/shard-000000.tar")
     assert copy.read_bytes() == (folder / "pack/shard-000000.tar").read_bytes()
-    assert refused.status == [2, 2] and refused.errors.count("error:") == 1
-    assert "Not a directory" in refused.errors
+    assert "warning: --stage-dir: [Errno 20] Not a directory" in both[1].output
 
 
 # --- what workers read, and what they leave
