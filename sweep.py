@@ -26,7 +26,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import asdict
@@ -152,7 +151,7 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
     command, environ = command_of(row, folder)
     result: Row = {"host": os.uname().nodename}
     result["cores"] = int(environ.get("SLURM_CPUS_ON_NODE") or mesh.process_cores())
-    started, late = time.time(), False
+    late = False
     with open(folder / "output.txt", "wb") as output:
         shown: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         # a session of its own: Ctrl-C is for the sweep
@@ -174,7 +173,7 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
     # twice what this run may need, and that before it: other programs had a part of the cores
     own = row["ranks"] * (int(environ.get("OMP_NUM_THREADS", 1)) + (result.get("workers") or 0))
     result["disturbed"] = result["load_after"] > max(os.cpu_count() or 1, 2 * own)
-    results.write_lines(folder / "result.json", [result | {"seconds": time.time() - started}])
+    results.write_lines(folder / "result.json", [result])
     return results.with_state(out, row)
 
 

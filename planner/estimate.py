@@ -42,18 +42,15 @@ def fit_verdict(peak_gib: float, memory_gib: float) -> str:
 # Time
 
 
-def rank_flops(run: PlannedRun, recompute: bool) -> float:
-    """Floating-point operations of a rank per step; with `recompute` those that --ac makes again.
-
-    Of matrix products alone, which --ac selective does not repeat (vit.flops_per_image).
-    """
-    config, again = run.config, recompute and run.ac == "full"
+def rank_flops(run: PlannedRun) -> float:
+    """Floating-point operations of a rank per step, without those that --ac makes again."""
+    config = run.config
     if run.encoder_only:
         config = replace(config, decoder_width=0, decoder_depth=0)
     # tensor parallelism splits the blocks, not the layers around them
     ends = replace(config, depth=0, decoder_depth=0)
     around = vit.flops_per_image(ends, run.img_size, run.mask_ratio)
-    whole = vit.flops_per_image(config, run.img_size, run.mask_ratio, again)
+    whole = vit.flops_per_image(config, run.img_size, run.mask_ratio)
     return run.accum * run.batch * (around + (whole - around) / run.tp)
 
 
@@ -67,7 +64,7 @@ def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
     tokens = run.accum * run.batch * sum(run.tokens[unit.part] * unit.count for unit in layers)
     passes = 4 / 3 if run.ac == "full" else 1
     peak = machine.peak_flops * (1 if run.precision != "fp32" else machine.fp32_share)
-    matmuls = rank_flops(run, recompute=False) / (peak * machine.efficiency)
+    matmuls = rank_flops(run) / (peak * machine.efficiency)
     return passes * (matmuls + tokens * machine.token_layer_seconds)
 
 
@@ -190,18 +187,13 @@ class Plan:
             count[c.kind] += c.count
         return {
             "params": sum(u.numel * u.count for u in model_units(run.config, run.encoder_only)),
-            "mesh": {"replicate": run.replicate, "shard": run.shard, "tp": run.tp},
             "memory_gib": memory | {"peak": self.peak_gib, "peak_active": self.peak_active_gib},
-            "peak_moment": self.peak.name,
-            "margin_gib": self.margin_gib,
             "available_gib": self.memory_gib,
             "verdict": self.verdict,
             "max_local_batch": self.max_local_batch,
             "traffic_bytes_per_rank": link_bytes(run, self.machine),
             "payload_bytes": dict(payload),
             "collectives": dict(count),
-            "flops_per_rank": rank_flops(run, recompute=False),
-            "hardware_flops_per_rank": rank_flops(run, recompute=True),
             "seconds": self.seconds,
             "step_seconds_lower_bound": self.seconds["step"],
             "images_per_second_upper_bound": self.images_per_second,
@@ -286,10 +278,7 @@ def describe_fit(plan: Plan, ran_out: bool = False) -> str:
             found.setdefault(flags.split()[0], flags)
     if found:
         return f"{plan.fit}; what would fit: {', or '.join(found.values())}"
-    return (
-        f"{plan.fit}; no --batch, --ac or --mode alone fits on {plan.run.world_size} ranks: take "
-        "several, more ranks, or a smaller --model or --img-size"
-    )
+    return f"{plan.fit}; no --batch, --ac or --mode alone fits: take several, or more ranks"
 
 
 def possible_changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
