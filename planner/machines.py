@@ -132,12 +132,10 @@ class Ring:
 
 @lru_cache(maxsize=1024)
 def build_ring(machine: Machine, world_size: int, ranks: int, stride: int) -> Ring:
-    """Place all groups of `ranks` ranks, `stride` apart, that fill the world.
+    """Place all groups of two or more ranks, `stride` apart, that fill the world.
 
     Shard groups have stride 1, replicate groups the shard group's size (see mesh.py).
     """
-    if ranks == 1:
-        return Ring(1, (0.0, 0.0, 0.0), 1.0)
     rank = np.arange(world_size)
     last = rank // stride % ranks == ranks - 1
     following = rank + np.where(last, -(ranks - 1) * stride, stride)  # from last to first
@@ -161,8 +159,6 @@ def wire_bytes(kind: str, payload: float, ranks: int) -> float:
 
 def collective_seconds(machine: Machine, kind: str, payload: float, ring: Ring) -> float:
     """Seconds of one collective: launch, one latency per hop, bytes over the slowest link."""
-    if ring.ranks == 1:
-        return 0.0
     package, node, network = ring.share
     rates = [machine.package_bytes_per_second] if package else []
     hop = machine.node_hop_seconds
