@@ -10,7 +10,7 @@ FSDP1. Four imports are private parts of PyTorch, there in torch 2.10 to 2.15.
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,13 +92,13 @@ def dry_run(
     except (ValueError, OSError, agreement.AgreedError) as error:
         print_error(str(error))
         return 2
-    if simulation:
+    if simulation and plan:
         print("one step of rank 0, simulated" + ", without --compile" * config.compile)
+        print("\n".join(report(simulation, plan, run.ranks_per_group)))
+        if config.cpu_offload:
+            print("parameters, gradients and optimizer are host memory")
     else:
         print("flags, mesh and batch are checked, but only an FSDP2 step is simulated")
-    print("\n".join(report(simulation, plan, run.ranks_per_group)))
-    if simulation and config.cpu_offload:
-        print("parameters, gradients and optimizer are host memory")
     return 3 if plan and plan["verdict"] == "NO" else 0
 
 
@@ -195,26 +195,25 @@ def _snapshot(tracker: Any, which: str) -> dict[str, int]:
 
 
 def report(
-    simulation: Simulation | None, plan: Mapping[str, Any] | None, group_sizes: Mapping[str, int]
+    simulation: Simulation, plan: Mapping[str, Any], group_sizes: Mapping[str, int]
 ) -> Iterator[str]:
     """Yield lines for the terminal: memory by part, collectives; `plan` as of plan.py --json."""
-    columns: dict[str, list[float]] = {}
-    if simulation:
-        for head, found in ("at peak", simulation.peak), ("after backward", simulation.after):
-            columns[head] = [
-                sum(found.get(n, 0) for n in names) / GIB for names, _ in ROWS.values()
-            ]
-    if plan:
-        gib = plan["memory_gib"]
-        columns["planned peak"] = [sum(gib[part] for part in parts) for _, parts in ROWS.values()]
-    yield f"{'memory per rank, GiB':26}" + "".join(f"{head:>16}" for head in columns)
-    for i, row in enumerate(ROWS):
-        yield f"  {row:24}" + "".join(f"{column[i]:16.3f}" for column in columns.values())
-    yield f"  {'all':24}" + "".join(f"{sum(column):16.3f}" for column in columns.values())
+
+    def gib(found: Mapping[str, int], names: Sequence[str]) -> float:
+        return sum(found.get(name, 0) for name in names) / GIB
+
+    yield f"{'memory per rank, GiB':26}{'at peak':>16}{'after backward':>16}{'planned peak':>16}"
+    table: dict[str, tuple[float, ...]] = {}
+    for row, (names, parts) in ROWS.items():
+        planned_gib = sum(plan["memory_gib"][part] for part in parts)
+        table[row] = gib(simulation.peak, names), gib(simulation.after, names), planned_gib
+    table["all"] = tuple(map(sum, zip(*table.values(), strict=True)))
+    for row, sizes in table.items():
+        yield f"  {row:24}" + "".join(f"{size:16.3f}" for size in sizes)
     # a rank alone sends nothing
-    sent = [c for c in simulation.collectives if group_sizes[c.group] > 1] if simulation else []
-    payload, count = (plan["payload_bytes"], plan["collectives"]) if plan else ({}, {})
+    sent = [c for c in simulation.collectives if group_sizes[c.group] > 1]
+    payload, count = plan["payload_bytes"], plan["collectives"]
     for kind in dict.fromkeys([*payload, *(c.kind for c in sent)]):  # each once
-        sizes = [c.size for c in sent if c.kind == kind]
-        simulated = f", simulated {len(sizes)} of {sum(sizes):,}" * bool(simulation)
-        yield f"  {kind}: planned {count.get(kind, 0)} of {payload.get(kind, 0):,} bytes{simulated}"
+        found = [c.size for c in sent if c.kind == kind]
+        expected = f"planned {count.get(kind, 0)} of {payload.get(kind, 0):,} bytes"
+        yield f"  {kind}: {expected}, simulated {len(found)} of {sum(found):,}"
