@@ -114,14 +114,10 @@ def load_index(path: str, root: str, staged: str | None = None) -> ImageList:
 
     ValueError where it is no such file. Nothing in the file is executed.
     """
-    try:
-        table = np.lib.format.open_memmap(path, mode="r")
-        with open(path, "rb") as file:
-            file.seek(table.offset + table.nbytes)
-            classes, shards = map(tuple, json.load(file))
-    except ValueError:
-        what = "is not an index written by prepare.py, or is damaged: create it again"
-        raise ValueError(f"{path} {what}") from None
+    table = np.lib.format.open_memmap(path, mode="r")
+    with open(path, "rb") as file:
+        file.seek(table.offset + table.nbytes)
+        classes, shards = map(tuple, json.load(file))
     return ImageList(root, table.view(np.ndarray), classes, shards, path, staged)
 
 
