@@ -144,7 +144,7 @@ def limit_cells(rows: Sequence[Row], limit: Limit) -> list[str]:
     """Format what limits a setting: each part as a share of their sum."""
     parts, ids = limit.parts, " ".join(row["id"] for row in rows)
     names = ("compute", "communication", "input")
-    shares = [f"{parts[n] / sum(parts.values()):.0%}" if n in parts else "-" for n in names]
+    shares = [f"{parts[n] / sum(parts.values()):.0%}" if parts else "-" for n in names]
     return [ids, f"**{limit.word}**", *shares, limit.why, ADVICE[limit.word]]
 
 

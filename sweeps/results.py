@@ -169,41 +169,34 @@ def noise(row: Row) -> float:
     return max(CLOSE, apart / 2 / row["images_per_second"])
 
 
-def ideal_runs(rows: Iterable[Row]) -> dict[tuple, Row]:
-    """Find the run without communication, by ideal_key: the fastest `syn` on the fewest ranks."""
+def add_ideal(rows: Iterable[Row]) -> None:
+    """Add to each training run the images/s without communication, and its share of them.
+
+    They are those of the fastest `syn` on the fewest ranks, for as many devices.
+    """
     found = [r for r in rows if r["run_mode"] == "syn" and r.get("images_per_second")]
     found.sort(key=lambda r: (-r["world_size"], r["images_per_second"] / device_count(r)))
-    return {ideal_key(row): row for row in found if not row.get("caveat")}
-
-
-def ideal_rate(row: Row, alone: Row) -> float:
-    """Return the images/s that the devices of `row` reach if each is as fast as in `alone`."""
-    return alone["images_per_second"] / device_count(alone) * device_count(row)
-
-
-def add_ideal(rows: Iterable[Row]) -> None:
-    """Add to each training run the images/s without communication, and its share of them."""
-    runs = ideal_runs(rows)
+    runs = {ideal_key(r): r for r in found if not (r.get("caveat") or r.get("disturbed"))}
     for row in rows:
         best = runs.get(ideal_key(row))
         if best and row.get("images_per_second") and row["run_mode"] != "io":
-            row["ideal"] = ideal_rate(row, best)
+            each = best["images_per_second"] / device_count(best)
+            row["ideal"], row["ideal_ranks"] = each * device_count(row), best["world_size"]
             row["efficiency"] = row["images_per_second"] / row["ideal"]
 
 
 def find_limits(rows: Sequence[Row]) -> list[tuple[list[Row], Limit]]:
-    """Find what limits each setting, from its real, syn and io runs and those on fewest ranks."""
+    """Find what limits each setting, from its real, syn and io runs, after `add_ideal`."""
     ended = [r for r in rows if r.get("images_per_second") or r["state"] in MEMORY]
     ended = [r for r in ended if r["studies"] != ["options"] and not r.get("caveat")]
-    alone, same = ideal_runs(rows), ("source", "world_size", "nodes", *SETTINGS)
-    found = []
+    same, found = ("source", "world_size", "nodes", *SETTINGS), []
     for some in group_by(ended, lambda row: tuple(row.get(name) for name in same)).values():
         some.sort(key=lambda row: RUNS.index(row["run_mode"]))
-        found.append((some, find_limit(some, alone.get(ideal_key(some[0])))))
+        found.append((some, find_limit(some)))
     return found
 
 
-def find_limit(rows: Sequence[Row], alone: Row | None) -> Limit:
+def find_limit(rows: Sequence[Row]) -> Limit:
     """Find what limits a setting, of whose runs `real` comes first: the largest part of a step.
 
     Parts are compute (what one device alone takes), communication (the rest of `syn`) and input
@@ -220,7 +213,7 @@ def find_limit(rows: Sequence[Row], alone: Row | None) -> Limit:
     for less in ("syn", "io"):  # which do a part of what real does
         if took.get(less, 0) - took.get("real", math.inf) > unsure:
             return Limit("unclear", f"{why}: real cannot take less than {less}")
-    loads = [r["load_after"] for r in (*rows, alone or {}) if r.get("disturbed")]
+    loads = [r["load_after"] for r in rows if r.get("disturbed")]
     if loads:
         return Limit("unclear", f"{why}; other programs took part: load {max(loads):.1f}")
     mode, row = next(iter(runs.items()))
@@ -230,27 +223,17 @@ def find_limit(rows: Sequence[Row], alone: Row | None) -> Limit:
     waited = max(0.0, step - took["syn"] if "syn" in took else wait)
     busy = took.get("syn", step - waited)
     slow_input = min(took.get("io", 0), step) > busy + unsure
-    compute = compute_seconds(row, busy, alone)
-    if not compute:
-        return Limit("input" if slow_input or waited > step / 2 else "unknown", why)
-    shares = {"compute": compute, "input": waited}
-    if row["world_size"] > 1:
-        shares["communication"] = busy - compute
+    compute, world = busy, row["world_size"]
+    if world > 1:
+        if row.get("ideal_ranks", world) == world or device_count(row) < world:
+            return Limit("input" if slow_input or waited > step / 2 else "unknown", why)
+        compute = min(step_images(row) / row["ideal"], busy)
         why += f", syn without communication {compute:.3g}"
+    shares = {"compute": compute, "communication": busy - compute, "input": waited}
     first = "input" if slow_input else max(shares, key=lambda name: shares[name])
-    if first == "compute" and alone and 1 < alone["world_size"] < row["world_size"]:
+    if first == "compute" and 1 < row.get("ideal_ranks", 1) < world:
         return Limit("unknown", f"{why}, communication included")
     return Limit(first, why, shares)
-
-
-def compute_seconds(row: Row, busy: float, alone: Row | None) -> float | None:
-    """Return the seconds per step without communication; None where no fewer ranks were run."""
-    world = row["world_size"]
-    if world == 1:
-        return busy
-    if not alone or alone["world_size"] >= world or device_count(row) < world:
-        return None
-    return min(step_images(row) / ideal_rate(row, alone), busy)
 
 
 def group_by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:

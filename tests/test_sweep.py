@@ -278,8 +278,8 @@ CPU = {"device": "cpu", "cores": 2}
         ([row("real", 64), row("syn", 66), row("io", 90), ALONE], "compute", None),
         ([row("syn", 20), ALONE], "communication", (1, 3, 0)),
         ([row("io", 20)], "unknown", None),
-        ([row("syn", 5, 1)], "compute", (2, None, 0)),
-        ([row("real", 5, 1), row("syn", 10, 1), row("io", 7, 1)], "input", (1, None, 1)),
+        ([row("syn", 5, 1)], "compute", (2, 0, 0)),
+        ([row("real", 5, 1), row("syn", 10, 1), row("io", 7, 1)], "input", (1, 0, 1)),
         ([row("syn", 20, 8, **CPU), row("syn", 10, 1, **CPU)], "unknown", None),  # they share cores
         ([row("real", 10, data_seconds=7.0), ALONE], "input", (1, 0, 7)),
         ([row("syn", 20), row("syn", 20, 2)], "communication", (1, 3, 0)),
@@ -292,6 +292,7 @@ CPU = {"device": "cpu", "cores": 2}
     ],
 )
 def test_limits_by_hand(rows, word, parts):
+    results.add_ideal(rows)
     some, limit = results.find_limits(rows)[0]
     assert some[0] is rows[0] and limit.word == word and limit.why and word in results.ADVICE
     if parts:
@@ -385,6 +386,7 @@ def test_the_limit_is_right_where_the_cause_is_known(tmp_path, monkeypatch):
             assert results.outcome(0, log, "", False)[0] == "done"
             known = {"studies": ["io"], "state": "done", "nodes": 1, "id": f"{world}-{run}"}
             rows.append(results.measured(log) | known)
+        results.add_ideal(rows)
         found = {some[0]["world_size"]: limit for some, limit in results.find_limits(rows)}
         assert found[2].word == cause, (cause, found)
 
