@@ -2,25 +2,26 @@
 
     python plan.py --model 15b --mode hybrid --group 4 --world-size 512 --batch 32 --memory-gib 64
     python plan.py --model 15b --world-size 1024 --compare      # every mode and group, best first
-    python plan.py --model 15b --group 4 --explain              # where the numbers come from
+    python plan.py --model 15b --group 4 --explain              # where the memory goes
     python plan.py --machines                                   # what --machine may be
 
 Does it fit, with which local batch at most, how many bytes go over which link, and how fast can it
-be at best. No GPU and no process group is needed, for any number of ranks. The arithmetic is in
-planner/estimate.py.
+be at best. No GPU and no process group is needed, for any number of ranks. Takes the whole command
+line of train_fsdp.py, and plans --world-size ranks (default: one node of the machine). The
+arithmetic is in planner/estimate.py.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import shard
 from planner.estimate import Plan, compare, in_mode, reason
-from planner.machines import LINKS, MACHINES, build_ring, collective_seconds, read_machine
+from planner.machines import LINKS, MACHINES, read_machine
 from planner.memory import GIB, MEMORY_PARTS
-from planner.traffic import PlannedRun, collectives, link_bytes, run_units
+from planner.traffic import PlannedRun, link_bytes, run_units
 from runtime import process
 from runtime.config import Parser, filled, make_config, number, training_parser
 from runtime.run import resolve
@@ -32,10 +33,6 @@ from runtime.run import resolve
 def plan_parser() -> Parser:
     """Add the flags of the plan to those of train_fsdp.py."""
     parser = training_parser("plan.py", __doc__)
-    parser.description = (
-        f"{parser.description}\nIt takes the whole command line of train_fsdp.py, and plans "
-        "--world-size ranks (default: one\nnode of the machine)."
-    )
     add = parser.add_argument_group("the plan itself").add_argument
     add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")
     names = f"{', '.join(MACHINES)}, or a JSON file (default frontier)"
@@ -46,7 +43,7 @@ def plan_parser() -> Parser:
     ips = "images/s of one whole node, measured under the same flags"
     add("--measured-ips", type=number(0.001, 10**9), metavar="IMAGES", help=ips)
     add("--compare", action="store_true", help="every mode and group, best first")
-    add("--explain", action="store_true", help="where the numbers come from")
+    add("--explain", action="store_true", help="where the memory goes")
     add("--json", action="store_true", help="one JSON object")
     return parser
 
@@ -77,11 +74,9 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     """Describe one plan in a few lines."""
     run, found, time = plan.run, plan.json(), plan.seconds
     gib = ", ".join(f"{k} {v / GIB:.1f}" for k, v in plan.peak.bytes.items() if v >= 0.05 * GIB)
-    sent = {
-        link: sum(by[link] for by in found["traffic_bytes_per_rank"].values()) for link in LINKS
-    }
+    traffic = found["traffic_bytes_per_rank"].values()
+    links = ", ".join(f"{link} {sum(by[link] for by in traffic) / 1e9:.1f}" for link in LINKS)
     shape = f"{run.replicate} x {run.shard}" + f" x {run.tp} (tp)" * (run.tp > 1)
-    links = ", ".join(f"{link} {value / 1e9:.1f}" for link, value in sent.items())
     yield (
         f"{found['params']:,} parameters, {plan.label}, {shape} ranks of {plan.machine.name}, "
         f"local batch {run.batch}"
@@ -113,8 +108,18 @@ def comparison_lines(plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def explanation_lines(plan: Plan) -> Iterator[str]:
-    """Explain a plan: bytes per parameter, memory by phase, FLOPs, time of each collective."""
-    yield from _state_lines(plan)
+    """Explain the memory of a plan: bytes per parameter by mode, GiB by phase of a step."""
+    run = plan.run
+    yield f"bytes per parameter on each of {run.world_size} ranks (AdamW, fp32 states)"
+    yield f"{'mode':18}{'parameters':>11}{'gradients':>11}{'states':>11}{'sum':>8}"
+    for mode, row in shard.STRATEGIES.items():
+        other = in_mode(replace(run, accum=1), mode, run.shard if row.group == "group" else None)
+        numel = sum(unit.numel * unit.count for unit in run_units(other))
+        planned = Plan(other, plan.machine)
+        kept = planned.snapshots[-1].bytes
+        held = [kept[part] / numel for part in ("parameters", "gradients", "optimizer")]
+        cells = "".join(f"{size:11.3f}" for size in held)
+        yield f"{planned.label:18}{cells}{sum(held):8.3f}"
     yield ""
     yield "GiB at the largest moment of each phase of a step"
     yield f"{'moment':28}" + "".join(f"{part[:11]:>12}" for part in MEMORY_PARTS) + f"{'sum':>9}"
@@ -125,61 +130,17 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
         s = max(moments, key=lambda snapshot: snapshot.total)
         cells = "".join(f"{s.bytes[part] / GIB:12.3f}" for part in MEMORY_PARTS)
         yield f"{s.name:28}{cells}{s.total / GIB:9.3f}"
-    yield ""
-    found = plan.json()
-    flops = (found[key] / 1e12 for key in ("flops_per_rank", "hardware_flops_per_rank"))
-    yield "TFLOP per rank and step: {:.2f}, with recomputation {:.2f}".format(*flops)
-    yield ""
-    yield from _collective_lines(plan)
-    yield ""
-    yield f"{'constant':28}{'value':>10}  of {plan.machine.name}"
-    for name, value in asdict(plan.machine).items():
-        if name != "name":
-            yield f"{name:28}{value:10.3g}"
-
-
-def _state_lines(plan: Plan) -> Iterator[str]:
-    """Format a table of bytes per parameter on each rank, by mode."""
-    run = plan.run
-    yield f"bytes per parameter on each of {run.world_size} ranks (AdamW, fp32 states)"
-    yield f"{'mode':18}{'parameters':>11}{'gradients':>11}{'states':>11}{'sum':>8}"
-    for mode, row in shard.STRATEGIES.items():
-        other = in_mode(replace(run, accum=1), mode, run.shard if row.group == "group" else None)
-        numel = sum(unit.numel * unit.count for unit in run_units(other))
-        planned = Plan(other, plan.machine)
-        kept = planned.snapshots[-1].bytes
-        held = [kept[part] / numel for part in ("parameters", "gradients", "optimizer")]
-        yield (
-            f"{planned.label:18}" + "".join(f"{size:11.3f}" for size in held) + f"{sum(held):8.3f}"
-        )
-
-
-def _collective_lines(plan: Plan) -> Iterator[str]:
-    """Format a table of collectives: kind, part of the model, group, count, size and time."""
-    yield f"{'collective':16}{'unit':20}{'ranks':>6}{'per step':>9}{'MB':>10}{'ms each':>9}"
-    for c in collectives(plan.run):
-        ring = build_ring(plan.machine, plan.run.world_size, c.ranks, c.stride)
-        ms = collective_seconds(plan.machine, c.kind, c.payload, ring) * 1e3
-        yield f"{c.kind:16}{c.what:20}{c.ranks:6}{c.count:9}{c.payload / 1e6:10.1f}{ms:9.2f}"
 
 
 def machine_table() -> Iterator[str]:
     """Format the table of known machines."""
     links = ("package", "node", "network", "host")
     yield "GiB and bf16 TFLOP/s per rank; GB/s in one direction, network: of a whole node"
-    yield f"{'machine':13}{'ranks/node':>10}{'GiB':>8}{'TFLOP/s':>9}" + "".join(
-        f"{link:>9}" for link in links
-    )
+    head = "".join(f"{link:>9}" for link in links)
+    yield f"{'machine':13}{'ranks/node':>10}{'GiB':>8}{'TFLOP/s':>9}{head}"
     for m in MACHINES.values():
-        rates = [f"{getattr(m, f'{link}_bytes_per_second') / 1e9:g}" for link in links]
-        if m.ranks_per_package == 1:
-            rates[0] = "-"
-        if m.node_links > 1:
-            rates[1] = f"{m.node_links} x {rates[1]}"
-        yield (
-            f"{m.name:13}{m.ranks_per_node:10}{m.memory_gib:8g}{m.peak_flops / 1e12:9g}"
-            + "".join(f"{rate:>9}" for rate in rates)
-        )
+        rates = "".join(f"{getattr(m, f'{link}_bytes_per_second') / 1e9:9g}" for link in links)
+        yield f"{m.name:13}{m.ranks_per_node:10}{m.memory_gib:8g}{m.peak_flops / 1e12:9g}{rates}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -197,10 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(explanation_lines(plan)) + "\n")
     print("\n".join(comparison_lines(plans) if args.compare else summary_lines(plan)))
     if plan.machine.name != "frontier":
-        print(
-            f"note     constants were fitted on Frontier and are guesses for {plan.machine.name}: "
-            "--explain lists them, --measured-ips starts from a measured speed"
-        )
+        print("note     times are guesses: their constants were fitted on Frontier")
     return 0
 
 

@@ -38,16 +38,11 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
         if name != "index":
             help = "processes (default: the number of cores)"
             add("--workers", type=whole(1, 1024), default=process_cores(), metavar="N", help=help)
-        if name == "scan":
-            help = "list of the broken images (default bad_images.csv)"
-            add("--out", type=filled, default="bad_images.csv", metavar="FILE", help=help)
         if name == "pack":
             add("out", type=filled, metavar="DST", help="folder of the shards")
-            help = "make larger images so small (default: copy all as they are)"
+            help = "make larger pictures so small (default: copy all as they are)"
             add("--max-side", type=whole(1, 2**16), metavar="PIXELS", help=help)
             add("--quality", type=whole(1, 100), default=90, help="of JPEG (default 90)")
-            help = "size of the source of one shard (default: a 64th of all, 16 to 1024)"
-            add("--shard-mib", type=whole(1, 2**20), metavar="MIB", help=help)
     return parser.parse_args(argv)
 
 
@@ -57,12 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = args.dir.rstrip("/") or "/"
     try:
         if args.command == "scan":
-            return 1 if check_images(folder, args.out, args.workers, print) else 0
+            return 1 if check_images(folder, args.workers, print) else 0
         if args.command == "stats":
             write_stats(folder, args.workers, print)
         elif args.command == "pack":
-            options = {name: getattr(args, name) for name in ("max_side", "quality", "shard_mib")}
-            pack(folder, args.out, args.workers, print, **options)
+            pack(folder, args.out, args.workers, print, args.max_side, args.quality)
         else:
             files = save_index(list_images(folder, print), f"{folder}.index")
             print(f"{folder}.index: {len(files)} images, {len(files.classes)} classes")

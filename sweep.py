@@ -5,16 +5,14 @@
     python sweep.py options --models 5b --nodes 8 --sbatch "-A PROJECT"   # through Slurm
     python sweep.py scaling --models base,3b,15b --nodes 1,2,4,8 --sbatch "-A PROJECT"
     python sweep.py table.csv -- --img-size 96              # your own; flags for every point
-    python sweep.py status DIR                              # DIR is --out, sweep_PLAN by default
-    python sweep.py report DIR                              # the page again
+    python sweep.py report DIR                              # how far it is, and the page
     python sweep.py report DIR examples/published           # yours beside the published ones
-
 A point is a run of train_fsdp.py, by torchrun, or by launch_frontier.sh in a job array per number
 of nodes. The same command runs what is missing: DIR/runs/ID is there once a point has begun, its
 result.json once it has ended (done, out of memory, failed, timed out). What cannot fit according to
-plan.py is skipped. A table has the columns `ranks` (per node) and `nodes` (default 1); every other
-column is a flag: `true` and `false` are switches, empty cells are left out. Flags after `--` are
-added to every point; the last of two counts. The page needs matplotlib.
+plan.py is skipped. A table has the columns `ranks` (per node) and `nodes`, both 1 by default; every
+other column is a flag: `true` and `false` are switches, empty cells are left out. Flags after `--`
+are added to every point; the last of two counts. The page needs matplotlib.
 """
 
 import argparse
@@ -28,8 +26,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import asdict
@@ -40,7 +36,6 @@ import torch
 
 import mesh
 import plan
-from planner.estimate import fit_verdict
 from runtime import config, devices, process
 from runtime.config import filled, number, whole
 from sweeps import report, results, studies
@@ -49,7 +44,6 @@ from sweeps.studies import Point
 
 HERE = Path(__file__).resolve().parent
 TRAIN = HERE / "train_fsdp.py"
-RESERVED = ("out", "resume", "save_every", "async_save", "dry_run")  # set by the sweep
 END_SECONDS = 60  # that a run may take to end when it is asked to
 AGAIN = ("failed", "timed out", "unfinished")  # what --retry runs again
 
@@ -63,6 +57,9 @@ def plan_point(point: Point, machine: str | None, memory_gib: float | None) -> R
     The id is a readable name and a hash of all flags: the same run has the same id everywhere.
     """
     world, errors = point.nodes * point.ranks, io.StringIO()
+    if not machine and not memory_gib:  # of this host
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        memory_gib = devices.rank_memory_gib(device, point.ranks)
     words = [*point.words, "--world-size", str(world)]
     words += ["--machine", machine] if machine else []
     words += ["--memory-gib", str(memory_gib)] if memory_gib else []
@@ -73,21 +70,13 @@ def plan_point(point: Point, machine: str | None, memory_gib: float | None) -> R
     except SystemExit:
         why = errors.getvalue().strip().rpartition(": error: ")[2]
         raise ValueError(f"{shlex.join(point.words)} on {world} ranks: {why}") from None
-    for name in RESERVED:
-        if row[name] != getattr(config.Config, name):
-            raise ValueError(f"--{name.replace('_', '-')} is set by the sweep: leave it out")
     name = f"{row['model']}-{row['mode']}{row['group'] or ''}-{point.nodes}x{point.ranks}"
     code = hashlib.sha256(json.dumps([point.nodes, row], sort_keys=True).encode()).hexdigest()[:6]
     row["id"] = re.sub(r"[^\w-]", "_", f"{name}-{row['run_mode']}-{code}")
     row |= {"studies": [point.study], "words": point.words, "nodes": point.nodes}
     row |= {"ranks": point.ranks, "batch": row["batch"] or config.DEFAULT_BATCH}
-    if machine or memory_gib:
-        gib = planned.memory_gib
-    else:
-        gpu = row["device"] != "cpu" and torch.cuda.is_available()
-        gib = devices.rank_memory_gib(torch.device("cuda" if gpu else "cpu"), point.ranks)
-    row |= {"planned_gib": planned.peak_gib, "memory_gib": gib}
-    row["verdict"] = fit_verdict(planned.peak_gib, gib)
+    row |= {"planned_gib": planned.peak_gib, "memory_gib": planned.memory_gib}
+    row["verdict"] = planned.verdict
     if machine:  # the speed of another machine says nothing about this host
         row["planned_images_per_second"] = planned.images_per_second
     return row
@@ -97,16 +86,10 @@ def choose_points(args: argparse.Namespace, words: list[str]) -> list[Point]:
     """List the points of the command line; `words` are the flags after `--`."""
     in_slurm, gpus = args.sbatch is not None, torch.cuda.device_count()
     if args.what.endswith(".csv"):
-        for flag in ("models", "nodes", "ranks"):
-            if getattr(args, flag):
-                raise ValueError(f"--{flag} applies to the built-in studies: the table has its own")
         points = studies.table_points(Path(args.what))
-    elif args.nodes and not in_slurm:
-        raise ValueError("--nodes needs Slurm, this is one node: add --sbatch FLAGS")
     else:
-        cores = 4 if args.what == "quick" else min(4, max(2, mesh.process_cores()))
-        layouts = studies.layouts_here(args.ranks or gpus or cores)
-        if in_slurm:
+        layouts = studies.layouts_here(args.ranks or gpus or 4)
+        if in_slurm or args.nodes:
             layouts = [(1, 1), *((n, args.ranks or 8) for n in sorted(args.nodes or (1, 2, 4, 8)))]
         elif args.what == "io":
             layouts = list(dict.fromkeys((layouts[0], layouts[-1])))
@@ -168,7 +151,7 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
     command, environ = command_of(row, folder)
     result: Row = {"host": os.uname().nodename}
     result["cores"] = int(environ.get("SLURM_CPUS_ON_NODE") or mesh.process_cores())
-    started, late = time.time(), False
+    late = False
     with open(folder / "output.txt", "wb") as output:
         shown: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         # a session of its own: Ctrl-C is for the sweep
@@ -190,7 +173,7 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
     # twice what this run may need, and that before it: other programs had a part of the cores
     own = row["ranks"] * (int(environ.get("OMP_NUM_THREADS", 1)) + (result.get("workers") or 0))
     result["disturbed"] = result["load_after"] > max(os.cpu_count() or 1, 2 * own)
-    results.write_lines(folder / "result.json", [result | {"seconds": time.time() - started}])
+    results.write_lines(folder / "result.json", [result])
     return results.with_state(out, row)
 
 
@@ -218,28 +201,14 @@ def submit(out: Path, rows: Sequence[Row], args: argparse.Namespace) -> None:
         print(f"{done.stdout.strip()}: {array.count(',') + 1} points on {nodes} nodes", flush=True)
 
 
-def print_states(out: Path) -> Counter[str]:
-    """Print and count how many points are in which state, and those that are not done."""
-    rows = results.read_rows(out)
-    states = Counter(row["state"] for row in rows)
-    print(", ".join(f"{count} {state}" for state, count in states.items()))
-    for row in rows:
-        if row["state"] not in ("done", "waiting"):
-            print(f"{row['state']:14}{row['id']:50} {row['reason']}")
-    return states
-
-
 def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     """Plan the points, run or submit those that have not begun; return the exit status."""
-    in_slurm, machine = args.sbatch is not None, args.machine
-    if in_slurm and not machine and not args.memory_gib:
-        machine = os.environ.get("MACHINE") or os.environ.get("LMOD_SYSTEM_NAME")
-        if machine != "frontier":  # the rule of launch_frontier.sh
-            raise ValueError("not on Frontier: --machine NAME of `plan.py --machines`, or a file")
+    in_slurm = args.sbatch is not None
+    machine = args.machine or ("frontier" if in_slurm else None)
     out = (args.out or Path(f"sweep_{Path(args.what).stem}")).resolve()
     rows = [plan_point(p, machine, args.memory_gib) for p in choose_points(args, words)]
     out.mkdir(parents=True, exist_ok=True)
-    rows = results.add_points(out, [row | {"try_all": args.try_all} for row in rows])
+    rows = results.add_points(out, rows)
     print(f"{len(rows)} points in {out}", flush=True)
     wanted = ("waiting", *AGAIN) if args.retry else ("waiting",)
     rows = [row for row in rows if results.with_state(out, row)["state"] in wanted]
@@ -253,11 +222,10 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
         row = run_point(out, row, args)
         rate = row.get("images_per_second")
         print(f"{row['state']}  {f'{rate:.1f} img/s' if rate else row['reason']}", flush=True)
-    status = int(bool({*AGAIN} & {*print_states(out)}))
-    if status:
+    again = {*AGAIN} & {*report.write_page([out], None)}
+    if again:
         print("--retry runs again what has failed, timed out or is unfinished")
-    report.write_page([out], None)
-    return status
+    return int(bool(again))
 
 
 def run_task(args: argparse.Namespace) -> int:
@@ -270,9 +238,7 @@ def run_task(args: argparse.Namespace) -> int:
 
 def build_parser() -> config.Parser:
     """Build the parser of the command line."""
-    description, _, usage = (__doc__ or "").partition("\n\n")
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = config.Parser("sweep.py", description=description, epilog=usage, formatter_class=raw)
+    parser = config.Parser("sweep.py", doc=__doc__)
     add, tiles = parser.add_argument, str(HERE / "examples" / "tiles" / "train")
 
     def counts(text: str) -> list[int]:
@@ -281,55 +247,43 @@ def build_parser() -> config.Parser:
     def path(text: str) -> Path:
         return Path(filled(text)).resolve()
 
-    add("what", metavar="PLAN", help="quick, options, scaling, io, a CSV file; or status, report")
-    add("dirs", type=path, metavar="DIR", nargs="*", help="of status, report")
-    text = "(default sweep_PLAN; report: DIR itself, of several sweep_DIR_and_DIR)"
-    add("--out", type=path, metavar="DIR", help=text)
+    add("what", metavar="PLAN", help="quick, options, scaling, io, a CSV file; or report")
+    add("dirs", type=path, metavar="DIR", nargs="*", help="of report")
+    add("--out", type=path, metavar="DIR", help="(default sweep_PLAN; report: the first DIR)")
     text = "(default: quick tiny or base, io base, options 5b, scaling base,1b,3b,5b,15b)"
     add("--models", metavar="A,B", help=text)
     add("--nodes", type=counts, metavar="1,2,4", help="with --sbatch (default 1,2,4,8)")
-    text = "per node (default: GPUs here; 8 with --sbatch; quick on a CPU 4)"
+    text = "per node (default: GPUs here, or 4; 8 with --sbatch)"
     add("--ranks", type=whole(1, 1024), metavar="N", help=text)
     add("--data", metavar="DIR", default=tiles, help="images of real and io (default: tiles here)")
     text = "through Slurm, with these flags of sbatch; environment as for launch_frontier.sh"
     add("--sbatch", metavar="FLAGS", help=text)
-    text = "for plan.py (default: with --sbatch frontier, there; else this host's memory, no speed)"
+    text = "for plan.py (default: with --sbatch frontier; else this host's memory, no speed)"
     add("--machine", metavar="NAME", help=text)
-    add("--memory-gib", type=number(0.1), metavar="GIB", help="per rank, for plan.py")
+    text = "per rank, for plan.py; points that need more are skipped"
+    add("--memory-gib", type=number(0.1), metavar="GIB", help=text)
     add("--limit", type=number(1), default=900, metavar="SECONDS", help="per point (default 900)")
-    add("--try", action="store_true", dest="try_all", help="run what plan.py says cannot fit")
     add("--retry", action="store_true", help="run again what failed, timed out or did not end")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run or show a sweep; exit status 1 if a point or a disk failed, 2 for bad input."""
+    """Run or show a sweep; exit status 1 if a point failed, 2 for bad input."""
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     parser = build_parser()
     args = parser.parse_args(words[:cut])
     try:
-        if args.what in ("report", "status", "point"):
-            if not args.dirs:
-                raise ValueError("which sweep? name its folder, or examples/published")
-            if args.what == "point":
-                return run_task(args)
-            if args.what == "report":
-                report.write_page(args.dirs, args.out)
-            for folder in args.dirs if args.what == "status" else ():
-                print_states(folder)
+        if args.what in ("report", "point") and not args.dirs:
+            raise ValueError("which sweep? name its folder, or examples/published")
+        if args.what == "point":
+            return run_task(args)
+        if args.what == "report":
+            report.write_page(args.dirs, args.out)
             return 0
-        if args.dirs:
-            raise ValueError(f"{args.what} takes no folder: --out names where to write")
         return run_sweep(args, words[cut + 1 :])
-    except ModuleNotFoundError as error:
-        parser.error(f"{error}: the page needs it, python -m pip install {error.name}")
-    except ValueError as error:
+    except (ValueError, OSError, ImportError) as error:
         parser.error(str(error))
-    except OSError as error:
-        where = error.filename or args.out or f"sweep_{args.what}"
-        print(f"sweep.py: error: {where}: {error.strerror or error}", file=sys.stderr)
-        return 1
 
 
 def stop(number: int, frame: Any) -> NoReturn:

@@ -10,7 +10,7 @@ FSDP1. Four imports are private parts of PyTorch, there in torch 2.10 to 2.15.
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +18,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import data
@@ -93,13 +91,13 @@ def dry_run(
     except (ValueError, OSError, agreement.AgreedError) as error:
         print_error(str(error))
         return 2
-    if simulation:
+    if simulation and plan:
         print("one step of rank 0, simulated" + ", without --compile" * config.compile)
+        print("\n".join(report(simulation, plan)))
+        if config.cpu_offload:
+            print("parameters, gradients and optimizer are host memory")
     else:
         print("flags, mesh and batch are checked, but only an FSDP2 step is simulated")
-    print("\n".join(report(simulation, plan)))
-    if simulation and config.cpu_offload:
-        print("parameters, gradients and optimizer are host memory")
     return 3 if plan and plan["verdict"] == "NO" else 0
 
 
@@ -109,14 +107,12 @@ def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | Non
     print(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
     _, found = image_source.find_images(config, None, run.global_batch)
     run = with_images(replace(run, config=config), **found)
-    begin = read_run_state(list_newest_first(run, print), run, print)["step"]
+    read_run_state(list_newest_first(run, print), run, print)
     # of the GPU that the job will have, where one is here
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
     device = CPU if config.device == "cpu" else gpu
     start = start_record(run, device, lambda text: print(f"warning: {text}"))
     print(*describe(start), sep="\n")
-    if begin >= run.steps:
-        print("no step is left to do")
     return run, start["planned"]
 
 
@@ -180,7 +176,8 @@ def simulate(
                 scaler.unscale_(training.optimizer)
             norm = shard.clip_grad_norm(model, config.clip or math.inf)
             guard.vote(loss, norm, scaled=scaler is not None)
-        states = {"OptState": optimizer_bytes(model)}
+    # AdamW: two moments per value, one step count per tensor
+    states = {"OptState": 2 * after["Sharded Param"] + 4 * len([*model.parameters()])}
     return Simulation(_snapshot(tracker, "peak") | states, after | states, found)
 
 
@@ -190,34 +187,26 @@ def _snapshot(tracker: Any, which: str) -> dict[str, int]:
     return {category.value: size for category, size in found.items() if category != "Total"}
 
 
-def optimizer_bytes(model: nn.Module) -> int:
-    """Count AdamW's states on this rank: two moments per value, one step count per tensor."""
-    tensors = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return sum(2 * t.numel() * t.element_size() + 4 for t in tensors)
-
-
 # ---------------------------------------------------------------------------------------------
 # What is printed
 
 
-def report(simulation: Simulation | None, plan: Mapping[str, Any] | None) -> Iterator[str]:
+def report(simulation: Simulation, plan: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines for the terminal: memory by part, collectives; `plan` as of plan.py --json."""
-    columns: dict[str, list[float]] = {}
-    if simulation:
-        for head, found in ("at peak", simulation.peak), ("after backward", simulation.after):
-            columns[head] = [
-                sum(found.get(n, 0) for n in names) / GIB for names, _ in ROWS.values()
-            ]
-    if plan:
-        gib = plan["memory_gib"]
-        columns["planned peak"] = [sum(gib[part] for part in parts) for _, parts in ROWS.values()]
-    yield f"{'memory per rank, GiB':26}" + "".join(f"{head:>16}" for head in columns)
-    for i, row in enumerate(ROWS):
-        yield f"  {row:24}" + "".join(f"{column[i]:16.3f}" for column in columns.values())
-    yield f"  {'all':24}" + "".join(f"{sum(column):16.3f}" for column in columns.values())
-    sent = simulation.collectives if simulation else []
-    payload, count = (plan["payload_bytes"], plan["collectives"]) if plan else ({}, {})
+
+    def gib(found: Mapping[str, int], names: Sequence[str]) -> float:
+        return sum(found.get(name, 0) for name in names) / GIB
+
+    yield f"{'memory per rank, GiB':26}{'at peak':>16}{'after backward':>16}{'planned peak':>16}"
+    table: dict[str, tuple[float, ...]] = {}
+    for row, (names, parts) in ROWS.items():
+        planned_gib = sum(plan["memory_gib"][part] for part in parts)
+        table[row] = gib(simulation.peak, names), gib(simulation.after, names), planned_gib
+    table["all"] = tuple(map(sum, zip(*table.values(), strict=True)))
+    for row, sizes in table.items():
+        yield f"  {row:24}" + "".join(f"{size:16.3f}" for size in sizes)
+    sent, payload, count = simulation.collectives, plan["payload_bytes"], plan["collectives"]
     for kind in dict.fromkeys([*payload, *(c.kind for c in sent)]):  # each once
-        sizes = [c.size for c in sent if c.kind == kind]
-        simulated = f", simulated {len(sizes)} of {sum(sizes):,}" * bool(simulation)
-        yield f"  {kind}: planned {count.get(kind, 0)} of {payload.get(kind, 0):,} bytes{simulated}"
+        found = [c.size for c in sent if c.kind == kind]
+        expected = f"planned {count.get(kind, 0)} of {payload.get(kind, 0):,} bytes"
+        yield f"  {kind}: {expected}, simulated {len(found)} of {sum(found):,}"

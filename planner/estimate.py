@@ -20,7 +20,6 @@ import vit
 from planner.machines import MACHINES, Machine, build_ring, collective_seconds
 from planner.memory import GIB, StepMemory, states_held
 from planner.traffic import ACTIVATIONS, PlannedRun, collectives, link_bytes, model_units, run_units
-from runtime.config import Config
 
 # ---------------------------------------------------------------------------------------------
 # Does it fit
@@ -43,18 +42,15 @@ def fit_verdict(peak_gib: float, memory_gib: float) -> str:
 # Time
 
 
-def rank_flops(run: PlannedRun, recompute: bool) -> float:
-    """Floating-point operations of a rank per step; with `recompute` those that --ac makes again.
-
-    Of matrix products alone, which --ac selective does not repeat (vit.flops_per_image).
-    """
-    config, again = run.config, recompute and run.ac == "full"
+def rank_flops(run: PlannedRun) -> float:
+    """Floating-point operations of a rank per step, without those that --ac makes again."""
+    config = run.config
     if run.encoder_only:
         config = replace(config, decoder_width=0, decoder_depth=0)
     # tensor parallelism splits the blocks, not the layers around them
     ends = replace(config, depth=0, decoder_depth=0)
     around = vit.flops_per_image(ends, run.img_size, run.mask_ratio)
-    whole = vit.flops_per_image(config, run.img_size, run.mask_ratio, again)
+    whole = vit.flops_per_image(config, run.img_size, run.mask_ratio)
     return run.accum * run.batch * (around + (whole - around) / run.tp)
 
 
@@ -68,7 +64,7 @@ def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
     tokens = run.accum * run.batch * sum(run.tokens[unit.part] * unit.count for unit in layers)
     passes = 4 / 3 if run.ac == "full" else 1
     peak = machine.peak_flops * (1 if run.precision != "fp32" else machine.fp32_share)
-    matmuls = rank_flops(run, recompute=False) / (peak * machine.efficiency)
+    matmuls = rank_flops(run) / (peak * machine.efficiency)
     return passes * (matmuls + tokens * machine.token_layer_seconds)
 
 
@@ -191,18 +187,13 @@ class Plan:
             count[c.kind] += c.count
         return {
             "params": sum(u.numel * u.count for u in model_units(run.config, run.encoder_only)),
-            "mesh": {"replicate": run.replicate, "shard": run.shard, "tp": run.tp},
             "memory_gib": memory | {"peak": self.peak_gib, "peak_active": self.peak_active_gib},
-            "peak_moment": self.peak.name,
-            "margin_gib": self.margin_gib,
             "available_gib": self.memory_gib,
             "verdict": self.verdict,
             "max_local_batch": self.max_local_batch,
             "traffic_bytes_per_rank": link_bytes(run, self.machine),
             "payload_bytes": dict(payload),
             "collectives": dict(count),
-            "flops_per_rank": rank_flops(run, recompute=False),
-            "hardware_flops_per_rank": rank_flops(run, recompute=True),
             "seconds": self.seconds,
             "step_seconds_lower_bound": self.seconds["step"],
             "images_per_second_upper_bound": self.images_per_second,
@@ -271,7 +262,7 @@ def reason(plan: Plan, plans: Sequence[Plan]) -> str:
 CHECKPOINTING = ("none", "selective", "full")  # --ac, in the order of what it saves
 
 
-def describe_fit(plan: Plan, config: Config, ran_out: bool = False) -> str:
+def describe_fit(plan: Plan, ran_out: bool = False) -> str:
     """Say in a sentence what a plan says of a run, and what would fit if that does not.
 
     Named is the smallest change of each kind. What has run out of memory needs too much whatever
@@ -280,41 +271,30 @@ def describe_fit(plan: Plan, config: Config, ran_out: bool = False) -> str:
     if plan.verdict == "FITS" and not ran_out:
         return plan.fit
     most = 0.9 * plan.peak_gib if ran_out else math.inf
-
-    def fits(fields: dict[str, Any]) -> bool:
-        other = Plan(replace(plan.run, **fields), plan.machine, plan.memory_gib)
-        return other.verdict == "FITS" and other.peak_gib <= most
-
     found: dict[str, str] = {}
-    for flags, fields in possible_changes(plan, config):
-        kind = flags.split()[0]
-        if kind not in found and fits(fields):
-            found[kind] = flags
+    for flags, fields in possible_changes(plan):
+        other = Plan(replace(plan.run, **fields), plan.machine, plan.memory_gib)
+        if other.verdict == "FITS" and other.peak_gib <= most:
+            found.setdefault(flags.split()[0], flags)
     if found:
         return f"{plan.fit}; what would fit: {', or '.join(found.values())}"
-    return (
-        f"{plan.fit}; no --batch, --ac or --mode alone fits on {plan.run.world_size} ranks: take "
-        "several, more ranks, or a smaller --model or --img-size"
-    )
+    return f"{plan.fit}; no --batch, --ac or --mode alone fits: take several, or more ranks"
 
 
-def possible_changes(plan: Plan, config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
+def possible_changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield flags and the fields of PlannedRun that they set, of each kind the smallest first.
 
     Smaller local batches with more accumulation, more checkpointing, modes that shard more.
     """
-    run, row = plan.run, shard.STRATEGIES[str(config.mode)]
-    images = run.batch * run.accum
+    run, images = plan.run, plan.run.batch * plan.run.accum
     for batch in reversed([n for n in mesh.divisors(images) if n < run.batch]):
         accum = images // batch
-        flags = f"--accum {accum}" if config.global_batch else f"--batch {batch} --accum {accum}"
-        yield flags, {"batch": batch, "accum": accum}
+        yield f"--batch {batch} --accum {accum}", {"batch": batch, "accum": accum}
     for ac in CHECKPOINTING[CHECKPOINTING.index(run.ac) + 1 :]:
         yield f"--ac {ac}", {"ac": ac}
-    least = run.shard + row.reshard  # of the same size where parameters are not yet freed
-    hybrid = row.group == "group" and row.reshard  # --mode and --group stay on the command line
-    without = " (without --bucket-cap-mb)" if config.bucket_cap_mb else ""
-    for group in (*group_sizes(run, plan.machine), run.data_ranks) if run.data_ranks > 1 else ():
+    # of the same size where parameters are not yet freed
+    least = max(2, run.shard + shard.STRATEGIES[run.mode].reshard)
+    for group in (*group_sizes(run, plan.machine), run.data_ranks):
         if group >= least:
-            flags = f"{'' if hybrid else '--mode hybrid '}--group {group}{without}"
-            yield flags, {"mode": "hybrid", "group": group, "bucket_cap_mb": None}
+            fields = {"mode": "hybrid", "group": group, "bucket_cap_mb": None}
+            yield f"--mode hybrid --group {group}", fields

@@ -261,10 +261,8 @@ class StepMemory:
             name, inside = "loss", loss
             if position < self.count:
                 block, part = self.block(position)
-                name, inside = (
-                    f"forward of {block}",
-                    self.memory[part].saved + self.memory[part].forward,
-                )
+                name = f"forward of {block}"
+                inside = self.memory[part].saved + self.memory[part].forward
             yield self.snapshot(
                 name,
                 gradients=before,
@@ -281,13 +279,9 @@ class StepMemory:
     def backward(self, position: int) -> Iterator[MemorySnapshot]:
         """Walk through one block's backward and the reduction of its gradients."""
         run, (name, part) = self.run, self.block(position)
-        saved, memory, block = (
-            self.saved_activations(position),
-            self.memory[part],
-            self.blocks[part],
-        )
+        memory, saved = self.memory[part], self.saved_activations(position)
         live = self.gathered_in_backward(position) + self.root_gradients(position)
-        largest = max(block.sizes)
+        largest = max(self.blocks[part].sizes)
         for activations, gradients in memory.backward:
             if run.engine == "ddp":  # straight to where they stay, as fp32
                 there = run.buckets or run.accum > 1

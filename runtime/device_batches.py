@@ -63,7 +63,7 @@ def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
 def open_batches(run: "Run", session: "Session", files: data.ImageSource, steps: range) -> Batches:
     """Start the loader of `steps` and fetch the first batch. Collective.
 
-    Raises LoaderFailed, and AgreedError where --stage-dir cannot be used.
+    Raises LoaderFailed.
     """
     config, ranks, device = run.config, session.ranks, session.device
     alone = config.run_mode == "syn"  # compute and communication: the same batch again and again

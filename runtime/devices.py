@@ -89,7 +89,7 @@ def planned(
         machine = machines.nearest_machine(peak_flops(device)[0], memory_gib)
         flags = traffic.PlannedRun.from_flags(run.model, run.record())
         plan = estimate.Plan(flags, machine, memory_gib)
-        found = plan.json() | {"fit": estimate.describe_fit(plan, run.config, ran_out)}
+        found = plan.json() | {"fit": estimate.describe_fit(plan, ran_out)}
     except Exception as error:  # an estimate decides nothing: no run ends for want of it
         warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
         return None

@@ -1,124 +1,98 @@
 """Read every image of a folder in several processes: which are broken, mean and deviation."""
 
-import csv
-import io
 import json
 import math
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 import data
 from runtime import process
 from runtime.image_source import stats_file
-from runtime.process import throttled_progress
-from storage.image_list import ImageList, list_images, save_index
+from storage.image_list import ImageList, list_images
 from storage.safe_files import replacing
 from storage.tiff import read_bands
 
 PART = 64  # images that a process reads before it reports
 LARGE = 2**22  # pixels of an image, beyond which some of its rows and columns are enough
-KILLED = "a worker process was killed, perhaps for lack of memory: use fewer --workers"
 Say = Callable[[str], None]
 
 
 def for_each(
-    work: Callable[[ImageList, range], Any],
-    files: ImageList,
-    workers: int,
-    say: Say,
-    parts: Sequence[range] = (),
+    work: Callable[..., Any], workers: int, say: Say, *columns: Sequence[Any]
 ) -> Iterator[Any]:
-    """Yield work(files, images) of each part in turn; one worker is this process itself.
+    """Yield the results of work as `map` does, in several processes; one worker is this one.
 
-    RuntimeError where a worker process dies.
+    The last column has parts of a list of images. RuntimeError where a worker process dies.
     """
-    progress, run = throttled_progress(say, "reading"), map  # type: tuple[Any, Any]
-    images = range(len(files))
-    parts = parts or [images[first : first + PART] for first in images[::PART]]
+    progress, done = process.throttled_progress(say, "reading"), 0
+    run: Any = map
     with ExitStack() as stack:
         if workers > 1:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            files = save_index(files, f"{folder}/list")  # which they map: none has a copy
             pool = ProcessPoolExecutor(workers, process.fork_server(), process.start_worker)
             stack.callback(pool.shutdown, cancel_futures=True)
             run = pool.map
-        try:
-            for part, found in zip(parts, run(partial(work, files), parts), strict=True):
-                progress(part.stop)
-                yield found
-        except BrokenProcessPool:
-            raise RuntimeError(KILLED) from None
+        for part, found in zip(columns[-1], run(work, *columns), strict=True):
+            done += len(part)
+            progress(done)
+            yield found
 
 
-def find_problems(files: ImageList, part: range) -> list[tuple[str, str]]:
-    """Return (path, reason) of the images of `part` that neither training nor `pack` can read."""
+def in_parts(files: ImageList) -> list[ImageList]:
+    """Cut a list into parts for `for_each`."""
+    return [files.part(first, first + PART) for first in range(0, len(files), PART)]
+
+
+def find_problems(files: ImageList) -> list[str]:
+    """Name the images that neither training nor `pack` can read, and why."""
     found = []
-    for index in part:
+    for index in range(len(files)):
         try:
             image, _ = data.open_image(read_bands(files.read(index)))
             if not isinstance(image, np.ndarray):
                 data.decode(image, reduce=8)  # damage shows at any scale
         except Exception as error:  # Pillow raises many kinds for a broken file
-            found.append((files.path(index), f"{type(error).__name__}: {error}"))
+            found.append(f"{files.path(index)}: {type(error).__name__}: {error}")
     return found
 
 
-def check_images(folder: str, out: str, workers: int, say: Say) -> int:
-    """Decode every image, write the unreadable ones to the CSV file `out`, return their number."""
-    if not os.path.isdir(above := os.path.dirname(out) or "."):
-        raise ValueError(f"--out {out}: there is no folder {above}")
-    files, broken = list_images(folder, say), []
-    for rows in for_each(find_problems, files, workers, say):
-        for path, reason in rows:
-            say(f"{path}: {reason}")
-        broken += rows
-    if broken or os.path.exists(out):
-        text = io.StringIO(newline="")
-        csv.writer(text).writerows([("path", "reason"), *broken])
-        with replacing(out) as stream:
-            stream.write(text.getvalue().encode(errors="surrogateescape"))
-    more = f": see {out}" if broken else ""
-    say(f"{len(broken)} of {len(files)} images cannot be read{more}")
-    return len(broken)
+def check_images(folder: str, workers: int, say: Say) -> int:
+    """Decode every image, name the unreadable ones, return their number."""
+    files, broken = list_images(folder, say), 0
+    for problems in for_each(find_problems, workers, say, in_parts(files)):
+        broken += len(problems)
+        for problem in problems:
+            say(problem)
+    say(f"{broken} of {len(files)} images cannot be read")
+    return broken
 
 
 # --- Mean and deviation of each channel
 
 
-def read_pixels(files: ImageList, index: int) -> tuple[np.ndarray, bool]:
-    """Read an image -> (C, H, W), every k-th row and column of a large one; is it TIFF of bands?"""
-    content = read_bands(files.read(index))
-    image, (width, height) = data.open_image(content)
-    if not isinstance(image, np.ndarray):
-        image = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
-    every = max(1, math.isqrt(width * height // LARGE))
-    return image[:, ::every, ::every], not isinstance(content, bytes)
-
-
-def sum_moments(files: ImageList, part: range) -> Counter[Any]:
+def sum_moments(files: ImageList) -> Counter[Any]:
     """Add up images -> (4, C) float64: count, means, squares of means, variances.
 
-    By channels, dtype and whether they are TIFF of bands.
+    By channels and dtype. Of a large image every k-th row and column counts.
     """
     sums: Any = Counter()
-    for index in part:
+    for index in range(len(files)):
         try:
-            pixels, tiff = read_pixels(files, index)
+            image, (width, height) = data.open_image(read_bands(files.read(index)))
+            if not isinstance(image, np.ndarray):
+                image = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
         except Exception as error:  # Pillow raises many kinds for a broken file
             data.file_fault(error)
         else:
+            every = max(1, math.isqrt(width * height // LARGE))
+            pixels = image[:, ::every, ::every]
             mean = pixels.mean((1, 2), np.float64)  # (C,)
             variance = [channel.var(dtype=np.float64) for channel in pixels]
-            sums[len(mean), pixels.dtype.name, tiff] += np.stack([mean**0, mean, mean**2, variance])
+            sums[len(mean), pixels.dtype.name] += np.stack([mean**0, mean, mean**2, variance])
     return sums
 
 
@@ -128,12 +102,13 @@ def write_stats(folder: str, workers: int, say: Say) -> None:
     Every image has the same weight, as in training. Where images differ in channels or type, the
     most frequent kind is measured. ValueError where no image can be read.
     """
-    files, total, path = list_images(folder, say), cast(Any, Counter()), stats_file(folder)
-    for sums in for_each(sum_moments, files, workers, say):
+    files, path = list_images(folder, say), stats_file(folder)
+    total: Any = Counter()
+    for sums in for_each(sum_moments, workers, say, in_parts(files)):
         total.update(sums)
     if not total:
         raise ValueError(f"no image in {folder} can be read: `prepare.py scan` says why")
-    (channels, dtype, tiff), most = max(total.items(), key=lambda item: item[1][0, 0])
+    (channels, dtype), most = max(total.items(), key=lambda item: item[1][0, 0])
     count, means, squares, variances = most  # (C,) each
     scale, mean = 255 if dtype == "uint8" else 1, means / count
     std = np.sqrt(np.maximum((variances + squares) / count - mean**2, 0))
@@ -142,8 +117,4 @@ def write_stats(folder: str, workers: int, say: Say) -> None:
     with replacing(path) as stream:
         stream.write(json.dumps(text).encode())
     say(f"{path}: {int(count[0])} of {len(files)} images, {channels} channels of {dtype}")
-    for (others, kind, _), sums in total.items():
-        if (others, kind) != (channels, dtype):
-            say(f"warning: left out for their {others} channels of {kind}: {int(sums[0, 0])}")
-    pack = f"type `python prepare.py pack {folder} PACK`, then " if tiff else ""
-    say(f"{pack}train with{' --data PACK' if tiff else ''} --channels {channels}")
+    say(f"train with --channels {channels}")

@@ -5,7 +5,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,10 @@ class ImageList:
         if self.index_file:
             return load_index, (self.index_file, self.root, self.staged)
         return ImageList, (self.root, self.table, self.classes, self.shards)
+
+    def part(self, first: int, last: int) -> "ImageList":
+        """Return the images from `first` to before `last`."""
+        return replace(self, table=self.table[first:last], index_file=None)
 
     @property
     def labels(self) -> np.ndarray:
@@ -80,28 +84,19 @@ def make_table(names: list[bytes], *columns: Any) -> np.ndarray:
 
 
 def list_images(root: str, say: Callable[[str], None]) -> ImageList:
-    """List a folder as `data.scan` does, and the bytes of its files; or load a pack's list.
-
-    ValueError too where a shard of the pack is missing or truncated.
-    """
+    """List a folder as `data.scan` does, and the bytes of its files; or load a pack's list."""
 
     def size(name: str) -> int:
         path = os.path.join(root, name)
         return os.path.getsize(path) if os.path.exists(path) else 0  # a link to nothing
 
-    if not is_pack(root):
-        found = data.scan(root, throttled_progress(say, "listing"))
-        with ThreadPool(16) as threads:  # a parallel file system takes long for each
-            sizes = threads.map(size, found.names)
-        names = [os.fsencode(name) for name in found.names]
-        return ImageList(root, make_table(names, found.labels, sizes), found.classes)
-    files = load_index(os.path.join(root, "pack.index"), root)
-    ends = np.zeros(len(files.shards), np.int64)
-    np.maximum.at(ends, files.table["shard"], files.table["start"] + files.table["size"])
-    for name, end in zip(files.shards, ends, strict=True):
-        if size(name) < end:
-            raise ValueError(f"{root}/{name} is missing or truncated: pack the images again")
-    return files
+    if is_pack(root):
+        return load_index(os.path.join(root, "pack.index"), root)
+    found = data.scan(root, throttled_progress(say, "listing"))
+    with ThreadPool(16) as threads:  # a parallel file system takes long for each
+        sizes = threads.map(size, found.names)
+    names = [os.fsencode(name) for name in found.names]
+    return ImageList(root, make_table(names, found.labels, sizes), found.classes)
 
 
 def save_index(files: ImageList, path: str) -> ImageList:
@@ -119,14 +114,10 @@ def load_index(path: str, root: str, staged: str | None = None) -> ImageList:
 
     ValueError where it is no such file. Nothing in the file is executed.
     """
-    try:
-        table = np.lib.format.open_memmap(path, mode="r")
-        with open(path, "rb") as file:
-            file.seek(table.offset + table.nbytes)
-            classes, shards = map(tuple, json.load(file))
-    except ValueError:
-        what = "is not an index written by prepare.py, or is damaged: create it again"
-        raise ValueError(f"{path} {what}") from None
+    table = np.lib.format.open_memmap(path, mode="r")
+    with open(path, "rb") as file:
+        file.seek(table.offset + table.nbytes)
+        classes, shards = map(tuple, json.load(file))
     return ImageList(root, table.view(np.ndarray), classes, shards, path, staged)
 
 

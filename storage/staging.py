@@ -4,15 +4,12 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from threading import Thread
 
 import mesh
-from runtime import agreement
+from runtime.agreement import run_on_all_ranks
 from storage.image_list import ImageList, fingerprint
 from storage.safe_files import replacing
-
-RESERVE = 0.05  # of a node-local disk, left free
 
 
 def stage(
@@ -22,35 +19,29 @@ def stage(
 
     AgreedError where some rank cannot make a folder there. Collective.
     """
+    mine = os.path.join(folder, f"pack-{fingerprint(files)}")  # another pack may be there too
 
-    def open_folder() -> ImageList:
-        mine = os.path.join(folder, f"pack-{fingerprint(files)}")  # another pack may be there too
+    def make_folder() -> None:
         try:
             os.makedirs(mine, 0o700, exist_ok=True)
         except OSError as error:  # refused, as any flag that cannot be used
             raise ValueError(f"--stage-dir: {error}") from None
-        return replace(files, staged=mine)
 
-    found = agreement.run_on_all_ranks(open_folder)
+    run_on_all_ranks(make_folder)
+    staged = replace(files, staged=mine)
     if ranks.local_rank == 0:
         node = ranks.rank // ranks.local_world_size
-        Thread(target=copy_shards, args=(found, node, say), daemon=True).start()
-    return found
+        Thread(target=copy_shards, args=(staged, node, say), daemon=True).start()
+    return staged
 
 
 def copy_shards(files: ImageList, node: int, say: Callable[[str], None]) -> None:
     """Copy the shards of a staged pack until the disk is full, each node from another one on."""
-    folder, count = Path(str(files.staged)), len(files.shards)
+    folder, first = str(files.staged), node % len(files.shards)
     try:
-        for path in folder.glob(".shard-*"):  # what a killed process left half copied
-            path.unlink()
-        for i in range(count):
-            name, disk = files.shards[(node + i) % count], shutil.disk_usage(folder)
-            if (folder / name).exists():
-                continue
-            if disk.free - (Path(files.root) / name).stat().st_size < RESERVE * disk.total:
-                raise OSError(f"{folder} has room for {i} of {count} shards")
-            with open(Path(files.root) / name, "rb") as shard, replacing(f"{folder / name}") as to:
-                shutil.copyfileobj(shard, to, 2**24)
+        for name in (*files.shards[first:], *files.shards[:first]):
+            if not os.path.exists(copy := os.path.join(folder, name)):
+                with open(os.path.join(files.root, name), "rb") as shard, replacing(copy) as to:
+                    shutil.copyfileobj(shard, to, 2**24)
     except OSError as error:
         say(f"warning: --stage-dir: {error}; the other shards are read from where they are")

@@ -1,7 +1,6 @@
 """Read TIFF of any number of bands, as GeoTIFF often is, by the package tifffile."""
 
 import io
-import logging
 from typing import Any
 
 import numpy as np
@@ -19,29 +18,19 @@ def read_bands(content: bytes) -> np.ndarray | bytes:
     """
     if content[:4] not in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+") or _is_picture(content):
         return content
-    try:
-        import tifffile
+    import tifffile
 
-        logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what it logs names no file
-        with tifffile.TiffFile(io.BytesIO(content)) as file:
-            series: Any = file.series[0]
-            bands, axes = series.asarray(), series.axes
-    except IndexError:  # it has no images
-        raise ValueError("no picture in this TIFF") from None
-    except (ImportError, ValueError) as error:  # compressed files need imagecodecs, it says
-        name = "tifffile" if isinstance(error, ImportError) else "imagecodecs"
-        if name == "imagecodecs" and name not in str(error):
-            raise
-        raise ImportError(f"this kind of TIFF needs a package: pip install {name}") from None
-    order = [i for i, axis in enumerate(axes) if axis not in "YX"]  # S, or of pages
-    if len(order) > 1:
-        raise ValueError(f"not (C, H, W): the axes of this TIFF are {axes}")
-    bands = bands.transpose(*order, axes.index("Y"), axes.index("X"))  # planar or by pixel
-    if bands.ndim == 2 and bands.dtype.name in ("uint8", "uint16"):
-        return content  # grey, and a page of another size beside it: an overview, say
-    known = bands.dtype.name in data.ARRAY_DTYPES
-    bands = bands.astype(bands.dtype.name if known else "float32", order="C")  # of this machine
-    return bands[None] if bands.ndim == 2 else bands
+    try:
+        series: Any = tifffile.TiffFile(io.BytesIO(content)).series[0]
+        bands = series.asarray()
+    except ValueError as error:
+        if "imagecodecs" in str(error):  # a package that tifffile needs for compressed files
+            raise ImportError(str(error)) from None
+        raise
+    if series.axes.endswith("S"):  # pixel by pixel, not band by band
+        bands = np.moveaxis(bands, -1, 0)
+    bands = bands.reshape(-1, *bands.shape[-2:])  # also of one band, and of a page each
+    return bands if bands.dtype.name in data.ARRAY_DTYPES else bands.astype("float32")
 
 
 def _is_picture(content: bytes) -> bool:

@@ -62,20 +62,18 @@ def with_state(out: Path, row: Row) -> Row:
     if folder.exists():
         state = "unfinished"
         why = "no result.json: it runs elsewhere, or its sweep was killed; --retry runs it again"
-    elif row["verdict"] == "NO" and not row["try_all"]:
+    elif row["verdict"] == "NO":
         state = "skipped"
         why = f"plan.py: {row['planned_gib']:.1f} GiB at the peak, of {row['memory_gib']:.1f}"
     return row | {"state": state, "reason": why}
 
 
 def read_rows(out: Path) -> list[Row]:
-    """Read all rows of a sweep's folder, or of a results.jsonl alone; ValueError for others."""
+    """Read all rows of a sweep's folder, or of a results.jsonl alone; OSError for others."""
     if (out / "points.jsonl").exists():
         rows = [with_state(out, row) for row in read_lines(out / "points.jsonl")]
-    elif (out / "results.jsonl").exists():
-        rows = read_lines(out / "results.jsonl")
     else:
-        raise ValueError(f"{out} is not the folder of a sweep: it has no results.jsonl")
+        rows = read_lines(out / "results.jsonl")
     return [{"source": out.resolve().name} | row for row in rows]
 
 
@@ -96,18 +94,17 @@ def read_log(path: Path) -> dict[str, list[Row]]:
 def outcome(code: int, log: dict[str, list[Row]], output: str, late: bool) -> tuple[str, str]:
     """Return (state, reason) of a run that has ended with the exit status `code`."""
     end = (log["end"] or [{}])[-1]
-    where = f"after step {log['step'][-1]['step']}" if log["step"] else "before the first step"
-    lines = [line.strip() for line in [*output.splitlines(), end.get("problem") or ""] if line]
+    problem = end.get("problem") or ""
+    lines = [line.strip()[:300] for line in [*output.splitlines(), problem] if line.strip()]
     if end.get("reason") == "done":
         return "done", ""
     # first: where the memory of one rank has run out, the others wait for it until a time limit
     if found := [line for line in lines if OUT_OF_MEMORY.search(line)]:
-        return "out of memory", f"{where}: {found[0][:300]}"
+        return "out of memory", found[0]
     if late:
-        return "timed out", f"{end.get('problem') or 'longer than --limit'}, {where}"
+        return "timed out", problem or "longer than --limit"
     said = [line.partition(": error: ")[2] for line in lines if ": error: " in line]
-    last = (said or lines or ["no output"])[-1][:300]
-    return "failed", end.get("problem") or f"exit status {code}, {where}: {last}"
+    return "failed", problem or f"exit status {code}: {(said or lines or ['no output'])[-1]}"
 
 
 def measured(log: dict[str, list[Row]]) -> Row:
@@ -172,47 +169,39 @@ def noise(row: Row) -> float:
     return max(CLOSE, apart / 2 / row["images_per_second"])
 
 
-def ideal_runs(rows: Iterable[Row]) -> dict[tuple, Row]:
-    """Find the run without communication, by ideal_key: the fastest `syn` on the fewest ranks."""
+def add_ideal(rows: Iterable[Row]) -> None:
+    """Add to each training run the images/s without communication, and its share of them.
+
+    They are those of the fastest `syn` on the fewest ranks, for as many devices.
+    """
     found = [r for r in rows if r["run_mode"] == "syn" and r.get("images_per_second")]
     found.sort(key=lambda r: (-r["world_size"], r["images_per_second"] / device_count(r)))
-    return {ideal_key(row): row for row in found if not row.get("caveat")}
-
-
-def ideal_rate(row: Row, alone: Row) -> float:
-    """Return the images/s that the devices of `row` reach if each is as fast as in `alone`."""
-    return alone["images_per_second"] / device_count(alone) * device_count(row)
-
-
-def add_ideal(rows: Iterable[Row]) -> None:
-    """Add to each training run the images/s without communication, and its share of them."""
-    runs = ideal_runs(rows)
+    runs = {ideal_key(r): r for r in found if not (r.get("caveat") or r.get("disturbed"))}
     for row in rows:
         best = runs.get(ideal_key(row))
         if best and row.get("images_per_second") and row["run_mode"] != "io":
-            row["ideal"] = ideal_rate(row, best)
+            each = best["images_per_second"] / device_count(best)
+            row["ideal"], row["ideal_ranks"] = each * device_count(row), best["world_size"]
             row["efficiency"] = row["images_per_second"] / row["ideal"]
 
 
 def find_limits(rows: Sequence[Row]) -> list[tuple[list[Row], Limit]]:
-    """Find what limits each setting, from its real, syn and io runs and those on fewest ranks."""
+    """Find what limits each setting, from its real, syn and io runs, after `add_ideal`."""
     ended = [r for r in rows if r.get("images_per_second") or r["state"] in MEMORY]
     ended = [r for r in ended if r["studies"] != ["options"] and not r.get("caveat")]
-    alone, same = ideal_runs(rows), ("source", "world_size", "nodes", *SETTINGS)
-    found = []
+    same, found = ("source", "world_size", "nodes", *SETTINGS), []
     for some in group_by(ended, lambda row: tuple(row.get(name) for name in same)).values():
         some.sort(key=lambda row: RUNS.index(row["run_mode"]))
-        found.append((some, find_limit(some, alone.get(ideal_key(some[0])))))
+        found.append((some, find_limit(some)))
     return found
 
 
-def find_limit(rows: Sequence[Row], alone: Row | None) -> Limit:
+def find_limit(rows: Sequence[Row]) -> Limit:
     """Find what limits a setting, of whose runs `real` comes first: the largest part of a step.
 
     Parts are compute (what one device alone takes), communication (the rest of `syn`) and input
     (what `real` takes longer than `syn`). But a loader that alone is slower than training without
-    it is the limit, however much of it is hidden. No verdict where what was measured cannot be, or
-    two parts differ by less than the runs scatter.
+    it is the limit, however much of it is hidden. No verdict where what was measured cannot be.
     """
     for row in rows:
         if row.get("alloc_retries") or row["state"] in MEMORY:
@@ -224,7 +213,7 @@ def find_limit(rows: Sequence[Row], alone: Row | None) -> Limit:
     for less in ("syn", "io"):  # which do a part of what real does
         if took.get(less, 0) - took.get("real", math.inf) > unsure:
             return Limit("unclear", f"{why}: real cannot take less than {less}")
-    loads = [r["load_after"] for r in (*rows, alone or {}) if r.get("disturbed")]
+    loads = [r["load_after"] for r in rows if r.get("disturbed")]
     if loads:
         return Limit("unclear", f"{why}; other programs took part: load {max(loads):.1f}")
     mode, row = next(iter(runs.items()))
@@ -234,34 +223,17 @@ def find_limit(rows: Sequence[Row], alone: Row | None) -> Limit:
     waited = max(0.0, step - took["syn"] if "syn" in took else wait)
     busy = took.get("syn", step - waited)
     slow_input = min(took.get("io", 0), step) > busy + unsure
-    compute, note = compute_seconds(row, busy, alone)
-    if not compute:
-        return Limit("input" if slow_input or waited > step / 2 else "unknown", why + note)
-    shares = {"compute": compute, "input": waited}
-    shares |= {"communication": busy - compute} if row["world_size"] > 1 else {}
-    if slow_input:
-        return Limit("input", why + note, shares)
-    unsure += compute * noise(alone or row)
-    first = max(shares, key=lambda name: shares[name])
-    if first == "compute" and alone and 1 < alone["world_size"] < row["world_size"]:
-        return Limit("unknown", f"{why}{note}, communication included")
-    rivals = [n for n in shares if n != first and shares[first] - shares[n] < unsure]
-    if rivals:
-        return Limit("unclear", f"{why}{note}: {' or '.join([first, *rivals])}", shares)
-    return Limit(first, why + note, shares)
-
-
-def compute_seconds(row: Row, busy: float, alone: Row | None) -> tuple[float | None, str]:
-    """Return (seconds per step without communication, where they were measured)."""
-    world, devices = row["world_size"], device_count(row)
-    if world == 1:
-        return busy, ""
-    if devices < world:
-        return None, f"; {world} ranks share {devices} cores"
-    if not alone or alone["world_size"] >= world:
-        return None, "; no run on one rank"
-    compute = min(step_images(row) / ideal_rate(row, alone), busy)
-    return compute, f", syn on {alone['world_size']} of the ranks {compute:.3g}"
+    compute, world = busy, row["world_size"]
+    if world > 1:
+        if row.get("ideal_ranks", world) == world or device_count(row) < world:
+            return Limit("input" if slow_input or waited > step / 2 else "unknown", why)
+        compute = min(step_images(row) / row["ideal"], busy)
+        why += f", syn without communication {compute:.3g}"
+    shares = {"compute": compute, "communication": busy - compute, "input": waited}
+    first = "input" if slow_input else max(shares, key=lambda name: shares[name])
+    if first == "compute" and 1 < row.get("ideal_ranks", 1) < world:
+        return Limit("unknown", f"{why}, communication included")
+    return Limit(first, why, shares)
 
 
 def group_by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:

@@ -11,6 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime.image_source import check_folder
+
 Layout = tuple[int, int]  # nodes, ranks per node
 
 
@@ -97,15 +99,11 @@ def study_points(
     `layouts` go from one rank to the largest; `gpu` says whether this host, or the nodes, have any.
     """
     if what not in ("quick", *DEFAULT_MODELS):
-        raise ValueError(
-            f"there is no study {what}: use quick, options, scaling, io, a CSV file, or status or "
-            "report with a folder"
-        )
+        raise ValueError(f"there is no study {what}: use quick, options, scaling, io or a CSV file")
     default = DEFAULT_MODELS.get(what, "base" if gpu else "tiny")
     names = (models or default).split(",")
-    if what in ("quick", "io") and data != "synthetic":
-        if not any(files for _, _, files in os.walk(data)):
-            raise ValueError(f"--data {data!r} is not a folder with images: name one, or synthetic")
+    if data != "synthetic":
+        check_folder(data)
         data = os.path.abspath(data)  # points run in another folder
     if what == "quick":
         return list(quick_points(names, layouts[-1][1], data, gpu))
@@ -113,33 +111,23 @@ def study_points(
         return list(scaling_points(names, layouts))
     if what == "io":
         return list(io_points(names, layouts, data))
-    if layouts[-1] == (1, 1):
-        raise ValueError("options compares how shards are gathered, and one rank gathers nothing")
     return list(options_points(names, layouts[-1]))
 
 
 def table_points(path: Path) -> list[Point]:
-    """Read the points of a user's CSV file; ValueError, a sentence, for rows that are not.
+    """Read the points of a user's CSV file; ValueError and OSError, sentences, for one that is not.
 
-    Columns are `ranks` (per node), `nodes` (default 1) and flags; `true` and `false` are switches,
-    empty cells are left out.
+    Columns are `ranks` (per node) and `nodes`, by default 1, and flags; `true` and `false` are
+    switches, empty cells are left out.
     """
-    if not path.is_file():
-        raise ValueError(f"{path} not found: a CSV file names the runs")
     points = []
-    for line, row in enumerate(csv.DictReader(path.read_text().splitlines(), restval=""), 2):
+    for row in csv.DictReader(path.read_text().splitlines(), restval=""):
         cells = {name.strip(): value.strip() for name, value in row.items() if name}
-        try:
-            nodes, ranks = int(cells.pop("nodes", 1)), int(cells.pop("ranks", ""))
-        except ValueError:
-            why = "`nodes` and `ranks` (per node) must be whole numbers"
-            raise ValueError(f"{path}, line {line}: {why}") from None
+        nodes, ranks = (int(cells.pop(name, "") or 1) for name in ("nodes", "ranks"))
         words: list[str] = []
         for name, value in cells.items():
             flag = name.replace("_", "-")
             switch = {"true": [f"--{flag}"], "false": [f"--no-{flag}"], "": []}
             words += switch.get(value, [f"--{flag}", value])
         points.append(Point(path.stem, nodes, ranks, words))
-    if not points:
-        raise ValueError(f"{path} has no points: a header line with ranks and flags, then rows")
     return points

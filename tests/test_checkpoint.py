@@ -499,7 +499,7 @@ def test_flags_that_change_the_result_are_refused(folder, finished, capsys):
     assert run(folder, "--mode", "full_shard", "--fsdp", "1", *dry) == 0
     printed = capsys.readouterr().out
     assert "step_00000006 at step 6; changed: " in printed and "mode ddp -> full_shard" in printed
-    assert "no step is left to do" in printed and tree(folder) == before
+    assert tree(folder) == before
     for path in checkpoint.list_checkpoints(folder)[1:]:
         shutil.rmtree(path)
     at = ("--resume", str(folder / "step_00000002"))

@@ -27,9 +27,6 @@ def named(text: str) -> list[str]:
 
 def plan_with(flags: str, change: str, world: int, gib: float) -> Plan:
     """The plan of a command and a change of it, by plan.py's parser."""
-    if " (without" in change:
-        change, flag = change.rstrip(")").split(" (without ")
-        flags = re.sub(rf"{flag} \S+", "", flags)
     return plan.read_command(
         [*flags.split(), *change.split(), "--world-size", str(world), "--memory-gib", str(gib)]
     )[1]
@@ -37,8 +34,8 @@ def plan_with(flags: str, change: str, world: int, gib: float) -> Plan:
 
 # flags, ranks, GiB, the flags that are named first
 CASES: list[tuple[str, int, float, list[str]]] = [
-    ("--model 15b --group 4 --batch 32", 512, 64, ["--batch", "--ac", "--group"]),
-    ("--model 3b --mode ddp --batch 16 --bucket-cap-mb 50", 16, 48, ["--mode"]),
+    ("--model 15b --group 4 --batch 32", 512, 64, ["--batch", "--ac", "--mode"]),
+    ("--model 3b --mode ddp --batch 16", 16, 48, ["--mode"]),
     ("--model base --batch 4096 --fsdp 1 --mode no_shard", 4, 40, ["--batch", "--ac"]),
     ("--model 15b --mode hybrid --group 2 --batch 64", 64, 24, []),  # none is enough by itself
 ]

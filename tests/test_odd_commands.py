@@ -89,13 +89,6 @@ def test_the_other_programs(program, line, words, capsys):
     assert words in refused(program, line.split(), capsys)
 
 
-@pytest.mark.parametrize("content", ["{", '{"like": "frontier", "memory_gib": -1}'])
-def test_odd_machine_files(content, tmp_path_factory, capsys):
-    path = tmp_path_factory.mktemp("machine") / "machine.json"
-    path.write_text(content)
-    assert "the machine file" in refused("plan.py", ["--machine", str(path)], capsys)
-
-
 def test_a_process_of_its_own_does_the_same():
     command = [sys.executable, ROOT / "train_fsdp.py", "--img-size", "225"]
     done = subprocess.run(command, text=True, capture_output=True, timeout=120)

