@@ -540,7 +540,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
     of_three = run_ranks(3, [zero1, Run(hybrid, to=str(others["hybrid"]))], tmp_path / "three3")
 
     assert ended.status == [1, 1] and ended.end["reason"] == "nan", ended.output
-    assert "at step 7 on rank 1, 3 consecutive bad steps" in ended.errors
+    assert "at step 7 on rank 1" in ended.errors
     expected = [s["loss"] for s in whole.steps]
     assert second.status == [0, 0] and second.end["reason"] == "done"
     assert [s["step"] for s in second.steps] == list(range(1, 13))

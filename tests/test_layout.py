@@ -28,18 +28,18 @@ TOP_LEVEL = {
 # runtime/). They may only shrink.
 LIMITS = {
     "vit.py": 345,
-    "data.py": 417,
-    "mesh.py": 195,
+    "data.py": 399,
+    "mesh.py": 194,
     "shard.py": 533,
     "train_fsdp.py": 270,
     "checkpoint.py": 497,
-    "launch_frontier.sh": 190,
-    "runtime/": 2994,
-    "tests/": 9205,
-    "storage/": 595,
-    "planner/": 1350,
-    "sweeps/": 663,
-    "downstream/": 1497,
+    "launch_frontier.sh": 186,
+    "runtime/": 2634,
+    "tests/": 8986,
+    "storage/": 494,
+    "planner/": 1281,
+    "sweeps/": 580,
+    "downstream/": 1303,
 }
 
 
