@@ -39,6 +39,8 @@ def write_pretrained(pretrained: Pretrained, out: Path, layout: str) -> None:
     if config.channels != 3 and layout == "official":
         what = f"{pretrained.name} has {config.channels} channels, the official release 3"
         raise ValueError(f"{what}: --to timm")
+    if layout == "official" and out.suffix == ".safetensors":
+        raise ValueError(f"{out}: the official code loads files of torch.save: name it .pth")
     if out.exists():
         raise ValueError(f"{out} is there already: give another name, or remove it")
     about: dict[str, Any] = {"config": asdict(config), "step": pretrained.step}

@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 8 probe.py finetune RUN --data DIR --test DIR    a classifier
 
 RUN is the --out folder of train_fsdp.py, or one of its checkpoints. Each subcommand is in a module
-of downstream/, imported when it is used.
+of downstream/.
 """
 
 import argparse

@@ -207,6 +207,8 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     machine = args.machine or ("frontier" if in_slurm else None)
     out = (args.out or Path(f"sweep_{Path(args.what).stem}")).resolve()
     rows = [plan_point(p, machine, args.memory_gib) for p in choose_points(args, words)]
+    if not rows:
+        raise ValueError(f"{args.what} has no points: a table without rows, options on one rank")
     out.mkdir(parents=True, exist_ok=True)
     rows = results.add_points(out, rows)
     print(f"{len(rows)} points in {out}", flush=True)
@@ -281,6 +283,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.what == "report":
             report.write_page(args.dirs, args.out)
             return 0
+        if args.dirs:
+            raise ValueError(f"{args.what} takes no folder: give --out, or --data")
         return run_sweep(args, words[cut + 1 :])
     except (ValueError, OSError, ImportError) as error:
         parser.error(str(error))

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -88,6 +89,10 @@ def run(args: argparse.Namespace) -> int:
     """Fine-tune -> exit status: 0 done or stopped, 1 failed, 2 refused; ValueError, OSError."""
     received = process.collect()
     pretrained = read_pretrained(args.run)
+    if Path(args.run).resolve().is_relative_to(Path(args.out).resolve()):
+        raise ValueError(f"--out {args.out} holds the pretrained model: give another folder")
+    if args.freeze_blocks > (depth := pretrained.config.depth):
+        raise ValueError(f"--freeze-blocks {args.freeze_blocks}: the model has {depth} blocks")
     image_source.check_folder(args.test, "--test", args.out)
     # the model of other code may have a shape of its own
     shape = ",".join(f"{name}={value:d}" for name, value in vars(pretrained.config).items())
@@ -238,7 +243,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     test = image_source.share_eval_images(replace(config, eval_data=config.test))
     numbers = run_on_rank0(partial(check_classes, files, test, config.img_size, stats))
     plain_run = run_on_rank0(partial(with_images, plain_run, **found))
-    run = TuningRun(**vars(plain_run), classes=len(files.classes))
+    session.run = run = TuningRun(**vars(plain_run), classes=len(files.classes))
 
     log = session.log
     saved = list_newest_first(run, log.say)

@@ -49,9 +49,10 @@ class EvalImages(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         """Read, decode and crop an image; raises only what is not the file's own error."""
         try:
-            image, size = data.open_image(self.files.read(index), self.stats)
-            crop = centre_crop(*size)
-            return index, data.crop_and_resize(image, crop, self.img_size, self.exact)
+            content = self.files.read(index)
+            image, size = data.open_image(content, self.stats)
+            exact = self.exact or not isinstance(content, bytes)
+            return index, data.crop_and_resize(image, centre_crop(*size), self.img_size, exact)
         except Exception as error:  # Pillow raises many kinds for a broken file
             return index, data.file_fault(error)
 
@@ -79,7 +80,7 @@ def open_eval_loader(
 
     The batches are dealt to ranks in turn, and a `share` is (rank, number of ranks); its last batch
     may be empty, so that all have equally many. An image that is broken, or does not fit `stats`,
-    is left out and listed in the batch. Raises LoaderFailed where a disk or a worker process fails;
+    is left out and listed in the batch. Raises OSError where a disk or a worker process fails;
     with `skip_failed` the rest of the share is left out instead.
     """
     rank, ranks = share
@@ -102,6 +103,6 @@ def open_eval_loader(
                 yield loaded
     except LoaderFailed as error:
         if not skip_failed:
-            raise
+            raise OSError(str(error)) from error
         for unread in rest:
             yield images.collate([(index, str(error)) for index in unread])

@@ -129,7 +129,7 @@ def encode_share(
 ) -> list[Share]:
     """Encode this rank's images of each folder, and name those that cannot be read.
 
-    LoaderFailed where a disk or a worker process fails, ValueError where features are not finite.
+    OSError where a disk or a worker process fails, ValueError where features are not finite.
     """
     (name, seed), (pretrained, folders) = source, inputs
     size, stats = args.img_size or pretrained.img_size, pretrained.stats

@@ -103,6 +103,8 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
         img_size = math.isqrt(shapes["pos_embed"][1] - 1) * config.patch
     except (OSError, checkpoint.Damaged):
         raise
+    except KeyError as error:
+        raise ValueError(f"{path}: {error.args[0]} is missing") from None
     except Exception as error:  # of any kind: a file may contain anything
         what = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{path}: {what}") from None
@@ -200,11 +202,11 @@ def _read_torch(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (EOFError, RuntimeError, pickle.UnpicklingError):
-        why = "it is damaged, or contains more than weights"
-        raise ValueError(f"torch.load(weights_only=True) refuses it: {why}") from None
+        why = "it is damaged, of an old format, or contains more than weights"
+        raise ValueError(f"torch.load(weights_only=True, mmap=True) refuses it: {why}") from None
     weights = found.get("model") or found.get("state_dict") or found  # the official code, timm
     loss = getattr(found.get("args"), "norm_pix_loss", True)
-    return weights, {"norm_pix_loss": loss} | found.get(NOTE, {})
+    return weights, {"step": found.get("step"), "norm_pix_loss": loss} | found.get(NOTE, {})
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -218,8 +220,9 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _read_config(path: Path) -> dict[str, Any]:
     """Read config.json of transformers -> what it says, in the words of convert.py's files."""
     config = json.loads(path.read_bytes())
-    if (kind := config.get("model_type")) != "vit_mae":
-        raise ValueError(f"{path.name} is of {kind}, not of vit_mae")
+    kind, activation = config.get("model_type"), config.get("hidden_act", "gelu")
+    if (kind, activation) != ("vit_mae", "gelu"):
+        raise ValueError(f"{path.name} is of {kind} with {activation}, not of vit_mae with gelu")
     if (epsilon := config.get("layer_norm_eps", 1e-12)) != NORM_EPS:
         what = f"the norms of {path.parent} have an epsilon of {epsilon:g}, here {NORM_EPS:g}"
         print(f"warning: {what}: features may differ by 2e-3", file=sys.stderr)

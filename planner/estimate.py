@@ -262,17 +262,17 @@ def reason(plan: Plan, plans: Sequence[Plan]) -> str:
 CHECKPOINTING = ("none", "selective", "full")  # --ac, in the order of what it saves
 
 
-def describe_fit(plan: Plan, ran_out: bool = False) -> str:
+def describe_fit(plan: Plan, global_batch: bool, ran_out: bool = False) -> str:
     """Say in a sentence what a plan says of a run, and what would fit if that does not.
 
-    Named is the smallest change of each kind. What has run out of memory needs too much whatever
-    the plan says.
+    Named is the smallest change of each kind, for a run with --global-batch or with --batch. What
+    has run out of memory needs too much whatever the plan says.
     """
     if plan.verdict == "FITS" and not ran_out:
         return plan.fit
     most = 0.9 * plan.peak_gib if ran_out else math.inf
     found: dict[str, str] = {}
-    for flags, fields in possible_changes(plan):
+    for flags, fields in possible_changes(plan, global_batch):
         other = Plan(replace(plan.run, **fields), plan.machine, plan.memory_gib)
         if other.verdict == "FITS" and other.peak_gib <= most:
             found.setdefault(flags.split()[0], flags)
@@ -281,7 +281,7 @@ def describe_fit(plan: Plan, ran_out: bool = False) -> str:
     return f"{plan.fit}; no --batch, --ac or --mode alone fits: take several, or more ranks"
 
 
-def possible_changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+def possible_changes(plan: Plan, global_batch: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield flags and the fields of PlannedRun that they set, of each kind the smallest first.
 
     Smaller local batches with more accumulation, more checkpointing, modes that shard more.
@@ -289,7 +289,8 @@ def possible_changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     run, images = plan.run, plan.run.batch * plan.run.accum
     for batch in reversed([n for n in mesh.divisors(images) if n < run.batch]):
         accum = images // batch
-        yield f"--batch {batch} --accum {accum}", {"batch": batch, "accum": accum}
+        flags = f"--accum {accum}" if global_batch else f"--batch {batch} --accum {accum}"
+        yield flags, {"batch": batch, "accum": accum}
     for ac in CHECKPOINTING[CHECKPOINTING.index(run.ac) + 1 :]:
         yield f"--ac {ac}", {"ac": ac}
     # of the same size where parameters are not yet freed

@@ -12,7 +12,7 @@ the nearest one and what differs, {"like": "dgx-a100-80", "ranks_per_node": 4}, 
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,12 @@ def read_machine(name: str) -> Machine:
         raise ValueError(f"there is no machine {name}: use one of {known}, {more}")
     try:
         values = {"name": path.stem, **json.loads(path.read_text())}
-        return replace(MACHINES[values.pop("like")], **values)
+        machine = replace(MACHINES[values.pop("like")], **values)
+        for field in fields(Machine)[1:]:
+            value: Any = getattr(machine, field.name)
+            if not (value > 0 and (field.type is not int or isinstance(value, int))):
+                raise ValueError(f"{field.name} is {value!r}")
+        return machine
     except (OSError, ValueError, TypeError, KeyError) as error:  # KeyError: the machine
         needed = f'it takes "like", one of {known}, and the fields of Machine that differ'
         raise ValueError(f"the machine file {name}: {error!r}; {needed}") from None

@@ -219,7 +219,9 @@ def make_config(parser: Parser, args: argparse.Namespace, table: type[Config] = 
     config = table(**{row.name: getattr(args, row.name) for row in fields(table)})
     try:
         return fill_defaults(config)
-    except (RuntimeError, ValueError) as error:  # the former of a launcher's variables
+    except RuntimeError as error:  # the launcher's variables, perhaps of this rank alone
+        raise SystemExit(process.usage_error(str(error), local=True)) from None
+    except ValueError as error:
         parser.error(str(error))
 
 
@@ -266,8 +268,8 @@ def model_config(text: str) -> vit.ViTConfig:
     name, _, rest = text.partition(":")
     try:
         pairs = [part.split("=") for part in rest.split(",") if part]
-        changes: Any = {row: int(value) for row, value in pairs}
+        changes: Any = {row: whole(row != "gated_mlp")(value) for row, value in pairs}
         return replace(vit.MODELS[name], **changes)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, argparse.ArgumentTypeError) as error:
         example = f"use {', '.join(vit.MODELS)}, or as base:depth=6,mlp_width=1536"
         raise ValueError(f"--model {text}: {error}; {example}") from None

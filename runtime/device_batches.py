@@ -38,7 +38,8 @@ class Batches(Iterator[Batch]):
 
     def __init__(self, loaded: Iterator[Batch], workers: int) -> None:
         """Fetch the first batch. Raises LoaderFailed."""
-        self.loaded, self.workers, self.last = loaded, workers, next(loaded)
+        self.loaded, self.workers = loaded, workers
+        self.last = next(loaded)
         self.first: Batch | None = self.last
 
     def __next__(self) -> Batch:
@@ -63,7 +64,7 @@ def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
 def open_batches(run: "Run", session: "Session", files: data.ImageSource, steps: range) -> Batches:
     """Start the loader of `steps` and fetch the first batch. Collective.
 
-    Raises LoaderFailed.
+    Raises LoaderFailed, and AgreedError where --stage-dir cannot be used.
     """
     config, ranks, device = run.config, session.ranks, session.device
     alone = config.run_mode == "syn"  # compute and communication: the same batch again and again

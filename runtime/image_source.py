@@ -71,6 +71,8 @@ def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tup
     try:
         from storage import image_list
     except ModuleNotFoundError:
+        if is_pack(folder):
+            raise
         return data.scan(folder), None
     found = image_list.find_list(folder, out, say)
     return found, image_list.fingerprint(found)
@@ -95,6 +97,8 @@ def share_images(
     config: "Config", global_batch: int, stats: data.ChannelStats | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Do as `find_images` on rank 0, and give every rank its result. Collective."""
+    if config.eval_data:
+        share_eval_images(config)  # refused now, if at all
     return run_on_rank0(lambda: find_images(config, config.out, global_batch, stats))
 
 

@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -73,13 +73,16 @@ class Log:
         self.rank = rank
 
     def open(self, run: Run, device: torch.device) -> None:
-        """Append to the log of the runs in --out."""
+        """Append to the log of the runs in --out. Collective; AgreedError if it cannot be."""
         self.run, self.device = run, device
-        if self.rank == 0:
-            path = Path(run.config.out, "log.jsonl")
+        path = Path(run.config.out, "log.jsonl")
+
+        def open_file() -> None:
             killed = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # in a line
             self.file = open(path, "a")  # noqa: SIM115
             self.file.write("\n" * killed)
+
+        run_on_rank0(open_file)
 
     def say(self, *lines: str) -> None:
         """Print lines on the terminal."""
@@ -113,7 +116,7 @@ class Log:
                         self.tensorboard.add_scalar(f"{event}/{key}", value, step)
                 self.tensorboard.flush()
         except OSError as error:  # a full disk: no run ends for want of a line or a curve
-            self.warn(f"log.jsonl cannot be written now: {error}")
+            self.warn(f"the log cannot be written now: {error}")
 
     def step(self, verdict: Verdict, lr: float, meter: Meter, bad_images: int) -> None:
         """Log a step and end the meter's interval; the numbers are of all ranks.
@@ -166,8 +169,9 @@ class BadImageLog:
         self.unreported: list[tuple[str, str, int]] = []  # found by this rank since `sync`
         self.too_many: str | None = None  # an error message
         self.known: set[str] = set()  # their paths, kept up to date on rank 0
-        with suppress(FileNotFoundError), open(self.path, **CSV) as file:
-            self.known = {row["path"] for row in csv.DictReader(file)}
+        if log.rank == 0 and os.path.exists(self.path):
+            with open(self.path, **CSV) as file:
+                self.known = {row["path"] for row in csv.DictReader(file)}
         self.count = len(self.known)
 
     def sync(self) -> None:
@@ -184,10 +188,13 @@ class BadImageLog:
         new = {row[0]: row for rows in every for row in rows if row[0] not in self.known}
         if new:
             path, reason, _ = next(iter(new.values()))
-            found = f"{len(new)} unreadable images replaced by the next, see {self.path}"
+            found = f"unreadable images, replaced by the next: {len(new)}, see {self.path}"
             self.log.warn(f"{found}; the first: {path} ({reason})")
-            with open(self.path, "a", **CSV) as file:
-                heading = [("path", "reason", "step")] * (file.tell() == 0)
-                csv.writer(file).writerows([*heading, *new.values()])
+            try:
+                with open(self.path, "a", **CSV) as file:
+                    heading = [("path", "reason", "step")] * (file.tell() == 0)
+                    csv.writer(file).writerows([*heading, *new.values()])
+            except OSError as error:  # as of the log
+                self.log.warn(f"{self.path} cannot be written now: {error}")
             self.known |= new.keys()
         return len(self.known)

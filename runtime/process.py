@@ -26,9 +26,10 @@ class Lossy(io.FileIO):
     """A file whose writes succeed: what it does not take is lost."""
 
     def write(self, content: Any, /) -> int:
-        with suppress(OSError):  # a reader that went away, a full disk
-            super().write(content)
-        return len(content)
+        try:
+            return super().write(content) or len(content)  # None: a full pipe that does not block
+        except OSError:  # a reader that went away, a full disk
+            return len(content)
 
 
 def make_safe() -> None:
@@ -116,7 +117,7 @@ def _listen(pipe: int, received: list[int], launcher: int) -> None:
         ready, _, _ = select.select([pipe], [], [], 1.0)
         # a shell may end before the run that it started; torchrun is the ranks' own
         if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher:
-            say("error: torchrun is gone: this run ends without saving")
+            say(f"{PROGRAM}: error: torchrun is gone: this run ends without saving")
             os._exit(1)
         number = os.read(pipe, 1)[0] if ready else 0
         if number == signal.SIGINT and number in received:
@@ -130,36 +131,41 @@ def _listen(pipe: int, received: list[int], launcher: int) -> None:
 
 # --- The folder of a run
 
+# for which a requeued job waits for itself: a file system takes its time to notice a lost node
+OWN_PAST_SECONDS = 300.0
+
 
 def lock_folder(folder: str) -> TextIO:
     """Make `folder`, and keep other runs out of it until the file returned is closed.
 
     The lock is flock's, on FOLDER/.lock: it ends with this process, whatever ends that. ValueError
-    where another run has it, and says who, or where the folder cannot be written.
+    where another run has it, and says who, or where the folder cannot be written. For what is left
+    of a requeued job it waits.
     """
     job = os.environ.get("SLURM_JOB_ID")
-    ours = f", Slurm job {job}" if job else ""
+    ours, deadline = f", Slurm job {job}", time.monotonic() + OWN_PAST_SECONDS
     try:
         os.makedirs(folder, exist_ok=True)
         file = open(os.path.join(folder, ".lock"), "a+")  # noqa: SIM115
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                owner = file.read()
+                if owner.endswith(ours) and time.monotonic() < deadline:
+                    time.sleep(1)
+                    continue
+                other = f"another run ({owner}): wait for it, stop it, or give another --out"
+                raise ValueError(f"{folder} is in use by {other}") from None
+            except OSError as error:  # a file system without flock
+                print(f"warning: {folder} cannot be locked ({error}): start no other run in it")
+            break
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}{ours if job else ''}")
+        file.flush()
     except OSError as error:
         raise ValueError(f"{error}: give --out a folder that can be written") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read()
-        if not (ours and owner.endswith(ours)):
-            other = f"another run ({owner}): wait for it, stop it, or give another --out"
-            raise ValueError(f"{folder} is in use by {other}") from None
-        # what is left of this job before it was requeued: a file system may need minutes to notice
-        # that a node is gone
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:  # a file system without flock
-        print(f"warning: {folder} cannot be locked ({error}): start no other run in it")
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}{ours}")
-    file.flush()
     return file
 
 

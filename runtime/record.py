@@ -74,7 +74,9 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     shape = {name: size for name, size in s["mesh"].items() if name != "tp" or size > 1}
     sizes = " x ".join(map(str, shape.values()))
     yield f"{ranks} ranks on {s['device']}, mesh {sizes} ({' x '.join(shape)})"
-    yield f"{s['mode']}: shards {strategy.shards}; per step: {strategy.traffic}"
+    traffic = strategy.traffic if ranks > s["tp"] else "no communication"
+    traffic = traffic if s["mesh"]["replicate"] > 1 else traffic.removesuffix(shard.ACROSS)
+    yield f"{s['mode']}: shards {strategy.shards}; per step: {traffic}"
     who = f"{ranks // s['tp']} data-parallel ranks"
     yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"
     yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['lr']:.3g}"
@@ -198,7 +200,7 @@ class Monitor:
         """Log a step that was not applied; return a message. Collective."""
         own_losses = gather_to_rank0(verdict.own_loss) or []
         ranks = [rank for rank, bad in enumerate(own_losses) if bad]
-        what, step = "loss" if ranks else "gradient norm", verdict.step + 1
+        what, step = "loss" if verdict.bad_loss else "gradient norm", verdict.step + 1
         text = f"the {what} is not finite at step {step}"
         if ranks:  # a norm is of all
             text += f" on rank {', '.join(map(str, ranks))}"

@@ -26,7 +26,7 @@ Say = Callable[[str], None]  # prints a line, on rank 0
 def initial_values(run: Run) -> Callable[..., Tensor]:
     """Return the function (name, shape, device) -> whole initial value that shard.apply takes.
 
-    With --init-from both are collective: rank 0 reads the file, AgreedError of status 2 on all.
+    With --init-from both are collective: rank 0 reads the file, AgreedError on all.
     """
     path, model, seed = run.config.init_from, run.model, run.config.seed
     if path is None:
@@ -156,11 +156,13 @@ class Saves:
 
     def due_after(self, step: int) -> bool:
         """Tell whether a checkpoint is due after so many steps."""
-        return self.steps is not None and step % self.steps == 0
+        return self.saver is not None and self.steps is not None and step % self.steps == 0
 
     def due_by_clock(self) -> bool:
         """Tell whether one is due by this rank's clock; the step guard agrees on the step."""
-        return self.seconds is not None and time.monotonic() - self.since > self.seconds
+        if self.saver is None or self.seconds is None:
+            return False
+        return time.monotonic() - self.since > self.seconds
 
     def save(self, step: int, consecutive_bad: int, wait: bool) -> str | None:
         """Save after so many steps; return why the run cannot continue, if so. Collective."""
@@ -181,10 +183,12 @@ class Saves:
 
     def save_last(self, step: int, consecutive_bad: int) -> None:
         """Save before a failed run ends, unless that step is saved already. Collective."""
-        problems = self.saver.finish() if self.saver else []  # of the save in the background
-        if self.saver and self.saver.saved < step:
-            problems.append(self.save(step, consecutive_bad, wait=True) or "")
-        for problem in filter(None, problems):
+        if not self.saver:
+            return
+        problems = self.saver.finish()  # of the save in the background
+        if self.saver.saved < step and (failed := self.save(step, consecutive_bad, wait=True)):
+            problems.append(failed)
+        for problem in problems:
             self.log.warn(problem)
 
     def finished(self) -> bool:

@@ -25,7 +25,7 @@ class Run:
     patches: int  # of an image
     images: int = 0  # of the data set; this and the rest are known once the images are listed
     image_names_and_sizes: str | None = None  # their fingerprint; None for synthetic images
-    channel_stats: Any = None  # data.ChannelStats: plan.py does without that module's torchvision
+    channel_stats: Any = None  # data.ChannelStats: plan.py does without that module
     steps: int = 0  # optimizer steps
     warmup_steps: int = 0
 

@@ -27,13 +27,16 @@ class Session:
     """Hold what the ranks of a run share: process group, watchdog, log, requests to stop."""
 
     def __init__(
-        self, ranks: mesh.Ranks, device: torch.device, timeout: int, signals: Sequence[int]
+        self, ranks: mesh.Ranks, device: torch.device, run: Run, signals: Sequence[int]
     ) -> None:
-        """Connect to the other ranks and watch them; ConnectionError. Collective.
+        """Connect to the other ranks and watch them. Collective.
+
+        ConnectionError where that fails, ValueError where only some of them have a GPU.
 
         `signals` grows by each signal that asks this process to stop.
         """
-        self.ranks, self.device, self.signals = ranks, device, signals
+        self.ranks, self.device, self.run, self.signals = ranks, device, run, signals
+        timeout = run.config.timeout
         self.log = Log(ranks.rank)
         self.locks: list[TextIO] = []  # of rank 0, open as long as the run uses its folder
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
@@ -50,7 +53,10 @@ class Session:
             with mesh.quiet_gloo():
                 self.gloo = cast(Any, dist.new_group(backend="gloo"))
             dist.barrier(self.gloo)
-        except (RuntimeError, OSError, ValueError) as error:  # too few came, or some without a GPU
+        except ValueError:  # only some ranks have a GPU
+            self.watchdog.stop()
+            raise
+        except (RuntimeError, OSError) as error:
             self.watchdog.stop()
             raise ConnectionError(f"could not join the process group: {cause_of(error)}") from error
 
@@ -58,20 +64,21 @@ class Session:
         """Keep other runs out of `out`; AgreedError, status 2, where one is there. Collective."""
         self.heartbeat(f"preparing {out} for this run alone")
         run_on_rank0(lambda: self.locks.append(process.lock_folder(out)))
+        self.heartbeat("preparing the run")
 
     def give_up(self, text: str) -> None:
         """Print and log why the run is ended from outside the training loop."""
         process.print_error(f"{text}; {self.where_saved(False)}" if self.where_saved else text)
         self.log.write("end", reason="failed", problem=text)
 
-    def fail(self, error: Exception, run: Run) -> None:
+    def fail(self, error: Exception) -> None:
         """Say what has failed on this rank alone, and exit at once if there are other ranks.
 
         Their collectives fail then, or the watchdog ends them.
         """
         cause = cause_of(error)
         if is_out_of_memory(error):
-            plan = planned(run, self.device, self.log.warn, ran_out=True)
+            plan = planned(self.run, self.device, self.log.warn, ran_out=True)
             advice = f"plan: {plan['fit']}" if plan else "try a smaller --batch, or fewer --workers"
             cause = f"out of memory; {advice}; {cause}"
         elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):
@@ -104,7 +111,7 @@ def run_session(
         local = False
         run = resolve(config, ranks.world_size, ranks.local_world_size)
         local = True
-        session = Session(ranks, device, config.timeout, signals)
+        session = Session(ranks, device, run, signals)
     except (ValueError, RuntimeError, ConnectionError) as error:
         process.usage_error(str(error), local)
         return 1 if isinstance(error, ConnectionError) else 2
@@ -118,7 +125,7 @@ def run_session(
             process.print_error(str(error))
     except Exception as error:  # on this rank alone: it must not keep the others waiting
         status = 1
-        session.fail(error, run)
+        session.fail(error)
     session.watchdog.stop()
     for lock in session.locks:
         lock.close()

@@ -52,6 +52,8 @@ class RunProfile:
         self.sent: list[CommEvent] = []
         self.path = Path(run.config.out, "profile", "rank_00000.json.gz")
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints lines of its own
+        if meter.begin + WARM >= run.steps:
+            self.log.warn("--profile: too few steps are left")
         # in the step before the first it is slow: it begins
         plan = schedule(wait=WARM - 1, warmup=1, active=run.config.profile or 1, repeat=1)
         self.profiler = profile(schedule=plan, on_trace_ready=self._write, acc_events=True)

@@ -20,7 +20,7 @@ class Watchdog:
     """End a run whose ranks wait for one that makes no progress, and name that rank.
 
     The main thread calls `heartbeat` when it begins something; a thread publishes that through the
-    ranks' store. Rank 0, once it has waited for `seconds`, names the ranks that are silent or
+    ranks' store. When one has waited for `seconds`, rank 0 names the ranks that are silent or
     behind; these print their stacks, and all exit. A second thread, which no store can block, says
     what takes long and ends a rank that rank 0 does not answer; should Python itself hang,
     faulthandler does so.
@@ -78,7 +78,8 @@ class Watchdog:
             self.clock += self.interval
             _, phase, _, since = self.beat
             waited, new = self.clock - since, phase not in self.known
-            if new and 0 <= waited - 10 < self.interval and (self.rank == 0 or not self.store):
+            just_long = 10 <= waited < 10 + self.interval  # so that it is said once
+            if new and just_long and (self.rank == 0 or not self.store):
                 print(f"rank {self.rank}: still {self.where()}", file=sys.stderr, flush=True)
             if self.world_size == 1:
                 continue
@@ -96,12 +97,16 @@ class Watchdog:
         with suppress(RuntimeError):  # the store went with rank 0
             while not self.ended.wait(self.interval):
                 self._exchange(store)
-                if self.rank == 0 and self.late > 0:
+                if self.late > 0:
+                    store.set("watchdog/late", "")
+                if self.rank == 0 and store.check(["watchdog/late"]):
                     self._judge(store)
 
     def _exchange(self, store: dist.TCPStore) -> None:
         """Say what this rank does; leave if rank 0 has found ranks behind."""
-        store.set(f"watchdog/{self.rank}", json.dumps([self.clock, self.beat[0], self.where()]))
+        count, _, _, since = self.beat
+        state = self.clock, count, self.clock - since, self.where()
+        store.set(f"watchdog/{self.rank}", json.dumps(state))
         if store.check(["watchdog/behind"]):
             if self.rank in json.loads(store.get("watchdog/behind")):
                 faulthandler.dump_traceback(2)
@@ -114,15 +119,16 @@ class Watchdog:
         self.ended.wait(4 * self.interval)
         self._exchange(store)
         after = [json.loads(text) for text in store.multi_get(keys)]
-        counts = [count for _, count, _ in after]  # of heartbeats
-        if self.ended.is_set() or counts != [count for _, count, _ in before]:
+        counts = [count for _, count, *_ in after]  # of heartbeats
+        if self.ended.is_set() or counts != [count for _, count, *_ in before]:
+            store.delete_key("watchdog/late")
             return
         silent = [rank for rank in range(1, self.world_size) if after[rank] == before[rank]]
         behind = silent or [rank for rank, count in enumerate(counts) if count == min(counts)]
-        names = "; ".join(f"rank {rank} ({after[rank][2]})" for rank in behind[:8])
+        names = "; ".join(f"rank {rank} ({after[rank][3]})" for rank in behind[:8])
         who = f"{len(behind)} of {self.world_size} ranks stuck: {names}"
         self.leaving.acquire()  # the main thread may fail now, because of those that leave
-        waited = self.clock - self.beat[3]
+        waited = max(seconds for _, _, seconds, _ in after)
         self.give_up(f"no progress for {waited:.0f} s, {who}")
         store.set("watchdog/behind", json.dumps(behind))
         time.sleep(max(2.0, 3 * self.interval))  # rank 0 may keep the store: the others read it

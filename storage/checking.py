@@ -117,4 +117,4 @@ def write_stats(folder: str, workers: int, say: Say) -> None:
     with replacing(path) as stream:
         stream.write(json.dumps(text).encode())
     say(f"{path}: {int(count[0])} of {len(files)} images, {channels} channels of {dtype}")
-    say(f"train with --channels {channels}")
+    say(f"train with --channels {channels}; of TIFF with many bands, on a pack of them")

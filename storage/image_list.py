@@ -44,7 +44,7 @@ class ImageList:
 
     def part(self, first: int, last: int) -> "ImageList":
         """Return the images from `first` to before `last`."""
-        return replace(self, table=self.table[first:last], index_file=None)
+        return replace(self, table=self.table[first:last], classes=(), index_file=None)
 
     @property
     def labels(self) -> np.ndarray:
@@ -114,10 +114,13 @@ def load_index(path: str, root: str, staged: str | None = None) -> ImageList:
 
     ValueError where it is no such file. Nothing in the file is executed.
     """
-    table = np.lib.format.open_memmap(path, mode="r")
-    with open(path, "rb") as file:
-        file.seek(table.offset + table.nbytes)
-        classes, shards = map(tuple, json.load(file))
+    try:
+        table = np.lib.format.open_memmap(path, mode="r")
+        with open(path, "rb") as file:
+            file.seek(table.offset + table.nbytes)
+            classes, shards = map(tuple, json.load(file))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): create it again") from None
     return ImageList(root, table.view(np.ndarray), classes, shards, path, staged)
 
 

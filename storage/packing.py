@@ -1,6 +1,6 @@
 """Pack the images of a folder into tar shards with an index: few large files instead of a million.
 
-The folder gets its name when all of it is there: an interrupted pack leaves none.
+The folder gets its name when all of it is there; until then it is NAME.unfinished.
 """
 
 import io
@@ -21,7 +21,7 @@ from storage.image_list import ImageList, list_images, make_table, save_index
 from storage.safe_files import replacing
 from storage.tiff import read_bands
 
-SHARD_BYTES = 2**28  # of the source of one shard
+SHARD_BYTES = 2**24, 2**30  # of the source of one shard, at least and at most
 
 
 def repack(content: bytes, max_side: int | None, quality: int) -> tuple[bytes, str]:
@@ -86,7 +86,8 @@ def pack(
     shutil.rmtree(folder, ignore_errors=True)  # of a command that was interrupted
     folder.mkdir(parents=True)
     ends = np.cumsum(files.table["size"])
-    _, firsts = np.unique((ends - 1).clip(0) // SHARD_BYTES, return_index=True)
+    shard_bytes = int(np.clip(ends[-1] // 64, *SHARD_BYTES))  # one for each worker, not too many
+    _, firsts = np.unique((ends - 1).clip(0) // shard_bytes, return_index=True)
     parts = [files.part(*pair) for pair in pairwise([*firsts, len(files)])]
     shards = [folder / f"shard-{i:06}.tar" for i in range(len(parts))]
     write = partial(write_shard, max_side, quality)

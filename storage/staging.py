@@ -4,12 +4,15 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from threading import Thread
 
 import mesh
 from runtime.agreement import run_on_all_ranks
 from storage.image_list import ImageList, fingerprint
 from storage.safe_files import replacing
+
+RESERVE = 0.05  # of a node-local disk, left free
 
 
 def stage(
@@ -39,9 +42,16 @@ def copy_shards(files: ImageList, node: int, say: Callable[[str], None]) -> None
     """Copy the shards of a staged pack until the disk is full, each node from another one on."""
     folder, first = str(files.staged), node % len(files.shards)
     try:
+        for half in Path(folder).glob(".shard-*"):  # what a killed process left
+            half.unlink()
         for name in (*files.shards[first:], *files.shards[:first]):
-            if not os.path.exists(copy := os.path.join(folder, name)):
-                with open(os.path.join(files.root, name), "rb") as shard, replacing(copy) as to:
-                    shutil.copyfileobj(shard, to, 2**24)
+            source, copy = os.path.join(files.root, name), os.path.join(folder, name)
+            if os.path.exists(copy):
+                continue
+            disk = shutil.disk_usage(folder)
+            if disk.free - os.path.getsize(source) < RESERVE * disk.total:
+                raise OSError(f"{folder} is full")
+            with open(source, "rb") as shard, replacing(copy) as to:
+                shutil.copyfileobj(shard, to, 2**24)
     except OSError as error:
         say(f"warning: --stage-dir: {error}; the other shards are read from where they are")

@@ -29,6 +29,8 @@ def read_bands(content: bytes) -> np.ndarray | bytes:
         raise
     if series.axes.endswith("S"):  # pixel by pixel, not band by band
         bands = np.moveaxis(bands, -1, 0)
+    if bands.ndim == 2 and bands.dtype.name in ("uint8", "uint16"):
+        return content  # grey, and a page of another size beside it: an overview, say
     bands = bands.reshape(-1, *bands.shape[-2:])  # also of one band, and of a page each
     return bands if bands.dtype.name in data.ARRAY_DTYPES else bands.astype("float32")
 

@@ -189,7 +189,7 @@ def write_page(folders: Sequence[Path], out: Path | None) -> Counter[str]:
         if row["state"] not in ("done", "waiting"):
             print(f"{row['state']:14}{row['id']:50} {row['reason']}")
     if not any(row.get("images_per_second") for row in rows):
-        raise ValueError(f"{folders[0]} has no finished point to draw: run the sweep further")
+        raise ValueError(f"{folders[0]} has no finished point to draw: run it further, or --retry")
     results.add_ideal(rows)
     if not out:  # not into a folder of results alone
         first = folders[0]

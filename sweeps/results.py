@@ -225,7 +225,7 @@ def find_limit(rows: Sequence[Row]) -> Limit:
     slow_input = min(took.get("io", 0), step) > busy + unsure
     compute, world = busy, row["world_size"]
     if world > 1:
-        if row.get("ideal_ranks", world) == world or device_count(row) < world:
+        if row.get("ideal_ranks", world) >= world or device_count(row) < world:
             return Limit("input" if slow_input or waited > step / 2 else "unknown", why)
         compute = min(step_images(row) / row["ideal"], busy)
         why += f", syn without communication {compute:.3g}"

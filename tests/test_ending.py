@@ -191,7 +191,7 @@ def test_log_lines_are_kept_until_the_log_can_be_written(tmp_path, capsys):
     with files_limited(10):
         log.write("step", step=1)
     log.write("step", step=2)
-    assert "warning: log.jsonl cannot be written now: [Errno 27]" in capsys.readouterr().out
+    assert "warning: the log cannot be written now: [Errno 27]" in capsys.readouterr().out
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2]
 

@@ -169,7 +169,7 @@ def test_training_replaces_bad_images_and_lists_each_once(tmp_path):
     assert sorted(row["path"] for row in rows) == sorted(expected)
     assert all(expected[row["path"]] in row["reason"] for row in rows)
     assert longer.end["bad_images"] == 5
-    assert re.search(r"warning: \d unreadable images replaced .*first: \S+ \(", first.output)
+    assert re.search(r"warning: unreadable images, replaced .*first: \S+ \(", first.output)
     assert "unreadable images" not in longer.output
 
 
@@ -191,7 +191,7 @@ def test_a_pack_is_a_copy_that_tar_reads(tmp_path, monkeypatch, capsys):
     root, target = tmp_path / "root", tmp_path / "pack"
     broken_tree(root)
     noise_image(99, 800, 800).save(root / "large.jpg", quality=100)  # for a second shard
-    monkeypatch.setattr(packing, "SHARD_BYTES", 2**20)
+    monkeypatch.setattr(packing, "SHARD_BYTES", (2**20, 2**20))
     prepared("pack", root, target)
     assert "33 images in 2 shards, " in (printed := capsys.readouterr().out)
     # a link to nothing, TIFF of no known kind; one was empty
@@ -242,7 +242,7 @@ def test_a_pack_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
     """Nor does it take a file system that goes away for a tree of broken images."""
     root, target = tmp_path / "root", tmp_path / "pack"
     files = class_tree(root, width=300, height=300)
-    monkeypatch.setattr(packing, "SHARD_BYTES", 2**20)
+    monkeypatch.setattr(packing, "SHARD_BYTES", (2**20, 2**20))
     command = ["pack", str(root), str(target), "--workers", "1"]
     for error, status in ((KeyboardInterrupt(), 130), (FileNotFoundError(errno.ENOENT, ""), 1)):
         with monkeypatch.context() as patch:
@@ -392,7 +392,7 @@ def test_a_tree_of_thirteen_bands_trains_after_one_command(tmp_path):
 
 def test_whole_shards_are_copied_to_the_node_and_read_there(tmp_path, monkeypatch):
     files = class_tree(tmp_path / "root", width=300, height=300)
-    monkeypatch.setattr(packing, "SHARD_BYTES", 2**20)
+    monkeypatch.setattr(packing, "SHARD_BYTES", (2**20, 2**20))
     prepared("pack", tmp_path / "root", tmp_path / "pack")
     stage, said = tmp_path / "stage", []
     stage.mkdir()

@@ -51,6 +51,22 @@ def test_a_rank_0_that_is_stopped_is_named(tmp_path):
         on_ranks(2, partial(stopped, False), tmp_path, 60)
 
 
+def stuck():
+    """Rank 1 is, while rank 0 does what may take longer."""
+    rank = join()
+    watch = watchdog.Watchdog(rank, 2, seconds=2)
+    watch.connect(mesh.read_ranks(os.environ).init)
+    for phase in ("training", "training", "saving")[: 3 - rank]:
+        watch.heartbeat(phase)
+    time.sleep(60)
+
+
+def test_a_stuck_rank_is_named_whatever_rank_0_does(tmp_path):
+    with pytest.raises(RuntimeError, match=r"1 of 2 ranks stuck: rank 1 \(training, on") as found:
+        on_ranks(2, stuck, tmp_path, 60)
+    assert "in stuck" in str(found.value)  # its stack
+
+
 def test_what_takes_long_is_said_once(capsys):
     watch = watchdog.Watchdog(0, 1, seconds=1)
     watch.heartbeat("listing images")
