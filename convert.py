@@ -38,7 +38,7 @@ def write_pretrained(pretrained: Pretrained, out: Path, layout: str) -> None:
         raise ValueError(f"{pretrained.name} has a gated MLP, which only timm has: --to timm")
     if config.channels != 3 and layout == "official":
         what = f"{pretrained.name} has {config.channels} channels, the official release 3"
-        raise ValueError(f"{what}: --to timm")
+        raise ValueError(f"{what}: --to timm, or transformers")
     if layout == "official" and out.suffix == ".safetensors":
         raise ValueError(f"{out}: the official code loads files of torch.save: name it .pth")
     if out.exists():

@@ -235,7 +235,8 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
             except Exception as error:  # Pillow raises many kinds for a broken file
                 bad.append((index, file_fault(error)))
             index = self.order.image_at(position + len(bad))
-        raise RuntimeError(f"{SUBSTITUTES} images in a row could not be read, the last: {bad[-1]}")
+        last = f"{self.files.path(bad[-1][0])} ({bad[-1][1]})"
+        raise RuntimeError(f"{SUBSTITUTES} images in a row could not be read, the last: {last}")
 
     def load(self, position: int, index: int) -> tuple[Tensor, Tensor]:
         """Load one image as it looks at this position; raises what reading and decoding raise."""

@@ -91,7 +91,7 @@ def misuses(
     for name, value in given.items():
         has = OPTIONS_OF.get(name, lambda row: True)
         if not has(STRATEGIES[mode]):
-            modes = " and ".join(other for other, row in STRATEGIES.items() if has(row))
+            modes = ", ".join(other for other, row in STRATEGIES.items() if has(row))
             yield f"{spell(name)} is for {spell('mode')} {modes}, not {mode}: leave it out"
         elif given.get("fsdp") != 1 and (name == "limit_all_gathers" or value == "backward_post"):
             yield f"{spell(name)} {value} exists in FSDP1 only: add {spell('fsdp')} 1, or leave it"

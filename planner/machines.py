@@ -114,7 +114,8 @@ def read_machine(name: str) -> Machine:
         machine = replace(MACHINES[values.pop("like")], **values)
         for field in fields(Machine)[1:]:
             value: Any = getattr(machine, field.name)
-            if not (value > 0 and (field.type is not int or isinstance(value, int))):
+            kind = int if field.type is int else (int, float)
+            if not isinstance(value, kind) or value <= 0:
                 raise ValueError(f"{field.name} is {value!r}")
         return machine
     except (OSError, ValueError, TypeError, KeyError) as error:  # KeyError: the machine

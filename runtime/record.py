@@ -88,7 +88,8 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
             "python train_fsdp.py --model tiny --img-size 96 --out out/tiny"
         )
     yield f"data: {s['data']}, {s['images']} images, {s['epoch_steps']} steps per epoch"
-    yield f"pixels: {s['channels']} channels of {s['image_dtype']}, mean {s['channel_mean']}"
+    mean = ", ".join(f"{value:.5g}" for value in s["channel_mean"] or ())
+    yield f"pixels: {s['channels']} channels of {s['image_dtype']}, mean {mean}"
 
 
 # ---------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def refused(program: str, argv: list[str], capsys) -> str:
 
 # flags of train_fsdp.py, and what the sentence has
 TRAINING = [
-    ("--mode full_shard --group 2", "--group is for --mode hybrid and hybrid_grad_op"),
+    ("--mode full_shard --group 2", "--group is for --mode hybrid, hybrid_grad_op"),
     ("--cpu-offload", "but this run is on the CPU"),
     ("--group 2", "1 ranks cannot be split into shard groups of 2"),
     ("--tp 2", "--tp 2 does not divide the 1 ranks, heads and MLP widths"),
