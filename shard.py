@@ -96,7 +96,7 @@ def misuses(
         elif given.get("fsdp") != 1 and (name == "limit_all_gathers" or value == "backward_post"):
             yield f"{spell(name)} {value} exists in FSDP1 only: add {spell('fsdp')} 1, or leave it"
         elif name == "tp" and (given.get("fsdp") == 1 or given.get("wrap") == "root"):
-            yield f"{spell(name)} needs whole blocks and FSDP2: use {spell('wrap')} block"
+            yield f"{spell(name)} needs {spell('fsdp')} 2 and {spell('wrap')} block"
         elif name in ("tp", "cpu_offload") and fp16:
             yield f"{spell(name)} is not for fp16: the loss scale would miss overflows: use bf16"
 

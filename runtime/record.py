@@ -74,7 +74,7 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     shape = {name: size for name, size in s["mesh"].items() if name != "tp" or size > 1}
     sizes = " x ".join(map(str, shape.values()))
     yield f"{ranks} ranks on {s['device']}, mesh {sizes} ({' x '.join(shape)})"
-    traffic = strategy.traffic if ranks > s["tp"] else "no communication"
+    traffic = strategy.traffic if ranks > s["tp"] else "nothing between data-parallel ranks"
     traffic = traffic if s["mesh"]["replicate"] > 1 else traffic.removesuffix(shard.ACROSS)
     yield f"{s['mode']}: shards {strategy.shards}; per step: {traffic}"
     who = f"{ranks // s['tp']} data-parallel ranks"
@@ -208,7 +208,7 @@ class Monitor:
         found = {"what": what, "ranks": ranks, "consecutive_bad": verdict.consecutive}
         self.session.log.write("skip", step=step, **found)
         self.session.log.warn(f"{text}: optimizer step skipped")
-        return f"{text}: lower --blr, or add --clip 1"
+        return f"{text}: lower --blr or add --clip 1, with --allow-changes"
 
     def log_step(self, verdict: Verdict, lr: float) -> None:
         """Log a step that has a line, and the bad images of all ranks since. Collective."""
@@ -232,7 +232,8 @@ class Monitor:
         self.bad_images.sync()  # what was found since the last log line
         self.report_end(reason, problem)
         if self.run.config.run_mode == "real":
-            session.log.say(saves.where(reason == "done"))
+            # after a NaN or too many bad images the same command would fail again
+            session.log.say(saves.where(reason in ("done", "nan", "bad")))
             if reason == "done":
                 mark_done(self.run.config.out, True)
         if problem:

@@ -88,7 +88,8 @@ def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
     model = model_config(c.model)
     widths = model.heads, model.decoder_heads, model.mlp_width, 4 * model.decoder_width
     if math.gcd(world_size, *widths) % tp:
-        raise ValueError(f"--tp {tp} does not divide the {world_size} ranks, heads and MLP widths")
+        heads = f"{model.heads} and {model.decoder_heads} heads"
+        raise ValueError(f"--tp {tp} must divide {world_size} ranks, {heads}, and the MLP widths")
     data_ranks = world_size // tp
     if shard.STRATEGIES[mode].group == "group":
         group = c.group or min(max(node_ranks // tp, 1), data_ranks)

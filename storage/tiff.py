@@ -1,6 +1,7 @@
 """Read TIFF of any number of bands, as GeoTIFF often is, by the package tifffile."""
 
 import io
+import logging
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ def read_bands(content: bytes) -> np.ndarray | bytes:
     if content[:4] not in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+") or _is_picture(content):
         return content
     import tifffile
+
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what it logs names no file
 
     try:
         series: Any = tifffile.TiffFile(io.BytesIO(content)).series[0]
