@@ -72,13 +72,11 @@ def kept_patches(patches: int, mask_ratio: float) -> int:
     return kept
 
 
-def flops_per_image(
-    config: ViTConfig, img_size: int = 224, mask_ratio: float = 0.75, recompute: bool = False
-) -> int:
+def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 0.75) -> int:
     """Count the floating-point operations to train on one image, forward and backward.
 
-    Matrix products only: a multiply-add counts as 2, backward as twice the forward. `recompute`
-    adds what full activation checkpointing does again.
+    Matrix products only: a multiply-add counts as 2, backward as twice the forward. What activation
+    checkpointing computes again is not counted.
     """
     c, patches = config, patch_count(config, img_size)
     kept, pixels = kept_patches(patches, mask_ratio), c.channels * c.patch**2
@@ -92,9 +90,7 @@ def flops_per_image(
     for depth, tokens, width, mlp_width, matrices in stacks:
         block = 4 * width**2 + matrices * width * mlp_width  # qkv, proj, MLP
         block += 2 * tokens * width  # scores and weighted values
-        # Recomputed is all but the last product: backward does not need a block's output.
-        again = block - width * mlp_width if recompute else 0
-        flops += 2 * depth * tokens * (3 * block + again)
+        flops += 3 * 2 * depth * tokens * block
     return flops
 
 
