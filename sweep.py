@@ -4,15 +4,14 @@
     python sweep.py io --models base --data DIR             # real, syn, io: what limits a run?
     python sweep.py options --models 5b --nodes 8 --sbatch "-A PROJECT"   # through Slurm
     python sweep.py scaling --models base,3b,15b --nodes 1,2,4,8 --sbatch "-A PROJECT"
-    python sweep.py table.csv -- --img-size 96              # your own; flags for every point
+    python sweep.py scaling -- --img-size 96                # flags for every point
     python sweep.py report DIR                              # how far it is, and the page
     python sweep.py report DIR examples/published           # yours beside the published ones
 A point is a run of train_fsdp.py, by torchrun, or by launch_frontier.sh in a job array per number
 of nodes. The same command runs what is missing: DIR/runs/ID is there once a point has begun, its
 result.json once it has ended (done, out of memory, failed, timed out). What cannot fit according to
-plan.py is skipped. A table has the columns `ranks` (per node) and `nodes`, both 1 by default; every
-other column is a flag: `true` and `false` are switches, empty cells are left out. Flags after `--`
-are added to every point; the last of two counts. The page needs matplotlib.
+plan.py is skipped. Flags after `--` are added to every point; the last of two counts. The page
+needs matplotlib.
 """
 
 import argparse
@@ -85,19 +84,15 @@ def plan_point(point: Point, machine: str | None, memory_gib: float | None) -> R
 def choose_points(args: argparse.Namespace, words: list[str]) -> list[Point]:
     """List the points of the command line; `words` are the flags after `--`."""
     in_slurm, gpus = args.sbatch is not None, torch.cuda.device_count()
-    if args.what.endswith(".csv"):
-        points = studies.table_points(Path(args.what))
-    else:
-        layouts = studies.layouts_here(args.ranks or gpus or 4)
-        if in_slurm or args.nodes:
-            layouts = [(1, 1), *((n, args.ranks or 8) for n in sorted(args.nodes or (1, 2, 4, 8)))]
-        elif args.what == "io":
-            layouts = list(dict.fromkeys((layouts[0], layouts[-1])))
-        gpu = bool(gpus) or in_slurm
-        points = studies.study_points(args.what, args.models, layouts, args.data, gpu)
-    for point in points:
-        if point.nodes > 1 and not in_slurm:
-            raise ValueError(f"a point needs {point.nodes} nodes: add --sbatch FLAGS")
+    if args.nodes and not in_slurm:
+        raise ValueError("--nodes are those of a job: add --sbatch FLAGS")
+    layouts = studies.layouts_here(args.ranks or gpus or 4)
+    if in_slurm:
+        layouts = [(1, 1), *((n, args.ranks or 8) for n in sorted(args.nodes or (1, 2, 4, 8)))]
+    elif args.what == "io":
+        layouts = list(dict.fromkeys((layouts[0], layouts[-1])))
+    gpu = bool(gpus) or in_slurm
+    points = studies.study_points(args.what, args.models, layouts, args.data, gpu)
     return [point._replace(words=point.words + words) for point in points]
 
 
@@ -205,10 +200,10 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     """Plan the points, run or submit those that have not begun; return the exit status."""
     in_slurm = args.sbatch is not None
     machine = args.machine or ("frontier" if in_slurm else None)
-    out = (args.out or Path(f"sweep_{Path(args.what).stem}")).resolve()
+    out = (args.out or Path(f"sweep_{args.what}")).resolve()
     rows = [plan_point(p, machine, args.memory_gib) for p in choose_points(args, words)]
     if not rows:
-        raise ValueError(f"{args.what} has no points: a table without rows, options on one rank")
+        raise ValueError("one rank gathers nothing: options need several")
     out.mkdir(parents=True, exist_ok=True)
     rows = results.add_points(out, rows)
     print(f"{len(rows)} points in {out}", flush=True)
@@ -249,7 +244,7 @@ def build_parser() -> config.Parser:
     def path(text: str) -> Path:
         return Path(filled(text)).resolve()
 
-    add("what", metavar="PLAN", help="quick, options, scaling, io, a CSV file; or report")
+    add("what", metavar="PLAN", help="quick, options, scaling, io; or report")
     add("dirs", type=path, metavar="DIR", nargs="*", help="of report")
     add("--out", type=path, metavar="DIR", help="(default sweep_PLAN; report: the first DIR)")
     text = "(default: quick tiny or base, io base, options 5b, scaling base,1b,3b,5b,15b)"

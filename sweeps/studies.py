@@ -1,14 +1,12 @@
-"""Make the points of a sweep: the runs of a built-in study, or the rows of a CSV file.
+"""Make the points of a sweep: the runs of a study.
 
 A point is a command line of train_fsdp.py, with a number of nodes and of ranks on each of them. Of
 a flag that is given twice the last counts.
 """
 
-import csv
 import os
 from collections.abc import Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 from runtime.image_source import check_folder
@@ -94,12 +92,12 @@ def layouts_here(ranks: int) -> list[Layout]:
 def study_points(
     what: str, models: str | None, layouts: Sequence[Layout], data: str, gpu: bool
 ) -> list[Point]:
-    """List the points of a built-in study; ValueError, a sentence, for bad input.
+    """List the points of a study; ValueError, a sentence, for bad input.
 
     `layouts` go from one rank to the largest; `gpu` says whether this host, or the nodes, have any.
     """
     if what not in ("quick", *DEFAULT_MODELS):
-        raise ValueError(f"there is no study {what}: use quick, options, scaling, io or a CSV file")
+        raise ValueError(f"there is no study {what}: use quick, options, scaling or io")
     default = DEFAULT_MODELS.get(what, "base" if gpu else "tiny")
     names = (models or default).split(",")
     if data != "synthetic":
@@ -112,22 +110,3 @@ def study_points(
     if what == "io":
         return list(io_points(names, layouts, data))
     return list(options_points(names, layouts[-1]))
-
-
-def table_points(path: Path) -> list[Point]:
-    """Read the points of a user's CSV file; ValueError and OSError, sentences, for one that is not.
-
-    Columns are `ranks` (per node) and `nodes`, by default 1, and flags; `true` and `false` are
-    switches, empty cells are left out.
-    """
-    points = []
-    for row in csv.DictReader(path.read_text().splitlines(), restval=""):
-        cells = {name.strip(): value.strip() for name, value in row.items() if name}
-        nodes, ranks = (int(cells.pop(name, "") or 1) for name in ("nodes", "ranks"))
-        words: list[str] = []
-        for name, value in cells.items():
-            flag = name.replace("_", "-")
-            switch = {"true": [f"--{flag}"], "false": [f"--no-{flag}"], "": []}
-            words += switch.get(value, [f"--{flag}", value])
-        points.append(Point(path.stem, nodes, ranks, words))
-    return points
