@@ -65,21 +65,18 @@ def io_points(models: Sequence[str], layouts: Sequence[Layout], data: str) -> It
 
     The points of a single rank measure the compute of a step, because one rank sends nothing.
     """
-    for model, layout in product(models, layouts):
-        alone = layout == (1, 1)
-        for mode in ("ddp", "no_shard") if alone else ("full_shard",):
-            baseline = mode == "ddp" or (alone and len(layouts) > 1)
-            for run in ("syn",) if baseline else ("real", "syn", "io"):
-                flags = f"--model {model} --mode {mode} --run-mode {run}"
-                yield make_point("io", layout, flags, *([] if run == "syn" else ["--data", data]))
+    for model, layout, run in product(models, layouts, ("real", "syn", "io")):
+        mode = "no_shard" if layout == (1, 1) else "full_shard"
+        flags = f"--model {model} --mode {mode} --run-mode {run}"
+        yield make_point("io", layout, flags, *([] if run == "syn" else ["--data", data]))
 
 
 def quick_points(models: Sequence[str], ranks: int, data: str, gpu: bool) -> Iterator[Point]:
     """Run a few points of each study on the GPUs of this node, or on CPU ranks."""
-    layouts, pair = layouts_here(ranks), (1, min(2, ranks))
+    layouts, few = layouts_here(ranks), layouts_here(min(2, ranks))
     found = [p for p in scaling_points(models, layouts) if "shard_grad_op" not in p.words]
-    found += options_points(models, pair)
-    found += io_points(models, list(dict.fromkeys([(1, 1), pair])), data)
+    found += options_points(models, few[-1])
+    found += io_points(models, few, data)
     for point in found:
         yield point if gpu else point._replace(words=point.words + ON_A_CPU.split())
 

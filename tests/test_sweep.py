@@ -73,8 +73,7 @@ def refused(capsys, *words: object) -> str:
     with pytest.raises(SystemExit) as left:
         sweep.main([str(word) for word in words])
     said = capsys.readouterr().err
-    assert left.value.code == 2 and said.startswith("sweep.py: error: ")
-    assert len(said.splitlines()) == 1
+    assert left.value.code == 2 and ".py: error: " in said and said.count("\n") == 1
     return said
 
 
@@ -111,7 +110,7 @@ def test_the_studies_are_what_the_paper_varied():
     }
     inputs = list(studies.io_points(["base"], [(1, 1), (1, 2)], "DIR"))
     runs = [(p.ranks, p.words[p.words.index("--run-mode") + 1]) for p in inputs]
-    assert runs == [(1, "syn"), (1, "syn"), (2, "real"), (2, "syn"), (2, "io")]
+    assert runs == [(ranks, run) for ranks in (1, 2) for run in ("real", "syn", "io")]
     for point in (*options, *scaling, *inputs):
         world_size = str(point.nodes * point.ranks)
         plan.plan_parser().parse_args([*point.words, "--world-size", world_size])
@@ -124,7 +123,7 @@ def test_one_rank_gathers_nothing_so_no_option_of_it_is_measured():
 
 def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
     rows = [
-        sweep.plan_point(studies.Point(study, 1, 1, words.split()), None, 64.0)
+        sweep.plan_point(studies.Point(study, 1, 1, words.split()), None)
         for study, words in (
             ("scaling", "--model tiny --run-mode syn --batch 8"),
             ("io", "--run syn --model base --batch=8 --model tiny"),
@@ -181,16 +180,14 @@ def test_medians_and_quartiles_are_those_after_the_warm_up():
     ],
 )
 def test_each_end_is_classified(code, end, output, late, state):
-    log = {"start": [], "step": [], "end": [end] if end else []}
+    log = {"end": [end]} if end else {}
     assert results.outcome(code, log, output, late)[0] == state
 
 
 # --- a sweep, without training
 
 
-@pytest.mark.parametrize(
-    ("number", "ranks"), [(signal.SIGKILL, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)]
-)
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGKILL, 1), (signal.SIGTERM, 2)])
 def test_ended_it_continues_with_what_it_says(tmp_path, stand_in, number, ranks):
     out, killed = tmp_path / "out", number == signal.SIGKILL
     command = ["scaling", "--models", "tiny", "--ranks", str(ranks), "--data", "synthetic"]
@@ -201,16 +198,16 @@ def test_ended_it_continues_with_what_it_says(tmp_path, stand_in, number, ranks)
     wait_for(lambda: stand_in.read_text().count("\n") == 2 * ranks)
     running.send_signal(number)
     said = running.communicate(timeout=60)[0]
-    assert states(out)[:ranks] == ["done"] * ranks and ("unfinished" in states(out)) == killed
+    assert states(out)[: ranks + 1] == [*["done"] * ranks, "unfinished"]
     if not killed:
         assert running.returncode == 128 + number
-        assert "the same command runs what is missing" in said and "Traceback" not in said
+        assert "the same command with --retry continues" in said and "Traceback" not in said
         for line in stand_in.read_text().splitlines():
             assert not Path("/proc", line.split()[1]).exists()
     if ranks > 1:  # what continues is the same, with more points
         return
-    said = here(*command, status=int(killed))
-    assert ("unfinished" in said and "--retry runs it again" in said) == killed
+    said = here(*command, status=1)
+    assert "unfinished" in said and "--retry runs it again" in said
     for _ in range(2):  # the second time nothing is left to run
         here(*command, "--retry")
         ran = [line.split()[0] for line in stand_in.read_text().splitlines()]
@@ -270,14 +267,12 @@ CPU = {"device": "cpu", "cores": 2}
         ([row("syn", 5, 1)], "compute", (2, 0, 0)),
         ([row("real", 5, 1), row("syn", 10, 1), row("io", 7, 1)], "input", (1, 0, 1)),
         ([row("syn", 20, 8, **CPU), row("syn", 10, 1, **CPU)], "unknown", None),  # they share cores
-        ([row("real", 10, data_seconds=7.0), ALONE], "input", (1, 0, 7)),
         ([row("syn", 20), row("syn", 20, 2)], "communication", (1, 3, 0)),
         ([row("syn", 80, alloc_retries=3), ALONE], "memory", None),
         ([row("syn", 0, state="out of memory", reason="x"), ALONE], "memory", None),
-        # one of them was disturbed: real 0.29 s, syn 0.91; real below reading alone; all of them
+        # one of them was disturbed: real 0.29 s, syn 0.91; real below reading alone
         ([row("real", 276), row("syn", 88), row("io", 900), ALONE], "unclear", None),
         ([row("real", 60), row("syn", 70), row("io", 40), ALONE], "unclear", None),
-        ([row("syn", 20, disturbed=True, load_after=9.0), ALONE], "unclear", None),
     ],
 )
 def test_limits_by_hand(rows, word, parts):
@@ -352,7 +347,7 @@ def test_a_point_of_two_ranks_runs_under_torchrun(tmp_path):
     flags = "--model tiny --mode full_shard --run-mode syn --img-size 32 --batch 2 --steps 9"
     flags += " --log-every 1 --device cpu --precision fp32"
     point = studies.Point("io", 1, 2, flags.split())
-    (row,) = results.add_points(tmp_path, [sweep.plan_point(point, None, None)])
+    (row,) = results.add_points(tmp_path, [sweep.plan_point(point, None)])
     found = sweep.run_point(tmp_path, row, sweep.build_parser().parse_args(["io"]))
     assert (found["state"], found["world_size"], found["mode"]) == ("done", 2, "full_shard")
     assert found["images_per_second"] > 0 and found["load_after"] > 0
