@@ -98,11 +98,9 @@ def list_images(root: str, say: Callable[[str], None]) -> ImageList:
 
 def save_index(files: ImageList, path: str) -> ImageList:
     """Write a list to one file, and return it mapped from there."""
-    content = io.BytesIO()  # numpy's own writing does not say that a disk is full
-    np.save(content, files.table)
-    content.write(json.dumps([files.classes, files.shards]).encode())
     with replacing(path) as stream:
-        stream.write(content.getbuffer())
+        np.save(stream, files.table)
+        stream.write(json.dumps([files.classes, files.shards]).encode())
     return load_index(os.path.abspath(path), files.root)
 
 
