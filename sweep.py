@@ -36,13 +36,14 @@ import torch
 import mesh
 import plan
 from runtime import config, devices, process
-from runtime.config import filled, number, whole
+from runtime.config import number, whole
 from sweeps import report, results, studies
 from sweeps.results import Row
 from sweeps.studies import Point
 
 HERE = Path(__file__).resolve().parent
 TRAIN = HERE / "train_fsdp.py"
+NETWORK = "--network=disable_rdzv_get"  # as in launch_frontier.sh
 END_SECONDS = 60  # that a run may take to end when it is asked to
 AGAIN = ("failed", "timed out", "unfinished")  # what --retry runs again
 
@@ -68,8 +69,7 @@ def plan_point(point: Point, machine: str | None) -> Row:
     row["id"] = re.sub(r"[^\w-]", "_", f"{name}-{row['run_mode']}-{code}")
     row |= {"studies": [point.study], "words": point.words, "nodes": point.nodes}
     row |= {"ranks": point.ranks, "batch": row["batch"] or config.DEFAULT_BATCH}
-    row |= {"planned_gib": planned.peak_gib, "memory_gib": planned.memory_gib}
-    row["verdict"] = planned.verdict
+    row |= {"planned_gib": planned.peak_gib, "fit": planned.fit}
     if machine:
         row["planned_images_per_second"] = planned.images_per_second
     return row
@@ -156,15 +156,13 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
 def submit(out: Path, rows: Sequence[Row], args: argparse.Namespace) -> None:
     """Submit a job array per number of nodes; its indices are the lines of points.jsonl."""
     places = {row["id"]: str(i) for i, row in enumerate(results.read_rows(out))}
-    launcher = (HERE / "launch_frontier.sh").read_text()
-    network = re.findall(r"^#SBATCH (--network\S+)", launcher, re.MULTILINE)
     command = [sys.executable, str(HERE / "sweep.py"), "point", str(out), f"--limit={args.limit:g}"]
     # not --wrap: its sh may be one that loses the shell function `module`
     script = "#!/bin/bash\n" + shlex.join(["exec", *command, *["--retry"] * args.retry])
     minutes = math.ceil(args.limit / 60) + 5  # Slurm's limit only backs up the sweep's own
     for nodes in sorted({row["nodes"] for row in rows}):
         array = ",".join(places[row["id"]] for row in rows if row["nodes"] == nodes)
-        flags = ["-J", "sweep", "-t", str(minutes), *network, "-o", f"{out}/job-%A_%a.txt"]
+        flags = ["-J", "sweep", "-t", str(minutes), "-o", f"{out}/job-%A_%a.txt", NETWORK]
         flags += [*shlex.split(args.sbatch), "-N", str(nodes), "--array", array]
         pipes: Any = {"input": script, "capture_output": True, "text": True}
         done = subprocess.run(["sbatch", *flags], cwd=HERE, **pipes)
@@ -217,12 +215,9 @@ def build_parser() -> config.Parser:
     def counts(text: str) -> list[int]:
         return [whole(1, 100_000)(word) for word in text.split(",")]
 
-    def path(text: str) -> Path:
-        return Path(filled(text)).resolve()
-
     add("what", metavar="PLAN", help="quick, options, scaling, io; or report")
-    add("dirs", type=path, metavar="DIR", nargs="*", help="of report")
-    add("--out", type=path, metavar="DIR", help="(default sweep_PLAN; report: the first DIR)")
+    add("dirs", type=Path, metavar="DIR", nargs="*", help="of report")
+    add("--out", type=Path, metavar="DIR", help="(default sweep_PLAN; report: the first DIR)")
     text = "(default: quick tiny or base, io base, options 5b, scaling base,1b,3b,5b,15b)"
     add("--models", metavar="A,B", help=text)
     add("--nodes", type=counts, metavar="1,2,4", help="with --sbatch (default 1,2,4,8)")

@@ -183,7 +183,7 @@ def write_page(folders: Sequence[Path], out: Path | None) -> Counter[str]:
     results.add_ideal(rows)
     if not out:  # not into a folder of results alone
         first = folders[0]
-        out = first if (first / "points.jsonl").exists() else Path(f"sweep_{first.name}")
+        out = first if (first / "points.jsonl").exists() else Path(f"sweep_{first.resolve().name}")
     figures = draw_figures(rows, out / "figures")
     results.write_lines(out / "results.jsonl", rows)
     with replacing(f"{out}/report.md") as stream:

@@ -55,11 +55,9 @@ def with_state(out: Path, row: Row) -> Row:
     if (folder / "result.json").exists():
         return row | read_lines(folder / "result.json")[0]
     if folder.exists():
-        state = "unfinished"
-        why = "no result.json: it runs elsewhere, or its sweep was killed; --retry runs it again"
-    elif row["verdict"] == "NO":
-        state = "skipped"
-        why = f"plan.py: {row['planned_gib']:.1f} GiB at the peak, of {row['memory_gib']:.1f}"
+        state, why = "unfinished", "it runs elsewhere, or was interrupted: --retry runs it again"
+    elif row["fit"].startswith("NO"):
+        state, why = "skipped", f"plan.py: {row['fit']}"
     return row | {"state": state, "reason": why}
 
 
@@ -96,7 +94,7 @@ def outcome(code: int, log: dict[str, list[Row]], output: str, late: bool) -> tu
 def measured(log: dict[str, list[Row]]) -> Row:
     """Summarise a run that is done: its flags, medians and quartiles after the warm-up."""
     row: Row = dict(log["start"][-1])
-    kept = [s for s in log["step"][1:] if s["step"] > WARM_UP * row["steps"]]
+    kept = [s for s in log.get("step", [])[1:] if s["step"] > WARM_UP * row["steps"]]
     if kept:
         three = np.percentile([s["images_per_second"] for s in kept], (25, 50, 75)).tolist()
         rates = ("images_per_second_q1", "images_per_second", "images_per_second_q3")

@@ -226,7 +226,7 @@ def test_what_fails_or_cannot_fit_runs_when_asked(tmp_path, stand_in, monkeypatc
     for _ in range(2):  # the second time nothing is run
         said = here(*command, "--out", out, status=1)
         assert "the loss is not finite" in said and "--retry" in said
-        assert re.search(r"skipped +15b-no_shard\S+ +plan.py: \d+\.\d GiB at .* of 64.0", said)
+        assert re.search(r"skipped +15b-no_shard\S+ +plan.py: NO: \d+\.\d GiB at .* of 64", said)
         assert states(out) == ["done", "failed", "skipped", "skipped"]
     assert stand_in.read_text().count("\n") == 2
     monkeypatch.setenv("NAP", "60")
