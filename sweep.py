@@ -215,7 +215,8 @@ def build_parser() -> config.Parser:
     def counts(text: str) -> list[int]:
         return [whole(1, 100_000)(word) for word in text.split(",")]
 
-    add("what", metavar="PLAN", help="quick, options, scaling, io; or report")
+    plans = ("quick", "options", "scaling", "io", "report", "point")
+    add("what", metavar="PLAN", choices=plans, help="quick, options, scaling, io; or report")
     add("dirs", type=Path, metavar="DIR", nargs="*", help="of report")
     add("--out", type=Path, metavar="DIR", help="(default sweep_PLAN; report: the first DIR)")
     text = "(default: quick tiny or base, io base, options 5b, scaling base,1b,3b,5b,15b)"

@@ -18,7 +18,6 @@ import data
 from runtime.image_source import stats_file
 from storage.checking import Say, for_each, write_stats
 from storage.image_list import ImageList, list_images, make_table, save_index
-from storage.safe_files import replacing
 from storage.tiff import read_bands
 
 SHARD_BYTES = 2**28  # of the source of one shard
@@ -53,7 +52,7 @@ def write_shard(max_side: int | None, path: Path, files: ImageList) -> list[tupl
     unreadable again in training, and all others keep their numbers. Raises any error that is not
     the file's own.
     """
-    with replacing(str(path)) as stream, tarfile.open(fileobj=stream, mode="w") as archive:
+    with tarfile.open(path, mode="w") as archive:
         for index in range(len(files)):
             name, content, ending = files.name(index), b"", ""
             try:

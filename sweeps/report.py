@@ -30,21 +30,16 @@ CAPTIONS = {
 }
 
 
-def sharding(row: Row) -> str:
-    """Name the sharding of a row, like `hybrid 2`."""
-    grouped = row["mode"].startswith("hybrid") and row.get("group")
-    return f"{row['mode']} {row['group']}" if grouped else row["mode"]
-
-
 def series_labels(rows: Sequence[Row], *left_out: str) -> list[str]:
-    """Label each row: its sharding, and all else in which the rows differ."""
+    """Label each row: its sharding, like `hybrid 2`, and all else in which the rows differ."""
     columns = ("source", "run_mode", "world_size", *SETTINGS, "caveat")
     shown = [n for n in columns if len({r[n] for r in rows if r.get(n) is not None}) > 1]
     shown = [name for name in shown if name not in ("mode", "group", *left_out)]
     labels = []
     for row in rows:
         texts = [f"{name} {row[name]}" for name in shown if row.get(name) is not None]
-        labels.append(sharding(row) + f" ({', '.join(texts)})" * bool(texts))
+        sharding = f"{row['mode']} {row.get('group') or ''}".strip()
+        labels.append(sharding + f" ({', '.join(texts)})" * bool(texts))
     return labels
 
 

@@ -136,14 +136,10 @@ def device_count(row: Row) -> int:
     return min(row["world_size"], row["nodes"] * cores) if cores else row["world_size"]
 
 
-def step_images(row: Row) -> int:
-    """Count the images per step of all ranks."""
-    return row["batch"] * (row.get("accum") or 1) * row["world_size"] // (row.get("tp") or 1)
-
-
 def step_seconds(row: Row) -> float:
     """Return the median seconds per step."""
-    return step_images(row) / row["images_per_second"]
+    images = row["batch"] * row.get("accum", 1) * row["world_size"] / row.get("tp", 1)
+    return images / row["images_per_second"]
 
 
 def noise(row: Row) -> float:
@@ -202,7 +198,7 @@ def find_limit(rows: Sequence[Row]) -> Limit:
     if world > 1:
         if row.get("ideal_ranks", world) >= world or device_count(row) < world:
             return Limit("input" if slow_input or waited > real / 2 else "unknown", why)
-        compute = min(step_images(row) / row["ideal"], syn)
+        compute = syn * min(row["efficiency"], 1)
         why += f", syn without communication {compute:.3g}"
     shares = {"compute": compute, "communication": syn - compute, "input": waited}
     first = "input" if slow_input else max(shares, key=lambda name: shares[name])

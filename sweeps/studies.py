@@ -93,17 +93,15 @@ def study_points(
 
     `layouts` go from one rank to the largest; `gpu` says whether this host, or the nodes, have any.
     """
-    if what not in ("quick", *DEFAULT_MODELS):
-        raise ValueError(f"there is no study {what}: use quick, options, scaling or io")
     default = DEFAULT_MODELS.get(what, "base" if gpu else "tiny")
     names = (models or default).split(",")
     if data != "synthetic":
         check_folder(data)
         data = os.path.abspath(data)  # points run in another folder
-    if what == "quick":
-        return list(quick_points(names, layouts[-1][1], data, gpu))
-    if what == "scaling":
-        return list(scaling_points(names, layouts))
-    if what == "io":
-        return list(io_points(names, layouts, data))
-    return list(options_points(names, layouts[-1]))
+    studies = {  # generators, of which one is run
+        "quick": quick_points(names, layouts[-1][1], data, gpu),
+        "options": options_points(names, layouts[-1]),
+        "scaling": scaling_points(names, layouts),
+        "io": io_points(names, layouts, data),
+    }
+    return list(studies[what])

@@ -139,7 +139,7 @@ def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
     ("words", "sentence"),
     [
         ("scaling -- --group 2", "--group is for --mode hybrid, hybrid_grad_op"),
-        ("nothing", "there is no study nothing"),
+        ("nothing", "invalid choice: 'nothing'"),
         ("report", "which sweep? name its folder"),
         ("scaling --nodes 2", "add --sbatch"),
         ("io --data no", "there is no folder no"),
