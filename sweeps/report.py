@@ -10,7 +10,7 @@ import numpy as np
 
 from storage.safe_files import replacing
 from sweeps import results
-from sweeps.results import ADVICE, SETTINGS, Limit, Row, find_limits, group_by, noise
+from sweeps.results import ADVICE, SETTINGS, Limit, Row, find_limits, group_by, noise, step_seconds
 
 # ---------------------------------------------------------------------------------------------
 # Figures
@@ -24,9 +24,9 @@ CAPTIONS = {
     "scaling": "Images/s per rank: medians of the measured steps. Bars: half the distance of their "
     "quartiles, at least the 5 % by which runs differ from day to day. Dashed, if measured: the "
     "speed of the fewest ranks, on a CPU divided among the cores. Dotted, if planned: the plan.",
-    "options": "Images/s by FSDP1's backward prefetch and `limit_all_gathers`.",
-    "io": "Images/s: training on images (real), on one batch kept on the device (syn), reading "
-    "alone (io).",
+    "options": "Seconds per step by FSDP1's backward prefetch and `limit_all_gathers`.",
+    "io": "Seconds per step: training on images (real), on one batch kept on the device (syn), "
+    "reading alone (io).",
 }
 
 
@@ -80,15 +80,16 @@ def draw_throughput(rows: Sequence[Row]) -> Any:
 
 
 def draw_bars(rows: Sequence[Row]) -> Any:
-    """Draw a bar for the images/s of each row, and by how much they are uncertain."""
+    """Draw a bar for the seconds per step of each row, and by how much they are uncertain."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 0.6 + 0.2 * len(rows)), layout="constrained")
-    panel, rates = figure.subplots(), np.array([row["images_per_second"] for row in rows])
-    panel.barh(range(len(rows)), rates, xerr=rates * [noise(row) for row in rows], capsize=2)
+    rows = sorted(rows, key=lambda row: row["world_size"])
+    panel, took = figure.subplots(), np.array([step_seconds(row) for row in rows])
+    panel.barh(range(len(rows)), took, xerr=took * [noise(row) for row in rows], capsize=2)
     panel.set_yticks(range(len(rows)), series_labels(rows), fontsize=7)
     panel.invert_yaxis()
-    panel.set_xlabel("images/s")
+    panel.set_xlabel("seconds per step")
     return figure
 
 
