@@ -42,7 +42,6 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
             add("out", type=filled, metavar="DST", help="folder of the shards")
             help = "make larger pictures so small (default: copy all as they are)"
             add("--max-side", type=whole(1, 2**16), metavar="PIXELS", help=help)
-            add("--quality", type=whole(1, 100), default=90, help="of JPEG (default 90)")
     return parser.parse_args(argv)
 
 
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "stats":
             write_stats(folder, args.workers, print)
         elif args.command == "pack":
-            pack(folder, args.out, args.workers, print, args.max_side, args.quality)
+            pack(folder, args.out, args.workers, print, args.max_side)
         else:
             files = save_index(list_images(folder, print), f"{folder}.index")
             print(f"{folder}.index: {len(files)} images, {len(files.classes)} classes")

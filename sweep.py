@@ -4,30 +4,29 @@
     python sweep.py io --models base --data DIR             # real, syn, io: what limits a run?
     python sweep.py options --models 5b --nodes 8 --sbatch "-A PROJECT"   # through Slurm
     python sweep.py scaling --models base,3b,15b --nodes 1,2,4,8 --sbatch "-A PROJECT"
-    python sweep.py table.csv -- --img-size 96              # your own; flags for every point
+    python sweep.py scaling -- --img-size 96                # flags for every point
     python sweep.py report DIR                              # how far it is, and the page
     python sweep.py report DIR examples/published           # yours beside the published ones
 A point is a run of train_fsdp.py, by torchrun, or by launch_frontier.sh in a job array per number
 of nodes. The same command runs what is missing: DIR/runs/ID is there once a point has begun, its
 result.json once it has ended (done, out of memory, failed, timed out). What cannot fit according to
-plan.py is skipped. A table has the columns `ranks` (per node) and `nodes`, both 1 by default; every
-other column is a flag: `true` and `false` are switches, empty cells are left out. Flags after `--`
-are added to every point; the last of two counts. The page needs matplotlib.
+plan.py is skipped. Flags after `--` are added to every point; the last of two counts. The page
+needs matplotlib.
 """
 
 import argparse
 import hashlib
-import io
 import json
 import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,13 +36,14 @@ import torch
 import mesh
 import plan
 from runtime import config, devices, process
-from runtime.config import filled, number, whole
+from runtime.config import number, whole
 from sweeps import report, results, studies
 from sweeps.results import Row
 from sweeps.studies import Point
 
 HERE = Path(__file__).resolve().parent
 TRAIN = HERE / "train_fsdp.py"
+NETWORK = "--network=disable_rdzv_get"  # as in launch_frontier.sh
 END_SECONDS = 60  # that a run may take to end when it is asked to
 AGAIN = ("failed", "timed out", "unfinished")  # what --retry runs again
 
@@ -51,33 +51,26 @@ AGAIN = ("failed", "timed out", "unfinished")  # what --retry runs again
 # Points
 
 
-def plan_point(point: Point, machine: str | None, memory_gib: float | None) -> Row:
-    """Make the row of a point: its flags, and its plan; ValueError for flags that are refused.
+def plan_point(point: Point, machine: str | None) -> Row:
+    """Make the row of a point: its flags, and its plan; SystemExit for flags that are refused.
 
     The id is a readable name and a hash of all flags: the same run has the same id everywhere.
     """
-    world, errors = point.nodes * point.ranks, io.StringIO()
-    if not machine and not memory_gib:  # of this host
+    words = [*point.words, "--world-size", str(point.nodes * point.ranks)]
+    if machine:
+        words += ["--machine", machine]
+    else:  # of this host, only the memory is known
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        memory_gib = devices.rank_memory_gib(device, point.ranks)
-    words = [*point.words, "--world-size", str(world)]
-    words += ["--machine", machine] if machine else []
-    words += ["--memory-gib", str(memory_gib)] if memory_gib else []
-    try:
-        with redirect_stderr(errors):
-            args, planned = plan.read_command(words)
-            row: Row = asdict(config.make_config(plan.plan_parser(), args))
-    except SystemExit:
-        why = errors.getvalue().strip().rpartition(": error: ")[2]
-        raise ValueError(f"{shlex.join(point.words)} on {world} ranks: {why}") from None
+        words += ["--memory-gib", str(devices.rank_memory_gib(device, point.ranks))]
+    args, planned = plan.read_command(words)
+    row: Row = asdict(config.make_config(plan.plan_parser(), args))
     name = f"{row['model']}-{row['mode']}{row['group'] or ''}-{point.nodes}x{point.ranks}"
     code = hashlib.sha256(json.dumps([point.nodes, row], sort_keys=True).encode()).hexdigest()[:6]
     row["id"] = re.sub(r"[^\w-]", "_", f"{name}-{row['run_mode']}-{code}")
     row |= {"studies": [point.study], "words": point.words, "nodes": point.nodes}
     row |= {"ranks": point.ranks, "batch": row["batch"] or config.DEFAULT_BATCH}
-    row |= {"planned_gib": planned.peak_gib, "memory_gib": planned.memory_gib}
-    row["verdict"] = planned.verdict
-    if machine:  # the speed of another machine says nothing about this host
+    row |= {"planned_gib": planned.peak_gib, "fit": planned.fit}
+    if machine:
         row["planned_images_per_second"] = planned.images_per_second
     return row
 
@@ -85,30 +78,18 @@ def plan_point(point: Point, machine: str | None, memory_gib: float | None) -> R
 def choose_points(args: argparse.Namespace, words: list[str]) -> list[Point]:
     """List the points of the command line; `words` are the flags after `--`."""
     in_slurm, gpus = args.sbatch is not None, torch.cuda.device_count()
-    if args.what.endswith(".csv"):
-        points = studies.table_points(Path(args.what))
-    else:
-        layouts = studies.layouts_here(args.ranks or gpus or 4)
-        if in_slurm or args.nodes:
-            layouts = [(1, 1), *((n, args.ranks or 8) for n in sorted(args.nodes or (1, 2, 4, 8)))]
-        elif args.what == "io":
-            layouts = list(dict.fromkeys((layouts[0], layouts[-1])))
-        gpu = bool(gpus) or in_slurm
-        points = studies.study_points(args.what, args.models, layouts, args.data, gpu)
-    for point in points:
-        if point.nodes > 1 and not in_slurm:
-            raise ValueError(f"a point needs {point.nodes} nodes: add --sbatch FLAGS")
+    if args.nodes and not in_slurm:
+        raise ValueError("--nodes are those of a job: add --sbatch FLAGS")
+    layouts = studies.layouts_here(args.ranks or gpus or 4)
+    if in_slurm:
+        layouts = [(1, 1), *((n, args.ranks or 8) for n in sorted(args.nodes or (1, 2, 4, 8)))]
+    gpu = bool(gpus) or in_slurm
+    points = studies.study_points(args.what, args.models, layouts, args.data, gpu)
     return [point._replace(words=point.words + words) for point in points]
 
 
 # ---------------------------------------------------------------------------------------------
 # One run, and its result
-
-
-def set_aside(folder: Path) -> None:
-    """Rename the folder of a run that is to be run again: nothing is deleted."""
-    used = len([*folder.parent.glob(f"{folder.name}.*")])
-    folder.rename(f"{folder}.{used + 1}")
 
 
 def end_run(child: subprocess.Popen) -> None:
@@ -140,14 +121,11 @@ def command_of(row: Row, out: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
-    """Run a point unless it has begun before; return its row. Its folder is the claim."""
-    folder, state = out / "runs" / row["id"], results.with_state(out, row)["state"]
-    if args.retry and state in AGAIN:
-        set_aside(folder)
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:  # another sweep, or task of an array, was faster
-        return results.with_state(out, row)
+    """Run a point; return its row. FileExistsError where another sweep has begun it."""
+    folder = out / "runs" / row["id"]
+    if args.retry and results.with_state(out, row)["state"] in AGAIN:
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
     command, environ = command_of(row, folder)
     result: Row = {"host": os.uname().nodename}
     result["cores"] = int(environ.get("SLURM_CPUS_ON_NODE") or mesh.process_cores())
@@ -160,19 +138,13 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
             child.wait(args.limit)
         except subprocess.TimeoutExpired:
             late = True
+        finally:
             end_run(child)
-        except BaseException:
-            end_run(child)
-            set_aside(folder)
-            raise
     log = results.read_log(folder / "log.jsonl")
     text = (folder / "output.txt").read_text(errors="replace")
     state, reason = results.outcome(child.returncode, log, text, late)
     result |= results.measured(log) if state == "done" else {}
     result |= {"state": state, "reason": reason, "load_after": os.getloadavg()[0]}
-    # twice what this run may need, and that before it: other programs had a part of the cores
-    own = row["ranks"] * (int(environ.get("OMP_NUM_THREADS", 1)) + (result.get("workers") or 0))
-    result["disturbed"] = result["load_after"] > max(os.cpu_count() or 1, 2 * own)
     results.write_lines(folder / "result.json", [result])
     return results.with_state(out, row)
 
@@ -184,15 +156,13 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
 def submit(out: Path, rows: Sequence[Row], args: argparse.Namespace) -> None:
     """Submit a job array per number of nodes; its indices are the lines of points.jsonl."""
     places = {row["id"]: str(i) for i, row in enumerate(results.read_rows(out))}
-    launcher = (HERE / "launch_frontier.sh").read_text()
-    network = re.findall(r"^#SBATCH (--network\S+)", launcher, re.MULTILINE)
     command = [sys.executable, str(HERE / "sweep.py"), "point", str(out), f"--limit={args.limit:g}"]
     # not --wrap: its sh may be one that loses the shell function `module`
     script = "#!/bin/bash\n" + shlex.join(["exec", *command, *["--retry"] * args.retry])
     minutes = math.ceil(args.limit / 60) + 5  # Slurm's limit only backs up the sweep's own
     for nodes in sorted({row["nodes"] for row in rows}):
         array = ",".join(places[row["id"]] for row in rows if row["nodes"] == nodes)
-        flags = ["-J", "sweep", "-t", str(minutes), *network, "-o", f"{out}/job-%A_%a.txt"]
+        flags = ["-J", "sweep", "-t", str(minutes), "-o", f"{out}/job-%A_%a.txt", NETWORK]
         flags += [*shlex.split(args.sbatch), "-N", str(nodes), "--array", array]
         pipes: Any = {"input": script, "capture_output": True, "text": True}
         done = subprocess.run(["sbatch", *flags], cwd=HERE, **pipes)
@@ -205,16 +175,15 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     """Plan the points, run or submit those that have not begun; return the exit status."""
     in_slurm = args.sbatch is not None
     machine = args.machine or ("frontier" if in_slurm else None)
-    out = (args.out or Path(f"sweep_{Path(args.what).stem}")).resolve()
-    rows = [plan_point(p, machine, args.memory_gib) for p in choose_points(args, words)]
+    out = (args.out or Path(f"sweep_{args.what}")).resolve()
+    rows = [plan_point(point, machine) for point in choose_points(args, words)]
     if not rows:
-        raise ValueError(f"{args.what} has no points: a table without rows, options on one rank")
+        raise ValueError("one rank gathers nothing: options need several")
     out.mkdir(parents=True, exist_ok=True)
     rows = results.add_points(out, rows)
     print(f"{len(rows)} points in {out}", flush=True)
     wanted = ("waiting", *AGAIN) if args.retry else ("waiting",)
     rows = [row for row in rows if results.with_state(out, row)["state"] in wanted]
-    rows.sort(key=lambda row: (row["nodes"], row["ranks"]))
     if in_slurm:
         submit(out, rows, args)
         print(f"once they have ended: python sweep.py report {out}")
@@ -222,8 +191,8 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     for i, row in enumerate(rows, 1):
         print(f"[{i}/{len(rows)}] {row['id']:50}", end=" ", flush=True)
         row = run_point(out, row, args)
-        rate = row.get("images_per_second")
-        print(f"{row['state']}  {f'{rate:.1f} img/s' if rate else row['reason']}", flush=True)
+        speed = f"{row.get('images_per_second', math.nan):.1f} img/s"
+        print(f"{row['state']}  {row['reason'] or speed}", flush=True)
     again = {*AGAIN} & {*report.write_page([out], None)}
     if again:
         print("--retry runs again what has failed, timed out or is unfinished")
@@ -246,12 +215,10 @@ def build_parser() -> config.Parser:
     def counts(text: str) -> list[int]:
         return [whole(1, 100_000)(word) for word in text.split(",")]
 
-    def path(text: str) -> Path:
-        return Path(filled(text)).resolve()
-
-    add("what", metavar="PLAN", help="quick, options, scaling, io, a CSV file; or report")
-    add("dirs", type=path, metavar="DIR", nargs="*", help="of report")
-    add("--out", type=path, metavar="DIR", help="(default sweep_PLAN; report: the first DIR)")
+    plans = ("quick", "options", "scaling", "io", "report", "point")
+    add("what", metavar="PLAN", choices=plans, help="quick, options, scaling, io; or report")
+    add("dirs", type=Path, metavar="DIR", nargs="*", help="of report")
+    add("--out", type=Path, metavar="DIR", help="(default sweep_PLAN; report: the first DIR)")
     text = "(default: quick tiny or base, io base, options 5b, scaling base,1b,3b,5b,15b)"
     add("--models", metavar="A,B", help=text)
     add("--nodes", type=counts, metavar="1,2,4", help="with --sbatch (default 1,2,4,8)")
@@ -262,8 +229,6 @@ def build_parser() -> config.Parser:
     add("--sbatch", metavar="FLAGS", help=text)
     text = "for plan.py (default: with --sbatch frontier; else this host's memory, no speed)"
     add("--machine", metavar="NAME", help=text)
-    text = "per rank, for plan.py; points that need more are skipped"
-    add("--memory-gib", type=number(0.1), metavar="GIB", help=text)
     add("--limit", type=number(1), default=900, metavar="SECONDS", help="per point (default 900)")
     add("--retry", action="store_true", help="run again what failed, timed out or did not end")
     return parser
@@ -294,7 +259,7 @@ def stop(number: int, frame: Any) -> NoReturn:
     """Handle a signal: end the run that this sweep has started, and say how to continue."""
     for again in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(again, signal.SIG_IGN)
-    os.write(2, b"\nsweep.py: stopped: the same command runs what is missing\n")
+    os.write(2, b"\nsweep.py: stopped: the same command with --retry continues\n")
     raise SystemExit(128 + number)
 
 

@@ -104,7 +104,6 @@ class Config:
         "real", "real: train; syn: the same batch each step; io: loader and copy only, no model"
     )
     workers: int | None = flag(None, "loader processes per rank (cores - 1, max. 6)", type=whole(0))
-    stage_dir: str | None = flag(None, "node-local folder for a copy of the pack --data")
     max_bad: float = flag(0.01, "share of unreadable images that ends the run", type=number(0, 1))
     exact_decode: bool = flag(False, "decode JPEGs at full size (slower)", "result")
 

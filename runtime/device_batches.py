@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -62,16 +62,9 @@ def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
 
 
 def open_batches(run: "Run", session: "Session", files: data.ImageSource, steps: range) -> Batches:
-    """Start the loader of `steps` and fetch the first batch. Collective.
-
-    Raises LoaderFailed, and AgreedError where --stage-dir cannot be used.
-    """
+    """Start the loader of `steps` and fetch the first batch. Raises LoaderFailed."""
     config, ranks, device = run.config, session.ranks, session.device
     alone = config.run_mode == "syn"  # compute and communication: the same batch again and again
-    if config.stage_dir and not alone:
-        from storage import staging
-
-        files = staging.stage(cast(Any, files), config.stage_dir, ranks, session.log.say)
     workers = worker_count(config.workers, ranks)
     loader = data.build_loader(
         files,

@@ -54,12 +54,10 @@ def check_folder(folder: str, flag: str = "--data", out: str | None = None) -> N
 
 
 def check_folders(config: "Config") -> None:
-    """Check --data and --eval-data as `check_folder` does; --stage-dir needs a pack."""
+    """Check --data and --eval-data as `check_folder` does."""
     for flag, folder in (("--data", config.data), ("--eval-data", config.eval_data)):
         if folder not in ("synthetic", None):
             check_folder(str(folder), flag, config.out)
-    if config.stage_dir and not is_pack(config.data):
-        raise ValueError("--stage-dir needs a pack: type `python prepare.py pack DIR PACK` first")
 
 
 def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tuple[Any, str | None]:

@@ -1,6 +1,6 @@
-"""A million images on disk: listed once, checked, packed into few files, copied to a node's disk.
+"""A million images on disk: listed once, checked, packed into few files.
 
 It never decides which rank reads which image when (data.py does), and never changes a pixel, except
 where `pack --max-side` is asked to make images smaller. In reading order: image_list, checking,
-packing, staging; safe_files and tiff serve them. prepare.py is the command.
+packing; safe_files and tiff serve them. prepare.py is the command.
 """

@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -30,55 +29,24 @@ def for_each(
     The last column has parts of a list of images. RuntimeError where a worker process dies.
     """
     progress, done = process.throttled_progress(say, "reading"), 0
-    run: Any = map
-    with ExitStack() as stack:
-        if workers > 1:
-            pool = ProcessPoolExecutor(workers, process.fork_server(), process.start_worker)
-            stack.callback(pool.shutdown, cancel_futures=True)
-            run = pool.map
+    pool = ProcessPoolExecutor(workers, process.fork_server(), process.start_worker)
+    run: Any = pool.map if workers > 1 else map
+    try:
         for part, found in zip(columns[-1], run(work, *columns), strict=True):
             done += len(part)
             progress(done)
             yield found
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def in_parts(files: ImageList) -> list[ImageList]:
-    """Cut a list into parts for `for_each`."""
-    return [files.part(first, first + PART) for first in range(0, len(files), PART)]
+def read_part(files: ImageList) -> tuple[list[str], Any]:
+    """Read images -> those that neither training nor `pack` can read, and why; sums of the others.
 
-
-def find_problems(files: ImageList) -> list[str]:
-    """Name the images that neither training nor `pack` can read, and why."""
-    found = []
-    for index in range(len(files)):
-        try:
-            image, _ = data.open_image(read_bands(files.read(index)))
-            if not isinstance(image, np.ndarray):
-                data.decode(image, reduce=8)  # damage shows at any scale
-        except Exception as error:  # Pillow raises many kinds for a broken file
-            found.append(f"{files.path(index)}: {type(error).__name__}: {error}")
-    return found
-
-
-def check_images(folder: str, workers: int, say: Say) -> int:
-    """Decode every image, name the unreadable ones, return their number."""
-    files, broken = list_images(folder, say), 0
-    for problems in for_each(find_problems, workers, say, in_parts(files)):
-        broken += len(problems)
-        for problem in problems:
-            say(problem)
-    say(f"{broken} of {len(files)} images cannot be read")
-    return broken
-
-
-# --- Mean and deviation of each channel
-
-
-def sum_moments(files: ImageList) -> Counter[Any]:
-    """Add up images -> (4, C) float64: count, means, squares of means, variances.
-
-    By channels and dtype. Of a large image every k-th row and column counts.
+    Sums are (4, C) float64 by channels and dtype: of counts, means, squares of means, variances. Of
+    a large image every k-th row and column counts.
     """
+    problems: list[str] = []
     sums: Any = Counter()
     for index in range(len(files)):
         try:
@@ -86,14 +54,33 @@ def sum_moments(files: ImageList) -> Counter[Any]:
             if not isinstance(image, np.ndarray):
                 image = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
         except Exception as error:  # Pillow raises many kinds for a broken file
-            data.file_fault(error)
-        else:
-            every = max(1, math.isqrt(width * height // LARGE))
-            pixels = image[:, ::every, ::every]
-            mean = pixels.mean((1, 2), np.float64)  # (C,)
-            variance = [channel.var(dtype=np.float64) for channel in pixels]
-            sums[len(mean), pixels.dtype.name] += np.stack([mean**0, mean, mean**2, variance])
-    return sums
+            problems.append(f"{files.path(index)}: {type(error).__name__}: {error}")
+            continue
+        every = max(1, math.isqrt(width * height // LARGE))
+        pixels = image[:, ::every, ::every]
+        mean = pixels.mean((1, 2), np.float64)  # (C,)
+        variance = [channel.var(dtype=np.float64) for channel in pixels]
+        sums[len(mean), pixels.dtype.name] += np.stack([mean**0, mean, mean**2, variance])
+    return problems, sums
+
+
+def read_folder(folder: str, workers: int, say: Say) -> tuple[int, list[str], Any]:
+    """Read every image of a folder -> how many there are, and what `read_part` finds."""
+    files, problems, sums = list_images(folder, say), list[str](), Counter[Any]()
+    parts = [files.part(first, first + PART) for first in range(0, len(files), PART)]
+    for more, added in for_each(read_part, workers, say, parts):
+        problems += more
+        sums.update(added)
+    return len(files), problems, sums
+
+
+def check_images(folder: str, workers: int, say: Say) -> int:
+    """Decode every image, name the unreadable ones, return their number."""
+    images, problems, _ = read_folder(folder, workers, say)
+    for problem in problems:
+        say(problem)
+    say(f"{len(problems)} of {images} images cannot be read")
+    return len(problems)
 
 
 def write_stats(folder: str, workers: int, say: Say) -> None:
@@ -102,13 +89,10 @@ def write_stats(folder: str, workers: int, say: Say) -> None:
     Every image has the same weight, as in training. Where images differ in channels or type, the
     most frequent kind is measured. ValueError where no image can be read.
     """
-    files, path = list_images(folder, say), stats_file(folder)
-    total: Any = Counter()
-    for sums in for_each(sum_moments, workers, say, in_parts(files)):
-        total.update(sums)
-    if not total:
-        raise ValueError(f"no image in {folder} can be read: `prepare.py scan` says why")
-    (channels, dtype), most = max(total.items(), key=lambda item: item[1][0, 0])
+    path, (images, problems, sums) = stats_file(folder), read_folder(folder, workers, say)
+    if not sums:
+        raise ValueError(f"no image in {folder} can be read: {problems[0]}")
+    (channels, dtype), most = max(sums.items(), key=lambda item: item[1][0, 0])
     count, means, squares, variances = most  # (C,) each
     scale, mean = 255 if dtype == "uint8" else 1, means / count
     std = np.sqrt(np.maximum((variances + squares) / count - mean**2, 0))
@@ -116,5 +100,4 @@ def write_stats(folder: str, workers: int, say: Say) -> None:
     text = {"mean": (mean / scale).tolist(), "std": (std / scale).tolist(), "dtype": dtype}
     with replacing(path) as stream:
         stream.write(json.dumps(text).encode())
-    say(f"{path}: {int(count[0])} of {len(files)} images, {channels} channels of {dtype}")
-    say(f"train with --channels {channels}; of TIFF with many bands, on a pack of them")
+    say(f"{path}: {int(count[0])} of {images} images, {channels} channels of {dtype}")

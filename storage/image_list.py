@@ -31,7 +31,6 @@ class ImageList:
     classes: tuple[str, ...]
     shards: tuple[str, ...] = ()  # of a pack: the names of its tar files
     index_file: str | None = None
-    staged: str | None = None  # a folder of the node's own, with copies of some shards
     opened: dict[str, io.FileIO] = field(default_factory=dict, compare=False, repr=False)
 
     def __len__(self) -> int:
@@ -39,7 +38,7 @@ class ImageList:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.index_file:
-            return load_index, (self.index_file, self.root, self.staged)
+            return load_index, (self.index_file, self.root)
         return ImageList, (self.root, self.table, self.classes, self.shards)
 
     def part(self, first: int, last: int) -> "ImageList":
@@ -65,9 +64,7 @@ class ImageList:
         if not self.shards:
             return Path(self.path(index)).read_bytes()
         row = self.table[index]
-        name = self.shards[row["shard"]]
-        here = os.path.join(self.staged or "", name)
-        shard = here if self.staged and os.path.exists(here) else os.path.join(self.root, name)
+        shard = os.path.join(self.root, self.shards[row["shard"]])
         if shard not in self.opened:
             self.opened[shard] = io.FileIO(shard)
         # Not mapped: a parallel file system would be asked for one page at a time.
@@ -101,15 +98,13 @@ def list_images(root: str, say: Callable[[str], None]) -> ImageList:
 
 def save_index(files: ImageList, path: str) -> ImageList:
     """Write a list to one file, and return it mapped from there."""
-    content = io.BytesIO()  # numpy's own writing does not say that a disk is full
-    np.save(content, files.table)
-    content.write(json.dumps([files.classes, files.shards]).encode())
     with replacing(path) as stream:
-        stream.write(content.getbuffer())
+        np.save(stream, files.table)
+        stream.write(json.dumps([files.classes, files.shards]).encode())
     return load_index(os.path.abspath(path), files.root)
 
 
-def load_index(path: str, root: str, staged: str | None = None) -> ImageList:
+def load_index(path: str, root: str) -> ImageList:
     """Map a list that `save_index` wrote, of images that are in `root` now.
 
     ValueError where it is no such file. Nothing in the file is executed.
@@ -121,7 +116,7 @@ def load_index(path: str, root: str, staged: str | None = None) -> ImageList:
             classes, shards = map(tuple, json.load(file))
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): create it again") from None
-    return ImageList(root, table.view(np.ndarray), classes, shards, path, staged)
+    return ImageList(root, table.view(np.ndarray), classes, shards, path)
 
 
 def find_list(folder: str, out: str | None, say: Callable[[str], None]) -> ImageList:

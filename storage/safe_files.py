@@ -10,7 +10,7 @@ from typing import BinaryIO
 def replacing(path: str) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` once it is written and synced.
 
-    After an error the temporary file is removed, `path` is as it was, and an OSError names it.
+    After an error the temporary file is removed, and `path` is as it was.
     """
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.{os.getpid()}")
@@ -20,9 +20,6 @@ def replacing(path: str) -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
-    except OSError as error:  # a failed write does not say of which file
-        error.filename = path if error.filename in (None, temporary) else error.filename
-        raise
     finally:
         with suppress(OSError):
             os.unlink(temporary)

@@ -15,21 +15,15 @@ BITS, SAMPLES, EXTRA = 258, 277, 338  # tags of TIFF 6.0: bits and samples per p
 def read_bands(content: bytes) -> np.ndarray | bytes:
     """Decode a TIFF that is no picture -> (C, H, W); any file that data.py reads comes back as is.
 
-    Types that data.py does not take become float32. ImportError where a package is missing.
+    Types that data.py does not take become float32. ImportError where tifffile is missing.
     """
     if content[:4] not in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+") or _is_picture(content):
         return content
     import tifffile
 
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what it logs names no file
-
-    try:
-        series: Any = tifffile.TiffFile(io.BytesIO(content)).series[0]
-        bands = series.asarray()
-    except ValueError as error:
-        if "imagecodecs" in str(error):  # a package that tifffile needs for compressed files
-            raise ImportError(str(error)) from None
-        raise
+    series: Any = tifffile.TiffFile(io.BytesIO(content)).series[0]
+    bands = series.asarray()
     if series.axes.endswith("S"):  # pixel by pixel, not band by band
         bands = np.moveaxis(bands, -1, 0)
     if bands.ndim == 2 and bands.dtype.name in ("uint8", "uint16"):

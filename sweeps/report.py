@@ -1,7 +1,7 @@
 """Draw what a sweep measured, and write it as a page with what limits each run."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -21,30 +21,25 @@ RC_PARAMS: Any = {"font.size": 9, "axes.grid": True, "axes.axisbelow": True}
 RC_PARAMS |= {"grid.color": "#dddddd", "legend.frameon": False, "legend.handlelength": 3}
 RC_PARAMS |= {"savefig.dpi": 160, "savefig.bbox": "tight"}  # the legend enlarges the picture
 CAPTIONS = {
-    "throughput": "Images/s per rank: medians of the measured steps. Bars: half the distance of "
-    "their quartiles, at least the 5 % by which runs differ from day to day. Dashed: the speed of "
-    "the fewest ranks that were measured, on a CPU divided among the cores. Dotted: planned.",
-    "options": "Images/s by FSDP1's backward prefetch and `limit_all_gathers`.",
+    "scaling": "Images/s per rank: medians of the measured steps. Bars: half the distance of their "
+    "quartiles, at least the 5 % by which runs differ from day to day. Dashed, if measured: the "
+    "speed of the fewest ranks, on a CPU divided among the cores. Dotted, if planned: the plan.",
+    "options": "Seconds per step by FSDP1's backward prefetch and `limit_all_gathers`.",
     "io": "Seconds per step: training on images (real), on one batch kept on the device (syn), "
     "reading alone (io).",
 }
 
 
-def sharding(row: Row) -> str:
-    """Name the sharding of a row, like `hybrid 2`."""
-    grouped = row["mode"].startswith("hybrid") and row.get("group")
-    return f"{row['mode']} {row['group']}" if grouped else row["mode"]
-
-
-def series_labels(rows: Sequence[Row]) -> list[str]:
-    """Label each row: its sharding, its caveat, and all else in which the rows differ."""
-    columns = [n for n in ("source", "run_mode", *SETTINGS) if n not in ("model", "mode", "group")]
+def series_labels(rows: Sequence[Row], *left_out: str) -> list[str]:
+    """Label each row: its sharding, like `hybrid 2`, and all else in which the rows differ."""
+    columns = ("source", "run_mode", "world_size", *SETTINGS, "caveat")
     shown = [n for n in columns if len({r[n] for r in rows if r.get(n) is not None}) > 1]
+    shown = [name for name in shown if name not in ("mode", "group", *left_out)]
     labels = []
     for row in rows:
-        known = [(n, row[n]) for n in (*shown, "caveat") if row.get(n) is not None]
-        texts = [f"{n} {value}" if n in SETTINGS else str(value) for n, value in known]
-        labels.append(sharding(row) + f" ({', '.join(texts)})" * bool(texts))
+        texts = [f"{name} {row[name]}" for name in shown if row.get(name) is not None]
+        sharding = f"{row['mode']} {row.get('group') or ''}".strip()
+        labels.append(sharding + f" ({', '.join(texts)})" * bool(texts))
     return labels
 
 
@@ -62,7 +57,7 @@ def draw_throughput(rows: Sequence[Row]) -> Any:
     from matplotlib.figure import Figure
 
     models = group_by(rows, lambda row: row["model"])
-    labels = dict(zip(map(id, rows), series_labels(rows), strict=True))
+    labels = dict(zip(map(id, rows), series_labels(rows, "model", "world_size"), strict=True))
     order, entries = list(dict.fromkeys(labels.values())), dict[str, Any]()
     figure = Figure(figsize=(max(4.6, 3.4 * len(models)), 3.2), layout="constrained")
     panels = figure.subplots(1, len(models), squeeze=False)[0]
@@ -84,40 +79,33 @@ def draw_throughput(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def draw_bars(rows: Sequence[Row], value: Callable[[Row], float], unit: str) -> Any:
-    """Draw a bar for the value of each row, and by how much it is uncertain."""
+def draw_bars(rows: Sequence[Row]) -> Any:
+    """Draw a bar for the seconds per step of each row, and by how much they are uncertain."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 0.6 + 0.2 * len(rows)), layout="constrained")
-    panel, values = figure.subplots(), np.array([value(row) for row in rows])
-    panel.barh(range(len(rows)), values, xerr=values * [noise(row) for row in rows], capsize=2)
-    labels = zip(rows, series_labels(rows), strict=True)
-    names = [f"{row['model']}, {row['world_size']} ranks: {label}" for row, label in labels]
-    panel.set_yticks(range(len(rows)), names, fontsize=7)
+    rows = sorted(rows, key=lambda row: row["world_size"])
+    panel, took = figure.subplots(), np.array([step_seconds(row) for row in rows])
+    panel.barh(range(len(rows)), took, xerr=took * [noise(row) for row in rows], capsize=2)
+    panel.set_yticks(range(len(rows)), series_labels(rows), fontsize=7)
     panel.invert_yaxis()
-    panel.set_xlabel(unit)
+    panel.set_xlabel("seconds per step")
     return figure
 
 
 def draw_figures(rows: Sequence[Row], folder: Path) -> list[str]:
-    """Draw each figure for which there are rows as NAME.png; return the names."""
+    """Draw each study for which there are rows as STUDY.png; return their names."""
     from matplotlib import style
 
-    rows = [row for row in rows if row.get("images_per_second")]
-    scaling = [r for r in rows if r["run_mode"] != "io" and {*r["studies"]} - {"options", "io"}]
-    options, inputs = ([r for r in rows if study in r["studies"]] for study in ("options", "io"))
+    draw = {"scaling": draw_throughput, "options": draw_bars, "io": draw_bars}
     folder.mkdir(parents=True, exist_ok=True)
-    figures: dict[str, Any] = {}
+    drawn = []
     with style.context([STYLE_SHEET, RC_PARAMS]):
-        if scaling:
-            figures["throughput"] = draw_throughput(scaling)
-        if options:
-            figures["options"] = draw_bars(options, lambda r: r["images_per_second"], "images/s")
-        if inputs:
-            figures["io"] = draw_bars(inputs, step_seconds, "seconds per step")
-        for name, figure in figures.items():
-            figure.savefig(folder / f"{name}.png")
-    return list(figures)
+        for study in draw:
+            if mine := [r for r in rows if study in r["studies"] and r.get("images_per_second")]:
+                draw[study](mine).savefig(folder / f"{study}.png")
+                drawn.append(study)
+    return drawn
 
 
 # ---------------------------------------------------------------------------------------------
@@ -148,18 +136,16 @@ def limit_cells(rows: Sequence[Row], limit: Limit) -> list[str]:
     return [ids, f"**{limit.word}**", *shares, limit.why, ADVICE[limit.word]]
 
 
-def point_cells(row: Row, out: Path) -> list[str]:
-    """Format a point by COLUMNS, with a link to its log."""
-    log, name = f"runs/{row['id']}/log.jsonl", row["id"]
+def point_cells(row: Row) -> list[str]:
+    """Format a point by COLUMNS."""
     why = row.get("reason") or row.get("caveat")
-    cells = [f"[{name}]({log})" if (out / log).exists() else name]
-    cells.append(row["state"] + (f": {why}" if why else ""))
+    cells = [row["id"], row["state"] + (f": {why}" if why else "")]
     for column, form in COLUMNS.values():
         cells.append("-" if row.get(column) is None else format(row[column], form))
     return cells
 
 
-def page_lines(rows: Sequence[Row], figures: Sequence[str], out: Path) -> Iterator[str]:
+def page_lines(rows: Sequence[Row], figures: Sequence[str]) -> Iterator[str]:
     """Format the whole page."""
     hosts = {f"{r['host']} ({r.get('device')}, {r['cores']} cores)" for r in rows if r.get("host")}
     yield f"# Sweep: {', '.join(dict.fromkeys(row['source'] for row in rows))}\n"
@@ -173,8 +159,8 @@ def page_lines(rows: Sequence[Row], figures: Sequence[str], out: Path) -> Iterat
     if count := sum(limit.word == "unknown" for _, limit in limits):
         yield f"\nOf {count} settings too little was measured: try {ADVICE['unknown']}."
     yield "\n## Every point\n"
-    header = ["point and log", "state", *COLUMNS]
-    yield from markdown_table(header, [point_cells(row, out) for row in rows])
+    yield "The log of a point is runs/POINT/log.jsonl.\n"
+    yield from markdown_table(["point", "state", *COLUMNS], [point_cells(row) for row in rows])
 
 
 def write_page(folders: Sequence[Path], out: Path | None) -> Counter[str]:
@@ -193,10 +179,10 @@ def write_page(folders: Sequence[Path], out: Path | None) -> Counter[str]:
     results.add_ideal(rows)
     if not out:  # not into a folder of results alone
         first = folders[0]
-        out = first if (first / "points.jsonl").exists() else Path(f"sweep_{first.name}")
+        out = first if (first / "points.jsonl").exists() else Path(f"sweep_{first.resolve().name}")
     figures = draw_figures(rows, out / "figures")
     results.write_lines(out / "results.jsonl", rows)
     with replacing(f"{out}/report.md") as stream:
-        stream.writelines(f"{line}\n".encode() for line in page_lines(rows, figures, out))
+        stream.writelines(f"{line}\n".encode() for line in page_lines(rows, figures))
     print(f"report: {out / 'report.md'}")
     return states

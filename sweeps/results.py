@@ -6,10 +6,8 @@ is enough for another report.
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +20,7 @@ Row = dict[str, Any]
 
 SETTINGS = names("setting", "sharding")  # two runs are compared where these flags are equal
 MEMORY = ("out of memory", "skipped")
-RUNS = ("real", "syn", "io")
-OUT_OF_MEMORY = re.compile(
-    r"OutOfMemoryError|out of memory|(can.t|cannot) allocate memory|MemoryError|oom[-_]kill", re.I
-)
+OUT_OF_MEMORY = re.compile("out.?of.?memory|allocate memory|MemoryError|oom.kill", re.I)
 WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, compilers
 
 # ---------------------------------------------------------------------------------------------
@@ -60,11 +55,9 @@ def with_state(out: Path, row: Row) -> Row:
     if (folder / "result.json").exists():
         return row | read_lines(folder / "result.json")[0]
     if folder.exists():
-        state = "unfinished"
-        why = "no result.json: it runs elsewhere, or its sweep was killed; --retry runs it again"
-    elif row["verdict"] == "NO":
-        state = "skipped"
-        why = f"plan.py: {row['planned_gib']:.1f} GiB at the peak, of {row['memory_gib']:.1f}"
+        state, why = "unfinished", "it runs elsewhere, or was interrupted: --retry runs it again"
+    elif row["fit"].startswith("NO"):
+        state, why = "skipped", f"plan.py: {row['fit']}"
     return row | {"state": state, "reason": why}
 
 
@@ -82,40 +75,30 @@ def read_rows(out: Path) -> list[Row]:
 
 
 def read_log(path: Path) -> dict[str, list[Row]]:
-    """Read the records of a log.jsonl by event; what is cut or missing is left out."""
-    log: dict[str, list[Row]] = {"start": [], "step": [], "end": []}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            record = json.loads(line)
-            log.setdefault(record.pop("event"), []).append(record)
-    return log
+    """Read the records of a log.jsonl, if there is one, by event."""
+    return group_by(read_lines(path) if path.exists() else [], lambda record: record["event"])
 
 
 def outcome(code: int, log: dict[str, list[Row]], output: str, late: bool) -> tuple[str, str]:
     """Return (state, reason) of a run that has ended with the exit status `code`."""
-    end = (log["end"] or [{}])[-1]
-    problem = end.get("problem") or ""
-    lines = [line.strip()[:300] for line in [*output.splitlines(), problem] if line.strip()]
+    end = log["end"][-1] if "end" in log else {}
     if end.get("reason") == "done":
         return "done", ""
+    lines = [*output.splitlines(), end.get("problem") or f"exit status {code}: see output.txt"]
     # first: where the memory of one rank has run out, the others wait for it until a time limit
     if found := [line for line in lines if OUT_OF_MEMORY.search(line)]:
-        return "out of memory", found[0]
-    if late:
-        return "timed out", problem or "longer than --limit"
-    said = [line.partition(": error: ")[2] for line in lines if ": error: " in line]
-    return "failed", problem or f"exit status {code}: {(said or lines or ['no output'])[-1]}"
+        return "out of memory", found[0].strip()
+    return ("timed out", "longer than --limit") if late else ("failed", lines[-1])
 
 
 def measured(log: dict[str, list[Row]]) -> Row:
     """Summarise a run that is done: its flags, medians and quartiles after the warm-up."""
-    row: Row = dict((log["start"] or [{}])[-1])
-    kept = [s for s in log["step"][1:] if s["step"] > WARM_UP * row.get("steps", 0)]
+    row: Row = dict(log["start"][-1])
+    kept = [s for s in log.get("step", [])[1:] if s["step"] > WARM_UP * row["steps"]]
     if kept:
         three = np.percentile([s["images_per_second"] for s in kept], (25, 50, 75)).tolist()
         rates = ("images_per_second_q1", "images_per_second", "images_per_second_q3")
         row |= zip(rates, three, strict=True)
-        row["data_seconds"] = float(np.median([s.get("data_seconds") or 0 for s in kept]))
         row |= {name: kept[-1].get(name) for name in ("peak_allocated_gib", "alloc_retries")}
     return row
 
@@ -129,7 +112,7 @@ ADVICE = {
     "memory": "a smaller `--batch`, `--ac full`; on several GPUs a larger `--group`",
     "compute": "a faster device; on a GPU `--compile`, `--precision bf16`, no `--ac`",
     "communication": "on GPUs a larger local batch, the smallest `--group`; on a CPU fewer ranks",
-    "unclear": "an idle machine: rename these folders in `runs`, and repeat the sweep's command",
+    "unclear": "an idle machine: remove these folders in `runs`, and repeat the sweep's command",
     "unknown": "the same by `--run-mode real`, `syn`, `io` and on one rank",
 }
 
@@ -153,14 +136,10 @@ def device_count(row: Row) -> int:
     return min(row["world_size"], row["nodes"] * cores) if cores else row["world_size"]
 
 
-def step_images(row: Row) -> int:
-    """Count the images per step of all ranks."""
-    return row["batch"] * (row.get("accum") or 1) * row["world_size"] // (row.get("tp") or 1)
-
-
 def step_seconds(row: Row) -> float:
     """Return the median seconds per step."""
-    return step_images(row) / row["images_per_second"]
+    images = row["batch"] * row.get("accum", 1) * row["world_size"] / row.get("tp", 1)
+    return images / row["images_per_second"]
 
 
 def noise(row: Row) -> float:
@@ -176,7 +155,7 @@ def add_ideal(rows: Iterable[Row]) -> None:
     """
     found = [r for r in rows if r["run_mode"] == "syn" and r.get("images_per_second")]
     found.sort(key=lambda r: (-r["world_size"], r["images_per_second"] / device_count(r)))
-    runs = {ideal_key(r): r for r in found if not (r.get("caveat") or r.get("disturbed"))}
+    runs = {ideal_key(r): r for r in found if not r.get("caveat")}
     for row in rows:
         best = runs.get(ideal_key(row))
         if best and row.get("images_per_second") and row["run_mode"] != "io":
@@ -189,15 +168,13 @@ def find_limits(rows: Sequence[Row]) -> list[tuple[list[Row], Limit]]:
     """Find what limits each setting, from its real, syn and io runs, after `add_ideal`."""
     ended = [r for r in rows if r.get("images_per_second") or r["state"] in MEMORY]
     ended = [r for r in ended if r["studies"] != ["options"] and not r.get("caveat")]
-    same, found = ("source", "world_size", "nodes", *SETTINGS), []
-    for some in group_by(ended, lambda row: tuple(row.get(name) for name in same)).values():
-        some.sort(key=lambda row: RUNS.index(row["run_mode"]))
-        found.append((some, find_limit(some)))
-    return found
+    same = ("source", "world_size", "nodes", *SETTINGS)
+    settings = group_by(ended, lambda row: tuple(row.get(name) for name in same))
+    return [(some, find_limit(some)) for some in settings.values()]
 
 
 def find_limit(rows: Sequence[Row]) -> Limit:
-    """Find what limits a setting, of whose runs `real` comes first: the largest part of a step.
+    """Find what limits a setting, from its runs: the largest part of a step.
 
     Parts are compute (what one device alone takes), communication (the rest of `syn`) and input
     (what `real` takes longer than `syn`). But a loader that alone is slower than training without
@@ -210,26 +187,20 @@ def find_limit(rows: Sequence[Row]) -> Limit:
     took = {mode: step_seconds(row) for mode, row in runs.items()}
     unsure = sum(took[mode] * noise(row) for mode, row in runs.items())
     why = "seconds per step: " + ", ".join(f"{mode} {took[mode]:.3g}" for mode in took)
-    for less in ("syn", "io"):  # which do a part of what real does
-        if took.get(less, 0) - took.get("real", math.inf) > unsure:
-            return Limit("unclear", f"{why}: real cannot take less than {less}")
-    loads = [r["load_after"] for r in rows if r.get("disturbed")]
-    if loads:
-        return Limit("unclear", f"{why}; other programs took part: load {max(loads):.1f}")
-    mode, row = next(iter(runs.items()))
-    if mode == "io":
-        return Limit("unknown", "only reading was run")
-    step, wait = took[mode], row.get("data_seconds") or 0.0
-    waited = max(0.0, step - took["syn"] if "syn" in took else wait)
-    busy = took.get("syn", step - waited)
-    slow_input = min(took.get("io", 0), step) > busy + unsure
-    compute, world = busy, row["world_size"]
+    if "syn" not in runs:
+        return Limit("unknown", why)
+    row, syn, io = runs["syn"], took["syn"], took.get("io", 0.0)
+    real = took.get("real", max(syn, io))
+    if max(syn, io) - real > unsure:
+        return Limit("unclear", f"{why}: real cannot take less than syn or io, its parts")
+    waited, compute, world = max(0.0, real - syn), syn, row["world_size"]
+    slow_input = min(io, real) > syn + unsure
     if world > 1:
         if row.get("ideal_ranks", world) >= world or device_count(row) < world:
-            return Limit("input" if slow_input or waited > step / 2 else "unknown", why)
-        compute = min(step_images(row) / row["ideal"], busy)
+            return Limit("input" if slow_input or waited > real / 2 else "unknown", why)
+        compute = syn * min(row["efficiency"], 1)
         why += f", syn without communication {compute:.3g}"
-    shares = {"compute": compute, "communication": busy - compute, "input": waited}
+    shares = {"compute": compute, "communication": syn - compute, "input": waited}
     first = "input" if slow_input else max(shares, key=lambda name: shares[name])
     if first == "compute" and 1 < row.get("ideal_ranks", 1) < world:
         return Limit("unknown", f"{why}, communication included")

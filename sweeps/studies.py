@@ -1,14 +1,12 @@
-"""Make the points of a sweep: the runs of a built-in study, or the rows of a CSV file.
+"""Make the points of a sweep: the runs of a study.
 
 A point is a command line of train_fsdp.py, with a number of nodes and of ranks on each of them. Of
 a flag that is given twice the last counts.
 """
 
-import csv
 import os
 from collections.abc import Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 from runtime.image_source import check_folder
@@ -67,21 +65,18 @@ def io_points(models: Sequence[str], layouts: Sequence[Layout], data: str) -> It
 
     The points of a single rank measure the compute of a step, because one rank sends nothing.
     """
-    for model, layout in product(models, layouts):
-        alone = layout == (1, 1)
-        for mode in ("ddp", "no_shard") if alone else ("full_shard",):
-            baseline = mode == "ddp" or (alone and len(layouts) > 1)
-            for run in ("syn",) if baseline else ("real", "syn", "io"):
-                flags = f"--model {model} --mode {mode} --run-mode {run}"
-                yield make_point("io", layout, flags, *([] if run == "syn" else ["--data", data]))
+    for model, layout, run in product(models, layouts, ("real", "syn", "io")):
+        mode = "no_shard" if layout == (1, 1) else "full_shard"
+        flags = f"--model {model} --mode {mode} --run-mode {run}"
+        yield make_point("io", layout, flags, *([] if run == "syn" else ["--data", data]))
 
 
 def quick_points(models: Sequence[str], ranks: int, data: str, gpu: bool) -> Iterator[Point]:
     """Run a few points of each study on the GPUs of this node, or on CPU ranks."""
-    layouts, pair = layouts_here(ranks), (1, min(2, ranks))
+    layouts, few = layouts_here(ranks), layouts_here(min(2, ranks))
     found = [p for p in scaling_points(models, layouts) if "shard_grad_op" not in p.words]
-    found += options_points(models, pair)
-    found += io_points(models, list(dict.fromkeys([(1, 1), pair])), data)
+    found += options_points(models, few[-1])
+    found += io_points(models, few, data)
     for point in found:
         yield point if gpu else point._replace(words=point.words + ON_A_CPU.split())
 
@@ -94,40 +89,19 @@ def layouts_here(ranks: int) -> list[Layout]:
 def study_points(
     what: str, models: str | None, layouts: Sequence[Layout], data: str, gpu: bool
 ) -> list[Point]:
-    """List the points of a built-in study; ValueError, a sentence, for bad input.
+    """List the points of a study; ValueError, a sentence, for bad input.
 
     `layouts` go from one rank to the largest; `gpu` says whether this host, or the nodes, have any.
     """
-    if what not in ("quick", *DEFAULT_MODELS):
-        raise ValueError(f"there is no study {what}: use quick, options, scaling, io or a CSV file")
     default = DEFAULT_MODELS.get(what, "base" if gpu else "tiny")
     names = (models or default).split(",")
     if data != "synthetic":
         check_folder(data)
         data = os.path.abspath(data)  # points run in another folder
-    if what == "quick":
-        return list(quick_points(names, layouts[-1][1], data, gpu))
-    if what == "scaling":
-        return list(scaling_points(names, layouts))
-    if what == "io":
-        return list(io_points(names, layouts, data))
-    return list(options_points(names, layouts[-1]))
-
-
-def table_points(path: Path) -> list[Point]:
-    """Read the points of a user's CSV file; ValueError and OSError, sentences, for one that is not.
-
-    Columns are `ranks` (per node) and `nodes`, by default 1, and flags; `true` and `false` are
-    switches, empty cells are left out.
-    """
-    points = []
-    for row in csv.DictReader(path.read_text().splitlines(), restval=""):
-        cells = {name.strip(): value.strip() for name, value in row.items() if name}
-        nodes, ranks = (int(cells.pop(name, "") or 1) for name in ("nodes", "ranks"))
-        words: list[str] = []
-        for name, value in cells.items():
-            flag = name.replace("_", "-")
-            switch = {"true": [f"--{flag}"], "false": [f"--no-{flag}"], "": []}
-            words += switch.get(value, [f"--{flag}", value])
-        points.append(Point(path.stem, nodes, ranks, words))
-    return points
+    studies = {  # generators, of which one is run
+        "quick": quick_points(names, layouts[-1][1], data, gpu),
+        "options": options_points(names, layouts[-1]),
+        "scaling": scaling_points(names, layouts),
+        "io": io_points(names, layouts, data),
+    }
+    return list(studies[what])

@@ -44,7 +44,6 @@ def folder(tmp_path, monkeypatch):
         (f"--data {TILES}/train --eval-data images --out link/out", "--eval-data images"),
         ("--data nowhere", "there is no folder nowhere: give --data"),
         (f"--data {TILES}/train --eval-data nowhere", "there is no folder nowhere: give --eval-d"),
-        ("--data images --stage-dir disk", "--stage-dir needs a pack: type `python prepare.py"),
     ],
 )
 def test_folders_that_are_wrong_are_refused_before_anything_starts(flags, what, folder, capsys):

@@ -73,7 +73,7 @@ OTHERS = [
     ("plan.py", "--group 3", "cannot be split into shard groups of 3"),
     ("plan.py", "--machine nowhere", "there is no machine nowhere"),
     ("sweep.py", "quick --nodes 1,,2", "'' is not a whole number"),
-    ("prepare.py", "pack a b --quality 101", "'101' is not a whole number from 1 to 100"),
+    ("prepare.py", "pack a b --workers 0", "'0' is not a whole number from 1 to 1024"),
     ("probe.py", "knn a", "required: --data"),
     ("probe.py", "finetune a --data b --test c --drop-path 1", "not a number from 0 to 0.99"),
 ]

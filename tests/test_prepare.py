@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -29,7 +28,7 @@ import checkpoint
 import data
 import prepare
 from runtime import image_source
-from storage import image_list, packing, staging
+from storage import image_list, packing
 
 TILES = ROOT / "examples/tiles/train"
 
@@ -191,7 +190,7 @@ def test_a_pack_is_a_copy_that_tar_reads(tmp_path, monkeypatch, capsys):
     root, target = tmp_path / "root", tmp_path / "pack"
     broken_tree(root)
     noise_image(99, 800, 800).save(root / "large.jpg", quality=100)  # for a second shard
-    monkeypatch.setattr(packing, "SHARD_BYTES", (2**20, 2**20))
+    monkeypatch.setattr(packing, "SHARD_BYTES", 2**20)
     prepared("pack", root, target)
     assert "33 images in 2 shards, " in (printed := capsys.readouterr().out)
     # a link to nothing, TIFF of no known kind; one was empty
@@ -239,12 +238,11 @@ def test_packing_makes_large_images_smaller(tmp_path):
 
 
 def test_a_pack_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
-    """Nor does it take a file system that goes away for a tree of broken images."""
     root, target = tmp_path / "root", tmp_path / "pack"
     files = class_tree(root, width=300, height=300)
-    monkeypatch.setattr(packing, "SHARD_BYTES", (2**20, 2**20))
+    monkeypatch.setattr(packing, "SHARD_BYTES", 2**20)
     command = ["pack", str(root), str(target), "--workers", "1"]
-    for error, status in ((KeyboardInterrupt(), 130), (FileNotFoundError(errno.ENOENT, ""), 1)):
+    for error, status in ((KeyboardInterrupt(), 130), (OSError(errno.EIO, ""), 1)):
         with monkeypatch.context() as patch:
             contained = Mock(side_effect=[b"x" * 2**17] * 20 + [error])
             patch.setattr(image_list.ImageList, "read", contained)
@@ -364,12 +362,6 @@ def test_without_tifffile_one_sentence_says_what_to_type(tmp_path, monkeypatch, 
     for command in (["stats", path.parent], ["pack", path.parent, tmp_path / "pack"]):
         assert "tifffile" in refused(*command)
     prepared("pack", TILES, tmp_path / "plain")  # which is needed for nothing else
-    monkeypatch.undo()
-    content = bytearray(path.read_bytes())
-    with tifffile.TiffFile(path) as file:
-        content[file.pages[0].tags[259].valueoffset] = 5  # LZW, which tifffile cannot read alone
-    path.write_bytes(content)
-    assert "requires the 'imagecodecs' package" in refused("stats", path.parent)
 
 
 def test_a_tree_of_thirteen_bands_trains_after_one_command(tmp_path):
@@ -385,51 +377,6 @@ def test_a_tree_of_thirteen_bands_trains_after_one_command(tmp_path):
     assert result.status == [0, 0], result.errors
     assert 0.5 < result.steps[0]["loss"] < 2 and result.end["bad_images"] == 0
     assert tree.status == [2, 2] and f"type `python prepare.py stats {root}`" in tree.errors
-
-
-# --- node-local copies
-
-
-def test_whole_shards_are_copied_to_the_node_and_read_there(tmp_path, monkeypatch):
-    files = class_tree(tmp_path / "root", width=300, height=300)
-    monkeypatch.setattr(packing, "SHARD_BYTES", (2**20, 2**20))
-    prepared("pack", tmp_path / "root", tmp_path / "pack")
-    stage, said = tmp_path / "stage", []
-    stage.mkdir()
-    packed = replace(listed(tmp_path / "pack"), staged=str(stage))
-    before = pickle.loads(pickle.dumps(packed))  # a worker that reads meanwhile
-    assert contents(before) == contents(files)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", Mock(side_effect=[None, full]))
-        staging.copy_shards(packed, 1, said.append)
-    assert os.listdir(stage) == ["shard-000001.tar"]  # node 1 begins with the second
-    assert "No space left" in said[0] and "the other shards are read from where" in said[0]
-    staging.copy_shards(packed, 1, said.append)
-    for shard in (tmp_path / "pack").glob("*.tar"):
-        assert (stage / shard.name).read_bytes() == shard.read_bytes()
-        shard.unlink()
-    assert contents(pickle.loads(pickle.dumps(packed))) == contents(before) == contents(files)
-
-
-def test_training_with_a_node_local_copy_is_the_same_and_fills_it(tmp_path):
-    """A folder that cannot be made is refused on all ranks."""
-    root, pack = tmp_path / "root", tmp_path / "pack"
-    class_tree(root, each=16)
-    prepared("pack", root, pack)
-    (tmp_path / "file").write_text("")
-    runs = [
-        train(tmp_path / "plain", root, "--steps", "6"),
-        train(tmp_path / "staged", pack, "--steps", "6", "--stage-dir", f"{tmp_path}/stage"),
-        train(tmp_path / "refused", pack, "--steps", "6", "--stage-dir", f"{tmp_path}/file/x"),
-    ]
-    plain, staged, refused = run_ranks(2, runs, tmp_path / "ranks")
-    assert plain.status == staged.status == [0, 0], staged.errors
-    assert [step["loss"] for step in plain.steps] == [step["loss"] for step in staged.steps]
-    (copy,) = tmp_path.glob("stage/pack-*/shard-000000.tar")
-    assert copy.read_bytes() == (tmp_path / "pack/shard-000000.tar").read_bytes()
-    assert refused.status == [2, 2] and refused.errors.count("error:") == 1
-    assert "Not a directory" in refused.errors
 
 
 # --- what workers read, and what they leave
