@@ -4,7 +4,6 @@ Shapes: N training features, Q queries, D width of a feature; B images, L patche
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -13,12 +12,14 @@ from torch import Tensor, nn
 
 import vit
 from downstream.weights import Pretrained, value_of
+from runtime.process import throttled_progress
 
 TEMPERATURE = 0.07  # of k-NN votes
 SIMILARITIES = 2**27  # at a time, 512 MiB
 EPOCHS = 90
 SAMPLES = 2**21  # that a small set is seen at least: 90 epochs of 1,000 images train nothing
 WARMUP_SHARE = 1 / 9  # of the steps: 10 of 90 epochs
+MOMENTUM, TRUST = 0.9, 0.001  # of LARS
 
 
 # --- Frozen features
@@ -40,31 +41,17 @@ def nearest_vote(bank: Tensor, labels: Tensor, queries: Tensor, classes: int, k:
     return found.masked_fill(found == 0, -torch.inf)
 
 
-class LARS(torch.optim.Optimizer):
-    """Scale the step of each matrix by its norm over that of its gradient.
+@torch.no_grad()
+def lars_step(p: Any, velocity: Tensor, lr: float) -> None:
+    """Apply the gradient of a parameter, scaled by the norm of the parameter over its own.
 
     You, Gitman, Ginsburg, arXiv 1708.03888, algorithm 1, with momentum and without weight decay;
     vectors (biases) are trained as by SGD.
     """
-
-    def __init__(self, params: Any, lr: float, momentum: float = 0.9, trust: float = 0.001) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "trust": trust})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Apply the gradients; a closure is not called."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                update = p.grad
-                if p.ndim > 1:
-                    weight_norm, grad_norm = p.norm(), update.norm()
-                    ratio = group["trust"] * weight_norm / grad_norm
-                    known = (weight_norm > 0) & (grad_norm > 0)
-                    update = update * torch.where(known, ratio, 1.0)
-                state = self.state[p]
-                velocity = state.setdefault("momentum_buffer", torch.zeros_like(p))
-                velocity.mul_(group["momentum"]).add_(update)
-                p.sub_(velocity, alpha=group["lr"])
+    scale = TRUST * p.norm() / p.grad.norm().clamp(min=1e-30) if p.ndim > 1 else 1.0
+    velocity.mul_(MOMENTUM).add_(p.grad * scale)
+    p.sub_(velocity, alpha=lr)
+    p.grad = None
 
 
 def rate_at(step: int, steps: int, peak: float) -> float:
@@ -84,13 +71,12 @@ def train_linear(
     batch: int = 16384,
     blr: float = 0.1,
     seed: int = 0,
-    progress: Callable[[int], None] = lambda images: None,
 ) -> tuple[nn.Module, Tensor]:
     """Train BatchNorm without affine and a linear layer -> the model, the loss of each step (S,).
 
     The protocol of MAE (arXiv 2111.06377, A.1) on features (N, D) with labels (N,): LARS, no
     weight decay, 90 epochs of which 10 warm up, then a cosine; more on a small set. The seed
-    decides initial values and order. Calls `progress` with the number of images so far.
+    decides initial values and order.
     """
     draw = torch.Generator().manual_seed(seed)
     count, width = features.shape
@@ -101,8 +87,9 @@ def train_linear(
     nn.init.zeros_(linear.bias)
     model = nn.Sequential(nn.BatchNorm1d(width, eps=1e-6, affine=False), linear)
     model.to(features.device)
-    optimizer = LARS(model.parameters(), lr=peak)
+    velocities = {p: torch.zeros_like(p) for p in model.parameters()}
     labels = labels.to(features.device)
+    progress = throttled_progress(print, "linear classifier")
     images, target = features, labels
     for step in range(steps := epochs * per_epoch):
         if batch < count:  # else a batch is all of them, in any order
@@ -110,11 +97,10 @@ def train_linear(
                 order = torch.randperm(count, generator=draw).to(features.device)
             some = order[step % per_epoch * batch :][:batch]
             images, target = features[some], labels[some]
-        optimizer.param_groups[0]["lr"] = rate_at(step, steps, peak)
         loss = F.cross_entropy(model(images), target)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for p, velocity in velocities.items():
+            lars_step(p, velocity, rate_at(step, steps, peak))
         losses.append(loss.detach())
         progress((step + 1) * batch)
     return model.eval(), torch.stack(losses).cpu()
@@ -133,33 +119,11 @@ def has_converged(losses: Tensor) -> bool:
 # --- Fine-tuning
 
 
-def drop_rows(branch: Any, args: Any, out: Tensor) -> Tensor:
-    """Be a forward hook: in training, leave out the result (B, T, D) of a branch for some images.
-
-    `branch.stays` () is the share of the others, which are scaled so that the mean is as without: a
-    tensor, as torch.compile makes a graph for each number.
-    """
-    if not branch.training:
-        return out
-    return out * (torch.rand(len(out), 1, 1, device=out.device) < branch.stays) / branch.stays
-
-
 class Classifier(vit.ViTMAE):
     """A ViTMAE with a norm and a linear layer on its tokens in the place of its decoder."""
 
-    def __init__(
-        self,
-        config: vit.ViTConfig,
-        img_size: int,
-        classes: int,
-        freeze_blocks: int = 0,
-        drop_path: float = 0.0,
-    ) -> None:
-        """Classify the mean of the patches; with `freeze_blocks` > 0 those and all before stay.
-
-        In training both branches of a block are left out for some images (arXiv 1603.09382): of the
-        last block for the share `drop_path`, of those before for fewer, of frozen ones for none.
-        """
+    def __init__(self, config: vit.ViTConfig, img_size: int, classes: int) -> None:
+        """Classify the mean of the patches of an image."""
         super().__init__(config, img_size)
         for name in ("embed", "blocks", "norm", "pred", "pos_embed"):
             delattr(self, f"decoder_{name}")
@@ -167,15 +131,6 @@ class Classifier(vit.ViTMAE):
         self.fc_norm = self.norm  # after the mean, not before
         self.norm = cast(Any, nn.Identity())
         self.head = nn.Linear(config.width, classes)
-        blocks: list[Any] = list(self.blocks)
-        if freeze_blocks:
-            for frozen in self.patch_embed, self.cls_token, *blocks[:freeze_blocks]:
-                frozen.requires_grad_(False)
-        stays = 1 - torch.linspace(0, drop_path, config.depth, device="cpu")
-        for block, share in list(zip(blocks, stays, strict=True))[freeze_blocks:]:
-            for branch in (block.attn, block.mlp) if drop_path else ():
-                branch.stays = share
-                branch.register_forward_hook(drop_rows)
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
         """Classify normalised images (B, C, H, W) -> logits (B, classes)."""
