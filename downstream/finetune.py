@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,8 +80,6 @@ def run(args: argparse.Namespace) -> int:
     """Fine-tune -> exit status: 0 done or stopped, 1 failed, 2 refused; ValueError, OSError."""
     received = process.collect()
     pretrained = read_pretrained(args.run)
-    if Path(args.run).resolve().is_relative_to(Path(args.out).resolve()):
-        raise ValueError(f"--out {args.out} holds the pretrained model: give another folder")
     image_source.check_folder(args.test, "--test", args.out)
     # the model of other code may have a shape of its own
     shape = ",".join(f"{name}={value:d}" for name, value in vars(pretrained.config).items())

@@ -72,7 +72,6 @@ class Pretrained:
     norm_pix_loss: bool
     stats: data.ChannelStats  # by which its images were normalised
     weights: Mapping[str, Tensor]  # by the names of vit.ViTMAE; an encoder alone has no decoder's
-    shapes: Shapes  # of the weights, known without reading them
     step: int | None  # optimizer steps trained; None: not known
 
     @property
@@ -101,6 +100,7 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
         config = _config_of(shapes, said, size)
         stats = _stats_of(said, config.channels)
         img_size = math.isqrt(shapes["pos_embed"][1] - 1) * config.patch
+        _check_shapes(shapes, config, img_size)
     except (OSError, checkpoint.Damaged):
         raise
     except KeyError as error:
@@ -109,10 +109,7 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
         what = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{path}: {what}") from None
     norm_pix = said.get("norm_pix_loss", True)  # not known: as in the recipe
-    about = config, img_size, norm_pix, stats
-    found = Pretrained(str(path), *about, weights, shapes, said.get("step"))
-    check_fits(found, config)
-    return found
+    return Pretrained(str(path), config, img_size, norm_pix, stats, weights, said.get("step"))
 
 
 def _config_of(
@@ -142,6 +139,19 @@ def _stats_of(said: Mapping[str, Any], channels: int) -> data.ChannelStats:
             raise ValueError(f"{key} is not {channels} finite numbers")
     about = tuple(said["channel_mean"]), tuple(said["channel_std"]), said["image_dtype"]
     return data.ChannelStats(*about)
+
+
+def _check_shapes(shapes: Shapes, config: vit.ViTConfig, img_size: int) -> None:
+    """Raise ValueError unless they are those of a model, perhaps without a decoder."""
+    with torch.device("meta"):
+        wants = vit.ViTMAE(config, img_size).state_dict()
+    if unknown := sorted(shapes.keys() - wants.keys()):
+        what = "this model, which has no classifier, LayerScale or register tokens"
+        raise ValueError(f"{unknown[0]} is no weight of {what}")
+    for name, tensor in wants.items():
+        found, value = shapes.get(name, "missing"), tuple(tensor.shape)
+        if found != value and ("decoder_pred.weight" in shapes or not name.startswith(DECODER)):
+            raise ValueError(f"{name} is {found}, {value} in the model")
 
 
 # --- Checkpoints of train_fsdp.py
@@ -220,9 +230,8 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _read_config(path: Path) -> dict[str, Any]:
     """Read config.json of transformers -> what it says, in the words of convert.py's files."""
     config = json.loads(path.read_bytes())
-    kind, activation = config.get("model_type"), config.get("hidden_act", "gelu")
-    if (kind, activation) != ("vit_mae", "gelu"):
-        raise ValueError(f"{path.name} is of {kind} with {activation}, not of vit_mae with gelu")
+    if (kind := config.get("model_type")) != "vit_mae":
+        raise ValueError(f"{path.name} is of {kind}, not of vit_mae")
     if (epsilon := config.get("layer_norm_eps", 1e-12)) != NORM_EPS:
         what = f"the norms of {path.parent} have an epsilon of {epsilon:g}, here {NORM_EPS:g}"
         print(f"warning: {what}: features may differ by 2e-3", file=sys.stderr)
@@ -266,17 +275,8 @@ def resize_positions(table: Tensor, side: int) -> Tensor:
 
 def check_fits(pretrained: Pretrained, config: vit.ViTConfig) -> None:
     """Raise ValueError unless these weights fit a model, perhaps without a decoder."""
-    with torch.device("meta"):
-        model = vit.ViTMAE(config, pretrained.img_size)
-    wants: dict[str, Any] = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    found: dict[str, Any] = dict(pretrained.shapes)
-    if unknown := sorted(found.keys() - wants.keys()):
-        what = "this model, which has no classifier, LayerScale or register tokens"
-        raise ValueError(f"{pretrained.name}: {unknown[0]} is no weight of {what}")
-    for name in "heads", "decoder_heads":
-        found[name], wants[name] = getattr(pretrained.config, name), getattr(config, name)
-    for name, value in wants.items():
-        own = found.get(name, "missing")
+    for name, value in vars(config).items():
+        own = getattr(pretrained.config, name)
         if own != value and (pretrained.has_decoder or not name.startswith(DECODER)):
             raise ValueError(f"{pretrained.name}: {name} is {own}, {value} in the model")
 

@@ -299,7 +299,7 @@ WRONG = {
     "a shape": ({"norm.bias": FORTY[1:]}, r"norm.bias is \(39,\), \(40,\) in the model"),
     "NaN": ({"norm.bias": FORTY * torch.nan}, "norm.bias is not finite"),
     "NaN statistics": ({"note": MEAN}, "channel_mean is not 3 finite numbers"),
-    "another model": ('{"model_type": "bert"}', "is of bert with gelu, not of vit_mae"),
+    "another model": ('{"model_type": "bert"}', "is of bert, not of vit_mae"),
     "no width": ('{"model_type": "vit_mae", "layer_norm_eps": 1e-6}', "hidden_size is missing"),
 }
 
