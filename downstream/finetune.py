@@ -6,7 +6,7 @@ Shapes: B images, L patches, D width, as in vit.py.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -130,7 +130,13 @@ def build_tuning(
         lr_scale=partial(depth_scale, depth=run.model.depth, layer_decay=c.layer_decay),
     )
     scaler = shard.build_scaler(model, device, run.dtype)
-    return Training(model, optimizer, scaler, build_loss(run), run.dtype, c.clip)
+
+    def loss_of(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
+        images, labels = part
+        logits = model(data.normalize(images, run.channel_stats)).float()  # (B, classes)
+        return F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing)
+
+    return Training(model, optimizer, scaler, loss_of, run.dtype, c.clip)
 
 
 # --- One step
@@ -143,17 +149,6 @@ def labelled(run: TuningRun, files: Any, batches: Iterable[Batch]) -> Iterator[B
         images = [images for images, _ in batch.parts]
         own = labels.to(images[0].device, non_blocking=True).chunk(run.config.accum)
         yield replace(batch, parts=list(zip(images, own, strict=True)))
-
-
-def build_loss(run: TuningRun) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]:
-    """Make the function of a training step that computes the loss () of images and labels."""
-
-    def loss_of(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
-        images, labels = part
-        logits = model(data.normalize(images, run.channel_stats)).float()  # (B, classes)
-        return F.cross_entropy(logits, labels, label_smoothing=run.config.label_smoothing)
-
-    return loss_of
 
 
 # --- Scores

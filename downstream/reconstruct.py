@@ -87,17 +87,6 @@ def fill_from_visible(values: Tensor, removed: Tensor) -> Tensor:
     return torch.where(removed[..., None] > 0, near, values)
 
 
-def estimate_statistics(target: Tensor, removed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of patches (B, L, V), two of (B, L, 1), as far as they are known.
-
-    Visible patches have their own, a removed one those of `fill_from_visible`: nothing of it leaks.
-    """
-    variance, mean = torch.var_mean(target, dim=-1)  # (B, L)
-    own = torch.stack([mean, (variance + 1e-6).sqrt()], dim=-1)  # (B, L, 2)
-    mean, deviation = fill_from_visible(own, removed).split(1, dim=-1)
-    return mean, deviation
-
-
 def interpolate(target: Tensor, removed: Tensor, patch: int) -> Tensor:
     """Fill removed patches (B, L, P*P*C) from the colours of the visible ones -> (B, C, H, W)."""
     side = round(target.shape[1] ** 0.5)
@@ -117,9 +106,10 @@ def reconstructions(
     patch, stats = pretrained.config.patch, pretrained.stats
     prediction, removed = prediction.float().cpu(), removed.float().cpu()
     target = vit.patchify(data.normalize(images.cpu(), stats), patch)  # (B, L, P*P*C)
-    if pretrained.norm_pix_loss:
-        mean, deviation = estimate_statistics(target, removed)
-        prediction = prediction * deviation + mean
+    if pretrained.norm_pix_loss:  # of a removed patch both are estimated: nothing of it leaks
+        variance, mean = torch.var_mean(target, dim=-1, keepdim=True)  # (B, L, 1)
+        prediction = prediction * fill_from_visible((variance + 1e-6).sqrt(), removed)
+        prediction = prediction + fill_from_visible(mean, removed)
     fillings = [interpolate(target, removed, patch), unpatchify(prediction, patch)]
     x = torch.stack([unpatchify(target, patch), *fillings], dim=1)  # (B, 3, C, H, W)
     x = x[:, :, [min(i, len(stats.mean) - 1) for i in range(3)]]  # (B, 3, 3, H, W)

@@ -73,11 +73,10 @@ def run(args: argparse.Namespace) -> int:
     models = [build_pretrained(p, device, args.img_size) for p in (pretrained, *random)]
     encoded = [encode_folder(args, pretrained, [*models, None], files) for files in folders]
     (banks, labels), (queries, truths) = encoded[0], encoded[-1]
-    sources: list[Any] = [("random weights", [seed]) for seed in seeds]
-    sources, scores = [("trained", seeds), *sources, ("raw pixels", seeds)], list[dict[str, Any]]()
-    for (name, own_seeds), bank, asked in zip(sources, banks, queries, strict=True):
-        train, test = (bank.to(device), labels), (asked.to(device), numbers[truths])
-        for seed in own_seeds:
+    truths, scores = numbers[truths], list[dict[str, Any]]()
+    for seed in seeds:
+        for name, i in ("trained", 0), ("random weights", 1 + seed), ("raw pixels", -1):
+            train, test = (banks[i].to(device), labels), (queries[i].to(device), truths)
             facts = score_features(args, train, test, len(folders[0].classes), seed)
             scores.append({"source": name, "seed": seed} | facts)
     report_scores(args, pretrained, scores)

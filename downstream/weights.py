@@ -27,7 +27,6 @@ import vit
 from runtime.config import model_config
 
 DECODER = ("decoder_", "mask_token")  # how the names of a decoder's weights begin
-POSITIONS = ("pos_embed", "decoder_pos_embed")
 NOTE = "pretrained"  # the key in a file of what convert.py says of a model
 NORM_EPS = 1e-6  # of vit.ViTMAE and of the official release; transformers' default is 1e-12
 OFFICIAL_LARGE = vit.ViTConfig(1024, 24, 4096, 16, 16)  # released too, but no row of vit.MODELS
@@ -134,11 +133,10 @@ def _stats_of(said: Mapping[str, Any], channels: int) -> data.ChannelStats:
     if not said.get("channel_mean"):
         none = (0.0,) * channels, (1.0,) * channels, "float32"
         return data.IMAGENET if channels == 3 else data.ChannelStats(*none)
-    for key in "channel_mean", "channel_std":
-        if len(said[key]) != channels or not all(map(math.isfinite, said[key])):
-            raise ValueError(f"{key} is not {channels} finite numbers")
-    about = tuple(said["channel_mean"]), tuple(said["channel_std"]), said["image_dtype"]
-    return data.ChannelStats(*about)
+    mean, std = tuple(said["channel_mean"]), tuple(said["channel_std"])
+    if not all(map(math.isfinite, mean + std)):
+        raise ValueError("the mean or deviation of a channel is not finite")
+    return data.ChannelStats(mean, std, said["image_dtype"])
 
 
 def _check_shapes(shapes: Shapes, config: vit.ViTConfig, img_size: int) -> None:
@@ -286,7 +284,7 @@ def value_of(pretrained: Pretrained, name: str, shape: torch.Size, seed: int = 0
     if name.startswith(DECODER) and not pretrained.has_decoder:
         return vit.initial_value(pretrained.config, name, shape, seed)
     value = pretrained.weights[name]
-    return resize_positions(value, math.isqrt(shape[1] - 1)) if name in POSITIONS else value
+    return resize_positions(value, math.isqrt(shape[1] - 1)) if "pos_embed" in name else value
 
 
 def build_pretrained(
