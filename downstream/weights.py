@@ -48,12 +48,6 @@ NAMES = (
     ("mlp.fc1.", "intermediate.dense."),
     ("mlp.fc2.", "output.dense."),
 )
-MODULE_NAMES = (  # of the modules since transformers 5, some of them in its files too
-    ("blocks.", "vit.layers."),
-    ("decoder_blocks.", "decoder_encoder.layer."),
-    *((f"attn.{p}.", f"attention.{p}_proj.") for p in "qkv"),
-    ("attn.proj.", "attention.o_proj."),
-)
 # Fields of vit.ViTConfig in config.json of transformers.
 CONFIG = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads"}
 CONFIG |= {f"decoder_{ours}": f"decoder_{theirs}" for ours, theirs in CONFIG.items()}
@@ -242,7 +236,8 @@ def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         name = name if name.startswith(("vit.", "decoder.")) else f"vit.{name}"  # ViTMAEModel
-        for ours, theirs in (*MODULE_NAMES, *NAMES):
+        name = name.replace("decoder_encoder.layer.", "decoder_layers.")  # since transformers 5
+        for ours, theirs in NAMES:
             name = re.sub(rf"\b{re.escape(theirs)}", ours, name)
         found[name] = tensor
     for name in [name for name in found if ".attn.q." in name]:
