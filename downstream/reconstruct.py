@@ -69,10 +69,9 @@ def run(args: argparse.Namespace) -> int:
 
 def unpatchify(patches: Tensor, patch: int) -> Tensor:
     """Put patches (B, L, P*P*C) of square images together -> (B, C, H, W), as vit.patchify cut."""
-    b, count, values = patches.shape
-    side, channels = round(count**0.5), values // patch**2
-    x = patches.reshape(b, side, side, patch, patch, channels)
-    return x.permute(0, 5, 1, 3, 2, 4).reshape(b, channels, side * patch, side * patch)
+    side = patch * round(patches.shape[1] ** 0.5)
+    columns = patches.unflatten(2, (patch**2, -1)).permute(0, 3, 2, 1)  # (B, C, P*P, L)
+    return F.fold(columns.flatten(1, 2), side, patch, stride=patch)
 
 
 def fill_from_visible(values: Tensor, removed: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ NAMES = (
 CONFIG = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads"}
 CONFIG |= {f"decoder_{ours}": f"decoder_{theirs}" for ours, theirs in CONFIG.items()}
 CONFIG |= {"mlp_width": "intermediate_size", "patch": "patch_size", "channels": "num_channels"}
-Shapes = Mapping[str, tuple[int, ...]]  # by the names of weights
+Shapes = dict[str, tuple[int, ...]]  # by the names of weights
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
     try:
         of_run = path.is_dir() and not (path / "config.json").exists()
         weights, said = _read_run(path) if of_run else _read_file(path)
-        shapes = {}
+        shapes: Shapes = {}
         for name, tensor in weights.items():
             shapes[name] = tuple(tensor.shape)
             if not tensor.isfinite().all():
@@ -105,9 +105,7 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
     return Pretrained(str(path), config, img_size, norm_pix, stats, weights, said.get("step"))
 
 
-def _config_of(
-    shapes: Shapes, said: Mapping[str, Any], size: vit.ViTConfig | None
-) -> vit.ViTConfig:
+def _config_of(shapes: Shapes, said: dict[str, Any], size: vit.ViTConfig | None) -> vit.ViTConfig:
     """Return the configuration that is said, or a known one of these shapes: none tells heads."""
     if "config" in said:
         return vit.ViTConfig(**said["config"])
@@ -122,7 +120,7 @@ def _config_of(
     return replace(size, patch=patch, channels=channels)
 
 
-def _stats_of(said: Mapping[str, Any], channels: int) -> data.ChannelStats:
+def _stats_of(said: dict[str, Any], channels: int) -> data.ChannelStats:
     """Return the statistics that are said; without any, ImageNet's for three channels, or none."""
     if not said.get("channel_mean"):
         none = (0.0,) * channels, (1.0,) * channels, "float32"
