@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,9 @@ import data
 import mesh
 import shard
 import vit
-from downstream.classifiers import Classifier, classifier_value
 from downstream.images import open_eval_loader
 from downstream.scores import class_numbers
-from downstream.weights import Pretrained, read_pretrained
+from downstream.weights import Pretrained, read_pretrained, value_of
 from runtime import image_source, process
 from runtime.agreement import run_on_rank0
 from runtime.config import Config, Parser, add_flags, flag, make_config, number
@@ -91,6 +90,36 @@ def run(args: argparse.Namespace) -> int:
 
 
 # --- The model, sharded, with its optimizer
+
+
+class Classifier(vit.ViTMAE):
+    """A ViTMAE with a norm and a linear layer on its tokens in the place of its decoder."""
+
+    def __init__(self, config: vit.ViTConfig, img_size: int, classes: int) -> None:
+        """Classify the mean of the patches of an image."""
+        super().__init__(config, img_size)
+        for name in ("embed", "blocks", "norm", "pred", "pos_embed"):
+            delattr(self, f"decoder_{name}")
+        del self.mask_token
+        self.fc_norm = self.norm  # after the mean, not before
+        self.norm = cast(Any, nn.Identity())
+        self.head = nn.Linear(config.width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
+        """Classify normalised images (B, C, H, W) -> logits (B, classes)."""
+        patches = vit.patchify(images, self.config.patch)  # (B, L, P*P*C)
+        all_of_them = torch.arange(patches.shape[1], device=images.device)
+        x = self.encode(patches, all_of_them.expand(len(images), -1))  # (B, 1+L, D)
+        return self.head(self.fc_norm(x[:, 1:].mean(dim=1)))
+
+
+def classifier_value(
+    pretrained: Pretrained, seed: int, name: str, shape: torch.Size, device: torch.device
+) -> Tensor:
+    """Return the initial value of a parameter or buffer: the pretrained one, but for the head."""
+    if name.startswith("head."):  # small, so that the first gradients of the encoder are
+        return vit.initial_value(pretrained.config, name, shape, seed, device) * 0.01
+    return value_of(pretrained, name.removeprefix("fc_"), shape)
 
 
 def depth_scale(name: str, depth: int, layer_decay: float) -> float:

@@ -1,11 +1,12 @@
 """Score the frozen features of a model beside two baselines: its random weights, and raw pixels.
 
 `probe.py knn` lets the most similar training images vote, `probe.py linear` trains a linear layer.
-Shapes: N images, Q of them to test on, D width.
+Shapes: N images to train on, Q to test on, D width of a feature; B images of a batch, L patches.
 """
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import data
 import mesh
 import vit
-from downstream import classifiers
 from downstream.images import open_eval_loader
 from downstream.weights import Pretrained, build_pretrained, random_weights, read_pretrained
 from runtime.config import filled, number, whole
@@ -30,6 +30,12 @@ from storage.safe_files import replacing
 HELP = "score frozen features: knn without training, linear by a linear classifier"
 BATCH = 64  # images
 PIXELS_SIDE = 16  # of the smaller image that is the raw-pixel baseline
+TEMPERATURE = 0.07  # of k-NN votes
+SIMILARITIES = 2**27  # at a time, 512 MiB
+EPOCHS = 90
+SAMPLES = 2**21  # that a small set is seen at least: 90 epochs of 1,000 images train nothing
+WARMUP_SHARE = 1 / 9  # of the steps: 10 of 90 epochs
+MOMENTUM, TRUST = 0.9, 0.001  # of LARS
 SETTINGS = ("k", "epochs", "blr", "features", "split")  # shown beside the scores
 COLUMNS = {  # of the table, by the keys of a score: heads and formats; the last two are of `linear`
     "top1": ("top-1", "5.1f"),
@@ -55,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if parser.prog.endswith("knn"):
         add("--k", type=whole(1), default=20, metavar="K", help="neighbours that vote (default 20)")
         return
-    epochs = f"default {classifiers.EPOCHS}, more on a small set: what shows two million images"
+    epochs = f"default {EPOCHS}, more on a small set: what shows two million images"
     add("--epochs", type=whole(1), metavar="N", help=epochs)
     add("--blr", type=number(0), default=0.1, help="lr = blr x batch / 256 (default 0.1)")
 
@@ -142,6 +148,100 @@ def encode(model: vit.ViTMAE | None, images: Tensor, cls: bool) -> Tensor:
     return (tokens[:, 0] if cls else tokens[:, 1:].mean(dim=1)).cpu()
 
 
+# --- Classifiers
+
+
+def nearest_vote(bank: Tensor, labels: Tensor, queries: Tensor, classes: int, k: int) -> Tensor:
+    """Let the k rows of `bank` (N, D) most similar to each query (Q, D) vote -> (Q, classes) fp64.
+
+    By cosine similarity, each with the weight exp(similarity / 0.07) (Wu et al., arXiv 1805.01978,
+    section 3.4, as DINO and others do since). -inf for a class without a vote.
+    """
+    bank, k, votes = F.normalize(bank, dim=1), min(k, len(bank)), []
+    for some in F.normalize(queries, dim=1).split(max(1, SIMILARITIES // len(bank))):
+        similarity, index = (some @ bank.T).topk(k)  # 2 x (some, k)
+        weight = (similarity.double() / TEMPERATURE).exp().cpu()
+        vote = torch.zeros(len(some), classes, dtype=torch.float64)
+        votes.append(vote.scatter_add(1, labels[index.cpu()], weight))
+    found = torch.cat(votes)
+    return found.masked_fill(found == 0, -torch.inf)
+
+
+@torch.no_grad()
+def lars_step(p: Any, velocity: Tensor, lr: float) -> None:
+    """Apply the gradient of a parameter, scaled by the norm of the parameter over its own.
+
+    You, Gitman, Ginsburg, arXiv 1708.03888, algorithm 1, with momentum and without weight decay;
+    vectors (biases) are trained as by SGD.
+    """
+    scale = TRUST * p.norm() / p.grad.norm().clamp(min=1e-30) if p.ndim > 1 else 1.0
+    velocity.mul_(MOMENTUM).add_(p.grad * scale)
+    p.sub_(velocity, alpha=lr)
+    p.grad = None
+
+
+def rate_at(step: int, steps: int, peak: float) -> float:
+    """Return the learning rate of a step: a linear warm-up, then half a cosine down to 0."""
+    warmup = int(WARMUP_SHARE * steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+def train_linear(
+    features: Tensor,
+    labels: Tensor,
+    classes: int,
+    *,
+    epochs: int | None = None,
+    batch: int = 16384,
+    blr: float = 0.1,
+    seed: int = 0,
+) -> tuple[nn.Module, Tensor]:
+    """Train BatchNorm without affine and a linear layer -> the model, the loss of each step (S,).
+
+    The protocol of MAE (arXiv 2111.06377, A.1) on features (N, D) with labels (N,): LARS, no
+    weight decay, 90 epochs of which 10 warm up, then a cosine; more on a small set. The seed
+    decides initial values and order.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    count, width = features.shape
+    batch, epochs = min(batch, count), epochs or max(EPOCHS, math.ceil(SAMPLES / count))
+    per_epoch, peak, losses = count // batch, blr * batch / 256, []
+    linear = nn.Linear(width, classes)
+    nn.init.trunc_normal_(linear.weight, std=0.01, generator=draw)
+    nn.init.zeros_(linear.bias)
+    model = nn.Sequential(nn.BatchNorm1d(width, eps=1e-6, affine=False), linear)
+    model.to(features.device)
+    velocities = {p: torch.zeros_like(p) for p in model.parameters()}
+    labels = labels.to(features.device)
+    progress = throttled_progress(print, "linear classifier")
+    images, target = features, labels
+    for step in range(steps := epochs * per_epoch):
+        if batch < count:  # else a batch is all of them, in any order
+            if step % per_epoch == 0:
+                order = torch.randperm(count, generator=draw).to(features.device)
+            some = order[step % per_epoch * batch :][:batch]
+            images, target = features[some], labels[some]
+        loss = F.cross_entropy(model(images), target)
+        loss.backward()
+        for p, velocity in velocities.items():
+            lars_step(p, velocity, rate_at(step, steps, peak))
+        losses.append(loss.detach())
+        progress((step + 1) * batch)
+    return model.eval(), torch.stack(losses).cpu()
+
+
+def has_converged(losses: Tensor) -> bool:
+    """Tell from the losses (S,) of a training whether a longer one would hardly change them.
+
+    It would where more than a tenth of their fall came in the second half, or they did not fall.
+    """
+    tenth = max(1, len(losses) // 10)
+    half, last = (losses[start:][:tenth].mean() for start in (len(losses) // 2, -tenth))
+    return bool(last < losses[0] and half - last <= 0.1 * (losses[0] - last))
+
+
 # --- Scores
 
 
@@ -176,15 +276,14 @@ def score_features(
         bank, labels, queries, truths = bank[chosen], labels[chosen], bank[others], labels[others]
     facts: dict[str, Any] = {"test_images": len(truths)}
     if args.command == "knn":
-        votes = classifiers.nearest_vote(bank, labels, queries, classes, args.k)
+        votes = nearest_vote(bank, labels, queries, classes, args.k)
         return facts | measure(votes, truths)
-    options = {"epochs": args.epochs, "blr": args.blr, "seed": seed}
-    model, losses = classifiers.train_linear(bank, labels, classes, **options)
+    model, losses = train_linear(bank, labels, classes, epochs=args.epochs, blr=args.blr, seed=seed)
     with torch.inference_mode():
         own, found = (model(x).double().cpu() for x in (bank, queries))
     facts["training_top1"] = 100 * (own.argmax(dim=1) == labels).double().mean().item()
     facts["training_loss"] = F.cross_entropy(own, labels).item()
-    facts["converged"] = classifiers.has_converged(losses)
+    facts["converged"] = has_converged(losses)
     return facts | measure(found, truths)
 
 

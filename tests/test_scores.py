@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import data
 import probe
 import vit
-from downstream import classifiers, scores
+from downstream import scores
 from downstream.images import open_eval_loader
 from downstream.weights import build_pretrained, random_weights, read_pretrained
 
@@ -47,17 +47,17 @@ def scikit_knn(k: int) -> KNeighborsClassifier:
 @pytest.mark.parametrize("at_a_time", [2**27, 10_000], ids=["whole", "blocks"])
 @pytest.mark.parametrize("k", [1, 20])
 def test_knn_equals_scikit_learn(at_a_time, k, monkeypatch):
-    monkeypatch.setattr(classifiers, "SIMILARITIES", at_a_time)
+    monkeypatch.setattr(scores, "SIMILARITIES", at_a_time)
     (bank, labels), (queries, truth) = clusters(2000, 7, 24, 1.5, 1), clusters(500, 7, 24, 1.5, 2)
     expected = scikit_knn(k).fit(bank.double(), labels).predict_proba(queries)
-    votes = classifiers.nearest_vote(bank, labels, queries, 7, k).clamp(min=0)
+    votes = scores.nearest_vote(bank, labels, queries, 7, k).clamp(min=0)
     np.testing.assert_allclose(votes / votes.sum(dim=1, keepdim=True), expected, atol=1e-4)
     assert 0.5 < (votes.argmax(dim=1) == truth).double().mean() < 0.99
 
 
 def test_few_images_have_few_neighbours_and_equal_rows_do_not_stop_it():
     bank, labels = torch.ones(3, 4), torch.tensor([2, 1, 2])
-    votes = classifiers.nearest_vote(bank, labels, torch.zeros(2, 4), 4, k=20)
+    votes = scores.nearest_vote(bank, labels, torch.zeros(2, 4), 4, k=20)
     assert votes.tolist() == [[-math.inf, 1.0, 2.0, -math.inf]] * 2
 
 
@@ -67,21 +67,21 @@ def test_the_linear_probe_reaches_logistic_regression():
     scale = StandardScaler().fit(x)
     theirs = LogisticRegression(max_iter=1000).fit(scale.transform(x), y)
     expected = 100 * theirs.score(scale.transform(test), truth)
-    model, _ = classifiers.train_linear(x, y, 6)
+    model, _ = scores.train_linear(x, y, 6)
     found = 100 * (model(test).argmax(dim=1) == truth).double().mean()
     assert 60 < expected < 97 and abs(found - expected) <= 1, (found, expected)
 
 
 def test_a_seed_decides_everything_and_too_few_steps_are_noticed():
     x, y = clusters(300, 3, 8, 1.0, 5)
-    train = partial(classifiers.train_linear, x, y, 3, epochs=20, batch=64)
+    train = partial(scores.train_linear, x, y, 3, epochs=20, batch=64)
     (first, losses), (same, _), (other, _) = train(seed=0), train(seed=0), train(seed=1)
     assert torch.equal(first(x), same(x)) and not torch.equal(first(x), other(x))
     assert len(losses) == 20 * 4
-    _, losses = classifiers.train_linear(x, y, 3, epochs=30)  # of one step: LARS has hardly begun
-    assert not classifiers.has_converged(losses)
-    assert classifiers.has_converged(torch.linspace(0, 30, 100).neg().exp())
-    assert not classifiers.has_converged(torch.linspace(1, 2, 100))
+    _, losses = scores.train_linear(x, y, 3, epochs=30)  # of one step: LARS has hardly begun
+    assert not scores.has_converged(losses)
+    assert scores.has_converged(torch.linspace(0, 30, 100).neg().exp())
+    assert not scores.has_converged(torch.linspace(1, 2, 100))
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (2,)])  # a bias is trained as by SGD
@@ -94,7 +94,7 @@ def test_lars_is_the_formula(shape):
         ratio = 0.001 * expected.norm() / grad.norm() if len(shape) > 1 else 1
         velocity = 0.9 * velocity + ratio * grad
         expected = expected - 0.5 * velocity
-        classifiers.lars_step(p, buffer, lr=0.5)
+        scores.lars_step(p, buffer, lr=0.5)
         torch.testing.assert_close(p.detach(), expected)
 
 
