@@ -36,11 +36,6 @@ def write_pretrained(pretrained: Pretrained, out: Path, layout: str) -> None:
     config, stats = pretrained.config, pretrained.stats
     if config.gated_mlp and layout != "timm":
         raise ValueError(f"{pretrained.name} has a gated MLP, which only timm has: --to timm")
-    if config.channels != 3 and layout == "official":
-        what = f"{pretrained.name} has {config.channels} channels, the official release 3"
-        raise ValueError(f"{what}: --to timm, or transformers")
-    if layout == "official" and out.suffix == ".safetensors":
-        raise ValueError(f"{out}: the official code loads files of torch.save: name it .pth")
     if out.exists():
         raise ValueError(f"{out} is there already: give another name, or remove it")
     about: dict[str, Any] = {"config": asdict(config), "step": pretrained.step}

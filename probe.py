@@ -10,6 +10,7 @@ of downstream/.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -42,7 +43,10 @@ def read_subcommand(argv: Sequence[str]) -> argparse.Namespace:
         add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
         module.add_arguments(command)
         command.set_defaults(start=module.run)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.command != "finetune" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        parser.error(f"{args.command} runs in one process: start it without torchrun")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,29 +6,25 @@ Shapes: B images, L patches, D width, as in vit.py.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.transforms import v2
 
 import data
 import mesh
 import shard
 import vit
-from downstream.classifiers import Classifier, classifier_value
 from downstream.images import open_eval_loader
 from downstream.scores import class_numbers
-from downstream.weights import Pretrained, read_pretrained
+from downstream.weights import Pretrained, read_pretrained, value_of
 from runtime import image_source, process
 from runtime.agreement import run_on_rank0
-from runtime.config import Config, Parser, add_flags, flag, make_config, number, whole
+from runtime.config import Config, Parser, add_flags, flag, make_config, number
 from runtime.device_batches import Batch, open_batches
 from runtime.evaluation import average_over
 from runtime.record import Monitor, versions
@@ -37,15 +33,13 @@ from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
 from train_fsdp import Training, train
 
-HELP = "train the encoder, or its last blocks, as a classifier"
+HELP = "train the encoder as a classifier"
 # Flags that only pretraining has, and those that all subcommands of probe.py have
 LEFT_OUT = {
     *("model", "channels", "mask_ratio", "norm_pix_loss", "run_mode", "steps", "tensorboard"),
     *("profile", "dry_run", "world_size", "data", "eval_data", "init_from", "img_size", "device"),
     "tp",
 }
-# images (B, C, H, W) as loaded, labels (B,), the seed of what is drawn for them
-MicroBatch = tuple[Tensor, Tensor, int]
 
 
 @dataclass(frozen=True)
@@ -56,12 +50,8 @@ class Tuning(Config):
     epochs: int = flag(50, "passes over the data", "result")
     out: str = flag("finetuned", "log and checkpoints go here", group="output")
     test: str = flag(None, "images to score after each epoch", group="fine-tuning", required=True)
-    freeze_blocks: int = flag(0, "first blocks to freeze, and all before", "result", type=whole(0))
     layer_decay: float = flag(0.65, "lr: block / next block", "result", type=number(1e-3, 1))
-    drop_path: float = flag(0.1, "left out of the last block", "result", type=number(0, 0.99))
     label_smoothing: float = flag(0.1, "of the cross-entropy", "result", type=number(0, 0.99))
-    mixup: float = flag(0.0, "alpha of MixUp; 0: none", "result")
-    cutmix: float = flag(0.0, "alpha of CutMix; 0: none", "result")
 
 
 @dataclass(frozen=True)
@@ -89,10 +79,6 @@ def run(args: argparse.Namespace) -> int:
     """Fine-tune -> exit status: 0 done or stopped, 1 failed, 2 refused; ValueError, OSError."""
     received = process.collect()
     pretrained = read_pretrained(args.run)
-    if Path(args.run).resolve().is_relative_to(Path(args.out).resolve()):
-        raise ValueError(f"--out {args.out} holds the pretrained model: give another folder")
-    if args.freeze_blocks > (depth := pretrained.config.depth):
-        raise ValueError(f"--freeze-blocks {args.freeze_blocks}: the model has {depth} blocks")
     image_source.check_folder(args.test, "--test", args.out)
     # the model of other code may have a shape of its own
     shape = ",".join(f"{name}={value:d}" for name, value in vars(pretrained.config).items())
@@ -104,6 +90,36 @@ def run(args: argparse.Namespace) -> int:
 
 
 # --- The model, sharded, with its optimizer
+
+
+class Classifier(vit.ViTMAE):
+    """A ViTMAE with a norm and a linear layer on its tokens in the place of its decoder."""
+
+    def __init__(self, config: vit.ViTConfig, img_size: int, classes: int) -> None:
+        """Classify the mean of the patches of an image."""
+        super().__init__(config, img_size)
+        for name in ("embed", "blocks", "norm", "pred", "pos_embed"):
+            delattr(self, f"decoder_{name}")
+        del self.mask_token
+        self.fc_norm = self.norm  # after the mean, not before
+        self.norm = cast(Any, nn.Identity())
+        self.head = nn.Linear(config.width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
+        """Classify normalised images (B, C, H, W) -> logits (B, classes)."""
+        patches = vit.patchify(images, self.config.patch)  # (B, L, P*P*C)
+        all_of_them = torch.arange(patches.shape[1], device=images.device)
+        x = self.encode(patches, all_of_them.expand(len(images), -1))  # (B, 1+L, D)
+        return self.head(self.fc_norm(x[:, 1:].mean(dim=1)))
+
+
+def classifier_value(
+    pretrained: Pretrained, seed: int, name: str, shape: torch.Size, device: torch.device
+) -> Tensor:
+    """Return the initial value of a parameter or buffer: the pretrained one, but for the head."""
+    if name.startswith("head."):  # small, so that the first gradients of the encoder are
+        return vit.initial_value(pretrained.config, name, shape, seed, device) * 0.01
+    return value_of(pretrained, name.removeprefix("fc_"), shape)
 
 
 def depth_scale(name: str, depth: int, layer_decay: float) -> float:
@@ -123,8 +139,7 @@ def build_tuning(
     """Build, shard and, unless `resuming`, initialise the model, with its AdamW. Collective."""
     c = run.config
     with torch.device("meta"):
-        options = c.freeze_blocks, c.drop_path
-        model: nn.Module = Classifier(run.model, c.img_size, run.classes, *options)
+        model: nn.Module = Classifier(run.model, c.img_size, run.classes)
     decay = shard.weight_decay_names(model)
     model = shard.apply(
         model,
@@ -132,8 +147,7 @@ def build_tuning(
         mesh.build_mesh(run.mesh_shape, device),
         block_classes={vit.Block},
         values=shard.undefined if resuming else partial(classifier_value, pretrained, c.seed),
-        # what is left out must be the same where activations are computed again
-        options=replace(run.sharding_options(), preserve_rng_state=c.drop_path > 0),
+        options=run.sharding_options(),
     )
     optimizer = shard.build_optimizer(
         model,
@@ -145,47 +159,25 @@ def build_tuning(
         lr_scale=partial(depth_scale, depth=run.model.depth, layer_decay=c.layer_decay),
     )
     scaler = shard.build_scaler(model, device, run.dtype)
-    return Training(model, optimizer, scaler, build_loss(run), run.dtype, c.clip)
+
+    def loss_of(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
+        images, labels = part
+        logits = model(data.normalize(images, run.channel_stats)).float()  # (B, classes)
+        return F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing)
+
+    return Training(model, optimizer, scaler, loss_of, run.dtype, c.clip)
 
 
 # --- One step
 
 
-def labelled(
-    run: TuningRun, files: Any, rank: int, batches: Iterable[Batch], begin: int
-) -> Iterator[Batch]:
-    """Give this rank's images their labels, and a seed for each accumulation step.
-
-    It follows from --seed, step and rank: an interrupted run draws what it would have drawn.
-    """
-    accum = run.config.accum
-    for step, batch in enumerate(batches, begin):
+def labelled(run: TuningRun, files: Any, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Give this rank's images (B, C, H, W) as loaded their labels (B,), in place of the noise."""
+    for batch in batches:
         labels = torch.tensor([int(files.labels[i]) for i in batch.image_ids])
-        seeds = np.random.SeedSequence((run.config.seed, step, rank)).generate_state(accum).tolist()
         images = [images for images, _ in batch.parts]
-        own = labels.to(images[0].device, non_blocking=True).chunk(accum)
-        yield replace(batch, parts=cast(Any, list(zip(images, own, seeds, strict=True))))
-
-
-def build_loss(run: TuningRun) -> Callable[[nn.Module, MicroBatch], Tensor]:
-    """Make the function of a training step that computes the loss () of a micro-batch.
-
-    Where MixUp and CutMix are both on, one of them is drawn.
-    """
-    c = run.config
-    mixing = (v2.MixUp, c.mixup), (v2.CutMix, c.cutmix)
-    kinds = [kind(alpha=alpha, num_classes=run.classes) for kind, alpha in mixing if alpha]
-
-    def loss_of(model: nn.Module, part: MicroBatch) -> Tensor:
-        pixels, targets, seed = part
-        torch.manual_seed(seed)
-        images = data.normalize(pixels, run.channel_stats)
-        if kinds:
-            images, targets = kinds[int(torch.randint(len(kinds), ()))](images, targets)
-        logits = model(images).float()  # (B, classes)
-        return F.cross_entropy(logits, targets, label_smoothing=c.label_smoothing)
-
-    return loss_of
+        own = labels.to(images[0].device, non_blocking=True).chunk(run.config.accum)
+        yield replace(batch, parts=list(zip(images, own, strict=True)))
 
 
 # --- Scores
@@ -193,9 +185,6 @@ def build_loss(run: TuningRun) -> Callable[[nn.Module, MicroBatch], Tensor]:
 
 def check_classes(train: Any, test: Any, img_size: int, stats: data.ChannelStats) -> list[int]:
     """Do as `class_numbers`; ValueError too where no test image can be read."""
-    for name, files in ("--data", train), ("--test", test):
-        if min(files.labels) < 0:
-            raise ValueError(f"{name} {files.root} has images outside of a folder of their class")
     if not any(batch.indices for batch in open_eval_loader(test, img_size, 16, 0, stats)):
         raise ValueError(f"none of the {len(test)} images in --test {test.root} can be read")
     return class_numbers(test, train)
@@ -236,7 +225,7 @@ class Scores:
 def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None:
     """Make one run, on every rank; AgreedError where it has failed."""
     config: Any = plain_run.config
-    ranks, device, stats = session.ranks, session.device, pretrained.stats
+    device, stats = session.device, pretrained.stats
     session.lock_folder(config.out)
     # normalised as in pretraining, whatever the mean of these images is
     files, found = image_source.share_images(config, plain_run.global_batch, stats)
@@ -254,7 +243,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
         return
 
     loaded = open_batches(run, session, files, range(saves.begin, run.steps))
-    batches = labelled(run, files, ranks.rank, loaded, saves.begin)
+    batches = labelled(run, files, loaded)
     monitor = Monitor(run, session, files, saves)
     start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": saves.begin}
     log.write("start", **start, pretrained=pretrained.name, versions=versions())

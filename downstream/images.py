@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import data
 from runtime import process
-from runtime.device_batches import LoaderFailed, loader_errors
 
 Sample = tuple[int, Tensor | str]  # index, pixels (C, H, W) or why there are none
 
@@ -47,14 +46,13 @@ class EvalImages(Dataset[Sample]):
     exact: bool = False
 
     def __getitem__(self, index: int) -> Sample:
-        """Read, decode and crop an image; raises only what is not the file's own error."""
+        """Read, decode and crop an image, or say why that is not possible."""
         try:
-            content = self.files.read(index)
-            image, size = data.open_image(content, self.stats)
-            exact = self.exact or not isinstance(content, bytes)
-            return index, data.crop_and_resize(image, centre_crop(*size), self.img_size, exact)
+            image, size = data.open_image(self.files.read(index), self.stats)
+            crop = centre_crop(*size)
+            return index, data.crop_and_resize(image, crop, self.img_size, self.exact)
         except Exception as error:  # Pillow raises many kinds for a broken file
-            return index, data.file_fault(error)
+            return index, f"{type(error).__name__}: {error}"
 
     def collate(self, samples: list[Sample]) -> EvalBatch:
         """Stack the images that could be read."""
@@ -74,35 +72,23 @@ def open_eval_loader(
     indices: Sequence[int] | None = None,
     exact: bool = False,
     share: tuple[int, int] = (0, 1),
-    skip_failed: bool = False,
 ) -> Iterator[EvalBatch]:
     """Yield the images `indices` (default: all) in this order, up to `batch` in a batch.
 
     The batches are dealt to ranks in turn, and a `share` is (rank, number of ranks); its last batch
-    may be empty, so that all have equally many. An image that is broken, or does not fit `stats`,
-    is left out and listed in the batch. Raises OSError where a disk or a worker process fails;
-    with `skip_failed` the rest of the share is left out instead.
+    may be empty, so that all have equally many. An image that cannot be read, or does not fit
+    `stats`, is left out and listed in the batch.
     """
     rank, ranks = share
     images, order = EvalImages(files, img_size, stats, exact), indices or range(len(files))
     batches: list[Any] = [order[i : i + batch] for i in range(0, len(order), batch)]
     batches += [[]] * (-len(batches) % ranks)
-    rest = batches[rank::ranks]
-    try:
-        with loader_errors():
-            for loaded in DataLoader(
-                images,
-                batch_sampler=[*rest],
-                num_workers=workers,
-                collate_fn=images.collate,
-                multiprocessing_context=process.fork_server() if workers else None,
-                worker_init_fn=process.start_worker,
-                generator=torch.Generator(),  # or it would draw from the global one
-            ):
-                del rest[0]
-                yield loaded
-    except LoaderFailed as error:
-        if not skip_failed:
-            raise OSError(str(error)) from error
-        for unread in rest:
-            yield images.collate([(index, str(error)) for index in unread])
+    yield from DataLoader(
+        images,
+        batch_sampler=batches[rank::ranks],
+        num_workers=workers,
+        collate_fn=images.collate,
+        multiprocessing_context=process.fork_server() if workers else None,
+        worker_init_fn=process.start_worker,
+        generator=torch.Generator(),  # or it would draw from the global one
+    )

@@ -69,10 +69,9 @@ def run(args: argparse.Namespace) -> int:
 
 def unpatchify(patches: Tensor, patch: int) -> Tensor:
     """Put patches (B, L, P*P*C) of square images together -> (B, C, H, W), as vit.patchify cut."""
-    b, count, values = patches.shape
-    side, channels = round(count**0.5), values // patch**2
-    x = patches.reshape(b, side, side, patch, patch, channels)
-    return x.permute(0, 5, 1, 3, 2, 4).reshape(b, channels, side * patch, side * patch)
+    side = patch * round(patches.shape[1] ** 0.5)
+    columns = patches.unflatten(2, (patch**2, -1)).permute(0, 3, 2, 1)  # (B, C, P*P, L)
+    return F.fold(columns.flatten(1, 2), side, patch, stride=patch)
 
 
 def fill_from_visible(values: Tensor, removed: Tensor) -> Tensor:
@@ -85,17 +84,6 @@ def fill_from_visible(values: Tensor, removed: Tensor) -> Tensor:
     weight = torch.cdist(place, place).clamp(min=1).pow(-4) * (1 - removed)[:, None]  # (B, L, L)
     near = weight @ values / weight.sum(-1, keepdim=True)
     return torch.where(removed[..., None] > 0, near, values)
-
-
-def estimate_statistics(target: Tensor, removed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of patches (B, L, V), two of (B, L, 1), as far as they are known.
-
-    Visible patches have their own, a removed one those of `fill_from_visible`: nothing of it leaks.
-    """
-    variance, mean = torch.var_mean(target, dim=-1)  # (B, L)
-    own = torch.stack([mean, (variance + 1e-6).sqrt()], dim=-1)  # (B, L, 2)
-    mean, deviation = fill_from_visible(own, removed).split(1, dim=-1)
-    return mean, deviation
 
 
 def interpolate(target: Tensor, removed: Tensor, patch: int) -> Tensor:
@@ -117,9 +105,10 @@ def reconstructions(
     patch, stats = pretrained.config.patch, pretrained.stats
     prediction, removed = prediction.float().cpu(), removed.float().cpu()
     target = vit.patchify(data.normalize(images.cpu(), stats), patch)  # (B, L, P*P*C)
-    if pretrained.norm_pix_loss:
-        mean, deviation = estimate_statistics(target, removed)
-        prediction = prediction * deviation + mean
+    if pretrained.norm_pix_loss:  # of a removed patch both are estimated: nothing of it leaks
+        variance, mean = torch.var_mean(target, dim=-1, keepdim=True)  # (B, L, 1)
+        prediction = prediction * fill_from_visible((variance + 1e-6).sqrt(), removed)
+        prediction = prediction + fill_from_visible(mean, removed)
     fillings = [interpolate(target, removed, patch), unpatchify(prediction, patch)]
     x = torch.stack([unpatchify(target, patch), *fillings], dim=1)  # (B, 3, C, H, W)
     x = x[:, :, [min(i, len(stats.mean) - 1) for i in range(3)]]  # (B, 3, 3, H, W)

@@ -1,39 +1,41 @@
 """Score the frozen features of a model beside two baselines: its random weights, and raw pixels.
 
 `probe.py knn` lets the most similar training images vote, `probe.py linear` trains a linear layer.
-All ranks compute features, rank 0 scores them. Shapes: N images, Q of them to test on, D width.
+Shapes: N images to train on, Q to test on, D width of a feature; B images of a batch, L patches.
 """
 
 import argparse
 import json
-import os
-from collections.abc import Callable, Sequence
-from functools import partial
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import data
 import mesh
 import vit
-from downstream import classifiers
 from downstream.images import open_eval_loader
 from downstream.weights import Pretrained, build_pretrained, random_weights, read_pretrained
-from runtime import agreement
 from runtime.config import filled, number, whole
 from runtime.device_batches import worker_count
 from runtime.image_source import check_folder, list_folder
-from runtime.process import print_error, throttled_progress, usage_error
+from runtime.process import throttled_progress
 from storage.safe_files import replacing
 
 HELP = "score frozen features: knn without training, linear by a linear classifier"
-BATCH = 64  # images; always as many, so that any number of ranks computes the same bits
+BATCH = 64  # images
 PIXELS_SIDE = 16  # of the smaller image that is the raw-pixel baseline
+TEMPERATURE = 0.07  # of k-NN votes
+SIMILARITIES = 2**27  # at a time, 512 MiB
+EPOCHS = 90
+SAMPLES = 2**21  # that a small set is seen at least: 90 epochs of 1,000 images train nothing
+WARMUP_SHARE = 1 / 9  # of the steps: 10 of 90 epochs
+MOMENTUM, TRUST = 0.9, 0.001  # of LARS
 SETTINGS = ("k", "epochs", "blr", "features", "split")  # shown beside the scores
 COLUMNS = {  # of the table, by the keys of a score: heads and formats; the last two are of `linear`
     "top1": ("top-1", "5.1f"),
@@ -41,9 +43,6 @@ COLUMNS = {  # of the table, by the keys of a score: heads and formats; the last
     "training_top1": ("training top-1", "14.1f"),
     "training_loss": ("training loss", "13.3f"),
 }
-Say = Callable[[str], None]
-Source = tuple[str, int | None]  # a name in the table, the seed of random weights
-Share = tuple[list[int], Tensor]  # images that a rank could read, by index; their features (n, D)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,193 +55,236 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--features", choices=("cls", "mean"), default="cls", help="class token (default) or mean")
     seeds = "average over N seeds: of split, random weights, training (default 1)"
     add("--seeds", type=whole(1), default=1, metavar="N", help=seeds)
-    workers = "processes that read images, per rank (default: cores - 1, at most 6)"
+    workers = "processes that read images (default: cores - 1, at most 6)"
     add("--workers", type=whole(0), metavar="N", help=workers)
     add("--out", type=filled, default="probe", metavar="DIR", help="for the scores (default probe)")
     if parser.prog.endswith("knn"):
         add("--k", type=whole(1), default=20, metavar="K", help="neighbours that vote (default 20)")
         return
-    epochs = f"default {classifiers.EPOCHS}, more on a small set: what shows two million images"
+    epochs = f"default {EPOCHS}, more on a small set: what shows two million images"
     add("--epochs", type=whole(1), metavar="N", help=epochs)
     add("--blr", type=number(0), default=0.1, help="lr = blr x batch / 256 (default 0.1)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Encode by all ranks, score on rank 0, one source after the other -> exit status."""
-    try:
-        ranks = mesh.read_ranks(os.environ)
-        device = mesh.pick_device(args.device, ranks)
-        mesh.init_ranks(ranks, device, timeout_minutes=120)  # in which rank 0 trains a classifier
-    except (ValueError, RuntimeError) as error:
-        return usage_error(str(error), local=True, program="probe.py")
-    say: Say = partial(print, flush=True) if ranks.rank == 0 else lambda text: None
-    random = [("random weights", seed) for seed in range(args.seeds)]
-    status, scores = 0, list[dict[str, Any]]()
-    try:
-        inputs = agreement.run_on_all_ranks(partial(read_inputs, args, say))
-        for source in [("trained", None), *random, ("raw pixels", None)]:
-            encode_own = partial(encode_share, args, source, inputs, ranks, device, say)
-            shares: Any = agreement.gather_to_rank0(agreement.run_on_all_ranks(encode_own))
-            score_all = partial(score_source, args, source, inputs[1], shares, device)
-            scores += agreement.run_on_rank0(score_all)
-        agreement.run_on_rank0(partial(report_scores, args, inputs[0], scores))
-    except agreement.AgreedError as error:
-        status = error.status
-        if ranks.rank == 0:
-            print_error(str(error), "probe.py")
-    dist.barrier()  # rank 0 serves the store: it leaves last
-    dist.destroy_process_group()
-    return status
+    """Encode all images by each source, then score each -> exit status; ValueError or OSError."""
+    pretrained, folders = read_pretrained(args.run), list[Any]()
+    for flag, path in ("--data", args.data), ("--test", args.test):
+        if path:
+            check_folder(path, flag)
+            folders.append(list_folder(path, None, print)[0])
+    numbers = torch.tensor(class_numbers(folders[-1], folders[0]))
+    device, seeds = mesh.pick_device(args.device, mesh.read_ranks({})), range(args.seeds)
+    random = [random_weights(pretrained, seed) for seed in seeds]
+    models = [build_pretrained(p, device, args.img_size) for p in (pretrained, *random)]
+    encoded = [encode_folder(args, pretrained, [*models, None], files) for files in folders]
+    (banks, labels), (queries, truths) = encoded[0], encoded[-1]
+    truths, scores = numbers[truths], list[dict[str, Any]]()
+    for seed in seeds:
+        for name, i in ("trained", 0), ("random weights", 1 + seed), ("raw pixels", -1):
+            train, test = (banks[i].to(device), labels), (queries[i].to(device), truths)
+            facts = score_features(args, train, test, len(folders[0].classes), seed)
+            scores.append({"source": name, "seed": seed} | facts)
+    report_scores(args, pretrained, scores)
+    return 0
 
 
 # --- Features
 
 
-def read_inputs(args: argparse.Namespace, say: Say) -> tuple[Pretrained, list[Any]]:
-    """Read the model; list --data, and --test if it is given. ValueError or OSError."""
-    pretrained, folders = read_pretrained(args.run), []
-    for flag, path in ("--data", args.data), ("--test", args.test):
-        if path:
-            check_folder(path, flag)
-            folders.append(list_folder(path, None, say)[0])
-            if not len(folders[-1].classes):
-                raise ValueError(f"{path} has no classes: a score needs a folder for each class")
-    class_numbers(folders[-1], folders[0])
-    return pretrained, folders
-
-
 def class_numbers(test: Any, train: Any) -> list[int]:
-    """Return the number in training of each class of the test images; ValueError without one."""
+    """Return the number in training of each class of the test images.
+
+    ValueError where there is none, or an image has no class.
+    """
+    for files in train, test:
+        if min(files.labels) < 0:
+            raise ValueError(f"{files.root} has images outside of a folder of their class")
     if unknown := sorted({*test.classes} - {*train.classes}):
         some = ", ".join(unknown[:5])
         raise ValueError(f"{test.root} has classes that {train.root} does not have: {some}")
     return [train.classes.index(name) for name in test.classes]
 
 
-def encode_share(
-    args: argparse.Namespace,
-    source: Source,
-    inputs: tuple[Pretrained, list[Any]],
-    ranks: mesh.Ranks,
-    device: torch.device,
-    say: Say,
-) -> list[Share]:
-    """Encode this rank's images of each folder, and name those that cannot be read.
+def encode_folder(
+    args: argparse.Namespace, pretrained: Pretrained, models: Sequence[Any], files: Any
+) -> tuple[list[Tensor], Tensor]:
+    """Encode the images that can be read -> features (N, D) of each model, labels (N,), on the CPU.
 
-    OSError where a disk or a worker process fails, ValueError where features are not finite.
+    Names the others. ValueError where there are only such.
     """
-    (name, seed), (pretrained, folders) = source, inputs
     size, stats = args.img_size or pretrained.img_size, pretrained.stats
-    workers, share = worker_count(args.workers, ranks), (ranks.rank, ranks.world_size)
-    model, shares = None, list[Share]()
-    if name != "raw pixels":
-        weights = pretrained if seed is None else random_weights(pretrained, seed)
-        model = build_pretrained(weights, device, size)
-    for files in folders:
-        progress = throttled_progress(say, f"features of {name}, {files.root}, rank 0")
-        indices, rows = list[int](), [torch.empty(0)]
-        for batch in open_eval_loader(files, size, BATCH, workers, stats, share=share):
-            for index, reason in batch.bad if name == "trained" else []:
-                print(f"warning: {files.path(index)} is left out: {reason}", flush=True)
-            if batch.indices:
-                images = batch.images.to(device)
-                rows.append(encode(model, images, stats, args.features == "cls"))
-                indices += batch.indices
-            progress(len(indices))
-        shares.append((indices, torch.cat(rows)))
-    return shares
+    workers = worker_count(args.workers, mesh.read_ranks({}))
+    progress = throttled_progress(print, f"features of {files.root}")
+    device = next(models[0].parameters()).device
+    indices, rows = list[int](), list[list[Tensor]]()
+    for batch in open_eval_loader(files, size, BATCH, workers, stats):
+        for index, reason in batch.bad:
+            print(f"warning: {files.path(index)} is left out: {reason}")
+        if batch.indices:
+            images = data.normalize(batch.images.to(device), stats)
+            rows.append([encode(model, images, args.features == "cls") for model in models])
+            indices += batch.indices
+        progress(len(indices))
+    if not rows:
+        raise ValueError(f"none of the {len(files)} images in {files.root} can be read")
+    labels = torch.tensor([int(files.labels[index]) for index in indices])
+    return [torch.cat(own) for own in zip(*rows, strict=True)], labels
 
 
 @torch.inference_mode()
-def encode(model: vit.ViTMAE | None, images: Tensor, stats: data.ChannelStats, cls: bool) -> Tensor:
-    """Compute the features (B, D) fp32 of images (B, C, H, W) as loaded, on the CPU.
+def encode(model: vit.ViTMAE | None, images: Tensor, cls: bool) -> Tensor:
+    """Compute the features (B, D) fp32 of normalised images (B, C, H, W), on the CPU.
 
     They are the class token after the final norm, or the mean of the patch tokens, with all patches
-    visible; without a model, small pixels. A GPU computes in bf16. ValueError for NaN or infinity.
+    visible; without a model, small pixels. A GPU computes in bf16.
     """
-    images = data.normalize(images, stats)
     if model is None:
         return F.adaptive_avg_pool2d(images, PIXELS_SIDE).flatten(1).cpu()
     patches = vit.patchify(images, model.config.patch)  # (B, L, P*P*C)
     keep = torch.arange(patches.shape[1], device=images.device).expand(len(images), -1)
     with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
         tokens = model.encode(patches, keep).float()  # (B, 1+L, D)
-    features = (tokens[:, 0] if cls else tokens[:, 1:].mean(dim=1)).cpu()
-    if not features.isfinite().all():
-        raise ValueError("the features of the model are NaN or infinite")
-    return features
+    return (tokens[:, 0] if cls else tokens[:, 1:].mean(dim=1)).cpu()
 
 
-def join_shares(files: Any, train: Any, shares: Sequence[Share]) -> tuple[Tensor, np.ndarray]:
-    """Join what all ranks have encoded of a folder, in its order -> features (N, D), labels (N,).
+# --- Classifiers
 
-    Labels are class numbers of `train`, -1 without a class. ValueError where all are unreadable.
+
+def nearest_vote(bank: Tensor, labels: Tensor, queries: Tensor, classes: int, k: int) -> Tensor:
+    """Let the k rows of `bank` (N, D) most similar to each query (Q, D) vote -> (Q, classes) fp64.
+
+    By cosine similarity, each with the weight exp(similarity / 0.07) (Wu et al., arXiv 1805.01978,
+    section 3.4, as DINO and others do since). -inf for a class without a vote.
     """
-    indices = np.array([index for own, _ in shares for index in own], np.int64)
-    if not len(indices):
-        raise ValueError(f"none of the {len(files)} images in {files.root} can be read")
-    order, numbers = indices.argsort(), np.array([*class_numbers(files, train), -1])  # -1: the last
-    labels = numbers[np.asarray(files.labels, np.int64)[indices[order]]]
-    return torch.cat([rows for _, rows in shares])[order], labels
+    bank, k, votes = F.normalize(bank, dim=1), min(k, len(bank)), []
+    for some in F.normalize(queries, dim=1).split(max(1, SIMILARITIES // len(bank))):
+        similarity, index = (some @ bank.T).topk(k)  # 2 x (some, k)
+        weight = (similarity.double() / TEMPERATURE).exp().cpu()
+        vote = torch.zeros(len(some), classes, dtype=torch.float64)
+        votes.append(vote.scatter_add(1, labels[index.cpu()], weight))
+    found = torch.cat(votes)
+    return found.masked_fill(found == 0, -torch.inf)
+
+
+@torch.no_grad()
+def lars_step(p: Any, velocity: Tensor, lr: float) -> None:
+    """Apply the gradient of a parameter, scaled by the norm of the parameter over its own.
+
+    You, Gitman, Ginsburg, arXiv 1708.03888, algorithm 1, with momentum and without weight decay;
+    vectors (biases) are trained as by SGD.
+    """
+    scale = TRUST * p.norm() / p.grad.norm().clamp(min=1e-30) if p.ndim > 1 else 1.0
+    velocity.mul_(MOMENTUM).add_(p.grad * scale)
+    p.sub_(velocity, alpha=lr)
+    p.grad = None
+
+
+def rate_at(step: int, steps: int, peak: float) -> float:
+    """Return the learning rate of a step: a linear warm-up, then half a cosine down to 0."""
+    warmup = int(WARMUP_SHARE * steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+def train_linear(
+    features: Tensor,
+    labels: Tensor,
+    classes: int,
+    *,
+    epochs: int | None = None,
+    batch: int = 16384,
+    blr: float = 0.1,
+    seed: int = 0,
+) -> tuple[nn.Module, Tensor]:
+    """Train BatchNorm without affine and a linear layer -> the model, the loss of each step (S,).
+
+    The protocol of MAE (arXiv 2111.06377, A.1) on features (N, D) with labels (N,): LARS, no
+    weight decay, 90 epochs of which 10 warm up, then a cosine; more on a small set. The seed
+    decides initial values and order.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    count, width = features.shape
+    batch, epochs = min(batch, count), epochs or max(EPOCHS, math.ceil(SAMPLES / count))
+    per_epoch, peak, losses = count // batch, blr * batch / 256, []
+    linear = nn.Linear(width, classes)
+    nn.init.trunc_normal_(linear.weight, std=0.01, generator=draw)
+    nn.init.zeros_(linear.bias)
+    model = nn.Sequential(nn.BatchNorm1d(width, eps=1e-6, affine=False), linear)
+    model.to(features.device)
+    velocities = {p: torch.zeros_like(p) for p in model.parameters()}
+    labels = labels.to(features.device)
+    progress = throttled_progress(print, "linear classifier")
+    images, target = features, labels
+    for step in range(steps := epochs * per_epoch):
+        if batch < count:  # else a batch is all of them, in any order
+            if step % per_epoch == 0:
+                order = torch.randperm(count, generator=draw).to(features.device)
+            some = order[step % per_epoch * batch :][:batch]
+            images, target = features[some], labels[some]
+        loss = F.cross_entropy(model(images), target)
+        loss.backward()
+        for p, velocity in velocities.items():
+            lars_step(p, velocity, rate_at(step, steps, peak))
+        losses.append(loss.detach())
+        progress((step + 1) * batch)
+    return model.eval(), torch.stack(losses).cpu()
+
+
+def has_converged(losses: Tensor) -> bool:
+    """Tell from the losses (S,) of a training whether a longer one would hardly change them.
+
+    It would where more than a tenth of their fall came in the second half, or they did not fall.
+    """
+    tenth = max(1, len(losses) // 10)
+    half, last = (losses[start:][:tenth].mean() for start in (len(losses) // 2, -tenth))
+    return bool(last < losses[0] and half - last <= 0.1 * (losses[0] - last))
 
 
 # --- Scores
 
 
-def split_per_class(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows by their labels (N,) into training and test rows, each sorted; -1 is in neither.
+def split_per_class(labels: Tensor, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split rows by their labels (N,) into training and test rows, each sorted.
 
     Each class gives the same share, rounded, but one image at least to either; a single one trains.
     """
     draw, train = np.random.default_rng(seed), []
-    for label in range(labels.max() + 1):
+    for label in range(int(labels.max()) + 1):
         rows = np.flatnonzero(labels == label)
         count = max(1, min(round(share * len(rows)), len(rows) - 1))
         train.append(draw.permutation(rows)[:count])
     chosen = np.sort(np.concatenate(train))
-    return chosen, np.setdiff1d(np.flatnonzero(labels >= 0), chosen)
+    return chosen, np.setdiff1d(np.arange(len(labels)), chosen)
 
 
-def score_source(
+def score_features(
     args: argparse.Namespace,
-    source: Source,
-    folders: Sequence[Any],
-    shares: Sequence[list[Share]],
-    device: torch.device,
-) -> list[dict[str, Any]]:
-    """Train and test a classifier on the features of one source, for each seed -> its scores."""
-    (name, own_seed), classes, scores = source, len(folders[0].classes), list[dict[str, Any]]()
-    parts = zip(folders, zip(*shares, strict=True), strict=True)
-    joined = [join_shares(files, folders[0], own) for files, own in parts]
-    (features, labels), (queries, truths) = joined[0], joined[-1]
-    for seed in range(args.seeds) if own_seed is None else [own_seed]:
-        train, test = np.flatnonzero(labels >= 0), np.flatnonzero(truths >= 0)
-        if args.split is not None:
-            train, test = split_per_class(labels, args.split, seed)
-        bank, target = features[train].to(device), torch.from_numpy(labels[train])
-        asked, truth = queries[test].to(device), torch.from_numpy(truths[test])
-        votes, facts = score_queries(args, classes, bank, target, asked, seed)
-        facts |= {"source": name, "seed": seed, "test_images": len(test)}
-        scores.append(facts | measure(votes, truth))
-    return scores
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    classes: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Train a classifier on features (N, D) with labels (N,), and test it on others -> its scores.
 
-
-def score_queries(
-    args: argparse.Namespace, classes: int, bank: Tensor, labels: Tensor, queries: Tensor, seed: int
-) -> tuple[Tensor, dict[str, Any]]:
-    """Score queries (Q, D) by features (N, D) -> (Q, classes) float64, facts of the training."""
+    With --split both are taken from `train`.
+    """
+    (bank, labels), (queries, truths) = train, test
+    if args.split is not None:
+        chosen, others = split_per_class(labels, args.split, seed)
+        bank, labels, queries, truths = bank[chosen], labels[chosen], bank[others], labels[others]
+    facts: dict[str, Any] = {"test_images": len(truths)}
     if args.command == "knn":
-        return classifiers.nearest_vote(bank, labels, queries, classes, args.k), {}
-    progress = throttled_progress(partial(print, flush=True), "linear classifier")
-    options: Any = {"epochs": args.epochs, "blr": args.blr, "seed": seed, "progress": progress}
-    model, losses = classifiers.train_linear(bank, labels, classes, **options)
+        votes = nearest_vote(bank, labels, queries, classes, args.k)
+        return facts | measure(votes, truths)
+    model, losses = train_linear(bank, labels, classes, epochs=args.epochs, blr=args.blr, seed=seed)
     with torch.inference_mode():
-        own, scores = (model(x).double().cpu() for x in (bank, queries))
-    return scores, {
-        "training_top1": 100 * (own.argmax(dim=1) == labels).double().mean().item(),
-        "training_loss": F.cross_entropy(own, labels).item(),
-        "converged": classifiers.has_converged(losses),
-    }
+        own, found = (model(x).double().cpu() for x in (bank, queries))
+    facts["training_top1"] = 100 * (own.argmax(dim=1) == labels).double().mean().item()
+    facts["training_loss"] = F.cross_entropy(own, labels).item()
+    facts["converged"] = has_converged(losses)
+    return facts | measure(found, truths)
 
 
 def measure(values: Tensor, labels: Tensor) -> dict[str, float]:

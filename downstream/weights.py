@@ -27,7 +27,6 @@ import vit
 from runtime.config import model_config
 
 DECODER = ("decoder_", "mask_token")  # how the names of a decoder's weights begin
-POSITIONS = ("pos_embed", "decoder_pos_embed")
 NOTE = "pretrained"  # the key in a file of what convert.py says of a model
 NORM_EPS = 1e-6  # of vit.ViTMAE and of the official release; transformers' default is 1e-12
 OFFICIAL_LARGE = vit.ViTConfig(1024, 24, 4096, 16, 16)  # released too, but no row of vit.MODELS
@@ -49,17 +48,11 @@ NAMES = (
     ("mlp.fc1.", "intermediate.dense."),
     ("mlp.fc2.", "output.dense."),
 )
-MODULE_NAMES = (  # of the modules since transformers 5, some of them in its files too
-    ("blocks.", "vit.layers."),
-    ("decoder_blocks.", "decoder_encoder.layer."),
-    *((f"attn.{p}.", f"attention.{p}_proj.") for p in "qkv"),
-    ("attn.proj.", "attention.o_proj."),
-)
 # Fields of vit.ViTConfig in config.json of transformers.
 CONFIG = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads"}
 CONFIG |= {f"decoder_{ours}": f"decoder_{theirs}" for ours, theirs in CONFIG.items()}
 CONFIG |= {"mlp_width": "intermediate_size", "patch": "patch_size", "channels": "num_channels"}
-Shapes = Mapping[str, tuple[int, ...]]  # by the names of weights
+Shapes = dict[str, tuple[int, ...]]  # by the names of weights
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,6 @@ class Pretrained:
     norm_pix_loss: bool
     stats: data.ChannelStats  # by which its images were normalised
     weights: Mapping[str, Tensor]  # by the names of vit.ViTMAE; an encoder alone has no decoder's
-    shapes: Shapes  # of the weights, known without reading them
     step: int | None  # optimizer steps trained; None: not known
 
     @property
@@ -93,7 +85,7 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
     try:
         of_run = path.is_dir() and not (path / "config.json").exists()
         weights, said = _read_run(path) if of_run else _read_file(path)
-        shapes = {}
+        shapes: Shapes = {}
         for name, tensor in weights.items():
             shapes[name] = tuple(tensor.shape)
             if not tensor.isfinite().all():
@@ -101,6 +93,7 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
         config = _config_of(shapes, said, size)
         stats = _stats_of(said, config.channels)
         img_size = math.isqrt(shapes["pos_embed"][1] - 1) * config.patch
+        _check_shapes(shapes, config, img_size)
     except (OSError, checkpoint.Damaged):
         raise
     except KeyError as error:
@@ -109,15 +102,10 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
         what = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{path}: {what}") from None
     norm_pix = said.get("norm_pix_loss", True)  # not known: as in the recipe
-    about = config, img_size, norm_pix, stats
-    found = Pretrained(str(path), *about, weights, shapes, said.get("step"))
-    check_fits(found, config)
-    return found
+    return Pretrained(str(path), config, img_size, norm_pix, stats, weights, said.get("step"))
 
 
-def _config_of(
-    shapes: Shapes, said: Mapping[str, Any], size: vit.ViTConfig | None
-) -> vit.ViTConfig:
+def _config_of(shapes: Shapes, said: dict[str, Any], size: vit.ViTConfig | None) -> vit.ViTConfig:
     """Return the configuration that is said, or a known one of these shapes: none tells heads."""
     if "config" in said:
         return vit.ViTConfig(**said["config"])
@@ -132,16 +120,28 @@ def _config_of(
     return replace(size, patch=patch, channels=channels)
 
 
-def _stats_of(said: Mapping[str, Any], channels: int) -> data.ChannelStats:
+def _stats_of(said: dict[str, Any], channels: int) -> data.ChannelStats:
     """Return the statistics that are said; without any, ImageNet's for three channels, or none."""
     if not said.get("channel_mean"):
         none = (0.0,) * channels, (1.0,) * channels, "float32"
         return data.IMAGENET if channels == 3 else data.ChannelStats(*none)
-    for key in "channel_mean", "channel_std":
-        if len(said[key]) != channels or not all(map(math.isfinite, said[key])):
-            raise ValueError(f"{key} is not {channels} finite numbers")
-    about = tuple(said["channel_mean"]), tuple(said["channel_std"]), said["image_dtype"]
-    return data.ChannelStats(*about)
+    mean, std = tuple(said["channel_mean"]), tuple(said["channel_std"])
+    if not all(map(math.isfinite, mean + std)):
+        raise ValueError("the mean or deviation of a channel is not finite")
+    return data.ChannelStats(mean, std, said["image_dtype"])
+
+
+def _check_shapes(shapes: Shapes, config: vit.ViTConfig, img_size: int) -> None:
+    """Raise ValueError unless they are those of a model, perhaps without a decoder."""
+    with torch.device("meta"):
+        wants = vit.ViTMAE(config, img_size).state_dict()
+    if unknown := sorted(shapes.keys() - wants.keys()):
+        what = "this model, which has no classifier, LayerScale or register tokens"
+        raise ValueError(f"{unknown[0]} is no weight of {what}")
+    for name, tensor in wants.items():
+        found, value = shapes.get(name, "missing"), tuple(tensor.shape)
+        if found != value and ("decoder_pred.weight" in shapes or not name.startswith(DECODER)):
+            raise ValueError(f"{name} is {found}, {value} in the model")
 
 
 # --- Checkpoints of train_fsdp.py
@@ -220,9 +220,8 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _read_config(path: Path) -> dict[str, Any]:
     """Read config.json of transformers -> what it says, in the words of convert.py's files."""
     config = json.loads(path.read_bytes())
-    kind, activation = config.get("model_type"), config.get("hidden_act", "gelu")
-    if (kind, activation) != ("vit_mae", "gelu"):
-        raise ValueError(f"{path.name} is of {kind} with {activation}, not of vit_mae with gelu")
+    if (kind := config.get("model_type")) != "vit_mae":
+        raise ValueError(f"{path.name} is of {kind}, not of vit_mae")
     if (epsilon := config.get("layer_norm_eps", 1e-12)) != NORM_EPS:
         what = f"the norms of {path.parent} have an epsilon of {epsilon:g}, here {NORM_EPS:g}"
         print(f"warning: {what}: features may differ by 2e-3", file=sys.stderr)
@@ -235,7 +234,8 @@ def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         name = name if name.startswith(("vit.", "decoder.")) else f"vit.{name}"  # ViTMAEModel
-        for ours, theirs in (*MODULE_NAMES, *NAMES):
+        name = name.replace("decoder_encoder.layer.", "decoder_layers.")  # since transformers 5
+        for ours, theirs in NAMES:
             name = re.sub(rf"\b{re.escape(theirs)}", ours, name)
         found[name] = tensor
     for name in [name for name in found if ".attn.q." in name]:
@@ -266,17 +266,8 @@ def resize_positions(table: Tensor, side: int) -> Tensor:
 
 def check_fits(pretrained: Pretrained, config: vit.ViTConfig) -> None:
     """Raise ValueError unless these weights fit a model, perhaps without a decoder."""
-    with torch.device("meta"):
-        model = vit.ViTMAE(config, pretrained.img_size)
-    wants: dict[str, Any] = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    found: dict[str, Any] = dict(pretrained.shapes)
-    if unknown := sorted(found.keys() - wants.keys()):
-        what = "this model, which has no classifier, LayerScale or register tokens"
-        raise ValueError(f"{pretrained.name}: {unknown[0]} is no weight of {what}")
-    for name in "heads", "decoder_heads":
-        found[name], wants[name] = getattr(pretrained.config, name), getattr(config, name)
-    for name, value in wants.items():
-        own = found.get(name, "missing")
+    for name, value in vars(config).items():
+        own = getattr(pretrained.config, name)
         if own != value and (pretrained.has_decoder or not name.startswith(DECODER)):
             raise ValueError(f"{pretrained.name}: {name} is {own}, {value} in the model")
 
@@ -286,7 +277,7 @@ def value_of(pretrained: Pretrained, name: str, shape: torch.Size, seed: int = 0
     if name.startswith(DECODER) and not pretrained.has_decoder:
         return vit.initial_value(pretrained.config, name, shape, seed)
     value = pretrained.weights[name]
-    return resize_positions(value, math.isqrt(shape[1] - 1)) if name in POSITIONS else value
+    return resize_positions(value, math.isqrt(shape[1] - 1)) if "pos_embed" in name else value
 
 
 def build_pretrained(

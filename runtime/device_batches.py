@@ -14,7 +14,7 @@ import data
 import mesh
 from runtime import process
 
-if TYPE_CHECKING:  # the workers of an evaluation import this file
+if TYPE_CHECKING:  # session.py imports this file
     from runtime.run import Run
     from runtime.session import Session
 

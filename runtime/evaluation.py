@@ -46,7 +46,7 @@ def average_over(
     sums = torch.zeros((), dtype=torch.float64, device=device)
     bad: list[tuple[int, str]] = []
     workers = worker_count(config.workers, ranks)
-    options: Any = {"exact": config.exact_decode, "share": share, "skip_failed": True}
+    options: Any = {"exact": config.exact_decode, "share": share}
     model.eval()
     for batch in open_eval_loader(files, config.img_size, size, workers, stats, **options):
         session.heartbeat("evaluating", step - 1)

@@ -124,7 +124,7 @@ def test_in_every_mode(tmp_path):
     compare(MORE, tmp_path)
 
 
-@pytest.mark.parametrize(("broken", "code", "used"), [(16, 0, 2), (18, 0, 0), (1, errno.EIO, 12)])
+@pytest.mark.parametrize(("broken", "code", "used"), [(16, 0, 2), (18, 0, 0), (1, errno.EIO, 17)])
 def test_no_held_out_image_ends_a_run(broken, code, used, tmp_path, monkeypatch, capsys):
     """Not a whole batch of broken ones, not all, and no disk that fails in the second batch."""
     read = ImageList.read

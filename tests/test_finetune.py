@@ -1,4 +1,4 @@
-"""downstream/finetune.py: fine-tuning in every mode equals a plain loop; what is frozen is free."""
+"""downstream/finetune.py: fine-tuning in every mode equals a plain loop."""
 
 import json
 import math
@@ -9,8 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,13 +18,12 @@ import torch.nn.functional as F
 from conftest import ROOT
 from ranks import NANO, agreed_port, full_parameters, on_ranks
 from torch import nn
-from torchvision.transforms import v2
 
 import data
 import probe
 import train_fsdp
 import vit
-from downstream import classifiers, finetune
+from downstream import finetune
 from downstream.images import open_eval_loader
 from downstream.weights import build_pretrained, random_weights, read_pretrained
 
@@ -38,14 +36,13 @@ STEPS = EPOCHS * 3  # of 24 images
 KEYS = ("test_images", "test_loss", "top1", "top5")
 UNUSED = ("deco", "mask")  # parameters of the decoder
 
-RUNS = [  # folder, frozen blocks, share of drop path, other flags, step in which a signal comes
-    ("a", 1, 0, "--mode full_shard --fsdp 1", -1),
-    ("b", 1, 0, "--mode full_shard --accum 2", -1),
-    ("c", 0, 0, "--mode shard_grad_op --ac full", -1),
-    ("d", 2, 0, "--mode zero1", -1),
-    ("e", 1, 0.4, "--mode full_shard", -1),
-    ("f", 1, 0.4, "--mode full_shard", 3),
-    ("f", 1, 0.4, "--mode full_shard --fsdp 1", -1),
+RUNS = [  # folder, flags, step in which a signal comes
+    ("a", "--mode full_shard --fsdp 1", -1),
+    ("b", "--mode full_shard --accum 2", -1),
+    ("c", "--mode shard_grad_op --ac full", -1),
+    ("d", "--mode zero1", -1),
+    ("e", "--mode full_shard", 3),
+    ("e", "--mode full_shard --fsdp 1", -1),
 ]
 
 
@@ -81,20 +78,14 @@ def records(out: Path, event: str) -> list[dict]:
 # --- on ranks, and the same training written out plainly: vit.ViTMAE, one AdamW per parameter
 
 
-def fixed_names(names, frozen: int) -> set[str]:
-    first = ("patch_embed", "cls_token", *(f"blocks.{i}." for i in range(frozen)))
-    return {n for n in names if frozen and n.startswith(first)}
-
-
-def plain(run: Path, trees: Path, frozen: int) -> tuple[list[float], list[dict], dict]:
+def plain(run: Path, trees: Path) -> tuple[list[float], list[dict], dict]:
     """Loss of each step, scores after each epoch, final parameters."""
     encoder, head = build_pretrained(read_pretrained(run), CPU, 48), nn.Linear(NANO.width, 3)
     for name, p in head.named_parameters():
         p.data = vit.initial_value(NANO, f"head.{name}", p.shape, SEED) * 0.01
     norm, encoder.norm = encoder.norm, nn.Identity()
     parts = nn.ModuleDict({"fc_norm": norm, "head": head}), encoder
-    named = {n: p for part in parts for n, p in part.named_parameters() if n[:4] not in UNUSED}
-    trained = {n: named[n] for n in named.keys() - fixed_names(named, frozen)}
+    trained = {n: p for part in parts for n, p in part.named_parameters() if n[:4] not in UNUSED}
 
     def logits_of(images):
         patches = vit.patchify(data.normalize(images), 8)
@@ -134,31 +125,27 @@ def plain(run: Path, trees: Path, frozen: int) -> tuple[list[float], list[dict],
             top1 = (out.argmax(1) == labels).float().mean().item()
             loss = F.cross_entropy(out, labels).item()
             scores.append(dict(zip(KEYS, (len(labels), loss, top1, 1.0), strict=True)))
-    return losses, scores, {n: p.detach() for n, p in named.items()}
+    return losses, scores, {n: p.detach() for n, p in trained.items()}
 
 
 def runs_of_rank(run: Path, trees: Path) -> list[dict]:
-    """Make all RUNS as this rank -> of each the status, and at its end parameters and memory."""
+    """Make all RUNS as this rank -> of each the status, and at its end parameters."""
     vit.MODELS["nano"] = NANO
     folder, rank, found = Path(os.environ["FOLDER"]), int(os.environ["RANK"]), []
     original = train_fsdp.train_step
-    for i, (name, frozen, drop, others, stop_at) in enumerate(RUNS):
+    for i, (name, others, stop_at) in enumerate(RUNS):
         seen: dict = {}
 
         def step(training, guard, *args, seen=seen, stop_at=stop_at, **asked):
             if guard.voted == stop_at and rank == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             original(training, guard, *args, **asked)
-            inner = getattr(training.optimizer, "optim", training.optimizer)
-            states = [t for state in inner.state.values() for t in state.values() if t.ndim]
-            own = sum(getattr(t, "_local_tensor", t).numel() for t in states)
-            seen |= {"states": own, "params": full_parameters(training.model)}
+            seen["params"] = full_parameters(training.model)
 
         meeting = folder / f"port{i}"
         meeting.mkdir(exist_ok=True)
         os.environ["MASTER_PORT"] = agreed_port(meeting, rank)
-        decisive = f"--freeze-blocks {frozen} --drop-path {drop}"
-        argv = command(run, trees, folder / name, decisive, others)
+        argv = command(run, trees, folder / name, others)
         with patch.multiple(train_fsdp, train_step=step):
             seen["status"] = probe.main(argv)
         found.append(seen)
@@ -166,80 +153,25 @@ def runs_of_rank(run: Path, trees: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_a_plain_loop_frozen_parts_are_free_and_stops_do_not_matter(
-    run, trees, tmp_path
-):
+def test_two_ranks_train_as_a_plain_loop_and_stops_do_not_matter(run, trees, tmp_path):
     ranks = on_ranks(2, partial(runs_of_rank, run, trees), tmp_path, 900)
-    pretrained = read_pretrained(run).weights
-    for (name, frozen, drop, others, stop_at), *seen in zip(RUNS, *ranks, strict=True):
+    losses, scores, params = plain(run, trees)
+    for (name, others, stop_at), *seen in zip(RUNS, *ranks, strict=True):
         assert [rank["status"] for rank in seen] == [0, 0], others
         if stop_at >= 0:
             continue
-        if not drop:
-            losses, scores, params = plain(run, trees, frozen)
-        elif name == "e":  # with which a stopped run is compared
-            losses = [r["loss"] for r in records(tmp_path / name, "step")]
-            scores = [{key: r[key] for key in KEYS} for r in records(tmp_path / name, "scores")]
-            params = seen[0]["params"]
         found = [r["loss"] for r in records(tmp_path / name, "step")]
         torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=0)
         for score, wanted in zip(records(tmp_path / name, "scores"), scores, strict=True):
             assert {key: score[key] for key in KEYS} == pytest.approx(wanted, rel=1e-5), others
-        fixed = fixed_names(params, frozen)
         for rank in seen:
             for key, p in rank["params"].items():
                 apart = (p - params[key]).abs()
                 if key.endswith("qkv.bias"):  # the keys': rounding, which AdamW scales up
                     apart[NANO.width : 2 * NANO.width] = 0
                 assert apart.max() < 1e-5, (others, key)
-                moved = key not in pretrained or not torch.equal(p, pretrained[key])
-                assert moved == (key not in fixed), (others, key)
-        # memory of both ranks: what trains, and a little padding
-        numbers = sum(p.numel() for key, p in params.items() if key not in fixed)
-        assert 2 * numbers <= sum(rank["states"] for rank in seen) <= 2.06 * numbers + 500, others
-    assert [record["reason"] for record in records(tmp_path / "f", "end")] == ["signal", "done"]
-    assert 0 < records(tmp_path / "f", "start")[1]["begin"] < STEPS
-
-
-# --- one process
-
-
-def classifier(found, *options) -> classifiers.Classifier:
-    model = classifiers.Classifier(found.config, 56, 5, *options)
-    for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        value.data = classifiers.classifier_value(found, 0, name, value.shape, CPU)
-    return model
-
-
-def test_drop_path_leaves_out_branches_in_training_only(run):
-    """Of the last block by its share, fewer before, scaled; never of frozen blocks."""
-    found, images = read_pretrained(run), torch.randn(8, 3, 56, 56)
-    model, whole = classifier(found, 0, 0.5), classifier(found)
-    torch.testing.assert_close(model.eval()(images), whole(images))
-    torch.manual_seed(1)
-    out = model.train()(images)
-    torch.manual_seed(1)
-    drawn = [torch.rand(8, 1, 1) for _ in range(4)]  # of each branch; the first block has a rate 0
-    last = whole.blocks[1]
-    last.attn.register_forward_hook(lambda *a: a[2] * (drawn[2] < 0.5) * 2)
-    last.mlp.register_forward_hook(lambda *a: a[2] * (drawn[3] < 0.5) * 2)
-    torch.testing.assert_close(out, whole(images))
-    torch.testing.assert_close(classifier(found, 2, 0.5).train()(images), classifier(found)(images))
-
-
-@pytest.mark.parametrize("kind", [v2.MixUp, v2.CutMix])
-def test_mixing_is_that_of_torchvision(kind):
-    images, labels, logits = torch.randn(4, 3, 8, 8), torch.arange(4), torch.randn(4, 5)
-    settings = {"mixup": 0.0, "cutmix": 0.0, kind.__name__.lower(): 0.8, "label_smoothing": 0.1}
-    stats = data.ChannelStats((0.0,) * 3, (1.0,) * 3, "float32")
-    tuning = SimpleNamespace(config=SimpleNamespace(**settings), classes=5, channel_stats=stats)
-    model = Mock(return_value=logits)
-    loss = finetune.build_loss(tuning)(model, (images, labels, 5))
-    torch.manual_seed(5)
-    torch.randint(1, ())
-    mixed, targets = kind(alpha=0.8, num_classes=5)(images, labels)
-    assert torch.equal(model.call_args[0][0], mixed) and not torch.equal(mixed, images)
-    torch.testing.assert_close(loss, F.cross_entropy(logits, targets, label_smoothing=0.1))
+    assert [record["reason"] for record in records(tmp_path / "e", "end")] == ["signal", "done"]
+    assert 0 < records(tmp_path / "e", "start")[1]["begin"] < STEPS
 
 
 # --- the command, in one process

@@ -75,7 +75,7 @@ OTHERS = [
     ("sweep.py", "quick --nodes 1,,2", "'' is not a whole number"),
     ("prepare.py", "pack a b --workers 0", "'0' is not a whole number from 1 to 1024"),
     ("probe.py", "knn a", "required: --data"),
-    ("probe.py", "finetune a --data b --test c --drop-path 1", "not a number from 0 to 0.99"),
+    ("probe.py", "finetune a --data b --test c --label-smoothing 1", "not a number from 0 to 0.99"),
 ]
 
 
