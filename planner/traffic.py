@@ -15,7 +15,7 @@ import torch
 
 import shard
 import vit
-from planner.machines import LINKS, Machine, build_ring, wire_bytes
+from planner.machines import LINKS, Machine, ring_links, wire_bytes
 from runtime.tensor_parallel import split_shape
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -241,9 +241,9 @@ def link_bytes(run: PlannedRun, machine: Machine) -> dict[str, dict[str, float]]
     """Bytes that a rank sends per step, by kind and link: the mean over ranks."""
     total: dict[str, dict[str, float]] = {}
     for c in collectives(run):
-        ring = build_ring(machine, run.world_size, c.ranks, c.stride)
+        shares = ring_links(machine, run.world_size, c.ranks, c.stride)
         by_link = total.setdefault(c.kind, dict.fromkeys(LINKS, 0.0))
         sent = c.count * wire_bytes(c.kind, c.payload, c.ranks)
-        for link, share in zip(LINKS, ring.share, strict=True):
+        for link, share in zip(LINKS, shares, strict=True):
             by_link[link] += sent * share
     return total
