@@ -197,11 +197,7 @@ def test_memory_is_that_of_the_tracker(model, world, mode, flags):
     seen, found = simulated(run), plan_of(run, AS_A_CPU)
     allocated = sum(seen.peak.values()) - seen.peak["OptState"]
     assert live_bytes(found) == pytest.approx(allocated, rel=0.03)
-    sent = collections.Counter(
-        (c.kind, c.ranks, c.size)
-        for c in seen.collectives
-        if c.size > 10_000  # neither the norm nor the vote
-    )
+    sent = collections.Counter((c.kind, c.ranks, c.size) for c in seen.collectives)
     expected: collections.Counter = collections.Counter()
     for c in traffic.collectives(found.run):
         expected[c.kind, c.ranks, c.payload] += c.count
