@@ -212,18 +212,13 @@ def _fsdp(
     fill: Callable[[nn.Module], None],
 ) -> nn.Module:
     """FSDP1 or FSDP2: give each unit its values, then cut it; inner units first, the root last."""
-    fsdp1, norms, exact = options.fsdp == 1, dict[str, nn.Module](), dict[str, Any]()
+    fsdp1 = options.fsdp == 1
     wrap: Any = FSDP1 if fsdp1 else fully_shard  # the one returns a wrapper, the other the module
     settings = (_fsdp1_settings if fsdp1 else _fsdp2_settings)(row, mesh, options)
-    if options.param_dtype != torch.float32:
-        # BatchNorm's kernels want parameters in the dtype of its buffers.
-        policy = fsdp.MixedPrecisionPolicy(None, options.reduce_dtype, cast_forward_inputs=False)
-        exact = {"mixed_precision": None} if fsdp1 else {"mp_policy": policy}
-        norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}
-    for name, module in {**norms, **blocks}.items():
+    for name, module in blocks.items():
         fill(module)  # whole, until it is cut
         unit = model.get_submodule(name)  # the module, or what checkpoints it
-        _replace(model, {unit: wrap(unit, **settings | (exact if name in norms else {}))})
+        _replace(model, {unit: wrap(unit, **settings)})
     fill(model)  # the rest: what has its values already is left alone
     sharded = wrap(model, **settings)
     units: list[Any] = [model.get_submodule(name) for name in blocks]
@@ -426,6 +421,10 @@ def _check_arguments(
         raise ValueError(sentence)
     if "module" in dict(model.named_children()):
         raise ValueError("rename the submodule module: DDP uses this name")
+    # its buffers stay in fp32, and recomputation would count each batch twice
+    low = STRATEGIES[mode].engine == "fsdp" and options.param_dtype != torch.float32
+    if (low or options.ac != "none") and any(isinstance(m, _BatchNorm) for m in model.modules()):
+        raise ValueError("BatchNorm needs ac none and, in FSDP, param_dtype fp32: use GroupNorm")
     for name, p in model.named_parameters():
         if p.dtype != torch.float32:
             raise ValueError(f"{name} is {p.dtype}, but parameters are stored in fp32: .float()")
@@ -463,8 +462,6 @@ def _prepare_blocks(
     # Checkpointing comes first, so that the recomputation is inside the compiled region and inside
     # the unit: a block is gathered once for recomputation and gradient together.
     if options.ac != "none":
-        if any(isinstance(part, _BatchNorm) for b in blocks.values() for part in b.modules()):
-            raise ValueError(f"ac {options.ac} would count each batch twice in BatchNorm")
         how: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state}
         if options.ac == "selective":
             how["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matmuls)
@@ -479,8 +476,6 @@ def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         left, right = args[-2:]
         keep = left.shape[-1] <= right.shape[-1]
-    elif "linear" in str(op):  # F.linear as one operator, with the weight (D', D)
-        keep = args[0].shape[-1] <= args[1].shape[0]
     else:  # bmm: attention without a fused kernel
         keep = "scaled_dot_product" in str(op) or op is torch.ops.aten.bmm.default
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
