@@ -98,10 +98,10 @@ def dry_run(
 
 def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | None]:
     """Print what a real run would, in its order and with its errors; return run and plan."""
-    config = replace(run.config, dry_run=False)
+    config = run.config
     print(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
     _, found = image_source.find_images(config, None, run.global_batch)
-    run = with_images(replace(run, config=config), **found)
+    run = with_images(run, **found)
     read_run_state(list_newest_first(run, print), run, print)
     # of the GPU that the job will have, where one is here
     gpu = torch.device("cuda") if torch.cuda.is_available() else None

@@ -151,9 +151,8 @@ class Plan:
         """The largest local batch with the verdict FITS, 0 if there is none."""
 
         def too_large(batch: int) -> bool:
-            snapshots = StepMemory(replace(self.run, batch=batch), self.machine).snapshots()
-            peak = max(s.total for s in snapshots) / GIB
-            return fit_verdict(peak, self.memory_gib) != "FITS"
+            run = replace(self.run, batch=batch)
+            return Plan(run, self.machine, self.memory_gib).verdict != "FITS"
 
         return bisect_left(range(1, MOST_IMAGES), True, key=too_large)
 
@@ -221,8 +220,6 @@ def compare(base: Plan) -> list[Plan]:
     """Plan every mode and group for the run of a plan; best first, what does not fit last."""
     run, plans = base.run, []
     for mode, row in shard.STRATEGIES.items():
-        if row.engine != "fsdp" and run.tp > 1:
-            continue
         for group in group_sizes(run, base.machine) if row.group == "group" else [None]:
             other = in_mode(run, mode, group)
             plans.append(Plan(other, base.machine, base.memory_gib))
@@ -232,11 +229,9 @@ def compare(base: Plan) -> list[Plan]:
 def reason(plan: Plan, plans: Sequence[Plan]) -> str:
     """Say why a plan of a comparison is not the one to take, or that it is as good as the first."""
     best = plans[0]
-    if plan.verdict == "NO":
-        over = plan.peak_gib + CONTEXT_GIB - plan.memory_gib
-        return f"out: {over:.1f} GiB too much in {plan.peak.name}"
-    if plan.verdict == "TIGHT":
-        return "fits, but without the margin for fragmentation"
+    if plan.verdict != "FITS":
+        over = plan.peak_gib + plan.margin_gib - plan.memory_gib
+        return f"{over:.1f} GiB too much in {plan.peak.name}"
     behind = 1 - plan.images_per_second / best.images_per_second
     if behind <= TIE:
         return "best" if plan is best else f"tie: {behind:.0%} behind"
@@ -247,8 +242,6 @@ def reason(plan: Plan, plans: Sequence[Plan]) -> str:
 
 # ---------------------------------------------------------------------------------------------
 # What would fit: changes that keep the global batch, so that a run may be resumed with them
-
-CHECKPOINTING = ("none", "selective", "full")  # --ac, in the order of what it saves
 
 
 def describe_fit(plan: Plan, global_batch: bool, ran_out: bool = False) -> str:
@@ -261,8 +254,8 @@ def describe_fit(plan: Plan, global_batch: bool, ran_out: bool = False) -> str:
         return plan.fit
     most = 0.9 * plan.peak_gib if ran_out else math.inf
     found: dict[str, str] = {}
-    for flags, fields in possible_changes(plan, global_batch):
-        other = Plan(replace(plan.run, **fields), plan.machine, plan.memory_gib)
+    for flags, run in possible_changes(plan, global_batch):
+        other = Plan(run, plan.machine, plan.memory_gib)
         if other.verdict == "FITS" and other.peak_gib <= most:
             found.setdefault(flags.split()[0], flags)
     if found:
@@ -270,8 +263,8 @@ def describe_fit(plan: Plan, global_batch: bool, ran_out: bool = False) -> str:
     return f"{plan.fit}; no --batch, --ac or --mode alone fits: take several, or more ranks"
 
 
-def possible_changes(plan: Plan, global_batch: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield flags and the fields of PlannedRun that they set, of each kind the smallest first.
+def possible_changes(plan: Plan, global_batch: bool) -> Iterator[tuple[str, PlannedRun]]:
+    """Yield flags and the run with them, of each kind the smallest change first.
 
     Smaller local batches with more accumulation, more checkpointing, modes that shard more.
     """
@@ -279,12 +272,8 @@ def possible_changes(plan: Plan, global_batch: bool) -> Iterator[tuple[str, dict
     for batch in reversed([n for n in mesh.divisors(images) if n < run.batch]):
         accum = images // batch
         flags = f"--accum {accum}" if global_batch else f"--batch {batch} --accum {accum}"
-        yield flags, {"batch": batch, "accum": accum}
-    for ac in CHECKPOINTING[CHECKPOINTING.index(run.ac) + 1 :]:
-        yield f"--ac {ac}", {"ac": ac}
-    # of the same size where parameters are not yet freed
-    least = max(2, run.shard + shard.STRATEGIES[run.mode].reshard)
+        yield flags, replace(run, batch=batch, accum=accum)
+    for ac in ("selective", "full"):
+        yield f"--ac {ac}", replace(run, ac=ac)
     for group in (*group_sizes(run, plan.machine), run.data_ranks):
-        if group >= least:
-            fields = {"mode": "hybrid", "group": group, "bucket_cap_mb": None}
-            yield f"--mode hybrid --group {group}", fields
+        yield f"--mode hybrid --group {group}", in_mode(run, "hybrid", group)

@@ -90,27 +90,23 @@ def nearest_machine(peak_flops: float | None, memory_gib: float | None) -> Machi
     """Find the machine of a device by its peak bf16 FLOP/s, then its memory; Frontier for None."""
     if peak_flops is None or memory_gib is None:
         return MACHINES["frontier"]
-    distances = {
-        name: (abs(machine.peak_flops - peak_flops), abs(machine.memory_gib - memory_gib))
-        for name, machine in MACHINES.items()
-    }
-    return MACHINES[min(distances, key=lambda name: distances[name])]
+    return min(
+        MACHINES.values(),
+        key=lambda m: (abs(m.peak_flops - peak_flops), abs(m.memory_gib - memory_gib)),
+    )
 
 
 def read_machine(name: str) -> Machine:
     """Find a machine by its name or read a JSON file; ValueError says what is wrong in it."""
     if name in MACHINES:
         return MACHINES[name]
-    path, known = Path(name), ", ".join(MACHINES)
-    if not path.is_file():
-        more = "or the path of a JSON file that describes yours"
-        raise ValueError(f"there is no machine {name}: use one of {known}, {more}")
     try:
-        values = {"name": path.stem, **json.loads(path.read_text())}
+        values = {"name": Path(name).stem, **json.loads(Path(name).read_text())}
         return replace(MACHINES[values.pop("like")], **values)
     except (OSError, ValueError, TypeError, KeyError) as error:  # KeyError: the machine
-        needed = f'it takes "like", one of {known}, and the fields of Machine that differ'
-        raise ValueError(f"the machine file {name}: {error!r}; {needed}") from None
+        known = f"{', '.join(MACHINES)}, or a JSON file with one of these as"
+        needed = f'use {known} "like", and the fields of Machine that differ'
+        raise ValueError(f"--machine {name}: {error!r}; {needed}") from None
 
 
 # ---------------------------------------------------------------------------------------------

@@ -57,9 +57,8 @@ class PlannedRun:
     @classmethod
     def from_flags(cls, config: vit.ViTConfig, flags: Mapping[str, Any]) -> "PlannedRun":
         """Pick the fields from resolved flags; one that is None or absent takes its default."""
-        given = {field.name: flags.get(field.name) for field in fields(cls)}
-        known = {name: value for name, value in given.items() if value is not None}
-        return cls(**known | {"config": config})
+        names = [field.name for field in fields(cls) if flags.get(field.name) is not None]
+        return cls(**{name: flags[name] for name in names} | {"config": config})
 
     def __post_init__(self) -> None:
         """Add what follows from the fields."""

@@ -388,7 +388,7 @@ def test_machine_files(tmp_path, capsys):
     assert machines.read_machine(str(path)) == replace(a100, name="mine", ranks_per_node=4)
     for content, sentence in (
         ({"name": "mine"}, "KeyError('like')"),
-        ({"like": "dgx"}, "KeyError('dgx'); it takes \"like\", one of frontier, dgx"),
+        ({"like": "dgx"}, "KeyError('dgx'); use frontier, dgx"),
         ({"like": "frontier", "nics": 4}, "nics"),
     ):
         path.write_text(json.dumps(content))
