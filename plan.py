@@ -26,8 +26,7 @@ from runtime import process
 from runtime.config import Parser, filled, make_config, number, training_parser
 from runtime.run import resolve
 
-# ---------------------------------------------------------------------------------------------
-# The command line
+# --- The command line
 
 
 def plan_parser() -> Parser:
@@ -64,8 +63,7 @@ def read_command(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
         parser.error(str(error))
 
 
-# ---------------------------------------------------------------------------------------------
-# What is printed
+# --- What is printed
 
 
 def summary_lines(plan: Plan) -> Iterator[str]:

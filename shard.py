@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 InitialValue = Callable[..., Tensor]  # (name, whole shape, device=device) -> whole fp32 value
 
-# ---------------------------------------------------------------------------------------------
-# The strategies
+# --- The strategies
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,7 @@ def misuses(
             yield f"{spell(name)} is not for fp16: the loss scale would miss overflows: use bf16"
 
 
-# ---------------------------------------------------------------------------------------------
-# Applying one: values, activation checkpointing, compile, sharding
+# --- Applying one: values, activation checkpointing, compile, sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +178,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
-# ---------------------------------------------------------------------------------------------
-# The engines
+# --- The engines
 
 
 def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Module:
@@ -281,8 +278,7 @@ def _fsdp2_settings(row: Strategy, mesh: DeviceMesh, options: ShardingOptions) -
     }
 
 
-# ---------------------------------------------------------------------------------------------
-# A step: accumulation, gradient norm, optimizer, scaler
+# --- A step: accumulation, gradient norm, optimizer, scaler
 
 
 def accumulation(model: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -399,8 +395,7 @@ def build_scaler(
     return (ShardedGradScaler if isinstance(model, FSDP1) else torch.amp.GradScaler)(device.type)
 
 
-# ---------------------------------------------------------------------------------------------
-# Arguments, blocks, initial values
+# --- Arguments, blocks, initial values
 
 
 def _check_arguments(
@@ -412,10 +407,6 @@ def _check_arguments(
     wanted = mesh_shape(mode, dist.get_world_size() // tp, group)
     if mesh.shape[:2] != wanted:
         raise ValueError(f"mode {mode} here needs a mesh that begins with {wanted}, not {mesh}")
-    for name, hint in get_type_hints(ShardingOptions).items():
-        value = getattr(options, name)
-        if get_origin(hint) is Literal and value not in get_args(hint):
-            raise ValueError(f"{name} is {value!r}, but must be one of {get_args(hint)}")
     given = {n: v for n, v in vars(options).items() if v != getattr(ShardingOptions, n)}
     for sentence in misuses(mode, given | ({"tp": tp} if tp > 1 else {})):
         raise ValueError(sentence)

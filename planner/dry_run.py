@@ -61,8 +61,7 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------------------------
-# The whole command
+# --- The whole command
 
 
 def dry_run(
@@ -121,8 +120,7 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------------------
-# One step
+# --- One step
 
 
 @dataclass(frozen=True)
@@ -171,8 +169,7 @@ def _snapshot(tracker: Any, which: str) -> dict[str, int]:
     return {category.value: size for category, size in found.items() if category != "Total"}
 
 
-# ---------------------------------------------------------------------------------------------
-# What is printed
+# --- What is printed
 
 
 def report(simulation: Simulation, plan: Mapping[str, Any]) -> Iterator[str]:

@@ -28,8 +28,7 @@ from planner.traffic import (
     model_units,
 )
 
-# ---------------------------------------------------------------------------------------------
-# Does it fit
+# --- Does it fit
 
 # What no tensor shows: the device's context and RCCL's or NCCL's buffers, then the allocator's
 # fragmentation as a share of the peak. Experience, not fitted.
@@ -45,8 +44,7 @@ def fit_verdict(peak_gib: float, memory_gib: float) -> str:
     return "TIGHT" if peak_gib + CONTEXT_GIB <= memory_gib else "NO"
 
 
-# ---------------------------------------------------------------------------------------------
-# Time
+# --- Time
 
 
 def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
@@ -118,8 +116,7 @@ def step_time(run: PlannedRun, machine: Machine) -> dict[str, float]:
     }
 
 
-# ---------------------------------------------------------------------------------------------
-# The plan
+# --- The plan
 
 
 class Plan:
@@ -190,8 +187,7 @@ class Plan:
         }
 
 
-# ---------------------------------------------------------------------------------------------
-# Comparing
+# --- Comparing
 
 TIE = 0.05  # runs with the same flags differ by more than this from day to day
 
@@ -240,8 +236,7 @@ def reason(plan: Plan, plans: Sequence[Plan]) -> str:
     return f"{behind:.0%} slower: {why}"
 
 
-# ---------------------------------------------------------------------------------------------
-# What would fit: changes that keep the global batch, so that a run may be resumed with them
+# --- What would fit: changes that keep the global batch, so that a run may be resumed with them
 
 
 def describe_fit(plan: Plan, global_batch: bool, ran_out: bool = False) -> str:

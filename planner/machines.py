@@ -109,8 +109,7 @@ def read_machine(name: str) -> Machine:
         raise ValueError(f"--machine {name}: {error!r}; {needed}") from None
 
 
-# ---------------------------------------------------------------------------------------------
-# Rings
+# --- Rings
 
 
 @lru_cache(maxsize=1024)

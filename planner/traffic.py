@@ -22,8 +22,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 ACTIVATIONS = "activations"  # marks the collectives of tensor parallelism
 FP32 = 4  # bytes: parameters, gradients and each of AdamW's two states are kept in it
 
-# ---------------------------------------------------------------------------------------------
-# What is planned
+# --- What is planned
 
 
 @dataclass
@@ -144,8 +143,7 @@ def run_units(run: PlannedRun) -> tuple[Unit, ...]:
     return (Unit("root", 1, shapes),)
 
 
-# ---------------------------------------------------------------------------------------------
-# Collectives
+# --- Collectives
 
 
 @dataclass(frozen=True)

@@ -311,7 +311,6 @@ WRONG: list[tuple[Callable, str, dict, str]] = [
     (named_module, "ddp", {}, "rename the submodule module"),
     (batch_norm, "hybrid", options(ac="full", param_dtype=FP32), "BatchNorm needs ac none"),
     (batch_norm, "hybrid", {}, "and, in FSDP, param_dtype fp32: use GroupNorm"),
-    (Language, "hybrid", options(fsdp=3), r"fsdp is 3, but must be one of \(1, 2\)"),
     (Language, "ddp", options(cpu_offload=True), "hybrid_grad_op, not ddp: leave"),
 ]
 
