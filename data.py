@@ -155,9 +155,6 @@ class RankBatchSampler:
     world_size: int
     steps: range
 
-    def __len__(self) -> int:
-        return len(self.steps) * (self.global_batch // (self.local_batch * self.world_size))
-
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in self.steps:
             dealt = deal(step, self.global_batch, self.local_batch, self.world_size)

@@ -163,14 +163,13 @@ def apply(
         if split_block and module in blocks.values():
             split_block(module, mesh)
 
-    if row.engine != "fsdp":
-        _prepare_blocks(model, blocks, options)
-        fill(model)
-        return _ddp(model.to(device), mesh, options)
-    units = blocks if options.wrap == "block" else {}
+    units = blocks if row.engine == "fsdp" and options.wrap == "block" else {}
     _check_units(model, units)
     _prepare_blocks(model, blocks, options)
-    return _fsdp(model, units, row, mesh["replicate", "shard"], options, fill)
+    if row.engine == "fsdp":
+        return _fsdp(model, units, row, mesh["replicate", "shard"], options, fill)
+    fill(model)
+    return _ddp(model.to(device), mesh, options)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
