@@ -110,8 +110,7 @@ def _size_and_crc(path: Path) -> list[int]:
 
 def _manifest_checksum(manifest: dict[str, Any]) -> int:
     """Return the CRC-32 of a manifest without its own checksum."""
-    rest = {key: value for key, value in manifest.items() if key != "checksum"}
-    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+    return zlib.crc32(json.dumps(manifest | {"checksum": 0}, sort_keys=True).encode())
 
 
 @contextmanager
@@ -381,9 +380,8 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint into a sharded model and its optimizer; return its manifest. Collective.
 
-    That is the `run_state` that was saved, and the "step". Every file is checked first, by one of
-    the ranks: Damaged or OSError, the same on all ranks, leaves the model as it was. An error after
-    that leaves it partly loaded.
+    That is the saved `run_state`, and the "step". Every file is checked first, by one of the ranks:
+    Damaged or OSError, the same on all, leaves the model as it was. A later error does not.
     """
     reader, tensors = Reader(Path(folder)), named_tensors(model, optimizer)
     zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
