@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, TiffImagePlugin
+from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -317,7 +317,10 @@ def open_image(
     elif content.startswith(b"\x93NUMPY"):
         image = np.load(io.BytesIO(content), allow_pickle=False)
     else:
-        image = Image.open(io.BytesIO(content))
+        try:
+            image = Image.open(io.BytesIO(content))
+        except UnidentifiedImageError:  # which names an object in memory
+            raise ValueError("not an image that Pillow reads") from None
         # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without
         # an error. The last end marker must follow the last start of a scan (ITU-T T.81, B.1).
         zeros = image.format == "JPEG" and content.endswith(b"\0")

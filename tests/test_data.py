@@ -338,7 +338,7 @@ def test_the_next_good_image_stands_in_for_a_broken_one(tmp_path):
     dataset = dataset_of(files, 32, 16, 0, 6)
     reports = [sample_at(dataset, p).bad for p in range(24)]
     assert [len(reports[p]) for p in (2, 3, 4, 5, 10)] == [0, 2, 1, 0, 1]
-    assert reports[4][0][1].startswith("UnidentifiedImageError: ")
+    assert reports[4][0][1].startswith("ValueError: not an image")
     assert "truncated" in reports[3][0][1] and "32-bit image" in reports[10][0][1]
 
 
