@@ -45,8 +45,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 MANIFEST, INDEX = "checkpoint.json", ".metadata"
 FLAT = state_dicts.StateDictOptions(flatten_optimizer_state_dict=True)
-# PyTorch warns of what is meant here, FSDP1 without shards and reading without ranks, and (2.10) of
-# its own code
+# PyTorch warns of FSDP1 without shards, of reading without ranks and (2.10) of its own code
 warnings.filterwarnings("ignore", "When using ``NO_SHARD|torch.distributed is dis|TypedStorage is")
 
 
@@ -111,8 +110,7 @@ def _size_and_crc(path: Path) -> list[int]:
 
 def _manifest_checksum(manifest: dict[str, Any]) -> int:
     """Return the CRC-32 of a manifest without its own checksum."""
-    rest = {key: value for key, value in manifest.items() if key != "checksum"}
-    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+    return zlib.crc32(json.dumps(manifest | {"checksum": 0}, sort_keys=True).encode())
 
 
 @contextmanager
@@ -125,9 +123,8 @@ def _replacing(path: Path) -> Iterator[io.BufferedWriter]:
             file.flush()
             os.fsync(file.fileno())
         new.replace(path)
-    except OSError as error:
-        error.filename = str(path)  # a failed write does not say of which file
-        raise
+    except RuntimeError as error:
+        raise error.__context__ or error from None  # torch.save fails again as it closes
     finally:
         with suppress(OSError):
             new.unlink()
@@ -162,14 +159,10 @@ class _Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> None:
         """Leave the temporary path out of the index."""
 
-    def prepare_local_plan(self, plan: Any) -> Any:
-        """Return the plan of this rank, whose folder `write_data` makes."""
-        return plan
-
     def write_data(self, plan: Any, planner: Any) -> Any:
         """Write this rank's shards; the checksums of its files follow DCP's own results."""
         folder = Path(self.path)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)  # again: rank 0 has removed leftovers
         try:
             written: Any = super().write_data(plan, planner).value()
         except RuntimeError as error:
@@ -234,9 +227,7 @@ class Saver:
         the one before. A failed save leaves the older checkpoints as they were.
         """
         if step < 0 or self.keep < 1:  # it would not be found again, or removed at once
-            raise ValueError(
-                f"step {step} and keep {self.keep}: give step 0 or more, keep 1 or more"
-            )
+            raise ValueError("give step 0 or more, keep 1 or more")
         run_state = json.loads(json.dumps(run_state))  # as it will be read
         problems = self.finish()
         if self.failures == 2 and not wait:
@@ -263,9 +254,9 @@ class Saver:
             dcp.save(tensors, storage_writer=writer, process_group=self.group)
         except CheckpointException as failed:  # with the errors of all ranks
             self.failures += 1
-            errors = failed.failures.items()
-            reasons = sorted(f"{type(e).__name__}: {e} (rank {r})" for r, (e, _) in errors)
-            return [f"step {self.step} was not saved: {'; '.join(reasons)}"]
+            rank, (error, _) = next(iter(failed.failures.items()))
+            why = f"{type(error).__name__}: {error} (rank {rank})"
+            return [f"step {self.step} was not saved: {why}"]
         finally:
             _remove_leftovers(self.folder)
         self.failures, self.saved = 0, self.step
@@ -305,21 +296,20 @@ class _Unpickler(pickle.Unpickler):
         """Return what is named, if it may be."""
         if self.allowed.fullmatch(f"{module}.{name}"):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it contains '{module}.{name}', which this code never writes")
+        raise Damaged(f"{INDEX} contains '{module}.{name}', which this code never writes")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a complete checkpoint; Damaged where it is none, or was changed."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        unchanged = manifest["checksum"] == _manifest_checksum(manifest)
+        if manifest["checksum"] == _manifest_checksum(manifest):
+            return manifest
     except (FileNotFoundError, NotADirectoryError):
         raise Damaged(f"{folder}: not a checkpoint (it contains no {MANIFEST})") from None
     except (ValueError, LookupError, TypeError, AttributeError):
-        unchanged = False  # no JSON, or no object
-    if not unchanged:
-        raise Damaged(f"{folder}: checksum mismatch in {MANIFEST}")
-    return manifest
+        pass  # no JSON, or no object
+    raise Damaged(f"{folder}: checksum mismatch in {MANIFEST}")
 
 
 def check(folder: Path, part: int = 0, parts: int = 1) -> tuple[dict[str, Any], Metadata]:
@@ -332,10 +322,7 @@ def check(folder: Path, part: int = 0, parts: int = 1) -> tuple[dict[str, Any], 
     for name, size_and_crc in found.items():
         if size_and_crc != files[name]:
             raise Damaged(f"{folder}: checksum mismatch in {name}")
-    try:
-        return manifest, _Unpickler(io.BytesIO(index)).load()
-    except pickle.UnpicklingError as error:
-        raise Damaged(f"{folder}: {INDEX} is refused: {error}") from None
+    return manifest, _Unpickler(io.BytesIO(index)).load()
 
 
 def step_of(folder: Path) -> int:
@@ -377,14 +364,11 @@ class Reader(dcp.FileSystemReader):
         super().set_up_storage_reader(*args, **options)
 
     def read(self, tensors: dict[str, Tensor], **options: Any) -> None:
-        """Read tensors in place; raise an OSError of any rank, which may pass, or its error."""
+        """Read tensors in place; raise the error of the first rank that has one."""
         try:
             dcp.load(tensors, storage_reader=self, **options)
         except CheckpointException as failed:  # with the errors of all ranks
-            for rank, (error, _) in failed.failures.items():
-                if isinstance(error, OSError):
-                    raise OSError(f"{self.path} cannot be read: {error} (rank {rank})") from None
-            raise error from None
+            raise next(iter(failed.failures.values()))[0] from None
 
 
 def load(
@@ -396,9 +380,8 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint into a sharded model and its optimizer; return its manifest. Collective.
 
-    That is the `run_state` that was saved, and the "step". Every file is checked first, by one of
-    the ranks: Damaged or OSError, the same on all ranks, leaves the model as it was. An error after
-    that leaves it partly loaded.
+    That is the saved `run_state`, and the "step". Every file is checked first, by one of the ranks:
+    Damaged or OSError, the same on all, leaves the model as it was. A later error does not.
     """
     reader, tensors = Reader(Path(folder)), named_tensors(model, optimizer)
     zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
@@ -447,10 +430,7 @@ def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
         }
         reader.read(tensors, no_dist=True)
         model = {name[len("model.") :]: tensor for name, tensor in tensors.items()}
-        try:
-            torch.save({"model": model, "step": manifest["step"]}, file)
-        except RuntimeError as error:
-            raise error.__context__ or error from None  # torch.save fails again as it closes
+        torch.save({"model": model, "step": manifest["step"]}, file)
     return model
 
 
@@ -468,19 +448,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"there is no folder {args.dir}")
     try:
         if args.command == "ls":
-            for path in (found := list_checkpoints(args.dir)):
+            for path in list_checkpoints(args.dir):
                 try:
-                    manifest = read_manifest(path)
+                    sizes = [size for size, _ in read_manifest(path)["files"].values()]
+                    print(f"{path.name}  {sum(sizes) / 2**30:8.3f} GiB  {len(sizes):5} files")
                 except (Damaged, OSError) as error:
                     print(f"{path.name}  unreadable: {error}")
-                    continue
-                sizes = [size for size, _ in manifest["files"].values()]
-                flags = manifest.get("flags", {})  # another program's has none
-                how = " ".join(str(flags[k]) for k in ("model", "mode", "world_size") if k in flags)
-                gib = sum(sizes) / 2**30
-                print(f"{path.name}  {gib:8.3f} GiB  {len(sizes):5} files  {how}".rstrip())
-            if not found:
-                print(f"no checkpoint in {args.dir}")
         elif args.command == "verify":
             print(f"{args.dir} is complete: {verify(args.dir)} tensors")
         else:

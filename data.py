@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
+from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -87,19 +87,16 @@ def scan(root: str, progress: Callable[[int], None] | None = None) -> ImageFolde
     names: list[str] = []
     # by (inode, device); with those above, so that a link upwards lists nothing
     listed = {os.stat(folder)[1:3] for folder in Path(root).resolve().parents}
-    starts = [root]  # then links, which os.walk leaves to us: after the folders they may lead to
-    for start in starts:
-        for folder, subfolders, files in os.walk(start, onerror=fail):
-            if (place := os.stat(folder)[1:3]) in listed:
-                subfolders.clear()
-                continue
-            listed.add(place)
-            subfolders[:] = sorted(n for n in subfolders if not n.startswith("."))
-            starts += filter(os.path.islink, [os.path.join(folder, n) for n in subfolders])
-            images = [n for n in files if n.lower().endswith(EXTENSIONS) and not n.startswith(".")]
-            names += [os.path.relpath(os.path.join(folder, name), root) for name in images]
-            if progress:
-                progress(len(names))
+    for folder, subfolders, files in os.walk(root, onerror=fail, followlinks=True):
+        if (place := os.stat(folder)[1:3]) in listed:
+            subfolders.clear()
+            continue
+        listed.add(place)
+        subfolders[:] = sorted(n for n in subfolders if not n.startswith("."))
+        images = [n for n in files if n.lower().endswith(EXTENSIONS) and not n.startswith(".")]
+        names += [os.path.relpath(os.path.join(folder, name), root) for name in images]
+        if progress:
+            progress(len(names))
     if not names:
         raise ValueError(f"no images found in {root}: looked for {' '.join(EXTENSIONS)}")
     names.sort(key=os.fsencode)  # the same order in every locale
@@ -157,9 +154,6 @@ class RankBatchSampler:
     rank: int
     world_size: int
     steps: range
-
-    def __len__(self) -> int:
-        return len(self.steps) * (self.global_batch // (self.local_batch * self.world_size))
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in self.steps:
@@ -313,7 +307,7 @@ def file_fault(error: Exception) -> str:
 def open_image(
     content: bytes | AnyImage, stats: ChannelStats | None = None
 ) -> tuple[AnyImage, tuple[int, int]]:
-    """Open what a source has read -> it, not decoded yet, and its (width, height) when upright.
+    """Open what a source has read -> it, not decoded yet, and its (width, height).
 
     ValueError, or what Pillow and numpy raise, where it is damaged, too large or not as `stats`.
     """
@@ -326,9 +320,7 @@ def open_image(
         try:
             image = Image.open(io.BytesIO(content))
         except UnidentifiedImageError:  # which names an object in memory
-            if content[:2] in (b"II", b"MM"):
-                raise ValueError("no picture: `prepare.py pack` reads TIFF of many bands") from None
-            raise ValueError(f"not an image: it begins with {content[:16]!r}") from None
+            raise ValueError("not an image that Pillow reads") from None
         # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without
         # an error. The last end marker must follow the last start of a scan (ITU-T T.81, B.1).
         zeros = image.format == "JPEG" and content.endswith(b"\0")
@@ -341,29 +333,21 @@ def open_image(
             raise ValueError("NaN or infinite pixels")
         kind, size = (len(image), image.dtype.name), (image.shape[2], image.shape[1])
     else:
-        turned = orientation(image) in (5, 6, 7, 8)
-        kind, size = (3, "uint8"), image.size[::-1] if turned else image.size
+        kind, size = (3, "uint8"), image.size
     if stats and kind != (wanted := (len(stats.mean), stats.dtype)):
         text = "{} channels of {}, not {} of {}: see `prepare.py stats`"
         raise ValueError(text.format(*kind, *wanted))
     return image, size
 
 
-def orientation(image: Image.Image) -> int:
-    """Read from EXIF data how an image is turned, 1 to 8; 1 is upright."""
-    return image.getexif().get(ExifTags.Base.Orientation, 1)
-
-
 def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
-    """Decode to upright RGB, a JPEG at 1/1, 1/2, 1/4 or 1/8 of its size (`reduce`).
+    """Decode to RGB, a JPEG at 1/1, 1/2, 1/4 or 1/8 of its size (`reduce`).
 
     Scales 16-bit grey to 8 bits, blends transparent pixels with black. Raises whatever Pillow
     raises for a broken image, ValueError for 32-bit pixels.
     """
     if reduce > 1:
         image.draft(None, (image.width // reduce, image.height // reduce))
-    if orientation(image) != 1:  # upright, that would only copy it
-        image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):
         grey = np.asarray(image) // 257  # `convert` would clip at 255
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
@@ -385,16 +369,14 @@ def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool
     """
     top, left, height, width = crop
     if isinstance(image, Image.Image):
-        # A turned image is decoded whole: at a smaller scale its last pixel may be a part of one,
-        # and turning would bring it to the front and shift all others.
-        exact = exact or image.format != "JPEG" or orientation(image) != 1
-        fits = 1 if exact else max(1, min(height, width) // side)
+        whole = exact or image.format != "JPEG"
+        fits = 1 if whole else max(1, min(height, width) // side)
         reduce = max(scale for scale in (1, 2, 4, 8) if scale <= fits)
         x0, y0, x1, y1 = (round(n / reduce) for n in (left, top, left + width, top + height))
         pixels = np.array(decode(image, reduce).crop((x0, y0, x1, y1)))  # (H, W, C)
         part = torch.from_numpy(pixels).permute(2, 0, 1)  # channels last, PyTorch's fastest here
     else:  # few of PyTorch's kernels take uint16, all take float32
         dtype = np.uint8 if image.dtype == np.uint8 else np.float32
-        whole = image[:, top : top + height, left : left + width]
-        part = torch.from_numpy(whole.astype(dtype, order="C"))
+        pixels = image[:, top : top + height, left : left + width]
+        part = torch.from_numpy(pixels.astype(dtype, order="C"))
     return F.interpolate(part[None], [side, side], mode="bicubic", antialias=True)[0]

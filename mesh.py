@@ -149,7 +149,7 @@ def pick_device(name: str, ranks: Ranks) -> torch.device:
 def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) -> None:
     """Start the default process group: nccl (RCCL on ROCm) for GPU tensors, gloo for CPU tensors.
 
-    Collective; RuntimeError if a rank does not come, ValueError if only some have a GPU.
+    Collective; RuntimeError if a rank does not come.
     """
     timeout, on_gpu = timedelta(minutes=timeout_minutes), device.type == "cuda"
     # gloo connects each rank with every other, once per group: hundreds of ranks need many files.
@@ -162,13 +162,6 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
     if ranks.init:
         os.environ.update(ranks.init)
         store = next(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout))[0]
-        store.set(f"device/{ranks.rank}", device.type)
-        found = store.multi_get([f"device/{rank}" for rank in range(ranks.world_size)])
-        if len({*found}) > 1:  # those with a GPU would wait for the others until the timeout
-            store.set(f"found/{ranks.rank}", "")
-            if ranks.rank == 0:  # it serves the store, and leaves last
-                store.wait([f"found/{rank}" for rank in range(ranks.world_size)])
-            raise ValueError(f"rank {found.index(b'cpu')} found no GPU, others did; see --device")
     with quiet_gloo():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

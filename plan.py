@@ -26,8 +26,7 @@ from runtime import process
 from runtime.config import Parser, filled, make_config, number, training_parser
 from runtime.run import resolve
 
-# ---------------------------------------------------------------------------------------------
-# The command line
+# --- The command line
 
 
 def plan_parser() -> Parser:
@@ -40,8 +39,6 @@ def plan_parser() -> Parser:
     add("--machines", action="store_true", help="print the table of machines, and no plan")
     gib = "per rank (default: the machine's)"
     add("--memory-gib", type=number(0.1, 10**6), metavar="GIB", help=gib)
-    ips = "images/s of one whole node, measured under the same flags"
-    add("--measured-ips", type=number(0.001, 10**9), metavar="IMAGES", help=ips)
     add("--compare", action="store_true", help="every mode and group, best first")
     add("--explain", action="store_true", help="where the memory goes")
     add("--json", action="store_true", help="one JSON object")
@@ -61,13 +58,12 @@ def read_command(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
         run = resolve(checked, args.world_size, machine.ranks_per_node)
         more = {"encoder_only": args.encoder_only, "mask_ratio": config.mask_ratio}
         planned = PlannedRun.from_flags(run.model, run.record() | more)
-        return args, Plan(planned, machine, args.memory_gib, args.measured_ips)
+        return args, Plan(planned, machine, args.memory_gib)
     except ValueError as error:
         parser.error(str(error))
 
 
-# ---------------------------------------------------------------------------------------------
-# What is printed
+# --- What is printed
 
 
 def summary_lines(plan: Plan) -> Iterator[str]:
@@ -149,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.machines:
         print("\n".join(machine_table()))
         return 0
-    plans = compare(plan, args.measured_ips) if args.compare else []
+    plans = compare(plan) if args.compare else []
     if args.json:
         rows = [p.json() | {"mode": p.label, "why": reason(p, plans)} for p in plans]
         print(json.dumps(rows if args.compare else plan.json()))

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 InitialValue = Callable[..., Tensor]  # (name, whole shape, device=device) -> whole fp32 value
 
-# ---------------------------------------------------------------------------------------------
-# The strategies
+# --- The strategies
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,7 @@ def misuses(
             yield f"{spell(name)} is not for fp16: the loss scale would miss overflows: use bf16"
 
 
-# ---------------------------------------------------------------------------------------------
-# Applying one: values, activation checkpointing, compile, sharding
+# --- Applying one: values, activation checkpointing, compile, sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,14 +163,13 @@ def apply(
         if split_block and module in blocks.values():
             split_block(module, mesh)
 
-    if row.engine != "fsdp":
-        _prepare_blocks(model, blocks, options)
-        fill(model)
-        return _ddp(model.to(device), mesh, options)
-    units = blocks if options.wrap == "block" else {}
+    units = blocks if row.engine == "fsdp" and options.wrap == "block" else {}
     _check_units(model, units)
     _prepare_blocks(model, blocks, options)
-    return _fsdp(model, units, row, mesh["replicate", "shard"], options, fill)
+    if row.engine == "fsdp":
+        return _fsdp(model, units, row, mesh["replicate", "shard"], options, fill)
+    fill(model)
+    return _ddp(model.to(device), mesh, options)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -180,8 +177,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
-# ---------------------------------------------------------------------------------------------
-# The engines
+# --- The engines
 
 
 def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Module:
@@ -212,18 +208,13 @@ def _fsdp(
     fill: Callable[[nn.Module], None],
 ) -> nn.Module:
     """FSDP1 or FSDP2: give each unit its values, then cut it; inner units first, the root last."""
-    fsdp1, norms, exact = options.fsdp == 1, dict[str, nn.Module](), dict[str, Any]()
+    fsdp1 = options.fsdp == 1
     wrap: Any = FSDP1 if fsdp1 else fully_shard  # the one returns a wrapper, the other the module
     settings = (_fsdp1_settings if fsdp1 else _fsdp2_settings)(row, mesh, options)
-    if options.param_dtype != torch.float32:
-        # BatchNorm's kernels want parameters in the dtype of its buffers.
-        policy = fsdp.MixedPrecisionPolicy(None, options.reduce_dtype, cast_forward_inputs=False)
-        exact = {"mixed_precision": None} if fsdp1 else {"mp_policy": policy}
-        norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}
-    for name, module in {**norms, **blocks}.items():
+    for name, module in blocks.items():
         fill(module)  # whole, until it is cut
         unit = model.get_submodule(name)  # the module, or what checkpoints it
-        _replace(model, {unit: wrap(unit, **settings | (exact if name in norms else {}))})
+        _replace(model, {unit: wrap(unit, **settings)})
     fill(model)  # the rest: what has its values already is left alone
     sharded = wrap(model, **settings)
     units: list[Any] = [model.get_submodule(name) for name in blocks]
@@ -286,8 +277,7 @@ def _fsdp2_settings(row: Strategy, mesh: DeviceMesh, options: ShardingOptions) -
     }
 
 
-# ---------------------------------------------------------------------------------------------
-# A step: accumulation, gradient norm, optimizer, scaler
+# --- A step: accumulation, gradient norm, optimizer, scaler
 
 
 def accumulation(model: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -404,8 +394,7 @@ def build_scaler(
     return (ShardedGradScaler if isinstance(model, FSDP1) else torch.amp.GradScaler)(device.type)
 
 
-# ---------------------------------------------------------------------------------------------
-# Arguments, blocks, initial values
+# --- Arguments, blocks, initial values
 
 
 def _check_arguments(
@@ -417,15 +406,15 @@ def _check_arguments(
     wanted = mesh_shape(mode, dist.get_world_size() // tp, group)
     if mesh.shape[:2] != wanted:
         raise ValueError(f"mode {mode} here needs a mesh that begins with {wanted}, not {mesh}")
-    for name, hint in get_type_hints(ShardingOptions).items():
-        value = getattr(options, name)
-        if get_origin(hint) is Literal and value not in get_args(hint):
-            raise ValueError(f"{name} is {value!r}, but must be one of {get_args(hint)}")
     given = {n: v for n, v in vars(options).items() if v != getattr(ShardingOptions, n)}
     for sentence in misuses(mode, given | ({"tp": tp} if tp > 1 else {})):
         raise ValueError(sentence)
     if "module" in dict(model.named_children()):
         raise ValueError("rename the submodule module: DDP uses this name")
+    # its buffers stay in fp32, and recomputation would count each batch twice
+    low = STRATEGIES[mode].engine == "fsdp" and options.param_dtype != torch.float32
+    if (low or options.ac != "none") and any(isinstance(m, _BatchNorm) for m in model.modules()):
+        raise ValueError("BatchNorm needs ac none and, in FSDP, param_dtype fp32: use GroupNorm")
     for name, p in model.named_parameters():
         if p.dtype != torch.float32:
             raise ValueError(f"{name} is {p.dtype}, but parameters are stored in fp32: .float()")
@@ -463,8 +452,6 @@ def _prepare_blocks(
     # Checkpointing comes first, so that the recomputation is inside the compiled region and inside
     # the unit: a block is gathered once for recomputation and gradient together.
     if options.ac != "none":
-        if any(isinstance(part, _BatchNorm) for b in blocks.values() for part in b.modules()):
-            raise ValueError(f"ac {options.ac} would count each batch twice in BatchNorm")
         how: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state}
         if options.ac == "selective":
             how["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matmuls)
@@ -479,8 +466,6 @@ def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         left, right = args[-2:]
         keep = left.shape[-1] <= right.shape[-1]
-    elif "linear" in str(op):  # F.linear as one operator, with the weight (D', D)
-        keep = args[0].shape[-1] <= args[1].shape[0]
     else:  # bmm: attention without a fused kernel
         keep = "scaled_dot_product" in str(op) or op is torch.ops.aten.bmm.default
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -44,8 +44,7 @@ from runtime.session import Session, manual_gc, run_session
 
 COLLECT_EVERY = 100  # steps between two garbage collections
 
-# ---------------------------------------------------------------------------------------------
-# One step
+# --- One step
 
 
 @dataclass
@@ -107,8 +106,7 @@ def train_step(
     optimizer.zero_grad()  # to None: their memory is free until the next backward
 
 
-# ---------------------------------------------------------------------------------------------
-# The model: from shapes to a sharded model that trains
+# --- The model: from shapes to a sharded model that trains
 
 
 def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Training:
@@ -147,8 +145,7 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
     return Training(model, optimizer, scaler, loss_of, run.dtype, c.clip)
 
 
-# ---------------------------------------------------------------------------------------------
-# The loop
+# --- The loop
 
 
 def train(
@@ -212,8 +209,7 @@ def read_images(run: Run, monitor: Monitor, batches: Iterator[Batch]) -> tuple[s
     return "done", None
 
 
-# ---------------------------------------------------------------------------------------------
-# The run: each part is made from those before it
+# --- The run: each part is made from those before it
 
 
 def run_training(run: Run, session: Session) -> None:

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-# ---------------------------------------------------------------------------------------------
-# Sizes
+# --- Sizes
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,7 @@ def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 
     return flops
 
 
-# ---------------------------------------------------------------------------------------------
-# Patches, positions, masking
+# --- Patches, positions, masking
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
@@ -134,8 +132,7 @@ def sincos_positions(width: int, side: int) -> Tensor:
     return F.pad(table, (0, 0, 1, 0)).float().unsqueeze(0)  # (1, 1+L, D)
 
 
-# ---------------------------------------------------------------------------------------------
-# Layers. The names of modules and parameters are those of the official MAE release.
+# --- Layers. The names of modules and parameters are those of the official MAE release.
 
 
 # Up to this many tokens plain attention is faster on a CPU: the scores stay in its caches. A step
@@ -301,8 +298,7 @@ class ViTMAE(nn.Module):
         return (error * mask).sum() / mask.sum(), pred, mask
 
 
-# ---------------------------------------------------------------------------------------------
-# Initial values
+# --- Initial values
 
 
 def initial_value(

@@ -3,12 +3,11 @@
     python train_fsdp.py --model 15b --mode hybrid --group 4 --dry-run --world-size 512
 
 The process group is fake and sends nothing; the tensors are fake: they have shapes but no memory.
-Flags, mesh, wrapping and step are those of the real run. The result is what a rank holds at its
-peak and every collective it takes part in. Only FSDP2 steps are simulated, not those of DDP or
-FSDP1. Four imports are private parts of PyTorch, there in torch 2.10 to 2.15.
+Flags, mesh, wrapping, forward and backward are those of the real run. The result is what a rank
+holds at its peak and the collectives it takes part in. Only FSDP2 is simulated, not DDP or FSDP1.
+Four imports are private parts of PyTorch, there in torch 2.10 to 2.15.
 """
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,12 +24,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import data
 import mesh
-import shard
 import vit
 from planner.machines import MACHINES
 from planner.memory import GIB
 from runtime import agreement, image_source
-from runtime.agreement import StepGuard
 from runtime.config import Config
 from runtime.process import print_error
 from runtime.record import describe, start_record
@@ -64,8 +61,7 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------------------------
-# The whole command
+# --- The whole command
 
 
 def dry_run(
@@ -94,8 +90,6 @@ def dry_run(
     if simulation and plan:
         print("one step of rank 0, simulated" + ", without --compile" * config.compile)
         print("\n".join(report(simulation, plan)))
-        if config.cpu_offload:
-            print("parameters, gradients and optimizer are host memory")
     else:
         print("flags, mesh and batch are checked, but only an FSDP2 step is simulated")
     return 3 if plan and plan["verdict"] == "NO" else 0
@@ -103,10 +97,10 @@ def dry_run(
 
 def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | None]:
     """Print what a real run would, in its order and with its errors; return run and plan."""
-    config = replace(run.config, dry_run=False)
+    config = run.config
     print(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
     _, found = image_source.find_images(config, None, run.global_batch)
-    run = with_images(replace(run, config=config), **found)
+    run = with_images(run, **found)
     read_run_state(list_newest_first(run, print), run, print)
     # of the GPU that the job will have, where one is here
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
@@ -126,8 +120,7 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------------------
-# One step
+# --- One step
 
 
 @dataclass(frozen=True)
@@ -151,32 +144,21 @@ def simulate(
     cpu = config.device == "cpu"
     with fake_tensors(), nullcontext() if cpu else mock.patch.dict(vit.PLAIN_TOKENS, clear=True):
         training = build(run, grid, resuming=True)
-        model, scaler = training.model, training.scaler
-        guard = StepGuard(CPU)  # here, so that its tensors are fake too
+        model = training.model
         shape = (batch, config.channels, side, side)
         stats = run.channel_stats or data.IMAGENET
         dtype = torch.uint8 if stats.dtype == "uint8" else torch.float32
         images = [torch.empty(shape, dtype=dtype) for _ in range(config.accum)]
         batches = [(x, torch.empty(batch, run.patches)) for x in images]
-        with counting(found):
-            tracker = FSDPMemTracker(model)
-            tracker.track_inputs(tuple(batches))
-            with tracker:
-                # without a reset the tracker refuses a second forward pass
-                reset = model.register_forward_pre_hook(
-                    lambda *_: tracker.reset_mod_stats(), prepend=True
-                )
-                loss = forward_backward(training, batches)
-                reset.remove()
-                after = _snapshot(tracker, "current")
-            # Not tracked: under DTensor the tracker counts full tensors of which only the shape is
-            # used. Not stepped: AdamW's fused step takes no memory except its states, which exist
-            # from the second step on.
-            if scaler:
-                scaler.unscale_(training.optimizer)
-            norm = shard.clip_grad_norm(model, config.clip or math.inf)
-            guard.vote(loss, norm, scaled=scaler is not None)
-    # AdamW: two moments per value, one step count per tensor
+        tracker = FSDPMemTracker(model)
+        tracker.track_inputs(tuple(batches))
+        with counting(found), tracker:
+            # without a reset the tracker refuses a second forward pass
+            model.register_forward_pre_hook(lambda *_: tracker.reset_mod_stats(), prepend=True)
+            forward_backward(training, batches)
+            after = _snapshot(tracker, "current")
+    # AdamW's fused step takes no memory but its states, which exist from the second step on: two
+    # moments per value, one step count per tensor
     states = {"OptState": 2 * after["Sharded Param"] + 4 * len([*model.parameters()])}
     return Simulation(_snapshot(tracker, "peak") | states, after | states, found)
 
@@ -187,8 +169,7 @@ def _snapshot(tracker: Any, which: str) -> dict[str, int]:
     return {category.value: size for category, size in found.items() if category != "Total"}
 
 
-# ---------------------------------------------------------------------------------------------
-# What is printed
+# --- What is printed
 
 
 def report(simulation: Simulation, plan: Mapping[str, Any]) -> Iterator[str]:
@@ -198,10 +179,11 @@ def report(simulation: Simulation, plan: Mapping[str, Any]) -> Iterator[str]:
         return sum(found.get(name, 0) for name in names) / GIB
 
     yield f"{'memory per rank, GiB':26}{'at peak':>16}{'after backward':>16}{'planned peak':>16}"
-    table: dict[str, tuple[float, ...]] = {}
-    for row, (names, parts) in ROWS.items():
-        planned_gib = sum(plan["memory_gib"][part] for part in parts)
-        table[row] = gib(simulation.peak, names), gib(simulation.after, names), planned_gib
+    peak, after, planned = simulation.peak, simulation.after, plan["memory_gib"]
+    table: dict[str, tuple[float, ...]] = {
+        row: (gib(peak, names), gib(after, names), sum(planned[part] for part in parts))
+        for row, (names, parts) in ROWS.items()
+    }
     table["all"] = tuple(map(sum, zip(*table.values(), strict=True)))
     for row, sizes in table.items():
         yield f"  {row:24}" + "".join(f"{size:16.3f}" for size in sizes)

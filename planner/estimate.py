@@ -17,12 +17,18 @@ from typing import Any
 import mesh
 import shard
 import vit
-from planner.machines import MACHINES, Machine, build_ring, collective_seconds
+from planner.machines import MACHINES, Machine, ring_links, wire_bytes
 from planner.memory import GIB, StepMemory, states_held
-from planner.traffic import ACTIVATIONS, PlannedRun, collectives, link_bytes, model_units, run_units
+from planner.traffic import (
+    ACTIVATIONS,
+    PlannedCollective,
+    PlannedRun,
+    collectives,
+    link_bytes,
+    model_units,
+)
 
-# ---------------------------------------------------------------------------------------------
-# Does it fit
+# --- Does it fit
 
 # What no tensor shows: the device's context and RCCL's or NCCL's buffers, then the allocator's
 # fragmentation as a share of the peak. Experience, not fitted.
@@ -38,20 +44,7 @@ def fit_verdict(peak_gib: float, memory_gib: float) -> str:
     return "TIGHT" if peak_gib + CONTEXT_GIB <= memory_gib else "NO"
 
 
-# ---------------------------------------------------------------------------------------------
-# Time
-
-
-def rank_flops(run: PlannedRun) -> float:
-    """Floating-point operations of a rank per step, without those that --ac makes again."""
-    config = run.config
-    if run.encoder_only:
-        config = replace(config, decoder_width=0, decoder_depth=0)
-    # tensor parallelism splits the blocks, not the layers around them
-    ends = replace(config, depth=0, decoder_depth=0)
-    around = vit.flops_per_image(ends, run.img_size, run.mask_ratio)
-    whole = vit.flops_per_image(config, run.img_size, run.mask_ratio)
-    return run.accum * run.batch * (around + (whole - around) / run.tp)
+# --- Time
 
 
 def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
@@ -60,53 +53,57 @@ def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
     Matmuls run at a share of the peak; everything else (norms, GELU, softmax, sums) takes a time
     per token and block. Full checkpointing runs the blocks' forward again: 4 passes instead of 3.
     """
-    layers = model_units(run.config, run.encoder_only)[1:]
-    tokens = run.accum * run.batch * sum(run.tokens[unit.part] * unit.count for unit in layers)
-    passes = 4 / 3 if run.ac == "full" else 1
+    config, layers = run.config, model_units(run.config, run.encoder_only)[1:]
+    if run.encoder_only:
+        config = replace(config, decoder_width=0, decoder_depth=0)
+    flops = vit.flops_per_image(config, run.img_size, run.mask_ratio) / run.tp
     peak = machine.peak_flops * (1 if run.precision != "fp32" else machine.fp32_share)
-    matmuls = rank_flops(run) / (peak * machine.efficiency)
-    return passes * (matmuls + tokens * machine.token_layer_seconds)
+    tokens = sum(run.tokens[unit.part] * unit.count for unit in layers)
+    image = flops / (peak * machine.efficiency) + tokens * machine.token_layer_seconds
+    return run.accum * run.batch * image * (4 / 3 if run.ac == "full" else 1)
+
+
+def collective_seconds(machine: Machine, world_size: int, c: PlannedCollective) -> float:
+    """Seconds of one collective: launch, one latency per hop, bytes over the slowest link."""
+    shares = ring_links(machine, world_size, c.ranks, c.stride)
+    # groups with few ranks on a node share its network with the others
+    local = min(c.ranks, max(1, machine.ranks_per_node / c.stride))
+    network = machine.network_bytes_per_second * local / machine.ranks_per_node
+    rates = (machine.package_bytes_per_second, machine.node_bytes_per_second, network)
+    slowest = min(rate for rate, share in zip(rates, shares, strict=True) if share)
+    hop = machine.hop_seconds if shares[2] else machine.node_hop_seconds
+    hops = c.ranks - 1
+    if c.kind == "all_reduce":  # up and down a tree: NCCL and RCCL use one for all-reduce
+        hops = 2 * math.ceil(math.log2(c.ranks))
+    sent = wire_bytes(c.kind, c.payload, c.ranks)
+    return machine.launch_seconds + hops * hop + sent / (slowest * machine.bandwidth_share)
 
 
 def communication_seconds(run: PlannedRun, machine: Machine) -> tuple[float, float]:
     """Seconds per step of all collectives, one after the other, and of those without overlap.
 
-    The root unit is gathered before the forward pass and reduced after the backward pass, when
-    there is nothing to compute. Of its collectives only the share of blocks counts, under `wrap`
-    root: the layers outside of blocks are small, and the fitted constants have them.
-    Each block waits for the sums of tensor parallelism.
+    A model of one unit is gathered before forward and reduced after backward. Each block waits for
+    the sums of tensor parallelism.
     """
     total = exposed = 0.0
-    outside = model_units(run.config, run.encoder_only)[0].numel
-    root = run_units(run)[0].numel
     for c in collectives(run):
-        ring = build_ring(machine, run.world_size, c.ranks, c.stride)
-        seconds = c.count * collective_seconds(machine, c.kind, c.payload, ring)
+        seconds = c.count * collective_seconds(machine, run.world_size, c)
         total += seconds
-        if c.what == "root":
-            exposed += seconds * max(0, root - outside) / root
-        elif c.what == ACTIVATIONS:
+        if c.what == ACTIVATIONS or (c.what == "root" and run.wrap == "root"):
             exposed += seconds
     return total, exposed
 
 
-def step_time(
-    run: PlannedRun, machine: Machine, measured_ips: float | None = None
-) -> dict[str, float]:
+def step_time(run: PlannedRun, machine: Machine) -> dict[str, float]:
     """Estimate the time of a step and of its parts.
 
     Communication overlaps with compute, except for a share of it and for what is longer than
-    compute. From node to node a job loses a little more, whatever it sends. With `measured_ips`,
-    images/s measured on one node under the same flags, the estimate starts from there.
+    compute. From node to node a job loses a little more, whatever it sends.
     """
     compute = forward_backward_seconds(run, machine)
     communication, alone = communication_seconds(run, machine)
     rate = machine.host_bytes_per_second if run.cpu_offload else machine.optimizer_bytes_per_second
     optimizer = 28 * states_held(run) / rate  # AdamW reads 16 bytes a parameter and writes 12
-    if measured_ips:
-        node = one_node(run, machine)
-        compute += node.data_ranks * run.batch * run.accum / measured_ips
-        compute = max(0.0, compute - step_time(node, machine)["step"])
     exposed = communication - min(communication - alone, compute) * machine.hidden_share
     nodes = max(1.0, run.world_size / machine.ranks_per_node)
     step = (compute + exposed + optimizer) * (1 + machine.doubling_loss * math.log2(nodes))
@@ -119,17 +116,7 @@ def step_time(
     }
 
 
-def one_node(run: PlannedRun, machine: Machine) -> PlannedRun:
-    """Make the same run on one node; a shard group wider than the node becomes the node."""
-    data_ranks = max(1, min(machine.ranks_per_node, run.world_size) // run.tp)
-    if run.group is None:
-        return replace(run, world_size=data_ranks * run.tp)
-    group = min(run.group, data_ranks)
-    return replace(run, group=group, world_size=data_ranks // group * group * run.tp)
-
-
-# ---------------------------------------------------------------------------------------------
-# The plan
+# --- The plan
 
 
 class Plan:
@@ -140,9 +127,8 @@ class Plan:
         run: PlannedRun,
         machine: Machine = MACHINES["frontier"],
         memory_gib: float | None = None,
-        measured_ips: float | None = None,
     ) -> None:
-        """`memory_gib` is of a rank, by default the machine's; `measured_ips`: `step_time`."""
+        """`memory_gib` is of a rank, by default the machine's."""
         self.run, self.machine = run, machine
         self.memory_gib = machine.memory_gib if memory_gib is None else memory_gib
         self.snapshots = list(StepMemory(run, machine).snapshots())
@@ -151,7 +137,7 @@ class Plan:
         self.peak_active_gib = max(s.total + s.pending for s in self.snapshots) / GIB
         self.verdict = fit_verdict(self.peak_gib, self.memory_gib)
         self.margin_gib = CONTEXT_GIB + FRAGMENTATION * self.peak_gib  # that FITS leaves free
-        self.seconds = step_time(run, machine, measured_ips)
+        self.seconds = step_time(run, machine)
         step, alone = self.seconds["step"], self.seconds["compute"] + self.seconds["optimizer"]
         self.images_per_second = run.data_ranks * run.batch * run.accum / step  # at most, of all
         self.efficiency = alone / step  # of a rank, against one that sends nothing
@@ -162,9 +148,8 @@ class Plan:
         """The largest local batch with the verdict FITS, 0 if there is none."""
 
         def too_large(batch: int) -> bool:
-            snapshots = StepMemory(replace(self.run, batch=batch), self.machine).snapshots()
-            peak = max(s.total for s in snapshots) / GIB
-            return fit_verdict(peak, self.memory_gib) != "FITS"
+            run = replace(self.run, batch=batch)
+            return Plan(run, self.machine, self.memory_gib).verdict != "FITS"
 
         return bisect_left(range(1, MOST_IMAGES), True, key=too_large)
 
@@ -202,8 +187,7 @@ class Plan:
         }
 
 
-# ---------------------------------------------------------------------------------------------
-# Comparing
+# --- Comparing
 
 TIE = 0.05  # runs with the same flags differ by more than this from day to day
 
@@ -228,26 +212,22 @@ def in_mode(run: PlannedRun, mode: str, group: int | None) -> PlannedRun:
     )
 
 
-def compare(base: Plan, measured_ips: float | None = None) -> list[Plan]:
+def compare(base: Plan) -> list[Plan]:
     """Plan every mode and group for the run of a plan; best first, what does not fit last."""
     run, plans = base.run, []
     for mode, row in shard.STRATEGIES.items():
-        if row.engine != "fsdp" and run.tp > 1:
-            continue
         for group in group_sizes(run, base.machine) if row.group == "group" else [None]:
             other = in_mode(run, mode, group)
-            plans.append(Plan(other, base.machine, base.memory_gib, measured_ips))
+            plans.append(Plan(other, base.machine, base.memory_gib))
     return sorted(plans, key=lambda p: (VERDICTS.index(p.verdict), -p.images_per_second))
 
 
 def reason(plan: Plan, plans: Sequence[Plan]) -> str:
     """Say why a plan of a comparison is not the one to take, or that it is as good as the first."""
     best = plans[0]
-    if plan.verdict == "NO":
-        over = plan.peak_gib + CONTEXT_GIB - plan.memory_gib
-        return f"out: {over:.1f} GiB too much in {plan.peak.name}"
-    if plan.verdict == "TIGHT":
-        return "fits, but without the margin for fragmentation"
+    if plan.verdict != "FITS":
+        over = plan.peak_gib + plan.margin_gib - plan.memory_gib
+        return f"{over:.1f} GiB too much in {plan.peak.name}"
     behind = 1 - plan.images_per_second / best.images_per_second
     if behind <= TIE:
         return "best" if plan is best else f"tie: {behind:.0%} behind"
@@ -256,10 +236,7 @@ def reason(plan: Plan, plans: Sequence[Plan]) -> str:
     return f"{behind:.0%} slower: {why}"
 
 
-# ---------------------------------------------------------------------------------------------
-# What would fit: changes that keep the global batch, so that a run may be resumed with them
-
-CHECKPOINTING = ("none", "selective", "full")  # --ac, in the order of what it saves
+# --- What would fit: changes that keep the global batch, so that a run may be resumed with them
 
 
 def describe_fit(plan: Plan, global_batch: bool, ran_out: bool = False) -> str:
@@ -272,8 +249,8 @@ def describe_fit(plan: Plan, global_batch: bool, ran_out: bool = False) -> str:
         return plan.fit
     most = 0.9 * plan.peak_gib if ran_out else math.inf
     found: dict[str, str] = {}
-    for flags, fields in possible_changes(plan, global_batch):
-        other = Plan(replace(plan.run, **fields), plan.machine, plan.memory_gib)
+    for flags, run in possible_changes(plan, global_batch):
+        other = Plan(run, plan.machine, plan.memory_gib)
         if other.verdict == "FITS" and other.peak_gib <= most:
             found.setdefault(flags.split()[0], flags)
     if found:
@@ -281,8 +258,8 @@ def describe_fit(plan: Plan, global_batch: bool, ran_out: bool = False) -> str:
     return f"{plan.fit}; no --batch, --ac or --mode alone fits: take several, or more ranks"
 
 
-def possible_changes(plan: Plan, global_batch: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield flags and the fields of PlannedRun that they set, of each kind the smallest first.
+def possible_changes(plan: Plan, global_batch: bool) -> Iterator[tuple[str, PlannedRun]]:
+    """Yield flags and the run with them, of each kind the smallest change first.
 
     Smaller local batches with more accumulation, more checkpointing, modes that shard more.
     """
@@ -290,12 +267,8 @@ def possible_changes(plan: Plan, global_batch: bool) -> Iterator[tuple[str, dict
     for batch in reversed([n for n in mesh.divisors(images) if n < run.batch]):
         accum = images // batch
         flags = f"--accum {accum}" if global_batch else f"--batch {batch} --accum {accum}"
-        yield flags, {"batch": batch, "accum": accum}
-    for ac in CHECKPOINTING[CHECKPOINTING.index(run.ac) + 1 :]:
-        yield f"--ac {ac}", {"ac": ac}
-    # of the same size where parameters are not yet freed
-    least = max(2, run.shard + shard.STRATEGIES[run.mode].reshard)
+        yield flags, replace(run, batch=batch, accum=accum)
+    for ac in ("selective", "full"):
+        yield f"--ac {ac}", replace(run, ac=ac)
     for group in (*group_sizes(run, plan.machine), run.data_ranks):
-        if group >= least:
-            fields = {"mode": "hybrid", "group": group, "bucket_cap_mb": None}
-            yield f"--mode hybrid --group {group}", fields
+        yield f"--mode hybrid --group {group}", in_mode(run, "hybrid", group)

@@ -11,8 +11,7 @@ the nearest one and what differs, {"like": "dgx-a100-80", "ranks_per_node": 4}, 
 """
 
 import json
-import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ class Machine:
     node_bytes_per_second: float  # from one rank to the next inside a node
     network_bytes_per_second: float  # of a whole node, shared by its ranks
     host_bytes_per_second: float  # between a rank and the memory of its host
-    node_links: int = 1  # such links of a rank inside a node; a group of n ranks uses n - 1 at most
     fp32_share: float = 0.25  # of the peak, without tensor cores and TF32
     # Constants: Frontier's are fitted to measured runs, all others are guesses
     efficiency: float = 0.5  # share of the peak that matmuls reach
@@ -57,8 +55,7 @@ class Machine:
 # which is a little less than the data sheet's. Host: PCIe's 32 (Gen4) or 64 GB/s (Gen5) less 15 %.
 # Frontier: OLCF's user guide; a ring over all 8 GCDs of a node is as slow as its slowest edge, one
 # link of 50 GB/s; 4 NICs of 25 GB/s. DGX: NVIDIA's data sheets (NVLink 600 or 900 GB/s both ways, 8
-# NICs of 200 or 400 Gbit/s). MI300X: AMD's data sheets; 128 GB/s both ways between any two of 8;
-# the common 8 NICs of 400 Gbit/s. RTX 4090: NVIDIA's Ada whitepaper; a network of 10 Gbit/s.
+# NICs of 200 or 400 Gbit/s). RTX 4090: NVIDIA's Ada whitepaper; a network of 10 Gbit/s.
 #
 # Fitted: least squares of the relative error of the published step times (examples/published) of
 # `base` and `3b` on 1 to 8 nodes, all modes but ddp and hybrid of group 1; workspace_gib on their
@@ -80,12 +77,11 @@ MACHINES: dict[str, Machine] = {
     for machine in (
         # ranks per package, per node; GiB; bf16 FLOP/s; bytes/s: package, node, network, host
         Machine("frontier", 2, 8, 64.0, _PEAK["MI250X"], 200e9, 50e9, 100e9, 36e9, **FITTED),
-        Machine("dgx-a100-40", 1, 8, 39.4, _PEAK["A100"], 300e9, 300e9, 200e9, 27e9, 1, 0.0625),
-        Machine("dgx-a100-80", 1, 8, 79.1, _PEAK["A100"], 300e9, 300e9, 200e9, 27e9, 1, 0.0625),
-        Machine("dgx-h100", 1, 8, 79.1, _PEAK["H100"], 450e9, 450e9, 400e9, 55e9, 1, 0.068),
-        Machine("dgx-h200", 1, 8, 139.8, _PEAK["H200"], 450e9, 450e9, 400e9, 55e9, 1, 0.068),
-        Machine("mi300x", 1, 8, 191.9, _PEAK["MI300X"], 64e9, 64e9, 400e9, 55e9, 7, 0.125),
-        Machine("rtx-4090", 1, 1, 23.6, _PEAK["RTX 4090"], 27e9, 27e9, 1.25e9, 27e9, 1, 0.5),
+        Machine("dgx-a100-40", 1, 8, 39.4, _PEAK["A100"], 300e9, 300e9, 200e9, 27e9, 0.0625),
+        Machine("dgx-a100-80", 1, 8, 79.1, _PEAK["A100"], 300e9, 300e9, 200e9, 27e9, 0.0625),
+        Machine("dgx-h100", 1, 8, 79.1, _PEAK["H100"], 450e9, 450e9, 400e9, 55e9, 0.068),
+        Machine("dgx-h200", 1, 8, 139.8, _PEAK["H200"], 450e9, 450e9, 400e9, 55e9, 0.068),
+        Machine("rtx-4090", 1, 1, 23.6, _PEAK["RTX 4090"], 27e9, 27e9, 1.25e9, 27e9, 0.5),
     )
 }
 
@@ -94,51 +90,33 @@ def nearest_machine(peak_flops: float | None, memory_gib: float | None) -> Machi
     """Find the machine of a device by its peak bf16 FLOP/s, then its memory; Frontier for None."""
     if peak_flops is None or memory_gib is None:
         return MACHINES["frontier"]
-
-    def distance(machine: Machine) -> tuple[float, float]:
-        return abs(machine.peak_flops - peak_flops), abs(machine.memory_gib - memory_gib)
-
-    return min(MACHINES.values(), key=distance)
+    return min(
+        MACHINES.values(),
+        key=lambda m: (abs(m.peak_flops - peak_flops), abs(m.memory_gib - memory_gib)),
+    )
 
 
 def read_machine(name: str) -> Machine:
     """Find a machine by its name or read a JSON file; ValueError says what is wrong in it."""
     if name in MACHINES:
         return MACHINES[name]
-    path, known = Path(name), ", ".join(MACHINES)
-    if not path.is_file():
-        more = "or the path of a JSON file that describes yours"
-        raise ValueError(f"there is no machine {name}: use one of {known}, {more}")
     try:
-        values = {"name": path.stem, **json.loads(path.read_text())}
-        machine = replace(MACHINES[values.pop("like")], **values)
-        for field in fields(Machine)[1:]:
-            value: Any = getattr(machine, field.name)
-            kind = int if field.type is int else (int, float)
-            if not isinstance(value, kind) or value <= 0:
-                raise ValueError(f"{field.name} is {value!r}")
-        return machine
+        values = {"name": Path(name).stem, **json.loads(Path(name).read_text())}
+        return replace(MACHINES[values.pop("like")], **values)
     except (OSError, ValueError, TypeError, KeyError) as error:  # KeyError: the machine
-        needed = f'it takes "like", one of {known}, and the fields of Machine that differ'
-        raise ValueError(f"the machine file {name}: {error!r}; {needed}") from None
+        known = f"{', '.join(MACHINES)}, or a JSON file with one of these as"
+        needed = f'use {known} "like", and the fields of Machine that differ'
+        raise ValueError(f"--machine {name}: {error!r}; {needed}") from None
 
 
-# ---------------------------------------------------------------------------------------------
-# Rings
-
-
-@dataclass(frozen=True)
-class Ring:
-    """The ranks of one collective, and which links connect them."""
-
-    ranks: int
-    share: tuple[float, float, float]  # of connections by LINKS: mean over all groups of the job
-    local: float  # ranks of one group per node
+# --- Rings
 
 
 @lru_cache(maxsize=1024)
-def build_ring(machine: Machine, world_size: int, ranks: int, stride: int) -> Ring:
-    """Place all groups of two or more ranks, `stride` apart, that fill the world.
+def ring_links(
+    machine: Machine, world_size: int, ranks: int, stride: int
+) -> tuple[float, float, float]:
+    """Return the shares of LINKS in the rings of all groups of `ranks`, `stride` apart.
 
     Shard groups have stride 1, replicate groups the shard group's size (see mesh.py).
     """
@@ -149,8 +127,7 @@ def build_ring(machine: Machine, world_size: int, ranks: int, stride: int) -> Ri
         float(np.mean(rank // unit == following // unit))
         for unit in (machine.ranks_per_package, machine.ranks_per_node)
     )
-    local = min(float(ranks), max(1.0, machine.ranks_per_node / stride))
-    return Ring(ranks, (package, node - package, 1 - node), local)
+    return package, node - package, 1 - node
 
 
 def wire_bytes(kind: str, payload: float, ranks: int) -> float:
@@ -161,23 +138,3 @@ def wire_bytes(kind: str, payload: float, ranks: int) -> float:
     all ranks but the last send the tensor once: (n - 1) / n of it on average.
     """
     return (2 if kind == "all_reduce" else 1) * payload * (ranks - 1) / ranks
-
-
-def collective_seconds(machine: Machine, kind: str, payload: float, ring: Ring) -> float:
-    """Seconds of one collective: launch, one latency per hop, bytes over the slowest link."""
-    package, node, network = ring.share
-    rates = [machine.package_bytes_per_second] if package else []
-    hop = machine.node_hop_seconds
-    if node:
-        links = max(1.0, min(machine.node_links, ring.local - 1))
-        rates.append(links * machine.node_bytes_per_second)
-    if network:  # groups with few ranks on a node share its network with the others
-        rates.append(
-            machine.network_bytes_per_second * min(1.0, ring.local / machine.ranks_per_node)
-        )
-        hop = machine.hop_seconds
-    hops = ring.ranks - 1
-    if kind == "all_reduce":  # up and down a tree: NCCL and RCCL use one for all-reduce
-        hops = 2 * math.ceil(math.log2(ring.ranks))
-    sent = wire_bytes(kind, payload, ring.ranks)
-    return machine.launch_seconds + hops * hop + sent / (min(rates) * machine.bandwidth_share)

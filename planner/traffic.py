@@ -15,15 +15,14 @@ import torch
 
 import shard
 import vit
-from planner.machines import LINKS, Machine, build_ring, wire_bytes
+from planner.machines import LINKS, Machine, ring_links, wire_bytes
 from runtime.tensor_parallel import split_shape
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 ACTIVATIONS = "activations"  # marks the collectives of tensor parallelism
 FP32 = 4  # bytes: parameters, gradients and each of AdamW's two states are kept in it
 
-# ---------------------------------------------------------------------------------------------
-# What is planned
+# --- What is planned
 
 
 @dataclass
@@ -57,9 +56,8 @@ class PlannedRun:
     @classmethod
     def from_flags(cls, config: vit.ViTConfig, flags: Mapping[str, Any]) -> "PlannedRun":
         """Pick the fields from resolved flags; one that is None or absent takes its default."""
-        given = {field.name: flags.get(field.name) for field in fields(cls)}
-        known = {name: value for name, value in given.items() if value is not None}
-        return cls(**known | {"config": config})
+        names = [field.name for field in fields(cls) if flags.get(field.name) is not None]
+        return cls(**{name: flags[name] for name in names} | {"config": config})
 
     def __post_init__(self) -> None:
         """Add what follows from the fields."""
@@ -145,8 +143,7 @@ def run_units(run: PlannedRun) -> tuple[Unit, ...]:
     return (Unit("root", 1, shapes),)
 
 
-# ---------------------------------------------------------------------------------------------
-# Collectives
+# --- Collectives
 
 
 @dataclass(frozen=True)
@@ -241,9 +238,9 @@ def link_bytes(run: PlannedRun, machine: Machine) -> dict[str, dict[str, float]]
     """Bytes that a rank sends per step, by kind and link: the mean over ranks."""
     total: dict[str, dict[str, float]] = {}
     for c in collectives(run):
-        ring = build_ring(machine, run.world_size, c.ranks, c.stride)
+        shares = ring_links(machine, run.world_size, c.ranks, c.stride)
         by_link = total.setdefault(c.kind, dict.fromkeys(LINKS, 0.0))
         sent = c.count * wire_bytes(c.kind, c.payload, c.ranks)
-        for link, share in zip(LINKS, ring.share, strict=True):
+        for link, share in zip(LINKS, shares, strict=True):
             by_link[link] += sent * share
     return total

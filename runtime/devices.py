@@ -87,10 +87,10 @@ def planned(
     try:
         from planner import estimate, machines, traffic
 
-        memory_gib = rank_memory_gib(device, 1) if device else None
-        machine = machines.nearest_machine(peak_flops(device)[0], memory_gib)
+        gib = rank_memory_gib(device, int(os.getenv("LOCAL_WORLD_SIZE", 1))) if device else None
+        machine = machines.nearest_machine(peak_flops(device)[0], gib)
         flags = traffic.PlannedRun.from_flags(run.model, run.record())
-        plan = estimate.Plan(flags, machine, memory_gib)
+        plan = estimate.Plan(flags, machine, gib)
         fit = estimate.describe_fit(plan, bool(run.config.global_batch), ran_out)
         found = plan.json() | {"fit": fit}
     except Exception as error:  # an estimate decides nothing: no run ends for want of it

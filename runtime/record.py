@@ -81,7 +81,7 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"
     yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['lr']:.3g}"
     if s["planned"] and s["planned"]["verdict"]:
-        yield f"plan: {s['planned']['fit']}"
+        yield f"plan for {s['planned']['machine']}: {s['planned']['fit']}"
     if (s["cpu_step_seconds"] or 0) > 5:
         yield (
             f"note: a step takes about {s['cpu_step_seconds']:.0f} s on this CPU; a smaller run: "

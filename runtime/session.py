@@ -31,7 +31,7 @@ class Session:
     ) -> None:
         """Connect to the other ranks and watch them. Collective.
 
-        ConnectionError where that fails, ValueError where only some of them have a GPU.
+        ConnectionError where that fails.
 
         `signals` grows by each signal that asks this process to stop.
         """
@@ -53,10 +53,7 @@ class Session:
             with mesh.quiet_gloo():
                 self.gloo = cast(Any, dist.new_group(backend="gloo"))
             dist.barrier(self.gloo)
-        except ValueError:  # only some ranks have a GPU
-            self.watchdog.stop()
-            raise
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             self.watchdog.stop()
             raise ConnectionError(f"could not join the process group: {cause_of(error)}") from error
 

@@ -211,7 +211,7 @@ def test_no_code_is_run_from_an_index(named, good, tmp_path, monkeypatch):
     manifest["files"][".metadata"] = [len(content), zlib.crc32(content)]
     manifest["checksum"] = checkpoint._manifest_checksum(manifest)
     (folder / "checkpoint.json").write_text(json.dumps(manifest))
-    with pytest.raises(checkpoint.Damaged, match=f"metadata is refused: it contains '{named}'"):
+    with pytest.raises(checkpoint.Damaged, match=f"metadata contains '{named}'"):
         checkpoint.check(folder)
     assert os.listdir() == [folder.name]
 
@@ -275,7 +275,7 @@ def test_what_one_rank_meets_is_raised_on_all(tmp_path):
     assert first == second and [kind for kind, _ in first] == ["Damaged", "OSError"]
     damaged, unreadable = (sentence for _, sentence in first)
     assert "checksum mismatch in __1_0.distcp" in damaged
-    assert "Input/output error" in unreadable and "(rank 1)" in unreadable
+    assert "Input/output error" in unreadable
 
 
 def test_every_flipped_bit_is_found_or_harmless(single, tmp_path):

@@ -59,10 +59,10 @@ def test_what_is_named_fits_and_keeps_the_global_batch(flags, world, gib, first,
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [
-        ("--batch 2048", 3, "\nplan: NO: "),
+        ("--batch 2048", 3, "\nplan for frontier: NO: "),
         # a CPU's memory is the host's, which the loaders and other programs use too
         ("--batch 2048 --device cpu", 0, ""),
-        ("--batch 8", 0, "\nplan: FITS: "),
+        ("--batch 8", 0, "\nplan for frontier: FITS: "),
     ],
 )
 def test_a_dry_run_ends_with_3_where_the_plan_says_no(flags, status, said, capsys):

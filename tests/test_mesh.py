@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mesh
@@ -130,7 +129,7 @@ def test_pick_device(name, gpus, picked, monkeypatch):
             mesh.pick_device(name, ranks)
 
 
-# --- several ranks
+# --- the mesh
 
 
 def test_the_mesh_is_the_one_of_the_docstring():
@@ -144,15 +143,3 @@ def test_the_mesh_is_the_one_of_the_docstring():
         with pytest.raises(ValueError, match=r"a mesh of \(2, 3\) does not hold 8 ranks"):
             mesh.build_mesh((2, 3), CPU)
         dist.destroy_process_group()
-
-
-def mixed():
-    """Join as a rank that found a GPU, or as one that did not."""
-    ranks = mesh.read_ranks(os.environ)
-    torch.cuda.set_device = lambda device: None
-    with pytest.raises(ValueError, match=r"^rank 1 found no GPU, others did; see --dev"):
-        mesh.init_ranks(ranks, CPU if ranks.rank else torch.device("cuda", 0), timeout_minutes=1)
-
-
-def test_ranks_with_and_without_a_gpu_do_not_wait_for_each_other(tmp_path):
-    on_ranks(2, mixed, tmp_path)

@@ -199,7 +199,7 @@ CASES: list[tuple] = [
     ("aliases", ("ddp", 2), None, SGD, "block", BF16),
     ("batch norm", ("no_shard", 1), ("no_shard", 2), ADAMW, "block", FP32),
     ("batch norm", ("shard_grad_op", 2), ("zero1", 2), ADAMW, "block", FP32),
-    ("batch norm", ("hybrid_grad_op", 2), ("hybrid_grad_op", 1), SGD, "root", BF16),
+    ("batch norm", ("hybrid_grad_op", 2), ("hybrid_grad_op", 1), SGD, "root", FP32),
 ]
 
 
@@ -309,8 +309,8 @@ WRONG: list[tuple[Callable, str, dict, str]] = [
     (Language, "full_shard", {"values": zeros}, "to a model on meta, and to no other"),
     (lambda: Language().bfloat16(), "hybrid", {}, r"are stored in fp32: .float\(\)"),
     (named_module, "ddp", {}, "rename the submodule module"),
-    (batch_norm, "hybrid", options(ac="full"), "count each batch twice in BatchNorm"),
-    (Language, "hybrid", options(fsdp=3), r"fsdp is 3, but must be one of \(1, 2\)"),
+    (batch_norm, "hybrid", options(ac="full", param_dtype=FP32), "BatchNorm needs ac none"),
+    (batch_norm, "hybrid", {}, "and, in FSDP, param_dtype fp32: use GroupNorm"),
     (Language, "ddp", options(cpu_offload=True), "hybrid_grad_op, not ddp: leave"),
 ]
 

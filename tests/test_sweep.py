@@ -309,7 +309,7 @@ def test_the_page_of_the_published_runs(tmp_path):
     for model in ("base", "1b", "3b"):
         assert rows[f"{model}-full_shard-16"]["efficiency"] > 0.95
         assert rows[f"{model}-full_shard-1024"]["efficiency"] < 0.4
-    for cell in (c for c in check.speed_cells(False) if c.nodes in (1, 128)):  # today's plan
+    for cell in (c for c in check.speed_cells() if c.nodes in (1, 128)):  # today's plan
         name = f"{cell.model}-{cell.mode}{cell.group or ''}-{8 * cell.nodes}"
         assert rows[name]["planned_images_per_second"] == pytest.approx(cell.planned, rel=0.02)
     doubted = [row for row in every if row.get("caveat")]

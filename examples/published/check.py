@@ -43,16 +43,14 @@ class Cell:
         return self.model not in FITTED or (self.nodes or 1) > 8
 
 
-def plan_published(
-    model: str, mode: str, group: int | None, nodes: int, measured_ips: float | None = None
-) -> estimate.Plan:
+def plan_published(model: str, mode: str, group: int | None, nodes: int) -> estimate.Plan:
     """Plan what was probably run (README.md)."""
     config = vit.MODELS[model]
     side = (16 if model == "base" else 18) * config.patch  # 257 or 325 tokens
     run = PlannedRun(
         config, mode, 8 * nodes, 32, side, 0, group=group, fsdp=1, ac="full", encoder_only=True
     )
-    return estimate.Plan(run, measured_ips=measured_ips)
+    return estimate.Plan(run)
 
 
 def rows(column: str) -> list[dict[str, Any]]:
@@ -76,19 +74,12 @@ def memory_cells() -> list[Cell]:
     return cells
 
 
-def speed_cells(measured: bool) -> list[Cell]:
-    """Compare images/s; `measured`: the plan is given the published run on one node."""
-    table = [r for r in rows("images_per_second") if r["studies"] == ["scaling"]]
-    one_node = {
-        (r["model"], r["mode"], r["group"]): r["images_per_second"]
-        for r in table
-        if r["nodes"] == 1
-    }
+def speed_cells() -> list[Cell]:
+    """Compare images/s."""
     cells = []
-    for r in table:
+    for r in [r for r in rows("images_per_second") if r["studies"] == ["scaling"]]:
         model, mode, group, nodes = r["model"], r["mode"], r["group"], r["nodes"]
-        given = one_node[model, mode, group] if measured else None
-        planned = plan_published(model, mode, group, nodes, given).images_per_second
+        planned = plan_published(model, mode, group, nodes).images_per_second
         cells.append(Cell(model, mode, group, nodes, "img/s", r["images_per_second"], planned))
     return cells
 
@@ -96,11 +87,7 @@ def speed_cells(measured: bool) -> list[Cell]:
 def main() -> int:
     """Print every cell and the medians."""
     head = "model mode         group nodes kind           published   planned  error"
-    for title, cells in (
-        ("memory, GiB", memory_cells()),
-        ("speed", speed_cells(False)),
-        ("speed, given the run on one node", speed_cells(True)),
-    ):
+    for title, cells in ("memory, GiB", memory_cells()), ("speed", speed_cells()):
         print(f"\n{title}\n{head}")
         for c in cells:
             print(
