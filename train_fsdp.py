@@ -33,7 +33,7 @@ import data
 import mesh
 import shard
 import vit
-from runtime import image_source, tensor_parallel, topology
+from runtime import image_source, tensor_parallel
 from runtime.agreement import StepGuard, run_on_rank0
 from runtime.config import parse
 from runtime.device_batches import Batch, open_batches
@@ -224,7 +224,6 @@ def run_training(run: Run, session: Session) -> None:
     session.heartbeat("listing images")
     files, found = image_source.share_images(config, run.global_batch)
     log = session.log
-    log.say(*topology.describe_topology(session.ranks, session.device, run.mesh_shape))
     run = run_on_rank0(lambda: with_images(run, **found))
     checkpoints = list_newest_first(run, log.say)
     log.open(run, session.device)

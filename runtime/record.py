@@ -1,10 +1,13 @@
 """What a run records: what it is, what its steps were, how it ended."""
 
+import math
+import os
 import platform
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -57,12 +60,38 @@ def versions() -> dict[str, str | None]:
 
 
 def report_start(run: Run, session: Session, begin: int, workers: int) -> None:
-    """Log the start record before step `begin`, and say on rank 0 what the run will do."""
-    if session.ranks.rank == 0:
+    """Log the start record before step `begin`; print what will run, and where. Collective."""
+    rows = gather_to_rank0(find_placement(session.ranks, session.device, run.mesh_shape))
+    if rows:  # on rank 0
         log = session.log
         start = start_record(run, session.device, log.warn, begin=begin, workers=workers)
         log.write("start", **start)
         log.say(*describe(start))
+        log.say(*table_of(rows) if len(rows) > 1 else ())
+
+
+def find_placement(
+    ranks: mesh.Ranks, device: torch.device, shape: tuple[int, ...]
+) -> dict[str, str]:
+    """Find where a rank of a mesh runs, and which ranks each of its groups has."""
+    host, where = os.environ.get("SLURMD_NODENAME") or platform.node(), str(device)
+    if device.type == "cuda":
+        gpu: Any = torch.cuda.get_device_properties(device)
+        where += f" PCI {gpu.pci_bus_id:02x}"
+    found = {"rank": str(ranks.rank), "host": host, "local": str(ranks.local_rank), "device": where}
+    grid = torch.arange(math.prod(shape)).view(shape)
+    for dimension, name in enumerate(mesh.DIMENSIONS[: len(shape)]):
+        groups = grid.movedim(dimension, -1).flatten(0, -2).tolist()
+        members = next(" ".join(map(str, group)) for group in groups if ranks.rank in group)
+        found[f"{name} group"] = shorten(members, 20, placeholder=" ..")
+    return found
+
+
+def table_of(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Align what `find_placement` found on all ranks in columns; show at most 32 ranks."""
+    shown = [[*rows[0]], *([*row.values()] for row in rows[:32])]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in shown]
 
 
 def describe(start: dict[str, Any]) -> Iterator[str]:
