@@ -21,7 +21,6 @@ import gc
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,13 +163,14 @@ def train(
         last = step + 1 == run.steps
         save_now = last or saves.due_after(step + 1)
         evaluate_now = every > 0 and (step + 1) % every == 0
-        with monitor.profile.step(step) if monitor.profile else nullcontext():
-            # fetch: the loader works ahead, so that this seldom waits
-            batch = monitor.next_batch(batches, step)
-            # step
-            heartbeat("training", step)
-            lr = learning_rate(step, run)
-            train_step(training, guard, batch.parts, lr, **monitor.requests(batch))
+        # fetch: the loader works ahead, so that this seldom waits
+        batch = monitor.next_batch(batches, step)
+        # step
+        heartbeat("training", step)
+        lr = learning_rate(step, run)
+        train_step(training, guard, batch.parts, lr, **monitor.requests(batch))
+        if monitor.profile:
+            monitor.profile.step()
         # log: what all ranks agreed on; a GPU's verdict comes one step later, so that nobody waits
         for verdict in monitor.settle(wait=save_now or evaluate_now):
             monitor.log_step(verdict, learning_rate(verdict.step, run))

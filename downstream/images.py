@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import data
 from runtime import process
-from runtime.device_batches import LoaderFailed, loader_errors
+from runtime.device_batches import LOADER_ERRORS
 
 Sample = tuple[int, Tensor | str]  # index, pixels (C, H, W) or why there are none
 
@@ -89,20 +89,20 @@ def open_eval_loader(
     batches += [[]] * (-len(batches) % ranks)
     rest = batches[rank::ranks]
     try:
-        with loader_errors():
-            for loaded in DataLoader(
-                images,
-                batch_sampler=[*rest],
-                num_workers=workers,
-                collate_fn=images.collate,
-                multiprocessing_context=process.fork_server() if workers else None,
-                worker_init_fn=process.start_worker,
-                generator=torch.Generator(),  # or it would draw from the global one
-            ):
-                del rest[0]
-                yield loaded
-    except LoaderFailed as error:
+        for loaded in DataLoader(
+            images,
+            batch_sampler=[*rest],
+            num_workers=workers,
+            collate_fn=images.collate,
+            multiprocessing_context=process.fork_server() if workers else None,
+            worker_init_fn=process.start_worker,
+            generator=torch.Generator(),  # or it would draw from the global one
+        ):
+            del rest[0]
+            yield loaded
+    except LOADER_ERRORS as error:
+        reason = f"{type(error).__name__}: {error}"
         if not skip_failed:
-            raise OSError(str(error)) from error
+            raise OSError(reason) from error
         for unread in rest:
-            yield images.collate([(index, str(error)) for index in unread])
+            yield images.collate([(index, reason) for index in unread])

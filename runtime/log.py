@@ -118,7 +118,7 @@ class Log:
         except OSError as error:  # a full disk: no run ends for want of a line or a curve
             self.warn(f"the log cannot be written now: {error}")
 
-    def step(self, verdict: Verdict, lr: float, meter: Meter, bad_images: int) -> None:
+    def step(self, verdict: Verdict, lr: float, meter: Meter) -> None:
         """Log a step and end the meter's interval; the numbers are of all ranks.
 
         A run that only reads images has no loss, no norm and no FLOPs.
@@ -143,7 +143,6 @@ class Log:
             tflops_per_rank=tflops,
             mfu=1e12 * tflops / peak if tflops and peak else None,
             **memory,
-            bad_images=bad_images,
         )
         shown = f"loss {loss:7.4f}  norm {norm:8.3f}  lr {lr:.2e}  " if trained else ""
         gib = memory["peak_allocated_gib"]

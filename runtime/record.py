@@ -21,7 +21,7 @@ import shard
 import vit
 from runtime import devices
 from runtime.agreement import AgreedError, StepGuard, Verdict, gather_to_rank0, run_on_rank0
-from runtime.device_batches import Batch, LoaderFailed
+from runtime.device_batches import LOADER_ERRORS, Batch
 from runtime.log import BadImageLog, Meter
 from runtime.resume import Saves, mark_done
 from runtime.run import Run
@@ -99,7 +99,7 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     s, ranks = start, start["world_size"]
     gflop, strategy = s["flops_per_image"] / 1e9, shard.STRATEGIES[s["mode"]]
     yield f"{s['model']}: {s['params']:,} parameters, {gflop:.1f} GFLOP per image"
-    yield f"precision: {s['precision']} (default {s['precision_default']})"
+    yield f"precision: {s['precision']} (default here {s['precision_default']})"
     shape = {name: size for name, size in s["mesh"].items() if name != "tp" or size > 1}
     sizes = " x ".join(map(str, shape.values()))
     yield f"{ranks} ranks on {s['device']}, mesh {sizes} ({' x '.join(shape)})"
@@ -246,7 +246,7 @@ class Monitor:
             with self.meter.paused():
                 if verdict.bad_images:
                     self.bad_images.sync()
-            self.session.log.step(verdict, lr, self.meter, self.bad_images.count)
+            self.session.log.step(verdict, lr, self.meter)
 
     def finish(self, reason: str, problem: str | None) -> None:
         """Save, and log how the loop has ended; AgreedError if it failed. Collective."""
@@ -270,7 +270,7 @@ class Monitor:
 
     def loader_error(self) -> str:
         """Return the error of the first rank whose loader has failed, on all. Collective."""
-        if self.error and not isinstance(self.error, LoaderFailed):
+        if self.error and not isinstance(self.error, LOADER_ERRORS):
             traceback.print_exception(self.error)  # a bug
         errors = gather_to_rank0(self.error and cause_of(self.error)) or []
         rank, text = run_on_rank0(lambda: next(pair for pair in enumerate(errors) if pair[1]))
@@ -283,7 +283,6 @@ class Monitor:
         end: dict[str, Any] = {"reason": reason, "problem": problem, "steps": guard.done}
         end |= {"skipped": guard.skipped, "bad_images": self.bad_images.count}
         end |= self.meter.summary() | devices.device_memory(self.session.device)
-        end["payload_bytes"] = self.profile.payload_bytes() if self.profile else None
         if self.losses and self.run.config.run_mode != "io":
             end |= {"loss": sum(self.losses) / len(self.losses)} | self.baselines
             text = "; predicting zero gives {:.4f}, the mean colour of the visible patches {:.4f}"

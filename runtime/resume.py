@@ -126,12 +126,13 @@ def _retry(say: Say, work: Callable[[Any], Any], path: Any) -> Any:
 def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
     """List the flags that differ from the checkpoint's; ValueError where they must not."""
     now = json.loads(json.dumps(run.record()))
-    changed = [key for key in sorted(then) if key in now and then[key] != now[key]]
-    changes = {key: f"{key} {then[key]} -> {now[key]}" for key in changed}
     # not the path of --data: the same images may lie elsewhere by now
     images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
     decisive = names("result", table=type(run.config)) + images
-    refused = ", ".join(changes[key] for key in changed if key in decisive)
+    # what follows from the mode is not listed
+    listed = sorted({*decisive, *names("setting"), "mode", "world_size"} & then.keys() & now.keys())
+    changes = {key: f"{key} {then[key]} -> {now[key]}" for key in listed if then[key] != now[key]}
+    refused = ", ".join(changes[key] for key in changes if key in decisive)
     if refused and not run.config.allow_changes:
         advice = "type them as they were, add --allow-changes, or use another --out"
         raise ValueError(f"{path} was trained with other flags ({refused}): {advice}")

@@ -15,7 +15,6 @@ import mesh
 from runtime import process
 from runtime.agreement import AgreedError, run_on_all_ranks, run_on_rank0
 from runtime.config import Config
-from runtime.device_batches import LoaderFailed
 from runtime.devices import is_out_of_memory, planned
 from runtime.image_source import check_folders
 from runtime.log import Log
@@ -53,9 +52,6 @@ class Session:
             with mesh.quiet_gloo():
                 self.gloo = cast(Any, dist.new_group(backend="gloo"))
             dist.barrier(self.gloo)
-        except ValueError:  # only some ranks have a GPU
-            self.watchdog.stop()
-            raise
         except (RuntimeError, OSError) as error:
             self.watchdog.stop()
             raise ConnectionError(f"could not join the process group: {cause_of(error)}") from error
@@ -83,7 +79,7 @@ class Session:
             cause = f"out of memory; {advice}; {cause}"
         elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):
             cause = f"lost connection to another rank: {cause}"
-        elif not isinstance(error, LoaderFailed):
+        elif not isinstance(error, OSError):  # which names what it is about
             traceback.print_exception(error)
         text = f"rank {self.ranks.rank} failed ({self.watchdog.where()}): {cause}"
         if self.ranks.world_size > 1:

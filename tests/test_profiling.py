@@ -64,4 +64,4 @@ def test_a_run_with_a_window(tmp_path, capsys):
     events = step_profile.read_trace(tmp_path / "profile" / "rank_00000.json.gz")
     names = [e["name"] for e in events]
     assert names.count("Optimizer.step#AdamW.step") == names.count("wait for data") == 2
-    assert "profile from step 6" in capsys.readouterr().out
+    assert f"profile from step 6, in {tmp_path}/profile/rank_00000" in capsys.readouterr().out
