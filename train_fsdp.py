@@ -182,7 +182,7 @@ def train(
         if saved:
             heartbeat("saving", step)
             with meter.paused():
-                failed = saves.save(guard.done, guard.consecutive, wait=ending)
+                failed = saves.save(guard.done, wait=ending)
             guard.save = False
             if failed:
                 return "save", failed

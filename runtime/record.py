@@ -165,8 +165,7 @@ class Monitor:
     ) -> None:
         """Begin before the step of `saves`, which has the batch `first`. Collective."""
         self.run, self.session, self.saves = run, session, saves
-        skips = run.config.max_skips, saves.begin, saves.consecutive_bad
-        self.guard = StepGuard(session.device, *skips)
+        self.guard = StepGuard(session.device, run.config.max_skips, saves.begin)
         self.bad_images = BadImageLog(run, session.log, files.path)
         self.error: Exception | None = None  # of this rank's data loader
         self.problem: str | None = None  # the last bad step, in a sentence
@@ -255,9 +254,9 @@ class Monitor:
             problem = self.loader_error()
         session.heartbeat("saving")
         if reason == "nan":  # before the first of the bad steps, which the same command meets again
-            saves.save_last(guard.done + 1 - guard.consecutive, 0)
+            saves.save_last(guard.done + 1 - guard.consecutive)
         elif reason == "data":
-            saves.save_last(guard.done, guard.consecutive)
+            saves.save_last(guard.done)
         self.bad_images.sync()  # what was found since the last log line
         self.report_end(reason, problem)
         if self.run.config.run_mode == "real":
