@@ -75,12 +75,9 @@ class Log:
     def open(self, run: Run, device: torch.device) -> None:
         """Append to the log of the runs in --out. Collective; AgreedError if it cannot be."""
         self.run, self.device = run, device
-        path = Path(run.config.out, "log.jsonl")
 
         def open_file() -> None:
-            killed = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # in a line
-            self.file = open(path, "a")  # noqa: SIM115
-            self.file.write("\n" * killed)
+            self.file = open(Path(run.config.out, "log.jsonl"), "a")  # noqa: SIM115
 
         run_on_rank0(open_file)
 

@@ -70,10 +70,9 @@ class RunProfile:
         except (OSError, ValueError, RuntimeError) as error:  # a full disk: training continues
             self.log.warn(f"no profile: {type(error).__name__}: {error}")
             return
-        first = self.begin + WARM + 1
-        parts = {kind: seconds / sum(found.values()) for kind, seconds in found.items()}
-        self.log.write("profile", first_step=first, **found, shares=parts)
-        shown = ", ".join(f"{kind} {found[kind]:.4f} ({parts[kind]:.1%})" for kind in KINDS)
+        first, total = self.begin + WARM + 1, sum(found.values())
+        self.log.write("profile", first_step=first, **found)
+        shown = ", ".join(f"{kind} {s:.4f} ({s / total:.1%})" for kind, s in found.items())
         self.log.say(f"profile from step {first}, in {self.path}; seconds per step: {shown}")
 
 
