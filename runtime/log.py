@@ -75,15 +75,18 @@ class Log:
     def open(self, run: Run, device: torch.device) -> None:
         """Append to the log of the runs in --out. Collective; AgreedError if it cannot be."""
         self.run, self.device = run, device
+        path = Path(run.config.out, "log.jsonl")
 
         def open_file() -> None:
-            self.file = open(Path(run.config.out, "log.jsonl"), "a")  # noqa: SIM115
+            lost = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # a node, in a line
+            self.file = open(path, "a")  # noqa: SIM115
+            self.file.write("\n" * lost)
 
         run_on_rank0(open_file)
 
     def say(self, *lines: str) -> None:
         """Print lines on the terminal."""
-        if self.rank == 0 and lines:
+        if self.rank == 0:
             print(*lines, sep="\n", flush=True)
 
     def warn(self, text: str) -> None:

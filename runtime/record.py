@@ -1,6 +1,5 @@
 """What a run records: what it is, what its steps were, how it ended."""
 
-import math
 import os
 import platform
 import time
@@ -61,26 +60,21 @@ def versions() -> dict[str, str | None]:
 
 def report_start(run: Run, session: Session, begin: int, workers: int) -> None:
     """Log the start record before step `begin`; print what will run, and where. Collective."""
-    rows = gather_to_rank0(find_placement(session.ranks, session.device, run.mesh_shape))
+    rows = gather_to_rank0(find_placement(run, session))
     if rows:  # on rank 0
         log = session.log
         start = start_record(run, session.device, log.warn, begin=begin, workers=workers)
         log.write("start", **start)
-        log.say(*describe(start))
-        log.say(*table_of(rows) if len(rows) > 1 else ())
+        log.say(*describe(start), *(table_of(rows) if len(rows) > 1 else ()))
 
 
-def find_placement(
-    ranks: mesh.Ranks, device: torch.device, shape: tuple[int, ...]
-) -> dict[str, str]:
-    """Find where a rank of a mesh runs, and which ranks each of its groups has."""
-    host, where = os.environ.get("SLURMD_NODENAME") or platform.node(), str(device)
-    if device.type == "cuda":
-        gpu: Any = torch.cuda.get_device_properties(device)
-        where += f" PCI {gpu.pci_bus_id:02x}"
-    found = {"rank": str(ranks.rank), "host": host, "local": str(ranks.local_rank), "device": where}
-    grid = torch.arange(math.prod(shape)).view(shape)
-    for dimension, name in enumerate(mesh.DIMENSIONS[: len(shape)]):
+def find_placement(run: Run, session: Session) -> dict[str, str]:
+    """Find where this rank runs, and which ranks each of its groups has."""
+    ranks, host = session.ranks, os.environ.get("SLURMD_NODENAME") or platform.node()
+    found = {"rank": str(ranks.rank), "host": host, "local": str(ranks.local_rank)}
+    found["device"] = str(session.device)
+    grid = torch.arange(run.world_size).view(run.mesh_shape)
+    for dimension, name in enumerate(mesh.DIMENSIONS[: grid.dim()]):
         groups = grid.movedim(dimension, -1).flatten(0, -2).tolist()
         members = next(" ".join(map(str, group)) for group in groups if ranks.rank in group)
         found[f"{name} group"] = shorten(members, 20, placeholder=" ..")

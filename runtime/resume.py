@@ -224,7 +224,6 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
         scaler.load_state_dict(state["scaler"])
     saves.scaler = scaler
     if config.save_every == "none":
-        log.warn("--save-every none: no checkpoint is saved, whatever ends this run")
         return saves
     options: Any = {"keep": config.keep, "group": group, "background": config.async_save}
     saves.saver = checkpoint.Saver(config.out, model, optimizer, **options)
