@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import data
 from runtime import process
-from runtime.device_batches import LOADER_ERRORS
 
 Sample = tuple[int, Tensor | str]  # index, pixels (C, H, W) or why there are none
 
@@ -100,7 +99,7 @@ def open_eval_loader(
         ):
             del rest[0]
             yield loaded
-    except LOADER_ERRORS as error:
+    except (OSError, RuntimeError, EOFError, MemoryError) as error:
         reason = f"{type(error).__name__}: {error}"
         if not skip_failed:
             raise OSError(reason) from error

@@ -18,9 +18,6 @@ if TYPE_CHECKING:  # the workers of an evaluation import this file
     from runtime.session import Session
 
 
-LOADER_ERRORS = (OSError, RuntimeError, EOFError, MemoryError)  # a disk or a worker process fails
-
-
 @dataclass(frozen=True)
 class Batch:
     """The images that a rank trains on in one step."""

@@ -20,7 +20,7 @@ import shard
 import vit
 from runtime import devices
 from runtime.agreement import AgreedError, StepGuard, Verdict, gather_to_rank0, run_on_rank0
-from runtime.device_batches import LOADER_ERRORS, Batch
+from runtime.device_batches import Batch
 from runtime.log import BadImageLog, Meter
 from runtime.resume import Saves, mark_done
 from runtime.run import Run
@@ -263,8 +263,8 @@ class Monitor:
 
     def loader_error(self) -> str:
         """Return the error of the first rank whose loader has failed, on all. Collective."""
-        if self.error and not isinstance(self.error, LOADER_ERRORS):
-            traceback.print_exception(self.error)  # a bug
+        if self.error and not isinstance(self.error, (OSError, RuntimeError)):  # a bug
+            traceback.print_exception(self.error)
         errors = gather_to_rank0(self.error and cause_of(self.error)) or []
         rank, text = run_on_rank0(lambda: next(pair for pair in enumerate(errors) if pair[1]))
         where = f"reading data in step {self.guard.done + 1}"
