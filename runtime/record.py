@@ -244,12 +244,11 @@ class Monitor:
     def finish(self, reason: str, problem: str | None) -> None:
         """Save, and log how the loop has ended; AgreedError if it failed. Collective."""
         guard, saves, session = self.guard, self.saves, self.session
-        if reason == "data":
-            problem = self.loader_error()
         session.heartbeat("saving")
         if reason == "nan":  # before the first of the bad steps, which the same command meets again
             saves.save_last(guard.done + 1 - guard.consecutive)
-        elif reason == "data":
+        if reason == "data":
+            problem = self.loader_error()
             saves.save_last(guard.done)
         self.bad_images.sync()  # what was found since the last log line
         self.report_end(reason, problem)

@@ -30,9 +30,8 @@ class Session:
     ) -> None:
         """Connect to the other ranks and watch them. Collective.
 
-        ConnectionError where that fails, ValueError where only some of them have a GPU.
-
-        `signals` grows by each signal that asks this process to stop.
+        ConnectionError where that fails, ValueError where only some of them have a GPU. `signals`
+        grows by each signal that asks this process to stop.
         """
         self.ranks, self.device, self.run, self.signals = ranks, device, run, signals
         timeout = run.config.timeout
