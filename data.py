@@ -218,7 +218,7 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
     def __getitem__(self, place: tuple[int, int]) -> tuple[Any, ...]:
         """Load an image, or if it is unreadable the next one of the order, with the same draws.
 
-        Return what `load` does, the image's index and what it replaces. RuntimeError after
+        Return what `load` does, the image's index and what it replaces. OSError after
         SUBSTITUTES in a row; raises any error that is not the file's own.
         """
         position, index = place
@@ -230,7 +230,7 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
                 bad.append((index, file_fault(error)))
             index = self.order.image_at(position + len(bad))
         last = f"{self.files.path(bad[-1][0])} ({bad[-1][1]})"
-        raise RuntimeError(f"{SUBSTITUTES} images in a row could not be read, the last: {last}")
+        raise OSError(f"{SUBSTITUTES} images in a row could not be read, the last: {last}")
 
     def load(self, position: int, index: int) -> tuple[Tensor, Tensor]:
         """Load one image as it looks at this position; raises what reading and decoding raise."""

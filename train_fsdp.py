@@ -21,7 +21,6 @@ import gc
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,7 @@ import data
 import mesh
 import shard
 import vit
-from runtime import image_source, tensor_parallel, topology
+from runtime import image_source, tensor_parallel
 from runtime.agreement import StepGuard, run_on_rank0
 from runtime.config import parse
 from runtime.device_batches import Batch, open_batches
@@ -161,13 +160,14 @@ def train(
         last = step + 1 == run.steps
         save_now = last or saves.due_after(step + 1)
         evaluate_now = every > 0 and (step + 1) % every == 0
-        with monitor.profile.step(step) if monitor.profile else nullcontext():
-            # fetch: the loader works ahead, so that this seldom waits
-            batch = monitor.next_batch(batches, step)
-            # step
-            heartbeat("training", step)
-            lr = learning_rate(step, run)
-            train_step(training, guard, batch.parts, lr, **monitor.requests(batch))
+        # fetch: the loader works ahead, so that this seldom waits
+        batch = monitor.next_batch(batches, step)
+        # step
+        heartbeat("training", step)
+        lr = learning_rate(step, run)
+        train_step(training, guard, batch.parts, lr, **monitor.requests(batch))
+        if monitor.profile:
+            monitor.profile.step()
         # log: what all ranks agreed on; a GPU's verdict comes one step later, so that nobody waits
         for verdict in monitor.settle(wait=save_now or evaluate_now):
             monitor.log_step(verdict, learning_rate(verdict.step, run))
@@ -179,7 +179,7 @@ def train(
         if saved:
             heartbeat("saving", step)
             with meter.paused():
-                failed = saves.save(guard.done, guard.consecutive, wait=ending)
+                failed = saves.save(guard.done, wait=ending)
             guard.save = False
             if failed:
                 return "save", failed
@@ -220,7 +220,6 @@ def run_training(run: Run, session: Session) -> None:
     session.heartbeat("listing images")
     files, found = image_source.share_images(config, run.global_batch)
     log = session.log
-    log.say(*topology.describe_topology(session.ranks, session.device, run.mesh_shape))
     run = run_on_rank0(lambda: with_images(run, **found))
     checkpoints = list_newest_first(run, log.say)
     log.open(run, session.device)

@@ -1,7 +1,7 @@
 """What keeps a run alive and observable; it can skip a bad step but never alters a good one.
 
 Read config, run, process, agreement, session (with watchdog), log, record, devices, resume,
-image_source, device_batches; then topology, step_profile, evaluation, tensor_parallel.
+image_source, device_batches; then step_profile, evaluation, tensor_parallel.
 """
 
 import os

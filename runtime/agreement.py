@@ -93,19 +93,17 @@ class StepGuard:
     is not applied either, and does not count as bad.
     """
 
-    def __init__(
-        self, device: torch.device, max_skips: int = 0, begin: int = 0, consecutive: int = 0
-    ) -> None:
-        """Begin before step `begin`, after so many `consecutive` bad steps of an earlier run."""
+    def __init__(self, device: torch.device, max_skips: int = 0, begin: int = 0) -> None:
+        """Begin before step `begin`."""
         self.late, self.max_skips = device.type == "cuda", max_skips
-        self.bad_so_far = torch.full((), consecutive, dtype=torch.float64, device=device)
+        self.bad_so_far = torch.zeros((), dtype=torch.float64, device=device)
         # the host's copies of two verdicts, written in turn
         self.host = torch.zeros(2, 9, dtype=torch.float64, pin_memory=self.late)
         self.copied = [torch.cuda.Event(), torch.cuda.Event()] if self.late else []
         self.voted = self.done = begin  # steps voted on, steps whose verdict was read
         # what all ranks know, from the verdicts read so far
         self.stop = self.save = False
-        self.skipped, self.consecutive = 0, consecutive
+        self.skipped = self.consecutive = 0
         self.ended = ""  # why no further step can be applied: "data", "nan"
 
     def vote(self, loss: Tensor, norm: Tensor, *, scaled: bool = False, **requests: bool) -> Tensor:

@@ -1,7 +1,6 @@
 """Open the loader of a run, and copy its batches to the device."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
@@ -29,15 +28,11 @@ class Batch:
     error: Exception | None = None  # why this is the batch of an earlier step
 
 
-class LoaderFailed(RuntimeError):
-    """The data loader of this rank failed."""
-
-
 class Batches(Iterator[Batch]):
     """The batches of a run, one per step; `first` is there before the loop's clock starts."""
 
     def __init__(self, loaded: Iterator[Batch], workers: int) -> None:
-        """Fetch the first batch. Raises LoaderFailed."""
+        """Fetch the first batch."""
         self.loaded, self.workers = loaded, workers
         self.last = next(loaded)
         self.first: Batch | None = self.last
@@ -62,7 +57,7 @@ def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
 
 
 def open_batches(run: "Run", session: "Session", files: data.ImageSource, steps: range) -> Batches:
-    """Start the loader of `steps` and fetch the first batch. Raises LoaderFailed."""
+    """Start the loader of `steps` and fetch the first batch."""
     config, ranks, device = run.config, session.ranks, session.device
     alone = config.run_mode == "syn"  # compute and communication: the same batch again and again
     workers = worker_count(config.workers, ranks)
@@ -88,28 +83,16 @@ def open_batches(run: "Run", session: "Session", files: data.ImageSource, steps:
 def device_batches(
     loader: Iterable[data.LocalBatch], accum: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Yield the batch of each step, of `accum` local batches, on `device`. Raises LoaderFailed."""
-    with loader_errors():
-        if isinstance(loader, DataLoader) and loader.num_workers:
-            loader.multiprocessing_context = process.fork_server()
-            loader.worker_init_fn = process.start_worker
-        batches = iter(loader)
-        while step := list(islice(batches, accum)):
-            parts = [
-                (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
-                for b in step
-            ]
-            ids = [i for b in step for i in b.image_ids]
-            bad = [pair for b in step for pair in b.bad]
-            yield Batch(parts, ids, bad)
-
-
-@contextmanager
-def loader_errors() -> Iterator[None]:
-    """Turn errors of the loader into LoaderFailed, but not those of a GPU, whose memory it pins."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except (RuntimeError, OSError, EOFError, MemoryError) as error:  # a worker or a disk fails
-        raise LoaderFailed(f"{type(error).__name__}: {error}") from error
+    """Yield the batch of each step, of `accum` local batches, on `device`."""
+    if isinstance(loader, DataLoader) and loader.num_workers:
+        loader.multiprocessing_context = process.fork_server()
+        loader.worker_init_fn = process.start_worker
+    batches = iter(loader)
+    while step := list(islice(batches, accum)):
+        parts = [
+            (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
+            for b in step
+        ]
+        ids = [i for b in step for i in b.image_ids]
+        bad = [pair for b in step for pair in b.bad]
+        yield Batch(parts, ids, bad)

@@ -78,15 +78,15 @@ class Log:
         path = Path(run.config.out, "log.jsonl")
 
         def open_file() -> None:
-            killed = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # in a line
+            lost = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # a node, in a line
             self.file = open(path, "a")  # noqa: SIM115
-            self.file.write("\n" * killed)
+            self.file.write("\n" * lost)
 
         run_on_rank0(open_file)
 
     def say(self, *lines: str) -> None:
         """Print lines on the terminal."""
-        if self.rank == 0 and lines:
+        if self.rank == 0:
             print(*lines, sep="\n", flush=True)
 
     def warn(self, text: str) -> None:
@@ -118,7 +118,7 @@ class Log:
         except OSError as error:  # a full disk: no run ends for want of a line or a curve
             self.warn(f"the log cannot be written now: {error}")
 
-    def step(self, verdict: Verdict, lr: float, meter: Meter, bad_images: int) -> None:
+    def step(self, verdict: Verdict, lr: float, meter: Meter) -> None:
         """Log a step and end the meter's interval; the numbers are of all ranks.
 
         A run that only reads images has no loss, no norm and no FLOPs.
@@ -143,7 +143,6 @@ class Log:
             tflops_per_rank=tflops,
             mfu=1e12 * tflops / peak if tflops and peak else None,
             **memory,
-            bad_images=bad_images,
         )
         shown = f"loss {loss:7.4f}  norm {norm:8.3f}  lr {lr:.2e}  " if trained else ""
         gib = memory["peak_allocated_gib"]

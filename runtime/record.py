@@ -1,10 +1,12 @@
 """What a run records: what it is, what its steps were, how it ended."""
 
+import os
 import platform
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import shard
 import vit
 from runtime import devices
 from runtime.agreement import AgreedError, StepGuard, Verdict, gather_to_rank0, run_on_rank0
-from runtime.device_batches import Batch, LoaderFailed
+from runtime.device_batches import Batch
 from runtime.log import BadImageLog, Meter
 from runtime.resume import Saves, mark_done
 from runtime.run import Run
@@ -57,12 +59,33 @@ def versions() -> dict[str, str | None]:
 
 
 def report_start(run: Run, session: Session, begin: int, workers: int) -> None:
-    """Log the start record before step `begin`, and say on rank 0 what the run will do."""
-    if session.ranks.rank == 0:
+    """Log the start record before step `begin`; print what will run, and where. Collective."""
+    rows = gather_to_rank0(find_placement(run, session))
+    if rows:  # on rank 0
         log = session.log
         start = start_record(run, session.device, log.warn, begin=begin, workers=workers)
         log.write("start", **start)
-        log.say(*describe(start))
+        log.say(*describe(start), *(table_of(rows) if len(rows) > 1 else ()))
+
+
+def find_placement(run: Run, session: Session) -> dict[str, str]:
+    """Find where this rank runs, and which ranks each of its groups has."""
+    ranks, host = session.ranks, os.environ.get("SLURMD_NODENAME") or platform.node()
+    found = {"rank": str(ranks.rank), "host": host, "local": str(ranks.local_rank)}
+    found["device"] = str(session.device)
+    grid = torch.arange(run.world_size).view(run.mesh_shape)
+    for dimension, name in enumerate(mesh.DIMENSIONS[: grid.dim()]):
+        groups = grid.movedim(dimension, -1).flatten(0, -2).tolist()
+        members = next(" ".join(map(str, group)) for group in groups if ranks.rank in group)
+        found[f"{name} group"] = shorten(members, 20, placeholder=" ..")
+    return found
+
+
+def table_of(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Align what `find_placement` found on all ranks in columns; show at most 32 ranks."""
+    shown = [[*rows[0]], *([*row.values()] for row in rows[:32])]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in shown]
 
 
 def describe(start: dict[str, Any]) -> Iterator[str]:
@@ -70,7 +93,7 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     s, ranks = start, start["world_size"]
     gflop, strategy = s["flops_per_image"] / 1e9, shard.STRATEGIES[s["mode"]]
     yield f"{s['model']}: {s['params']:,} parameters, {gflop:.1f} GFLOP per image"
-    yield f"precision: {s['precision']} (default {s['precision_default']})"
+    yield f"precision: {s['precision']} (default here {s['precision_default']})"
     shape = {name: size for name, size in s["mesh"].items() if name != "tp" or size > 1}
     sizes = " x ".join(map(str, shape.values()))
     yield f"{ranks} ranks on {s['device']}, mesh {sizes} ({' x '.join(shape)})"
@@ -136,8 +159,7 @@ class Monitor:
     ) -> None:
         """Begin before the step of `saves`, which has the batch `first`. Collective."""
         self.run, self.session, self.saves = run, session, saves
-        skips = run.config.max_skips, saves.begin, saves.consecutive_bad
-        self.guard = StepGuard(session.device, *skips)
+        self.guard = StepGuard(session.device, run.config.max_skips, saves.begin)
         self.bad_images = BadImageLog(run, session.log, files.path)
         self.error: Exception | None = None  # of this rank's data loader
         self.problem: str | None = None  # the last bad step, in a sentence
@@ -217,18 +239,17 @@ class Monitor:
             with self.meter.paused():
                 if verdict.bad_images:
                     self.bad_images.sync()
-            self.session.log.step(verdict, lr, self.meter, self.bad_images.count)
+            self.session.log.step(verdict, lr, self.meter)
 
     def finish(self, reason: str, problem: str | None) -> None:
         """Save, and log how the loop has ended; AgreedError if it failed. Collective."""
         guard, saves, session = self.guard, self.saves, self.session
-        if reason == "data":
-            problem = self.loader_error()
         session.heartbeat("saving")
         if reason == "nan":  # before the first of the bad steps, which the same command meets again
-            saves.save_last(guard.done + 1 - guard.consecutive, 0)
-        elif reason == "data":
-            saves.save_last(guard.done, guard.consecutive)
+            saves.save_last(guard.done + 1 - guard.consecutive)
+        if reason == "data":
+            problem = self.loader_error()
+            saves.save_last(guard.done)
         self.bad_images.sync()  # what was found since the last log line
         self.report_end(reason, problem)
         if self.run.config.run_mode == "real":
@@ -241,8 +262,8 @@ class Monitor:
 
     def loader_error(self) -> str:
         """Return the error of the first rank whose loader has failed, on all. Collective."""
-        if self.error and not isinstance(self.error, LoaderFailed):
-            traceback.print_exception(self.error)  # a bug
+        if self.error and not isinstance(self.error, (OSError, RuntimeError)):  # a bug
+            traceback.print_exception(self.error)
         errors = gather_to_rank0(self.error and cause_of(self.error)) or []
         rank, text = run_on_rank0(lambda: next(pair for pair in enumerate(errors) if pair[1]))
         where = f"reading data in step {self.guard.done + 1}"
@@ -254,7 +275,6 @@ class Monitor:
         end: dict[str, Any] = {"reason": reason, "problem": problem, "steps": guard.done}
         end |= {"skipped": guard.skipped, "bad_images": self.bad_images.count}
         end |= self.meter.summary() | devices.device_memory(self.session.device)
-        end["payload_bytes"] = self.profile.payload_bytes() if self.profile else None
         if self.losses and self.run.config.run_mode != "io":
             end |= {"loss": sum(self.losses) / len(self.losses)} | self.baselines
             text = "; predicting zero gives {:.4f}, the mean colour of the visible patches {:.4f}"

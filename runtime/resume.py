@@ -79,11 +79,11 @@ def read_run_state(
 ) -> dict[str, Any]:
     """`load` the first whole checkpoint of `found`; return its run state. Collective.
 
-    That is "step", "flags", "consecutive_bad" (steps) and "scaler"; step 0 if `found` is empty. A
-    damaged one is renamed, so that none is ever overwritten, unless `load` is None. AgreedError for
-    changed flags; where the one asked for, or all, are damaged; where one cannot be read now.
+    That is "step", "flags" and "scaler"; step 0 if `found` is empty. A damaged one is renamed, so
+    that none is ever overwritten, unless `load` is None. AgreedError for changed flags; where the
+    one asked for, or all, are damaged; where one cannot be read now.
     """
-    new = {"step": 0, "flags": {}, "consecutive_bad": 0, "scaler": None}
+    new = {"step": 0, "flags": {}, "scaler": None}
     damaged: list[Path] = []
 
     def read(path: Path) -> dict[str, Any]:
@@ -126,12 +126,13 @@ def _retry(say: Say, work: Callable[[Any], Any], path: Any) -> Any:
 def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
     """List the flags that differ from the checkpoint's; ValueError where they must not."""
     now = json.loads(json.dumps(run.record()))
-    changed = [key for key in sorted(then) if key in now and then[key] != now[key]]
-    changes = {key: f"{key} {then[key]} -> {now[key]}" for key in changed}
     # not the path of --data: the same images may lie elsewhere by now
     images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
     decisive = names("result", table=type(run.config)) + images
-    refused = ", ".join(changes[key] for key in changed if key in decisive)
+    # what follows from the mode is not listed
+    listed = sorted({*decisive, *names("setting"), "mode", "world_size"} & then.keys() & now.keys())
+    changes = {key: f"{key} {then[key]} -> {now[key]}" for key in listed if then[key] != now[key]}
+    refused = ", ".join(changes[key] for key in changes if key in decisive)
     if refused and not run.config.allow_changes:
         advice = "type them as they were, add --allow-changes, or use another --out"
         raise ValueError(f"{path} was trained with other flags ({refused}): {advice}")
@@ -148,9 +149,9 @@ class Saves:
     saver: checkpoint.Saver | None = None
     scaler: torch.amp.GradScaler | None = None
 
-    def __init__(self, run: Run, log: Log, step: int = 0, consecutive_bad: int = 0) -> None:
-        """Begin at `step`, after so many consecutive bad steps."""
-        self.run, self.log, self.begin, self.consecutive_bad = run, log, step, consecutive_bad
+    def __init__(self, run: Run, log: Log, step: int = 0) -> None:
+        """Begin at `step`."""
+        self.run, self.log, self.begin = run, log, step
         self.since = time.monotonic()  # of the newest save
         self.steps, self.seconds = save_interval(run.config.save_every)
 
@@ -164,13 +165,13 @@ class Saves:
             return False
         return time.monotonic() - self.since > self.seconds
 
-    def save(self, step: int, consecutive_bad: int, wait: bool) -> str | None:
+    def save(self, step: int, wait: bool) -> str | None:
         """Save after so many steps; return why the run cannot continue, if so. Collective."""
         if not self.saver:
             return None
         start, before = time.monotonic(), self.saver.saved
-        state = {"flags": self.run.record(), "consecutive_bad": consecutive_bad}
-        state["scaler"] = self.scaler.state_dict() if self.scaler else None
+        scaler = self.scaler.state_dict() if self.scaler else None
+        state = {"flags": self.run.record(), "scaler": scaler}
         problems = self.saver.save(step, state, wait)
         self.since = time.monotonic()
         if self.saver.saved > before:  # in the background: the one before is on disk by now
@@ -181,12 +182,12 @@ class Saves:
             self.log.warn(f"{problem}; the run continues, the older checkpoints are kept")
         return fatal
 
-    def save_last(self, step: int, consecutive_bad: int) -> None:
+    def save_last(self, step: int) -> None:
         """Save before a failed run ends, unless that step is saved already. Collective."""
         if not self.saver:
             return
         problems = self.saver.finish()  # of the save in the background
-        if self.saver.saved < step and (failed := self.save(step, consecutive_bad, wait=True)):
+        if self.saver.saved < step and (failed := self.save(step, wait=True)):
             problems.append(failed)
         for problem in problems:
             self.log.warn(problem)
@@ -216,14 +217,13 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
     model, optimizer, scaler = training.model, training.optimizer, training.scaler
     load = partial(checkpoint.load, model=model, optimizer=optimizer, group=group)
     state = read_run_state(found, run, log.say, load)
-    saves = Saves(run, log, state["step"], state["consecutive_bad"])
+    saves = Saves(run, log, state["step"])
     session.where_saved = saves.where
     mark_done(config.out, saves.begin >= run.steps)
     if scaler and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     saves.scaler = scaler
     if config.save_every == "none":
-        log.warn("--save-every none: no checkpoint is saved, whatever ends this run")
         return saves
     options: Any = {"keep": config.keep, "group": group, "background": config.async_save}
     saves.saver = checkpoint.Saver(config.out, model, optimizer, **options)

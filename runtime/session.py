@@ -15,7 +15,6 @@ import mesh
 from runtime import process
 from runtime.agreement import AgreedError, run_on_all_ranks, run_on_rank0
 from runtime.config import Config
-from runtime.device_batches import LoaderFailed
 from runtime.devices import is_out_of_memory, planned
 from runtime.image_source import check_folders
 from runtime.log import Log
@@ -42,9 +41,8 @@ class Session:
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
         self.watchdog = Watchdog(ranks.rank, ranks.world_size, timeout, self.give_up)
         self.heartbeat = self.watchdog.heartbeat  # says what this rank does next
-        if ranks.world_size > 1:
-            where = ":".join(ranks.init.values())
-            self.heartbeat(f"waiting for all {ranks.world_size} ranks at {where}")
+        where = ":".join(ranks.init.values())
+        self.heartbeat(f"waiting for all {ranks.world_size} ranks at {where}")
         try:
             mesh.init_ranks(ranks, device, timeout_minutes=STARTUP_FACTOR * timeout / 60)
             if ranks.world_size > 1:
@@ -80,7 +78,7 @@ class Session:
             cause = f"out of memory; {advice}; {cause}"
         elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):
             cause = f"lost connection to another rank: {cause}"
-        elif not isinstance(error, LoaderFailed):
+        elif not isinstance(error, OSError):  # which names what it is about
             traceback.print_exception(error)
         text = f"rank {self.ranks.rank} failed ({self.watchdog.where()}): {cause}"
         if self.ranks.world_size > 1:

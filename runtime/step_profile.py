@@ -1,4 +1,4 @@
-"""--profile: some steps of rank 0 under PyTorch's profiler, and the collectives of one step.
+"""--profile: some steps of rank 0 under PyTorch's profiler. And `counting`, of a dry run's step.
 
 `RunProfile` leaves in OUT/profile a trace (for https://ui.perfetto.dev or chrome://tracing).
 `shares` reads from it where the time goes: every moment belongs to one kind, so the kinds add up to
@@ -16,8 +16,7 @@ import gzip
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +31,6 @@ from runtime.log import Meter
 from runtime.run import Run
 from runtime.session import Session
 
-COUNTED = 2  # steps before the one whose collectives are counted: DDP's buckets are final
 WARM = 5  # steps before those in the trace: blocks are compiled, memory settles
 KINDS = ("compute", "communication", "optimizer", "data", "idle")
 DATA, OPTIMIZER = "wait for data", "Optimizer.step#"  # names of ranges; the latter is PyTorch's own
@@ -44,12 +42,11 @@ CPU_WORK = ("aten::", "mkldnn::", "vit_mae::", "fsdp::", "CompiledFunction", "##
 
 
 class RunProfile:
-    """Profile some steps of this process; `step(step)` surrounds each step of the loop."""
+    """Profile some steps of this process; the loop calls `step` after each of its steps."""
 
     def __init__(self, run: Run, session: Session, meter: Meter) -> None:
         """Start the profiler's schedule; the meter's clock stops while it starts and writes."""
         self.log, self.meter, self.begin = session.log, meter, meter.begin
-        self.sent: list[CommEvent] = []
         self.path = Path(run.config.out, "profile", "rank_00000.json.gz")
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints lines of its own
         if meter.begin + WARM >= run.steps:
@@ -60,20 +57,10 @@ class RunProfile:
         self.profiler.start()
         atexit.register(self.profiler.stop)  # a run that ends while it records would crash
 
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Surround one step, its wait for data included."""
-        with counting(self.sent) if step == self.begin + COUNTED else nullcontext():
-            yield
+    def step(self) -> None:
+        """End one step, its wait for data included."""
         with self.meter.paused():
             self.profiler.step()
-
-    def payload_bytes(self) -> dict[str, int] | None:
-        """Return the bytes of whole tensors that a step sends, by kind of collective."""
-        kinds = Counter[str]()
-        for collective in self.sent:
-            kinds[collective.kind] += collective.size
-        return dict(kinds) or None
 
     def _write(self, profiler: profile) -> None:
         try:
@@ -83,11 +70,10 @@ class RunProfile:
         except (OSError, ValueError, RuntimeError) as error:  # a full disk: training continues
             self.log.warn(f"no profile: {type(error).__name__}: {error}")
             return
-        first = self.begin + WARM + 1
-        parts = {kind: seconds / sum(found.values()) for kind, seconds in found.items()}
-        self.log.write("profile", first_step=first, **found, shares=parts)
-        shown = ", ".join(f"{kind} {found[kind]:.4f} ({parts[kind]:.1%})" for kind in KINDS)
-        self.log.say(f"profile from step {first}, seconds per step: {shown}")
+        first, total = self.begin + WARM + 1, sum(found.values())
+        self.log.write("profile", first_step=first, **found)
+        shown = ", ".join(f"{kind} {s:.4f} ({s / total:.1%})" for kind, s in found.items())
+        self.log.say(f"profile from step {first}, in {self.path}; seconds per step: {shown}")
 
 
 # ---------------------------------------------------------------------------------------------

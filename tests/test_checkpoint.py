@@ -287,7 +287,7 @@ def test_every_flipped_bit_is_found_or_harmless(single, tmp_path):
     model(torch.ones(1, 16)).sum().backward()
     optimizer.step()
     expected = {n: t.clone() for n, t in checkpoint.named_tensors(model, optimizer).items()}
-    run_state = {"flags": {"model": "tiny", "blr": 1e-3, "clip": None}, "consecutive_bad": 1}
+    run_state = {"flags": {"model": "tiny", "blr": 1e-3, "clip": None}, "scaler": None}
     folder = checkpoint.save(tmp_path, 4, model, optimizer, run_state)
     for path in itertools.cycle(sorted(folder.iterdir())):
         if time.monotonic() > deadline:
@@ -506,7 +506,7 @@ def test_flags_that_change_the_result_are_refused(folder, finished, capsys):
     assert run(folder, "--allow-changes", "--img-size", "48", *at) == 2  # cannot be
     assert "pos_embed is (1, 17, " in capsys.readouterr().err
     assert run(folder, "--seed", "6", "--allow-changes") == 0
-    assert "at step 2; changed: allow_changes" in (out := capsys.readouterr().out)
+    assert "at step 2; changed: " in (out := capsys.readouterr().out)
     assert "seed 5 -> 6" in out and losses(folder)[0][1] != losses(finished)[2][1]
 
 
@@ -515,32 +515,23 @@ def test_flags_that_change_the_result_are_refused(folder, finished, capsys):
 
 @pytest.mark.slow
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    """A signal on one rank stops all; then the same ranks, and others, finish the same training.
-
-    Bad steps before the stop count towards --max-skips after it.
-    """
+    """A signal on one rank stops all; then the same ranks, and others, finish the same training."""
     sharded = ARGV + shlex.split("--steps 12 --save-every 100 --mode full_shard")
     stopped, others = tmp_path / "stopped", {n: tmp_path / n for n in ("three", "hybrid")}
     struck = Run(sharded, params=False, to=str(stopped), signal_rank=1, signal_step=4)
-    skips = ARGV + shlex.split("--mode full_shard --steps 9 --max-skips 2 --save-every 5")
-    bad = Run(skips, "loss", 1, (4, 5), params=False, to=str(tmp_path / "bad"))
-    bad = replace(bad, signal_rank=0, signal_step=4)
-    whole, first, skipped = run_ranks(2, [Run(sharded), struck, bad], tmp_path / "first")
-    assert whole.status == first.status == skipped.status == [0, 0]
+    whole, first = run_ranks(2, [Run(sharded), struck], tmp_path / "first")
+    assert whole.status == first.status == [0, 0]
     at = first.end["steps"]
-    assert at in (5, 6) and first.end["reason"] == skipped.end["reason"] == "signal"
+    assert at in (5, 6) and first.end["reason"] == "signal"
     assert names(stopped) == steps(at) and not (stopped / "done").exists()
     for folder in others.values():
         shutil.copytree(stopped, folder)
 
-    again = [Run(sharded, to=str(stopped)), replace(bad, poison_steps=(5, 6), signal_rank=-1)]
-    second, ended = run_ranks(2, again, tmp_path / "second")
+    (second,) = run_ranks(2, [Run(sharded, to=str(stopped))], tmp_path / "second")
     zero1 = Run([*sharded, "--mode", "zero1"], to=str(others["three"]))
     hybrid = sharded + shlex.split("--mode hybrid --fsdp 1 --group 3 --ac full --accum 2")
     of_three = run_ranks(3, [zero1, Run(hybrid, to=str(others["hybrid"]))], tmp_path / "three3")
 
-    assert ended.status == [1, 1] and ended.end["reason"] == "nan", ended.output
-    assert "at step 7 on rank 1" in ended.errors
     expected = [s["loss"] for s in whole.steps]
     assert second.status == [0, 0] and second.end["reason"] == "done"
     assert [s["step"] for s in second.steps] == list(range(1, 13))

@@ -352,7 +352,7 @@ def test_too_many_broken_images_in_a_row_stop_the_run(tmp_path):
     assert sample.image_id == at[most] and len(sample.bad) == most - 1
     Path(dataset.files.path(at[most])).write_bytes(b"")
     sentence = rf"^{most} images in a row could not be read, the last: \S*{at[most]:03}\.jpg \("
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(OSError, match=sentence):
         sample_at(dataset, 1)
 
 

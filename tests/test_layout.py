@@ -218,7 +218,7 @@ ADDED = {
         "train_fsdp.py",
         r"\n +train_step\(training, guard, batch.*\n",
         indent(
-            re.findall(r"(?s)```python\n(# for attention.*?)```", MANUAL.read_text())[0], " " * 12
+            re.findall(r"(?s)```python\n(# for attention.*?)```", MANUAL.read_text())[0], " " * 8
         ),
     ),
     "a machine": (

@@ -140,7 +140,7 @@ def test_the_start_and_a_refused_resume_name_the_precision(monkeypatch, capsys):
         status = train_fsdp.main([*argv, "--out", "out"])
         printed = capsys.readouterr()
         if default == "bf16":
-            assert status == 0 and "precision: bf16 (default bf16: why)" in printed.out
+            assert status == 0 and "precision: bf16 (default here bf16: why)" in printed.out
             with open("out/log.jsonl") as file:
                 start = json.loads(file.readline())
             assert start["precision_default"] == "bf16: why"

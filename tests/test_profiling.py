@@ -59,9 +59,8 @@ def test_a_run_with_a_window(tmp_path, capsys):
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     (found,) = [line for line in lines if line["event"] == "profile"]
     assert found["first_step"] == 6
-    assert sum(found["shares"].values()) == pytest.approx(1)
     assert found["compute"] > found["optimizer"] > 0 and found["data"] > 0
     events = step_profile.read_trace(tmp_path / "profile" / "rank_00000.json.gz")
     names = [e["name"] for e in events]
     assert names.count("Optimizer.step#AdamW.step") == names.count("wait for data") == 2
-    assert "profile from step 6" in capsys.readouterr().out
+    assert f"profile from step 6, in {tmp_path}/profile/rank_00000" in capsys.readouterr().out

@@ -65,14 +65,14 @@ def test_a_line_has_the_rate_of_its_own_steps_and_the_memory_of_the_device(monke
         if step % 2:
             loss = float("nan") if step == 5 else 0.25
             verdict = Verdict(step, loss, 2.0, 0, *[False] * 6)
-            written.step(verdict, 1e-3, meter, bad_images=7)
+            written.step(verdict, 1e-3, meter)
             with meter.paused():
                 now.seconds += 100
     lines = [json.loads(line) for line in written.file.getvalue().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(2, 0.25), (4, 0.25), (6, None)]
     for line in lines:
         assert (line["step_seconds"], line["data_seconds"]) == (2, 0.5)
-        assert line["images_per_second"] == 2 and line["bad_images"] == 7
+        assert line["images_per_second"] == 2
         assert line["peak_allocated_gib"] == 3
         assert line["mfu"] == pytest.approx(2 * run.flops_per_image() / 1e12)
     end = meter.summary()

@@ -22,7 +22,7 @@ SMALL = shlex.split("--model tiny --img-size 32 --device cpu --workers 0 --save-
 STEP_KEYS = shlex.split(
     "event step epoch loss grad_norm lr step_seconds data_seconds images_per_second "
     "images_per_second_per_rank tflops_per_rank mfu peak_allocated_gib peak_reserved_gib "
-    "alloc_retries bad_images"
+    "alloc_retries"
 )
 
 
