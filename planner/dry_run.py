@@ -5,22 +5,26 @@
 The process group is fake and sends nothing; the tensors are fake: they have shapes but no memory.
 Flags, mesh, wrapping, forward and backward are those of the real run. The result is what a rank
 holds at its peak and the collectives it takes part in. Only FSDP2 is simulated, not DDP or FSDP1.
-Four imports are private parts of PyTorch, there in torch 2.10 to 2.15.
+Six imports are private parts of PyTorch, there in torch 2.10 to 2.15.
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import data
 import mesh
@@ -33,8 +37,8 @@ from runtime.process import print_error
 from runtime.record import describe, start_record
 from runtime.resume import list_newest_first, read_run_state
 from runtime.run import Run, resolve, with_images
-from runtime.step_profile import CommEvent, counting
 
+COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same
 
 # Rows of the table of memory: the tracker's categories and the parts of the plan in each. Every one
@@ -120,6 +124,52 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+# --- What a step sends
+
+
+class CommEvent(NamedTuple):
+    """One collective of one rank."""
+
+    kind: str  # one of COMM_KINDS
+    ranks: int  # of its group
+    size: int  # bytes of the whole tensor: after an all-gather, before a reduce-scatter
+
+
+class Counting(TorchDispatchMode):
+    """List in `found` the collectives of this process with other ranks, as a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[CommEvent] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        """Run an operator, and look whether it is a collective."""
+        if DTensor in types:
+            return NotImplemented  # comes back as plain local tensors
+        result = func(*given, **(named or {}))
+        if (kind := kind_of(func)) and (ranks := _group_of(given).size()) > 1:
+            leaves = [tree_leaves(argument) for argument in [*given, result]]
+            sizes = [sum(t.nbytes for t in some if isinstance(t, Tensor)) for some in leaves]
+            self.found.append(CommEvent(kind, ranks, max(sizes)))  # the whole tensor is the larger
+        return result
+
+
+def kind_of(func: Any) -> str | None:
+    """Classify as all_gather, reduce_scatter, all_reduce, broadcast; None for other operators."""
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    name = func.name().partition("::")[2].replace("_", "")
+    return next((kind for kind in COMM_KINDS if name.startswith(kind.replace("_", ""))), None)
+
+
+def _group_of(given: Sequence[Any]) -> dist.ProcessGroup:
+    for argument in given:
+        if isinstance(argument, torch.ScriptObject):  # a process group
+            return dist.ProcessGroup.unbox(argument)
+    name: Any = [argument for argument in given if isinstance(argument, str)][-1]
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
 # --- One step
 
 
@@ -139,7 +189,6 @@ def simulate(
     run = replace(run, config=replace(run.config, compile=False))
     config, side, batch = run.config, run.config.img_size, run.local_batch
     grid = mesh.build_mesh(run.mesh_shape, CPU)
-    found: list[CommEvent] = []
     # the tensors are on a CPU, the job may not be: then its attention is the fused one
     cpu = config.device == "cpu"
     with fake_tensors(), nullcontext() if cpu else mock.patch.dict(vit.PLAIN_TOKENS, clear=True):
@@ -152,7 +201,7 @@ def simulate(
         batches = [(x, torch.empty(batch, run.patches)) for x in images]
         tracker = FSDPMemTracker(model)
         tracker.track_inputs(tuple(batches))
-        with counting(found), tracker:
+        with Counting() as counted, tracker:
             # without a reset the tracker refuses a second forward pass
             model.register_forward_pre_hook(lambda *_: tracker.reset_mod_stats(), prepend=True)
             forward_backward(training, batches)
@@ -160,7 +209,7 @@ def simulate(
     # AdamW's fused step takes no memory but its states, which exist from the second step on: two
     # moments per value, one step count per tensor
     states = {"OptState": 2 * after["Sharded Param"] + 4 * len([*model.parameters()])}
-    return Simulation(_snapshot(tracker, "peak") | states, after | states, found)
+    return Simulation(_snapshot(tracker, "peak") | states, after | states, counted.found)
 
 
 def _snapshot(tracker: Any, which: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""--profile: some steps of rank 0 under PyTorch's profiler. And `counting`, of a dry run's step.
+"""--profile: some steps of rank 0 under PyTorch's profiler, and where their time goes.
 
 `RunProfile` leaves in OUT/profile a trace (for https://ui.perfetto.dev or chrome://tracing).
 `shares` reads from it where the time goes: every moment belongs to one kind, so the kinds add up to
@@ -18,14 +18,9 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.profiler import profile, schedule
-from torch.utils._pytree import tree_leaves
 
 from runtime.log import Meter
 from runtime.run import Run
@@ -35,7 +30,6 @@ WARM = 5  # steps before those in the trace: blocks are compiled, memory settles
 KINDS = ("compute", "communication", "optimizer", "data", "idle")
 DATA, OPTIMIZER = "wait for data", "Optimizer.step#"  # names of ranges; the latter is PyTorch's own
 COLLECTIVES = ("ncclDevKernel", "ncclKernel", "rccl", "mscclKernel", "gloo:")  # at work
-COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 # Operators that compute, on a CPU: what wraps them (autograd's functions, hooks) may also wait.
 CPU_WORK = ("aten::", "mkldnn::", "vit_mae::", "fsdp::", "CompiledFunction", "## Call Compiled")
@@ -76,8 +70,7 @@ class RunProfile:
         self.log.say(f"profile from step {first}, in {self.path}; seconds per step: {shown}")
 
 
-# ---------------------------------------------------------------------------------------------
-# Where the time goes
+# --- Where the time goes
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
@@ -117,51 +110,3 @@ def shares(events: Sequence[dict[str, Any]]) -> dict[str, float]:
         now = max(now, moment)
         running[what] += change
     return {kind: microseconds / 1e6 / len(waits) for kind, microseconds in found.items()}
-
-
-# ---------------------------------------------------------------------------------------------
-# What a step sends
-
-
-class CommEvent(NamedTuple):
-    """One collective of one rank."""
-
-    kind: str  # one of COMM_KINDS
-    ranks: int  # of its group
-    size: int  # bytes of the whole tensor: after an all-gather, before a reduce-scatter
-
-
-def counting(found: list[CommEvent]) -> Any:
-    """Make a context that adds every collective of this process with other ranks to `found`."""
-    from torch.utils._python_dispatch import TorchDispatchMode  # private: not above
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, given: Any = (), named: Any = None
-        ) -> Any:
-            if DTensor in types:
-                return NotImplemented  # comes back as plain local tensors
-            result = func(*given, **(named or {}))
-            if (kind := kind_of(func)) and (ranks := _group_of(given).size()) > 1:
-                leaves = [tree_leaves(argument) for argument in [*given, result]]
-                sizes = [sum(t.nbytes for t in some if isinstance(t, Tensor)) for some in leaves]
-                found.append(CommEvent(kind, ranks, max(sizes)))  # the whole tensor is the larger
-            return result
-
-    return Counting()
-
-
-def kind_of(func: Any) -> str | None:
-    """Classify as all_gather, reduce_scatter, all_reduce, broadcast; None for other operators."""
-    if func.namespace not in ("c10d", "_c10d_functional"):
-        return None
-    name = func.name().partition("::")[2].replace("_", "")
-    return next((kind for kind in COMM_KINDS if name.startswith(kind.replace("_", ""))), None)
-
-
-def _group_of(given: Sequence[Any]) -> dist.ProcessGroup:
-    for argument in given:
-        if isinstance(argument, torch.ScriptObject):  # a process group
-            return dist.ProcessGroup.unbox(argument)
-    name: Any = [argument for argument in given if isinstance(argument, str)][-1]
-    return dist.distributed_c10d._resolve_process_group(name)

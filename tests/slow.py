@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import data
 import train_fsdp
 import vit
-from runtime import step_profile
 
 CAUSES = ("input", "communication", "compute")
 FLAGS = shlex.split(
@@ -30,7 +29,7 @@ class Links(TorchDispatchMode):
     """Delay every collective by 100 ms."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if step_profile.kind_of(func):
+        if func.namespace in ("c10d", "_c10d_functional"):
             time.sleep(0.1)
         return func(*args, **(kwargs or {}))
 
