@@ -47,8 +47,7 @@ NETWORK = "--network=disable_rdzv_get"  # as in launch_frontier.sh
 END_SECONDS = 60  # that a run may take to end when it is asked to
 AGAIN = ("failed", "timed out", "unfinished")  # what --retry runs again
 
-# ---------------------------------------------------------------------------------------------
-# Points
+# --- Points
 
 
 def plan_point(point: Point, machine: str | None) -> Row:
@@ -88,8 +87,7 @@ def choose_points(args: argparse.Namespace, words: list[str]) -> list[Point]:
     return [point._replace(words=point.words + words) for point in points]
 
 
-# ---------------------------------------------------------------------------------------------
-# One run, and its result
+# --- One run, and its result
 
 
 def end_run(child: subprocess.Popen) -> None:
@@ -149,8 +147,7 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
     return results.with_state(out, row)
 
 
-# ---------------------------------------------------------------------------------------------
-# Commands
+# --- Commands
 
 
 def submit(out: Path, rows: Sequence[Row], args: argparse.Namespace) -> None:

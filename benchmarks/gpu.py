@@ -120,8 +120,7 @@ def run_part(part: Part, limit: float, folder: Path) -> list[Row]:
     return rows
 
 
-# ---------------------------------------------------------------------------------------------
-# The report
+# --- The report
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:

@@ -46,8 +46,7 @@ def emit(part: str, name: str, ok: bool, **more: Any) -> None:
     print(json.dumps({"part": part, "name": name, "ok": ok, **more}), flush=True)
 
 
-# ---------------------------------------------------------------------------------------------
-# Every mode, engine and precision against plain PyTorch in fp32 on the CPU
+# --- Every mode, engine and precision against plain PyTorch in fp32 on the CPU
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,8 +213,7 @@ def matrix(device_name: str) -> None:
     dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------------------
-# A run from its start through a stop and a resume to scores
+# --- A run from its start through a stop and a resume to scores
 
 
 def command(*argv: str, torchrun: bool = False) -> list[str]:

@@ -67,8 +67,7 @@ def stack(panel: Axes, labels: Sequence[str], parts: dict[str, list[float]]) -> 
     panel.set_ylim(0, 1.12 * max(bottom))
 
 
-# ---------------------------------------------------------------------------------------------
-# What happens: to an image, in a collective, who is in which group
+# --- What happens: to an image, in a collective, who is in which group
 
 
 def draw_mae() -> Figure:
@@ -215,8 +214,7 @@ def draw_mesh() -> Figure:
     return figure
 
 
-# ---------------------------------------------------------------------------------------------
-# Memory and traffic, from the plan
+# --- Memory and traffic, from the plan
 
 
 def moments(found: Plan) -> dict[float, dict[str, float]]:
@@ -326,8 +324,7 @@ def draw_groups() -> Figure:
     return figure
 
 
-# ---------------------------------------------------------------------------------------------
-# Measured: a trace
+# --- Measured: a trace
 
 # PyTorch's calls: their lane, and the work of gloo, whose reduce-scatter is an all-reduce of which
 # each rank keeps its part.

@@ -33,8 +33,7 @@ class Changed(Exception):
     """A command of the page fails, or no longer prints a line that the page shows."""
 
 
-# ---------------------------------------------------------------------------------------------
-# Running
+# --- Running
 
 
 def environment(root: Path) -> dict[str, str]:
@@ -79,8 +78,7 @@ def execute(language: str, content: str, folder: Path, env: dict[str, str]) -> s
     return output
 
 
-# ---------------------------------------------------------------------------------------------
-# The page
+# --- The page
 
 
 def blocks(text: str) -> list[tuple[str, str]]:

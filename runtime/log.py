@@ -154,8 +154,7 @@ class Log:
         )
 
 
-# ---------------------------------------------------------------------------------------------
-# Unreadable images
+# --- Unreadable images
 
 
 class BadImageLog:

@@ -115,8 +115,7 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     yield f"pixels: {s['channels']} channels of {s['image_dtype']}, mean {mean}"
 
 
-# ---------------------------------------------------------------------------------------------
-# Baselines: the losses that a model has to beat
+# --- Baselines: the losses that a model has to beat
 
 
 def losses_of_guesses(run: Run, images: Tensor, mask: Tensor) -> Tensor:
@@ -147,8 +146,7 @@ def baselines(run: Run, batch: Batch) -> dict[str, float]:
     return dict(zip(("loss_of_zero", "loss_of_mean_colour"), mean.tolist(), strict=True))
 
 
-# ---------------------------------------------------------------------------------------------
-# Its steps, and its end
+# --- Its steps, and its end
 
 
 class Monitor:

@@ -12,8 +12,7 @@ from storage.safe_files import replacing
 from sweeps import results
 from sweeps.results import ADVICE, SETTINGS, Limit, Row, find_limits, group_by, noise, step_seconds
 
-# ---------------------------------------------------------------------------------------------
-# Figures
+# --- Figures
 
 STYLE_SHEET = "tableau-colorblind10"  # the first six colours stand out on white
 MARKS = "os^DvPX*<>dhp"  # the same in grey
@@ -108,8 +107,7 @@ def draw_figures(rows: Sequence[Row], folder: Path) -> list[str]:
     return drawn
 
 
-# ---------------------------------------------------------------------------------------------
-# The page
+# --- The page
 
 COLUMNS = {  # of the table of points: column of the rows, format
     "ranks": ("world_size", ""),

@@ -23,8 +23,7 @@ MEMORY = ("out of memory", "skipped")
 OUT_OF_MEMORY = re.compile("out.?of.?memory|allocate memory|MemoryError|oom.kill", re.I)
 WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, compilers
 
-# ---------------------------------------------------------------------------------------------
-# Files
+# --- Files
 
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
@@ -70,8 +69,7 @@ def read_rows(out: Path) -> list[Row]:
     return [{"source": out.resolve().name} | row for row in rows]
 
 
-# ---------------------------------------------------------------------------------------------
-# One run
+# --- One run
 
 
 def read_log(path: Path) -> dict[str, list[Row]]:
@@ -103,8 +101,7 @@ def measured(log: dict[str, list[Row]]) -> Row:
     return row
 
 
-# ---------------------------------------------------------------------------------------------
-# What limits a run
+# --- What limits a run
 
 CLOSE = 0.05  # runs with the same flags differ by this much from day to day
 ADVICE = {

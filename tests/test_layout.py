@@ -27,19 +27,19 @@ TOP_LEVEL = {
 # Lines of today, where they are above the plan (1,620 for the first five, 440, 170, 2,300 for
 # runtime/). They may only shrink.
 LIMITS = {
-    "vit.py": 341,
-    "data.py": 400,
-    "mesh.py": 194,
-    "shard.py": 533,
-    "train_fsdp.py": 270,
-    "checkpoint.py": 497,
-    "launch_frontier.sh": 186,
-    "runtime/": 2681,
-    "tests/": 9006,
-    "storage/": 516,
-    "planner/": 1288,
-    "sweeps/": 580,
-    "downstream/": 1312,
+    "vit.py": 337,
+    "data.py": 382,
+    "mesh.py": 187,
+    "shard.py": 518,
+    "train_fsdp.py": 265,
+    "checkpoint.py": 470,
+    "launch_frontier.sh": 181,
+    "runtime/": 2464,
+    "tests/": 8725,
+    "storage/": 420,
+    "planner/": 1246,
+    "sweeps/": 506,
+    "downstream/": 1114,
 }
 
 
