@@ -103,12 +103,11 @@ def read_machine(name: str) -> Machine:
     try:
         values = {"name": Path(name).stem, **json.loads(Path(name).read_text())}
         like = MACHINES[values.pop("like")]
-        machine = replace(like, **values)
         for field, value in values.items():
             if field != "name" and (type(getattr(like, field))(value) != value or value <= 0):
                 raise ValueError(f"{field} is {value!r}")
-        return machine
-    except (OSError, ValueError, TypeError, KeyError) as error:  # KeyError: the machine
+        return replace(like, **values)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         known = f"{', '.join(MACHINES)}, or a JSON file with one of these as"
         needed = f'use {known} "like", and the fields of Machine that differ'
         raise ValueError(f"--machine {name}: {error!r}; {needed}") from None
