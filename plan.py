@@ -131,7 +131,7 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
 def machine_table() -> Iterator[str]:
     """Format the table of known machines."""
     links = ("package", "node", "network", "host")
-    yield "GiB and bf16 TFLOP/s per rank; GB/s in one direction, in a node of one link of several"
+    yield "GiB and bf16 TFLOP/s per rank; GB/s in one direction"
     head = "".join(f"{link:>9}" for link in links)
     yield f"{'machine':13}{'ranks/node':>10}{'GiB':>8}{'TFLOP/s':>9}{head}"
     for m in MACHINES.values():

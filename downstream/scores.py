@@ -274,6 +274,8 @@ def score_features(
     if args.split is not None:
         chosen, others = split_per_class(labels, args.split, seed)
         bank, labels, queries, truths = bank[chosen], labels[chosen], bank[others], labels[others]
+    if not len(truths):
+        raise ValueError("--split leaves no image to test on: every class has one image")
     facts: dict[str, Any] = {"test_images": len(truths)}
     if args.command == "knn":
         votes = nearest_vote(bank, labels, queries, classes, args.k)

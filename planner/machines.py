@@ -102,8 +102,12 @@ def read_machine(name: str) -> Machine:
         return MACHINES[name]
     try:
         values = {"name": Path(name).stem, **json.loads(Path(name).read_text())}
-        return replace(MACHINES[values.pop("like")], **values)
-    except (OSError, ValueError, TypeError, KeyError) as error:  # KeyError: the machine
+        like = MACHINES[values.pop("like")]
+        for field, value in values.items():
+            if field != "name" and (type(getattr(like, field))(value) != value or value <= 0):
+                raise ValueError(f"{field} is {value!r}")
+        return replace(like, **values)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         known = f"{', '.join(MACHINES)}, or a JSON file with one of these as"
         needed = f'use {known} "like", and the fields of Machine that differ'
         raise ValueError(f"--machine {name}: {error!r}; {needed}") from None

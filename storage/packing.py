@@ -86,6 +86,8 @@ def pack(source: str, target: str, workers: int, say: Say, max_side: int | None 
     write = partial(write_shard, max_side)
     found = chain.from_iterable(for_each(write, workers, say, shards, parts))
     names, sizes, starts = map(list, zip(*found, strict=True))  # of all images
+    if not any(sizes):
+        raise ValueError(f"no image in {source} can be read: `prepare.py scan {source}` says why")
     numbers = np.repeat(np.arange(len(parts)), list(map(len, parts)))
     table = make_table(names, files.labels, sizes, numbers, starts)
     packed = ImageList(str(folder), table, files.classes, tuple(shard.name for shard in shards))

@@ -390,6 +390,8 @@ def test_machine_files(tmp_path, capsys):
         ({"name": "mine"}, "KeyError('like')"),
         ({"like": "dgx"}, "KeyError('dgx'); use frontier, dgx"),
         ({"like": "frontier", "nics": 4}, "nics"),
+        ({"like": "frontier", "ranks_per_node": 4.5}, "ranks_per_node is 4.5"),
+        ({"like": "frontier", "memory_gib": "64"}, "memory_gib is '64'"),
     ):
         path.write_text(json.dumps(content))
         with pytest.raises(SystemExit) as leave:

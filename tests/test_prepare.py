@@ -248,6 +248,10 @@ def test_a_pack_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
             patch.setattr(image_list.ImageList, "read", contained)
             assert prepare.main(command) == status
         assert not target.exists()
+    with monkeypatch.context() as patch:  # a file system that went away
+        lost = Mock(side_effect=FileNotFoundError(errno.ENOENT, ""))
+        patch.setattr(image_list.ImageList, "read", lost)
+        assert prepare.main(command) == 1 and not target.exists()
     assert prepare.main(command) == 0 and contents(listed(target)) == contents(files)
     for folder in (target, root):
         assert prepare.main(["pack", str(root), str(folder)]) == 1
