@@ -216,6 +216,8 @@ def compare(base: Plan) -> list[Plan]:
     """Plan every mode and group for the run of a plan; best first, what does not fit last."""
     run, plans = base.run, []
     for mode, row in shard.STRATEGIES.items():
+        if run.tp > 1 and row.engine != "fsdp":  # they would train on twice the images
+            continue
         for group in group_sizes(run, base.machine) if row.group == "group" else [None]:
             other = in_mode(run, mode, group)
             plans.append(Plan(other, base.machine, base.memory_gib))

@@ -59,6 +59,8 @@ def write_shard(max_side: int | None, path: Path, files: ImageList) -> list[tupl
                 content, ending = repack(files.read(index), max_side)
             except Exception as error:  # Pillow raises many kinds for a broken file
                 data.file_fault(error)
+                if isinstance(error, FileNotFoundError) and files.table[index]["size"]:
+                    raise  # it was listed: a file system that goes away is no broken image
             info = tarfile.TarInfo(name if name.lower().endswith(ending) else name + ending)
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
@@ -98,5 +100,6 @@ def pack(source: str, target: str, workers: int, say: Say, max_side: int | None 
     say(f"{target}: {len(files)} images in {len(shards)} shards, {sum(sizes) / 2**30:.3f} GiB")
     if broken := sizes.count(0):
         say(f"{broken} are unreadable: `prepare.py scan {source}` says why")
-    if any(name.endswith(b".npy") for name in names) and not (path / "stats.json").exists():
+    arrays = sum(name.endswith(b".npy") for name in names)
+    if 2 * arrays > len(files) and not (path / "stats.json").exists():
         write_stats(target, workers, say)
