@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, repeat
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from torch.utils.data import DataLoader
 import data
 import mesh
 from runtime import process
-
-if TYPE_CHECKING:  # session.py imports this file
-    from runtime.run import Run
-    from runtime.session import Session
+from runtime.run import Run
+from runtime.session import Session
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
     return min(6, mesh.cpu_cores(ranks) - 1) if workers is None else workers
 
 
-def open_batches(run: "Run", session: "Session", files: data.ImageSource, steps: range) -> Batches:
+def open_batches(run: Run, session: Session, files: data.ImageSource, steps: range) -> Batches:
     """Start the loader of `steps` and fetch the first batch."""
     config, ranks, device = run.config, session.ranks, session.device
     alone = config.run_mode == "syn"  # compute and communication: the same batch again and again

@@ -78,7 +78,7 @@ class Session:
             cause = f"out of memory; {advice}; {cause}"
         elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):
             cause = f"lost connection to another rank: {cause}"
-        elif not isinstance(error, OSError):  # which names what it is about
+        elif not (isinstance(error, OSError) or "DataLoader worker (pid" in str(error)):  # a bug
             traceback.print_exception(error)
         text = f"rank {self.ranks.rank} failed ({self.watchdog.where()}): {cause}"
         if self.ranks.world_size > 1:
