@@ -251,7 +251,7 @@ class Monitor:
         self.bad_images.sync()  # what was found since the last log line
         self.report_end(reason, problem)
         if self.run.config.run_mode == "real":
-            # after a NaN or too many bad images the same command would fail again
+            # after a NaN or too many bad images something is to be changed first
             session.log.say(saves.where(reason in ("done", "nan", "bad")))
             if reason == "done":
                 mark_done(self.run.config.out, True)

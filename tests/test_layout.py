@@ -34,10 +34,10 @@ LIMITS = {
     "train_fsdp.py": 265,
     "checkpoint.py": 470,
     "launch_frontier.sh": 181,
-    "runtime/": 2464,
+    "runtime/": 2461,
     "tests/": 8732,
-    "storage/": 422,
-    "planner/": 1250,
+    "storage/": 425,
+    "planner/": 1252,
     "sweeps/": 506,
     "downstream/": 1116,
 }
