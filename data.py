@@ -320,7 +320,8 @@ def open_image(
         try:
             image = Image.open(io.BytesIO(content))
         except UnidentifiedImageError:  # which names an object in memory
-            raise ValueError("not an image that Pillow reads") from None
+            what = "not an image that Pillow reads"
+            raise ValueError(f"{what} (TIFF of many bands: `prepare.py pack`)") from None
         # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without
         # an error. The last end marker must follow the last start of a scan (ITU-T T.81, B.1).
         zeros = image.format == "JPEG" and content.endswith(b"\0")

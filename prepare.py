@@ -40,7 +40,7 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
             add("--workers", type=whole(1, 1024), default=process_cores(), metavar="N", help=help)
         if name == "pack":
             add("out", type=filled, metavar="DST", help="folder of the shards")
-            help = "make larger pictures so small (default: copy all as they are)"
+            help = "make larger pictures so small (default: as they are)"
             add("--max-side", type=whole(1, 2**16), metavar="PIXELS", help=help)
     return parser.parse_args(argv)
 

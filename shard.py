@@ -207,7 +207,10 @@ def _fsdp(
     options: ShardingOptions,
     fill: Callable[[nn.Module], None],
 ) -> nn.Module:
-    """FSDP1 or FSDP2: give each unit its values, then cut it; inner units first, the root last."""
+    """FSDP1 or FSDP2: give each unit its values, then cut it; inner units first, the root last.
+
+    FSDP2 cuts each parameter along dimension 0, FSDP1 all of a unit as one flat vector.
+    """
     fsdp1 = options.fsdp == 1
     wrap: Any = FSDP1 if fsdp1 else fully_shard  # the one returns a wrapper, the other the module
     settings = (_fsdp1_settings if fsdp1 else _fsdp2_settings)(row, mesh, options)

@@ -98,7 +98,7 @@ class Config:
     )
     compile: bool = flag(False, "torch.compile every block", "setting")
 
-    data: str = flag("synthetic", "folder of images", group="data")
+    data: str = flag("synthetic", "folder of images, or a pack", group="data")
     eval_data: str | None = flag(None, "folder of held-out images: their loss at each save")
     run_mode: Literal["real", "syn", "io"] = flag(
         "real", "real: train; syn: the same batch each step; io: loader and copy only, no model"
