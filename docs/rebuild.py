@@ -104,17 +104,20 @@ def same_words(shown: str, printed: str) -> bool:
 def find_printed(shown: str, output: str) -> list[str]:
     """Find each line of `shown` in an output, in order; Changed where one is not there.
 
-    Of several lines with the same words, as the steps of a run, it takes the one of which most is
-    the same, counted from the left.
+    Of several lines with the same words, as the steps of a run, it takes the one with the same
+    names of files, then the one of which most is the same, counted from the left.
     """
     printed, found = output.splitlines(), []
     for line in shown.splitlines():
         fitting = [i for i, text in enumerate(printed) if same_words(line, text)]
         if not fitting:
             raise Changed(f"no longer prints, or not in this order: {line}\nbut:\n{output}")
-        pairs = [zip(line.split(), printed[i].split(), strict=True) for i in fitting]
-        same = [len(list(takewhile(lambda pair: pair[0] == pair[1], pair))) for pair in pairs]
-        chosen = fitting[same.index(max(same))]
+        likeness = []
+        for i in fitting:
+            pairs = [*zip(line.split(), printed[i].split(), strict=True)]
+            names = sum(a == b for a, b in pairs if re.search("[a-z]{2}", a))
+            likeness.append((names, len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))))
+        chosen = fitting[likeness.index(max(likeness))]
         found.append(printed[chosen].rstrip())
         printed = printed[chosen + 1 :]
     return found
