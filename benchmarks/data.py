@@ -30,7 +30,7 @@ from benchmarks import timing
 from storage import image_list
 
 SIDE, BATCH, PATCHES = 224, 32, 196
-SMALLEST, LARGEST, EVERY = 110, 2300, 20  # sides, pixels; one PNG and one TIFF in so many images
+SMALLEST, LARGEST = 110, 2300  # sides, pixels
 
 
 def picture(generator: np.random.Generator, width: int, height: int) -> Image.Image:
@@ -45,10 +45,9 @@ def picture(generator: np.random.Generator, width: int, height: int) -> Image.Im
 
 
 def make_tree(root: Path, images: int) -> None:
-    """Write so many images in 51 classes two and three levels deep.
+    """Write so many JPEGs in 51 classes two and three levels deep, as Million-AID has them.
 
-    Sides are spread evenly in their logarithm; those of Million-AID are said to be mixed, nobody
-    says how.
+    Sides are spread evenly in their logarithm; nobody says how those of Million-AID are.
     """
     for i in range(images):
         generator = np.random.default_rng(i)
@@ -56,10 +55,7 @@ def make_tree(root: Path, images: int) -> None:
         folder = root / f"area_{leaf % 8}" / (f"part_{leaf % 14}" if leaf % 4 else "") / f"c{leaf}"
         folder.mkdir(parents=True, exist_ok=True)
         width, height = (int(SMALLEST * (LARGEST / SMALLEST) ** x) for x in generator.random(2))
-        suffix, options = {7: (".png", {}), 3: (".tif", {})}.get(
-            i % EVERY, (".jpg", {"quality": 90})
-        )
-        picture(generator, width, height).save(folder / f"P{i:07}{suffix}", **options)
+        picture(generator, width, height).save(folder / f"P{i:07}.jpg", quality=90)
 
 
 # --- Loaders, each called with workers, steps and seed
