@@ -230,7 +230,7 @@ class Saver:
             raise ValueError("give step 0 or more, keep 1 or more")
         run_state = json.loads(json.dumps(run_state))  # as it will be read
         problems = self.finish()
-        if self.failures == 2 and not wait:
+        if problems and self.failures == 2 and not wait:
             return problems  # two failed saves in a row: the caller ends the run
         self.step = step
         writer = _Writer(self.folder, step, run_state, self.keep)

@@ -8,8 +8,8 @@ group (ranks that hold the same shard). Eight ranks on two nodes of four, `--mod
         replicate 0         0  1  2  3      node 0
                   1         4  5  6  7      node 1
 
-Ranks fill nodes in blocks, so neighbours in a row are neighbours on a node; train_fsdp.py makes a
-row of each node if it is not given --group. Every rank reads images of its own, whatever the mesh.
+Ranks fill nodes in blocks, so neighbours in a row are neighbours on a node; runtime/run.py makes a
+row of each node if there is no --group. Every rank reads images of its own, whatever the mesh.
 Copy this one file: it needs torch alone.
 """
 

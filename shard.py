@@ -110,7 +110,7 @@ class ShardingOptions:
     fsdp: Literal[1, 2] = 2  # FSDP1 or FSDP2, where the engine is fsdp
     wrap: Literal["block", "root"] = "block"  # FSDP: a unit is a block, or the whole model
     param_dtype: torch.dtype = torch.bfloat16  # of the computation; stored parameters are fp32
-    reduce_dtype: torch.dtype = torch.float32  # in which gradients are summed over ranks
+    reduce_dtype: torch.dtype = torch.float32  # in which gradients are averaged over ranks
     cast_inputs: bool = True  # FSDP: to param_dtype, those of the model and of its blocks
     prefetch: Literal["none", "backward_pre", "backward_post"] = "backward_pre"  # post: FSDP1 only
     forward_prefetch: bool = False  # FSDP only
@@ -153,7 +153,7 @@ def apply(
     names = {t: n for n, t in [*model.named_parameters(), *model.named_buffers()]}
     if any(map(_on_meta, names)) != (values is not None):
         raise ValueError("give `values` to a model on meta, and to no other")
-    if values is not undefined:
+    if values is not undefined:  # else a checkpoint's names and shapes are checked, all replaced
         _check_same_model(model, f"{mode} {[*blocks]} {options}", device)
         _broadcast_values(model, device)
 
@@ -212,7 +212,7 @@ def _fsdp(
     FSDP2 cuts each parameter along dimension 0, FSDP1 all of a unit as one flat vector.
     """
     fsdp1 = options.fsdp == 1
-    wrap: Any = FSDP1 if fsdp1 else fully_shard  # the one returns a wrapper, the other the module
+    wrap: Any = FSDP1 if fsdp1 else fully_shard  # FSDP1 returns a wrapper
     settings = (_fsdp1_settings if fsdp1 else _fsdp2_settings)(row, mesh, options)
     for name, module in blocks.items():
         fill(module)  # whole, until it is cut
@@ -222,8 +222,7 @@ def _fsdp(
     sharded = wrap(model, **settings)
     units: list[Any] = [model.get_submodule(name) for name in blocks]
     if options.prefetch == "none" and not fsdp1:
-        # In backward FSDP2 prefetches the next unit unless it has a list of what to prefetch. An
-        # empty list counts as none; a unit's own name does nothing, since it is gathered already.
+        # in place of the next unit: an empty list means the default, the unit itself is gathered
         for unit in [*units, sharded]:
             unit.set_modules_to_backward_prefetch([unit])
     if options.forward_prefetch and not fsdp1:
@@ -242,8 +241,7 @@ def _replace(model: nn.Module, wrappers: Mapping[nn.Module, nn.Module]) -> None:
 def _fsdp1_settings(row: Strategy, mesh: DeviceMesh, options: ShardingOptions) -> dict[str, Any]:
     """FSDP1: the strategy is an enum, so is the prefetch; every unit is one flat parameter."""
     if mesh["shard"].size() == 1:
-        # FSDP1 does not reduce gradients at all if a shard group has one rank (pytorch#154888).
-        # NO_SHARD is what such a strategy is meant to equal.
+        # otherwise FSDP1 would not reduce gradients at all (pytorch#154888)
         name, submesh = "NO_SHARD", mesh["replicate"]
         warnings.filterwarnings("ignore", "The `NO_SHARD`", FutureWarning)  # "use DDP"
     elif row.group == "world":
@@ -275,7 +273,7 @@ def _fsdp2_settings(row: Strategy, mesh: DeviceMesh, options: ShardingOptions) -
             options.param_dtype, options.reduce_dtype, cast_forward_inputs=options.cast_inputs
         ),
         "offload_policy": pinned if options.cpu_offload else fsdp.OffloadPolicy(),
-        # None: all but the root unit, which is also used last in forward and first in backward
+        # None: all but the root unit, used last in forward and first in backward (wrap root: all)
         "reshard_after_forward": None if row.reshard else False,
     }
 
@@ -313,7 +311,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
     groups, norms = by_mesh(p for p in model.parameters() if p.grad is not None), list[Tensor]()
     for parameters in groups:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # sums its shards
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # of all shards
     whole = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
     for parameters in groups if max_norm != float("inf") else []:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
@@ -338,7 +336,7 @@ def original_name(name: str) -> str:
 
 
 def weight_decay_names(model: nn.Module) -> set[str]:
-    """List what decays: all but biases and norms. Before wrapping: FSDP1 makes all of it 1-D."""
+    """List what decays: all but biases and norms. Before wrapping: FSDP1 flattens them."""
     return {name for name, p in model.named_parameters() if p.ndim > 1}
 
 
@@ -386,6 +384,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     elif skip.item():
         return
     optimizer.step()
+    inner.found_inf = None  # or a later plain step() would be skipped too
 
 
 def build_scaler(
@@ -405,8 +404,8 @@ def _check_arguments(
 ) -> None:
     """Raise ValueError for arguments of `apply` with which training would go wrong."""
     tp = mesh.shape[2] if split else 1
-    group = mesh.shape[1] if STRATEGIES[mode].group == "group" else None
-    wanted = mesh_shape(mode, dist.get_world_size() // tp, group)
+    hybrid = mode in STRATEGIES and STRATEGIES[mode].group == "group"
+    wanted = mesh_shape(mode, dist.get_world_size() // tp, mesh.shape[1] if hybrid else None)
     if mesh.shape[:2] != wanted:
         raise ValueError(f"mode {mode} here needs a mesh that begins with {wanted}, not {mesh}")
     given = {n: v for n, v in vars(options).items() if v != getattr(ShardingOptions, n)}
@@ -452,8 +451,7 @@ def _prepare_blocks(
     model: nn.Module, blocks: Mapping[str, nn.Module], options: ShardingOptions
 ) -> None:
     """Checkpoint and compile the blocks."""
-    # Checkpointing comes first, so that the recomputation is inside the compiled region and inside
-    # the unit: a block is gathered once for recomputation and gradient together.
+    # first, so that a block is gathered once for recomputation and gradient together
     if options.ac != "none":
         how: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state}
         if options.ac == "selective":
@@ -488,6 +486,8 @@ def _materialise(
     for module in unit.modules():
         for leaf, t in {**module._parameters, **module._buffers}.items():
             if t is not None and _on_meta(t):
+                if values is undefined and leaf in module._non_persistent_buffers_set:
+                    raise ValueError(f"{names[t]} is in no checkpoint: make this buffer persistent")
                 if t not in made:
                     new = torch.empty_like(t, device=device)
                     new.copy_(values(names[t], t.shape, device=device))

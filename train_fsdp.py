@@ -75,7 +75,7 @@ def forward_backward(training: Training, micro_batches: Sequence[Any]) -> Tensor
         with shard.accumulation(model, last=i == count - 1):
             with shard.autocast(model, total.device, training.dtype):
                 loss = training.loss_of(model, part)
-            loss = loss / count  # so that the sum is the mean of the whole batch
+            loss = loss / count  # the sum is this rank's mean; DDP and FSDP average over ranks
             (scaler.scale(loss) if scaler else loss).backward()
         total += loss.detach()
     return total
@@ -99,10 +99,10 @@ def train_step(
     skip = guard.vote(loss, norm, scaled=scaler is not None, **requests)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)  # fine-tuning has a rate for each layer
-    shard.optimizer_step(optimizer, skip)  # in place of scaler.step, which would ask the host
+    shard.optimizer_step(optimizer, skip)  # scaler.step would make the host wait
     if scaler:
         scaler.update()
-    optimizer.zero_grad()  # to None: their memory is free until the next backward
+    optimizer.zero_grad()  # to None: sharded ones take no memory until the next backward
 
 
 # --- The model: from shapes to a sharded model that trains

@@ -38,10 +38,10 @@ def train(args: argparse.Namespace) -> None:
     # A model of shapes alone. Each block gets its values, the same on all ranks, and is cut.
     with torch.device("meta"):
         model = vit.ViTMAE(config, args.img_size)
-    decay = shard.weight_decay_names(model)
+    decay = shard.weight_decay_names(model)  # by the shapes of whole parameters
     grid = mesh.build_mesh(shard.mesh_shape(args.mode, ranks.world_size, args.group), device)
-    how = {"param_dtype": dtype, "cast_inputs": False}  # the model casts its inputs by itself
-    how = {"values": partial(vit.initial_value, config), "options": shard.ShardingOptions(**how)}
+    options = shard.ShardingOptions(param_dtype=dtype, cast_inputs=False)  # vit.py casts inputs
+    how = {"values": partial(vit.initial_value, config), "options": options}
     model = shard.apply(model, args.mode, grid, block_classes={vit.Block}, **how)
     optimizer = shard.build_optimizer(model, args.mode, decay, lr=peak, weight_decay=0.05)
 
@@ -56,7 +56,7 @@ def train(args: argparse.Namespace) -> None:
         with shard.autocast(model, device, dtype):  # for ddp and zero1: FSDP casts by itself
             loss, _, _ = model(x, 0.75, noise)
         loss.backward()
-        norm = shard.clip_grad_norm(model)  # over all shards
+        norm = shard.clip_grad_norm(model)  # measured over all shards, not clipped
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, peak)
         optimizer.step()

@@ -123,10 +123,12 @@ class StepGuard:
         dist.all_reduce(sums)
         any_rank = sums[1:] > 0
         bad_norm, bad_loss, _, _, no_batch, _ = any_rank
+        # an infinite norm that is not bad is fp16's scaler looking for its scale
         bad = bad_norm | bad_loss | (self.bad_so_far > self.max_skips)
         counted = torch.where(bad, self.bad_so_far + 1, 0)
         self.bad_so_far = torch.where(no_batch, self.bad_so_far, counted)
         slot = self.voted % 2
+        # the fields of Verdict after its step, in order
         found = torch.stack([sums[0], norm, self.bad_so_far, own_loss, *any_rank[1:]])
         self.host[slot].copy_(found, non_blocking=True)
         if self.late:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from conftest import FULL
 from parity import ARGV as PARITY
-from ranks import Run, full_parameters, join, on_ranks, read_log, run_ranks
+from ranks import Run, files_limited, full_parameters, join, on_ranks, read_log, run_ranks
 from test_shard import CONFIG, CPU, ROWS
 from torch import nn
 
@@ -133,6 +133,15 @@ def test_any_row_loads_what_any_row_wrote(of_four_ranks, world, tmp_path):
 
 
 # --- command line
+
+
+def test_a_disk_with_space_again_ends_the_failures_to_save(tmp_path, single):
+    model, optimizer = build()
+    saver = checkpoint.Saver(tmp_path, model, optimizer)
+    with files_limited(1000):
+        failed = [saver.save(step, {}, wait=False) for step in (1, 2, 3)]
+    assert all("was not saved: OSError" in problems[0] for problems in failed)
+    assert saver.save(4, {}, wait=False) == [] and names(tmp_path) == ["step_00000004"]
 
 
 @pytest.mark.slow

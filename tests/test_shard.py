@@ -135,9 +135,18 @@ def test_any_optimizer_leaves_out_a_step_that_is_to_be_skipped(single, mode, mak
     assert all(map(torch.equal, before.values(), full_parameters(model).values()))
     optimizer.zero_grad()
     model(*batch())[0].backward()
-    shard.optimizer_step(optimizer, torch.tensor(0.0))
+    optimizer.step()  # a plain one: nothing is left of the skip
     after = full_parameters(model)
     assert all(p.isfinite().all() and not torch.equal(p, before[n]) for n, p in after.items())
+
+
+@pytest.mark.parametrize("mode", ["ddp", "full_shard"])
+def test_a_buffer_that_no_checkpoint_has_cannot_be_left_undefined(single, mode):
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+        model.register_buffer("table", torch.zeros(4), persistent=False)
+    with pytest.raises(ValueError, match="table is in no checkpoint"):
+        shard.apply(model, mode, single, block_classes=set(), values=shard.undefined)
 
 
 def test_cpu_offload_of_fsdp2_trains_the_same(single):
