@@ -114,7 +114,7 @@ def _manifest_checksum(manifest: dict[str, Any]) -> int:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[io.BufferedWriter]:
+def replacing(path: Path) -> Iterator[io.BufferedWriter]:
     """Open a new file that replaces `path`, durably, once its block has ended without error."""
     new = path.with_name(f".{path.name}.writing")
     try:
@@ -181,12 +181,12 @@ class _Writer(dcp.FileSystemWriter):
         files[INDEX] = _size_and_crc(temporary / INDEX)
         manifest = self.manifest | {"files": files}
         manifest["checksum"] = _manifest_checksum(manifest)
-        with _replacing(temporary / MANIFEST) as file:
+        with replacing(temporary / MANIFEST) as file:
             file.write(json.dumps(manifest, indent=1).encode())
         if self.final.exists():
             _rename_for_removal(self.final)
         temporary.rename(self.final)
-        with _replacing(self.out / "latest") as file:
+        with replacing(self.out / "latest") as file:
             file.write(f"{self.final.name}\n".encode())
         with suppress(OSError):
             steps = [p for p in list_checkpoints(self.out) if step_of(p) <= manifest["step"]]
@@ -420,7 +420,7 @@ def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
     reader, out = Reader(Path(folder)), Path(out)
     if os.path.lexists(out):
         raise ValueError(f"{out} exists: give the name of a new file")
-    with _replacing(out) as file:  # opened before minutes of reading
+    with replacing(out) as file:  # opened before minutes of reading
         manifest, reader.index = check(Path(folder))
         entries: dict[str, Any] = reader.index.state_dict_metadata
         tensors = {

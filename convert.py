@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoint import replacing
 from downstream.weights import CONFIG, DECODER, NAMES, NORM_EPS, NOTE, Pretrained, read_pretrained
 from runtime import process
 from runtime.config import Parser, filled, model_config
@@ -62,11 +63,8 @@ def _save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None
 
         path.write_bytes(save(weights, {"format": "pt", NOTE: json.dumps(about)}))
         return
-    with path.open("wb") as file:
-        try:
-            torch.save({"model": weights, NOTE: about}, file)
-        except RuntimeError as error:
-            raise error.__context__ or error from None  # torch.save fails again as it closes
+    with replacing(path) as file:
+        torch.save({"model": weights, NOTE: about}, file)
 
 
 def to_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

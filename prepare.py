@@ -59,9 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             files = save_index(list_images(folder, print), f"{folder}.index")
             print(f"{folder}.index: {len(files)} images, {len(files.classes)} classes")
-    except KeyboardInterrupt:
-        print("prepare.py: interrupted", file=sys.stderr)
-        return 130
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         print(f"prepare.py: error: {error}", file=sys.stderr)
         return 1

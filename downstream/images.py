@@ -11,15 +11,13 @@ from torch.utils.data import DataLoader, Dataset
 import data
 from runtime import process
 
-Sample = tuple[int, Tensor | str]  # index, pixels (C, H, W) or why there are none
-
 
 class EvalBatch(NamedTuple):
     """The next images in order, without those that cannot be read: B may be 0."""
 
     images: Tensor  # (B, C, H, W) uint8 or float32, as loaded: not normalised; or (0,)
     indices: list[int]  # B, of the images in the data set
-    bad: list[tuple[int, str]]  # (index, reason) of each image that is left out
+    bad: dict[int, str]  # index: reason, of each image that is left out
 
 
 def centre_crop(width: int, height: int) -> tuple[int, int, int, int]:
@@ -37,27 +35,24 @@ def fixed_noise(seed: int, indices: Sequence[int], patches: int) -> Tensor:
 
 
 @dataclass(eq=False)
-class EvalImages(Dataset[Sample]):
-    """Images by index, without augmentation; `exact` as in `data.crop_and_resize`."""
+class EvalImages(Dataset[EvalBatch]):
+    """Batches by the indices of their images; `exact` as in `data.crop_and_resize`."""
 
     files: data.ImageSource
     img_size: int
     stats: data.ChannelStats
     exact: bool = False
 
-    def __getitem__(self, index: int) -> Sample:
-        """Read, decode and crop an image, or say why that is not possible."""
-        try:
-            image, size = data.open_image(self.files.read(index), self.stats)
-            crop = centre_crop(*size)
-            return index, data.crop_and_resize(image, crop, self.img_size, self.exact)
-        except Exception as error:  # Pillow raises many kinds for a broken file
-            return index, f"{type(error).__name__}: {error}"
-
-    def collate(self, samples: list[Sample]) -> EvalBatch:
-        """Stack the images that could be read."""
-        good = {index: x for index, x in samples if isinstance(x, Tensor)}
-        bad = [(index, x) for index, x in samples if isinstance(x, str)]
+    def __getitem__(self, indices: Sequence[int]) -> EvalBatch:
+        """Read, decode and crop images, without augmentation; say why where it is not possible."""
+        good, bad = dict[int, Tensor](), dict[int, str]()
+        for index in indices:
+            try:
+                image, size = data.open_image(self.files.read(index), self.stats)
+                crop = centre_crop(*size)
+                good[index] = data.crop_and_resize(image, crop, self.img_size, self.exact)
+            except Exception as error:  # Pillow raises many kinds for a broken file
+                bad[index] = f"{type(error).__name__}: {error}"
         images = torch.stack([*good.values()]) if good else torch.empty(0)
         return EvalBatch(images, [*good], bad)
 
@@ -69,25 +64,24 @@ def open_eval_loader(
     workers: int,
     stats: data.ChannelStats = data.IMAGENET,
     *,
-    indices: Sequence[int] | None = None,
     exact: bool = False,
     share: tuple[int, int] = (0, 1),
 ) -> Iterator[EvalBatch]:
-    """Yield the images `indices` (default: all) in this order, up to `batch` in a batch.
+    """Yield all images in order, up to `batch` in a batch.
 
     The batches are dealt to ranks in turn, and a `share` is (rank, number of ranks); its last batch
     may be empty, so that all have equally many. An image that cannot be read, or does not fit
     `stats`, is left out and listed in the batch.
     """
     rank, ranks = share
-    images, order = EvalImages(files, img_size, stats, exact), indices or range(len(files))
+    order = range(len(files))
     batches: list[Any] = [order[i : i + batch] for i in range(0, len(order), batch)]
     batches += [[]] * (-len(batches) % ranks)
     yield from DataLoader(
-        images,
-        batch_sampler=batches[rank::ranks],
+        EvalImages(files, img_size, stats, exact),
+        batch_size=None,  # a sample is a batch
+        sampler=batches[rank::ranks],
         num_workers=workers,
-        collate_fn=images.collate,
         multiprocessing_context=process.fork_server() if workers else None,
         worker_init_fn=process.start_worker,
         generator=torch.Generator(),  # or it would draw from the global one

@@ -1,6 +1,7 @@
 """Draw what a model fills in, beside what interpolation does without any model."""
 
 import argparse
+from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw
@@ -12,12 +13,12 @@ from torchvision.utils import make_grid
 import data
 import mesh
 import vit
-from downstream.images import fixed_noise, open_eval_loader
+from checkpoint import replacing
+from downstream.images import EvalImages, fixed_noise
 from downstream.weights import Pretrained, build_pretrained, read_pretrained
 from runtime.config import filled, number, whole
 from runtime.image_source import list_folder
 from runtime.run import check_masking
-from storage.safe_files import replacing
 
 HELP = "a picture: removed patches, filled in"
 COLUMNS = ("original", "masked", "interpolation", "prediction")
@@ -46,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     count = min(args.images, len(files))
     chosen = [len(files) * i // count for i in range(count)]
     stats = pretrained.stats
-    batch = next(open_eval_loader(files, model.img_size, count, 0, stats, indices=chosen))
-    for index, reason in batch.bad:
+    batch = EvalImages(files, model.img_size, stats)[chosen]
+    for index, reason in batch.bad.items():
         print(f"warning: {files.path(index)} is left out: {reason}")
     if not batch.indices:
         raise ValueError(f"none of the {count} images chosen from {args.data} can be read")
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     with torch.inference_mode():
         loss, prediction, mask = model(images, args.mask_ratio, noise)
     panels = reconstructions(pretrained, batch.images, prediction, mask)
-    with replacing(args.out) as file:
+    with replacing(Path(args.out)) as file:
         draw_rows(panels).save(file, "PNG", optimize=True)
     print(f"{args.out}: {len(panels)} images; loss of the removed patches {loss.item():.4f}")
     error = panels[:, 2:].double() - panels[:, :1]  # of interpolation and prediction

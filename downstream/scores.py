@@ -19,13 +19,13 @@ from torch import Tensor, nn
 import data
 import mesh
 import vit
+from checkpoint import replacing
 from downstream.images import open_eval_loader
 from downstream.weights import Pretrained, build_pretrained, random_weights, read_pretrained
 from runtime.config import filled, number, whole
 from runtime.device_batches import worker_count
 from runtime.image_source import check_folder, list_folder
 from runtime.process import throttled_progress
-from storage.safe_files import replacing
 
 HELP = "score frozen features: knn without training, linear by a linear classifier"
 BATCH = 64  # images
@@ -119,7 +119,7 @@ def encode_folder(
     device = next(models[0].parameters()).device
     indices, rows = list[int](), list[list[Tensor]]()
     for batch in open_eval_loader(files, size, BATCH, workers, stats):
-        for index, reason in batch.bad:
+        for index, reason in batch.bad.items():
             print(f"warning: {files.path(index)} is left out: {reason}")
         if batch.indices:
             images = data.normalize(batch.images.to(device), stats)
@@ -323,7 +323,7 @@ def report_scores(
     about = {"run": pretrained.name, "step": pretrained.step, "data": args.data, "test": args.test}
     path = Path(args.out, f"{args.command}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(str(path)) as file:
+    with replacing(path) as file:
         found = about | settings | {"mean": means, "scores": scores}
         file.write(json.dumps(found, indent=2).encode())
     print(f"{path}: each seed", flush=True)

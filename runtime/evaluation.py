@@ -50,7 +50,7 @@ def average_over(
     model.eval()
     for batch in open_eval_loader(files, config.img_size, size, workers, stats, **options):
         session.heartbeat("evaluating", step - 1)
-        bad += batch.bad
+        bad += batch.bad.items()
         count = len(batch.indices)
         if count:
             images[:count] = data.normalize(batch.images.to(device), stats)

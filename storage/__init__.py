@@ -2,5 +2,5 @@
 
 It never decides which rank reads which image when (data.py does), and never changes a pixel, except
 where `pack --max-side` is asked to make images smaller. In reading order: image_list, checking,
-packing; safe_files and tiff serve them. prepare.py is the command.
+packing; tiff serves both. prepare.py is the command.
 """

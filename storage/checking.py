@@ -5,15 +5,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import data
+from checkpoint import replacing
 from runtime import process
 from runtime.image_source import stats_file
 from storage.image_list import ImageList, list_images
-from storage.safe_files import replacing
 from storage.tiff import read_bands
 
 PART = 64  # images that a process reads before it reports
@@ -98,6 +99,6 @@ def write_stats(folder: str, workers: int, say: Say) -> None:
     std = np.sqrt(np.maximum((variances + squares) / count - mean**2, 0))
     std[std <= 1e-7 * abs(mean)] = scale  # a constant: less than float32 tells apart
     text = {"mean": (mean / scale).tolist(), "std": (std / scale).tolist(), "dtype": dtype}
-    with replacing(path) as stream:
+    with replacing(Path(path)) as stream:
         stream.write(json.dumps(text).encode())
     say(f"{path}: {int(count[0])} of {images} images, {channels} channels of {dtype}")

@@ -15,7 +15,6 @@ import numpy as np
 import data
 from runtime.image_source import is_pack
 from runtime.process import throttled_progress
-from storage.safe_files import replacing
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,9 @@ def list_images(root: str, say: Callable[[str], None]) -> ImageList:
 
 def save_index(files: ImageList, path: str) -> ImageList:
     """Write a list to one file, and return it mapped from there."""
-    with replacing(path) as stream:
+    from checkpoint import replacing  # not above: a loader worker needs no DCP
+
+    with replacing(Path(path)) as stream:
         np.save(stream, files.table)
         stream.write(json.dumps([files.classes, files.shards]).encode())
     return load_index(os.path.abspath(path), files.root)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.safe_files import replacing
+from checkpoint import replacing
 from sweeps import results
 from sweeps.results import ADVICE, SETTINGS, Limit, Row, find_limits, group_by, noise, step_seconds
 
@@ -180,7 +180,7 @@ def write_page(folders: Sequence[Path], out: Path | None) -> Counter[str]:
         out = first if (first / "points.jsonl").exists() else Path(f"sweep_{first.resolve().name}")
     figures = draw_figures(rows, out / "figures")
     results.write_lines(out / "results.jsonl", rows)
-    with replacing(f"{out}/report.md") as stream:
+    with replacing(out / "report.md") as stream:
         stream.writelines(f"{line}\n".encode() for line in page_lines(rows, figures))
     print(f"report: {out / 'report.md'}")
     return states

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from checkpoint import replacing
 from runtime.config import names
-from storage.safe_files import replacing
 
 Row = dict[str, Any]
 
@@ -28,7 +28,7 @@ WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, compilers
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
     """Write rows as JSON, one a line, completely or not at all."""
-    with replacing(str(path)) as stream:
+    with replacing(path) as stream:
         stream.writelines(f"{json.dumps(row)}\n".encode() for row in rows)
 
 

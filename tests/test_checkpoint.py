@@ -325,9 +325,9 @@ def test_every_flipped_bit_is_found_or_harmless(single, tmp_path):
 # the function that kills its process, when (given its arguments), the checkpoints that are left
 POINTS = {
     "shard": (torch, "save", lambda tensor, file: file.raw.tell() > 20_000, (1, 2)),
-    "manifest": (checkpoint, "_replacing", lambda path: path.name == "checkpoint.json", (1, 2)),
+    "manifest": (checkpoint, "replacing", lambda path: path.name == "checkpoint.json", (1, 2)),
     "rename": (Path, "rename", lambda path, to: path.name.endswith(".writing"), (1, 2)),
-    "latest": (checkpoint, "_replacing", lambda path: path.name == "latest", (1, 2, 3)),
+    "latest": (checkpoint, "replacing", lambda path: path.name == "latest", (1, 2, 3)),
     "removal": (os, "unlink", lambda path, **_: "distcp" in str(path), (2, 3)),
 }
 

@@ -81,7 +81,7 @@ def by_hand(checkpoint: Path, folder: Path, exact: bool = False) -> tuple[float,
     files, losses = data.scan(str(folder)), []
     for i, name in enumerate(files.names):
         if "broken" not in name:
-            pixels = data.normalize(EvalImages(files, 32, data.IMAGENET, exact)[i][1][None])
+            pixels = data.normalize(EvalImages(files, 32, data.IMAGENET, exact)[[i]].images)
             noise = fixed_noise(0, [i], 16)
             own = model(pixels, 0.75, noise)[0].item()
             losses.append((own, *guessed(pixels[0].numpy(), noise[0].numpy(), model.norm_pix_loss)))

@@ -24,9 +24,9 @@ TILES = ROOT / "examples" / "tiles" / "heldout"
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_crop_is_that_of_torchvision_and_the_images_come_in_order(exact):
-    files, chosen = data.scan(str(TILES)), [*range(0, 64, 9)]
-    batches = [*images.open_eval_loader(files, 24, 3, 0, indices=chosen, exact=exact)]
-    assert [len(b.images) for b in batches] == [3, 3, 2] and not any(b.bad for b in batches)
+    files, chosen = data.scan(str(TILES)), [*range(64)]
+    batches = [*images.open_eval_loader(files, 24, 30, 0, exact=exact)]
+    assert [len(b.images) for b in batches] == [30, 30, 4] and not any(b.bad for b in batches)
     assert [i for b in batches for i in b.indices] == chosen
     for pixels, i in zip(torch.cat([b.images for b in batches]), chosen, strict=True):
         whole = v2.functional.pil_to_tensor(Image.open(files.path(i)))
@@ -44,14 +44,14 @@ def test_a_broken_image_is_left_out_and_workers_and_ranks_change_nothing(tmp_pat
     np.save(tmp_path / "1.npy", np.zeros((4, 9, 9), np.uint8))
     files = data.scan(str(tmp_path))
     one, two = ([*images.open_eval_loader(files, 32, 2, n)] for n in (0, 2))
-    broken = {files.names[i]: reason for b in one for i, reason in b.bad}
+    broken = {files.names[i]: reason for b in one for i, reason in b.bad.items()}
     assert broken.keys() == {"2.jpg", "1.npy"} and "4 channels" in broken["1.npy"]
     assert sum(len(b.indices) for b in one) == len(files) - 2
     for left, right in zip(one, two, strict=True):
         assert torch.equal(left.images, right.images) and left[1:] == right[1:]
     ranks = [images.open_eval_loader(files, 32, 2, 0, share=(rank, 3)) for rank in range(3)]
     dealt = [batch[1:] for step in zip(*ranks, strict=True) for batch in step]
-    assert dealt == [batch[1:] for batch in one] + [([], [])] * (-len(one) % 3)
+    assert dealt == [batch[1:] for batch in one] + [([], {})] * (-len(one) % 3)
 
 
 def columns(pixels: torch.Tensor, prediction: torch.Tensor | None, norm_pix: bool = False):
@@ -115,7 +115,7 @@ def test_the_picture_has_the_psnr_of_the_model_and_of_interpolation(run, tmp_pat
     picture, zoom, gap = Image.open(out), 256 // 32, 16
     assert picture.format == "PNG" and picture.width == 4 * (256 + gap) + gap
     files, chosen = data.scan(str(TILES)), [0, 16, 32, 48]
-    batch = next(images.open_eval_loader(files, 32, 4, 0, indices=chosen))
+    batch = images.EvalImages(files, 32, data.IMAGENET)[chosen]
     model = build_pretrained(read_pretrained(run[0]), torch.device("cpu"))
     with torch.no_grad():
         noise = images.fixed_noise(7, chosen, 16)
