@@ -236,7 +236,6 @@ def pretend(folder: Path, *flags: str, **environ: str) -> tuple[int, str]:
             "module load rocm/7.1.1 failed (MACHINE is frontier): see 'module avail', set MODULES",
         ),
         ({"CONDA_ENV": "mae", "BASH_FUNC_conda%%": ""}, "CONDA_ENV is mae, but there is no conda"),
-        ({"PYTHON": "false", "PREFLIGHT": "yes"}, "false has no torch: set PYTHON"),
         ({"SLURM_GPUS_ON_NODE": "9"}, "the job has 8 CPUs per node for 9 ranks"),
         ({"PREFLIGHT": "yes", "DRY": "3"}, "by its plan the run does not fit (PREFLIGHT=no starts"),
     ],
