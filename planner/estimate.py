@@ -241,19 +241,17 @@ def reason(plan: Plan, plans: Sequence[Plan]) -> str:
 # --- What would fit: changes that keep the global batch, so that a run may be resumed with them
 
 
-def describe_fit(plan: Plan, global_batch: bool, ran_out: bool = False) -> str:
+def describe_fit(plan: Plan, global_batch: bool) -> str:
     """Say in a sentence what a plan says of a run, and what would fit if that does not.
 
-    Named is the smallest change of each kind, for a run with --global-batch or with --batch. What
-    has run out of memory needs too much whatever the plan says.
+    Named is the smallest change of each kind, for a run with --global-batch or with --batch.
     """
-    if plan.verdict == "FITS" and not ran_out:
+    if plan.verdict == "FITS":
         return plan.fit
-    most = 0.9 * plan.peak_gib if ran_out else math.inf
     found: dict[str, str] = {}
     for flags, run in possible_changes(plan, global_batch):
         other = Plan(run, plan.machine, plan.memory_gib)
-        if other.verdict == "FITS" and other.peak_gib <= most:
+        if other.verdict == "FITS":
             found.setdefault(flags.split()[0], flags)
     if found:
         return f"{plan.fit}; what would fit: {', or '.join(found.values())}"

@@ -157,10 +157,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def training_parser(program: str = "train_fsdp.py", doc: str | None = None) -> Parser:
-    """Make the parser from the table. * marks what changes the result."""
+    """Make the parser from the table; --allow-changes says what * marks."""
     parser = Parser(program, doc=doc)
-    note = "* marks flags that a resumed run must not change without --allow-changes."
-    parser.description = f"{parser.description or ''}\n{note}"
     add_flags(parser, Config)
     return parser
 

@@ -74,13 +74,13 @@ def rank_memory_gib(device: torch.device, node_ranks: int) -> float:
 
 
 def planned(
-    run: "Run", device: torch.device | None, warn: Callable[[str], None], ran_out: bool = False
+    run: "Run", device: torch.device | None, warn: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Plan a run as plan.py does; None without a model and, with a warning, if it fails.
 
     The plan is for the known machine nearest to `device`, Frontier for None. `fit` says in a
-    sentence what it says, and what would fit, if it does not or `ran_out` of memory. `verdict` is
-    None for a CPU, whose memory other programs use too.
+    sentence what it says, and what would fit, if it does not. `verdict` is None for a CPU, whose
+    memory other programs use too.
     """
     if run.config.run_mode == "io":
         return None
@@ -91,7 +91,7 @@ def planned(
         machine = machines.nearest_machine(peak_flops(device)[0], gib)
         flags = traffic.PlannedRun.from_flags(run.model, run.record())
         plan = estimate.Plan(flags, machine, gib)
-        fit = estimate.describe_fit(plan, bool(run.config.global_batch), ran_out)
+        fit = estimate.describe_fit(plan, bool(run.config.global_batch))
         found = plan.json() | {"fit": fit}
     except Exception as error:  # an estimate decides nothing: no run ends for want of it
         warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")

@@ -73,7 +73,7 @@ class Session:
         """
         cause = cause_of(error)
         if is_out_of_memory(error):
-            plan = planned(self.run, self.device, self.log.warn, ran_out=True)
+            plan = planned(self.run, self.device, self.log.warn)
             advice = f"plan: {plan['fit']}" if plan else "try a smaller --batch, or fewer --workers"
             cause = f"out of memory; {advice}; {cause}"
         elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):
@@ -99,16 +99,15 @@ def run_session(
     config: Config, work: Callable[[Run, Session], None], signals: Sequence[int] = ()
 ) -> int:
     """Join the other ranks, call `work`, leave; return 0, 1 (failed) or 2 (bad input)."""
-    local = True  # an error may be of this rank alone
+    ranks = mesh.read_ranks(os.environ)
     try:
-        ranks = mesh.read_ranks(os.environ)
-        device = mesh.pick_device(config.device, ranks)
-        local = False
         run = resolve(config, ranks.world_size, ranks.local_world_size)
-        local = True
-        session = Session(ranks, device, run, signals)
-    except (ValueError, RuntimeError, ConnectionError) as error:
-        process.usage_error(str(error), local)
+    except ValueError as error:
+        return process.usage_error(str(error))
+    try:
+        session = Session(ranks, mesh.pick_device(config.device, ranks), run, signals)
+    except (ValueError, RuntimeError, ConnectionError) as error:  # perhaps of this rank alone
+        process.usage_error(str(error), local=True)
         return 1 if isinstance(error, ConnectionError) else 2
     status = 0
     try:
