@@ -229,7 +229,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     session.lock_folder(config.out)
     # normalised as in pretraining, whatever the mean of these images is
     files, found = image_source.share_images(config, plain_run.global_batch, stats)
-    test = image_source.share_eval_images(replace(config, eval_data=config.test))
+    test = run_on_rank0(lambda: image_source.list_eval_images(config.test, config.out))
     numbers = run_on_rank0(partial(check_classes, files, test, config.img_size, stats))
     plain_run = run_on_rank0(partial(with_images, plain_run, **found))
     session.run = run = TuningRun(**vars(plain_run), classes=len(files.classes))

@@ -16,9 +16,9 @@ import data
 import shard
 import vit
 from downstream.images import fixed_noise, open_eval_loader
-from runtime.agreement import gather_to_rank0
+from runtime.agreement import gather_to_rank0, run_on_rank0
 from runtime.device_batches import worker_count
-from runtime.image_source import share_eval_images
+from runtime.image_source import list_eval_images
 from runtime.record import losses_of_guesses
 from runtime.run import Run
 from runtime.session import Session
@@ -72,7 +72,8 @@ class Evaluation:
     def __init__(self, run: Run, session: Session, model: nn.Module) -> None:
         """List the images; AgreedError where there are none. Collective."""
         self.run, self.session, self.model = run, session, model
-        self.files = share_eval_images(run.config)
+        config: Any = run.config
+        self.files = run_on_rank0(lambda: list_eval_images(config.eval_data, config.out))
 
     def __call__(self, step: int) -> None:
         """Log the mean loss after so many steps, where an image can be read. Collective."""

@@ -83,6 +83,8 @@ def find_images(
 
     ValueError too where there are too few images for a step, or as `find_stats` without `stats`.
     """
+    if config.eval_data:
+        list_eval_images(config.eval_data, out)  # refused now, if at all
     files, names = SyntheticImages(config.seed, config.channels), None  # type: tuple[Any, Any]
     if config.data != "synthetic":
         files, names = list_folder(config.data, out, print)
@@ -95,15 +97,12 @@ def share_images(
     config: "Config", global_batch: int, stats: data.ChannelStats | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Do as `find_images` on rank 0, and give every rank its result. Collective."""
-    if config.eval_data:
-        share_eval_images(config)  # refused now, if at all
     return run_on_rank0(lambda: find_images(config, config.out, global_batch, stats))
 
 
-def share_eval_images(config: "Config") -> Any:
-    """List --eval-data on rank 0, and give every rank the same list. Collective."""
-    kept = os.path.join(config.out, "eval")
-    return run_on_rank0(lambda: list_folder(str(config.eval_data), kept, print)[0])
+def list_eval_images(folder: str, out: str | None) -> Any:
+    """List held-out images, in `out`/eval if `out` is given, as `list_folder`."""
+    return list_folder(folder, out and os.path.join(out, "eval"), print)[0]
 
 
 def is_pack(folder: str) -> bool:

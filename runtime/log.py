@@ -170,19 +170,15 @@ class BadImageLog:
         if log.rank == 0 and os.path.exists(self.path):
             with open(self.path, **CSV) as file:
                 self.known = {row["path"] for row in csv.DictReader(file)}
-        self.count = len(self.known)
 
     def sync(self) -> None:
         """Collect the bad images of all ranks; set `too_many` on all where they are. Collective."""
         every = gather_to_rank0(self.unreported) or []
         self.unreported = []
-        self.count = run_on_rank0(lambda: self._list(every))
-        if self.count > self.run.config.max_bad * self.run.images:
-            found = f"{self.count} of {self.run.images} images are unreadable, see {self.path}"
-            self.too_many = f"{found}: more than --max-bad {self.run.config.max_bad:g} allows"
+        self.too_many = run_on_rank0(lambda: self._list(every))
 
-    def _list(self, every: list[list[tuple[str, str, int]]]) -> int:
-        """On rank 0: list the images that are new, with reason and first step; count all."""
+    def _list(self, every: list[list[tuple[str, str, int]]]) -> str | None:
+        """On rank 0: list the images that are new, with reason and first step; see `too_many`."""
         new = {row[0]: row for rows in every for row in rows if row[0] not in self.known}
         if new:
             path, reason, _ = next(iter(new.values()))
@@ -195,4 +191,8 @@ class BadImageLog:
             except OSError as error:  # as of the log
                 self.log.warn(f"{self.path} cannot be written now: {error}")
             self.known |= new.keys()
-        return len(self.known)
+        count, images, allowed = len(self.known), self.run.images, self.run.config.max_bad
+        if count <= allowed * images:
+            return None
+        found = f"{count} of {images} images are unreadable, see {self.path}"
+        return f"{found}: more than --max-bad {allowed:g} allows"

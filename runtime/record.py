@@ -28,9 +28,9 @@ from runtime.session import Session, cause_of
 
 
 def start_record(
-    run: Run, device: torch.device | None, warn: Callable[[str], None], **more: Any
+    run: Run, device: torch.device | None, warn: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Describe a run for the log; `more` is added as it stands. A device of None is some GPU."""
+    """Describe a run for the log. A device of None is some GPU."""
     peak, peak_source = devices.peak_flops(device)
     on_gpu = device is None or device.type == "cuda"
     with torch.device("meta"):
@@ -48,7 +48,6 @@ def start_record(
         "precision_default": ": ".join(devices.default_precision(on_gpu)),
         "cpu_step_seconds": devices.cpu_step_seconds(run, device),
         "versions": versions(),
-        **more,
     }
 
 
@@ -63,7 +62,8 @@ def report_start(run: Run, session: Session, begin: int, workers: int) -> None:
     rows = gather_to_rank0(find_placement(run, session))
     if rows:  # on rank 0
         log = session.log
-        start = start_record(run, session.device, log.warn, begin=begin, workers=workers)
+        start = start_record(run, session.device, log.warn)
+        start |= {"begin": begin, "workers": workers}
         log.write("start", **start)
         log.say(*describe(start), *(table_of(rows) if len(rows) > 1 else ()))
 
@@ -271,7 +271,7 @@ class Monitor:
         """Write the record `end`, and a summary to the terminal."""
         log, guard = self.session.log, self.guard
         end: dict[str, Any] = {"reason": reason, "problem": problem, "steps": guard.done}
-        end |= {"skipped": guard.skipped, "bad_images": self.bad_images.count}
+        end |= {"skipped": guard.skipped, "bad_images": len(self.bad_images.known)}
         end |= self.meter.summary() | devices.device_memory(self.session.device)
         if self.losses and self.run.config.run_mode != "io":
             end |= {"loss": sum(self.losses) / len(self.losses)} | self.baselines
