@@ -27,7 +27,8 @@ import shutil
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -407,9 +408,22 @@ def load(
     return manifest
 
 
-def verify(folder: str | Path) -> int:
-    """Check every file of a checkpoint; return the number of its tensors."""
-    return len(check(Path(folder))[1].state_dict_metadata)
+class Weights(UserDict[str, Any]):
+    """The model of a checkpoint, without ranks: a tensor is read when it is asked for, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        """Check every file; Damaged or OSError."""
+        super().__init__()
+        self.reader = Reader(folder)
+        self.manifest, self.reader.index = check(folder)
+        entries: Mapping[str, Any] = self.reader.index.state_dict_metadata
+        self.data = {n[6:]: entry for n, entry in entries.items() if n.startswith("model.")}
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self.data[name]
+        found = {"model." + name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        self.reader.read(found, no_dist=True)
+        return found["model." + name]
 
 
 def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
@@ -417,20 +431,13 @@ def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
 
     One process, without ranks. ValueError where `out` exists, Damaged, or OSError.
     """
-    reader, out = Reader(Path(folder)), Path(out)
+    out = Path(out)
     if os.path.lexists(out):
         raise ValueError(f"{out} exists: give the name of a new file")
     with replacing(out) as file:  # opened before minutes of reading
-        manifest, reader.index = check(Path(folder))
-        entries: dict[str, Any] = reader.index.state_dict_metadata
-        tensors = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in entries.items()
-            if name.startswith("model.")
-        }
-        reader.read(tensors, no_dist=True)
-        model = {name[len("model.") :]: tensor for name, tensor in tensors.items()}
-        torch.save({"model": model, "step": manifest["step"]}, file)
+        weights = Weights(Path(folder))
+        model = dict(weights)
+        torch.save({"model": model, "step": weights.manifest["step"]}, file)
     return model
 
 
@@ -455,7 +462,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 except (Damaged, OSError) as error:
                     print(f"{path.name}  unreadable: {error}")
         elif args.command == "verify":
-            print(f"{args.dir} is complete: {verify(args.dir)} tensors")
+            tensors = check(Path(args.dir))[1].state_dict_metadata
+            print(f"{args.dir} is complete: {len(tensors)} tensors")
         else:
             print(f"{args.out}: {len(consolidate(args.dir, args.out))} parameters and buffers")
     except (Damaged, OSError) as error:

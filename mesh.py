@@ -42,18 +42,9 @@ def build_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh:
         return init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS[: len(shape)])
 
 
-def check_group(world_size: int, group: int) -> None:
-    """Raise ValueError, with the sizes that fit, if `group` does not divide the world."""
-    if group < 1 or world_size % group:
-        sizes = ", ".join(map(str, divisors(world_size)))
-        what = f"{world_size} ranks cannot be split into shard groups of {group}"
-        raise ValueError(f"{what}: use {sizes}")
-
-
 def divisors(number: int) -> list[int]:
     """List the divisors of a positive integer in ascending order."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 @dataclass(frozen=True)
@@ -125,11 +116,6 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
 def process_cores() -> int:
     """Count the CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def cpu_cores(ranks: Ranks) -> int:
-    """Count the CPU cores of this rank: srun binds it to its own, others leave it the node's."""
-    return max(1, process_cores() // (1 if ranks.launcher == "srun" else ranks.local_world_size))
 
 
 def pick_device(name: str, ranks: Ranks) -> torch.device:

@@ -11,7 +11,6 @@ import math
 import pickle
 import re
 import sys
-from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -147,30 +146,13 @@ def _check_shapes(shapes: Shapes, config: vit.ViTConfig, img_size: int) -> None:
 # --- Checkpoints of train_fsdp.py
 
 
-class _Saved(UserDict[str, Any]):
-    """The model in a checkpoint: reads a tensor when it is asked for, so that no rank holds all."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.reader = checkpoint.Reader(folder)
-        self.manifest, self.reader.index = checkpoint.check(folder)
-        saved: Mapping[str, Any] = self.reader.index.state_dict_metadata
-        self.data = {n[6:]: saved[n] for n in saved if n.startswith("model.")}
-
-    def __getitem__(self, name: str) -> Tensor:
-        entry = self.data[name]
-        found = {f"model.{name}": torch.empty(entry.size, dtype=entry.properties.dtype)}
-        self.reader.read(found, no_dist=True)
-        return found[f"model.{name}"]
-
-
-def _read_run(run: Path) -> tuple[_Saved, dict[str, Any]]:
+def _read_run(run: Path) -> tuple[checkpoint.Weights, dict[str, Any]]:
     """Open a checkpoint, or the newest one of a run -> its weights and flags."""
     single = (run / checkpoint.MANIFEST).exists()
     folders = [run] if single else checkpoint.list_checkpoints(run)
     if not folders:
         raise ValueError("it contains no step_... and no config.json")
-    weights = _Saved(folders[-1])
+    weights = checkpoint.Weights(folders[-1])
     flags = weights.manifest["flags"]
     config = replace(model_config(flags["model"]), channels=flags["channels"])
     return weights, flags | {"config": asdict(config), "step": weights.manifest["step"]}

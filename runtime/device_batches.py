@@ -50,7 +50,11 @@ class Batches(Iterator[Batch]):
 
 def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
     """Return --workers, by default one for each CPU core of this rank but one, at most 6."""
-    return min(6, mesh.cpu_cores(ranks) - 1) if workers is None else workers
+    if workers is not None:
+        return workers
+    # srun binds a rank to cores of its own; other launchers leave it those of the node
+    share = 1 if ranks.launcher == "srun" else ranks.local_world_size
+    return min(6, max(1, mesh.process_cores() // share) - 1)
 
 
 def open_batches(run: Run, session: Session, files: data.ImageSource, steps: range) -> Batches:

@@ -195,4 +195,4 @@ class BadImageLog:
         if count <= allowed * images:
             return None
         found = f"{count} of {images} images are unreadable, see {self.path}"
-        return f"{found}: more than --max-bad {allowed:g} allows"
+        return f"{found}: more than --max-bad {allowed:g}: remove them, or raise it"

@@ -93,7 +93,10 @@ def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
     data_ranks = world_size // tp
     if shard.STRATEGIES[mode].group == "group":
         group = c.group or min(max(node_ranks // tp, 1), data_ranks)
-    mesh.check_group(data_ranks, group or 1)
+        if group < 1 or data_ranks % group:
+            sizes = ", ".join(map(str, mesh.divisors(data_ranks)))
+            what = f"{data_ranks} ranks cannot be split into shard groups of {group}"
+            raise ValueError(f"{what}: use {sizes}, or start other ranks")
     share = data_ranks * c.accum
     total = c.global_batch or (c.batch or DEFAULT_BATCH) * share
     if total % share:

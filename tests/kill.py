@@ -105,7 +105,7 @@ def one_round(out: Path, choose: random.Random) -> list[str]:
         problems.append(f"found {sorted(p.name for p in out.iterdir())}")
     for path in found:
         try:
-            checkpoint.verify(path)
+            checkpoint.check(path)
         except checkpoint.Damaged as error:
             problems.append(str(error))
     print(what, [p.name for p in found], problems or "", flush=True)

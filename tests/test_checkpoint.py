@@ -158,7 +158,7 @@ def test_consolidated_file_is_the_official_model_and_replaces_nothing(of_four_ra
     for path in (source / SHARD, tmp_path):
         with pytest.raises(SystemExit, match="2"):
             checkpoint.main(["consolidate", str(source), str(path)])
-    assert checkpoint.verify(source)
+    assert checkpoint.check(source)
 
 
 def test_ls_and_verify(good, tmp_path, capsys):
@@ -357,7 +357,7 @@ def test_a_kill_at_any_point_of_a_save_loses_that_save_alone(point, single, tmp_
         on_ranks(1, partial(killed_while_it_saves, point), tmp_path, timeout=90)
     left = checkpoint.list_checkpoints(tmp_path)
     assert [p.name for p in left] == steps(*POINTS[point][3])
-    assert all(checkpoint.verify(path) for path in left)
+    assert all(checkpoint.check(path) for path in left)
     checkpoint.save(tmp_path, 4, *build())
     assert names(tmp_path) == [left[-1].name, *steps(4)]  # nothing is left of the killed one
 

@@ -114,7 +114,7 @@ def test_where_the_weights_are(name, ended):
     assert next(e for e in ends if e["event"] == "end")["reason"] == reason
     if saved is not None:
         assert names(folder) == steps(*saved)
-        assert all(checkpoint.verify(folder / step) > 0 for step in names(folder))
+        assert all(checkpoint.check(folder / step) for step in names(folder))
         assert (folder / "done").exists() == done
     assert result.output.splitlines()[-1].startswith(line.format(out=folder))
     assert not status or the_error(result.errors)
@@ -164,7 +164,7 @@ def test_failed_saves_keep_the_older_checkpoints_and_end_the_run_cleanly(ended):
     assert resumed.status == [0, 0] and "step_00000003 at step 3" in resumed.output
     assert losses(resumed) == whole[:5] + whole[3:]
     assert names(folder) == steps(1, 3, 4, 5, 6)
-    assert all(checkpoint.verify(folder / name) > 0 for name in names(folder))
+    assert all(checkpoint.check(folder / name) for name in names(folder))
 
 
 # --- one process

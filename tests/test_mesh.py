@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mesh
+from runtime.device_batches import worker_count
 
 CPU = torch.device("cpu")
 
@@ -99,13 +100,13 @@ def test_what_srun_did_not_start_in_blocks_is_refused(environ, sentence):
         mesh.read_ranks(environ)
 
 
-def test_cpu_cores(monkeypatch):
+def test_loader_workers(monkeypatch):
     """Slurm binds a rank to cores of its own; other launchers leave it all of the node's."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)), raising=False)
-    cores = [mesh.cpu_cores(mesh.read_ranks(environ)) for environ in (SRUN, TORCHRUN, {})]
-    assert cores == [24, 6, 24]  # 4 ranks on the node
+    workers = [worker_count(None, mesh.read_ranks(environ)) for environ in (SRUN, TORCHRUN, {})]
+    assert workers == [6, 5, 6]  # 4 ranks on the node
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    assert mesh.cpu_cores(mesh.read_ranks(TORCHRUN)) == 1
+    assert worker_count(None, mesh.read_ranks(TORCHRUN)) == 0
 
 
 @pytest.mark.parametrize(
