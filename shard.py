@@ -153,7 +153,7 @@ def apply(
     names = {t: n for n, t in [*model.named_parameters(), *model.named_buffers()]}
     if any(map(_on_meta, names)) != (values is not None):
         raise ValueError("give `values` to a model on meta, and to no other")
-    if values is not undefined:  # else a checkpoint's names and shapes are checked, all replaced
+    if values is not undefined:  # whoever loads a checkpoint checks its names and shapes
         _check_same_model(model, f"{mode} {[*blocks]} {options}", device)
         _broadcast_values(model, device)
 
@@ -273,7 +273,7 @@ def _fsdp2_settings(row: Strategy, mesh: DeviceMesh, options: ShardingOptions) -
             options.param_dtype, options.reduce_dtype, cast_forward_inputs=options.cast_inputs
         ),
         "offload_policy": pinned if options.cpu_offload else fsdp.OffloadPolicy(),
-        # None: all but the root unit, used last in forward and first in backward (wrap root: all)
+        # None: not the root unit, used last in forward and first in backward
         "reshard_after_forward": None if row.reshard else False,
     }
 

@@ -194,5 +194,5 @@ class BadImageLog:
         count, images, allowed = len(self.known), self.run.images, self.run.config.max_bad
         if count <= allowed * images:
             return None
-        found = f"{count} of {images} images are unreadable, see {self.path}"
-        return f"{found}: more than --max-bad {allowed:g}: remove them, or raise it"
+        found = f"{count} of {images} images are unreadable, more than --max-bad {allowed:g} allows"
+        return f"{found}: remove them, or raise it; they are listed in {self.path}"
