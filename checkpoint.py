@@ -28,7 +28,7 @@ import sys
 import warnings
 import zlib
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -420,10 +420,14 @@ class Weights(UserDict[str, Any]):
         self.data = {n[6:]: entry for n, entry in entries.items() if n.startswith("model.")}
 
     def __getitem__(self, name: str) -> Tensor:
-        entry = self.data[name]
-        found = {"model." + name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-        self.reader.read(found, no_dist=True)
-        return found["model." + name]
+        return self.read([name])[name]
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read several tensors at once: each file is opened once."""
+        entries = {name: self.data[name] for name in names}
+        found = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
+        self.reader.read({f"model.{n}": tensor for n, tensor in found.items()}, no_dist=True)
+        return found
 
 
 def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
@@ -436,7 +440,7 @@ def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"{out} exists: give the name of a new file")
     with replacing(out) as file:  # opened before minutes of reading
         weights = Weights(Path(folder))
-        model = dict(weights)
+        model = weights.read(weights)
         torch.save({"model": model, "step": weights.manifest["step"]}, file)
     return model
 

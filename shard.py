@@ -222,7 +222,7 @@ def _fsdp(
     sharded = wrap(model, **settings)
     units: list[Any] = [model.get_submodule(name) for name in blocks]
     if options.prefetch == "none" and not fsdp1:
-        # in place of the next unit: an empty list means the default, the unit itself is gathered
+        # itself, which is gathered already: an empty list would mean the default, the next unit
         for unit in [*units, sharded]:
             unit.set_modules_to_backward_prefetch([unit])
     if options.forward_prefetch and not fsdp1:
@@ -273,7 +273,7 @@ def _fsdp2_settings(row: Strategy, mesh: DeviceMesh, options: ShardingOptions) -
             options.param_dtype, options.reduce_dtype, cast_forward_inputs=options.cast_inputs
         ),
         "offload_policy": pinned if options.cpu_offload else fsdp.OffloadPolicy(),
-        # None: not the root unit, used last in forward and first in backward
+        # None: free all units but the root, used last in forward and first in backward
         "reshard_after_forward": None if row.reshard else False,
     }
 

@@ -102,7 +102,7 @@ def train_step(
     shard.optimizer_step(optimizer, skip)  # scaler.step would make the host wait
     if scaler:
         scaler.update()
-    optimizer.zero_grad()  # to None: sharded ones take no memory until the next backward
+    optimizer.zero_grad()  # to None: the memory of sharded gradients is free
 
 
 # --- The model: from shapes to a sharded model that trains

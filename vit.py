@@ -288,7 +288,7 @@ class ViTMAE(nn.Module):
         patches = patchify(images, self.config.patch)  # (B, L, P*P*C)
         b, length, _ = patches.shape
         if noise is None:
-            noise = torch.rand(b, length, device=images.device)  # in training, data.py's
+            noise = torch.rand(b, length, device=images.device)  # in training, the loader draws it
         keep = noise.argsort(dim=1)[:, : kept_patches(length, mask_ratio)]  # (B, K)
         mask = torch.ones(b, length, device=images.device).scatter(1, keep, 0.0)  # (B, L)
 
