@@ -218,9 +218,9 @@ def run_training(run: Run, session: Session) -> None:
     session.lock_folder(config.out)  # against a second run
     # rank 0 lists the images for all
     session.heartbeat("listing images")
-    files, found = image_source.share_images(config, run.global_batch)
-    log = session.log
-    run = run_on_rank0(lambda: with_images(run, **found))
+    find = image_source.find_images
+    files, found = run_on_rank0(lambda: find(config, config.out, run.global_batch))
+    run, log = with_images(run, **found), session.log
     checkpoints = list_newest_first(run, log.say)
     log.open(run, session.device)
     training, saves = None, Saves(run, log)

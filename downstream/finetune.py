@@ -228,11 +228,13 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     device, stats = session.device, pretrained.stats
     session.lock_folder(config.out)
     # normalised as in pretraining, whatever the mean of these images is
-    files, found = image_source.share_images(config, plain_run.global_batch, stats)
+    find = partial(image_source.find_images, config, config.out, plain_run.global_batch, stats)
+    files, found = run_on_rank0(find)
     test = run_on_rank0(lambda: image_source.list_eval_images(config.test, config.out))
     numbers = run_on_rank0(partial(check_classes, files, test, config.img_size, stats))
-    plain_run = run_on_rank0(partial(with_images, plain_run, **found))
-    session.run = run = TuningRun(**vars(plain_run), classes=len(files.classes))
+    session.run = run = TuningRun(
+        **vars(with_images(plain_run, **found)), classes=len(files.classes)
+    )
 
     log = session.log
     saved = list_newest_first(run, log.say)

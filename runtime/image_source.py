@@ -11,7 +11,6 @@ import numpy as np
 from PIL import Image
 
 import data
-from runtime.agreement import run_on_rank0
 
 if TYPE_CHECKING:  # a loader worker imports this file for SyntheticImages
     from runtime.config import Config
@@ -91,13 +90,6 @@ def find_images(
     data.steps_per_epoch(len(files), global_batch)  # raises where there is not one
     stats = stats or find_stats(config.data, config.channels)
     return files, {"images": len(files), "image_names_and_sizes": names, "channel_stats": stats}
-
-
-def share_images(
-    config: "Config", global_batch: int, stats: data.ChannelStats | None = None
-) -> tuple[Any, dict[str, Any]]:
-    """Do as `find_images` on rank 0, and give every rank its result. Collective."""
-    return run_on_rank0(lambda: find_images(config, config.out, global_batch, stats))
 
 
 def list_eval_images(folder: str, out: str | None) -> Any:
