@@ -3,7 +3,6 @@
     python plan.py --model 15b --mode hybrid --group 4 --world-size 512 --batch 32 --memory-gib 64
     python plan.py --model 15b --world-size 1024 --compare      # every mode and group, best first
     python plan.py --model 15b --group 4 --explain              # where the memory goes
-    python plan.py --machines                                   # what --machine may be
 
 Does it fit, with which local batch at most, how many bytes go over which link, and how fast can it
 be at best. No GPU and no process group is needed, for any number of ranks. Takes the whole command
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import shard
-from planner.estimate import Plan, compare, in_mode, reason
+from planner.estimate import Plan, compare, describe_fit, in_mode, reason
 from planner.machines import LINKS, MACHINES, read_machine
 from planner.memory import GIB, MEMORY_PARTS
 from planner.traffic import PlannedRun, link_bytes, run_units
@@ -36,7 +35,6 @@ def plan_parser() -> Parser:
     add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")
     names = f"{', '.join(MACHINES)}, or a JSON file (default frontier)"
     add("--machine", type=filled, default="frontier", metavar="NAME", help=names)
-    add("--machines", action="store_true", help="print the table of machines, and no plan")
     gib = "per rank (default: the machine's)"
     add("--memory-gib", type=number(0.1, 10**6), metavar="GIB", help=gib)
     add("--compare", action="store_true", help="every mode and group, best first")
@@ -66,8 +64,8 @@ def read_command(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
 # --- What is printed
 
 
-def summary_lines(plan: Plan) -> Iterator[str]:
-    """Describe one plan in a few lines."""
+def summary_lines(plan: Plan, global_batch: bool) -> Iterator[str]:
+    """Describe one plan in a few lines, and what would fit if that does not."""
     run, found, time = plan.run, plan.json(), plan.seconds
     gib = ", ".join(f"{k} {v / GIB:.1f}" for k, v in plan.peak.bytes.items() if v >= 0.05 * GIB)
     traffic = found["traffic_bytes_per_rank"].values()
@@ -77,7 +75,7 @@ def summary_lines(plan: Plan) -> Iterator[str]:
         f"{found['params']:,} parameters, {plan.label}, {shape} ranks of {plan.machine.name}, "
         f"local batch {run.batch}"
     )
-    yield plan.fit
+    yield describe_fit(plan, global_batch)
     yield f"memory   GiB: {gib}"
     count = sum(found["collectives"].values())
     yield f"traffic  GB per rank and step: {links}; {count} collectives"
@@ -128,23 +126,9 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
         yield f"{s.name:28}{cells}{s.total / GIB:9.3f}"
 
 
-def machine_table() -> Iterator[str]:
-    """Format the table of known machines."""
-    links = ("package", "node", "network", "host")
-    yield "GiB and bf16 TFLOP/s per rank; GB/s in one direction"
-    head = "".join(f"{link:>9}" for link in links)
-    yield f"{'machine':13}{'ranks/node':>10}{'GiB':>8}{'TFLOP/s':>9}{head}"
-    for m in MACHINES.values():
-        rates = "".join(f"{getattr(m, f'{link}_bytes_per_second') / 1e9:9g}" for link in links)
-        yield f"{m.name:13}{m.ranks_per_node:10}{m.memory_gib:8g}{m.peak_flops / 1e12:9g}{rates}"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan; exit status 2 and one sentence where the flags clash."""
     args, plan = read_command(argv)
-    if args.machines:
-        print("\n".join(machine_table()))
-        return 0
     plans = compare(plan) if args.compare else []
     if args.json:
         rows = [p.json() | {"mode": p.label, "why": reason(p, plans)} for p in plans]
@@ -152,7 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.explain:
         print("\n".join(explanation_lines(plan)) + "\n")
-    print("\n".join(comparison_lines(plans) if args.compare else summary_lines(plan)))
+    summary = summary_lines(plan, bool(args.global_batch))
+    print("\n".join(comparison_lines(plans) if args.compare else summary))
     if plan.machine.name != "frontier":
         print("note     times are guesses: their constants were fitted on Frontier")
     return 0

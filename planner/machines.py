@@ -5,9 +5,8 @@ package (the two GCDs of an MI250X), inside a node, over the network. A collecti
 ring over the ranks of its group in their order, in which each rank sends to the next; NCCL and RCCL
 build such rings, and other algorithms send as many bytes per rank.
 
-`plan.py --machines` prints the table. For a machine of your own write a JSON file with the name of
-the nearest one and what differs, {"like": "dgx-a100-80", "ranks_per_node": 4}, and pass it as
-`plan.py --machine FILE`.
+For a machine of your own write a JSON file with the name of the nearest one and what differs,
+{"like": "dgx-a100-80", "ranks_per_node": 4}, and pass it as `plan.py --machine FILE`.
 """
 
 import json

@@ -1,8 +1,4 @@
-"""What keeps a run alive and observable; it can skip a bad step but never alters a good one.
-
-Read config, run, process, agreement, session (with watchdog), log, record, devices, resume,
-image_source, device_batches; then step_profile, evaluation, tensor_parallel.
-"""
+"""What keeps a run alive and observable: read config, run, session, record, then the rest."""
 
 import os
 

@@ -34,12 +34,12 @@ LIMITS = {
     "train_fsdp.py": 265,
     "checkpoint.py": 482,
     "launch_frontier.sh": 181,
-    "runtime/": 2470,
-    "tests/": 8752,
-    "storage/": 402,
-    "planner/": 1252,
+    "runtime/": 2458,
+    "tests/": 8753,
+    "storage/": 397,
+    "planner/": 1246,
     "sweeps/": 506,
-    "downstream/": 1093,
+    "downstream/": 1090,
 }
 
 
