@@ -99,6 +99,8 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     yield f"{ranks} ranks on {s['device']}, mesh {sizes} ({' x '.join(shape)})"
     traffic = strategy.traffic if ranks > s["tp"] else "nothing between data-parallel ranks"
     traffic = traffic if s["mesh"]["replicate"] > 1 else traffic.removesuffix(shard.ACROSS)
+    if s["wrap"] == "root":  # which stays gathered until backward
+        traffic = traffic.replace(shard.GATHER2, shard.GATHER1)
     yield f"{s['mode']}: shards {strategy.shards}; per step: {traffic}"
     who = f"{ranks // s['tp']} data-parallel ranks"
     yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"

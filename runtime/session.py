@@ -28,9 +28,7 @@ class Session:
     def __init__(
         self, ranks: mesh.Ranks, device: torch.device, run: Run, signals: Sequence[int]
     ) -> None:
-        """Connect to the other ranks and watch them. Collective.
-
-        ConnectionError where that fails.
+        """Connect to the other ranks and watch them; ConnectionError where it fails. Collective.
 
         `signals` grows by each signal that asks this process to stop.
         """

@@ -70,3 +70,12 @@ def test_memory_is_planned_and_simulated(tmp_path, monkeypatch, capsys):
     assert ", simulated " in out.partition(" bytes")[2]
     assert dry(4, "--mode full_shard --fsdp 1") == 0
     assert capsys.readouterr().out.endswith("but only an FSDP2 step is simulated\n")
+
+
+@pytest.mark.parametrize(("wrap", "gathers"), [("block", 2), ("root", 1)])
+def test_the_collectives_of_a_unit_are_those_that_are_announced(wrap, gathers, capsys):
+    assert dry(4, f"--mode full_shard --wrap {wrap}") == 0
+    out, units = capsys.readouterr().out, {"block": 6, "root": 0}[wrap]
+    assert f"per step: {gathers} all-gather" in out
+    assert f"all_gather: planned {1 + gathers * units} of" in out  # the root's stays
+    assert f"simulated {1 + gathers * units} of" in out

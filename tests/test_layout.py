@@ -35,7 +35,7 @@ LIMITS = {
     "checkpoint.py": 482,
     "launch_frontier.sh": 181,
     "runtime/": 2458,
-    "tests/": 8753,
+    "tests/": 8762,
     "storage/": 397,
     "planner/": 1246,
     "sweeps/": 506,
