@@ -173,7 +173,7 @@ def train(
             monitor.log_step(verdict, learning_rate(verdict.step, run))
         if guard.ended:
             return guard.ended, monitor.problem
-        # save and evaluate
+        # save
         ending = last or guard.stop or monitor.bad_images.too_many is not None
         saved = save_now or guard.save or ending
         if saved:
@@ -183,14 +183,15 @@ def train(
             guard.save = False
             if failed:
                 return "save", failed
-        if evaluation and (saved if every == 0 else evaluate_now):
-            with meter.paused():
-                evaluation(guard.done)
-        # stop: a signal, or too many bad images, on whichever rank
+        # stop: too many bad images, or a signal, on whichever rank; there may be little time left
         if monitor.bad_images.too_many:
             return "bad", monitor.bad_images.too_many
         if guard.stop and not last:
             return "signal", None
+        # evaluate
+        if evaluation and (saved if every == 0 else evaluate_now):
+            with meter.paused():
+                evaluation(guard.done)
         if (step + 1) % COLLECT_EVERY == 0:
             gc.collect()  # on all ranks at the same step, not at random times on one
     return "done", None

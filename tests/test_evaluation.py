@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -144,3 +145,11 @@ def test_no_held_out_image_ends_a_run(broken, code, used, tmp_path, monkeypatch,
     if used == 2:
         expected = by_hand(tmp_path / "out" / "step_00000002", tmp_path / "held")
         assert found[1][1] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_run_that_is_asked_to_stop_leaves_without_evaluating(tmp_path):
+    argv = [*ARGV, *held_out(tmp_path), "--out", str(tmp_path / "out")]
+    assert train_fsdp.main(argv, received=[signal.SIGTERM]) == 0
+    assert evaluations(tmp_path / "out" / "log.jsonl") == []
+    assert train_fsdp.main(argv) == 0
+    assert [step for step, *_ in evaluations(tmp_path / "out" / "log.jsonl")] == [2]
