@@ -319,7 +319,7 @@ def open_image(
     else:
         try:
             image = Image.open(io.BytesIO(content))
-            image.decodermaxblock = len(content)  # decode it in one piece
+            image.decodermaxblock = len(content)  # or Pillow decodes 64 KiB at a time
         except UnidentifiedImageError:  # which names an object in memory
             what = "not an image that Pillow reads"
             raise ValueError(f"{what} (TIFF of many bands: `prepare.py pack`)") from None

@@ -32,10 +32,11 @@ import data
 import mesh
 import shard
 import vit
-from runtime import image_source, tensor_parallel
+from runtime import tensor_parallel
 from runtime.agreement import StepGuard, run_on_rank0
 from runtime.config import parse
 from runtime.device_batches import Batch, open_batches
+from runtime.image_source import find_images
 from runtime.record import Monitor, report_start
 from runtime.resume import Saves, initial_values, list_newest_first, resume
 from runtime.run import Run, with_images
@@ -219,8 +220,7 @@ def run_training(run: Run, session: Session) -> None:
     session.lock_folder(config.out)  # against a second run
     # rank 0 lists the images for all
     session.heartbeat("listing images")
-    find = image_source.find_images
-    files, found = run_on_rank0(lambda: find(config, config.out, run.global_batch))
+    files, found = run_on_rank0(lambda: find_images(config, config.out, run.global_batch))
     run, log = with_images(run, **found), session.log
     checkpoints = list_newest_first(run, log.say)
     log.open(run, session.device)

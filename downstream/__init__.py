@@ -1,1 +1,1 @@
-"""What comes after pretraining: read weights, images; then reconstruct, scores, finetune."""
+"""After pretraining: read weights.py and images.py, then reconstruct.py, scores.py, finetune.py."""

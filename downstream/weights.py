@@ -203,7 +203,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     """Read config.json of transformers -> what it says, in the words of convert.py's files."""
     config = json.loads(path.read_bytes())
     if not isinstance(config, dict) or config.get("model_type") != "vit_mae":
-        raise ValueError(f"{path.name} is not that of a vit_mae")
+        raise ValueError(f"{path.name} is not of a vit_mae model")
     if (epsilon := config.get("layer_norm_eps", 1e-12)) != NORM_EPS:
         what = f"the norms of {path.parent} have an epsilon of {epsilon:g}, here {NORM_EPS:g}"
         print(f"warning: {what}: features may differ by 2e-3", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What keeps a run alive and observable: read config, run, session, record, then the rest."""
+"""What keeps a run alive and observable: read config.py, run.py, session.py, record.py first."""
 
 import os
 

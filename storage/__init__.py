@@ -1,1 +1,1 @@
-"""A million images on disk: read image_list, checking, packing; tiff serves the last two."""
+"""A million images on disk: read image_list.py, checking.py, packing.py; tiff.py serves them."""

@@ -296,8 +296,8 @@ WRONG = {
     "a shape": ({"norm.bias": FORTY[1:]}, r"norm.bias is \(39,\), \(40,\) in the model"),
     "NaN": ({"norm.bias": FORTY * torch.nan}, "norm.bias is not finite"),
     "NaN statistics": ({"note": MEAN}, "the mean or deviation of a channel is not finite"),
-    "another model": ('{"model_type": "bert"}', "config.json is not that of a vit_mae"),
-    "a list": ("[]", "config.json is not that of a vit_mae"),
+    "another model": ('{"model_type": "bert"}', "config.json is not of a vit_mae model"),
+    "a list": ("[]", "config.json is not of a vit_mae model"),
     "no width": ('{"model_type": "vit_mae", "layer_norm_eps": 1e-6}', "hidden_size is missing"),
 }
 
