@@ -1,1 +1,1 @@
-"""A million images on disk: read image_list.py, checking.py, packing.py; tiff.py serves them."""
+"""A million images on disk: image_list.py; then checking.py and packing.py, which use tiff.py."""
