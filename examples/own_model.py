@@ -4,6 +4,7 @@
     srun python own_model.py full_shard                 # Slurm, one task per GPU
 The same command continues from the newest checkpoint in out/, whatever wrote it."""
 
+import gc
 import os
 import sys
 
@@ -53,8 +54,9 @@ def train(mode="full_shard", group=None, steps=20, out="out", **given):
             print(f"step {step + 1}  loss {loss:.4f} of rank 0  norm {norm:.4f}", flush=True)
         if (step + 1) % 10 == 0 or step + 1 == steps:  # on every rank, as all that is collective
             checkpoint.save(out, step + 1, model, optimizer)
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     train(*sys.argv[1:2], *map(int, sys.argv[2:3]))
+    gc.collect()  # frees the model, a reference cycle: its groups' threads could abort the exit
+    torch.distributed.destroy_process_group()
