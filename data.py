@@ -11,6 +11,7 @@ import errno
 import io
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -31,6 +32,7 @@ LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # of crops, width : he
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
 Image.MAX_IMAGE_PIXELS = 2**29  # Pillow refuses images of twice as many: 4 GiB decoded
 TiffImagePlugin.logger.setLevel("CRITICAL")  # it prints what `open_image` raises
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
 
 
 class ChannelStats(NamedTuple):
@@ -70,7 +72,8 @@ class ImageFolder:
         return os.path.join(self.root, self.names[index])
 
     def read(self, index: int) -> bytes:
-        return Path(self.path(index)).read_bytes()
+        with open(self.path(index), "rb", buffering=0) as file:
+            return file.read()
 
 
 def scan(root: str, progress: Callable[[int], None] | None = None) -> ImageFolder:
@@ -173,7 +176,7 @@ def draw_augmentation(
     word = np.random.SeedSequence((seed, position)).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(word))
     noise = torch.randperm(patches, generator=generator).float()  # the smallest stay visible
-    flip = bool(torch.rand((), generator=generator) < 0.5)
+    flip = torch.rand((), generator=generator).item() < 0.5
     return noise, flip, draw_crop(generator, width, height)
 
 
@@ -375,7 +378,7 @@ def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool
         fits = 1 if whole else max(1, min(height, width) // side)
         reduce = max(scale for scale in (1, 2, 4, 8) if scale <= fits)
         x0, y0, x1, y1 = (round(n / reduce) for n in (left, top, left + width, top + height))
-        pixels = np.array(decode(image, reduce).crop((x0, y0, x1, y1)))  # (H, W, C)
+        pixels = np.asarray(decode(image, reduce).crop((x0, y0, x1, y1)))  # (H, W, C)
         part = torch.from_numpy(pixels).permute(2, 0, 1)  # channels last, PyTorch's fastest here
     else:  # few of PyTorch's kernels take uint16, all take float32
         dtype = np.uint8 if image.dtype == np.uint8 else np.float32

@@ -61,7 +61,8 @@ class ImageList:
     def read(self, index: int) -> bytes:
         """Read a whole image file; OSError."""
         if not self.shards:
-            return Path(self.path(index)).read_bytes()
+            with open(self.path(index), "rb", buffering=0) as file:
+                return file.read()
         row = self.table[index]
         shard = os.path.join(self.root, self.shards[row["shard"]])
         if shard not in self.opened:
