@@ -10,7 +10,6 @@ hold it, and each rank reads what it needs, under the names of the unwrapped mod
 Written under a temporary name, synced to the disk and renamed: a folder with the final name is
 complete. Loading raises Damaged (for good) or an OSError (which may pass).
 
-    python checkpoint.py ls DIR                 list the checkpoints of a run
     python checkpoint.py verify DIR             check every checksum
     python checkpoint.py consolidate DIR OUT    write the model to one file
 
@@ -447,9 +446,8 @@ def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 1 for a damaged checkpoint, exit with 2 for bad usage."""
-    parser = argparse.ArgumentParser(description="List, verify, consolidate checkpoints.")
+    parser = argparse.ArgumentParser(description="Verify or consolidate a checkpoint.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("ls", help="list the checkpoints of a run").add_argument("dir")
     commands.add_parser("verify", help="check every file of a checkpoint").add_argument("dir")
     command = commands.add_parser("consolidate", help="write its model to one new file")
     command.add_argument("dir")
@@ -458,14 +456,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not os.path.isdir(args.dir):
         parser.error(f"there is no folder {args.dir}")
     try:
-        if args.command == "ls":
-            for path in list_checkpoints(args.dir):
-                try:
-                    sizes = [size for size, _ in read_manifest(path)["files"].values()]
-                    print(f"{path.name}  {sum(sizes) / 2**30:8.3f} GiB  {len(sizes):5} files")
-                except (Damaged, OSError) as error:
-                    print(f"{path.name}  unreadable: {error}")
-        elif args.command == "verify":
+        if args.command == "verify":
             tensors = check(Path(args.dir))[1].state_dict_metadata
             print(f"{args.dir} is complete: {len(tensors)} tensors")
         else:
