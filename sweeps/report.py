@@ -10,7 +10,7 @@ import numpy as np
 
 from checkpoint import replacing
 from sweeps import results
-from sweeps.results import ADVICE, SETTINGS, Limit, Row, find_limits, group_by, noise, step_seconds
+from sweeps.results import SETTINGS, Limit, Row, find_limits, group_by, noise, step_seconds
 
 # --- Figures
 
@@ -131,7 +131,7 @@ def limit_cells(rows: Sequence[Row], limit: Limit) -> list[str]:
     parts, ids = limit.parts, " ".join(row["id"] for row in rows)
     names = ("compute", "communication", "input")
     shares = [f"{parts[n] / sum(parts.values()):.0%}" if parts else "-" for n in names]
-    return [ids, f"**{limit.word}**", *shares, limit.why, ADVICE[limit.word]]
+    return [ids, f"**{limit.word}**", *shares, limit.why]
 
 
 def point_cells(row: Row) -> list[str]:
@@ -152,10 +152,10 @@ def page_lines(rows: Sequence[Row], figures: Sequence[str]) -> Iterator[str]:
         yield f"\n![{name}](figures/{name}.png)\n\n{CAPTIONS[name]}"
     yield "\n## What limits it\n\nShares of a step.\n"
     limits = find_limits(rows)
-    header = ["points", "limit", "compute", "communication", "input", "how it was found", "try"]
+    header = ["points", "limit", "compute", "communication", "input", "how it was found"]
     yield from markdown_table(header, [limit_cells(*f) for f in limits if f[1].word != "unknown"])
     if count := sum(limit.word == "unknown" for _, limit in limits):
-        yield f"\nOf {count} settings too little was measured: try {ADVICE['unknown']}."
+        yield f"\nOf {count} settings too little was measured: add real, syn, io, and one rank."
     yield "\n## Every point\n"
     yield "The log of a point is runs/POINT/log.jsonl.\n"
     yield from markdown_table(["point", "state", *COLUMNS], [point_cells(row) for row in rows])

@@ -104,14 +104,6 @@ def measured(log: dict[str, list[Row]]) -> Row:
 # --- What limits a run
 
 CLOSE = 0.05  # runs with the same flags differ by this much from day to day
-ADVICE = {
-    "input": "more `--workers` if there are cores, a nearer disk, `prepare.py pack`",
-    "memory": "a smaller `--batch`, `--ac full`; on several GPUs a larger `--group`",
-    "compute": "a faster device; on a GPU `--compile`, `--precision bf16`, no `--ac`",
-    "communication": "on GPUs a larger local batch, the smallest `--group`; on a CPU fewer ranks",
-    "unclear": "an idle machine: remove these folders in `runs`, and repeat the sweep's command",
-    "unknown": "the same by `--run-mode real`, `syn`, `io` and on one rank",
-}
 
 
 class Limit(NamedTuple):
