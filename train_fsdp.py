@@ -20,7 +20,7 @@ if __name__ == "__main__":
 import gc
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ import vit
 from runtime import tensor_parallel
 from runtime.agreement import StepGuard, run_on_rank0
 from runtime.config import parse
-from runtime.device_batches import Batch, open_batches
+from runtime.device_batches import open_batches
 from runtime.image_source import find_images
 from runtime.record import Monitor, report_start
 from runtime.resume import Saves, initial_values, list_newest_first, resume
@@ -148,9 +148,7 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
 # --- The loop
 
 
-def train(
-    run: Run, training: Training, monitor: Monitor, batches: Iterator[Batch]
-) -> tuple[str, str | None]:
+def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | None]:
     """Train the steps that are left; return why the run ends, and an error message if it failed.
 
     Reasons: done, signal, nan, data, bad, save.
@@ -162,11 +160,11 @@ def train(
         save_now = last or saves.due_after(step + 1)
         evaluate_now = every > 0 and (step + 1) % every == 0
         # fetch: the loader works ahead, so that this seldom waits
-        batch = monitor.next_batch(batches, step)
+        batch = monitor.next_batch(step)
         # step
         heartbeat("training", step)
         lr = learning_rate(step, run)
-        train_step(training, guard, batch.parts, lr, **monitor.requests(batch))
+        train_step(training, guard, batch.parts, lr, **monitor.requests())
         if monitor.profile:
             monitor.profile.step()
         # log: what all ranks agreed on; a GPU's verdict comes one step later, so that nobody waits
@@ -198,12 +196,12 @@ def train(
     return "done", None
 
 
-def read_images(run: Run, monitor: Monitor, batches: Iterator[Batch]) -> tuple[str, str | None]:
+def read_images(run: Run, monitor: Monitor) -> tuple[str, str | None]:
     """Read the images of every step and train nothing, for --run-mode io; return as `train`."""
     guard, zero = monitor.guard, torch.zeros((), device=monitor.session.device)
     for step in range(run.steps):
-        batch = monitor.next_batch(batches, step)
-        guard.vote(zero, zero, **monitor.requests(batch))
+        monitor.next_batch(step)
+        guard.vote(zero, zero, **monitor.requests())
         for verdict in monitor.settle(wait=step + 1 == run.steps):
             monitor.log_step(verdict, lr=0.0)
         if guard.ended or (too_many := monitor.bad_images.too_many) or guard.stop:
@@ -235,16 +233,12 @@ def run_training(run: Run, session: Session) -> None:
             return
     session.heartbeat("reading the first batch")
     batches = open_batches(run, session, files, range(saves.begin, run.steps))
-    # not kept in a variable: the first batch would stay on the device for the whole run
-    monitor = Monitor(run, session, files, saves, batches.first if training else None)
-    report_start(run, session, saves.begin, batches.workers)
+    monitor = Monitor(run, session, files, saves, batches)
+    report_start(run, session, saves.begin)
     if training:
         monitor.watch(training.model)
     with manual_gc():
-        if training is None:
-            ended = read_images(run, monitor, batches)
-        else:
-            ended = train(run, training, monitor, batches)
+        ended = train(run, training, monitor) if training else read_images(run, monitor)
     monitor.finish(*ended)
 
 

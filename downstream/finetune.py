@@ -245,13 +245,12 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
         return
 
     loaded = open_batches(run, session, files, range(saves.begin, run.steps))
-    batches = labelled(run, files, loaded)
-    monitor = Monitor(run, session, files, saves)
+    monitor = Monitor(run, session, files, saves, labelled(run, files, loaded))
     start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": saves.begin}
     log.write("start", **start, pretrained=pretrained.name, versions=versions())
     log.say(f"{pretrained.name}, {run.classes} classes")
     monitor.evaluate_every = run.epoch_steps
     monitor.evaluation = Scores(run, session, training.model, test, numbers)
     with manual_gc():
-        ended = train(run, training, monitor, batches)
+        ended = train(run, training, monitor)
     monitor.finish(*ended)

@@ -1,7 +1,7 @@
 """Open the loader of a run, and copy its batches to the device."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, repeat
 
 import torch
@@ -22,30 +22,6 @@ class Batch:
     parts: list[tuple[Tensor, Tensor]]  # (images, noise) per accumulation step, on the device
     image_ids: list[int]
     bad: list[tuple[int, str]]  # (image_id, reason): unreadable, replaced by others
-    error: Exception | None = None  # why this is the batch of an earlier step
-
-
-class Batches(Iterator[Batch]):
-    """The batches of a run, one per step; `first` is there before the loop's clock starts."""
-
-    def __init__(self, loaded: Iterator[Batch], workers: int) -> None:
-        """Fetch the first batch."""
-        self.loaded, self.workers = loaded, workers
-        self.last = next(loaded)
-        self.first: Batch | None = self.last
-
-    def __next__(self) -> Batch:
-        """Return the batch of the next step; once the loader has failed, the last one and why."""
-        if self.first:
-            self.first = None  # its memory is free after its step
-        elif not self.last.error:
-            try:
-                self.last = next(self.loaded)
-            except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the GPU, not the loader
-                raise
-            except Exception as error:  # all ranks learn of it together: none waits for this one
-                self.last = replace(self.last, bad=[], error=error)
-        return self.last
 
 
 def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
@@ -57,11 +33,12 @@ def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
     return min(6, max(1, mesh.process_cores() // share) - 1)
 
 
-def open_batches(run: Run, session: Session, files: data.ImageSource, steps: range) -> Batches:
-    """Start the loader of `steps` and fetch the first batch."""
+def open_batches(
+    run: Run, session: Session, files: data.ImageSource, steps: range
+) -> Iterator[Batch]:
+    """Start the loader of `steps`; return their batches, one per step."""
     config, ranks, device = run.config, session.ranks, session.device
     alone = config.run_mode == "syn"  # compute and communication: the same batch again and again
-    workers = worker_count(config.workers, ranks)
     loader = data.build_loader(
         files,
         img_size=config.img_size,
@@ -70,15 +47,15 @@ def open_batches(run: Run, session: Session, files: data.ImageSource, steps: ran
         global_batch=run.global_batch,
         local_batch=run.local_batch,
         steps=steps[:1] if alone else steps,
-        rank=run.data_rank(ranks.rank),
+        rank=ranks.rank // config.tp,
         world_size=run.data_ranks,
-        workers=workers,
+        workers=worker_count(config.workers, ranks),
         pin_memory=device.type == "cuda",
         exact=config.exact_decode,
         stats=run.channel_stats or data.IMAGENET,
     )
     loaded = device_batches(loader, config.accum, device)
-    return Batches(repeat(next(loaded)) if alone else loaded, workers)
+    return repeat(next(loaded)) if alone else loaded
 
 
 def device_batches(

@@ -41,7 +41,7 @@ def average_over(
     """
     config, device, size = run.config, session.device, run.local_batch
     stats, ranks = run.channel_stats or data.IMAGENET, session.ranks
-    share = run.data_rank(ranks.rank), run.data_ranks
+    share = ranks.rank // config.tp, run.data_ranks
     images = torch.zeros(size, run.model.channels, config.img_size, config.img_size, device=device)
     sums = torch.zeros((), dtype=torch.float64, device=device)
     bad: list[tuple[int, str]] = []

@@ -20,7 +20,7 @@ import shard
 import vit
 from runtime import devices
 from runtime.agreement import AgreedError, StepGuard, Verdict, gather_to_rank0, run_on_rank0
-from runtime.device_batches import Batch
+from runtime.device_batches import Batch, worker_count
 from runtime.log import BadImageLog, Meter
 from runtime.resume import Saves, mark_done
 from runtime.run import Run
@@ -57,13 +57,13 @@ def versions() -> dict[str, str | None]:
     return {"python": platform.python_version(), "torch": torch.__version__} | gpu
 
 
-def report_start(run: Run, session: Session, begin: int, workers: int) -> None:
+def report_start(run: Run, session: Session, begin: int) -> None:
     """Log the start record before step `begin`; print what will run, and where. Collective."""
     rows = gather_to_rank0(find_placement(run, session))
     if rows:  # on rank 0
         log = session.log
         start = start_record(run, session.device, log.warn)
-        start |= {"begin": begin, "workers": workers}
+        start |= {"begin": begin, "workers": worker_count(run.config.workers, session.ranks)}
         log.write("start", **start)
         log.say(*describe(start), *(table_of(rows) if len(rows) > 1 else ()))
 
@@ -155,24 +155,27 @@ class Monitor:
     """Watch the steps of a run: the ranks' votes, the clock, unreadable images, the log."""
 
     def __init__(
-        self, run: Run, session: Session, files: Any, saves: Saves, first: Batch | None = None
+        self, run: Run, session: Session, files: Any, saves: Saves, batches: Iterator[Batch]
     ) -> None:
-        """Begin before the step of `saves`, which has the batch `first`. Collective."""
+        """Begin before the step of `saves`, whose batch is the first of `batches`."""
         self.run, self.session, self.saves = run, session, saves
+        self.batches, self.batch = batches, next(batches)
         self.guard = StepGuard(session.device, run.config.max_skips, saves.begin)
         self.bad_images = BadImageLog(run, session.log, files.path)
         self.error: Exception | None = None  # of this rank's data loader
         self.problem: str | None = None  # the last bad step, in a sentence
         self.losses: deque[float] = deque(maxlen=10)  # of the last good steps
-        self.baselines = baselines(run, first) if first else {}
+        self.baselines: dict[str, float] = {}
         self.evaluation: Any = None  # called with the number of steps done ...
         self.evaluate_every = 0  # ... each time that so many are; 0: at each save
         self.profile: Any = None  # of a step_profile.RunProfile
         self.meter = Meter(saves.begin, run.global_batch)  # whose clock starts
 
     def watch(self, model: nn.Module) -> None:
-        """Evaluate the model and profile its steps too, where the flags ask for it. Collective."""
+        """Compute the baselines; evaluate, and profile the steps, where asked for. Collective."""
         config, session = self.run.config, self.session
+        with self.meter.paused():
+            self.baselines = baselines(self.run, self.batch)
         if config.eval_data and config.run_mode == "real":
             from runtime.evaluation import Evaluation
 
@@ -182,24 +185,33 @@ class Monitor:
 
             self.profile = RunProfile(self.run, session, self.meter)
 
-    def next_batch(self, batches: Iterator[Batch], step: int) -> Batch:
-        """Take the batch of a step: the last one again where the loader has failed."""
+    def next_batch(self, step: int) -> Batch:
+        """Take the batch of a step; once the loader has failed, the last one again.
+
+        All ranks learn of the failure together, by their vote: none waits for this one.
+        """
         self.session.heartbeat("reading data", step)
         start = time.perf_counter()
-        with record_function("wait for data"):  # the name in a profiler's trace
-            batch = next(batches)
+        try:
+            with record_function("wait for data"):  # the name in a profiler's trace
+                if step > self.saves.begin and not self.error:  # the first is here
+                    self.batch = next(self.batches)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the GPU, not the loader
+            raise
+        except Exception as error:
+            self.error = error
         self.meter.waited += time.perf_counter() - start
-        self.error = batch.error
-        found = [(self.bad_images.name_of(i), why, step + 1) for i, why in batch.bad]
-        self.bad_images.unreported += found
-        return batch
+        if not self.error:
+            found = [(self.bad_images.name_of(i), why, step + 1) for i, why in self.batch.bad]
+            self.bad_images.unreported += found
+        return self.batch
 
-    def requests(self, batch: Batch) -> dict[str, bool]:
+    def requests(self) -> dict[str, bool]:
         """Return what this rank has to say in the vote of a step, as of `StepGuard.vote`."""
         return {
             "stop": bool(self.session.signals),
             "save": self.saves.due_by_clock(),
-            "no_batch": batch.error is not None,
+            "no_batch": self.error is not None,
             "bad_images": bool(self.bad_images.unreported),
         }
 

@@ -34,10 +34,6 @@ class Run:
         """Count the ranks that train on images of their own: one per tensor-parallel group."""
         return self.world_size // self.config.tp
 
-    def data_rank(self, rank: int) -> int:
-        """Return which of them has the images of this rank."""
-        return rank // self.config.tp
-
     @property
     def lr(self) -> float:
         """Peak learning rate: the base rate scaled to the global batch, as in MAE's recipe."""

@@ -25,11 +25,11 @@ def in_second_step(monkeypatch, fault):
     """Let `fault()` happen in the second step."""
     original = train_fsdp.Monitor.next_batch
 
-    def next_batch(self, batches, step):
+    def next_batch(self, step):
         if step == 1:
             self.session.heartbeat("reading data", step)
             fault()
-        return original(self, batches, step)
+        return original(self, step)
 
     monkeypatch.setattr(train_fsdp.Monitor, "next_batch", next_batch)
 

@@ -5,15 +5,22 @@ import shutil
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
 
 import data
+import mesh
 import train_fsdp
 from runtime import image_source
-from runtime.device_batches import Batches, device_batches
+from runtime.config import Config
+from runtime.device_batches import open_batches
+from runtime.log import Log
+from runtime.record import Monitor
+from runtime.resume import Saves
+from runtime.run import resolve
 
 TILES = ROOT / "examples" / "tiles"
 ARGV = ["--model", "tiny", "--img-size", "32", "--device", "cpu", "--precision", "fp32"]
@@ -86,39 +93,53 @@ def local_batches(error: Exception | None = None, count: int = 8):
         raise error
 
 
-def opened(error: Exception | None = None, count: int = 8) -> Batches:
-    return Batches(device_batches(local_batches(error, count), 2, torch.device("cpu")), 0)
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    """Open such batches -> a monitor that takes them, one per step."""
+
+    def open_them(error: Exception | None = None, count: int = 8):
+        monkeypatch.setattr(data, "build_loader", lambda *_, **__: local_batches(error, count))
+        flags = {"model": "tiny", "img_size": 32, "mode": "ddp", "precision": "fp32", "accum": 2}
+        run = resolve(Config(**flags, global_batch=4, workers=0, out=str(tmp_path)), 1, 1)
+        session = SimpleNamespace(
+            device=torch.device("cpu"),
+            ranks=mesh.read_ranks({}),
+            log=Log(0),
+            heartbeat=lambda *_: None,
+        )
+        files, saves = data.scan(TILES / "train"), Saves(run, session.log)
+        return Monitor(run, session, files, saves, open_batches(run, session, files, range(4)))
+
+    return open_them
 
 
-def test_the_batches_are_the_loaders_and_none_is_kept():
-    batches = opened()
-    assert batches.first.image_ids == [0, 1, 2, 3]
-    first = weakref.ref(batches.first.parts[0][0])
-    found = []
+def test_the_batches_are_the_loaders_and_none_is_kept(opened):
+    monitor, found = opened(), []
+    kept = weakref.ref(monitor.batch.parts[0][0])
     for step in range(4):
-        batch = next(batches)
+        batch = monitor.next_batch(step)
         found += [int(images[0, 0, 0, 0]) for images, _ in batch.parts]
-        assert batch.image_ids == [*range(4 * step, 4 * step + 4)] and batch.error is None
+        assert batch.image_ids == [*range(4 * step, 4 * step + 4)] and monitor.error is None
         assert [number for number, _ in batch.bad] == found[-2:]
-        assert (first() is None) == (step > 0)
-    assert found == [*range(8)]
+        assert (kept() is None) == (step > 0)
+    assert found == [*range(8)] and len(monitor.bad_images.unreported) == 8
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), TypeError("a bug")])
-def test_after_a_failure_the_last_batch_comes_again_with_the_first_error(error):
-    batches = opened(error, count=4)
-    next(batches)
-    good, *again = next(batches), next(batches), next(batches)
-    for batch in again:
-        assert batch.parts is good.parts and batch.image_ids == good.image_ids
-        assert not batch.bad and batch.error is error and not good.error  # nothing is counted twice
+def test_after_a_failure_the_last_batch_comes_again_with_the_first_error(error, opened):
+    monitor = opened(error, count=4)
+    good = [monitor.next_batch(step) for step in range(2)][-1]
+    assert not monitor.error and len(monitor.bad_images.unreported) == 4
+    for step in 2, 3:
+        assert monitor.next_batch(step) is good and monitor.error is error
+    assert len(monitor.bad_images.unreported) == 4  # nothing is counted twice
 
 
-def test_a_first_batch_that_fails_and_a_full_gpu_are_errors(folder, monkeypatch, capsys):
+def test_a_first_batch_that_fails_and_a_full_gpu_are_errors(folder, opened, monkeypatch, capsys):
     error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error.")
     monkeypatch.setattr(data, "build_loader", lambda *_, **__: local_batches(error, 0))
     assert train_fsdp.main([*ARGV, "--data", "images"]) == capsys.readouterr().err.count("\n") == 1
-    batches = opened(torch.OutOfMemoryError("CUDA out of memory"), count=2)
-    next(batches)
+    monitor = opened(torch.OutOfMemoryError("CUDA out of memory"), count=2)
+    monitor.next_batch(0)
     with pytest.raises(torch.OutOfMemoryError):
-        next(batches)
+        monitor.next_batch(1)
