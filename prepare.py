@@ -1,6 +1,5 @@
-"""Prepare a data set: list it, find broken images, measure it, pack it into few large files.
+"""Prepare a data set: find broken images, measure it, pack it into few large files.
 
-    python prepare.py index DIR                      list it once, beside it in DIR.index
     python prepare.py scan DIR                       decode everything, name what is broken
     python prepare.py stats DIR                      mean and deviation per channel, for --data DIR
     python prepare.py pack SRC DST --max-side 512    tar shards with an index; --data DST trains
@@ -17,11 +16,9 @@ from mesh import process_cores
 from runtime import process
 from runtime.config import Parser, filled, whole
 from storage.checking import check_images, write_stats
-from storage.image_list import list_images, save_index
 from storage.packing import pack
 
 COMMANDS = {
-    "index": "list the images once, in DIR.index, which training then uses",
     "scan": "decode every image and name the broken ones",
     "stats": "mean and deviation of each channel, which training on DIR then uses",
     "pack": "put all images into tar shards, which training reads with --data DST",
@@ -35,9 +32,8 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, help in COMMANDS.items():
         add = commands.add_parser(name, help=help).add_argument
         add("dir", type=filled, metavar="DIR", help="folder of images")
-        if name != "index":
-            help = "processes (default: the number of cores)"
-            add("--workers", type=whole(1, 1024), default=process_cores(), metavar="N", help=help)
+        help = "processes (default: the number of cores)"
+        add("--workers", type=whole(1, 1024), default=process_cores(), metavar="N", help=help)
         if name == "pack":
             add("out", type=filled, metavar="DST", help="folder of the shards")
             help = "make larger pictures so small (default: as they are)"
@@ -54,11 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1 if check_images(folder, args.workers, print) else 0
         if args.command == "stats":
             write_stats(folder, args.workers, print)
-        elif args.command == "pack":
-            pack(folder, args.out, args.workers, print, args.max_side)
         else:
-            files = save_index(list_images(folder, print), f"{folder}.index")
-            print(f"{folder}.index: {len(files)} images, {len(files.classes)} classes")
+            pack(folder, args.out, args.workers, print, args.max_side)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         print(f"prepare.py: error: {error}", file=sys.stderr)
         return 1

@@ -122,15 +122,8 @@ def load_index(path: str, root: str) -> ImageList:
 
 
 def find_list(folder: str, out: str | None, say: Callable[[str], None]) -> ImageList:
-    """Load the list of a pack, or of `prepare.py index` beside a folder; else list the folder.
-
-    A new list is kept in `out`; without `out` nothing is written. Raises as `list_images`.
-    """
-    folder = folder.rstrip("/") or "/"
-    if not is_pack(folder) and os.path.exists(beside := f"{folder}.index"):
-        say(f"the images are those in {beside}: `prepare.py index` lists them again")
-        return load_index(beside, folder)
-    files = list_images(folder, say)
+    """List a folder, or load the list of a pack; a new list is kept in `out`, if that is given."""
+    files = list_images(folder.rstrip("/") or "/", say)
     if files.index_file or out is None:
         return files
     os.makedirs(out, exist_ok=True)
