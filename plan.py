@@ -16,11 +16,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import shard
-from planner.estimate import Plan, compare, describe_fit, in_mode, reason
+from planner.estimate import Plan, compare, describe_fit, reason
 from planner.machines import LINKS, MACHINES, read_machine
 from planner.memory import GIB, MEMORY_PARTS
-from planner.traffic import PlannedRun, link_bytes, run_units
+from planner.traffic import PlannedRun, link_bytes
 from runtime import process
 from runtime.config import Parser, filled, make_config, number, training_parser
 from runtime.run import resolve
@@ -102,19 +101,7 @@ def comparison_lines(plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def explanation_lines(plan: Plan) -> Iterator[str]:
-    """Explain the memory of a plan: bytes per parameter by mode, GiB by phase of a step."""
-    run = plan.run
-    yield f"bytes per parameter on each of {run.world_size} ranks (AdamW, fp32 states)"
-    yield f"{'mode':18}{'parameters':>11}{'gradients':>11}{'states':>11}{'sum':>8}"
-    for mode, row in shard.STRATEGIES.items():
-        other = in_mode(replace(run, accum=1), mode, run.shard if row.group == "group" else None)
-        numel = sum(unit.numel * unit.count for unit in run_units(other))
-        planned = Plan(other, plan.machine)
-        kept = planned.snapshots[-1].bytes
-        held = [kept[part] / numel for part in ("parameters", "gradients", "optimizer")]
-        cells = "".join(f"{size:11.3f}" for size in held)
-        yield f"{planned.label:18}{cells}{sum(held):8.3f}"
-    yield ""
+    """Explain the memory of a plan: GiB at the largest moment of each phase of a step."""
     yield "GiB at the largest moment of each phase of a step"
     yield f"{'moment':28}" + "".join(f"{part[:11]:>12}" for part in MEMORY_PARTS) + f"{'sum':>9}"
     for phase in ("forward", "loss", "backward", "reduction", "optimizer"):

@@ -435,16 +435,19 @@ def test_compare_sorts_every_mode_and_says_why(capsys):
 
 
 @pytest.mark.parametrize(("flags", "kept"), [("", 1), (" --cpu-offload", 0)])
-def test_explain_begins_with_bytes_per_parameter(flags, kept, capsys):
+def test_bytes_per_parameter(flags, kept):
     """--cpu-offload takes them off the GPU where it exists: not under DDP and ZeRO-1."""
-    lines = printed(f"--model 1b --world-size 16 --group 4 --explain{flags}", capsys)
-    found = {
-        " ".join(line.split()[:-4]): [float(x) for x in line.split()[-4:]] for line in lines[2:9]
-    }
+    _, plan_ = plan.read_command(f"--model 1b --world-size 16 --group 4{flags}".split())
+    found = {}
+    for other in estimate.compare(plan_):
+        numel = other.json()["params"]
+        held = other.snapshots[-1].bytes
+        parts = ("parameters", "gradients", "optimizer")
+        found[other.label] = [held[part] / numel for part in parts]
     assert {name.split()[0] for name in found} == {*shard.STRATEGIES}
-    assert found["ddp"] == [4, 4, 8, 16] and found["zero1"][:2] == [4, 4]
+    assert found["ddp"] == [4, 4, 8] and found["zero1"][:2] == [4, 4]
     for mode, group in ("no_shard", 1), ("full_shard", 16), ("hybrid 4", 4):
-        expected = [kept * size / group for size in (4, 4, 8, 16)]
+        expected = [kept * size / group for size in (4, 4, 8)]
         assert found[mode] == pytest.approx(expected, abs=0.01)
 
 
