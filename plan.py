@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from planner.estimate import Plan, compare, describe_fit, reason
+from planner.estimate import Plan, compare, describe_fit
 from planner.machines import LINKS, MACHINES, read_machine
 from planner.memory import GIB, MEMORY_PARTS
 from planner.traffic import PlannedRun, link_bytes
@@ -86,17 +86,17 @@ def summary_lines(plan: Plan, global_batch: bool) -> Iterator[str]:
 
 
 def comparison_lines(plans: Sequence[Plan]) -> Iterator[str]:
-    """Format the table of `--compare`."""
+    """Format the table of `--compare`: seconds of a step, those of it that do not overlap."""
     yield (
-        f"{'mode':19}{'verdict':7}{'peak GiB':>9}{'img/s':>10}{'step s':>9}{'effic.':>8}"
-        f"{'network GB':>12}  why"
+        f"{'mode':19}{'verdict':7}{'peak GiB':>9}{'img/s':>9}{'step s':>9}{'exposed s':>11}"
+        f"{'optimizer s':>13}{'network GB':>12}"
     )
     for plan in plans:
         sent = sum(by["network"] for by in link_bytes(plan.run, plan.machine).values())
+        time = plan.seconds
         yield (
-            f"{plan.label:19}{plan.verdict:7}{plan.peak_gib:9.1f}{plan.images_per_second:10.0f}"
-            f"{plan.seconds['step']:9.3f}{plan.efficiency:8.0%}{sent / 1e9:12.2f}  "
-            f"{reason(plan, plans)}"
+            f"{plan.label:19}{plan.verdict:7}{plan.peak_gib:9.1f}{plan.images_per_second:9.0f}"
+            f"{time['step']:9.3f}{time['exposed']:11.3f}{time['optimizer']:13.3f}{sent / 1e9:12.2f}"
         )
 
 
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, plan = read_command(argv)
     plans = compare(plan) if args.compare else []
     if args.json:
-        rows = [p.json() | {"mode": p.label, "why": reason(p, plans)} for p in plans]
+        rows = [p.json() | {"mode": p.label} for p in plans]
         print(json.dumps(rows if args.compare else plan.json()))
         return 0
     if args.explain:

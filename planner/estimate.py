@@ -9,7 +9,7 @@ waits for data, a slow rank or a disk.
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -189,8 +189,6 @@ class Plan:
 
 # --- Comparing
 
-TIE = 0.05  # runs with the same flags differ by more than this from day to day
-
 
 def group_sizes(run: PlannedRun, machine: Machine) -> list[int]:
     """List the shard groups to compare: divisors of the ranks that fit into nodes or fill them."""
@@ -222,20 +220,6 @@ def compare(base: Plan) -> list[Plan]:
             other = in_mode(run, mode, group)
             plans.append(Plan(other, base.machine, base.memory_gib))
     return sorted(plans, key=lambda p: (VERDICTS.index(p.verdict), -p.images_per_second))
-
-
-def reason(plan: Plan, plans: Sequence[Plan]) -> str:
-    """Say why a plan of a comparison is not the one to take, or that it is as good as the first."""
-    best = plans[0]
-    if plan.verdict != "FITS":
-        over = plan.peak_gib + plan.margin_gib - plan.memory_gib
-        return f"{over:.1f} GiB too much in {plan.peak.name}"
-    behind = 1 - plan.images_per_second / best.images_per_second
-    if behind <= TIE:
-        return "best" if plan is best else f"tie: {behind:.0%} behind"
-    exposed = plan.seconds["exposed"] > best.seconds["exposed"]
-    why = "exposed communication" if exposed else "optimizer"
-    return f"{behind:.0%} slower: {why}"
 
 
 # --- What would fit: changes that keep the global batch, so that a run may be resumed with them

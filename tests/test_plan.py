@@ -341,7 +341,7 @@ def test_full_shard_over_the_machine_is_no_tie_where_it_collapsed():
         tied = [p.run.mode for p in plans if p.images_per_second > 0.95 * best.images_per_second]
         assert "full_shard" not in tied, model
         (full,) = [p for p in plans if p.run.mode == "full_shard"]
-        assert "slower: exposed communication" in estimate.reason(full, plans)
+        assert full.seconds["exposed"] > 2 * best.seconds["exposed"]
 
 
 def test_a_ring_splits_its_bytes_by_the_placement_of_ranks():
@@ -426,12 +426,13 @@ def test_keys_that_other_programs_rely_on(capsys):
     assert verdicts[0] == "FITS" != verdicts[1]
 
 
-def test_compare_sorts_every_mode_and_says_why(capsys):
+def test_compare_sorts_every_mode(capsys):
     lines = printed("--model 15b --world-size 1024 --batch 32 --compare --ac full", capsys)[1:]
     assert {line.split()[0] for line in lines} == {*shard.STRATEGIES}
     order = [estimate.VERDICTS.index(line[19:26].strip()) for line in lines]
-    assert order == sorted(order) and lines[0].endswith("best")
-    assert all("GiB too much in" in line for line in lines if "NO" in line[19:26])
+    assert order == sorted(order) and len({*order}) > 1
+    speeds = [float(line.split()[-5]) for line in lines if "FITS" in line]
+    assert speeds == sorted(speeds, reverse=True)
 
 
 @pytest.mark.parametrize(("flags", "kept"), [("", 1), (" --cpu-offload", 0)])
