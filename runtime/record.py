@@ -5,8 +5,7 @@ import platform
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from textwrap import shorten
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,33 +58,25 @@ def versions() -> dict[str, str | None]:
 
 def report_start(run: Run, session: Session, begin: int) -> None:
     """Log the start record before step `begin`; print what will run, and where. Collective."""
-    rows = gather_to_rank0(find_placement(run, session))
+    rows = gather_to_rank0(table_row(run, session))
     if rows:  # on rank 0
         log = session.log
         start = start_record(run, session.device, log.warn)
         start |= {"begin": begin, "workers": worker_count(run.config.workers, session.ranks)}
         log.write("start", **start)
-        log.say(*describe(start), *(table_of(rows) if len(rows) > 1 else ()))
+        log.say(*describe(start))
+        if len(rows) > 1:
+            names = "".join(f"{name:>11}" for name in mesh.DIMENSIONS[: len(run.mesh_shape)])
+            log.say(f"rank  local  device{names}  host", *rows[:32])
 
 
-def find_placement(run: Run, session: Session) -> dict[str, str]:
-    """Find where this rank runs, and which ranks each of its groups has."""
+def table_row(run: Run, session: Session) -> str:
+    """Format where this rank runs: on its node, in the mesh."""
     ranks, host = session.ranks, os.environ.get("SLURMD_NODENAME") or platform.node()
-    found = {"rank": str(ranks.rank), "host": host, "local": str(ranks.local_rank)}
-    found["device"] = str(session.device)
     grid = torch.arange(run.world_size).view(run.mesh_shape)
-    for dimension, name in enumerate(mesh.DIMENSIONS[: grid.dim()]):
-        groups = grid.movedim(dimension, -1).flatten(0, -2).tolist()
-        members = next(" ".join(map(str, group)) for group in groups if ranks.rank in group)
-        found[f"{name} group"] = shorten(members, 20, placeholder=" ..")
-    return found
-
-
-def table_of(rows: Sequence[dict[str, str]]) -> list[str]:
-    """Align what `find_placement` found on all ranks in columns; show at most 32 ranks."""
-    shown = [[*rows[0]], *([*row.values()] for row in rows[:32])]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in shown]
+    (place,) = (grid == ranks.rank).nonzero().tolist()
+    cells = "".join(f"{number:11}" for number in place)
+    return f"{ranks.rank:4}  {ranks.local_rank:5}  {session.device!s:6}{cells}  {host}"
 
 
 def describe(start: dict[str, Any]) -> Iterator[str]:
