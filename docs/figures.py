@@ -8,6 +8,8 @@ The others are drawn from the plan, the mesh and an image. Colours are those of 
 colour-blind readers; hatches say the same in grey.
 """
 
+import gzip
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +34,6 @@ from planner.estimate import Plan  # noqa: E402
 from planner.machines import LINKS, wire_bytes  # noqa: E402
 from planner.memory import GIB, MEMORY_PARTS  # noqa: E402
 from planner.traffic import link_bytes  # noqa: E402
-from runtime import step_profile  # noqa: E402
 from sweeps.report import RC_PARAMS, STYLE_SHEET, device_axis  # noqa: E402
 
 HATCHES = ("", "//", "..", "xx", "\\\\", "--", "oo", "++")
@@ -368,9 +369,16 @@ def unit_boxes(events: Sequence[Event]) -> Iterator[Box]:
             yield "blocks", begun.pop(found[2]), event["ts"], unit_label(event["name"])
 
 
+def read_trace(path: str) -> list[Event]:
+    """Read the events of a trace file that have a duration, in the order in which they begin."""
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    return sorted((e for e in events if "dur" in e), key=lambda e: e["ts"])
+
+
 def draw_units(path: str) -> Figure:
     """Draw the last step of a trace of FSDP2 on CPUs: passes, blocks, collectives of one rank."""
-    trace = sorted(step_profile.read_trace(Path(path)), key=lambda e: e["ts"])
+    trace = read_trace(path)
     step = [e for e in trace if e["name"].startswith("ProfilerStep#")][-1]
     wanted = ("FSDP::root_pre_forward", "FSDP::pre_backward", "FSDP::root_post_b", "Optimizer.step")
     start, backward, last, update = (

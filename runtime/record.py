@@ -1,17 +1,21 @@
 """What a run records: what it is, what its steps were, how it ended."""
 
+import atexit
+import gzip
+import json
 import os
 import platform
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import record_function
+from torch.profiler import profile, record_function, schedule
 
 import data
 import mesh
@@ -139,6 +143,48 @@ def baselines(run: Run, batch: Batch) -> dict[str, float]:
     return dict(zip(("loss_of_zero", "loss_of_mean_colour"), mean.tolist(), strict=True))
 
 
+# --- Its profile
+
+WARM = 5  # steps before those profiled: blocks are compiled, memory settles
+
+
+class RunProfile:
+    """Profile some steps of this process; the loop calls `step` after each of its steps."""
+
+    def __init__(self, run: Run, session: Session, meter: Meter) -> None:
+        """Start the profiler's schedule; the meter's clock stops while it starts and writes."""
+        self.log, self.meter, self.first_step = session.log, meter, meter.begin + WARM + 1
+        folder, on_cpu = Path(run.config.out, "profile"), session.device.type == "cpu"
+        self.trace, self.table = folder / "rank_00000.json.gz", folder / "rank_00000.txt"
+        self.sort_by = "self_cpu_time_total" if on_cpu else "self_device_time_total"
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints lines of its own
+        # in the step before the first it is slow: it begins
+        plan = schedule(wait=WARM - 1, warmup=1, active=run.config.profile or 1, repeat=1)
+        self.profiler = profile(schedule=plan, on_trace_ready=self._write, acc_events=True)
+        self.profiler.start()
+        atexit.register(self.profiler.stop)  # a run that ends while it records would crash
+
+    def step(self) -> None:
+        """End one step, its wait for data included."""
+        with self.meter.paused():
+            self.profiler.step()
+
+    def _write(self, profiler: profile) -> None:
+        """Write a trace, for https://ui.perfetto.dev, and a table of the slowest operators."""
+        try:
+            self.trace.parent.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(self.trace))
+            with gzip.open(self.trace) as file:
+                json.load(file)  # PyTorch says nothing of a full disk
+            averages = profiler.key_averages()
+            self.table.write_text(averages.table(sort_by=self.sort_by, row_limit=20))
+        except (OSError, ValueError, RuntimeError) as error:  # a full disk: training continues
+            self.log.warn(f"no profile: {type(error).__name__}: {error}")
+            return
+        self.log.write("profile", first_step=self.first_step)
+        self.log.say(f"profile from step {self.first_step}, in {self.trace} and {self.table}")
+
+
 # --- Its steps, and its end
 
 
@@ -159,7 +205,7 @@ class Monitor:
         self.baselines: dict[str, float] = {}
         self.evaluation: Any = None  # called with the number of steps done ...
         self.evaluate_every = 0  # ... each time that so many are; 0: at each save
-        self.profile: Any = None  # of a step_profile.RunProfile
+        self.profile: RunProfile | None = None  # on rank 0, with --profile
         self.meter = Meter(saves.begin, run.global_batch)  # whose clock starts
 
     def watch(self, model: nn.Module) -> None:
@@ -172,9 +218,10 @@ class Monitor:
 
             self.evaluation = Evaluation(self.run, session, model)
         if config.profile and session.ranks.rank == 0:
-            from runtime.step_profile import RunProfile
-
-            self.profile = RunProfile(self.run, session, self.meter)
+            if self.saves.begin + WARM < self.run.steps:
+                self.profile = RunProfile(self.run, session, self.meter)
+            else:
+                session.log.warn("--profile: too few steps are left")
 
     def next_batch(self, step: int) -> Batch:
         """Take the batch of a step; once the loader has failed, the last one again.
