@@ -37,12 +37,7 @@ SAMPLES = 2**21  # that a small set is seen at least: 90 epochs of 1,000 images 
 WARMUP_SHARE = 1 / 9  # of the steps: 10 of 90 epochs
 MOMENTUM, TRUST = 0.9, 0.001  # of LARS
 SETTINGS = ("k", "epochs", "blr", "features", "split")  # shown beside the scores
-COLUMNS = {  # of the table, by the keys of a score: heads and formats; the last two are of `linear`
-    "top1": ("top-1", "5.1f"),
-    "top5": ("top-5", "5.1f"),
-    "training_top1": ("training top-1", "14.1f"),
-    "training_loss": ("training loss", "13.3f"),
-}
+MEASURES = ("top1", "top5", "training_top1", "training_loss")  # shown; the last two of `linear`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -305,18 +300,15 @@ def report_scores(
     """Print a table, one line per source with means over the seeds; write all to OUT/NAME.json."""
     settings = {key: getattr(args, key) for key in SETTINGS if getattr(args, key, None)}
     what = ", ".join(f"{key} {value}" for key, value in settings.items())
-    columns = [key for key in COLUMNS if key in scores[0]]
-    heads = "   ".join(COLUMNS[key][0] for key in columns)
-    seeds = ", ".join(map(str, range(args.seeds)))
-    print(f"{args.command} ({what}): {scores[0]['test_images']} test images")
-    print(f"  {'':16} {heads}   top-1 of seed {seeds}")
+    print(f"{args.command} ({what}): {scores[0]['test_images']} test images, {args.seeds} seeds")
     means: dict[str, dict[str, float]] = {}
     for source in dict.fromkeys(score["source"] for score in scores):
         own = [score for score in scores if score["source"] == source]
-        mean = means[source] = {key: sum(s[key] for s in own) / len(own) for key in columns}
-        numbers = "   ".join(f"{mean[key]:{COLUMNS[key][1]}}" for key in columns)
+        shown = [key for key in MEASURES if key in own[0]]
+        mean = means[source] = {key: sum(s[key] for s in own) / len(own) for key in shown}
+        numbers = ", ".join(f"{key.replace('_', ' ')} {mean[key]:.4g}" for key in shown)
         each = " ".join(f"{score['top1']:.1f}" for score in own)
-        print(f"  {source:16} {numbers}   {each}")
+        print(f"  {source:14}  {numbers}; top1 of each seed {each}")
     if early := {score["source"] for score in scores if not score.get("converged", True)}:
         advice = "scores may change with more --epochs or a larger --blr"
         print(f"warning: not converged: {', '.join(sorted(early))}; {advice}")
