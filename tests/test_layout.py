@@ -35,9 +35,9 @@ LIMITS = {
     "checkpoint.py": 482,
     "launch_frontier.sh": 181,
     "runtime/": 2458,
-    "tests/": 8771,
+    "tests/": 8808,
     "storage/": 397,
-    "planner/": 1246,
+    "planner/": 1153,
     "sweeps/": 506,
     "downstream/": 1090,
 }
