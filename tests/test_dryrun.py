@@ -1,12 +1,17 @@
 """The dry run: what it refuses, as a real run does, and what it prints."""
 
+import itertools
+import json
+import re
+
 import pytest
 import torch.distributed as dist
 from parity import TILES
 from ranks import environment
+from simulated import ROWS, Watch
 
+import plan
 import train_fsdp
-from planner import dry_run
 
 TINY = ["--model", "tiny", "--img-size", "32", "--batch", "2", "--device", "cpu", "--workers", "0"]
 
@@ -57,25 +62,30 @@ def test_it_is_one_process_without_a_launcher(monkeypatch, capsys):
 
 
 def test_memory_is_planned_and_simulated(tmp_path, monkeypatch, capsys):
-    """At the peak, after backward, planned. Other engines are not simulated, and it says so."""
+    """At the peak, with its parts. Other engines are not simulated, and it says so."""
     monkeypatch.chdir(tmp_path)
-    assert dry(4, f"--data {TILES} --mode hybrid --group 2 --accum 2 --ac full") == 0
+    larger = "--model base:depth=2,decoder_depth=1 --img-size 224 --batch 24"
+    assert dry(4, f"{larger} --data {TILES} --mode hybrid --group 2 --accum 2 --ac full") == 0
     assert list(tmp_path.iterdir()) == [] and not dist.is_initialized()
-    out = capsys.readouterr().out
-    table = out.partition("memory per rank, GiB")[2].splitlines()[1:]
-    rows = {name: [float(x) for x in sizes] for name, *sizes in map(str.split, table[:7])}
-    assert [*rows] == [*dry_run.ROWS, "all"] and len(rows["all"]) == 3
-    sums = [sum(column) for column in zip(*(rows[row] for row in dry_run.ROWS), strict=True)]
-    assert rows["all"] == pytest.approx(sums, abs=0.0031)
-    assert ", simulated " in out.partition(" bytes")[2]
+    row = r"one step of rank 0, (\w+): ([\d.]+) GiB at the peak \((.+)\)"
+    (how, *seen), (other, *planned) = re.findall(row, capsys.readouterr().out)
+    assert (how, other) == ("simulated", "planned")
+    for (whole, parts), known in (seen, ROWS), (planned, ROWS.values()):
+        sizes = {part: float(size) for part, size in re.findall(r"(\w\D+) ([\d.]+)", parts)}
+        assert {*sizes} <= {*itertools.chain(*known)}
+        assert float(whole) == pytest.approx(sum(sizes.values()), abs=0.02)
     assert dry(4, "--mode full_shard --fsdp 1") == 0
     assert capsys.readouterr().out.endswith("but only an FSDP2 step is simulated\n")
 
 
 @pytest.mark.parametrize(("wrap", "gathers"), [("block", 2), ("root", 1)])
-def test_the_collectives_of_a_unit_are_those_that_are_announced(wrap, gathers, capsys):
-    assert dry(4, f"--mode full_shard --wrap {wrap}") == 0
-    out, units = capsys.readouterr().out, {"block": 6, "root": 0}[wrap]
-    assert f"per step: {gathers} all-gather" in out
-    assert f"all_gather: planned {1 + gathers * units} of" in out  # the root's stays
-    assert f"simulated {1 + gathers * units} of" in out
+def test_the_collectives_of_a_unit_are_those_that_are_announced(wrap, gathers, monkeypatch, capsys):
+    watch, argv = Watch(), [*TINY, "--mode", "full_shard", "--wrap", wrap, "--world-size", "4"]
+    monkeypatch.setattr(train_fsdp, "forward_backward", watch.forward_backward)
+    assert train_fsdp.main([*argv, "--dry-run", "--out", "never-made"]) == 0
+    assert f"per step: {gathers} all-gather" in capsys.readouterr().out
+    assert plan.main([*argv, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["collectives"]
+    expected = 1 + gathers * {"block": 6, "root": 0}[wrap]  # the root's stays
+    sent = [kind for kind, _, _ in watch.sent]
+    assert sent.count("all_gather") == planned["all_gather"] == expected

@@ -1,21 +1,15 @@
 """--tp: checkpoints in both directions, bytes and memory. The same training: tests/parity.py."""
 
-from collections import Counter
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
 from parity import ARGV, SPLIT
 from ranks import Run, join, on_ranks, run_ranks
+from simulated import hold_against_plan
 
 import mesh
 import train_fsdp
 import vit
-from planner import dry_run
-from planner.estimate import Plan
-from planner.machines import MACHINES
-from planner.traffic import PlannedRun, collectives
 from runtime.config import Config
 from runtime.run import resolve
 
@@ -72,19 +66,7 @@ SHALLOW = "15b:depth=4,decoder_depth=1"  # as wide as 15b
 def test_memory_and_bytes_are_those_of_the_dry_run(model, tp, world, ac):
     """The peak of hybrid with shard groups of 2, without what PyTorch's tracker does not see."""
     config = Config(model, mode="hybrid", group=2, fsdp=2, tp=tp, batch=16, ac=ac, device="cpu")
-    run = resolve(config, world, 8)
-    with dry_run.fake_world(world):
-        seen = dry_run.simulate(run, train_fsdp.build_training, train_fsdp.forward_backward)
-    machine = replace(MACHINES["frontier"], workspace_gib=0.0, head_multiple=1)
-    planned = Plan(PlannedRun.from_flags(run.model, run.record()), machine)
-    live = max(s.total - s.bytes["optimizer"] for s in planned.snapshots)
-    assert live == pytest.approx(sum(seen.peak.values()) - seen.peak["OptState"], rel=0.03)
-    sent, expected = Counter(), Counter()
-    for c in seen.collectives:
-        sent[c.kind] += c.size * (c.size > 10_000)  # not norms, not the vote
-    for c in collectives(planned.run):
-        expected[c.kind] += c.payload * c.count
-    assert sent == expected
+    hold_against_plan(resolve(config, world, 8))
 
 
 def share_inputs() -> list[float]:
