@@ -86,7 +86,7 @@ def summary_lines(plan: Plan, global_batch: bool) -> Iterator[str]:
 
 
 def comparison_lines(plans: Sequence[Plan]) -> Iterator[str]:
-    """Format the table of `--compare`: seconds of a step, those of it that do not overlap."""
+    """Format the table of `--compare`; exposed communication does not overlap with compute."""
     yield (
         f"{'mode':19}{'verdict':7}{'peak GiB':>9}{'img/s':>9}{'step s':>9}{'exposed s':>11}"
         f"{'optimizer s':>13}{'network GB':>12}"

@@ -36,7 +36,7 @@ EPOCHS = 90
 SAMPLES = 2**21  # that a small set is seen at least: 90 epochs of 1,000 images train nothing
 WARMUP_SHARE = 1 / 9  # of the steps: 10 of 90 epochs
 MOMENTUM, TRUST = 0.9, 0.001  # of LARS
-SETTINGS = ("k", "epochs", "blr", "features", "split")  # shown beside the scores
+SETTINGS = ("k", "epochs", "blr", "features", "split", "seeds")  # shown beside the scores
 MEASURES = ("top1", "top5", "training_top1", "training_loss")  # shown; the last two of `linear`
 
 
@@ -300,7 +300,7 @@ def report_scores(
     """Print a table, one line per source with means over the seeds; write all to OUT/NAME.json."""
     settings = {key: getattr(args, key) for key in SETTINGS if getattr(args, key, None)}
     what = ", ".join(f"{key} {value}" for key, value in settings.items())
-    print(f"{args.command} ({what}): {scores[0]['test_images']} test images, {args.seeds} seeds")
+    print(f"{args.command} ({what}): {scores[0]['test_images']} test images")
     means: dict[str, dict[str, float]] = {}
     for source in dict.fromkeys(score["source"] for score in scores):
         own = [score for score in scores if score["source"] == source]
