@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from mesh import process_cores
 from runtime import process
 from runtime.config import Parser, filled, whole
+from runtime.image_source import check_folder
 from storage.checking import check_images, write_stats
 from storage.packing import pack
 
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = read_command_line(argv)
     folder = args.dir.rstrip("/") or "/"
     try:
+        check_folder(folder, "DIR")
         if args.command == "scan":
             return 1 if check_images(folder, args.workers, print) else 0
         if args.command == "stats":
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             pack(folder, args.out, args.workers, print, args.max_side)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         print(f"prepare.py: error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     return 0
 
 

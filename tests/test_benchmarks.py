@@ -11,7 +11,7 @@ TORCHRUN = "torch.distributed.run --standalone --nproc-per-node 2 -m"
 
 def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
     """What the day with a GPU depends on; training equals plain PyTorch's in every mode."""
-    python("-m", "benchmarks.gpu", "--device", "cpu", "--out", tmp_path)
+    python("-m", "benchmarks.gpu", "--device", "cpu", "--out", tmp_path, seconds=600)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert {row["part"] for row in rows} == {*["matrix", "run", "grid", "sharded", "loop", "peers"]}
     assert all(row["ok"] for row in rows)

@@ -250,8 +250,10 @@ def test_a_pack_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
         assert not target.exists()
     assert prepare.main(command) == 0 and contents(listed(target)) == contents(files)
     for folder in (target, root):
-        assert prepare.main(["pack", str(root), str(folder)]) == 1
+        assert prepare.main(["pack", str(root), str(folder)]) == 2
         assert "is not empty: pack into a new folder" in capsys.readouterr().err
+    assert prepare.main(["stats", str(root / "none")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_on_a_full_disk_what_was_there_stays(tmp_path, monkeypatch):
@@ -355,7 +357,7 @@ def test_without_tifffile_one_sentence_says_what_to_type(tmp_path, monkeypatch, 
     write_tiff(path := tmp_path / "root/1.tif", 0, *BANDS["planar"])
 
     def refused(*command):
-        assert prepare.main([*map(str, command), "--workers", "1"]) == 1
+        assert prepare.main([*map(str, command), "--workers", "1"]) in (1, 2)
         return capsys.readouterr().err
 
     monkeypatch.setitem(sys.modules, "tifffile", None)
