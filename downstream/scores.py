@@ -50,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--features", choices=("cls", "mean"), default="cls", help="class token (default) or mean")
     seeds = "average over N seeds: of split, random weights, training (default 1)"
     add("--seeds", type=whole(1), default=1, metavar="N", help=seeds)
-    workers = "processes that read images (default: cores - 1, at most 6)"
-    add("--workers", type=whole(0), metavar="N", help=workers)
+    add("--workers", type=whole(0), metavar="N", help="loader processes (cores - 1, at most 6)")
     add("--out", type=filled, default="probe", metavar="DIR", help="for the scores (default probe)")
     if parser.prog.endswith("knn"):
         add("--k", type=whole(1), default=20, metavar="K", help="neighbours that vote (default 20)")
@@ -210,7 +209,7 @@ def train_linear(
     model.to(features.device)
     velocities = {p: torch.zeros_like(p) for p in model.parameters()}
     labels = labels.to(features.device)
-    progress = throttled_progress(print, "linear classifier")
+    progress = throttled_progress(print, f"linear classifier, {epochs} epochs of {count} images")
     images, target = features, labels
     for step in range(steps := epochs * per_epoch):
         if batch < count:  # else a batch is all of them, in any order
