@@ -41,7 +41,7 @@ def write_pretrained(pretrained: Pretrained, out: Path, layout: str) -> None:
         raise ValueError(f"{out} is there already: give another name, or remove it")
     about: dict[str, Any] = {"config": asdict(config), "step": pretrained.step}
     about |= {"channel_mean": stats.mean, "channel_std": stats.std, "image_dtype": stats.dtype}
-    about |= {"norm_pix_loss": pretrained.norm_pix_loss}
+    about |= {"norm_pix_loss": pretrained.norm_pix_loss, "mask_ratio": pretrained.mask_ratio}
     left_out = DECODER if layout == "timm" else ()
     weights = {n: t for n, t in pretrained.weights.items() if not n.startswith(left_out)}
     with tempfile.TemporaryDirectory(prefix=".convert_", dir=out.parent) as folder:
@@ -93,6 +93,7 @@ def transformers_config(pretrained: Pretrained) -> dict[str, Any]:
         "image_size": pretrained.img_size,
         "decoder_intermediate_size": 4 * pretrained.config.decoder_width,
         "norm_pix_loss": pretrained.norm_pix_loss,
+        "mask_ratio": pretrained.mask_ratio,
     }
 
 

@@ -74,8 +74,7 @@ def open_eval_loader(
     `stats`, is left out and listed in the batch.
     """
     rank, ranks = share
-    order = range(len(files))
-    batches: list[Any] = [order[i : i + batch] for i in range(0, len(order), batch)]
+    batches: list[Any] = [some.tolist() for some in torch.arange(len(files)).split(batch)]
     batches += [[]] * (-len(batches) % ranks)
     yield from DataLoader(
         EvalImages(files, img_size, stats, exact),

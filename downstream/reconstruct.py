@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this subcommand."""
     add = parser.add_argument
     add("--images", type=whole(1, 64), default=8, metavar="N", help="evenly over the list (8)")
-    add("--mask-ratio", type=number(0, 1), default=0.75, metavar="SHARE", help="default 0.75")
+    add("--mask-ratio", type=number(0, 1), metavar="SHARE", help="default: as in pretraining")
     add("--seed", type=whole(0, 2**63 - 1), default=0, help="of the masks (default 0)")
     add("--out", type=filled, default="reconstruct.png", metavar="PNG", help="reconstruct.png")
 
@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.run} is an encoder without a decoder: it predicts no pixels")
     device = mesh.pick_device(args.device, mesh.read_ranks({}))
     model = build_pretrained(pretrained, device, args.img_size)
-    patches = check_masking(pretrained.config, model.img_size, args.mask_ratio)
+    share = pretrained.mask_ratio if args.mask_ratio is None else args.mask_ratio
+    patches = check_masking(pretrained.config, model.img_size, share)
     files, _ = list_folder(args.data, None, print)
     count = min(args.images, len(files))
     chosen = [len(files) * i // count for i in range(count)]
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     noise = fixed_noise(args.seed, batch.indices, patches).to(device)
     images = data.normalize(batch.images.to(device), stats)
     with torch.inference_mode():
-        loss, prediction, mask = model(images, args.mask_ratio, noise)
+        loss, prediction, mask = model(images, share, noise)
     panels = reconstructions(pretrained, batch.images, prediction, mask)
     with replacing(Path(args.out)) as file:
         draw_rows(panels).save(file, "PNG", optimize=True)

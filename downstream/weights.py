@@ -62,6 +62,7 @@ class Pretrained:
     config: vit.ViTConfig
     img_size: int
     norm_pix_loss: bool
+    mask_ratio: float
     stats: data.ChannelStats  # by which its images were normalised
     weights: Mapping[str, Tensor]  # by the names of vit.ViTMAE; an encoder alone has no decoder's
     step: int | None  # optimizer steps trained; None: not known
@@ -79,8 +80,7 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
     """
     path = Path(path)
     if not path.exists():
-        advice = "give the --out of a run, a checkpoint, or a file of weights"
-        raise ValueError(f"there is no {path}: {advice}")
+        raise ValueError(f"there is no {path}: give the --out of a run, a checkpoint, or weights")
     try:
         of_run = path.is_dir() and not (path / "config.json").exists()
         weights, said = _read_run(path) if of_run else _read_file(path)
@@ -100,8 +100,8 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
     except Exception as error:  # of any kind: a file may contain anything
         what = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{path}: {what}") from None
-    norm_pix = said.get("norm_pix_loss", True)  # not known: as in the recipe
-    return Pretrained(str(path), config, img_size, norm_pix, stats, weights, said.get("step"))
+    norm_pix, mask = said.get("norm_pix_loss", True), said.get("mask_ratio", 0.75)  # as in MAE
+    return Pretrained(str(path), config, img_size, norm_pix, mask, stats, weights, said.get("step"))
 
 
 def _config_of(shapes: Shapes, said: dict[str, Any], size: vit.ViTConfig | None) -> vit.ViTConfig:
@@ -187,8 +187,9 @@ def _read_torch(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         why = "it is damaged, of an old format, or contains more than weights"
         raise ValueError(f"torch.load(weights_only=True, mmap=True) refuses it: {why}") from None
     weights = found.get("model") or found.get("state_dict") or found  # the official code, timm
-    loss = getattr(found.get("args"), "norm_pix_loss", True)
-    return weights, {"step": found.get("step"), "norm_pix_loss": loss} | found.get(NOTE, {})
+    args = getattr(found.get("args"), "__dict__", {})
+    own = {key: args[key] for key in ("norm_pix_loss", "mask_ratio") if key in args}
+    return weights, {"step": found.get("step")} | own | found.get(NOTE, {})
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -208,7 +209,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         what = f"the norms of {path.parent} have an epsilon of {epsilon:g}, here {NORM_EPS:g}"
         print(f"warning: {what}: features may differ by 2e-3", file=sys.stderr)
     about = {ours: config[theirs] for ours, theirs in CONFIG.items()}
-    return {"config": about, "norm_pix_loss": config.get("norm_pix_loss", False)}
+    return {"norm_pix_loss": False} | config | {"config": about}  # False is their default
 
 
 def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

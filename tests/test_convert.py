@@ -207,17 +207,21 @@ def test_transformers_layout(name, capsys):
 
 def test_a_file_says_what_it_is(capsys):
     stats = {"channel_mean": [1.0, 2, 3], "channel_std": [4.0, 5, 6], "image_dtype": "uint16"}
-    write_source(**stats, norm_pix_loss=False)
+    write_source(**stats, norm_pix_loss=False, mask_ratio=0.6)
     written = {"official": "model.pth", "timm": "encoder.safetensors", "transformers": "folder"}
     for layout, name in written.items():
         converted(capsys, "source.pth", name, "--to", layout)
         found = read_pretrained(name)
         assert (found.step, found.config, found.img_size) == (7, NANO, 32)
         assert found.stats == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), "uint16")
-        assert found.norm_pix_loss is False
-    arguments = argparse.Namespace(norm_pix_loss=False)  # as the official training code saves them
+        assert (found.norm_pix_loss, found.mask_ratio) == (False, 0.6)
+    theirs = transformers.ViTMAEConfig.from_pretrained("folder")
+    assert (theirs.norm_pix_loss, theirs.mask_ratio) == (False, 0.6)
+    # As the official training code saves them:
+    arguments = argparse.Namespace(norm_pix_loss=False, mask_ratio=0.6)
     torch.save({"model": weights_of(), "args": arguments}, "args.pth")
-    assert read_pretrained("args.pth").norm_pix_loss is False
+    found = read_pretrained("args.pth")
+    assert (found.norm_pix_loss, found.mask_ratio) == (False, 0.6)
 
 
 def test_a_size_that_is_not_known_is_asked_for(capsys):
