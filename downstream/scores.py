@@ -168,7 +168,8 @@ def lars_step(p: Any, velocity: Tensor, lr: float) -> None:
     You, Gitman, Ginsburg, arXiv 1708.03888, algorithm 1, with momentum and without weight decay;
     vectors (biases) are trained as by SGD.
     """
-    scale = TRUST * p.norm() / p.grad.norm().clamp(min=1e-30) if p.ndim > 1 else 1.0
+    norm = p.grad.norm()  # 0 if its squares underflow, as they do once the loss is almost 0
+    scale = torch.where(norm > 0, TRUST * p.norm() / norm, 1.0) if p.ndim > 1 else 1.0
     velocity.mul_(MOMENTUM).add_(p.grad * scale)
     p.sub_(velocity, alpha=lr)
     p.grad = None
@@ -272,8 +273,7 @@ def score_features(
         raise ValueError("--split leaves no image to test on: every class has one image")
     facts: dict[str, Any] = {"test_images": len(truths)}
     if args.command == "knn":
-        votes = nearest_vote(bank, labels, queries, classes, args.k)
-        return facts | measure(votes, truths)
+        return facts | measure(nearest_vote(bank, labels, queries, classes, args.k), truths)
     model, losses = train_linear(bank, labels, classes, epochs=args.epochs, blr=args.blr, seed=seed)
     with torch.inference_mode():
         own, found = (model(x).double().cpu() for x in (bank, queries))

@@ -98,6 +98,13 @@ def test_lars_is_the_formula(shape):
         torch.testing.assert_close(p.detach(), expected)
 
 
+def test_a_gradient_whose_norm_underflows_moves_nothing():
+    p = torch.nn.Parameter(torch.ones(2, 3))
+    p.grad = torch.full((2, 3), 1e-25)
+    scores.lars_step(p, torch.zeros(2, 3), lr=0.5)
+    assert torch.equal(p, torch.ones(2, 3))
+
+
 # --- what is scored
 
 
