@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if parser.prog.endswith("knn"):
         add("--k", type=whole(1), default=20, metavar="K", help="neighbours that vote (default 20)")
         return
-    epochs = f"default {EPOCHS}, more on a small set: what shows two million images"
+    epochs = f"default {EPOCHS}, on a small set more, until two million images are seen"
     add("--epochs", type=whole(1), metavar="N", help=epochs)
     add("--blr", type=number(0), default=0.1, help="lr = blr x batch / 256 (default 0.1)")
 
