@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.run} is an encoder without a decoder: it predicts no pixels")
     device = mesh.pick_device(args.device, mesh.read_ranks({}))
     model = build_pretrained(pretrained, device, args.img_size)
-    share = pretrained.mask_ratio if args.mask_ratio is None else args.mask_ratio
-    patches = check_masking(pretrained.config, model.img_size, share)
+    ratio = pretrained.mask_ratio if args.mask_ratio is None else args.mask_ratio
+    patches = check_masking(pretrained.config, model.img_size, ratio)
     files, _ = list_folder(args.data, None, print)
     count = min(args.images, len(files))
     chosen = [len(files) * i // count for i in range(count)]
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     noise = fixed_noise(args.seed, batch.indices, patches).to(device)
     images = data.normalize(batch.images.to(device), stats)
     with torch.inference_mode():
-        loss, prediction, mask = model(images, share, noise)
+        loss, prediction, mask = model(images, ratio, noise)
     panels = reconstructions(pretrained, batch.images, prediction, mask)
     with replacing(Path(args.out)) as file:
         draw_rows(panels).save(file, "PNG", optimize=True)

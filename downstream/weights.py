@@ -100,8 +100,8 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
     except Exception as error:  # of any kind: a file may contain anything
         what = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{path}: {what}") from None
-    norm_pix, mask = said.get("norm_pix_loss", True), said.get("mask_ratio", 0.75)  # as in MAE
-    return Pretrained(str(path), config, img_size, norm_pix, mask, stats, weights, said.get("step"))
+    task = said.get("norm_pix_loss", True), said.get("mask_ratio", 0.75)  # as in MAE
+    return Pretrained(str(path), config, img_size, *task, stats, weights, said.get("step"))
 
 
 def _config_of(shapes: Shapes, said: dict[str, Any], size: vit.ViTConfig | None) -> vit.ViTConfig:
@@ -209,7 +209,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         what = f"the norms of {path.parent} have an epsilon of {epsilon:g}, here {NORM_EPS:g}"
         print(f"warning: {what}: features may differ by 2e-3", file=sys.stderr)
     about = {ours: config[theirs] for ours, theirs in CONFIG.items()}
-    return {"norm_pix_loss": False} | config | {"config": about}  # False is their default
+    return {"norm_pix_loss": False} | config | {"config": about}  # transformers' default
 
 
 def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

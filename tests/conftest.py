@@ -71,6 +71,7 @@ def run(once: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str
 
     def train(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
         argv = [*ranks.NANO_ARGV, "--mode", "full_shard", "--steps", "2", "--save-every", "1"]
+        argv += ["--mask-ratio", "0.5"]  # not the default
         made = [ranks.Run(argv, to=str(folder / "out"))]
         (result,) = ranks.run_ranks(2, made, folder / "ranks")
         return folder / "out", result.params
