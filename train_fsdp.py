@@ -37,10 +37,11 @@ from runtime.agreement import StepGuard, run_on_rank0
 from runtime.config import parse
 from runtime.device_batches import open_batches
 from runtime.image_source import find_images
-from runtime.record import Monitor, report_start
+from runtime.monitor import Monitor
 from runtime.resume import Saves, initial_values, list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
+from runtime.start_record import report_start
 
 COLLECT_EVERY = 100  # steps between two garbage collections
 

@@ -27,10 +27,11 @@ from runtime.agreement import run_on_rank0
 from runtime.config import Config, Parser, add_flags, flag, make_config, number
 from runtime.device_batches import Batch, open_batches
 from runtime.evaluation import average_over
-from runtime.record import Monitor, versions
+from runtime.monitor import Monitor
 from runtime.resume import list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
+from runtime.start_record import versions
 from train_fsdp import Training, train
 
 HELP = "train the encoder as a classifier"

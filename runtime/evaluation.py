@@ -17,9 +17,9 @@ import shard
 import vit
 from downstream.images import fixed_noise, open_eval_loader
 from runtime.agreement import gather_to_rank0, run_on_rank0
+from runtime.baselines import losses_of_guesses
 from runtime.device_batches import worker_count
 from runtime.image_source import list_eval_images
-from runtime.record import losses_of_guesses
 from runtime.run import Run
 from runtime.session import Session
 

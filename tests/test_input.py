@@ -18,7 +18,7 @@ from runtime import image_source
 from runtime.config import Config
 from runtime.device_batches import open_batches
 from runtime.log import Log
-from runtime.record import Monitor
+from runtime.monitor import Monitor
 from runtime.resume import Saves
 from runtime.run import resolve
 
