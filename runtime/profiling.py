@@ -20,13 +20,20 @@ class RunProfile:
 
     def __init__(self, run: Run, session: Session, meter: Meter) -> None:
         """Start the profiler's schedule; the meter's clock stops while it starts and writes."""
-        self.log, self.meter, self.first_step = session.log, meter, meter.begin + WARM + 1
-        folder, on_cpu = Path(run.config.out, "profile"), session.device.type == "cpu"
-        self.trace, self.table = folder / "rank_00000.json.gz", folder / "rank_00000.txt"
-        self.sort_by = "self_cpu_time_total" if on_cpu else "self_device_time_total"
+        self.log = session.log
+        self.meter = meter
+        self.first_step = meter.begin + WARM + 1
+        folder = Path(run.config.out, "profile")
+        self.trace = folder / "rank_00000.json.gz"
+        self.table = folder / "rank_00000.txt"
+        if session.device.type == "cpu":
+            self.sort_by = "self_cpu_time_total"
+        else:
+            self.sort_by = "self_device_time_total"
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints lines of its own
-        # in the step before the first it is slow: it begins
-        plan = schedule(wait=WARM - 1, warmup=1, active=run.config.profile or 1, repeat=1)
+        # the step before the first is its warm-up, because the profiler is slow when it begins
+        steps = run.config.profile or 1
+        plan = schedule(wait=WARM - 1, warmup=1, active=steps, repeat=1)
         self.profiler = profile(schedule=plan, on_trace_ready=self._write, acc_events=True)
         self.profiler.start()
         atexit.register(self.profiler.stop)  # a run that ends while it records would crash
