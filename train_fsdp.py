@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 train_fsdp.py --model base --mode full_shard --data DIR
     srun python train_fsdp.py --model 3b --mode hybrid --group 2 --data DIR         # Slurm
 
-Read vit.py, data.py, mesh.py and shard.py first, and examples/minimal.py: the same training in 80
+Read vit.py, data.py, mesh.py and shard.py first, and examples/minimal.py: the same training in 100
 lines. What keeps a run alive and observable is in runtime/. This file covers, in order: one step,
 the model, the loop, the run.
 """
