@@ -107,9 +107,7 @@ class Classifier(vit.ViTMAE):
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
         """Classify normalised images (B, C, H, W) -> logits (B, classes)."""
-        patches = vit.patchify(images, self.config.patch)  # (B, L, P*P*C)
-        all_of_them = torch.arange(patches.shape[1], device=images.device)
-        x = self.encode(patches, all_of_them.expand(len(images), -1))  # (B, 1+L, D)
+        x = self.features(images)  # (B, 1+L, D)
         return self.head(self.fc_norm(x[:, 1:].mean(dim=1)))
 
 

@@ -133,10 +133,10 @@ def losses_of_guesses(run: Run, images: Tensor, mask: Tensor) -> Tensor:
 
 def baselines(run: Run, batch: Batch) -> dict[str, float]:
     """Average `losses_of_guesses` over a step's batch of all ranks, with its masks. Collective."""
-    losses, kept = [], vit.kept_patches(run.patches, run.config.mask_ratio)
+    losses = []
     for images, noise in batch.parts:
         images = data.normalize(images, run.channel_stats or data.IMAGENET)
-        mask = (noise.argsort(1).argsort(1) >= kept).float()  # as of `ViTMAE.forward`
+        _, mask = vit.random_masking(noise, run.config.mask_ratio)
         losses.append(losses_of_guesses(run, images, mask).mean(1))
     mean = torch.stack(losses).mean(0) / run.world_size
     dist.all_reduce(mean)
