@@ -103,7 +103,9 @@ class Config:
     run_mode: Literal["real", "syn", "io"] = flag(
         "real", "real: train; syn: the same batch each step; io: loader and copy only, no model"
     )
-    workers: int | None = flag(None, "loader processes per rank (cores - 1, max. 6)", type=whole(0))
+    workers: int | None = flag(
+        None, "loader processes per rank (default cores - 1, at most 16)", type=whole(0)
+    )
     max_bad: float = flag(0.01, "share of unreadable images that ends the run", type=number(0, 1))
     exact_decode: bool = flag(False, "decode JPEGs at full size (slower)", "result")
 

@@ -30,7 +30,10 @@ class Meter:
 
     def __init__(self, begin: int, global_batch: int) -> None:
         """Begin before step `begin`; each step has `global_batch` images of all ranks."""
-        self.begin, self.global_batch = begin, global_batch
+        self.first = begin
+        self.begin = begin  # of this interval
+        self.global_batch = global_batch
+        self.seconds = 0.0  # of all intervals that have ended
         self.rates: list[float] = []  # images per second of each interval
         # seconds without a batch: of all steps, and of those before this interval
         self.waited = self.waited_before = 0.0
@@ -45,7 +48,9 @@ class Meter:
 
     def interval(self, done: int) -> tuple[float, float]:
         """End an interval after `done` steps; return seconds per step, and those spent waiting."""
-        now, steps = time.perf_counter(), done - self.begin
+        now = time.perf_counter()
+        steps = done - self.begin
+        self.seconds += now - self.interval_start
         seconds = (now - self.interval_start) / steps
         waited = (self.waited - self.waited_before) / steps
         self.rates.append(self.global_batch / seconds)

@@ -24,6 +24,7 @@ import vit
 from runtime import devices
 from runtime.agreement import AgreedError, StepGuard, Verdict, gather_to_rank0, run_on_rank0
 from runtime.device_batches import Batch, worker_count
+from runtime.limits import LimitWarning
 from runtime.log import BadImageLog, Meter
 from runtime.resume import Saves, mark_done
 from runtime.run import Run
@@ -206,6 +207,7 @@ class Monitor:
         self.evaluation: Any = None  # called with the number of steps done ...
         self.evaluate_every = 0  # ... each time that so many are; 0: at each save
         self.profile: RunProfile | None = None  # on rank 0, with --profile
+        self.limits = LimitWarning(run, session)
         self.meter = Meter(saves.begin, run.global_batch)  # whose clock starts
 
     def watch(self, model: nn.Module) -> None:
@@ -290,6 +292,7 @@ class Monitor:
                 if verdict.bad_images:
                     self.bad_images.sync()
             self.session.log.step(verdict, lr, self.meter)
+            self.limits.check(done, self.meter, self.guard)
 
     def finish(self, reason: str, problem: str | None) -> None:
         """Save, and log how the loop has ended; AgreedError if it failed. Collective."""

@@ -1,5 +1,6 @@
 """What a GPU will do, counted on a CPU: fake tensors on a cuda device, a profiler, mocked names."""
 
+import types
 from collections import Counter
 from typing import Any
 
@@ -10,12 +11,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import shard
 import vit
+from planner.dry_run import fake_world
 from planner.machines import MACHINES
 from planner.memory import block_memory
 from planner.traffic import PlannedRun, model_units
+from runtime import devices
+from runtime.agreement import StepGuard
+from runtime.config import Config
+from runtime.limits import LimitWarning
+from runtime.log import Meter
+from runtime.run import resolve
 
-CPU = torch.device("cpu")
+MESH = ("replicate", "shard")
 SMALL = vit.ViTConfig(64, 2, 256, 4, 8, decoder_width=64, decoder_depth=2, decoder_heads=4)
 
 
@@ -104,3 +113,119 @@ def test_attention_copies_no_gradient_in_backward():
     for event in profiler.events():
         calls[event.name] += 1
     assert calls["aten::cat"] + calls["aten::stack"] <= 2 and calls["aten::clone"] == 0
+
+
+# --- compile
+
+
+def test_ddp_does_not_cut_a_compiled_block(monkeypatch):
+    """Into graphs that end with a bucket: dynamo's default under DDP."""
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)  # and put back afterwards
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = vit.ViTMAE(SMALL, 16)
+    with fake_world(2):
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=MESH)
+        options = shard.ShardingOptions(compile=True, bucket_cap_mb=0.05)
+        model = shard.apply(model, "ddp", mesh, block_classes={vit.Block}, options=options)
+        for block in model.modules():
+            if isinstance(block, vit.Block):  # once more, without a C++ compiler
+                block.compile(dynamic=False, backend=backend)
+        model(torch.randn(2, 3, 16, 16), 0.5)
+    torch._dynamo.reset()
+    assert len(graphs) == 2  # one for encoder blocks, one for decoder blocks
+
+
+# --- waiting for a GPU
+
+
+class Event:
+    """A GPU's event: whether what was queued before it is done when the host asks."""
+
+    done = False
+
+    def __init__(self, blocking: bool = False) -> None:
+        assert blocking, "the host would spin while it waits"
+
+    def record(self) -> None:
+        """Nothing is queued."""
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        """Nothing is late."""
+
+
+@pytest.fixture
+def gpu_guard(monkeypatch):
+    """A guard that believes in a GPU."""
+    zeros = torch.zeros
+
+    def on_a_cpu(*shape, pin_memory=False, **options):
+        return zeros(*shape, **options | {"device": "cpu"})
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "zeros", on_a_cpu)
+    with fake_world(1):
+        yield StepGuard(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("waiting", "gpu_idle", "said"),
+    [
+        (0.05, False, []),
+        (0.05, True, ["a larger --batch (now 32) costs little time"]),
+        (0.3, False, ["30% of the time goes by waiting for images, with 2 loader workers"]),
+        (0.3, True, ["30% of the time goes by waiting for images, with 2 loader workers"]),
+    ],
+)
+def test_a_run_says_once_what_it_waits_for(gpu_guard, monkeypatch, waiting, gpu_idle, said):
+    monkeypatch.setattr(Event, "done", gpu_idle)
+    warnings: list[str] = []
+    session: Any = types.SimpleNamespace(
+        log=types.SimpleNamespace(warn=warnings.append), ranks=None
+    )
+    run = resolve(Config("tiny", 32, mode="ddp", precision="fp32", workers=2), 1, 1)
+    meter = Meter(begin=100, global_batch=32)
+    limits = LimitWarning(run, session)
+    one = torch.ones(())
+    for step in range(101, 161):
+        gpu_guard.vote(one, one)
+        gpu_guard.settle()
+        if step < 110:
+            meter.waited += 100.0  # the first steps do not count
+        meter.seconds += 1.0
+        meter.waited += waiting
+        if step % 5 == 0:
+            limits.check(step, meter, gpu_guard)
+            assert step >= 120 or not warnings
+    assert len(warnings) == len(said)
+    for text, part in zip(warnings, said, strict=True):
+        assert part in text
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "units", "peak"),
+    [
+        ("AMD Radeon Graphics", "gfx90a:sramecc+:xnack-", 110, 191.5e12),
+        ("AMD Radeon Graphics", "gfx90a:sramecc+:xnack-", 104, None),  # MI250 or MI210
+        ("AMD Radeon Graphics", "gfx1103", 12, None),  # in a laptop
+        ("NVIDIA H100 80GB HBM3", "", 132, 989e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "", 16, None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "", 42, None),
+    ],
+)
+def test_peaks_of_nameless_and_divided_gpus(monkeypatch, name, architecture, units, peak):
+    found = types.SimpleNamespace(gcnArchName=architecture, multi_processor_count=units)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert devices.peak_flops(torch.device("cuda", 0))[0] == peak
