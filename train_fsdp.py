@@ -62,9 +62,9 @@ class Training:
 def learning_rate(step: int, run: Run) -> float:
     """Schedule of steps 0 .. steps-1: linear warm-up, then half a cosine down towards 0."""
     if step < run.warmup_steps:
-        return run.lr * (step + 1) / run.warmup_steps  # not from 0, which would waste a step
+        return run.peak_lr * (step + 1) / run.warmup_steps  # not from 0, which would waste a step
     after, rest = step - run.warmup_steps, run.steps - run.warmup_steps
-    return run.lr * 0.5 * (1 + math.cos(math.pi * after / rest))
+    return run.peak_lr * 0.5 * (1 + math.cos(math.pi * after / rest))
 
 
 def forward_backward(training: Training, micro_batches: Sequence[Any]) -> Tensor:
@@ -131,7 +131,9 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
         options=run.sharding_options(),
     )
     # after sharding: its states are sharded as the parameters are
-    optimizer = shard.build_optimizer(model, mode, decay, lr=run.lr, weight_decay=c.weight_decay)
+    optimizer = shard.build_optimizer(
+        model, mode, decay, lr=run.peak_lr, weight_decay=c.weight_decay, betas=c.betas
+    )
     if c.tp > 1:
         tensor_parallel.finish_split(model, optimizer, grid)
     stats = run.channel_stats or data.IMAGENET

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from downstream.scores import class_numbers
 from downstream.weights import Pretrained, read_pretrained, value_of
 from runtime import image_source, process
 from runtime.agreement import run_on_rank0
-from runtime.config import Config, Parser, add_flags, flag, make_config, number
+from runtime.config import Config, Parser, add_flags, flag, make_config, number, pair_below_one
 from runtime.device_batches import Batch, open_batches
 from runtime.evaluation import average_over
 from runtime.record import Monitor, versions
@@ -46,7 +46,9 @@ LEFT_OUT = {
 class Tuning(Config):
     """The flags of fine-tuning: those of pretraining, a few with other defaults, and more."""
 
-    blr: float = flag(5e-4, "lr = blr x global batch / 256", "result")
+    default_blr: ClassVar[float] = 5e-4
+    blr: float | None = flag(None, "lr = blr x global batch / 256 (default 5e-4)", "result")
+    betas: tuple[float, float] = flag((0.9, 0.999), "of AdamW", "result", type=pair_below_one)
     epochs: int = flag(50, "passes over the data", "result")
     out: str = flag("finetuned", "log and checkpoints go here", group="output")
     test: str = flag(None, "images to score after each epoch", group="fine-tuning", required=True)
@@ -151,9 +153,9 @@ def build_tuning(
         model,
         str(c.mode),
         decay,
-        lr=run.lr,
+        lr=run.peak_lr,
         weight_decay=c.weight_decay,
-        betas=(0.9, 0.999),
+        betas=c.betas,
         lr_scale=partial(depth_scale, depth=run.model.depth, layer_decay=c.layer_decay),
     )
     scaler = shard.build_scaler(model, device, run.dtype)
@@ -244,8 +246,15 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
 
     loaded = open_batches(run, session, files, range(saves.begin, run.steps))
     monitor = Monitor(run, session, files, saves, labelled(run, files, loaded))
-    start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": saves.begin}
-    log.write("start", **start, pretrained=pretrained.name, versions=versions())
+    log.write(
+        "start",
+        **run.record(),
+        peak_lr=run.peak_lr,
+        epoch_steps=run.epoch_steps,
+        begin=saves.begin,
+        pretrained=pretrained.name,
+        versions=versions(),
+    )
     log.say(f"{pretrained.name}, {run.classes} classes")
     monitor.evaluate_every = run.epoch_steps
     monitor.evaluation = Scores(run, session, training.model, test, numbers)

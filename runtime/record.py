@@ -41,7 +41,7 @@ def start_record(
         model = vit.ViTMAE(run.model, run.config.img_size)
     return run.record() | {
         "planned": devices.planned(run, device, warn),
-        "lr": run.lr,
+        "peak_lr": run.peak_lr,
         "epoch_steps": run.epoch_steps,
         "device": "cuda" if on_gpu else "cpu",
         "mesh": dict(zip(mesh.DIMENSIONS, (*run.mesh_shape, 1), strict=False)),
@@ -100,7 +100,10 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     yield f"{s['mode']}: shards {strategy.shards}; per step: {traffic}"
     who = f"{ranks // s['tp']} data-parallel ranks"
     yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"
-    yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['lr']:.3g}"
+    if s["lr"] is None:
+        yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['peak_lr']:.3g}"
+    else:
+        yield f"lr: {s['lr']:.3g}"
     if s["planned"] and s["planned"]["verdict"]:
         yield f"plan for {s['planned']['machine']}: {s['planned']['fit']}"
     if (s["cpu_step_seconds"] or 0) > 5:
@@ -282,7 +285,8 @@ class Monitor:
         found = {"what": what, "ranks": ranks, "consecutive_bad": verdict.consecutive}
         self.session.log.write("skip", step=step, **found)
         self.session.log.warn(f"{text}: optimizer step skipped")
-        return f"{text}: lower --blr or add --clip 1, with --allow-changes"
+        rate = "--blr" if self.run.config.lr is None else "--lr"
+        return f"{text}: lower {rate} or add --clip 1, with --allow-changes"
 
     def log_step(self, verdict: Verdict, lr: float) -> None:
         """Log a step that has a line, and the bad images of all ranks since. Collective."""

@@ -35,9 +35,12 @@ class Run:
         return self.world_size // self.config.tp
 
     @property
-    def lr(self) -> float:
-        """Peak learning rate: the base rate scaled to the global batch, as in MAE's recipe."""
-        return self.config.blr * self.global_batch / 256
+    def peak_lr(self) -> float:
+        """Peak learning rate: --lr, or --blr scaled to the global batch, as in MAE's recipe."""
+        if self.config.lr is not None:
+            return self.config.lr
+        blr = self.config.default_blr if self.config.blr is None else self.config.blr
+        return blr * self.global_batch / 256
 
     @property
     def model(self) -> vit.ViTConfig:
