@@ -1,5 +1,6 @@
 """What a GPU will do, counted on a CPU: fake tensors on a cuda device, a profiler, mocked names."""
 
+import math
 import types
 from collections import Counter
 from typing import Any
@@ -11,9 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import plan
 import shard
 import vit
 from planner.dry_run import fake_world
+from planner.host import host_bytes
 from planner.machines import MACHINES
 from planner.memory import block_memory
 from planner.traffic import PlannedRun, model_units
@@ -229,3 +232,42 @@ def test_peaks_of_nameless_and_divided_gpus(monkeypatch, name, architecture, uni
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     assert devices.peak_flops(torch.device("cuda", 0))[0] == peak
+
+
+# --- pinned memory
+
+
+@pytest.mark.parametrize(("mode", "fsdp"), [("full_shard", 2), ("full_shard", 1), ("zero1", 2)])
+def test_pinned_blocks_are_rounded_up_to_powers_of_two(mode, fsdp):
+    """Parameters 4 bytes, gradients 4, two moments 8; the first two of --cpu-offload are pinned."""
+    asked = {"cpu_offload": mode != "zero1", "async_save": True, "fsdp": fsdp}
+    run = PlannedRun(vit.MODELS["tiny"], mode, 4, 8, 96, 0.75, **asked)
+    model = vit.ViTMAE(vit.MODELS["tiny"], 96)
+    shapes = [p.shape for p in model.parameters()]
+    if mode == "zero1":
+        sizes = [4 * shape.numel() for shape in shapes]
+    elif fsdp == 2:
+        sizes = [4 * math.ceil(shape[0] / 4) * shape[1:].numel() for shape in shapes]
+    else:  # a unit is one flat tensor, a little padded
+        units = [*model.blocks, *model.decoder_blocks]
+        numels = [sum(p.numel() for p in unit.parameters()) for unit in units]  # 4 bytes / 4 ranks
+        sizes = [*numels, sum(shape.numel() for shape in shapes) - sum(numels)]
+    pinned = sum(2 ** math.ceil(math.log2(size)) for size in sizes)
+    found = host_bytes(run)
+    if mode == "full_shard":
+        assert found["--cpu-offload"] == pytest.approx(2 * pinned + 2 * sum(sizes), rel=0.01)
+        assert found["--async-save"] == pytest.approx(3 * pinned, rel=0.01)
+    else:  # whole parameters, and a quarter of the moments
+        assert "--cpu-offload" not in found
+        assert found["--async-save"] == pytest.approx(pinned * (1 + 2 / 4), rel=0.05)
+
+
+def test_the_plan_says_what_the_host_holds(capsys):
+    argv = ["--model", "1b", "--mode", "full_shard", "--world-size", "8", "--cpu-offload"]
+    assert plan.main([*argv, "--async-save"]) == 0
+    out = capsys.readouterr().out
+    # 0.93e9 parameters: (2 x 1.61 + 2) x 4 bytes / 8, and 3 x 1.61 x 4 / 8
+    assert "GiB per rank for --cpu-offload: 2.3" in out
+    assert "GiB per rank for --async-save: 2.1" in out
+    assert plan.main(argv[:-1]) == 0
+    assert "per rank for" not in capsys.readouterr().out
