@@ -457,9 +457,13 @@ def _prepare_blocks(
         if options.ac == "selective":
             how["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matmuls)
         _replace(model, {block: checkpoint_wrapper(block, **how) for block in blocks.values()})
-    for name in blocks if options.compile else ():
-        # Not dynamic: one graph for encoder and decoder blocks would be slower than one for each.
-        model.get_submodule(name).compile(dynamic=False)
+    if options.compile:
+        # Dynamo would cut each block into graphs that end with DDP's buckets, so that all-reduces
+        # start early within a block; DDP starts them between the blocks, and one graph is faster.
+        torch._dynamo.config.optimize_ddp = False
+        for name in blocks:
+            # Not dynamic: one graph for all blocks would be slower than one for each kind.
+            model.get_submodule(name).compile(dynamic=False)
 
 
 def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -141,7 +141,7 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
     )
     # after sharding: its states are sharded as the parameters are
     optimizer = shard.build_optimizer(
-        model, mode, decay, lr=run.peak_lr, weight_decay=config.weight_decay
+        model, mode, decay, lr=run.peak_lr, weight_decay=config.weight_decay, betas=config.betas
     )
     if config.tp > 1:
         tensor_parallel.finish_split(model, optimizer, grid)

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from downstream.scores import class_numbers
 from downstream.weights import Pretrained, read_pretrained, value_of
 from runtime import image_source, process
 from runtime.agreement import run_on_rank0
-from runtime.config import Config, Parser, add_flags, flag, make_config, number
+from runtime.config import Config, Parser, add_flags, flag, make_config, number, pair_below_one
 from runtime.device_batches import Batch, open_batches
 from runtime.evaluation import average_over
 from runtime.monitor import Monitor
@@ -47,7 +47,9 @@ LEFT_OUT = {
 class Tuning(Config):
     """The flags of fine-tuning: those of pretraining, a few with other defaults, and more."""
 
-    blr: float = flag(5e-4, "lr = blr x global batch / 256", "result")
+    default_blr: ClassVar[float] = 5e-4
+    blr: float | None = flag(None, "lr = blr x global batch / 256 (default 5e-4)", "result")
+    betas: tuple[float, float] = flag((0.9, 0.999), "of AdamW", "result", type=pair_below_one)
     epochs: int = flag(50, "passes over the data", "result")
     out: str = flag("finetuned", "log and checkpoints go here", group="output")
     test: str = flag(None, "images to score after each epoch", group="fine-tuning", required=True)
@@ -108,9 +110,7 @@ class Classifier(vit.ViTMAE):
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
         """Classify normalised images (B, C, H, W) -> logits (B, classes)."""
-        patches = vit.patchify(images, self.config.patch)  # (B, L, P*P*C)
-        all_of_them = torch.arange(patches.shape[1], device=images.device)
-        x = self.encode(patches, all_of_them.expand(len(images), -1))  # (B, 1+L, D)
+        x = self.features(images)  # (B, 1+L, D)
         return self.head(self.fc_norm(x[:, 1:].mean(dim=1)))
 
 
@@ -156,7 +156,7 @@ def build_tuning(
         decay,
         lr=run.peak_lr,
         weight_decay=c.weight_decay,
-        betas=(0.9, 0.999),
+        betas=c.betas,
         lr_scale=partial(depth_scale, depth=run.model.depth, layer_decay=c.layer_decay),
     )
     scaler = shard.build_scaler(model, device, run.dtype)

@@ -17,6 +17,7 @@ from typing import Any
 import mesh
 import shard
 import vit
+from planner.host import host_bytes
 from planner.machines import MACHINES, Machine, ring_links, wire_bytes
 from planner.memory import GIB, StepMemory, states_held
 from planner.traffic import (
@@ -173,6 +174,7 @@ class Plan:
         return {
             "params": sum(u.numel * u.count for u in model_units(run.config, run.encoder_only)),
             "memory_gib": memory | {"peak": self.peak_gib, "peak_active": self.peak_active_gib},
+            "host_gib": {flag: size / GIB for flag, size in host_bytes(run).items()},
             "available_gib": self.memory_gib,
             "verdict": self.verdict,
             "max_local_batch": self.max_local_batch,

@@ -49,6 +49,7 @@ class PlannedRun:
     prefetch: str = "backward_pre"
     forward_prefetch: bool = False
     cpu_offload: bool = False
+    async_save: bool = False
     bucket_cap_mb: float | None = None
     encoder_only: bool = False
     image_dtype: str = "uint8"

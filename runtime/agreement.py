@@ -99,7 +99,11 @@ class StepGuard:
         self.bad_so_far = torch.zeros((), dtype=torch.float64, device=device)
         # the host's copies of two verdicts, written in turn
         self.host = torch.zeros(2, 9, dtype=torch.float64, pin_memory=self.late)
-        self.copied = [torch.cuda.Event(), torch.cuda.Event()] if self.late else []
+        self.copied: list[torch.cuda.Event] = []
+        if self.late:  # blocking: the host sleeps while it waits, and loaders have its core
+            self.copied = [torch.cuda.Event(blocking=True), torch.cuda.Event(blocking=True)]
+        # verdicts of a GPU that were there when the host asked: the GPU was waiting for the host
+        self.arrived_before_host = 0
         self.voted = self.done = begin  # steps voted on, steps whose verdict was read
         # what all ranks know, from the verdicts read so far
         self.stop = self.save = False
@@ -149,6 +153,8 @@ class StepGuard:
                 break
             slot = self.done % 2
             if self.late:
+                if self.copied[slot].query():
+                    self.arrived_before_host += 1
                 self.copied[slot].synchronize()
             loss, norm, consecutive, *flags = self.host[slot].tolist()
             verdict = Verdict(self.done, loss, norm, int(consecutive), *map(bool, flags))

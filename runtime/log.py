@@ -27,8 +27,10 @@ class Meter:
 
     def __init__(self, begin: int, global_batch: int) -> None:
         """Begin before step `begin`; each step has `global_batch` images of all ranks."""
-        self.begin = begin
+        self.first = begin
+        self.begin = begin  # of this interval
         self.global_batch = global_batch
+        self.seconds = 0.0  # of all intervals that have ended
         self.rates: list[float] = []  # images per second of each interval
         self.waited = 0.0  # seconds without a batch, in all steps ...
         self.waited_before = 0.0  # ... and in those before this interval
@@ -46,6 +48,7 @@ class Meter:
         """End an interval after `done` steps; return seconds per step, and those spent waiting."""
         now = time.perf_counter()
         steps = done - self.begin
+        self.seconds += now - self.interval_start
         seconds = (now - self.interval_start) / steps
         waited = (self.waited - self.waited_before) / steps
         self.rates.append(self.global_batch / seconds)

@@ -15,6 +15,7 @@ from runtime import devices
 from runtime.agreement import AgreedError, StepGuard, Verdict, gather_to_rank0, run_on_rank0
 from runtime.baselines import average_baselines
 from runtime.device_batches import Batch
+from runtime.limits import LimitWarning
 from runtime.log import BadImageLog, Meter
 from runtime.profiling import WARM, RunProfile
 from runtime.resume import CheckpointSchedule, mark_done
@@ -51,6 +52,7 @@ class Monitor:
         self.evaluation: Any = None  # called with the number of steps done ...
         self.evaluate_every = 0  # ... each time that so many are; 0: at each save
         self.profile: RunProfile | None = None  # on rank 0, with --profile
+        self.limits = LimitWarning(run, session)
         self.meter = Meter(checkpoints.begin, run.global_batch)  # its clock starts here
 
     def watch(self, model: nn.Module) -> None:
@@ -128,7 +130,8 @@ class Monitor:
             "skip", step=step, what=what, ranks=ranks, consecutive_bad=verdict.consecutive
         )
         self.session.log.warn(f"{text}: optimizer step skipped")
-        return f"{text}: lower --blr or add --clip 1, with --allow-changes"
+        rate = "--blr" if self.run.config.lr is None else "--lr"
+        return f"{text}: lower {rate} or add --clip 1, with --allow-changes"
 
     def log_step(self, verdict: Verdict, lr: float) -> None:
         """Log a step that has a line, and the bad images of all ranks since. Collective."""
@@ -138,6 +141,7 @@ class Monitor:
                 if verdict.bad_images:
                     self.bad_images.sync()
             self.session.log.step(verdict, lr, self.meter)
+            self.limits.check(done, self.meter, self.guard)
 
     def finish(self, reason: str, problem: str | None) -> None:
         """Save, and log how the loop has ended; AgreedError if it failed. Collective."""

@@ -36,8 +36,11 @@ class Run:
 
     @property
     def peak_lr(self) -> float:
-        """Peak learning rate: the base rate scaled to the global batch, as in MAE's recipe."""
-        return self.config.blr * self.global_batch / 256
+        """Peak learning rate: --lr, or --blr scaled to the global batch, as in MAE's recipe."""
+        if self.config.lr is not None:
+            return self.config.lr
+        blr = self.config.default_blr if self.config.blr is None else self.config.blr
+        return blr * self.global_batch / 256
 
     @property
     def model(self) -> vit.ViTConfig:

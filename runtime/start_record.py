@@ -92,7 +92,10 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     yield describe_strategy(s)
     who = f"{ranks // s['tp']} data-parallel ranks"
     yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"
-    yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['peak_lr']:.3g}"
+    if s["lr"] is None:
+        yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['peak_lr']:.3g}"
+    else:
+        yield f"lr: {s['lr']:.3g}"
     if s["planned"] and s["planned"]["verdict"]:
         yield f"plan for {s['planned']['machine']}: {s['planned']['fit']}"
     seconds = s["cpu_step_seconds"]  # None on a GPU

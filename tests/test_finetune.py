@@ -88,8 +88,7 @@ def plain(run: Path, trees: Path) -> tuple[list[float], list[dict], dict]:
     trained = {n: p for part in parts for n, p in part.named_parameters() if n[:4] not in UNUSED}
 
     def logits_of(images):
-        patches = vit.patchify(data.normalize(images), 8)
-        tokens = encoder.encode(patches, torch.arange(36).expand(len(images), -1))
+        tokens = encoder.features(data.normalize(images))
         return head(norm(tokens[:, 1:].mean(1)))
 
     def rate_of(name: str) -> float:

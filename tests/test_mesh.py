@@ -104,7 +104,7 @@ def test_loader_workers(monkeypatch):
     """Slurm binds a rank to cores of its own; other launchers leave it all of the node's."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)), raising=False)
     workers = [worker_count(None, mesh.read_ranks(environ)) for environ in (SRUN, TORCHRUN, {})]
-    assert workers == [6, 5, 6]  # 4 ranks on the node
+    assert workers == [16, 5, 16]  # 4 ranks on the node
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     assert worker_count(None, mesh.read_ranks(TORCHRUN)) == 0
 
