@@ -73,7 +73,7 @@ def forward_backward(training: Training, micro_batches: Sequence[Any]) -> Tensor
     total = torch.zeros((), device=micro_batches[0][0].device)
     for i, part in enumerate(micro_batches):
         # whole gradients are all-reduced after the last micro-batch, sharded ones reduced in each
-        with shard.accumulation(model, last=i == count - 1):
+        with shard.accumulation(model, last=i == count - 1, uses_all=True):
             with shard.autocast(model, total.device, training.dtype):
                 loss = training.loss_of(model, part)
             loss = loss / count  # the sum is this rank's mean; DDP and FSDP average over ranks
@@ -113,7 +113,7 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
     """Build, shard and initialise the model, with its AdamW. Collective.
 
     With FSDP by blocks no rank ever holds the whole model: it has no memory until it is sharded.
-    With `resuming` its values are undefined until a checkpoint is loaded.
+    With `resuming` its memory is uninitialized until a checkpoint is loaded.
     """
     c, mode = run.config, str(run.config.mode)
     with torch.device("meta"):  # shapes without memory
@@ -126,7 +126,8 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
         mode,
         grid,
         block_classes={vit.Block},
-        values=shard.undefined if resuming else initial_values(run),
+        init_fn=None if resuming else initial_values(run),
+        uninitialized=resuming,
         split_block=tensor_parallel.split_block if c.tp > 1 else None,
         options=run.sharding_options(),
     )

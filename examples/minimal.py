@@ -41,7 +41,7 @@ def train(args: argparse.Namespace) -> None:
     decay = shard.weight_decay_names(model)  # by the shapes of whole parameters
     grid = mesh.build_mesh(shard.mesh_shape(args.mode, ranks.world_size, args.group), device)
     options = shard.ShardingOptions(param_dtype=dtype, cast_inputs=False)  # vit.py casts inputs
-    how = {"values": partial(vit.initial_value, config), "options": options}
+    how = {"init_fn": partial(vit.initial_value, config), "options": options}
     model = shard.apply(model, args.mode, grid, block_classes={vit.Block}, **how)
     optimizer = shard.build_optimizer(model, args.mode, decay, lr=peak, weight_decay=0.05)
 

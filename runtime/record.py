@@ -92,10 +92,10 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     shape = {name: size for name, size in s["mesh"].items() if name != "tp" or size > 1}
     sizes = " x ".join(map(str, shape.values()))
     yield f"{ranks} ranks on {s['device']}, mesh {sizes} ({' x '.join(shape)})"
-    traffic = strategy.traffic if ranks > s["tp"] else "nothing between data-parallel ranks"
-    traffic = traffic if s["mesh"]["replicate"] > 1 else traffic.removesuffix(shard.ACROSS)
-    if s["wrap"] == "root":  # which stays gathered until backward
-        traffic = traffic.replace(shard.GATHER2, shard.GATHER1)
+    traffic = "nothing between data-parallel ranks"
+    if ranks > s["tp"]:
+        replicas = s["mesh"]["replicate"]
+        traffic = strategy.traffic(replicas=replicas, one_unit=s["wrap"] == "root")
     yield f"{s['mode']}: shards {strategy.shards}; per step: {traffic}"
     who = f"{ranks // s['tp']} data-parallel ranks"
     yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"
