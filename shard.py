@@ -316,6 +316,8 @@ def _fsdp(
         _set_prefetch(units, sharded, options)
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
+    elif options.fsdp == 2:
+        _UsedCheck(sharded).start()
     reshard = torch.compiler.disable(_reshard_without_backward)
     for unit in [*units, sharded]:
         unit.register_forward_hook(reshard)
@@ -520,7 +522,7 @@ def _own_parameters(unit: nn.Module) -> list[tuple[str, nn.Module, str]]:
     for path, module in unit.named_modules():
         if module not in inner:
             for leaf in module._parameters:
-                found.append((original_name(f"{path}.{leaf}"), module, leaf))
+                found.append((original_name(f"{path}.{leaf}").lstrip("."), module, leaf))
     return found
 
 
@@ -575,6 +577,54 @@ class _DDPChecks:
         self.last_forward[p] = self.forwards
 
 
+class _UsedCheck:
+    """Raise RuntimeError if ranks use different parameters, whose gradients FSDP2 would mix up.
+
+    In the first three steps, unless `accumulation` is told that all are used.
+    """
+
+    def __init__(self, model: FSDPModule) -> None:
+        self.model: Any = model
+        self.parameters: list[Any] = [p for p in self.model.parameters() if p.requires_grad]
+        self.device = self.parameters[0].to_local().device if self.parameters else None
+        self.all_used = False  # as the caller says
+        self.steps = 0
+        self.hook: Any = None
+
+    def start(self) -> None:
+        """Check after each micro-batch, which is before the next one or the optimizer's step."""
+        before = torch.compiler.disable(self.before_forward)
+        self.hook = self.model.register_forward_pre_hook(before)
+        self.model.used_check = self
+        for p in self.parameters:
+            p.used_check = self
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Compare the ranks. Collective."""
+        if torch.is_grad_enabled():
+            self.compare()
+
+    def before_step(self) -> None:
+        """Compare the ranks; the third time is the last. Collective."""
+        self.compare()
+        self.steps += 1
+        if self.steps == 3:
+            self.hook.remove()
+            for p in self.parameters:
+                del p.used_check
+
+    def compare(self) -> None:
+        """Compare the ranks by which parameters have gradients. Collective."""
+        if self.all_used:
+            return
+        used = [p.grad is not None for p in self.parameters]
+        if not _same_on_all_ranks(str(used), self.device):
+            raise RuntimeError(
+                "the ranks used different parameters, and FSDP2 mixes up their gradients: "
+                "use find_unused_parameters=True (torch 2.14), or mode ddp with it"
+            )
+
+
 def _mark_replaced(before: list[nn.Parameter], sharded: nn.Module) -> None:
     """Mark the parameters that a model had before it was sharded, and has no longer."""
     now = set(sharded.parameters())
@@ -591,7 +641,8 @@ def _check_optimizers() -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise RuntimeError for an optimizer that would train nothing."""
+    """Raise RuntimeError for an optimizer that would train nothing; check what ranks use."""
+    checks: dict[_UsedCheck, None] = {}  # in the same order on all ranks
     for group in optimizer.param_groups:
         for p in group["params"]:
             if hasattr(p, "replaced_by_sharding"):
@@ -599,6 +650,10 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                     "the optimizer was built before shard.apply, which replaced the parameters: "
                     "build it afterwards"
                 )
+            if hasattr(p, "used_check"):
+                checks[p.used_check] = None
+    for check in checks:
+        check.before_step()
 
 
 # --- A step: accumulation, gradient norm, optimizer, scaler
@@ -615,6 +670,8 @@ def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Ite
     defer = uses_all and not last
     with ExitStack() as stack:
         for module in model.modules():
+            if uses_all and hasattr(module, "used_check"):
+                module.used_check.all_used = True
             if isinstance(module, FSDPModule) and defer:
                 module.set_requires_all_reduce(False, recurse=False)
                 # or a later backward pass, outside of this function, would not be averaged
@@ -923,7 +980,7 @@ def _own_buffers(block: nn.Module) -> list[tuple[str, nn.Module, str]]:
     found = []
     for path, module in block.named_modules():
         for leaf in module._buffers:
-            found.append((original_name(f"{path}.{leaf}"), module, leaf))
+            found.append((original_name(f"{path}.{leaf}").lstrip("."), module, leaf))
     return found
 
 
@@ -983,11 +1040,16 @@ def _check_same_model(model: nn.Module, arguments: str, device: torch.device) ->
     found = []
     for name, tensor in _named_tensors(model):
         found.append((name, tensor.shape, tensor.dtype, tensor.requires_grad, _on_meta(tensor)))
-    crc = zlib.crc32(f"{arguments} {found}".encode())
+    if not _same_on_all_ranks(f"{arguments} {found}", device):
+        raise RuntimeError("the ranks were given different models, modes or options")
+
+
+def _same_on_all_ranks(text: str, device: torch.device | None) -> bool:
+    """Tell whether all ranks have the same text. Collective."""
+    crc = zlib.crc32(text.encode())
     extremes = torch.tensor([crc, -crc], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)  # the largest, and minus the smallest
-    if extremes.sum():
-        raise RuntimeError("the ranks were given different models, modes or options")
+    return extremes.sum().item() == 0
 
 
 @torch.no_grad()
