@@ -77,7 +77,7 @@ def forward_backward(training: Training, micro_batches: Sequence[Any]) -> Tensor
     total = torch.zeros((), device=device)
     for i, micro_batch in enumerate(micro_batches):
         # whole gradients are all-reduced after the last micro-batch, sharded ones reduced in each
-        with shard.accumulation(model, last=i == count - 1):
+        with shard.accumulation(model, last=i == count - 1, uses_all=True):
             with shard.autocast(model, device, training.dtype):
                 loss = training.loss_of(model, micro_batch)
             loss = loss / count  # the sum is this rank's mean; DDP and FSDP average over ranks
@@ -121,7 +121,7 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
     """Build, shard and initialise the model, with its AdamW. Collective.
 
     With FSDP by blocks no rank ever holds the whole model: it has no memory until it is sharded.
-    With `resuming` its values are undefined until a checkpoint is loaded.
+    With `resuming` its memory is uninitialized until a checkpoint is loaded.
     """
     config = run.config
     mode = str(config.mode)
@@ -135,7 +135,8 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
         mode,
         grid,
         block_classes={vit.Block},
-        values=shard.undefined if resuming else initial_values(run),
+        init_fn=None if resuming else initial_values(run),
+        uninitialized=resuming,
         split_block=tensor_parallel.split_block if config.tp > 1 else None,
         options=run.sharding_options(),
     )

@@ -147,7 +147,8 @@ def build_tuning(
         str(c.mode),
         mesh.build_mesh(run.mesh_shape, device),
         block_classes={vit.Block},
-        values=shard.undefined if resuming else partial(classifier_value, pretrained, c.seed),
+        init_fn=None if resuming else partial(classifier_value, pretrained, c.seed),
+        uninitialized=resuming,
         options=run.sharding_options(),
     )
     optimizer = shard.build_optimizer(

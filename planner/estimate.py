@@ -218,7 +218,7 @@ def compare(base: Plan) -> list[Plan]:
     for mode, row in shard.STRATEGIES.items():
         if run.tp > 1 and row.engine != "fsdp":  # they would train on twice the images
             continue
-        for group in group_sizes(run, base.machine) if row.group == "group" else [None]:
+        for group in group_sizes(run, base.machine) if row.shard_over == "group" else [None]:
             other = in_mode(run, mode, group)
             plans.append(Plan(other, base.machine, base.memory_gib))
     return sorted(plans, key=lambda p: (VERDICTS.index(p.verdict), -p.images_per_second))

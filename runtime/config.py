@@ -249,6 +249,11 @@ def make_config(parser: Parser, args: argparse.Namespace, table: type[Config] = 
         parser.error(str(error))
 
 
+def flag_name(option: str) -> str:
+    """Return the flag of an option."""
+    return "--" + option.replace("_", "-")
+
+
 def fill_defaults(c: Config) -> Config:
     """Add the defaults that follow from mode and device; ValueError where flags clash."""
     model_config(c.model)
@@ -259,10 +264,11 @@ def fill_defaults(c: Config) -> Config:
     given = {row.name: v for row in fields(Config) if (v := getattr(c, row.name)) != row.default}
     # one process has nothing to shard, unless it is given a flag that ddp does not have
     ranks = c.world_size or mesh.read_ranks(os.environ).world_size
-    alone = ranks == 1 and not any(shard.misuses("ddp", given))
+    alone = ranks == 1 and not any(shard.invalid_options("ddp", given))
     mode = c.mode or ("ddp" if alone else "hybrid")
-    for sentence in shard.misuses(mode, given, lambda name: "--" + name.replace("_", "-")):
-        raise ValueError(sentence)
+    problem = next(shard.invalid_options(mode, given, flag_name), None)
+    if problem:
+        raise ValueError(problem)
     if c.cpu_offload and not gpu:
         raise ValueError("--cpu-offload moves parameters off a GPU, but this run is on the CPU")
     for one, other in (("batch", "global_batch"), ("steps", "epochs"), ("blr", "lr")):
@@ -274,7 +280,8 @@ def fill_defaults(c: Config) -> Config:
         known["blr"] = c.default_blr
     for name in ("fsdp", "wrap", "prefetch", "limit_all_gathers"):
         value = getattr(shard.ShardingOptions, name)
-        if name not in given and not any(shard.misuses(mode, {"fsdp": c.fsdp, name: value})):
+        option = {"fsdp": c.fsdp, name: value}
+        if name not in given and not any(shard.invalid_options(mode, option)):
             known[name] = value
     return replace(c, mode=mode, **known)
 

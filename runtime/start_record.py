@@ -112,11 +112,8 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
 def describe_strategy(start: dict[str, Any]) -> str:
     """Say what the mode of a start record shards, and what it sends in a step."""
     strategy = shard.STRATEGIES[start["mode"]]
-    traffic = strategy.traffic
-    if start["world_size"] == start["tp"]:
-        traffic = "nothing between data-parallel ranks"
-    if start["mesh"]["replicate"] == 1:
-        traffic = traffic.removesuffix(shard.ACROSS)
-    if start["wrap"] == "root":  # which stays gathered until backward
-        traffic = traffic.replace(shard.GATHER2, shard.GATHER1)
+    traffic = "nothing between data-parallel ranks"
+    if start["world_size"] > start["tp"]:
+        replicas = start["mesh"]["replicate"]
+        traffic = strategy.traffic(replicas=replicas, one_unit=start["wrap"] == "root")
     return f"{start['mode']}: shards {strategy.shards}; per step: {traffic}"
