@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import torch
 
-from runtime.agreement import Verdict, gather_to_rank0, run_on_rank0
+from runtime.agreement import StepResult, gather_to_rank0, run_on_rank0
 from runtime.devices import device_memory, peak_flops
 from runtime.run import Run
 
@@ -118,12 +118,12 @@ class Log:
         except OSError as error:  # a full disk: no run ends for want of a line or a curve
             self.warn(f"the log cannot be written now: {error}")
 
-    def step(self, verdict: Verdict, lr: float, meter: Meter) -> None:
+    def step(self, result: StepResult, lr: float, meter: Meter) -> None:
         """Log a step and end the meter's interval; the numbers are of all ranks.
 
         A run that only reads images has no loss, no norm and no FLOPs.
         """
-        step, loss, norm, *_ = verdict
+        step, loss, norm = result.step, result.loss, result.norm
         seconds, waited = meter.interval(step + 1)
         run, trained = self.run, self.run.config.run_mode != "io"
         rate, flops = run.global_batch / seconds, run.flops_per_image() if trained else None
