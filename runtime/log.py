@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 
 import torch
 
-from runtime.agreement import Verdict, gather_to_rank0, run_on_rank0
+from runtime.agreement import StepResult, gather_to_rank0, run_on_rank0
 from runtime.devices import device_memory, peak_flops
 from runtime.run import Run
 
@@ -133,14 +133,14 @@ class Log:
                 self.tensorboard.add_scalar(f"{event}/{key}", value, record["step"])
         self.tensorboard.flush()
 
-    def step(self, verdict: Verdict, lr: float, meter: Meter) -> None:
+    def step(self, result: StepResult, lr: float, meter: Meter) -> None:
         """Log a step and end the meter's interval; the numbers are of all ranks.
 
         A run that only reads images has no loss, no norm and no FLOPs.
         """
         run = self.run
         trained = run.config.run_mode != "io"
-        done = verdict.step + 1
+        done = result.step + 1
         seconds, waited = meter.interval(done)
         rate = run.global_batch / seconds
         flops = run.flops_per_image() if trained else None
@@ -150,9 +150,9 @@ class Log:
         self.write(
             "step",
             step=done,
-            epoch=verdict.step // run.epoch_steps,
-            loss=verdict.loss if trained else None,
-            grad_norm=verdict.norm if trained else None,
+            epoch=result.step // run.epoch_steps,
+            loss=result.loss if trained else None,
+            grad_norm=result.norm if trained else None,
             lr=lr,
             step_seconds=seconds,
             data_seconds=waited,
@@ -165,7 +165,7 @@ class Log:
         width = len(str(run.steps))
         text = f"step {done:{width}}/{run.steps}  "
         if trained:
-            text += f"loss {verdict.loss:7.4f}  norm {verdict.norm:8.3f}  lr {lr:.2e}  "
+            text += f"loss {result.loss:7.4f}  norm {result.norm:8.3f}  lr {lr:.2e}  "
         text += f"{rate:8.1f} img/s  "
         if memory["peak_allocated_gib"] is not None:
             text += f"{memory['peak_allocated_gib']:6.2f} GiB  "

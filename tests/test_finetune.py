@@ -136,7 +136,7 @@ def runs_of_rank(run: Path, trees: Path) -> list[dict]:
         seen: dict = {}
 
         def step(training, guard, *args, seen=seen, stop_at=stop_at, **asked):
-            if guard.voted == stop_at and rank == 0:
+            if guard.checked == stop_at and rank == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             original(training, guard, *args, **asked)
             seen["params"] = full_parameters(training.model)

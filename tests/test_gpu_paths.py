@@ -199,8 +199,8 @@ def test_a_run_says_once_what_it_waits_for(gpu_guard, monkeypatch, waiting, gpu_
     limits = LimitWarning(run, session)
     one = torch.ones(())
     for step in range(101, 161):
-        gpu_guard.vote(one, one)
-        gpu_guard.settle()
+        gpu_guard.check_step(one, one)
+        gpu_guard.read_results()
         if step < 110:
             meter.waited += 100.0  # the first steps do not count
         meter.seconds += 1.0

@@ -364,11 +364,8 @@ def test_optimizers_that_cannot_be_saved_are_refused(single, tmp_path):
     model = Language()
     early = torch.optim.AdamW(model.parameters())
     model, _ = sharded(model, "full_shard", 2)
-    with pytest.raises(ValueError, match="build it after sharding"):
+    with pytest.raises(ValueError, match=r"build .* from model.parameters\(\), after sharding"):
         checkpoint.save(tmp_path, 1, model, early)
-    model, optimizer = sharded(Language(), "zero1", 2, SGD)
-    with pytest.raises(ValueError, match="only Adam and AdamW are saved, not SGD"):
-        checkpoint.save(tmp_path, 1, model, optimizer)
 
 
 # --- examples/own_model.py, in a folder with copies of what it needs
