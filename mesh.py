@@ -70,22 +70,16 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
     """
     # torchrun first: under `srun torchrun` Slurm's variables count torchrun's agents, not ranks.
     if environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
-        read, setter = _torchrun_ranks, "torchrun, as RANK, WORLD_SIZE or LOCAL_RANK is set"
-    elif _started_by_srun(environ):
-        address = "MASTER_ADDR=$(hostname -i) MASTER_PORT=3442"
-        read, setter = _slurm_ranks, f"srun, an address by you: `export {address}` before srun"
-    elif "SLURM_JOB_ID" in environ and (
+        return _torchrun_ranks(environ)
+    if _started_by_srun(environ):
+        return _slurm_ranks(environ)
+    if "SLURM_JOB_ID" in environ and (
         environ.get("SLURM_NTASKS", "1") != "1" or environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
     ):  # in the shell of a job: every task but this one would be missing
         job = "this Slurm job has several tasks or nodes"
         advice = "type `srun python`, or, for one process, `srun -n1 python`"
         raise RuntimeError(f"{job}, but this process was not started by srun: {advice}")
-    else:
-        return Ranks(0, 1, 0, 1, 0, "single", {})
-    try:
-        return read(environ)
-    except KeyError as error:
-        raise RuntimeError(f"the variable {error} is missing; it is set by {setter}") from None
+    return Ranks(0, 1, 0, 1, 0, "single", {})
 
 
 def _started_by_srun(environ: Mapping[str, str]) -> bool:
@@ -99,22 +93,33 @@ def _started_by_srun(environ: Mapping[str, str]) -> bool:
 
 
 def _torchrun_ranks(environ: Mapping[str, str]) -> Ranks:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, world_size, local_rank, local_world_size = (int(environ[name]) for name in names)
+    try:
+        rank = int(environ["RANK"])
+        world_size = int(environ["WORLD_SIZE"])
+        local_rank = int(environ["LOCAL_RANK"])
+        local_world_size = int(environ["LOCAL_WORLD_SIZE"])
+        init = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    except KeyError as error:
+        setter = "torchrun, as RANK, WORLD_SIZE or LOCAL_RANK is set"
+        raise RuntimeError(f"the variable {error} is missing; it is set by {setter}") from None
     node = int(environ.get("GROUP_RANK", rank // local_world_size))  # the number of its torchrun
-    init = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     return Ranks(rank, world_size, local_rank, local_world_size, node, "torchrun", init)
 
 
 def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
-    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID")
-    rank, world_size, local_rank, node = (int(environ[name]) for name in names)
-    # A step may have fewer tasks than its job: the step's own count comes first.
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ["SLURM_TASKS_PER_NODE"]
-    counts: list[int] = []  # "8(x2),4" means 8, 8 and 4 ranks on three nodes
-    for part in text.split(","):
-        count, _, nodes = part.rstrip(")").partition("(x")
-        counts += [int(count)] * int(nodes or 1)
+    try:
+        rank = int(environ["SLURM_PROCID"])
+        world_size = int(environ["SLURM_NTASKS"])
+        local_rank = int(environ["SLURM_LOCALID"])
+        node = int(environ["SLURM_NODEID"])
+        # A step may have fewer tasks than its job: the step's own counts come first.
+        if "SLURM_STEP_TASKS_PER_NODE" in environ:
+            text = environ["SLURM_STEP_TASKS_PER_NODE"]
+        else:
+            text = environ["SLURM_TASKS_PER_NODE"]
+    except KeyError as error:
+        raise RuntimeError(f"the variable {error} is missing; it is set by srun") from None
+    counts = _ranks_per_node(text)
     where = f"rank {rank} of {world_size} is local rank {local_rank} of node {node} of {text}"
     if sum(counts) != world_size:
         raise RuntimeError(f"{where}, which are {sum(counts)} ranks: start all by one srun")
@@ -126,13 +131,30 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
         job = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
         port = 20000 + zlib.crc32(job.encode()) % 10000
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environ}
-    init = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    try:
+        init = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    except KeyError as error:
+        address = "MASTER_ADDR=$(hostname -i) MASTER_PORT=3442"
+        setter = f"srun, an address by you: `export {address}` before srun"
+        raise RuntimeError(f"the variable {error} is missing; it is set by {setter}") from None
     return Ranks(rank, world_size, local_rank, counts[node], node, "srun", init)
+
+
+def _ranks_per_node(text: str) -> list[int]:
+    """Read Slurm's counts: "8(x2),4" means 8, 8 and 4 ranks on three nodes."""
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, nodes = part.rstrip(")").partition("(x")
+        repeats = int(nodes) if nodes else 1
+        counts.extend([int(count)] * repeats)
+    return counts
 
 
 def process_cores() -> int:
     """Count the CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def pick_device(name: str, ranks: Ranks) -> torch.device:
@@ -154,10 +176,11 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
 
     Collective; RuntimeError if a rank does not come.
     """
-    timeout, on_gpu = timedelta(minutes=timeout_minutes), device.type == "cuda"
+    timeout = timedelta(minutes=timeout_minutes)
+    on_gpu = device.type == "cuda"
     # gloo connects each rank with every other, once per group: hundreds of ranks need many files.
     with suppress(ValueError, OSError):
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if on_gpu:
         torch.cuda.set_device(device)
@@ -167,7 +190,8 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         if restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             _leave_store_of_torchrun(ranks, timeout)
-        store = next(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout))[0]
+        meeting = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
+        store, _, _ = next(meeting)
     with quiet_gloo():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

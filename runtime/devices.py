@@ -106,7 +106,7 @@ def planned(
     try:
         from planner import estimate, machines, traffic
 
-        gib = rank_memory_gib(device, int(os.getenv("LOCAL_WORLD_SIZE", 1))) if device else None
+        gib = rank_memory_gib(device, run.node_ranks) if device else None
         machine = machines.nearest_machine(peak_flops(device)[0], gib)
         flags = traffic.PlannedRun.from_flags(run.model, run.record())
         plan = estimate.Plan(flags, machine, gib)
