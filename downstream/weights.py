@@ -1,20 +1,14 @@
-"""Read the weights of a pretrained model, whatever wrote them, and what it was trained on.
+"""Read a pretrained model, whatever wrote it: its weights, and what it was trained on.
 
-That is a run or a checkpoint of train_fsdp.py, a file of the official MAE, timm or convert.py, a
-folder of transformers. No code in a file is run. The official release and timm's `vit_*` have the
-names of vit.ViTMAE; transformers' ViTMAE has others, and q, k and v as three matrices.
+That is a run or a checkpoint of train_fsdp.py, or what weight_files.py reads: a file of the
+official MAE, timm or convert.py, a folder of transformers or timm. No code in a file is run.
 """
 
-import argparse
-import json
 import math
-import pickle
 import re
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,34 +17,10 @@ from torch import Tensor
 import checkpoint
 import data
 import vit
-from runtime.config import model_config
+from downstream.weight_files import Facts, facts_of, read_weight_file
 
 DECODER = ("decoder_", "mask_token")  # how the names of a decoder's weights begin
-NOTE = "pretrained"  # the key in a file of what convert.py says of a model
-NORM_EPS = 1e-6  # of vit.ViTMAE and of the official release; transformers' default is 1e-12
 OFFICIAL_LARGE = vit.ViTConfig(1024, 24, 4096, 16, 16)  # released too, but no row of vit.MODELS
-
-# Names of ours and of transformers' files: parts, replaced from the first to the last.
-NAMES = (
-    ("cls_token", "vit.embeddings.cls_token"),
-    ("pos_embed", "vit.embeddings.position_embeddings"),
-    ("patch_embed.proj", "vit.embeddings.patch_embeddings.projection"),
-    ("blocks.", "vit.encoder.layer."),
-    ("norm.", "vit.layernorm."),
-    ("mask_token", "decoder.mask_token"),
-    ("decoder_blocks.", "decoder_layers."),
-    ("decoder_", "decoder.decoder_"),
-    ("norm1.", "layernorm_before."),
-    ("norm2.", "layernorm_after."),
-    *((f"attn.{p[0]}.", f"attention.attention.{p}.") for p in ("query", "key", "value")),
-    ("attn.proj.", "attention.output.dense."),
-    ("mlp.fc1.", "intermediate.dense."),
-    ("mlp.fc2.", "output.dense."),
-)
-# Fields of vit.ViTConfig in config.json of transformers.
-CONFIG = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads"}
-CONFIG |= {f"decoder_{ours}": f"decoder_{theirs}" for ours, theirs in CONFIG.items()}
-CONFIG |= {"mlp_width": "intermediate_size", "patch": "patch_size", "channels": "num_channels"}
 Shapes = dict[str, tuple[int, ...]]  # by the names of weights
 
 
@@ -66,6 +36,7 @@ class Pretrained:
     stats: data.ChannelStats  # by which its images were normalised
     weights: Mapping[str, Tensor]  # by the names of vit.ViTMAE; an encoder alone has no decoder's
     step: int | None  # optimizer steps trained; None: not known
+    assumed: Mapping[str, str]  # by field: what was assumed, because the source does not say it
 
     @property
     def has_decoder(self) -> bool:
@@ -82,17 +53,12 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
     if not path.exists():
         raise ValueError(f"there is no {path}: give the --out of a run, a checkpoint, or weights")
     try:
-        of_run = path.is_dir() and not (path / "config.json").exists()
-        weights, said = _read_run(path) if of_run else _read_file(path)
-        shapes: Shapes = {}
-        for name, tensor in weights.items():
-            shapes[name] = tuple(tensor.shape)
-            if not tensor.isfinite().all():
-                raise ValueError(f"{name} is not finite")
-        config = _config_of(shapes, said, size)
-        stats = _stats_of(said, config.channels)
-        img_size = math.isqrt(shapes["pos_embed"][1] - 1) * config.patch
-        _check_shapes(shapes, config, img_size)
+        weights: Mapping[str, Tensor]
+        if path.is_dir() and not (path / "config.json").exists():
+            weights, facts = read_run(path)
+        else:
+            weights, facts = read_weight_file(path)
+        return make_pretrained(str(path), weights, facts, size)
     except (OSError, checkpoint.Damaged):
         raise
     except KeyError as error:
@@ -100,131 +66,172 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
     except Exception as error:  # of any kind: a file may contain anything
         what = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{path}: {what}") from None
-    task = said.get("norm_pix_loss", True), said.get("mask_ratio", 0.75)  # as in MAE
-    return Pretrained(str(path), config, img_size, *task, stats, weights, said.get("step"))
 
 
-def _config_of(shapes: Shapes, said: dict[str, Any], size: vit.ViTConfig | None) -> vit.ViTConfig:
-    """Return the configuration that is said, or a known one of these shapes: none tells heads."""
-    if "config" in said:
-        return vit.ViTConfig(**said["config"])
-    width, channels, patch, _ = shapes["patch_embed.proj.weight"]
+def read_run(run: Path) -> tuple[checkpoint.Weights, Facts]:
+    """Open a checkpoint, or the newest one of a run -> its weights, and what its flags say."""
+    folders = [run]
+    if not (run / checkpoint.MANIFEST).exists():
+        folders = checkpoint.list_checkpoints(run)
+    if not folders:
+        raise ValueError("it contains no step_... and no config.json")
+    weights = checkpoint.Weights(folders[-1])
+    facts = facts_of(weights.manifest["flags"])
+    facts.step = weights.manifest["step"]
+    return weights, facts
+
+
+def make_pretrained(
+    name: str, weights: Mapping[str, Tensor], facts: Facts, size: vit.ViTConfig | None
+) -> Pretrained:
+    """Check the weights of a model, and assume what is not said of them; KeyError, ValueError."""
+    shapes: Shapes = {}
+    for key, tensor in weights.items():
+        shapes[key] = tuple(tensor.shape)
+        if not tensor.is_floating_point():
+            raise ValueError(f"{key} is of type {tensor.dtype}, not floating-point")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{key} is not finite")
+    config = choose_config(shapes, facts, size)
+    assumed: dict[str, str] = {}
+    if not facts.image_size and not facts.config and not is_square_grid(weights["pos_embed"]):
+        assumed["img_size"] = "its images were square"
+    img_size = image_side(shapes["pos_embed"][1], config.patch, facts)
+    check_shapes(shapes, config, img_size)
+
+    norm_pix_loss = facts.norm_pix_loss
+    if norm_pix_loss is None:
+        norm_pix_loss = True  # as in the paper
+        assumed["norm_pix_loss"] = "it predicts normalised patches"
+    mask_ratio = facts.mask_ratio
+    if mask_ratio is None:
+        mask_ratio = 0.75
+        assumed["mask_ratio"] = "its mask ratio was 0.75"
+    stats = facts.stats
+    if stats is None:
+        stats, assumed["stats"] = default_stats(config.channels)
+    check_facts(config, norm_pix_loss, mask_ratio, stats)
+    return Pretrained(
+        name, config, img_size, norm_pix_loss, mask_ratio, stats, weights, facts.step, assumed
+    )
+
+
+def choose_config(shapes: Shapes, facts: Facts, size: vit.ViTConfig | None) -> vit.ViTConfig:
+    """Return the configuration that is said, or a known one of these shapes, which hide the heads.
+
+    KeyError where a weight is missing, ValueError where no known size has such shapes.
+    """
+    if facts.config:
+        return facts.config
+    width, channels, patch, other = shapes["patch_embed.proj.weight"]
+    if patch != other:
+        raise ValueError(f"its patches have {patch} x {other} pixels: they must be square")
     depth = sum(bool(re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)) for name in shapes)
+    if facts.heads and not size:
+        mlp_width = shapes["blocks.0.mlp.fc2.weight"][1]
+        gated = "blocks.0.mlp.fc1_g.weight" in shapes
+        return vit.ViTConfig(width, depth, mlp_width, facts.heads, patch, gated, channels)
     for row in *vit.MODELS.values(), OFFICIAL_LARGE:
-        if (row.width, row.depth) == (width, depth):
-            size = size or row
+        if not size and (row.width, row.depth) == (width, depth):
+            size = row
     if not size:
         advice = "`python convert.py --model` writes a file that says its size"
         raise ValueError(f"no known size has width {width} and depth {depth}: {advice}")
     return replace(size, patch=patch, channels=channels)
 
 
-def _stats_of(said: dict[str, Any], channels: int) -> data.ChannelStats:
-    """Return the statistics that are said; without any, ImageNet's for three channels, or none."""
-    if not said.get("channel_mean"):
-        none = (0.0,) * channels, (1.0,) * channels, "float32"
-        return data.IMAGENET if channels == 3 else data.ChannelStats(*none)
-    mean, std = tuple(said["channel_mean"]), tuple(said["channel_std"])
-    if not all(map(math.isfinite, mean + std)):
-        raise ValueError("the mean or deviation of a channel is not finite")
-    return data.ChannelStats(mean, std, said["image_dtype"])
+def is_square_grid(table: Tensor) -> bool:
+    """Tell whether positions (1, 1+L, D) are the fixed ones of a square; False if they are learned.
+
+    ValueError where they are fixed ones of another grid: then the image was not square.
+    """
+    width = table.shape[2]
+    first = table[0, 1].float()  # of row 0 and column 0: sin 0 and cos 0
+    ones_and_zeros = torch.tensor([0.0, 1.0, 0.0, 1.0]).repeat_interleave(width // 4)
+    if not torch.allclose(first, ones_and_zeros, atol=1e-2):
+        return False
+    side = math.isqrt(table.shape[1] - 1)
+    if side**2 == table.shape[1] - 1:
+        grid = table[0, 1:].float().reshape(side, side, 2, width // 2)
+        one = grid[:, :, 0]  # one half of D depends on the column alone, the other on the row
+        other = grid[:, :, 1]
+        for by_row, by_column in (one, other), (other, one):
+            rows_agree = torch.allclose(by_row, by_row[:, :1].expand_as(by_row), atol=1e-2)
+            columns_agree = torch.allclose(by_column, by_column[:1].expand_as(by_column), atol=1e-2)
+            if rows_agree and columns_agree:
+                return True
+    raise ValueError(f"its {table.shape[1] - 1} positions are not those of a square image")
 
 
-def _check_shapes(shapes: Shapes, config: vit.ViTConfig, img_size: int) -> None:
+def image_side(positions: int, patch: int, facts: Facts) -> int:
+    """Return the side in pixels of the images that positions belong to; ValueError if not square.
+
+    `positions` counts the class token's.
+    """
+    if facts.image_size:
+        height, width = facts.image_size
+        if height != width:
+            raise ValueError(f"its images have {height} x {width} pixels: they must be square")
+        if height % patch or positions != 1 + (height // patch) ** 2:
+            what = f"{positions} positions for images of {height} pixels and patches of {patch}"
+            raise ValueError(f"{what}: {1 + (height // patch) ** 2} are needed")
+        return height
+    side = math.isqrt(positions - 1)
+    if side**2 != positions - 1:
+        what = "one for the class token and one for each patch of a square image are needed"
+        raise ValueError(f"it has {positions} positions: {what}")
+    return side * patch
+
+
+def default_stats(channels: int) -> tuple[data.ChannelStats, str]:
+    """Return the statistics for a model that says none, and what they are, in words."""
+    if channels == 3:
+        return data.IMAGENET, "its images were normalised by the mean and deviation of ImageNet"
+    mean = (0.0,) * channels
+    std = (1.0,) * channels
+    return data.ChannelStats(mean, std, "float32"), "its images were not normalised"
+
+
+def check_facts(
+    config: vit.ViTConfig, norm_pix_loss: bool, mask_ratio: float, stats: data.ChannelStats
+) -> None:
+    """Raise ValueError for a statement about the weights that cannot be true."""
+    for values in stats.mean, stats.std:
+        if len(values) != config.channels:
+            raise ValueError(f"it has {config.channels} channels, and statistics of {len(values)}")
+        if not all(map(math.isfinite, values)):
+            raise ValueError("the mean or deviation of a channel is not finite")
+    if min(stats.std) <= 0:
+        raise ValueError(f"the deviation of a channel is {min(stats.std)}: it must be above 0")
+    if not isinstance(norm_pix_loss, bool):
+        raise ValueError(f"norm_pix_loss is {norm_pix_loss!r}: true or false is needed")
+    if not isinstance(mask_ratio, int | float) or not 0 <= mask_ratio < 1:
+        raise ValueError(f"mask_ratio is {mask_ratio!r}: 0 or more and less than 1 is needed")
+
+
+def check_shapes(shapes: Shapes, config: vit.ViTConfig, img_size: int) -> None:
     """Raise ValueError unless they are those of a model, perhaps without a decoder."""
     with torch.device("meta"):
-        wants = vit.ViTMAE(config, img_size).state_dict()
-    if unknown := sorted(shapes.keys() - wants.keys()):
+        expected = vit.ViTMAE(config, img_size).state_dict()
+    unknown = sorted(shapes.keys() - expected.keys())
+    if unknown:
         what = "this model, which has no classifier, LayerScale or register tokens"
         raise ValueError(f"{unknown[0]} is no weight of {what}")
-    for name, tensor in wants.items():
-        found, value = shapes.get(name, "missing"), tuple(tensor.shape)
-        if found != value and ("decoder_pred.weight" in shapes or not name.startswith(DECODER)):
-            raise ValueError(f"{name} is {found}, {value} in the model")
+    has_decoder = "decoder_pred.weight" in shapes
+    for name, tensor in expected.items():
+        if name.startswith(DECODER) and not has_decoder:
+            continue
+        found = shapes.get(name, "missing")
+        if found != tuple(tensor.shape):
+            raise ValueError(f"{name} is {found}, {tuple(tensor.shape)} in the model")
 
 
-# --- Checkpoints of train_fsdp.py
-
-
-def _read_run(run: Path) -> tuple[checkpoint.Weights, dict[str, Any]]:
-    """Open a checkpoint, or the newest one of a run -> its weights and flags."""
-    single = (run / checkpoint.MANIFEST).exists()
-    folders = [run] if single else checkpoint.list_checkpoints(run)
-    if not folders:
-        raise ValueError("it contains no step_... and no config.json")
-    weights = checkpoint.Weights(folders[-1])
-    flags = weights.manifest["flags"]
-    config = replace(model_config(flags["model"]), channels=flags["channels"])
-    return weights, flags | {"config": asdict(config), "step": weights.manifest["step"]}
-
-
-# --- Files of others
-
-
-def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a file or a folder -> weights by our names, and what it says of them."""
-    files, weights, about = [path], dict[str, Tensor](), dict[str, Any]()
-    if path.is_dir():
-        about = _read_config(path / "config.json")
-        files = [*path.glob("model*.safetensors")] or [*path.glob("pytorch_model*.bin")]
-    for file in files:
-        read = _read_safetensors if file.suffix == ".safetensors" else _read_torch
-        tensors, said = read(file)
-        weights, about = weights | tensors, said | about
-    weights = {n.removeprefix("module."): t for n, t in weights.items()}  # as DDP names them
-    weights = {n: t for n, t in weights.items() if not n.startswith("head.")}
-    if any(name.endswith("embeddings.cls_token") for name in weights):
-        weights = from_transformers(weights)
-    return weights, about
-
-
-def _read_torch(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a file of torch.save -> its tensors by name, and what it says of them."""
-    try:  # the official training code saves its arguments, a Namespace
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (EOFError, RuntimeError, pickle.UnpicklingError):
-        why = "it is damaged, of an old format, or contains more than weights"
-        raise ValueError(f"torch.load(weights_only=True, mmap=True) refuses it: {why}") from None
-    weights = found.get("model") or found.get("state_dict") or found  # the official code, timm
-    args = getattr(found.get("args"), "__dict__", {})
-    own = {key: args[key] for key in ("norm_pix_loss", "mask_ratio") if key in args}
-    return weights, {"step": found.get("step")} | own | found.get(NOTE, {})
-
-
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return weights, json.loads((file.metadata() or {}).get(NOTE, "{}"))
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Read config.json of transformers -> what it says, in the words of convert.py's files."""
-    config = json.loads(path.read_bytes())
-    if not isinstance(config, dict) or config.get("model_type") != "vit_mae":
-        raise ValueError(f"{path.name} is not of a vit_mae model")
-    if (epsilon := config.get("layer_norm_eps", 1e-12)) != NORM_EPS:
-        what = f"the norms of {path.parent} have an epsilon of {epsilon:g}, here {NORM_EPS:g}"
-        print(f"warning: {what}: features may differ by 2e-3", file=sys.stderr)
-    about = {ours: config[theirs] for ours, theirs in CONFIG.items()}
-    return {"norm_pix_loss": False} | config | {"config": about}  # transformers' default
-
-
-def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the weights of transformers' ViTMAE, and join q, k, v; KeyError where one misses."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        name = name if name.startswith(("vit.", "decoder.")) else f"vit.{name}"  # ViTMAEModel
-        name = name.replace("decoder_encoder.layer.", "decoder_layers.")  # since transformers 5
-        for ours, theirs in NAMES:
-            name = re.sub(rf"\b{re.escape(theirs)}", ours, name)
-        found[name] = tensor
-    for name in [name for name in found if ".attn.q." in name]:
-        parts = [name.replace(".q.", f".{part}.") for part in "qkv"]
-        found[name.replace(".q.", ".qkv.")] = torch.cat([found.pop(part) for part in parts])
-    return found
+def describe_assumptions(pretrained: Pretrained, *names: str) -> str | None:
+    """Return a sentence on these fields, as far as they were assumed; None if all were said."""
+    assumed = [pretrained.assumed[name] for name in names if name in pretrained.assumed]
+    if not assumed:
+        return None
+    return f"note: {pretrained.name} does not say it, so it is assumed that {', '.join(assumed)}"
 
 
 # --- A model with these weights
@@ -256,11 +263,13 @@ def check_fits(pretrained: Pretrained, config: vit.ViTConfig) -> None:
 
 
 def value_of(pretrained: Pretrained, name: str, shape: torch.Size, seed: int = 0) -> Tensor:
-    """Return one weight of a model that `check_fits`; a decoder that misses is drawn by `seed`."""
+    """Return one weight of a model that `check_fits`; a missing decoder is drawn by `seed`."""
     if name.startswith(DECODER) and not pretrained.has_decoder:
         return vit.initial_value(pretrained.config, name, shape, seed)
     value = pretrained.weights[name]
-    return resize_positions(value, math.isqrt(shape[1] - 1)) if "pos_embed" in name else value
+    if "pos_embed" in name:
+        return resize_positions(value, math.isqrt(shape[1] - 1))
+    return value
 
 
 def build_pretrained(
@@ -270,10 +279,11 @@ def build_pretrained(
 
     ValueError where patches do not fill the image.
     """
-    p = pretrained
+    if img_size is None:
+        img_size = pretrained.img_size
     with torch.device("meta"):
-        model = vit.ViTMAE(p.config, img_size or p.img_size, p.norm_pix_loss)
+        model = vit.ViTMAE(pretrained.config, img_size, pretrained.norm_pix_loss)
     model.to_empty(device=device)
     for name, own in model.state_dict().items():  # one at a time: no second whole model
-        own.copy_(value_of(p, name, own.shape))
+        own.copy_(value_of(pretrained, name, own.shape))
     return model.eval()

@@ -97,7 +97,11 @@ def plain(run: Path, trees: Path) -> tuple[list[float], list[dict], dict]:
         return LAYER_DECAY ** next((k for n, k in above.items() if name.startswith(n)), 0)
 
     groups = [
-        {"params": [p], "weight_decay": 0.05 * (p.ndim > 1), "scale": rate_of(n)}
+        {
+            "params": [p],
+            "weight_decay": 0.05 * (p.ndim > 1 and n != "cls_token"),
+            "scale": rate_of(n),
+        }
         for n, p in trained.items()
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))
