@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from checkpoint import replacing
-from downstream.weight_files import CONFIG, NAMES, NORM_EPS, NOTE, Facts, note_of
-from downstream.weights import DECODER, Pretrained, describe_assumptions, read_pretrained
 from runtime import process
 from runtime.config import Parser, filled, model_config
+from runtime.pretrained import DECODER, Pretrained, describe_assumptions, read_pretrained
+from runtime.weight_files import CONFIG, NAMES, NORM_EPS, NOTE, Facts, note_of
 
 
 def write_pretrained(pretrained: Pretrained, out: Path, layout: str) -> None:

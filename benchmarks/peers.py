@@ -12,7 +12,7 @@ import data
 import mesh
 import train_fsdp
 import vit
-from downstream import weight_files
+from runtime import weight_files
 from runtime.agreement import StepGuard
 from runtime.config import DTYPES, Config
 from runtime.run import resolve

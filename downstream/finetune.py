@@ -19,15 +19,15 @@ import data
 import mesh
 import shard
 import vit
-from downstream.images import open_eval_loader
 from downstream.scores import class_numbers, describe_classes
-from downstream.weights import Pretrained, describe_assumptions, read_pretrained, value_of
 from runtime import image_source, process
 from runtime.agreement import run_on_rank0
 from runtime.config import Config, Parser, add_flags, flag, make_config, number
 from runtime.device_batches import Batch, open_batches
+from runtime.eval_images import open_eval_loader
 from runtime.evaluation import average_over
 from runtime.monitor import Monitor
+from runtime.pretrained import Pretrained, describe_assumptions, read_pretrained, value_of
 from runtime.resume import list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session

@@ -15,10 +15,10 @@ import data
 import mesh
 import vit
 from checkpoint import replacing
-from downstream.images import EvalImages, fixed_noise
-from downstream.weights import Pretrained, build_pretrained, describe_assumptions, read_pretrained
 from runtime.config import filled, number, whole
+from runtime.eval_images import EvalImages, fixed_noise
 from runtime.image_source import list_folder
+from runtime.pretrained import Pretrained, build_pretrained, describe_assumptions, read_pretrained
 from runtime.run import check_masking
 
 HELP = "a picture: removed patches, filled in"

@@ -20,17 +20,17 @@ import data
 import mesh
 import vit
 from checkpoint import replacing
-from downstream.images import open_eval_loader
-from downstream.weights import (
+from runtime.config import filled, number, whole
+from runtime.device_batches import worker_count
+from runtime.eval_images import open_eval_loader
+from runtime.image_source import check_folder, list_folder
+from runtime.pretrained import (
     Pretrained,
     build_pretrained,
     describe_assumptions,
     random_weights,
     read_pretrained,
 )
-from runtime.config import filled, number, whole
-from runtime.device_batches import worker_count
-from runtime.image_source import check_folder, list_folder
 from runtime.process import throttled_progress
 
 HELP = "score frozen features: knn without training, linear by a linear classifier"

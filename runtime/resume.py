@@ -31,7 +31,7 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
     path, model, seed = run.config.init_from, run.model, run.config.seed
     if path is None:
         return partial(vit.initial_value, model, seed=seed)
-    from downstream.weights import Pretrained, check_fits, read_pretrained, value_of
+    from runtime.pretrained import Pretrained, check_fits, read_pretrained, value_of
 
     found: list[Pretrained] = []  # on rank 0
 

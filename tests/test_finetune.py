@@ -24,8 +24,8 @@ import probe
 import train_fsdp
 import vit
 from downstream import finetune
-from downstream.images import open_eval_loader
-from downstream.weights import build_pretrained, random_weights, read_pretrained
+from runtime.eval_images import open_eval_loader
+from runtime.pretrained import build_pretrained, random_weights, read_pretrained
 
 CPU = torch.device("cpu")
 CLASSES, BATCH, EPOCHS, BLR, LAYER_DECAY, SEED = ("desert", "ice", "ocean"), 8, 2, 0.05, 0.5, 3

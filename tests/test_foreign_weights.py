@@ -24,7 +24,7 @@ import data
 import probe
 import vit
 from downstream import finetune
-from downstream.weights import build_pretrained, read_pretrained
+from runtime.pretrained import build_pretrained, read_pretrained
 
 SIZES = {
     "hidden_size": 40,

@@ -20,8 +20,8 @@ import data
 import probe
 import vit
 from downstream import scores
-from downstream.images import open_eval_loader
-from downstream.weights import build_pretrained, random_weights, read_pretrained
+from runtime.eval_images import open_eval_loader
+from runtime.pretrained import build_pretrained, random_weights, read_pretrained
 
 CPU = torch.device("cpu")
 TILES = ROOT / "examples" / "tiles"

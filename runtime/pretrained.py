@@ -17,7 +17,7 @@ from torch import Tensor
 import checkpoint
 import data
 import vit
-from downstream.weight_files import Facts, facts_of, read_weight_file
+from runtime.weight_files import Facts, facts_of, read_weight_file
 
 DECODER = ("decoder_", "mask_token")  # how the names of a decoder's weights begin
 OFFICIAL_LARGE = vit.ViTConfig(1024, 24, 4096, 16, 16)  # released too, but no row of vit.MODELS
