@@ -42,17 +42,22 @@ def fixed_noise(seed: int, indices: Sequence[int], patches: int) -> Tensor:
 
 @dataclass(eq=False)
 class EvalImages(Dataset[EvalBatch]):
-    """Batches by the indices of their images; `exact` as in `data.crop_and_resize`."""
+    """Batches by the indices of their images; `exact` as in `data.crop_and_resize`.
+
+    With `any_error` an error that is not the file's own, as of a failing disk, leaves out the image
+    too, instead of ending the evaluation.
+    """
 
     files: data.ImageSource
     img_size: int
     stats: data.ChannelStats
     exact: bool = False
+    any_error: bool = False
 
     def __getitem__(self, indices: Sequence[int]) -> EvalBatch:
         """Read, decode and crop images, without augmentation; say why where it is not possible.
 
-        Raises an error that is not the file's own, such as too many open files.
+        Without `any_error`, raises what is not the file's own fault, such as too many open files.
         """
         good: dict[int, Tensor] = {}
         bad: dict[int, str] = {}
@@ -60,7 +65,10 @@ class EvalImages(Dataset[EvalBatch]):
             try:
                 good[index] = self.load(index)
             except Exception as error:  # Pillow raises many kinds for a broken file
-                bad[index] = data.file_fault(error)
+                if self.any_error:
+                    bad[index] = f"{type(error).__name__}: {error}"
+                else:
+                    bad[index] = data.file_fault(error)
         images = torch.empty(0)
         if good:
             images = torch.stack([*good.values()])
@@ -81,13 +89,14 @@ def open_eval_loader(
     stats: data.ChannelStats = data.IMAGENET,
     *,
     exact: bool = False,
+    any_error: bool = False,
     share: tuple[int, int] = (0, 1),
 ) -> Iterator[EvalBatch]:
     """Yield all images in order, up to `batch` in a batch.
 
     The ranks take batches in turn; `share` is (rank, number of ranks). The last batch of a rank may
     be empty, so that all ranks have the same number of them. An image that cannot be read, or does
-    not fit `stats`, is left out and listed in the batch.
+    not fit `stats`, is left out and listed in the batch; `any_error` as in `EvalImages`.
     """
     rank, ranks = share
     batches: list[Any] = []
@@ -99,7 +108,7 @@ def open_eval_loader(
     if workers:
         context = process.fork_server()
     yield from DataLoader(
-        EvalImages(files, img_size, stats, exact),
+        EvalImages(files, img_size, stats, exact, any_error),
         batch_size=None,  # a sample is a batch
         sampler=batches[rank::ranks],
         num_workers=workers,

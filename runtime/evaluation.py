@@ -50,6 +50,7 @@ def average_over(
         worker_count(config.workers, session.ranks),
         stats,
         exact=config.exact_decode,
+        any_error=True,  # no disk that fails for a moment ends a training run
         share=(session.ranks.rank // config.tp, run.data_ranks),
     )
     # a rank with fewer images than the others calls the model on those of the batch before
