@@ -16,7 +16,9 @@ Copy this one file: it needs torch alone.
 import math
 import os
 import resource
+import socket
 import sys
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -63,25 +65,37 @@ class Ranks:
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
     """Read the ranks from torchrun's variables, else from srun's, else return a single process.
 
-    RuntimeError if some of a launcher's variables are missing, or ranks are not in blocks.
+    RuntimeError if some of a launcher's variables are missing, or ranks are not in blocks, or in a
+    shell of a Slurm job with several tasks: a single process there would be a mistake.
     """
     # torchrun first: under `srun torchrun` Slurm's variables count torchrun's agents, not ranks.
     if environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
         read, setter = _torchrun_ranks, "torchrun, as RANK, WORLD_SIZE or LOCAL_RANK is set"
-    elif "SLURM_STEP_ID" in environ:
+    elif _started_by_srun(environ):
         address = "MASTER_ADDR=$(hostname -i) MASTER_PORT=3442"
         read, setter = _slurm_ranks, f"srun, an address by you: `export {address}` before srun"
     elif "SLURM_JOB_ID" in environ and (
         environ.get("SLURM_NTASKS", "1") != "1" or environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
-    ):  # inside a batch job: every task but this one would be missing
+    ):  # in the shell of a job: every task but this one would be missing
         job = "this Slurm job has several tasks or nodes"
-        raise RuntimeError(f"{job}, but this process was not started by srun: type `srun python`")
+        advice = "type `srun python`, or, for one process, `srun -n1 python`"
+        raise RuntimeError(f"{job}, but this process was not started by srun: {advice}")
     else:
         return Ranks(0, 1, 0, 1, 0, "single", {})
     try:
         return read(environ)
     except KeyError as error:
         raise RuntimeError(f"the variable {error} is missing; it is set by {setter}") from None
+
+
+def _started_by_srun(environ: Mapping[str, str]) -> bool:
+    """Tell whether this process is a task of a step of srun's, not of a job's own shell.
+
+    Slurm counts steps from 0. The largest 16 numbers are other things: salloc's shell, sbatch's
+    script, a session of ssh.
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < 2**32 - 16
 
 
 def _torchrun_ranks(environ: Mapping[str, str]) -> Ranks:
@@ -101,10 +115,13 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
     for part in text.split(","):
         count, _, nodes = part.rstrip(")").partition("(x")
         counts += [int(count)] * int(nodes or 1)
+    where = f"rank {rank} of {world_size} is local rank {local_rank} of node {node} of {text}"
+    if sum(counts) != world_size:
+        raise RuntimeError(f"{where}, which are {sum(counts)} ranks: start all by one srun")
     # Round-robin over the nodes would make each shard group, neighbours in rank, span all nodes.
-    if sum(counts) != world_size or rank != sum(counts[:node]) + local_rank:
-        where = f"rank {rank} of {world_size} is local rank {local_rank} of node {node} of {text}"
-        raise RuntimeError(f"{where}, not in blocks: add `--distribution=block` to srun")
+    if rank != sum(counts[:node]) + local_rank:
+        advice = "give srun `--distribution=block`, and no order of nodes or tasks of your own"
+        raise RuntimeError(f"{where}, not in blocks: {advice}")
     if len(counts) == 1:  # the address is known; two jobs that share the node need two ports
         job = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
         port = 20000 + zlib.crc32(job.encode()) % 10000
@@ -147,6 +164,9 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
     store: dist.Store = dist.HashStore()  # of a single process: no port is opened
     if ranks.init:
         os.environ.update(ranks.init)
+        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        if restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            _leave_store_of_torchrun(ranks, timeout)
         store = next(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout))[0]
     with quiet_gloo():
         dist.init_process_group(
@@ -157,6 +177,33 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
             timeout=timeout,
             device_id=device if on_gpu and ranks.init else None,
         )
+
+
+def _leave_store_of_torchrun(ranks: Ranks, timeout: timedelta) -> None:
+    """Let rank 0 serve a store for this attempt alone, and set MASTER_PORT to its port. Collective.
+
+    torchrun's own store lives through its restarts: there the ranks would find the addresses of
+    those before them. Its number of restarts does not help: nodes may count differently.
+    """
+    address = ranks.init["MASTER_ADDR"]
+    shared = dist.TCPStore(address, int(ranks.init["MASTER_PORT"]), timeout=timeout)
+    deadline = time.monotonic() + timeout.total_seconds()
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    if ranks.rank == 0:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        shared.set("port of rank 0", str(port))
+        os.environ["MASTER_PORT"] = str(port)
+        return
+    while time.monotonic() < deadline:
+        # of an attempt before, until rank 0 is there: nobody listens at that port any more
+        port = int(shared.get("port of rank 0"))
+        with suppress(OSError), socket.create_connection((address, port), timeout=5):
+            os.environ["MASTER_PORT"] = str(port)
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"rank 0 has not come to {address}:{port}")
 
 
 @contextmanager

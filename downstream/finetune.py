@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ import vit
 from downstream.scores import class_numbers, describe_classes
 from runtime import image_source, process
 from runtime.agreement import run_on_rank0
-from runtime.config import Config, Parser, add_flags, flag, make_config, number
+from runtime.config import Config, Parser, add_flags, flag, make_config, number, pair_below_one
 from runtime.device_batches import Batch, open_batches
 from runtime.eval_images import open_eval_loader
 from runtime.evaluation import average_over
@@ -60,7 +60,9 @@ LEFT_OUT = {
 class Tuning(Config):
     """The flags of fine-tuning: those of pretraining, a few with other defaults, and more."""
 
-    blr: float = flag(5e-4, "lr = blr x global batch / 256", "result")
+    default_blr: ClassVar[float] = 5e-4
+    blr: float | None = flag(None, "lr = blr x global batch / 256 (default 5e-4)", "result")
+    betas: tuple[float, float] = flag((0.9, 0.999), "of AdamW", "result", type=pair_below_one)
     epochs: int = flag(50, "passes over the data", "result")
     out: str = flag("finetuned", "log and checkpoints go here", group="output")
     test: str = flag(None, "images to score after each epoch", group="fine-tuning", required=True)
@@ -125,9 +127,7 @@ class Classifier(vit.ViTMAE):
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
         """Classify normalised images (B, C, H, W) -> logits (B, classes)."""
-        patches = vit.patchify(images, self.config.patch)  # (B, L, P*P*C)
-        keep = torch.arange(patches.shape[1], device=images.device)  # all of them
-        tokens = self.encode(patches, keep.expand(len(images), -1))  # (B, 1+L, D)
+        tokens = self.features(images)  # (B, 1+L, D)
         return self.head(self.fc_norm(tokens[:, 1:].mean(dim=1)))
 
 
@@ -168,15 +168,16 @@ def build_tuning(
     with torch.device("meta"):
         model: nn.Module = Classifier(run.model, c.img_size, run.classes)
     decay = decayed_names(model)
-    values: Any = partial(classifier_value, pretrained, c.seed)
-    if resuming:
-        values = shard.undefined
+    init_fn = None
+    if not resuming:
+        init_fn = partial(classifier_value, pretrained, c.seed)
     model = shard.apply(
         model,
         str(c.mode),
         mesh.build_mesh(run.mesh_shape, device),
         block_classes={vit.Block},
-        values=values,
+        init_fn=init_fn,
+        uninitialized=resuming,
         options=run.sharding_options(),
     )
     optimizer = shard.build_optimizer(
@@ -185,7 +186,7 @@ def build_tuning(
         decay,
         lr=run.peak_lr,
         weight_decay=c.weight_decay,
-        betas=(0.9, 0.999),
+        betas=c.betas,
         lr_scale=partial(depth_scale, depth=run.model.depth, layer_decay=c.layer_decay),
     )
     scaler = shard.build_scaler(model, device, run.dtype)

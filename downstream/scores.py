@@ -187,10 +187,8 @@ def encode(model: vit.ViTMAE | None, images: Tensor, cls: bool) -> Tensor:
     """
     if model is None:
         return F.adaptive_avg_pool2d(images, PIXELS_SIDE).flatten(1).cpu()
-    patches = vit.patchify(images, model.config.patch)  # (B, L, P*P*C)
-    keep = torch.arange(patches.shape[1], device=images.device).expand(len(images), -1)
     with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
-        tokens = model.encode(patches, keep).float()  # (B, 1+L, D)
+        tokens = model.features(images).float()  # (B, 1+L, D)
     if cls:
         return tokens[:, 0].cpu()
     return tokens[:, 1:].mean(dim=1).cpu()

@@ -36,8 +36,11 @@ class Run:
 
     @property
     def peak_lr(self) -> float:
-        """Peak learning rate: the base rate scaled to the global batch, as in MAE's recipe."""
-        return self.config.blr * self.global_batch / 256
+        """Peak learning rate: --lr, or --blr scaled to the global batch, as in MAE's recipe."""
+        if self.config.lr is not None:
+            return self.config.lr
+        blr = self.config.default_blr if self.config.blr is None else self.config.blr
+        return blr * self.global_batch / 256
 
     @property
     def model(self) -> vit.ViTConfig:
@@ -87,7 +90,7 @@ def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
         heads = f"{model.heads} and {model.decoder_heads} heads"
         raise ValueError(f"--tp {tp} must divide {world_size} ranks, {heads}, and the MLP widths")
     data_ranks = world_size // tp
-    if shard.STRATEGIES[mode].group == "group":
+    if shard.STRATEGIES[mode].shard_over == "group":
         group = c.group or min(max(node_ranks // tp, 1), data_ranks)
         if group < 1 or data_ranks % group:
             sizes = ", ".join(map(str, mesh.divisors(data_ranks)))

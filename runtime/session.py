@@ -44,7 +44,7 @@ class Session:
         try:
             mesh.init_ranks(ranks, device, timeout_minutes=STARTUP_FACTOR * timeout / 60)
             if ranks.world_size > 1:
-                self.watchdog.connect(ranks.init)
+                self.watchdog.connect(os.environ)  # which have this attempt's address now
             # for what the hosts exchange; connected now, because a lost rank is noticed here
             with mesh.quiet_gloo():
                 self.gloo = cast(Any, dist.new_group(backend="gloo"))
@@ -56,7 +56,14 @@ class Session:
     def lock_folder(self, out: str) -> None:
         """Keep other runs out of `out`; AgreedError, status 2, where one is there. Collective."""
         self.heartbeat(f"preparing {out} for this run alone")
-        run_on_rank0(lambda: self.locks.append(process.lock_folder(out)))
+
+        def lock() -> str:
+            self.locks.append(process.lock_folder(out))
+            return process.read_owner(out)
+
+        owner = run_on_rank0(lock)
+        if self.run.config.run_mode == "real":  # the others save nothing
+            run_on_all_ranks(lambda: process.check_shared(out, owner))
         self.heartbeat("preparing the run")
 
     def give_up(self, text: str) -> None:

@@ -92,9 +92,10 @@ def test_pages_are_short_and_their_tables_whole():
 
 
 def test_strategy_table_is_that_of_the_code():
-    mesh = {"1": "world x 1", "group": "world/group x group", "world": "1 x world"}
+    mesh = {"none": "world x 1", "group": "world/group x group", "world": "1 x world"}
     rows = [
-        [f"`{name}`", s.shards, mesh[s.group], s.traffic] for name, s in shard.STRATEGIES.items()
+        [f"`{name}`", s.shards, mesh[s.shard_over], s.traffic()]
+        for name, s in shard.STRATEGIES.items()
     ]
     assert [row[:-1] for row in table(README, "mode")] == rows  # the last: when to use it
 

@@ -88,8 +88,7 @@ def plain(run: Path, trees: Path) -> tuple[list[float], list[dict], dict]:
     trained = {n: p for part in parts for n, p in part.named_parameters() if n[:4] not in UNUSED}
 
     def logits_of(images):
-        patches = vit.patchify(data.normalize(images), 8)
-        tokens = encoder.encode(patches, torch.arange(36).expand(len(images), -1))
+        tokens = encoder.features(data.normalize(images))
         return head(norm(tokens[:, 1:].mean(1)))
 
     def rate_of(name: str) -> float:
@@ -141,7 +140,7 @@ def runs_of_rank(run: Path, trees: Path) -> list[dict]:
         seen: dict = {}
 
         def step(training, guard, *args, seen=seen, stop_at=stop_at, **asked):
-            if guard.voted == stop_at and rank == 0:
+            if guard.checked == stop_at and rank == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             original(training, guard, *args, **asked)
             seen["params"] = full_parameters(training.model)

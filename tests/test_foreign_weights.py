@@ -70,12 +70,9 @@ def timm_model(folder: str, name: str = "vit_tiny_patch16_224", **changed) -> to
     return model
 
 
+@torch.no_grad()
 def features(pretrained, images: torch.Tensor) -> torch.Tensor:
-    model = build_pretrained(pretrained, torch.device("cpu"))
-    patches = vit.patchify(images, model.config.patch)
-    keep = torch.arange(patches.shape[1]).expand(len(images), -1)
-    with torch.no_grad():
-        return model.encode(patches, keep)
+    return build_pretrained(pretrained, torch.device("cpu")).features(images)
 
 
 # --- config.json of transformers

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 import data
 import probe
-import vit
 from downstream import scores
 from runtime.eval_images import open_eval_loader
 from runtime.pretrained import build_pretrained, random_weights, read_pretrained
@@ -168,8 +167,7 @@ def test_scores_stand_beside_both_baselines(run, tmp_path, capsys):
         labels.append(files.labels)
         expected["raw pixels"].append(F.avg_pool2d(pixels, 2).flatten(1).numpy())
         for name, own in zip(SOURCES, weights, strict=False):
-            model, order = build_pretrained(own, CPU), torch.arange(16).expand(len(pixels), -1)
-            tokens = model.encode(vit.patchify(pixels, 8), order).detach()
+            tokens = build_pretrained(own, CPU).features(pixels).detach()
             expected[name].append(tokens[:, 1:].mean(dim=1).numpy())
     for score in [score for score in found["scores"] if score["seed"] == 1]:
         train, test = (rows.astype(np.float64) for rows in expected[score["source"]])
