@@ -1181,7 +1181,8 @@ class Weights(UserDict[str, Any]):
 def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
     """Write the whole model to a new file, for `torch.load(out)["model"]`, and return it.
 
-    One process, without ranks. ValueError where `out` exists, Damaged, or OSError.
+    The file also has the "step" and the "run_state" that was saved with the model: what it was
+    trained on. One process, without ranks. ValueError where `out` exists, Damaged, or OSError.
     """
     out = Path(out)
     if os.path.lexists(out):
@@ -1189,7 +1190,11 @@ def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
     with replacing(out) as file:  # opened before minutes of reading
         weights = Weights(Path(folder))
         model = weights.read(weights)
-        torch.save({"model": model, "step": weights.manifest["step"]}, file)
+        run_state = dict(weights.manifest)
+        for key in RESERVED & run_state.keys():  # of the checkpoint, not of the model
+            del run_state[key]
+        step = weights.manifest["step"]
+        torch.save({"model": model, "step": step, "run_state": run_state}, file)
     return model
 
 

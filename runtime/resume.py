@@ -16,6 +16,7 @@ import vit
 from runtime.agreement import AgreedError, run_on_rank0
 from runtime.config import names, save_interval
 from runtime.log import Log
+from runtime.pretrained import Pretrained, check_fits, read_pretrained, value_of
 from runtime.run import Run
 from runtime.session import Session
 
@@ -31,8 +32,6 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
     path, model, seed = run.config.init_from, run.model, run.config.seed
     if path is None:
         return partial(vit.initial_value, model, seed=seed)
-    from downstream.weights import Pretrained, check_fits, read_pretrained, value_of
-
     found: list[Pretrained] = []  # on rank 0
 
     def read_file() -> None:

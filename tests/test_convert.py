@@ -23,7 +23,7 @@ import checkpoint
 import convert
 import data
 import vit
-from downstream.weights import build_pretrained, random_weights, read_pretrained
+from runtime.pretrained import build_pretrained, random_weights, read_pretrained
 
 MODELS = {
     "nano": NANO,

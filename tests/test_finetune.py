@@ -24,8 +24,8 @@ import probe
 import train_fsdp
 import vit
 from downstream import finetune
-from downstream.images import open_eval_loader
-from downstream.weights import build_pretrained, random_weights, read_pretrained
+from runtime.eval_images import open_eval_loader
+from runtime.pretrained import build_pretrained, random_weights, read_pretrained
 
 CPU = torch.device("cpu")
 CLASSES, BATCH, EPOCHS, BLR, LAYER_DECAY, SEED = ("desert", "ice", "ocean"), 8, 2, 0.05, 0.5, 3
@@ -96,7 +96,11 @@ def plain(run: Path, trees: Path) -> tuple[list[float], list[dict], dict]:
         return LAYER_DECAY ** next((k for n, k in above.items() if name.startswith(n)), 0)
 
     groups = [
-        {"params": [p], "weight_decay": 0.05 * (p.ndim > 1), "scale": rate_of(n)}
+        {
+            "params": [p],
+            "weight_decay": 0.05 * (p.ndim > 1 and n != "cls_token"),
+            "scale": rate_of(n),
+        }
         for n, p in trained.items()
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))
