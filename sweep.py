@@ -10,8 +10,8 @@
 A point is a run of train_fsdp.py, by torchrun, or by launch_frontier.sh in a job array per number
 of nodes. The same command runs what is missing: DIR/runs/ID is there once a point has begun, its
 result.json once it has ended (done, out of memory, failed, timed out). What cannot fit according to
-plan.py is skipped. Flags after `--` are added to every point; the last of two counts. The page
-needs matplotlib.
+plan.py is skipped. Flags after `--` are added to every point; if a flag is given twice, the last
+one counts. The page needs matplotlib.
 """
 
 import argparse
@@ -39,13 +39,14 @@ from runtime import config, devices, process
 from runtime.config import number, whole
 from sweeps import report, results, studies
 from sweeps.results import Row
-from sweeps.studies import Point
+from sweeps.studies import Layout, Point
 
 HERE = Path(__file__).resolve().parent
 TRAIN = HERE / "train_fsdp.py"
 NETWORK = "--network=disable_rdzv_get"  # as in launch_frontier.sh
 END_SECONDS = 60  # that a run may take to end when it is asked to
-AGAIN = ("failed", "timed out", "unfinished")  # what --retry runs again
+DEFAULT_NODES = (1, 2, 4, 8)
+RETRIED = ("failed", "timed out", "unfinished")  # the states that --retry runs again
 
 # --- Points
 
@@ -63,28 +64,47 @@ def plan_point(point: Point, machine: str | None) -> Row:
         words += ["--memory-gib", str(devices.rank_memory_gib(device, point.ranks))]
     args, planned = plan.read_command(words)
     row: Row = asdict(config.make_config(plan.plan_parser(), args))
-    name = f"{row['model']}-{row['mode']}{row['group'] or ''}-{point.nodes}x{point.ranks}"
-    code = hashlib.sha256(json.dumps([point.nodes, row], sort_keys=True).encode()).hexdigest()[:6]
-    row["id"] = re.sub(r"[^\w-]", "_", f"{name}-{row['run_mode']}-{code}")
-    row |= {"studies": [point.study], "words": point.words, "nodes": point.nodes}
-    row |= {"ranks": point.ranks, "batch": row["batch"] or config.DEFAULT_BATCH}
-    row |= {"planned_gib": planned.peak_gib, "fit": planned.fit}
+    row["id"] = point_id(point, row)
+    row["studies"] = [point.study]
+    row["words"] = point.words
+    row["nodes"] = point.nodes
+    row["ranks"] = point.ranks
+    row["batch"] = row["batch"] or config.DEFAULT_BATCH
+    row["planned_gib"] = planned.peak_gib
+    row["fit"] = planned.fit
     if machine:
         row["planned_images_per_second"] = planned.images_per_second
     return row
 
 
+def point_id(point: Point, flags: Row) -> str:
+    """Return the name of a point's folder, from all flags of its run."""
+    sharding = flags["mode"]
+    if flags["group"]:
+        sharding += str(flags["group"])
+    name = f"{flags['model']}-{sharding}-{point.nodes}x{point.ranks}-{flags['run_mode']}"
+    text = json.dumps([point.nodes, flags], sort_keys=True)
+    code = hashlib.sha256(text.encode()).hexdigest()
+    return re.sub(r"[^\w-]", "_", f"{name}-{code[:6]}")
+
+
 def choose_points(args: argparse.Namespace, words: list[str]) -> list[Point]:
     """List the points of the command line; `words` are the flags after `--`."""
-    in_slurm, gpus = args.sbatch is not None, torch.cuda.device_count()
-    if args.nodes and not in_slurm:
+    gpus = torch.cuda.device_count()
+    if args.sbatch is not None:
+        layouts = [Layout(nodes=1, ranks=1)]
+        for nodes in sorted(args.nodes or DEFAULT_NODES):
+            layouts.append(Layout(nodes, ranks=args.ranks or 8))
+        gpu = True
+    elif args.nodes:
         raise ValueError("--nodes are those of a job: add --sbatch FLAGS")
-    layouts = studies.layouts_here(args.ranks or gpus or 4)
-    if in_slurm:
-        layouts = [(1, 1), *((n, args.ranks or 8) for n in sorted(args.nodes or (1, 2, 4, 8)))]
-    gpu = bool(gpus) or in_slurm
+    else:
+        layouts = studies.layouts_here(args.ranks or gpus or 4)
+        gpu = gpus > 0
     points = studies.study_points(args.what, args.models, layouts, args.data, gpu)
-    return [point._replace(words=point.words + words) for point in points]
+    for point in points:
+        point.words.extend(words)
+    return points
 
 
 # --- One run, and its result
@@ -104,34 +124,48 @@ def end_run(child: subprocess.Popen) -> None:
 def command_of(row: Row, out: Path) -> tuple[list[str], dict[str, str]]:
     """Return the command line and the environment of a run, here or in a task of a job array."""
     words = [*row["words"], "--resume", "none", "--save-every", "none", "--out", str(out)]
-    environ = {"OMP_NUM_THREADS": "1"} | os.environ
-    if "SLURM_ARRAY_JOB_ID" in environ:
-        # a point is short, its only round, and may share its nodes with others
-        port = str(20000 + int(environ["SLURM_JOB_ID"]) % 10000)
-        environ = {"MASTER_PORT": port, "AGAIN": "no", "PREFLIGHT": "no", **os.environ}
-        if not {"CONDA_ENV", "ENV_TARBALL", "PYTHON"} & {*environ}:
-            environ["PYTHON"] = sys.executable
-        environ |= {"TASKS_PER_NODE": str(row["ranks"]), "SCRIPTS": str(HERE)}
-        return ["bash", str(HERE / "launch_frontier.sh"), *words], environ
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    start = [*torchrun, str(row["ranks"]), "--"] if row["ranks"] > 1 else []
-    return [sys.executable, *start, str(TRAIN), *words], environ
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        return ["bash", str(HERE / "launch_frontier.sh"), *words], job_environment(row)
+    command = [sys.executable]
+    if row["ranks"] > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(row["ranks"]), "--"]
+    return [*command, str(TRAIN), *words], {"OMP_NUM_THREADS": "1"} | os.environ
+
+
+def job_environment(row: Row) -> dict[str, str]:
+    """Return the environment of launch_frontier.sh in a task of a job array."""
+    environ = dict(os.environ)
+    # a point is short, its only round, and may share its nodes with others
+    environ.setdefault("AGAIN", "no")
+    environ.setdefault("PREFLIGHT", "no")
+    port = 20000 + int(environ["SLURM_JOB_ID"]) % 10000
+    environ.setdefault("MASTER_PORT", str(port))
+    if not environ.keys() & {"CONDA_ENV", "ENV_TARBALL", "PYTHON"}:
+        environ["PYTHON"] = sys.executable
+    environ["TASKS_PER_NODE"] = str(row["ranks"])
+    environ["SCRIPTS"] = str(HERE)
+    return environ
 
 
 def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
     """Run a point; return its row. FileExistsError where another sweep has begun it."""
     folder = out / "runs" / row["id"]
-    if args.retry and results.with_state(out, row)["state"] in AGAIN:
+    if args.retry and results.with_state(out, row)["state"] in RETRIED:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     command, environ = command_of(row, folder)
-    result: Row = {"host": os.uname().nodename}
-    result["cores"] = int(environ.get("SLURM_CPUS_ON_NODE") or mesh.process_cores())
     late = False
     with open(folder / "output.txt", "wb") as output:
-        shown: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-        # a session of its own: Ctrl-C is for the sweep
-        child = subprocess.Popen(command, env=environ, cwd=HERE, start_new_session=True, **shown)
+        child = subprocess.Popen(
+            command,
+            env=environ,
+            cwd=HERE,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for the sweep
+        )
         try:
             child.wait(args.limit)
         except subprocess.TimeoutExpired:
@@ -140,9 +174,15 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
             end_run(child)
     log = results.read_log(folder / "log.jsonl")
     text = (folder / "output.txt").read_text(errors="replace")
-    state, reason = results.outcome(child.returncode, log, text, late)
-    result |= results.measured(log) if state == "done" else {}
-    result |= {"state": state, "reason": reason, "load_after": os.getloadavg()[0]}
+    state, reason = results.classify_end(child.returncode, log, text, late)
+    result: Row = {}
+    if state == "done":
+        result = results.summarize(log)
+    result["state"] = state
+    result["reason"] = reason
+    result["host"] = os.uname().nodename
+    result["cores"] = int(environ.get("SLURM_CPUS_ON_NODE") or mesh.process_cores())
+    result["load_after"], _, _ = os.getloadavg()
     results.write_lines(folder / "result.json", [result])
     return results.with_state(out, row)
 
@@ -152,26 +192,31 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
 
 def submit(out: Path, rows: Sequence[Row], args: argparse.Namespace) -> None:
     """Submit a job array per number of nodes; its indices are the lines of points.jsonl."""
-    places = {row["id"]: str(i) for i, row in enumerate(results.read_rows(out))}
+    lines = {row["id"]: i for i, row in enumerate(results.read_rows(out))}
     command = [sys.executable, str(HERE / "sweep.py"), "point", str(out), f"--limit={args.limit:g}"]
+    if args.retry:
+        command.append("--retry")
     # not --wrap: its sh may be one that loses the shell function `module`
-    script = "#!/bin/bash\n" + shlex.join(["exec", *command, *["--retry"] * args.retry])
+    script = f"#!/bin/bash\nexec {shlex.join(command)}"
     minutes = math.ceil(args.limit / 60) + 5  # Slurm's limit only backs up the sweep's own
     for nodes in sorted({row["nodes"] for row in rows}):
-        array = ",".join(places[row["id"]] for row in rows if row["nodes"] == nodes)
+        indices = [str(lines[row["id"]]) for row in rows if row["nodes"] == nodes]
         flags = ["-J", "sweep", "-t", str(minutes), "-o", f"{out}/job-%A_%a.txt", NETWORK]
-        flags += [*shlex.split(args.sbatch), "-N", str(nodes), "--array", array]
-        pipes: Any = {"input": script, "capture_output": True, "text": True}
-        done = subprocess.run(["sbatch", *flags], cwd=HERE, **pipes)
+        flags += [*shlex.split(args.sbatch), "-N", str(nodes), "--array", ",".join(indices)]
+        done = subprocess.run(
+            ["sbatch", *flags], cwd=HERE, input=script, capture_output=True, text=True
+        )
         if done.returncode:
             raise ValueError(f"sbatch refused: {done.stderr.strip()}")
-        print(f"{done.stdout.strip()}: {array.count(',') + 1} points on {nodes} nodes", flush=True)
+        print(f"{done.stdout.strip()}: {len(indices)} points on {nodes} nodes", flush=True)
 
 
 def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     """Plan the points, run or submit those that have not begun; return the exit status."""
     in_slurm = args.sbatch is not None
-    machine = args.machine or ("frontier" if in_slurm else None)
+    machine = args.machine
+    if in_slurm and not machine:
+        machine = "frontier"
     out = (args.out or Path(f"sweep_{args.what}")).resolve()
     rows = [plan_point(point, machine) for point in choose_points(args, words)]
     if not rows:
@@ -179,7 +224,9 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     rows = results.add_points(out, rows)
     print(f"{len(rows)} points in {out}", flush=True)
-    wanted = ("waiting", *AGAIN) if args.retry else ("waiting",)
+    wanted = ["waiting"]
+    if args.retry:
+        wanted.extend(RETRIED)
     rows = [row for row in rows if results.with_state(out, row)["state"] in wanted]
     if in_slurm:
         submit(out, rows, args)
@@ -188,40 +235,48 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     for i, row in enumerate(rows, 1):
         print(f"[{i}/{len(rows)}] {row['id']:50}", end=" ", flush=True)
         row = run_point(out, row, args)
-        speed = f"{row.get('images_per_second', math.nan):.1f} img/s"
-        print(f"{row['state']}  {row['reason'] or speed}", flush=True)
-    again = {*AGAIN} & {*report.write_page([out], None)}
-    if again:
+        if row["reason"]:
+            print(f"{row['state']}  {row['reason']}", flush=True)
+        else:
+            print(f"{row['state']}  {row.get('images_per_second', math.nan):.1f} img/s", flush=True)
+    states = report.write_page([out], None)
+    if any(state in RETRIED for state in states):
         print("--retry runs again what has failed, timed out or is unfinished")
-    return int(bool(again))
+        return 1
+    return 0
 
 
 def run_task(args: argparse.Namespace) -> int:
-    """Run a point of the sweep that is named: what a task of a job array does."""
-    (out,) = args.dirs
+    """Run the point that a task of a job array is for, of the sweep that is named."""
+    out = args.dirs[0]
     row = results.read_rows(out)[int(os.environ["SLURM_ARRAY_TASK_ID"])]
-    print(row["id"], run_point(out, row, args)["state"])
+    row = run_point(out, row, args)
+    print(row["id"], row["state"])
     return 0
+
+
+def node_counts(text: str) -> list[int]:
+    """Read numbers of nodes, like 1,2,4: an argparse type."""
+    read = whole(1, 100_000)
+    return [read(word) for word in text.split(",")]
 
 
 def build_parser() -> config.Parser:
     """Build the parser of the command line."""
     parser = config.Parser("sweep.py", doc=__doc__)
-    add, tiles = parser.add_argument, str(HERE / "examples" / "tiles" / "train")
-
-    def counts(text: str) -> list[int]:
-        return [whole(1, 100_000)(word) for word in text.split(",")]
-
+    add = parser.add_argument
+    tiles = HERE / "examples" / "tiles" / "train"
     plans = ("quick", "options", "scaling", "io", "report", "point")
     add("what", metavar="PLAN", choices=plans, help="quick, options, scaling, io; or report")
     add("dirs", type=Path, metavar="DIR", nargs="*", help="of report")
     add("--out", type=Path, metavar="DIR", help="(default sweep_PLAN; report: the first DIR)")
     text = "(default: quick tiny or base, io base, options 5b, scaling base,1b,3b,5b,15b)"
     add("--models", metavar="A,B", help=text)
-    add("--nodes", type=counts, metavar="1,2,4", help="with --sbatch (default 1,2,4,8)")
+    add("--nodes", type=node_counts, metavar="1,2,4", help="with --sbatch (default 1,2,4,8)")
     text = "per node (default: GPUs here, or 4; 8 with --sbatch)"
     add("--ranks", type=whole(1, 1024), metavar="N", help=text)
-    add("--data", metavar="DIR", default=tiles, help="images of real and io (default: tiles here)")
+    text = "images of real and io (default: tiles here)"
+    add("--data", metavar="DIR", default=str(tiles), help=text)
     text = "through Slurm, with these flags of sbatch; environment as for launch_frontier.sh"
     add("--sbatch", metavar="FLAGS", help=text)
     text = "for plan.py (default: with --sbatch frontier; else this host's memory, no speed)"
@@ -234,9 +289,13 @@ def build_parser() -> config.Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run or show a sweep; exit status 1 if a point failed, 2 for bad input."""
     words = list(sys.argv[1:] if argv is None else argv)
-    cut = words.index("--") if "--" in words else len(words)
+    added: list[str] = []  # flags of train_fsdp.py, for every point
+    if "--" in words:
+        cut = words.index("--")
+        added = words[cut + 1 :]
+        words = words[:cut]
     parser = build_parser()
-    args = parser.parse_args(words[:cut])
+    args = parser.parse_args(words)
     try:
         if args.what in ("report", "point") and not args.dirs:
             raise ValueError("which sweep? name its folder, or examples/published")
@@ -247,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if args.dirs:
             raise ValueError(f"{args.what} takes no folder: give --out, or --data")
-        return run_sweep(args, words[cut + 1 :])
+        return run_sweep(args, added)
     except (ValueError, OSError, ImportError) as error:
         parser.error(str(error))
 

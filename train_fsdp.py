@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 train_fsdp.py --model base --mode full_shard --data DIR
     srun python train_fsdp.py --model 3b --mode hybrid --group 2 --data DIR         # Slurm
 
-Read vit.py, data.py, mesh.py and shard.py first, and examples/minimal.py: the same training in 80
+Read vit.py, data.py, mesh.py and shard.py first, and examples/minimal.py: the same training in 100
 lines. What keeps a run alive and observable is in runtime/. This file covers, in order: one step,
 the model, the loop, the run.
 """
@@ -37,10 +37,11 @@ from runtime.agreement import StepGuard, run_on_rank0
 from runtime.config import parse
 from runtime.device_batches import open_batches
 from runtime.image_source import find_images
-from runtime.record import Monitor, report_start
-from runtime.resume import Saves, initial_values, list_newest_first, resume
+from runtime.monitor import Monitor
+from runtime.resume import CheckpointSchedule, initial_values, list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
+from runtime.start_record import report_start
 
 COLLECT_EVERY = 100  # steps between two garbage collections
 
@@ -62,22 +63,28 @@ class Training:
 def learning_rate(step: int, run: Run) -> float:
     """Schedule of steps 0 .. steps-1: linear warm-up, then half a cosine down towards 0."""
     if step < run.warmup_steps:
-        return run.lr * (step + 1) / run.warmup_steps  # not from 0, which would waste a step
-    after, rest = step - run.warmup_steps, run.steps - run.warmup_steps
-    return run.lr * 0.5 * (1 + math.cos(math.pi * after / rest))
+        return run.peak_lr * (step + 1) / run.warmup_steps  # not from 0, which would waste a step
+    after = step - run.warmup_steps
+    rest = run.steps - run.warmup_steps
+    return run.peak_lr * 0.5 * (1 + math.cos(math.pi * after / rest))
 
 
 def forward_backward(training: Training, micro_batches: Sequence[Any]) -> Tensor:
     """Accumulate the gradients of all micro-batches; return this rank's mean loss ()."""
-    model, scaler, count = training.model, training.scaler, len(micro_batches)
-    total = torch.zeros((), device=micro_batches[0][0].device)
-    for i, part in enumerate(micro_batches):
+    model = training.model
+    count = len(micro_batches)
+    device = micro_batches[0][0].device
+    total = torch.zeros((), device=device)
+    for i, micro_batch in enumerate(micro_batches):
         # whole gradients are all-reduced after the last micro-batch, sharded ones reduced in each
         with shard.accumulation(model, last=i == count - 1):
-            with shard.autocast(model, total.device, training.dtype):
-                loss = training.loss_of(model, part)
+            with shard.autocast(model, device, training.dtype):
+                loss = training.loss_of(model, micro_batch)
             loss = loss / count  # the sum is this rank's mean; DDP and FSDP average over ranks
-            (scaler.scale(loss) if scaler else loss).backward()
+            if training.scaler:
+                training.scaler.scale(loss).backward()
+            else:
+                loss.backward()
         total += loss.detach()
     return total
 
@@ -90,7 +97,8 @@ def train_step(
     `requests` of this rank go to all others with the vote, as of `StepGuard.vote`. With AdamW
     nothing here waits for a GPU, so that the host runs ahead of it.
     """
-    optimizer, scaler = training.optimizer, training.scaler
+    optimizer = training.optimizer
+    scaler = training.scaler
     loss = forward_backward(training, micro_batches)
     if scaler:
         scaler.unscale_(optimizer)  # the norm must be that of the true gradients
@@ -115,9 +123,10 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
     With FSDP by blocks no rank ever holds the whole model: it has no memory until it is sharded.
     With `resuming` its values are undefined until a checkpoint is loaded.
     """
-    c, mode = run.config, str(run.config.mode)
+    config = run.config
+    mode = str(config.mode)
     with torch.device("meta"):  # shapes without memory
-        model: nn.Module = vit.ViTMAE(run.model, c.img_size, c.norm_pix_loss)
+        model: nn.Module = vit.ViTMAE(run.model, config.img_size, config.norm_pix_loss)
     decay = shard.weight_decay_names(model)  # by the shapes of whole parameters
     # PyTorch warns that the output is a view that must not be written to; nobody does
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
@@ -127,22 +136,24 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
         grid,
         block_classes={vit.Block},
         values=shard.undefined if resuming else initial_values(run),
-        split_block=tensor_parallel.split_block if c.tp > 1 else None,
+        split_block=tensor_parallel.split_block if config.tp > 1 else None,
         options=run.sharding_options(),
     )
     # after sharding: its states are sharded as the parameters are
-    optimizer = shard.build_optimizer(model, mode, decay, lr=run.lr, weight_decay=c.weight_decay)
-    if c.tp > 1:
+    optimizer = shard.build_optimizer(
+        model, mode, decay, lr=run.peak_lr, weight_decay=config.weight_decay
+    )
+    if config.tp > 1:
         tensor_parallel.finish_split(model, optimizer, grid)
+    scaler = shard.build_scaler(model, torch.device(grid.device_type), run.dtype)
     stats = run.channel_stats or data.IMAGENET
 
-    def loss_of(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
-        images, noise = part  # (B, C, H, W) as loaded, masking noise (B, L)
-        loss, _, _ = model(data.normalize(images, stats), c.mask_ratio, noise)
+    def loss_of(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> Tensor:
+        images, noise = micro_batch  # (B, C, H, W) as loaded, masking noise (B, L)
+        loss, _, _ = model(data.normalize(images, stats), config.mask_ratio, noise)
         return loss
 
-    scaler = shard.build_scaler(model, torch.device(grid.device_type), run.dtype)
-    return Training(model, optimizer, scaler, loss_of, run.dtype, c.clip)
+    return Training(model, optimizer, scaler, loss_of, run.dtype, config.clip)
 
 
 # --- The loop
@@ -153,59 +164,69 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
 
     Reasons: done, signal, nan, data, bad, save.
     """
-    guard, meter, evaluation = monitor.guard, monitor.meter, monitor.evaluation
-    saves, heartbeat, every = monitor.saves, monitor.session.heartbeat, monitor.evaluate_every
-    for step in range(saves.begin, run.steps):
-        last = step + 1 == run.steps
-        save_now = last or saves.due_after(step + 1)
-        evaluate_now = every > 0 and (step + 1) % every == 0
+    guard = monitor.guard
+    checkpoints = monitor.checkpoints
+    evaluate_every = monitor.evaluate_every
+    for step in range(checkpoints.begin, run.steps):
+        done = step + 1
+        last = done == run.steps
+        save_now = last or checkpoints.due_after(done)
+        evaluate_now = evaluate_every > 0 and done % evaluate_every == 0
         # fetch: the loader works ahead, so that this seldom waits
         batch = monitor.next_batch(step)
         # step
-        heartbeat("training", step)
+        monitor.session.heartbeat("training", step)
         lr = learning_rate(step, run)
-        train_step(training, guard, batch.parts, lr, **monitor.requests())
+        train_step(training, guard, batch.micro_batches, lr, **monitor.requests())
         if monitor.profile:
             monitor.profile.step()
         # log: what all ranks agreed on; a GPU's verdict comes one step later, so that nobody waits
-        for verdict in monitor.settle(wait=save_now or evaluate_now):
+        for verdict in monitor.finished_steps(wait=save_now or evaluate_now):
             monitor.log_step(verdict, learning_rate(verdict.step, run))
         if guard.ended:
             return guard.ended, monitor.problem
-        # save
+        # save: at an interval, by some rank's clock, and before the run ends
         ending = last or guard.stop or monitor.bad_images.too_many is not None
         saved = save_now or guard.save or ending
         if saved:
-            heartbeat("saving", step)
-            with meter.paused():
-                failed = saves.save(guard.done, wait=ending)
+            monitor.session.heartbeat("saving", step)
+            with monitor.meter.paused():
+                problem = checkpoints.save(guard.done, wait=ending)
             guard.save = False
-            if failed:
-                return "save", failed
+            if problem:
+                return "save", problem
         # stop: too many bad images, or a signal, on whichever rank; there may be little time left
         if monitor.bad_images.too_many:
             return "bad", monitor.bad_images.too_many
         if guard.stop and not last:
             return "signal", None
-        # evaluate
-        if evaluation and (saved if every == 0 else evaluate_now):
-            with meter.paused():
-                evaluation(guard.done)
-        if (step + 1) % COLLECT_EVERY == 0:
+        # evaluate: at an interval of its own, or after each save
+        if evaluate_every == 0:
+            evaluate_now = saved
+        if monitor.evaluation and evaluate_now:
+            with monitor.meter.paused():
+                monitor.evaluation(guard.done)
+        if done % COLLECT_EVERY == 0:
             gc.collect()  # on all ranks at the same step, not at random times on one
     return "done", None
 
 
 def read_images(run: Run, monitor: Monitor) -> tuple[str, str | None]:
     """Read the images of every step and train nothing, for --run-mode io; return as `train`."""
-    guard, zero = monitor.guard, torch.zeros((), device=monitor.session.device)
+    guard = monitor.guard
+    zero = torch.zeros((), device=monitor.session.device)
     for step in range(run.steps):
+        last = step + 1 == run.steps
         monitor.next_batch(step)
         guard.vote(zero, zero, **monitor.requests())
-        for verdict in monitor.settle(wait=step + 1 == run.steps):
+        for verdict in monitor.finished_steps(wait=last):
             monitor.log_step(verdict, lr=0.0)
-        if guard.ended or (too_many := monitor.bad_images.too_many) or guard.stop:
-            return guard.ended or ("bad" if too_many else "signal"), too_many
+        if guard.ended:
+            return guard.ended, None
+        if monitor.bad_images.too_many:
+            return "bad", monitor.bad_images.too_many
+        if guard.stop and not last:
+            return "signal", None
     return "done", None
 
 
@@ -215,31 +236,36 @@ def read_images(run: Run, monitor: Monitor) -> tuple[str, str | None]:
 def run_training(run: Run, session: Session) -> None:
     """Make one run, on every rank; AgreedError where it has failed."""
     config = run.config
+    log = session.log
     session.lock_folder(config.out)  # against a second run
     # rank 0 lists the images for all
     session.heartbeat("listing images")
-    files, found = run_on_rank0(lambda: find_images(config, config.out, run.global_batch))
-    run, log = with_images(run, **found), session.log
-    checkpoints = list_newest_first(run, log.say)
+    files, facts = run_on_rank0(lambda: find_images(config, config.out, run.global_batch))
+    run = with_images(run, **facts)
+    existing = list_newest_first(run, log.say)
     log.open(run, session.device)
-    training, saves = None, Saves(run, log)
+    training = None
+    checkpoints = CheckpointSchedule(run, log)
     if config.run_mode != "io":
         session.heartbeat("building the model")
         grid = mesh.build_mesh(run.mesh_shape, session.device)  # replicate x shard (x tp)
-        training = build_training(run, grid, resuming=bool(checkpoints))
-    if training and config.run_mode == "real":  # the others save nothing
-        saves = resume(checkpoints, run, session, training)
-        if saves.finished():
+        training = build_training(run, grid, resuming=bool(existing))
+    if training and config.run_mode == "real":  # the other run modes save nothing
+        checkpoints = resume(existing, run, session, training)
+        if checkpoints.finished():
             return
     session.heartbeat("reading the first batch")
-    batches = open_batches(run, session, files, range(saves.begin, run.steps))
-    monitor = Monitor(run, session, files, saves, batches)
-    report_start(run, session, saves.begin)
+    batches = open_batches(run, session, files, range(checkpoints.begin, run.steps))
+    monitor = Monitor(run, session, files, checkpoints, first=next(batches), rest=batches)
+    report_start(run, session, checkpoints.begin)
     if training:
         monitor.watch(training.model)
     with manual_gc():
-        ended = train(run, training, monitor) if training else read_images(run, monitor)
-    monitor.finish(*ended)
+        if training:
+            reason, problem = train(run, training, monitor)
+        else:
+            reason, problem = read_images(run, monitor)
+    monitor.finish(reason, problem)
 
 
 def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int:

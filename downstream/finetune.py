@@ -27,10 +27,11 @@ from runtime.agreement import run_on_rank0
 from runtime.config import Config, Parser, add_flags, flag, make_config, number
 from runtime.device_batches import Batch, open_batches
 from runtime.evaluation import average_over
-from runtime.record import Monitor, versions
+from runtime.monitor import Monitor
 from runtime.resume import list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
+from runtime.start_record import versions
 from train_fsdp import Training, train
 
 HELP = "train the encoder as a classifier"
@@ -153,15 +154,15 @@ def build_tuning(
         model,
         str(c.mode),
         decay,
-        lr=run.lr,
+        lr=run.peak_lr,
         weight_decay=c.weight_decay,
         betas=(0.9, 0.999),
         lr_scale=partial(depth_scale, depth=run.model.depth, layer_decay=c.layer_decay),
     )
     scaler = shard.build_scaler(model, device, run.dtype)
 
-    def loss_of(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
-        images, labels = part
+    def loss_of(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> Tensor:
+        images, labels = micro_batch
         logits = model(data.normalize(images, run.channel_stats)).float()  # (B, classes)
         return F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing)
 
@@ -175,9 +176,9 @@ def labelled(run: TuningRun, files: Any, batches: Iterable[Batch]) -> Iterator[B
     """Give this rank's images (B, C, H, W) as loaded their labels (B,), in place of the noise."""
     for batch in batches:
         labels = torch.tensor([int(files.labels[i]) for i in batch.image_ids])
-        images = [images for images, _ in batch.parts]
+        images = [images for images, _ in batch.micro_batches]
         own = labels.to(images[0].device, non_blocking=True).chunk(run.config.accum)
-        yield replace(batch, parts=list(zip(images, own, strict=True)))
+        yield replace(batch, micro_batches=list(zip(images, own, strict=True)))
 
 
 # --- Scores
@@ -240,13 +241,15 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     saved = list_newest_first(run, log.say)
     log.open(run, device)
     training = build_tuning(run, pretrained, device, resuming=bool(saved))
-    saves = resume(saved, run, session, training)
-    if saves.finished():
+    checkpoints = resume(saved, run, session, training)
+    if checkpoints.finished():
         return
 
-    loaded = open_batches(run, session, files, range(saves.begin, run.steps))
-    monitor = Monitor(run, session, files, saves, labelled(run, files, loaded))
-    start = run.record() | {"lr": run.lr, "epoch_steps": run.epoch_steps, "begin": saves.begin}
+    loaded = open_batches(run, session, files, range(checkpoints.begin, run.steps))
+    batches = labelled(run, files, loaded)
+    monitor = Monitor(run, session, files, checkpoints, first=next(batches), rest=batches)
+    start = run.record() | {"peak_lr": run.peak_lr, "epoch_steps": run.epoch_steps}
+    start["begin"] = checkpoints.begin
     log.write("start", **start, pretrained=pretrained.name, versions=versions())
     log.say(f"{pretrained.name}, {run.classes} classes")
     monitor.evaluate_every = run.epoch_steps

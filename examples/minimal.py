@@ -20,11 +20,11 @@ import shard
 import vit
 
 
-def learning_rate(step: int, steps: int, peak: float) -> float:
+def learning_rate(step: int, steps: int, peak_lr: float) -> float:
     warmup = steps // 20
     if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+        return peak_lr * (step + 1) / warmup
+    return peak_lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
 def train(args: argparse.Namespace) -> None:
@@ -32,39 +32,55 @@ def train(args: argparse.Namespace) -> None:
     ranks = mesh.read_ranks(os.environ)  # from srun, torchrun or neither
     device = mesh.pick_device("auto", ranks)
     mesh.init_ranks(ranks, device)
-    config, steps, batch = vit.MODELS[args.model], args.steps, args.batch * ranks.world_size
-    dtype, peak = getattr(torch, args.dtype), 1.5e-4 * batch / 256
+    dtype = getattr(torch, args.dtype)
+    config = vit.MODELS[args.model]
+    global_batch = args.batch * ranks.world_size
+    peak_lr = 1.5e-4 * global_batch / 256
 
-    # A model of shapes alone. Each block gets its values, the same on all ranks, and is cut.
+    # A model of shapes alone. Each block gets its values, the same on all ranks, and is sharded.
     with torch.device("meta"):
         model = vit.ViTMAE(config, args.img_size)
     decay = shard.weight_decay_names(model)  # by the shapes of whole parameters
     grid = mesh.build_mesh(shard.mesh_shape(args.mode, ranks.world_size, args.group), device)
-    options = shard.ShardingOptions(param_dtype=dtype, cast_inputs=False)  # vit.py casts inputs
-    how = {"values": partial(vit.initial_value, config), "options": options}
-    model = shard.apply(model, args.mode, grid, block_classes={vit.Block}, **how)
-    optimizer = shard.build_optimizer(model, args.mode, decay, lr=peak, weight_decay=0.05)
+    model = shard.apply(
+        model,
+        args.mode,
+        grid,
+        block_classes={vit.Block},
+        values=partial(vit.initial_value, config),
+        options=shard.ShardingOptions(param_dtype=dtype, cast_inputs=False),  # vit.py casts inputs
+    )
+    optimizer = shard.build_optimizer(model, args.mode, decay, lr=peak_lr, weight_decay=0.05)
 
     # Every rank reads images of its own, whatever the mode.
-    patches = vit.patch_count(config, args.img_size)
-    place = {"rank": ranks.rank, "world_size": ranks.world_size, "workers": args.workers}
-    sizes = {"img_size": args.img_size, "global_batch": batch, "local_batch": args.batch}
-    files = data.scan(args.data)
-    loader = data.build_loader(files, patches=patches, seed=0, steps=range(steps), **place, **sizes)
-    for step, images in enumerate(loader):
-        x, noise = data.normalize(images.image.to(device)), images.noise.to(device)
+    loader = data.build_loader(
+        data.scan(args.data),
+        img_size=args.img_size,
+        patches=vit.patch_count(config, args.img_size),
+        seed=0,
+        global_batch=global_batch,
+        local_batch=args.batch,
+        steps=range(args.steps),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        workers=args.workers,
+    )
+    for step, batch in enumerate(loader):
+        images = data.normalize(batch.image.to(device))  # (B, C, H, W) float32
+        noise = batch.noise.to(device)  # (B, L): it decides which patches are removed
         with shard.autocast(model, device, dtype):  # for ddp and zero1: FSDP casts by itself
-            loss, _, _ = model(x, 0.75, noise)
+            loss, _, _ = model(images, 0.75, noise)
         loss.backward()
         norm = shard.clip_grad_norm(model)  # measured over all shards, not clipped
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, peak)
+            group["lr"] = learning_rate(step, args.steps, peak_lr)
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach().double() / ranks.world_size
-        dist.all_reduce(mean)
+        mean_loss = loss.detach().double() / ranks.world_size
+        dist.all_reduce(mean_loss)
         if ranks.rank == 0:
-            print(f"step {step + 1}/{steps}  loss {mean:.17g}  norm {norm:.9g}", flush=True)
+            progress = f"step {step + 1}/{args.steps}"
+            print(f"{progress}  loss {mean_loss:.17g}  norm {norm:.9g}", flush=True)
     dist.destroy_process_group()
 
 
@@ -72,9 +88,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", required=True, metavar="DIR")
     parser.add_argument("--model", default="tiny", choices=vit.MODELS)
+    parser.add_argument("--img-size", type=int, default=96)
     parser.add_argument("--mode", default="full_shard", choices=shard.STRATEGIES)
     parser.add_argument("--group", type=int, help="hybrid modes: ranks that share one copy")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    for name, default in ("img-size", 96), ("batch", 32), ("steps", 100), ("workers", 1):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--batch", type=int, default=32, help="images per rank")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--workers", type=int, default=1, help="loader processes per rank")
     train(parser.parse_args())

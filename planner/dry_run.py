@@ -30,9 +30,9 @@ from planner.memory import GIB, MEMORY_PARTS
 from runtime import agreement, image_source
 from runtime.config import Config
 from runtime.process import print_error
-from runtime.record import describe, start_record
 from runtime.resume import list_newest_first, read_run_state
 from runtime.run import Run, resolve, with_images
+from runtime.start_record import describe, start_record
 
 CPU = torch.device("cpu")  # a fake GPU would need a driver; shapes and bytes are the same
 

@@ -1,4 +1,4 @@
-"""What keeps a run alive and observable: read config.py, run.py, session.py, record.py first."""
+"""What keeps a run alive and observable: read config.py, run.py, session.py, monitor.py first."""
 
 import os
 

@@ -19,7 +19,7 @@ from runtime.session import Session
 class Batch:
     """The images that a rank trains on in one step."""
 
-    parts: list[tuple[Tensor, Tensor]]  # (images, noise) per accumulation step, on the device
+    micro_batches: list[tuple[Tensor, Tensor]]  # (images, noise), one per accumulation step
     image_ids: list[int]
     bad: list[tuple[int, str]]  # (image_id, reason): unreadable, replaced by others
 
@@ -67,10 +67,10 @@ def device_batches(
         loader.worker_init_fn = process.start_worker
     batches = iter(loader)
     while step := list(islice(batches, accum)):
-        parts = [
+        micro_batches = [
             (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
             for b in step
         ]
         ids = [i for b in step for i in b.image_ids]
         bad = [pair for b in step for pair in b.bad]
-        yield Batch(parts, ids, bad)
+        yield Batch(micro_batches, ids, bad)

@@ -17,9 +17,9 @@ import shard
 import vit
 from downstream.images import fixed_noise, open_eval_loader
 from runtime.agreement import gather_to_rank0, run_on_rank0
+from runtime.baselines import baseline_losses
 from runtime.device_batches import worker_count
 from runtime.image_source import list_eval_images
-from runtime.record import losses_of_guesses
 from runtime.run import Run
 from runtime.session import Session
 
@@ -39,16 +39,25 @@ def average_over(
     their values (V, B). All ranks call it equally often, on whole local batches, after
     training `step` steps. Images that cannot be read are left out, named and counted.
     """
-    config, device, size = run.config, session.device, run.local_batch
-    stats, ranks = run.channel_stats or data.IMAGENET, session.ranks
-    share = ranks.rank // config.tp, run.data_ranks
+    config = run.config
+    device = session.device
+    stats = run.channel_stats or data.IMAGENET
+    size = run.local_batch
+    loader = open_eval_loader(
+        files,
+        config.img_size,
+        size,
+        worker_count(config.workers, session.ranks),
+        stats,
+        exact=config.exact_decode,
+        share=(session.ranks.rank // config.tp, run.data_ranks),
+    )
+    # a rank with fewer images than the others calls the model on those of the batch before
     images = torch.zeros(size, run.model.channels, config.img_size, config.img_size, device=device)
     sums = torch.zeros((), dtype=torch.float64, device=device)
     bad: list[tuple[int, str]] = []
-    workers = worker_count(config.workers, ranks)
-    options: Any = {"exact": config.exact_decode, "share": share}
     model.eval()
-    for batch in open_eval_loader(files, config.img_size, size, workers, stats, **options):
+    for batch in loader:
         session.heartbeat("evaluating", step - 1)
         bad += batch.bad.items()
         count = len(batch.indices)
@@ -58,11 +67,13 @@ def average_over(
         sums = sums + F.pad(values.double().sum(1), (1, 0), value=count)  # (1 + V,)
     model.train()
     dist.all_reduce(sums)
-    left_out = sorted({pair for own in gather_to_rank0(bad) or [] for pair in own})
+    # the ranks of a tensor-parallel group have the same images, and the same bad ones
+    left_out = set()
+    for found in gather_to_rank0(bad) or []:
+        left_out |= set(found)
     if left_out:
-        some = ", ".join(f"{files.path(i)} ({why})" for i, why in left_out[:5])
+        some = ", ".join(f"{files.path(i)} ({why})" for i, why in sorted(left_out)[:5])
         session.log.warn(f"{len(left_out)} of {len(files)} held-out images cannot be read: {some}")
-    # the ranks of a tensor-parallel group had the same images
     return int(sums[0]) // config.tp, (sums[1:] / sums[0]).tolist()
 
 
@@ -71,29 +82,40 @@ class Evaluation:
 
     def __init__(self, run: Run, session: Session, model: nn.Module) -> None:
         """List the images; AgreedError where there are none. Collective."""
-        self.run, self.session, self.model = run, session, model
+        self.run = run
+        self.session = session
+        self.model = model
         config: Any = run.config
         self.files = run_on_rank0(lambda: list_eval_images(config.eval_data, config.out, config))
 
     def __call__(self, step: int) -> None:
         """Log the mean loss after so many steps, where an image can be read. Collective."""
-        about, log = (self.files, self.run, self.session, self.model), self.session.log
-        count, means = average_over(*about, step, self.losses_of)
+        log = self.session.log
+        count, means = average_over(
+            self.files, self.run, self.session, self.model, step, self.losses_of
+        )
         if count:
             loss, zero, colour = means
-            found = {"eval_loss": loss, "loss_of_zero": zero, "loss_of_mean_colour": colour}
-            log.write("eval", step=step, **found, images=count)
+            log.write(
+                "eval",
+                step=step,
+                eval_loss=loss,
+                loss_of_zero=zero,
+                loss_of_mean_colour=colour,
+                images=count,
+            )
             log.say(
                 f"evaluation: loss {loss:.4f} (predicting zero {zero:.4f}, the mean colour of the "
                 f"visible patches {colour:.4f}) over {count} of {len(self.files)} images"
             )
 
     def losses_of(self, images: Tensor, indices: list[int]) -> Tensor:
-        """Compute the losses (3, B) of the model and of `losses_of_guesses`. Collective."""
-        run, device, config = self.run, self.session.device, self.run.config
+        """Compute the losses (3, B) of the model and of `baseline_losses`. Collective."""
+        run = self.run
+        config = run.config
+        device = self.session.device
         noise = fixed_noise(config.seed, indices, run.patches).to(device)
         with shard.autocast(self.model, device, run.dtype):
             _, prediction, mask = self.model(images, config.mask_ratio, noise)
-        patch, norm_pix = run.model.patch, config.norm_pix_loss
-        losses = vit.loss_of_each(images, prediction, mask, patch, norm_pix)
-        return torch.cat([losses[None], losses_of_guesses(run, images, mask)])
+        losses = vit.loss_of_each(images, prediction, mask, run.model.patch, config.norm_pix_loss)
+        return torch.cat([losses[None], baseline_losses(run, images, mask)])

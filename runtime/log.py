@@ -7,14 +7,13 @@ takes the times that the log shows; `BadImageLog` lists the unreadable images of
 import csv
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import torch
 
@@ -22,19 +21,19 @@ from runtime.agreement import Verdict, gather_to_rank0, run_on_rank0
 from runtime.devices import device_memory, peak_flops
 from runtime.run import Run
 
-CSV: dict[str, Any] = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
-
 
 class Meter:
     """Measure the steps of a loop by the host's clock, which stops while `paused`."""
 
     def __init__(self, begin: int, global_batch: int) -> None:
         """Begin before step `begin`; each step has `global_batch` images of all ranks."""
-        self.begin, self.global_batch = begin, global_batch
+        self.begin = begin
+        self.global_batch = global_batch
         self.rates: list[float] = []  # images per second of each interval
-        # seconds without a batch: of all steps, and of those before this interval
-        self.waited = self.waited_before = 0.0
-        self.started = self.interval_start = time.perf_counter()
+        self.waited = 0.0  # seconds without a batch, in all steps ...
+        self.waited_before = 0.0  # ... and in those before this interval
+        self.started = time.perf_counter()
+        self.interval_start = self.started
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -45,20 +44,26 @@ class Meter:
 
     def interval(self, done: int) -> tuple[float, float]:
         """End an interval after `done` steps; return seconds per step, and those spent waiting."""
-        now, steps = time.perf_counter(), done - self.begin
+        now = time.perf_counter()
+        steps = done - self.begin
         seconds = (now - self.interval_start) / steps
         waited = (self.waited - self.waited_before) / steps
         self.rates.append(self.global_batch / seconds)
-        self.waited_before, self.begin, self.interval_start = self.waited, done, now
+        self.waited_before = self.waited
+        self.begin = done
+        self.interval_start = now
         return seconds, waited
 
     def summary(self) -> dict[str, float | None]:
         """Return the numbers of the whole loop, by their keys in the log's end record."""
         seconds = time.perf_counter() - self.started
         # the first interval has the warm-up of caches, buckets and compilers
-        rate = statistics.median(self.rates[1:] or self.rates) if self.rates else None
-        share = self.waited / seconds
-        return {"images_per_second": rate, "seconds": seconds, "data_share": share}
+        measured = self.rates[1:] or self.rates
+        return {
+            "images_per_second": statistics.median(measured) if measured else None,
+            "seconds": seconds,
+            "data_wait_fraction": self.waited / seconds,
+        }
 
 
 class Log:
@@ -74,13 +79,15 @@ class Log:
 
     def open(self, run: Run, device: torch.device) -> None:
         """Append to the log of the runs in --out. Collective; AgreedError if it cannot be."""
-        self.run, self.device = run, device
+        self.run = run
+        self.device = device
         path = Path(run.config.out, "log.jsonl")
 
         def open_file() -> None:
-            lost = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # a node, in a line
+            text = path.read_bytes() if path.exists() else b""
             self.file = open(path, "a")  # noqa: SIM115
-            self.file.write("\n" * lost)
+            if text and not text.endswith(b"\n"):  # the node was lost while it wrote a line
+                self.file.write("\n")
 
         run_on_rank0(open_file)
 
@@ -104,37 +111,45 @@ class Log:
             self.file.write(json.dumps({"event": event} | record) + "\n")
             self.file.flush()
             if event == "start" and self.run.config.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-
-                folder = Path(self.run.config.out, "tensorboard", self.run.config.run_mode)
-                # an earlier start of this run may have written of later steps: they are hidden
-                self.tensorboard = SummaryWriter(folder, purge_step=record["begin"] + 1)
+                self._open_tensorboard(record["begin"])
             elif self.tensorboard and "step" in record:
-                step = record.pop("step")
-                for key, value in record.items():
-                    if type(value) in (int, float):
-                        self.tensorboard.add_scalar(f"{event}/{key}", value, step)
-                self.tensorboard.flush()
+                self._write_tensorboard(event, record)
         except OSError as error:  # a full disk: no run ends for want of a line or a curve
             self.warn(f"the log cannot be written now: {error}")
+
+    def _open_tensorboard(self, begin: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = Path(self.run.config.out, "tensorboard", self.run.config.run_mode)
+        # an earlier launch of this run may have written later steps: they are hidden
+        self.tensorboard = SummaryWriter(folder, purge_step=begin + 1)
+
+    def _write_tensorboard(self, event: str, record: dict[str, Any]) -> None:
+        for key, value in record.items():
+            if type(value) in (int, float) and key != "step":
+                self.tensorboard.add_scalar(f"{event}/{key}", value, record["step"])
+        self.tensorboard.flush()
 
     def step(self, verdict: Verdict, lr: float, meter: Meter) -> None:
         """Log a step and end the meter's interval; the numbers are of all ranks.
 
         A run that only reads images has no loss, no norm and no FLOPs.
         """
-        step, loss, norm, *_ = verdict
-        seconds, waited = meter.interval(step + 1)
-        run, trained = self.run, self.run.config.run_mode != "io"
-        rate, flops = run.global_batch / seconds, run.flops_per_image() if trained else None
+        run = self.run
+        trained = run.config.run_mode != "io"
+        done = verdict.step + 1
+        seconds, waited = meter.interval(done)
+        rate = run.global_batch / seconds
+        flops = run.flops_per_image() if trained else None
         tflops = rate / run.world_size * flops / 1e12 if flops else None
-        peak, memory = peak_flops(self.device)[0], device_memory(self.device)
+        peak, _ = peak_flops(self.device)
+        memory = device_memory(self.device)
         self.write(
             "step",
-            step=step + 1,
-            epoch=step // run.epoch_steps,
-            loss=loss if trained else None,
-            grad_norm=norm if trained else None,
+            step=done,
+            epoch=verdict.step // run.epoch_steps,
+            loss=verdict.loss if trained else None,
+            grad_norm=verdict.norm if trained else None,
             lr=lr,
             step_seconds=seconds,
             data_seconds=waited,
@@ -144,14 +159,16 @@ class Log:
             mfu=1e12 * tflops / peak if tflops and peak else None,
             **memory,
         )
-        shown = f"loss {loss:7.4f}  norm {norm:8.3f}  lr {lr:.2e}  " if trained else ""
-        gib = memory["peak_allocated_gib"]
-        left = timedelta(seconds=round(seconds * (run.steps - step - 1)))
-        self.say(
-            f"step {step + 1:{len(str(run.steps))}}/{run.steps}  {shown}{rate:8.1f} img/s  "
-            f"{'' if gib is None else f'{gib:6.2f} GiB  '}data wait {1e3 * waited:7.1f} ms "
-            f"{waited / seconds:4.0%}  ETA {left}"
-        )
+        width = len(str(run.steps))
+        text = f"step {done:{width}}/{run.steps}  "
+        if trained:
+            text += f"loss {verdict.loss:7.4f}  norm {verdict.norm:8.3f}  lr {lr:.2e}  "
+        text += f"{rate:8.1f} img/s  "
+        if memory["peak_allocated_gib"] is not None:
+            text += f"{memory['peak_allocated_gib']:6.2f} GiB  "
+        left = timedelta(seconds=round(seconds * (run.steps - done)))
+        text += f"data wait {1e3 * waited:7.1f} ms {waited / seconds:4.0%}  ETA {left}"
+        self.say(text)
 
 
 # --- Unreadable images
@@ -162,14 +179,22 @@ class BadImageLog:
 
     def __init__(self, run: Run, log: Log, name_of: Callable[[int], str]) -> None:
         """Continue the list in --out; `name_of` gives the path of an image."""
-        self.path = os.path.join(run.config.out, "bad_images.csv")
-        self.run, self.log, self.name_of = run, log, name_of
+        self.path = Path(run.config.out, "bad_images.csv")
+        self.run = run
+        self.log = log
+        self.name_of = name_of
         self.unreported: list[tuple[str, str, int]] = []  # found by this rank since `sync`
         self.too_many: str | None = None  # an error message
         self.known: set[str] = set()  # their paths, kept up to date on rank 0
-        if log.rank == 0 and os.path.exists(self.path):
-            with open(self.path, **CSV) as file:
+        if log.rank == 0 and self.path.exists():
+            with self.open("r") as file:
                 self.known = {row["path"] for row in csv.DictReader(file)}
+
+    def open(self, mode: str) -> TextIO:
+        """Open the list, in which a path may have any bytes."""
+        return cast(
+            TextIO, open(self.path, mode, newline="", encoding="utf-8", errors="surrogateescape")
+        )
 
     def sync(self) -> None:
         """Collect the bad images of all ranks; set `too_many` on all where they are. Collective."""
@@ -178,20 +203,28 @@ class BadImageLog:
         self.too_many = run_on_rank0(lambda: self._list(every))
 
     def _list(self, every: list[list[tuple[str, str, int]]]) -> str | None:
-        """On rank 0: list the images that are new, with reason and first step; see `too_many`."""
-        new = {row[0]: row for rows in every for row in rows if row[0] not in self.known}
+        """List on rank 0 the images that are new; return an error message if they are too many."""
+        new = {}
+        for rows in every:
+            for path, reason, step in rows:
+                if path not in self.known:
+                    new[path] = path, reason, step
         if new:
             path, reason, _ = next(iter(new.values()))
             found = f"unreadable images, replaced by the next: {len(new)}, see {self.path}"
             self.log.warn(f"{found}; the first: {path} ({reason})")
             try:
-                with open(self.path, "a", **CSV) as file:
-                    heading = [("path", "reason", "step")] * (file.tell() == 0)
-                    csv.writer(file).writerows([*heading, *new.values()])
-            except OSError as error:  # as of the log
+                with self.open("a") as file:
+                    table = csv.writer(file)
+                    if file.tell() == 0:
+                        table.writerow(["path", "reason", "step"])
+                    table.writerows(new.values())
+            except OSError as error:  # a full disk: the run continues, as without a line of the log
                 self.log.warn(f"{self.path} cannot be written now: {error}")
             self.known |= new.keys()
-        count, images, allowed = len(self.known), self.run.images, self.run.config.max_bad
+        count = len(self.known)
+        images = self.run.images
+        allowed = self.run.config.max_bad
         if count <= allowed * images:
             return None
         found = f"{count} of {images} images are unreadable, more than --max-bad {allowed:g} allows"

@@ -139,7 +139,7 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
     return ", ".join(changes.values()) or "-"
 
 
-class Saves:
+class CheckpointSchedule:
     """Save the checkpoints of a run, when one is due, and remember where the weights are.
 
     Made by `resume`, with the run state of the checkpoint that was resumed; nothing is saved
@@ -208,7 +208,7 @@ class Saves:
         return f"saved {path}" if finished else f"saved {path}; {how} continues from there"
 
 
-def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> Saves:
+def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> CheckpointSchedule:
     """Load the first whole checkpoint of `found` into a train_fsdp.Training. Collective.
 
     Returns the saves to come, with the step to `begin` at. AgreedError as of `read_run_state`.
@@ -217,7 +217,7 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
     model, optimizer, scaler = training.model, training.optimizer, training.scaler
     load = partial(checkpoint.load, model=model, optimizer=optimizer, group=group)
     state = read_run_state(found, run, log.say, load)
-    saves = Saves(run, log, state["step"])
+    saves = CheckpointSchedule(run, log, state["step"])
     session.where_saved = saves.where
     mark_done(config.out, saves.begin >= run.steps)
     if scaler and state["scaler"]:

@@ -35,7 +35,7 @@ class Run:
         return self.world_size // self.config.tp
 
     @property
-    def lr(self) -> float:
+    def peak_lr(self) -> float:
         """Peak learning rate: the base rate scaled to the global batch, as in MAE's recipe."""
         return self.config.blr * self.global_batch / 256
 

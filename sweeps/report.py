@@ -10,15 +10,23 @@ import numpy as np
 
 from checkpoint import replacing
 from sweeps import results
-from sweeps.results import SETTINGS, Limit, Row, find_limits, group_by, noise, step_seconds
+from sweeps.results import SETTINGS, Bottleneck, Row, find_bottlenecks, step_seconds, uncertainty
 
 # --- Figures
 
 STYLE_SHEET = "tableau-colorblind10"  # the first six colours stand out on white
-MARKS = "os^DvPX*<>dhp"  # the same in grey
-RC_PARAMS: Any = {"font.size": 9, "axes.grid": True, "axes.axisbelow": True}
-RC_PARAMS |= {"grid.color": "#dddddd", "legend.frameon": False, "legend.handlelength": 3}
-RC_PARAMS |= {"savefig.dpi": 160, "savefig.bbox": "tight"}  # the legend enlarges the picture
+COLOURS = 6
+MARKERS = "os^DvPX*<>dhp"  # they tell the same lines apart in grey
+RC_PARAMS = {
+    "font.size": 9,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "legend.frameon": False,
+    "legend.handlelength": 3,
+    "savefig.dpi": 160,
+    "savefig.bbox": "tight",  # the legend enlarges the picture
+}
 CAPTIONS = {
     "scaling": "Images/s per rank: medians of the measured steps. Bars: half the distance of their "
     "quartiles, at least the 5 % by which runs differ from day to day. Dashed, if measured: the "
@@ -31,22 +39,33 @@ CAPTIONS = {
 
 def series_labels(rows: Sequence[Row], *left_out: str) -> list[str]:
     """Label each row: its sharding, like `hybrid 2`, and all else in which the rows differ."""
-    columns = ("source", "run_mode", "world_size", *SETTINGS, "caveat")
-    shown = [n for n in columns if len({r[n] for r in rows if r.get(n) is not None}) > 1]
-    shown = [name for name in shown if name not in ("mode", "group", *left_out)]
+    shown = []
+    for name in ("source", "run_mode", "world_size", *SETTINGS, "caveat"):
+        values = {row[name] for row in rows if row.get(name) is not None}
+        if len(values) > 1 and name not in ("mode", "group", *left_out):
+            shown.append(name)
     labels = []
     for row in rows:
+        label = row["mode"]
+        if row.get("group"):
+            label += f" {row['group']}"
         texts = [f"{name} {row[name]}" for name in shown if row.get(name) is not None]
-        sharding = f"{row['mode']} {row.get('group') or ''}".strip()
-        labels.append(sharding + f" ({', '.join(texts)})" * bool(texts))
+        if texts:
+            label += f" ({', '.join(texts)})"
+        labels.append(label)
     return labels
 
 
-def device_axis(panel: Any, worlds: Iterable[int]) -> None:
-    """Make the x axis that of numbers of devices, in powers of two."""
-    ticks = sorted({*worlds})
+def by_world_size(row: Row) -> int:
+    """Return what the rows of a figure are sorted by."""
+    return row["world_size"]
+
+
+def device_axis(panel: Any, world_sizes: Iterable[int]) -> None:
+    """Label the x axis with numbers of devices, in powers of two."""
+    ticks = sorted(set(world_sizes))
     panel.set_xscale("log", base=2)
-    panel.set_xticks(ticks, [str(world) for world in ticks], fontsize=8)
+    panel.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
     panel.set_xticks([], minor=True)
     panel.set_xlim(ticks[0] / 1.3, ticks[-1] * 1.3)
 
@@ -55,37 +74,57 @@ def draw_throughput(rows: Sequence[Row]) -> Any:
     """Draw a panel per model and a line per sharding: images/s per rank, over ranks."""
     from matplotlib.figure import Figure
 
-    models = group_by(rows, lambda row: row["model"])
-    labels = dict(zip(map(id, rows), series_labels(rows, "model", "world_size"), strict=True))
-    order, entries = list(dict.fromkeys(labels.values())), dict[str, Any]()
-    figure = Figure(figsize=(max(4.6, 3.4 * len(models)), 3.2), layout="constrained")
-    panels = figure.subplots(1, len(models), squeeze=False)[0]
-    for panel, (model, mine) in zip(panels, models.items(), strict=True):
-        mine.sort(key=lambda row: row["world_size"])
-        for label, some in group_by(mine, lambda row: labels[id(row)]).items():
-            number, xs = order.index(label), np.array([row["world_size"] for row in some])
-            look: Any = {"color": f"C{number % 6}", "marker": MARKS[number % len(MARKS)]}
-            names = ("images_per_second", "planned_images_per_second", "ideal")
-            rates, planned, ideal = ([r.get(name, np.nan) for r in some] / xs for name in names)
-            bars = rates * [noise(row) for row in some]
-            entries[label] = panel.errorbar(xs, rates, bars, capsize=2, lw=1.2, ms=5, **look)
-            panel.plot(xs, planned, ":", mfc="none", **look)
-            panel.plot(xs, ideal, "k--", lw=1)
-        device_axis(panel, (row["world_size"] for row in mine))
+    labels = series_labels(rows, "model", "world_size")
+    numbers = {label: i for i, label in enumerate(dict.fromkeys(labels))}  # of colour and marker
+    lines: dict[str, dict[str, list[Row]]] = {}  # model: label: its rows
+    for row, label in zip(rows, labels, strict=True):
+        lines.setdefault(row["model"], {}).setdefault(label, []).append(row)
+    figure = Figure(figsize=(max(4.6, 3.4 * len(lines)), 3.2), layout="constrained")
+    panels = figure.subplots(1, len(lines), squeeze=False).flatten()
+    legend: dict[str, Any] = {}
+    for panel, (model, of_model) in zip(panels, lines.items(), strict=True):
+        for label, line in of_model.items():
+            line.sort(key=by_world_size)
+            legend[label] = draw_line(panel, line, numbers[label])
+        device_axis(panel, [row["world_size"] for row in rows if row["model"] == model])
         panel.set(title=model, ylabel="images/s per rank", xlabel="ranks", ylim=(0, None))
-    place: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": 2}
-    figure.legend(entries.values(), entries.keys(), **place)
+    figure.legend(
+        legend.values(), legend.keys(), loc="upper center", bbox_to_anchor=(0.5, 0), ncols=2
+    )
     return figure
+
+
+def draw_line(panel: Any, rows: Sequence[Row], number: int) -> Any:
+    """Draw images/s per rank with error bars, the plan and the ideal; return the legend's entry."""
+    colour = f"C{number % COLOURS}"
+    marker = MARKERS[number % len(MARKERS)]
+    ranks = np.array([row["world_size"] for row in rows])
+    measured = per_rank(rows, "images_per_second")
+    bars = measured * [uncertainty(row) for row in rows]
+    entry = panel.errorbar(
+        ranks, measured, bars, color=colour, marker=marker, capsize=2, linewidth=1.2, markersize=5
+    )
+    planned = per_rank(rows, "planned_images_per_second")
+    panel.plot(ranks, planned, color=colour, marker=marker, linestyle=":", markerfacecolor="none")
+    panel.plot(ranks, per_rank(rows, "ideal"), color="black", linestyle="--", linewidth=1)
+    return entry
+
+
+def per_rank(rows: Sequence[Row], column: str) -> np.ndarray:
+    """Divide a column by the number of ranks; NaN, which is not drawn, where a row lacks it."""
+    return np.array([row.get(column, np.nan) / row["world_size"] for row in rows])
 
 
 def draw_bars(rows: Sequence[Row]) -> Any:
     """Draw a bar for the seconds per step of each row, and by how much they are uncertain."""
     from matplotlib.figure import Figure
 
+    rows = sorted(rows, key=by_world_size)
+    seconds = np.array([step_seconds(row) for row in rows])
+    errors = seconds * [uncertainty(row) for row in rows]
     figure = Figure(figsize=(6, 0.6 + 0.2 * len(rows)), layout="constrained")
-    rows = sorted(rows, key=lambda row: row["world_size"])
-    panel, took = figure.subplots(), np.array([step_seconds(row) for row in rows])
-    panel.barh(range(len(rows)), took, xerr=took * [noise(row) for row in rows], capsize=2)
+    panel = figure.subplots()
+    panel.barh(range(len(rows)), seconds, xerr=errors, capsize=2)
     panel.set_yticks(range(len(rows)), series_labels(rows), fontsize=7)
     panel.invert_yaxis()
     panel.set_xlabel("seconds per step")
@@ -97,12 +136,14 @@ def draw_figures(rows: Sequence[Row], folder: Path) -> list[str]:
     from matplotlib import style
 
     draw = {"scaling": draw_throughput, "options": draw_bars, "io": draw_bars}
+    measured = [row for row in rows if row.get("images_per_second")]
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     with style.context([STYLE_SHEET, RC_PARAMS]):
         for study in draw:
-            if mine := [r for r in rows if study in r["studies"] and r.get("images_per_second")]:
-                draw[study](mine).savefig(folder / f"{study}.png")
+            of_study = [row for row in measured if study in row["studies"]]
+            if of_study:
+                draw[study](of_study).savefig(folder / f"{study}.png")
                 drawn.append(study)
     return drawn
 
@@ -118,6 +159,7 @@ COLUMNS = {  # of the table of points: column of the rows, format
     "planned GiB": ("planned_gib", ".2f"),
     "load": ("load_after", ".1f"),
 }
+CAUSES = ("compute", "communication", "input")  # what a step consists of
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -126,36 +168,51 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iter
         yield "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
 
 
-def limit_cells(rows: Sequence[Row], limit: Limit) -> list[str]:
+def bottleneck_cells(rows: Sequence[Row], bottleneck: Bottleneck) -> list[str]:
     """Format what limits a setting: each part as a share of their sum."""
-    parts, ids = limit.parts, " ".join(row["id"] for row in rows)
-    names = ("compute", "communication", "input")
-    shares = [f"{parts[n] / sum(parts.values()):.0%}" if parts else "-" for n in names]
-    return [ids, f"**{limit.word}**", *shares, limit.why]
+    ids = " ".join(row["id"] for row in rows)
+    shares = ["-"] * len(CAUSES)
+    if bottleneck.seconds:
+        total = sum(bottleneck.seconds.values())
+        shares = [f"{bottleneck.seconds[cause] / total:.0%}" for cause in CAUSES]
+    return [ids, f"**{bottleneck.name}**", *shares, bottleneck.reason]
 
 
 def point_cells(row: Row) -> list[str]:
     """Format a point by COLUMNS."""
-    why = row.get("reason") or row.get("caveat")
-    cells = [row["id"], row["state"] + (f": {why}" if why else "")]
+    state = row["state"]
+    reason = row.get("reason") or row.get("caveat")
+    if reason:
+        state += f": {reason}"
+    cells = [row["id"], state]
     for column, form in COLUMNS.values():
-        cells.append("-" if row.get(column) is None else format(row[column], form))
+        value = row.get(column)
+        cells.append("-" if value is None else format(value, form))
     return cells
 
 
 def page_lines(rows: Sequence[Row], figures: Sequence[str]) -> Iterator[str]:
     """Format the whole page."""
-    hosts = {f"{r['host']} ({r.get('device')}, {r['cores']} cores)" for r in rows if r.get("host")}
-    yield f"# Sweep: {', '.join(dict.fromkeys(row['source'] for row in rows))}\n"
+    sources = dict.fromkeys(row["source"] for row in rows)  # each once, in their order
+    hosts = set()
+    for row in rows:
+        if row.get("host"):
+            hosts.add(f"{row['host']} ({row.get('device')}, {row['cores']} cores)")
+    yield f"# Sweep: {', '.join(sources)}\n"
     yield f"{date.today()}: {len(rows)} points, on {', '.join(sorted(hosts)) or 'other hosts'}."
     for name in figures:
         yield f"\n![{name}](figures/{name}.png)\n\n{CAPTIONS[name]}"
     yield "\n## What limits it\n\nShares of a step.\n"
-    limits = find_limits(rows)
-    header = ["points", "limit", "compute", "communication", "input", "how it was found"]
-    yield from markdown_table(header, [limit_cells(*f) for f in limits if f[1].word != "unknown"])
-    if count := sum(limit.word == "unknown" for _, limit in limits):
-        yield f"\nOf {count} settings too little was measured: add real, syn, io, and one rank."
+    known = []
+    unknown = 0
+    for some, bottleneck in find_bottlenecks(rows):
+        if bottleneck.name == "unknown":
+            unknown += 1
+        else:
+            known.append(bottleneck_cells(some, bottleneck))
+    yield from markdown_table(["points", "limit", *CAUSES, "how it was found"], known)
+    if unknown:
+        yield f"\nOf {unknown} settings too little was measured: add real, syn, io, and one rank."
     yield "\n## Every point\n"
     yield "The log of a point is runs/POINT/log.jsonl.\n"
     yield from markdown_table(["point", "state", *COLUMNS], [point_cells(row) for row in rows])
@@ -166,7 +223,9 @@ def write_page(folders: Sequence[Path], out: Path | None) -> Counter[str]:
 
     ValueError where no point has a result.
     """
-    rows = [row for folder in folders for row in results.read_rows(folder)]
+    rows: list[Row] = []
+    for folder in folders:
+        rows += results.read_rows(folder)
     states = Counter(row["state"] for row in rows)
     print(", ".join(f"{count} {state}" for state, count in states.items()))
     for row in rows:
@@ -175,12 +234,14 @@ def write_page(folders: Sequence[Path], out: Path | None) -> Counter[str]:
     if not any(row.get("images_per_second") for row in rows):
         raise ValueError(f"{folders[0]} has no finished point to draw: run it further, or --retry")
     results.add_ideal(rows)
-    if not out:  # not into a folder of results alone
-        first = folders[0]
-        out = first if (first / "points.jsonl").exists() else Path(f"sweep_{first.resolve().name}")
+    if not out:
+        out = folders[0]
+        if not (out / "points.jsonl").exists():  # it holds results alone, such as published ones
+            out = Path(f"sweep_{out.resolve().name}")
     figures = draw_figures(rows, out / "figures")
     results.write_lines(out / "results.jsonl", rows)
     with replacing(out / "report.md") as stream:
-        stream.writelines(f"{line}\n".encode() for line in page_lines(rows, figures))
+        for line in page_lines(rows, figures):
+            stream.write(f"{line}\n".encode())
     print(f"report: {out / 'report.md'}")
     return states

@@ -1,8 +1,8 @@
-"""Read what the runs of a sweep measured, and find what limits each of them.
+"""Read what the runs of a sweep measured, and find the bottleneck of each setting.
 
-A row is a point of a sweep: its flags, its plan, its state and what its run measured. They lie in
-DIR/points.jsonl and DIR/runs/ID/result.json; a report joins them in DIR/results.jsonl, which alone
-is enough for another report.
+A row is a point of a sweep: its flags, its plan, its state and what its run measured. A sweep keeps
+them in DIR/points.jsonl and DIR/runs/ID/result.json; a report joins them in DIR/results.jsonl,
+which alone is enough for another report.
 """
 
 import json
@@ -18,8 +18,9 @@ from runtime.config import names
 
 Row = dict[str, Any]
 
-SETTINGS = names("setting", "sharding")  # two runs are compared where these flags are equal
-MEMORY = ("out of memory", "skipped")
+SHARDING = names("sharding")  # the flags that say how a run is sharded
+SETTINGS = names("setting", "sharding")  # two runs are compared if these flags are equal
+MEMORY_STATES = ("out of memory", "skipped")
 OUT_OF_MEMORY = re.compile("out.?of.?memory|allocate memory|MemoryError|oom.kill", re.I)
 WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, compilers
 
@@ -29,7 +30,8 @@ WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, compilers
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
     """Write rows as JSON, one a line, completely or not at all."""
     with replacing(path) as stream:
-        stream.writelines(f"{json.dumps(row)}\n".encode() for row in rows)
+        for row in rows:
+            stream.write(f"{json.dumps(row)}\n".encode())
 
 
 def read_lines(path: Path) -> list[Row]:
@@ -39,25 +41,34 @@ def read_lines(path: Path) -> list[Row]:
 
 def add_points(out: Path, rows: Sequence[Row]) -> list[Row]:
     """Add points to a sweep; return each of `rows` once, with all studies that it belongs to."""
-    path, new = out / "points.jsonl", dict[str, Row]()
-    known = {row["id"]: row for row in (read_lines(path) if path.exists() else [])}
+    path = out / "points.jsonl"
+    known: dict[str, Row] = {}
+    if path.exists():
+        known = {row["id"]: row for row in read_lines(path)}
+    added: dict[str, Row] = {}
     for row in rows:
-        studies = {*known.get(row["id"], row)["studies"], *row["studies"]}
-        known[row["id"]] = new[row["id"]] = row | {"studies": sorted(studies)}
+        studies = set(row["studies"])
+        if row["id"] in known:
+            studies.update(known[row["id"]]["studies"])
+        row = row | {"studies": sorted(studies)}
+        known[row["id"]] = row
+        added[row["id"]] = row
     write_lines(path, known.values())
-    return list(new.values())
+    return list(added.values())
 
 
 def with_state(out: Path, row: Row) -> Row:
     """Add to a point its state, the reason, and the result of its run if that has ended."""
-    folder, state, why = out / "runs" / row["id"], "waiting", ""
-    if (folder / "result.json").exists():
-        return row | read_lines(folder / "result.json")[0]
+    folder = out / "runs" / row["id"]
+    result = folder / "result.json"
+    if result.exists():
+        return row | json.loads(result.read_text())
     if folder.exists():
-        state, why = "unfinished", "it runs elsewhere, or was interrupted: --retry runs it again"
-    elif row["fit"].startswith("NO"):
-        state, why = "skipped", f"plan.py: {row['fit']}"
-    return row | {"state": state, "reason": why}
+        reason = "it runs elsewhere, or was interrupted: --retry runs it again"
+        return row | {"state": "unfinished", "reason": reason}
+    if row["fit"].startswith("NO"):
+        return row | {"state": "skipped", "reason": f"plan.py: {row['fit']}"}
+    return row | {"state": "waiting", "reason": ""}
 
 
 def read_rows(out: Path) -> list[Row]:
@@ -73,132 +84,189 @@ def read_rows(out: Path) -> list[Row]:
 
 
 def read_log(path: Path) -> dict[str, list[Row]]:
-    """Read the records of a log.jsonl, if there is one, by event."""
-    return group_by(read_lines(path) if path.exists() else [], lambda record: record["event"])
+    """Read the records of a log.jsonl by event; none where there is no such file."""
+    if not path.exists():
+        return {}
+    return group_by(read_lines(path), lambda record: record["event"])
 
 
-def outcome(code: int, log: dict[str, list[Row]], output: str, late: bool) -> tuple[str, str]:
-    """Return (state, reason) of a run that has ended with the exit status `code`."""
-    end = log["end"][-1] if "end" in log else {}
+def classify_end(code: int, log: dict[str, list[Row]], output: str, late: bool) -> tuple[str, str]:
+    """Return (state, reason) of a run that has ended with the exit status `code`.
+
+    `late` says that it was ended because of --limit.
+    """
+    end: Row = {}
+    if "end" in log:
+        end = log["end"][-1]
     if end.get("reason") == "done":
         return "done", ""
-    lines = [*output.splitlines(), end.get("problem") or f"exit status {code}: see output.txt"]
-    # first: where the memory of one rank has run out, the others wait for it until a time limit
-    if found := [line for line in lines if OUT_OF_MEMORY.search(line)]:
-        return "out of memory", found[0].strip()
-    return ("timed out", "longer than --limit") if late else ("failed", lines[-1])
+    lines = output.splitlines()
+    lines.append(end.get("problem") or f"exit status {code}: see output.txt")
+    # before the time limit: if one rank runs out of memory, the others wait for it until then
+    for line in lines:
+        if OUT_OF_MEMORY.search(line):
+            return "out of memory", line.strip()
+    if late:
+        return "timed out", "longer than --limit"
+    return "failed", lines[-1]
 
 
-def measured(log: dict[str, list[Row]]) -> Row:
-    """Summarise a run that is done: its flags, medians and quartiles after the warm-up."""
+def summarize(log: dict[str, list[Row]]) -> Row:
+    """Summarise a run that is done: its flags, and its speed after the warm-up.
+
+    The speed is the median of the logged steps, with its quartiles (q1, q3).
+    """
     row: Row = dict(log["start"][-1])
-    kept = [s for s in log.get("step", [])[1:] if s["step"] > WARM_UP * row["steps"]]
-    if kept:
-        three = np.percentile([s["images_per_second"] for s in kept], (25, 50, 75)).tolist()
-        rates = ("images_per_second_q1", "images_per_second", "images_per_second_q3")
-        row |= zip(rates, three, strict=True)
-        row |= {name: kept[-1].get(name) for name in ("peak_allocated_gib", "alloc_retries")}
+    lines = log.get("step", [])[1:]
+    measured = [line for line in lines if line["step"] > WARM_UP * row["steps"]]
+    if measured:
+        rates = [line["images_per_second"] for line in measured]
+        q1, median, q3 = np.percentile(rates, (25, 50, 75)).tolist()
+        row["images_per_second_q1"] = q1
+        row["images_per_second"] = median
+        row["images_per_second_q3"] = q3
+        row["peak_allocated_gib"] = measured[-1].get("peak_allocated_gib")
+        row["alloc_retries"] = measured[-1].get("alloc_retries")
     return row
 
 
-# --- What limits a run
+# --- The ideal speed: no communication
 
-CLOSE = 0.05  # runs with the same flags differ by this much from day to day
-
-
-class Limit(NamedTuple):
-    """What limits a setting, how that was found, and the seconds per step by cause if known."""
-
-    word: str
-    why: str
-    parts: Mapping[str, float] = {}
+DAY_TO_DAY = 0.05  # runs with the same flags differ by this much from day to day
 
 
-def ideal_key(row: Row) -> tuple:
-    """Return what the points below one ideal line share: all but sharding and devices."""
-    return tuple(row.get(name) for name in ("source", *SETTINGS) if name not in names("sharding"))
+def group_by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Group rows by a key, in their order."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def values_of(row: Row, columns: Iterable[str]) -> tuple:
+    """Return the values of some columns of a row, None where it has none."""
+    return tuple(row.get(column) for column in columns)
 
 
 def device_count(row: Row) -> int:
     """Count the devices that work at once: the ranks, but on a CPU at most its cores."""
-    cores = row.get("cores") if row.get("device") == "cpu" else None
-    return min(row["world_size"], row["nodes"] * cores) if cores else row["world_size"]
+    world_size = row["world_size"]
+    if row.get("device") == "cpu" and row.get("cores"):
+        return min(world_size, row["nodes"] * row["cores"])
+    return world_size
 
 
 def step_seconds(row: Row) -> float:
     """Return the median seconds per step."""
-    images = row["batch"] * row.get("accum", 1) * row["world_size"] / row.get("tp", 1)
+    data_ranks = row["world_size"] / row.get("tp", 1)
+    images = row["batch"] * row.get("accum", 1) * data_ranks
     return images / row["images_per_second"]
 
 
-def noise(row: Row) -> float:
-    """Return the share by which a speed is uncertain: half its quartiles' distance, or CLOSE."""
-    apart = row.get("images_per_second_q3", 0) - row.get("images_per_second_q1", 0)
-    return max(CLOSE, apart / 2 / row["images_per_second"])
+def uncertainty(row: Row) -> float:
+    """Return the relative uncertainty of a speed: half its interquartile range, or DAY_TO_DAY."""
+    spread = row.get("images_per_second_q3", 0) - row.get("images_per_second_q1", 0)
+    return max(DAY_TO_DAY, spread / 2 / row["images_per_second"])
 
 
 def add_ideal(rows: Iterable[Row]) -> None:
     """Add to each training run the images/s without communication, and its share of them.
 
-    They are those of the fastest `syn` on the fewest ranks, for as many devices.
+    The ideal is the speed per device of the fastest `syn` run on the fewest ranks, times the number
+    of devices. It is shared by all rows that differ in sharding and devices only.
     """
-    found = [r for r in rows if r["run_mode"] == "syn" and r.get("images_per_second")]
-    found.sort(key=lambda r: (-r["world_size"], r["images_per_second"] / device_count(r)))
-    runs = {ideal_key(r): r for r in found if not r.get("caveat")}
+    rows = list(rows)
+    columns = ["source", *(name for name in SETTINGS if name not in SHARDING)]
+    best: dict[tuple, Row] = {}
     for row in rows:
-        best = runs.get(ideal_key(row))
-        if best and row.get("images_per_second") and row["run_mode"] != "io":
-            each = best["images_per_second"] / device_count(best)
-            row["ideal"], row["ideal_ranks"] = each * device_count(row), best["world_size"]
+        if row["run_mode"] == "syn" and row.get("images_per_second") and not row.get("caveat"):
+            key = values_of(row, columns)
+            if key not in best or _is_better(row, best[key]):
+                best[key] = row
+    for row in rows:
+        reference = best.get(values_of(row, columns))
+        if reference and row.get("images_per_second") and row["run_mode"] != "io":
+            per_device = reference["images_per_second"] / device_count(reference)
+            row["ideal"] = per_device * device_count(row)
+            row["ideal_ranks"] = reference["world_size"]
             row["efficiency"] = row["images_per_second"] / row["ideal"]
 
 
-def find_limits(rows: Sequence[Row]) -> list[tuple[list[Row], Limit]]:
+def _is_better(row: Row, other: Row) -> bool:
+    """Tell whether a row is the better reference: fewer ranks, then at least as fast."""
+    if row["world_size"] != other["world_size"]:
+        return row["world_size"] < other["world_size"]
+    speed = row["images_per_second"] / device_count(row)
+    return speed >= other["images_per_second"] / device_count(other)
+
+
+# --- What limits a run
+
+
+class Bottleneck(NamedTuple):
+    """What limits a setting, how that was found, and the seconds per step by cause if known."""
+
+    name: str  # compute, communication, input, memory; unclear, unknown
+    reason: str
+    seconds: Mapping[str, float] = {}
+
+
+def find_bottlenecks(rows: Sequence[Row]) -> list[tuple[list[Row], Bottleneck]]:
     """Find what limits each setting, from its real, syn and io runs, after `add_ideal`."""
-    ended = [r for r in rows if r.get("images_per_second") or r["state"] in MEMORY]
-    ended = [r for r in ended if r["studies"] != ["options"] and not r.get("caveat")]
-    same = ("source", "world_size", "nodes", *SETTINGS)
-    settings = group_by(ended, lambda row: tuple(row.get(name) for name in same))
-    return [(some, find_limit(some)) for some in settings.values()]
+    ended = []
+    for row in rows:
+        known = row.get("images_per_second") or row["state"] in MEMORY_STATES
+        if known and row["studies"] != ["options"] and not row.get("caveat"):
+            ended.append(row)
+    columns = ("source", "world_size", "nodes", *SETTINGS)
+    settings = group_by(ended, lambda row: values_of(row, columns))
+    return [(group, find_bottleneck(group)) for group in settings.values()]
 
 
-def find_limit(rows: Sequence[Row]) -> Limit:
+def find_bottleneck(rows: Sequence[Row]) -> Bottleneck:
     """Find what limits a setting, from its runs: the largest part of a step.
 
     Parts are compute (what one device alone takes), communication (the rest of `syn`) and input
-    (what `real` takes longer than `syn`). But a loader that alone is slower than training without
-    it is the limit, however much of it is hidden. No verdict where what was measured cannot be.
+    (what `real` takes longer than `syn`). But if the loader alone is slower than training without
+    it, the loader is the limit, however much of it is hidden. Measurements that contradict each
+    other get no verdict.
     """
     for row in rows:
-        if row.get("alloc_retries") or row["state"] in MEMORY:
-            return Limit("memory", row.get("reason") or "CUDA's allocator ran out, and tried again")
+        if row.get("alloc_retries") or row["state"] in MEMORY_STATES:
+            reason = row.get("reason") or "CUDA's allocator ran out, and tried again"
+            return Bottleneck("memory", reason)
     runs = {row["run_mode"]: row for row in rows}
-    took = {mode: step_seconds(row) for mode, row in runs.items()}
-    unsure = sum(took[mode] * noise(row) for mode, row in runs.items())
-    why = "seconds per step: " + ", ".join(f"{mode} {took[mode]:.3g}" for mode in took)
+    seconds = {mode: step_seconds(row) for mode, row in runs.items()}
+    uncertain = sum(seconds[mode] * uncertainty(row) for mode, row in runs.items())
+    times = ", ".join(f"{mode} {value:.3g}" for mode, value in seconds.items())
+    reason = f"seconds per step: {times}"
     if "syn" not in runs:
-        return Limit("unknown", why)
-    row, syn, io = runs["syn"], took["syn"], took.get("io", 0.0)
-    real = took.get("real", max(syn, io))
-    if max(syn, io) - real > unsure:
-        return Limit("unclear", f"{why}: real cannot take less than syn or io, its parts")
-    waited, compute, world = max(0.0, real - syn), syn, row["world_size"]
-    slow_input = min(io, real) > syn + unsure
-    if world > 1:
-        if row.get("ideal_ranks", world) >= world or device_count(row) < world:
-            return Limit("input" if slow_input or waited > real / 2 else "unknown", why)
+        return Bottleneck("unknown", reason)
+    syn = seconds["syn"]
+    io = seconds.get("io", 0.0)
+    real = seconds.get("real", max(syn, io))
+    if max(syn, io) - real > uncertain:
+        reason += ": real cannot take less than syn or io, its parts"
+        return Bottleneck("unclear", reason)
+    waited = max(0.0, real - syn)
+    slow_input = min(io, real) > syn + uncertain
+
+    row = runs["syn"]
+    world_size: int = row["world_size"]
+    ideal_ranks: int = row.get("ideal_ranks", world_size)
+    if world_size == 1:
+        compute = syn  # one rank sends nothing
+    elif ideal_ranks >= world_size or device_count(row) < world_size:
+        # nothing says how much of `syn` is communication
+        name = "input" if slow_input or waited > real / 2 else "unknown"
+        return Bottleneck(name, reason)
+    else:
         compute = syn * min(row["efficiency"], 1)
-        why += f", syn without communication {compute:.3g}"
-    shares = {"compute": compute, "communication": syn - compute, "input": waited}
-    first = "input" if slow_input else max(shares, key=lambda name: shares[name])
-    if first == "compute" and 1 < row.get("ideal_ranks", 1) < world:
-        return Limit("unknown", f"{why}, communication included")
-    return Limit(first, why, shares)
-
-
-def group_by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Group rows by a key, in their order."""
-    found: dict[Any, list[Row]] = {}
-    for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
+        reason += f", syn without communication {compute:.3g}"
+    parts = {"compute": compute, "communication": syn - compute, "input": waited}
+    largest = max(parts, key=lambda name: parts[name])
+    if slow_input:
+        largest = "input"
+    if largest == "compute" and 1 < ideal_ranks < world_size:
+        return Bottleneck("unknown", f"{reason}, communication included")
+    return Bottleneck(largest, reason, parts)

@@ -1,7 +1,7 @@
 """Make the points of a sweep: the runs of a study.
 
-A point is a command line of train_fsdp.py, with a number of nodes and of ranks on each of them. Of
-a flag that is given twice the last counts.
+A point is a command line of train_fsdp.py, with a number of nodes and of ranks on each of them. If
+a flag is given twice, the last one counts.
 """
 
 import os
@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 from runtime.image_source import check_folder
 
-Layout = tuple[int, int]  # nodes, ranks per node
+
+class Layout(NamedTuple):
+    """Where a point runs."""
+
+    nodes: int
+    ranks: int  # per node
 
 
 class Point(NamedTuple):
@@ -25,39 +30,45 @@ class Point(NamedTuple):
 
 LENGTH = "--steps 60 --log-every 5"
 ON_A_CPU = "--img-size 64 --batch 8 --precision fp32 --device cpu --steps 32 --log-every 2"
-DEFAULT_MODELS = {"options": "5b", "scaling": "base,1b,3b,5b,15b", "io": "base"}  # if not given
+DEFAULT_MODELS = {"options": "5b", "scaling": "base,1b,3b,5b,15b", "io": "base"}
 
 
-def make_point(study: str, layout: Layout, flags: str, *more: str) -> Point:
-    """Make a point of a study; `more` are words that may have blanks."""
-    return Point(study, *layout, [*f"{flags} {LENGTH}".split(), *more])
+def make_point(study: str, layout: Layout, flags: str) -> Point:
+    """Make a point of a study, of the length that all studies share."""
+    return Point(study, layout.nodes, layout.ranks, f"{flags} {LENGTH}".split())
 
 
 def options_points(models: Sequence[str], layout: Layout) -> Iterator[Point]:
     """Vary sharding x backward prefetch x limit_all_gathers (FSDP1 only).
 
-    None on one rank, which holds every shard and gathers nothing.
+    A single rank has no points: it holds every shard, and gathers nothing.
     """
-    world = layout[0] * layout[1]
-    groups = [g for g in (2, 2 * layout[1]) if world % g == 0 and g < world]
-    shardings = ["full_shard", *(f"hybrid --group {g}" for g in groups)] if world > 1 else []
+    world_size = layout.nodes * layout.ranks
+    if world_size == 1:
+        return
+    shardings = ["full_shard"]
+    for group in (2, 2 * layout.ranks):
+        if group < world_size and world_size % group == 0:
+            shardings.append(f"hybrid --group {group}")
     prefetches = ("none", "backward_pre", "backward_post")
-    for model, mode, prefetch, no in product(models, shardings, prefetches, ("no-", "")):
-        flags = f"--fsdp 1 --prefetch {prefetch} --{no}limit-all-gathers --run-mode syn"
-        yield make_point("options", layout, f"--model {model} --mode {mode} {flags}")
+    limits = ("--no-limit-all-gathers", "--limit-all-gathers")
+    for model, sharding, prefetch, limit in product(models, shardings, prefetches, limits):
+        flags = f"--model {model} --mode {sharding} --fsdp 1 --prefetch {prefetch} {limit}"
+        yield make_point("options", layout, f"{flags} --run-mode syn")
 
 
 def scaling_points(models: Sequence[str], layouts: Sequence[Layout]) -> Iterator[Point]:
     """Run every sharding on more and more devices; the local batch stays (weak scaling)."""
-    for model, (nodes, ranks) in product(models, layouts):
-        world, modes = nodes * ranks, ["ddp", "no_shard"]
-        if world > 1:  # one rank has nothing to shard
-            groups = [g for g in sorted({2, 4, ranks, 2 * ranks}) if 1 < g < world]
-            modes += ["shard_grad_op", "full_shard"]
-            modes += [f"hybrid --group {g}" for g in groups if world % g == 0]
-        for mode in modes:
-            flags = f"--model {model} --mode {mode} --run-mode syn"
-            yield make_point("scaling", (nodes, ranks), flags)
+    for model, layout in product(models, layouts):
+        world_size = layout.nodes * layout.ranks
+        shardings = ["ddp", "no_shard"]
+        if world_size > 1:  # one rank has nothing to shard
+            shardings += ["shard_grad_op", "full_shard"]
+            for group in sorted({2, 4, layout.ranks, 2 * layout.ranks}):
+                if 1 < group < world_size and world_size % group == 0:
+                    shardings.append(f"hybrid --group {group}")
+        for sharding in shardings:
+            yield make_point("scaling", layout, f"--model {model} --mode {sharding} --run-mode syn")
 
 
 def io_points(models: Sequence[str], layouts: Sequence[Layout], data: str) -> Iterator[Point]:
@@ -65,43 +76,52 @@ def io_points(models: Sequence[str], layouts: Sequence[Layout], data: str) -> It
 
     The points of a single rank measure the compute of a step, because one rank sends nothing.
     """
-    for model, layout, run in product(models, layouts, ("real", "syn", "io")):
+    for model, layout, run_mode in product(models, layouts, ("real", "syn", "io")):
         mode = "no_shard" if layout == (1, 1) else "full_shard"
-        flags = f"--model {model} --mode {mode} --run-mode {run}"
-        yield make_point("io", layout, flags, *([] if run == "syn" else ["--data", data]))
+        point = make_point("io", layout, f"--model {model} --mode {mode} --run-mode {run_mode}")
+        if run_mode != "syn":
+            point.words.extend(["--data", data])  # a path may have blanks: it is not split
+        yield point
 
 
 def quick_points(models: Sequence[str], ranks: int, data: str, gpu: bool) -> Iterator[Point]:
     """Run a few points of each study on the GPUs of this node, or on CPU ranks."""
-    layouts, few = layouts_here(ranks), layouts_here(min(2, ranks))
-    found = [p for p in scaling_points(models, layouts) if "shard_grad_op" not in p.words]
-    found += options_points(models, few[-1])
-    found += io_points(models, few, data)
-    for point in found:
-        yield point if gpu else point._replace(words=point.words + ON_A_CPU.split())
+    few = layouts_here(min(2, ranks))
+    scaling = scaling_points(models, layouts_here(ranks))
+    points = [point for point in scaling if "shard_grad_op" not in point.words]
+    points += options_points(models, few[-1])
+    points += io_points(models, few, data)
+    for point in points:
+        if not gpu:
+            point.words.extend(ON_A_CPU.split())
+        yield point
 
 
 def layouts_here(ranks: int) -> list[Layout]:
     """List one node with 1, 2, 4, ... ranks, and with `ranks` itself."""
-    return [*((1, 2**i) for i in range(ranks.bit_length()) if 2**i < ranks), (1, ranks)]
+    powers = [2**i for i in range(ranks.bit_length())]  # up to `ranks`
+    counts = sorted({*powers, ranks})
+    return [Layout(nodes=1, ranks=count) for count in counts]
 
 
 def study_points(
-    what: str, models: str | None, layouts: Sequence[Layout], data: str, gpu: bool
+    study: str, models: str | None, layouts: Sequence[Layout], data: str, gpu: bool
 ) -> list[Point]:
     """List the points of a study; ValueError, a sentence, for bad input.
 
     `layouts` go from one rank to the largest; `gpu` says whether this host, or the nodes, have any.
     """
-    default = DEFAULT_MODELS.get(what, "base" if gpu else "tiny")
-    names = (models or default).split(",")
+    if not models:
+        models = DEFAULT_MODELS.get(study, "base" if gpu else "tiny")
+    names = models.split(",")
+    largest = layouts[-1]
     if data != "synthetic":
         check_folder(data)
         data = os.path.abspath(data)  # points run in another folder
-    studies = {  # generators, of which one is run
-        "quick": quick_points(names, layouts[-1][1], data, gpu),
-        "options": options_points(names, layouts[-1]),
-        "scaling": scaling_points(names, layouts),
-        "io": io_points(names, layouts, data),
-    }
-    return list(studies[what])
+    if study == "options":
+        return list(options_points(names, largest))
+    if study == "scaling":
+        return list(scaling_points(names, layouts))
+    if study == "io":
+        return list(io_points(names, layouts, data))
+    return list(quick_points(names, largest.ranks, data, gpu))

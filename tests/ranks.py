@@ -381,7 +381,7 @@ def hooks(run: Run, rank: int, seen: Seen) -> Iterator[Any]:
         yield lost_images(run)
     if run.due_rank >= 0:
         due = run.due_rank == rank
-        yield patch.object(resume.Saves, "due_by_clock", lambda self: due)
+        yield patch.object(resume.CheckpointSchedule, "due_by_clock", lambda self: due)
     if run.full_saves and rank == 1:
         yield saves_on_a_full_disk(run)
     if run.poison and run.poison_rank == rank:

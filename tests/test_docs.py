@@ -162,7 +162,11 @@ def clone(folder: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_first_hour(tmp_path):
     env = clone(tmp_path)
-    section = README.split("\n## Your first hour\n")[1].split("\n## ")[0]
+    first_screen, rest = README.split("\n## Your first hour\n")
+    _, shell = blocks(first_screen)[0]
+    one_process = next(line for line in shell.splitlines() if line.startswith("python train"))
+    execute("bash", one_process.replace("--model", "--steps 2 --model"), tmp_path, env)
+    section = rest.split("\n## ")[0]
     for step in section.split("\n### ")[1:]:
         output = ""
         for language, content in blocks(step):

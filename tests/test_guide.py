@@ -140,7 +140,9 @@ def test_a_slow_disk_is_what_the_log_says(tmp_path):
     start_ranks(1, partial(run_script, argv), tmp_path, free_port(), 120)
     records = map(json.loads, (tmp_path / "out" / "log.jsonl").read_text().splitlines())
     by_event = {record["event"]: record for record in records}
-    assert by_event["step"]["data_seconds"] >= 4 * 0.06 and by_event["end"]["data_share"] > 0.1
+    assert (
+        by_event["step"]["data_seconds"] >= 4 * 0.06 and by_event["end"]["data_wait_fraction"] > 0.1
+    )
 
 
 # --- docs/figures.py

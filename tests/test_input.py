@@ -18,8 +18,8 @@ from runtime import image_source
 from runtime.config import Config
 from runtime.device_batches import open_batches
 from runtime.log import Log
-from runtime.record import Monitor
-from runtime.resume import Saves
+from runtime.monitor import Monitor
+from runtime.resume import CheckpointSchedule
 from runtime.run import resolve
 
 TILES = ROOT / "examples" / "tiles"
@@ -108,18 +108,19 @@ def opened(tmp_path, monkeypatch):
             log=Log(0),
             heartbeat=lambda *_: None,
         )
-        files, saves = data.scan(TILES / "train"), Saves(run, session.log)
-        return Monitor(run, session, files, saves, open_batches(run, session, files, range(4)))
+        files, checkpoints = data.scan(TILES / "train"), CheckpointSchedule(run, session.log)
+        batches = open_batches(run, session, files, range(4))
+        return Monitor(run, session, files, checkpoints, first=next(batches), rest=batches)
 
     return open_them
 
 
 def test_the_batches_are_the_loaders_and_none_is_kept(opened):
     monitor, found = opened(), []
-    kept = weakref.ref(monitor.batch.parts[0][0])
+    kept = weakref.ref(monitor.batch.micro_batches[0][0])
     for step in range(4):
         batch = monitor.next_batch(step)
-        found += [int(images[0, 0, 0, 0]) for images, _ in batch.parts]
+        found += [int(images[0, 0, 0, 0]) for images, _ in batch.micro_batches]
         assert batch.image_ids == [*range(4 * step, 4 * step + 4)] and monitor.error is None
         assert [number for number, _ in batch.bad] == found[-2:]
         assert (kept() is None) == (step > 0)

@@ -187,10 +187,10 @@ ADDED = {
     ),
     "a schedule": (
         "train_fsdp.py",
-        r"\n    return (?=run.lr \* 0.5)",
-        "run.config.lr_floor * run.lr + (1 - run.config.lr_floor) * ",
+        r"\n    return (?=run.peak_lr \* 0.5)",
+        "run.config.lr_floor * run.peak_lr + (1 - run.config.lr_floor) * ",
     ),
-    "a metric": ("runtime/log.py", r"\n +lr=lr,\n", "lr_share=lr / run.lr,\n"),
+    "a metric": ("runtime/log.py", r"\n +lr=lr,\n", "lr_share=lr / run.peak_lr,\n"),
     "a metric from inside the model": (
         "vit.py",
         r"\n +pred = self.decode.*\n",

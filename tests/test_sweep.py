@@ -96,18 +96,18 @@ def words_of(points) -> set[str]:
 
 def test_the_studies_are_what_the_paper_varied():
     """Counted by hand; every flag is one of train_fsdp.py."""
-    options = list(studies.options_points(["5b"], (8, 8)))
+    options = list(studies.options_points(["5b"], studies.Layout(8, 8)))
     modes = {"full_shard", "hybrid --group 2", "hybrid --group 16"}
     assert len(options) == 3 * 3 * 2 == len(words_of(options))
     assert {re.search(r"--mode (.*) --fsdp 1", text)[1] for text in words_of(options)} == modes
-    scaling = list(studies.scaling_points(["15b"], [(1, 1), (2, 8)]))
+    scaling = list(studies.scaling_points(["15b"], [studies.Layout(1, 1), studies.Layout(2, 8)]))
     at_16 = ("ddp", "no_shard", "shard_grad_op", "full_shard")
     at_16 += ("hybrid --group 2", "hybrid --group 4", "hybrid --group 8")
     assert words_of(scaling) == {
         *(f"1 1 --model 15b --mode {mode} --run-mode syn" for mode in ("ddp", "no_shard")),
         *(f"2 8 --model 15b --mode {mode} --run-mode syn" for mode in at_16),
     }
-    inputs = list(studies.io_points(["base"], [(1, 1), (1, 2)], "DIR"))
+    inputs = list(studies.io_points(["base"], studies.layouts_here(2), "DIR"))
     runs = [(p.ranks, p.words[p.words.index("--run-mode") + 1]) for p in inputs]
     assert runs == [(ranks, run) for ranks in (1, 2) for run in ("real", "syn", "io")]
     for point in (*options, *scaling, *inputs):
@@ -116,7 +116,7 @@ def test_the_studies_are_what_the_paper_varied():
 
 
 def test_one_rank_gathers_nothing_so_no_option_of_it_is_measured():
-    quick = studies.study_points("quick", "tiny", [(1, 1)], "synthetic", False)
+    quick = studies.study_points("quick", "tiny", studies.layouts_here(1), "synthetic", False)
     assert quick and not any("--fsdp" in point.words for point in quick)
 
 
@@ -158,12 +158,12 @@ def test_medians_and_quartiles_are_those_after_the_warm_up():
     rates = [7.0, 50, 10, 12, 11, 15, 13, 14, 19, 18]
     steps = [{"step": 2 * i + 2, "images_per_second": r} for i, r in enumerate(rates)]
     log = {"start": [{"steps": 20}], "step": steps, "end": [{}]}
-    row = results.measured(log)
+    row = results.summarize(log)
     kept = rates[2:]  # of 20 steps, those above 5: the lines of step 6, 8, ...
     names = ("images_per_second_q1", "images_per_second", "images_per_second_q3")
     assert [row[name] for name in names] == statistics.quantiles(kept, n=4, method="inclusive")
-    assert results.measured(log | {"step": steps[:3]})["images_per_second_q1"] == 10
-    assert "images_per_second" not in results.measured(log | {"step": steps[:1]})
+    assert results.summarize(log | {"step": steps[:3]})["images_per_second_q1"] == 10
+    assert "images_per_second" not in results.summarize(log | {"step": steps[:1]})
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_medians_and_quartiles_are_those_after_the_warm_up():
 )
 def test_each_end_is_classified(code, end, output, late, state):
     log = {"end": [end]} if end else {}
-    assert results.outcome(code, log, output, late)[0] == state
+    assert results.classify_end(code, log, output, late)[0] == state
 
 
 # --- a sweep, without training
@@ -276,11 +276,11 @@ CPU = {"device": "cpu", "cores": 2}
 )
 def test_limits_by_hand(rows, word, parts):
     results.add_ideal(rows)
-    some, limit = results.find_limits(rows)[0]
-    assert some[0] is rows[0] and limit.word == word and limit.why
+    some, limit = results.find_bottlenecks(rows)[0]
+    assert some[0] is rows[0] and limit.name == word and limit.reason
     if parts:
         names = ("compute", "communication", "input")
-        assert tuple(limit.parts.get(name) for name in names) == pytest.approx(parts)
+        assert tuple(limit.seconds.get(name) for name in names) == pytest.approx(parts)
 
 
 def test_ranks_that_share_cores_are_no_more_devices():
@@ -307,7 +307,7 @@ def test_the_page_of_the_published_runs(tmp_path):
         assert rows[name]["planned_images_per_second"] == pytest.approx(cell.planned, rel=0.02)
     doubted = [row for row in every if row.get("caveat")]
     assert {(row["mode"], row["group"]) for row in doubted} == {("ddp", None), ("hybrid", 1)}
-    limits = results.find_limits(every)
+    limits = results.find_bottlenecks(every)
     assert limits and not any(row in doubted for some, _ in limits for row in some)
     assert any("gradients probably" in label for label in report.series_labels(every))
     assert all(name in page for name in rows)
@@ -361,12 +361,12 @@ def test_the_limit_is_right_where_the_cause_is_known(tmp_path, monkeypatch):
         rows = []
         for world, run in points:
             log = results.read_log(tmp_path / cause / f"{world}-{run}" / "1" / "log.jsonl")
-            assert results.outcome(0, log, "", False)[0] == "done"
+            assert results.classify_end(0, log, "", False)[0] == "done"
             known = {"studies": ["io"], "state": "done", "nodes": 1, "id": f"{world}-{run}"}
-            rows.append(results.measured(log) | known)
+            rows.append(results.summarize(log) | known)
         results.add_ideal(rows)
-        found = {some[0]["world_size"]: limit for some, limit in results.find_limits(rows)}
-        assert found[2].word == cause, (cause, found)
+        found = {some[0]["world_size"]: limit for some, limit in results.find_bottlenecks(rows)}
+        assert found[2].name == cause, (cause, found)
 
 
 # --- Slurm

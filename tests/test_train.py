@@ -80,7 +80,7 @@ def test_log_has_every_key_and_numbers_that_agree(tmp_path, monkeypatch, capsys)
     assert set(start) >= {"versions", "flops_per_image", *vars(parse(argv))}
     assert start["params"] == 2_263_488 and start["global_batch"] == 64
     assert start["mesh"] == {"replicate": 1, "shard": 1, "tp": 1}
-    assert start["lr"] == pytest.approx(1.5e-4 * 64 / 256)
+    assert start["peak_lr"] == pytest.approx(1.5e-4 * 64 / 256)
     assert start["peak_flops_per_rank"] is None
     planned = start["planned"]  # of one rank, which holds everything and sends nothing
     assert planned["memory_gib"]["optimizer"] == pytest.approx(8 * 2_263_488 / 2**30, rel=1e-3)

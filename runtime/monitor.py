@@ -1,0 +1,201 @@
+"""The steps of a run and its end: batches, what the ranks agreed on, the log."""
+
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from runtime import devices
+from runtime.agreement import AgreedError, StepGuard, Verdict, gather_to_rank0, run_on_rank0
+from runtime.baselines import average_baselines
+from runtime.device_batches import Batch
+from runtime.log import BadImageLog, Meter
+from runtime.profiling import WARM, RunProfile
+from runtime.resume import CheckpointSchedule, mark_done
+from runtime.run import Run
+from runtime.session import Session, cause_of
+
+
+class Monitor:
+    """Watch the steps of a run: the ranks' votes, the clock, unreadable images, the log."""
+
+    def __init__(
+        self,
+        run: Run,
+        session: Session,
+        files: Any,
+        checkpoints: CheckpointSchedule,
+        *,
+        first: Batch,
+        rest: Iterator[Batch],
+    ) -> None:
+        """Begin with the batch `first`, of step `checkpoints.begin`; `rest` are those after it."""
+        self.run = run
+        self.session = session
+        self.checkpoints = checkpoints
+        self.batch = first
+        # an iterator over one batch, not a list of it, which would keep that batch in memory
+        self.batches = chain(iter([first]), rest)
+        self.guard = StepGuard(session.device, run.config.max_skips, checkpoints.begin)
+        self.bad_images = BadImageLog(run, session.log, files.path)
+        self.error: Exception | None = None  # of this rank's data loader
+        self.problem: str | None = None  # the last bad step, in a sentence
+        self.losses: deque[float] = deque(maxlen=10)  # of the last good steps
+        self.baselines: dict[str, float] = {}
+        self.evaluation: Any = None  # called with the number of steps done ...
+        self.evaluate_every = 0  # ... each time that so many are; 0: at each save
+        self.profile: RunProfile | None = None  # on rank 0, with --profile
+        self.meter = Meter(checkpoints.begin, run.global_batch)  # its clock starts here
+
+    def watch(self, model: nn.Module) -> None:
+        """Compute the baselines; evaluate, and profile the steps, where asked for. Collective."""
+        config = self.run.config
+        with self.meter.paused():
+            self.baselines = average_baselines(self.run, self.batch)
+        if config.eval_data and config.run_mode == "real":
+            from runtime.evaluation import Evaluation
+
+            self.evaluation = Evaluation(self.run, self.session, model)
+        if config.profile and self.session.ranks.rank == 0:
+            if self.checkpoints.begin + WARM < self.run.steps:
+                self.profile = RunProfile(self.run, self.session, self.meter)
+            else:
+                self.session.log.warn("--profile: too few steps are left")
+
+    def next_batch(self, step: int) -> Batch:
+        """Take the batch of a step; once the loader has failed, the last one again.
+
+        All ranks learn of the failure together, by their vote: none waits for this one.
+        """
+        self.session.heartbeat("reading data", step)
+        start = time.perf_counter()
+        try:
+            with record_function("wait for data"):  # the name in a profiler's trace
+                if not self.error:
+                    self.batch = next(self.batches)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the GPU, not the loader
+            raise
+        except Exception as error:
+            self.error = error
+        self.meter.waited += time.perf_counter() - start
+        if not self.error:
+            for index, reason in self.batch.bad:
+                name = self.bad_images.name_of(index)
+                self.bad_images.unreported.append((name, reason, step + 1))
+        return self.batch
+
+    def requests(self) -> dict[str, bool]:
+        """Return what this rank has to say in the vote of a step, as of `StepGuard.vote`."""
+        return {
+            "stop": bool(self.session.signals),
+            "save": self.checkpoints.due_by_clock(),
+            "no_batch": self.error is not None,
+            "bad_images": bool(self.bad_images.unreported),
+        }
+
+    def finished_steps(self, wait: bool) -> Iterator[Verdict]:
+        """Yield the verdicts of the steps that were applied, after reporting bad steps. Collective.
+
+        With `wait` up to the last step, otherwise those that need no waiting.
+        """
+        for verdict in self.guard.settle(wait):
+            if verdict.consecutive and not verdict.no_batch:
+                self.problem = self.log_skip(verdict)
+            if self.guard.ended and verdict.step == self.guard.done:
+                return
+            if not verdict.consecutive:
+                self.losses.append(verdict.loss)
+            yield verdict
+        if self.bad_images.too_many and not wait:  # the run ends: save what is applied by now
+            yield from self.finished_steps(wait=True)
+
+    def log_skip(self, verdict: Verdict) -> str:
+        """Log a step that was not applied; return a message. Collective."""
+        own_losses = gather_to_rank0(verdict.own_loss) or []
+        ranks = [rank for rank, bad in enumerate(own_losses) if bad]
+        what = "loss" if verdict.bad_loss else "gradient norm"
+        step = verdict.step + 1
+        text = f"the {what} is not finite at step {step}"
+        if ranks:  # none for a gradient norm, which is that of all ranks
+            text += f" on rank {', '.join(map(str, ranks))}"
+        self.session.log.write(
+            "skip", step=step, what=what, ranks=ranks, consecutive_bad=verdict.consecutive
+        )
+        self.session.log.warn(f"{text}: optimizer step skipped")
+        return f"{text}: lower --blr or add --clip 1, with --allow-changes"
+
+    def log_step(self, verdict: Verdict, lr: float) -> None:
+        """Log a step that has a line, and the bad images of all ranks since. Collective."""
+        done = verdict.step + 1
+        if done == self.run.steps or done % self.run.config.log_every == 0:
+            with self.meter.paused():
+                if verdict.bad_images:
+                    self.bad_images.sync()
+            self.session.log.step(verdict, lr, self.meter)
+
+    def finish(self, reason: str, problem: str | None) -> None:
+        """Save, and log how the loop has ended; AgreedError if it failed. Collective."""
+        guard = self.guard
+        self.session.heartbeat("saving")
+        if reason == "nan":  # before the first of the bad steps, which the same command meets again
+            self.checkpoints.save_last(guard.done + 1 - guard.consecutive)
+        if reason == "data":
+            problem = self.loader_error()
+            self.checkpoints.save_last(guard.done)
+        self.bad_images.sync()  # what was found since the last log line
+        self.report_end(reason, problem)
+        if self.run.config.run_mode == "real":
+            # after a NaN or too many bad images something is to be changed first
+            finished = reason in ("done", "nan", "bad")
+            self.session.log.say(self.checkpoints.where(finished))
+            if reason == "done":
+                mark_done(self.run.config.out, True)
+        if problem:
+            raise AgreedError(problem)
+
+    def loader_error(self) -> str:
+        """Return the error of the first rank whose loader has failed, on all. Collective."""
+        if self.error and not isinstance(self.error, (OSError, RuntimeError)):  # a bug
+            traceback.print_exception(self.error)
+        errors = gather_to_rank0(self.error and cause_of(self.error)) or []
+        failed = [(rank, text) for rank, text in enumerate(errors) if text]
+        rank, text = run_on_rank0(lambda: failed[0])
+        where = f"reading data in step {self.guard.done + 1}"
+        return f"rank {rank}: the data loader failed ({where}): {text}"
+
+    def report_end(self, reason: str, problem: str | None) -> None:
+        """Write the record `end`, and a summary to the terminal."""
+        log = self.session.log
+        done = self.guard.done
+        end: dict[str, Any] = {
+            "reason": reason,
+            "problem": problem,
+            "steps": done,
+            "skipped": self.guard.skipped,
+            "bad_images": len(self.bad_images.known),
+        }
+        end |= self.meter.summary()
+        end |= devices.device_memory(self.session.device)
+        if self.losses and self.run.config.run_mode != "io":
+            end["loss"] = sum(self.losses) / len(self.losses)
+            end |= self.baselines
+            text = f"mean loss of the last {len(self.losses)} steps {end['loss']:.4f}"
+            if self.baselines:
+                zero = self.baselines["loss_of_zero"]
+                colour = self.baselines["loss_of_mean_colour"]
+                text += f"; predicting zero gives {zero:.4f}"
+                text += f", the mean colour of the visible patches {colour:.4f}"
+            log.say(text)
+        log.write("end", **end)
+        rate = end["images_per_second"] or 0  # None where no step was logged
+        log.say(
+            f"{reason}: {done - self.checkpoints.begin} steps in {end['seconds']:.1f} s, median "
+            f"{rate:.1f} img/s, {end['data_wait_fraction']:.1%} of the time waiting for data; "
+            f"log in {self.run.config.out}/log.jsonl"
+        )
