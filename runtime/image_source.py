@@ -96,9 +96,16 @@ def find_images(
             config.data, out, print, include=config.include, exclude=config.exclude
         )
     data.steps_per_epoch(len(files), global_batch)  # raises where there is not one
+    notes = describe_pixels(config, files, pretrained=stats is not None)
     if stats is None:
         stats = find_stats(config.data, config.channels)
-    return files, {"images": len(files), "image_names_and_sizes": names, "channel_stats": stats}
+    facts = {
+        "images": len(files),
+        "image_names_and_sizes": names,
+        "channel_stats": stats,
+        "pixel_notes": notes,
+    }
+    return files, facts
 
 
 def list_eval_images(folder: str, out: str | None, config: "Config | None" = None) -> Any:
@@ -137,20 +144,26 @@ def find_stats(folder: str, channels: int) -> data.ChannelStats:
     raise ValueError(f"--channels {channels} needs statistics: type {command}")
 
 
-def describe_pixels(config: "Config", files: Any) -> str:
-    """Say whose statistics normalise the images, and what training does with 16-bit pictures."""
+def describe_pixels(config: "Config", files: Any, pretrained: bool) -> str:
+    """Say whose statistics normalise the images, and what training does with 16-bit pictures.
+
+    With `pretrained` they are those of the weights to begin with.
+    """
     path = stats_file(config.data)
-    if config.data != "synthetic" and os.path.exists(path):
-        said = f"by {path}"
-    elif config.channels == 3:
-        said = "ImageNet's"
+    if pretrained:
+        notes = "as in pretraining"
+    elif config.data == "synthetic":
+        return ""
+    elif os.path.exists(path):
+        notes = f"of {path}"
     else:
-        said = "of synthetic images"
-    if config.data != "synthetic" and has_png(files) and config.channels == 3:
-        said += "; 16-bit PNG divided by 257"
-    return said
+        notes = "ImageNet's"
+    if config.channels == 3 and has_png(files):
+        notes += "; 16-bit PNG divided by 257"
+    return notes
 
 
 def has_png(files: Any) -> bool:
-    """Tell whether there is a PNG among listed images."""
-    return any(files.name(index).lower().endswith(".png") for index in range(len(files)))
+    """Tell whether there is a PNG among listed images, by about a thousand of them."""
+    every = len(files) // 1000 + 1
+    return any(files.path(i).lower().endswith(".png") for i in range(0, len(files), every))
