@@ -3,6 +3,7 @@
     python prepare.py scan DIR                       decode everything, name what is broken
     python prepare.py stats DIR                      mean and deviation per channel, for --data DIR
     python prepare.py pack SRC DST --max-side 512    tar shards with an index; --data DST trains
+    python prepare.py pack SRC DST --stack B02,B03,B04,B08    scenes whose bands are files
 
 A parallel file system serves a hundred large files better than a million small ones: pack where you
 can, from a login node or a job of one node. The parts of these commands are in storage/.
@@ -17,13 +18,22 @@ from runtime import process
 from runtime.config import Parser, filled, whole
 from runtime.image_source import check_folder
 from storage.checking import check_images, write_stats
-from storage.packing import pack
+from storage.image_list import list_images
+from storage.packing import PackOptions, pack
 
 COMMANDS = {
-    "scan": "decode every image and name the broken ones",
+    "scan": "decode every image, name the broken ones, count the kinds",
     "stats": "mean and deviation of each channel, which training on DIR then uses",
     "pack": "put all images into tar shards, which training reads with --data DST",
 }
+
+
+def band_names(text: str) -> tuple[str, ...]:
+    """Be an argparse type: names of bands, separated by commas, each once."""
+    names = tuple(text.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no list of names: give B02,B03,B04")
+    return names
 
 
 def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -33,31 +43,53 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, help in COMMANDS.items():
         add = commands.add_parser(name, help=help).add_argument
         add("dir", type=filled, metavar="DIR", help="folder of images")
-        help = "processes (default: the number of cores)"
-        add("--workers", type=whole(1, 1024), default=process_cores(), metavar="N", help=help)
         if name == "pack":
             add("out", type=filled, metavar="DST", help="folder of the shards")
             help = "make larger pictures so small (default: as they are)"
             add("--max-side", type=whole(1, 2**16), metavar="PIXELS", help=help)
+            help = "make one array of each scene, of the files whose names end with these bands"
+            add("--stack", type=band_names, default=(), metavar="BANDS", help=help)
+        help = "only images whose name or folder matches, such as '*_rgb.tif'; may be repeated"
+        add("--include", type=filled, action="append", default=[], metavar="PATTERN", help=help)
+        help = "no images whose name or folder matches, such as masks; may be repeated"
+        add("--exclude", type=filled, action="append", default=[], metavar="PATTERN", help=help)
+        help = "this number is a missing pixel (default: what a GeoTIFF says, and NaN)"
+        add("--nodata", type=float, metavar="NUMBER", help=help)
+        help = "processes (default: the number of cores)"
+        add("--workers", type=whole(1, 1024), default=process_cores(), metavar="N", help=help)
     return parser.parse_args(argv)
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Run a command -> 1 where images are broken, else 0; raises what it raises."""
+    check_folder(args.dir, "DIR")
+    if args.command == "pack":
+        pack(
+            args.dir,
+            args.out,
+            args.workers,
+            print,
+            PackOptions(max_side=args.max_side, nodata=args.nodata, bands=args.stack),
+            include=args.include,
+            exclude=args.exclude,
+        )
+        return 0
+    files = list_images(args.dir, print, include=args.include, exclude=args.exclude)
+    if args.command == "stats":
+        write_stats(files, args.workers, print, args.nodata)
+        return 0
+    broken = check_images(files, args.workers, print, args.nodata)
+    return 1 if broken else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command -> exit status: 1 where images are broken or it failed, 2 for bad usage."""
     args = read_command_line(argv)
-    folder = args.dir.rstrip("/") or "/"
     try:
-        check_folder(folder, "DIR")
-        if args.command == "scan":
-            return 1 if check_images(folder, args.workers, print) else 0
-        if args.command == "stats":
-            write_stats(folder, args.workers, print)
-        else:
-            pack(folder, args.out, args.workers, print, args.max_side)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        return run_command(args)
+    except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
         print(f"prepare.py: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    return 0
 
 
 if __name__ == "__main__":

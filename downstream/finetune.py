@@ -266,7 +266,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     # normalised as in pretraining, whatever the mean of these images is
     find = partial(image_source.find_images, config, config.out, plain_run.global_batch, stats)
     files, found = run_on_rank0(find)
-    test = run_on_rank0(partial(image_source.list_eval_images, config.test, config.out))
+    test = run_on_rank0(partial(image_source.list_eval_images, config.test, config.out, config))
     numbers = run_on_rank0(partial(check_classes, files, test, config.img_size, stats))
     run = TuningRun(**vars(with_images(plain_run, **found)), classes=len(files.classes))
     session.run = run

@@ -116,6 +116,12 @@ class Config:
 
     data: str = flag("synthetic", "folder of images, or a pack", group="data")
     eval_data: str | None = flag(None, "folder of held-out images: their loss at each save")
+    include: Sequence[str] | None = flag(
+        None, "only images whose name or folder matches", "result", action="append"
+    )
+    exclude: Sequence[str] | None = flag(
+        None, "no images whose name or folder matches, such as masks", "result", action="append"
+    )
     run_mode: Literal["real", "syn", "io"] = flag(
         "real", "real: train; syn: the same batch each step; io: loader and copy only, no model"
     )

@@ -87,7 +87,7 @@ class Evaluation:
         self.session = session
         self.model = model
         config: Any = run.config
-        self.files = run_on_rank0(lambda: list_eval_images(config.eval_data, config.out))
+        self.files = run_on_rank0(lambda: list_eval_images(config.eval_data, config.out, config))
 
     def __call__(self, step: int) -> None:
         """Log the mean loss after so many steps, where an image can be read. Collective."""

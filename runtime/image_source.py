@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,8 @@ import numpy as np
 from PIL import Image
 
 import data
+from storage import image_list
+from storage.paths import stats_file
 
 if TYPE_CHECKING:  # a loader worker imports this file for SyntheticImages
     from runtime.config import Config
@@ -35,10 +37,12 @@ class SyntheticImages:
 
     def read(self, index: int) -> Image.Image | np.ndarray:
         """Make a picture: RGB, or an array (C, H, W)."""
-        draw = np.random.default_rng((self.seed, index))
-        coarse = draw.integers(0, 256, (8, 8, self.channels), dtype=np.uint8)
-        channels = (Image.fromarray(coarse[..., c].copy()) for c in range(self.channels))
-        smooth = [channel.resize((SIDE, SIDE), Image.Resampling.BICUBIC) for channel in channels]
+        generator = np.random.default_rng((self.seed, index))
+        coarse = generator.integers(0, 256, (8, 8, self.channels), dtype=np.uint8)
+        smooth = []
+        for c in range(self.channels):
+            channel = Image.fromarray(coarse[..., c].copy())
+            smooth.append(channel.resize((SIDE, SIDE), Image.Resampling.BICUBIC))
         if self.channels == 3:
             return Image.merge("RGB", smooth)
         return np.stack([np.asarray(channel) for channel in smooth])
@@ -59,19 +63,20 @@ def check_folders(config: "Config") -> None:
             check_folder(str(folder), flag, config.out)
 
 
-def list_folder(folder: str, out: str | None, say: Callable[[str], None]) -> tuple[Any, str | None]:
+def list_folder(
+    folder: str,
+    out: str | None,
+    say: Callable[[str], None],
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+) -> tuple[Any, str]:
     """List a folder or pack, kept in `out` if given -> (images, checksum of names and sizes).
 
-    ValueError where there are none. A copy of the trainer without storage/ reads plain folders.
+    `include` and `exclude` are patterns as in `data.scan`. ValueError where there is no image.
     """
     check_folder(folder)
-    try:
-        from storage import image_list
-    except ModuleNotFoundError:
-        if is_pack(folder):
-            raise
-        return data.scan(folder), None
-    found = image_list.find_list(folder, out, say)
+    found = image_list.find_list(folder, out, say, include=include or (), exclude=exclude or ())
     return found, image_list.fingerprint(found)
 
 
@@ -83,29 +88,38 @@ def find_images(
     ValueError too where there are too few images for a step, or as `find_stats` without `stats`.
     """
     if config.eval_data:
-        list_eval_images(config.eval_data, out)  # refused now, if at all
-    files, names = SyntheticImages(config.seed, config.channels), None  # type: tuple[Any, Any]
+        list_eval_images(config.eval_data, out, config)  # refused now, if at all
+    files: Any = SyntheticImages(config.seed, config.channels)
+    names = None
     if config.data != "synthetic":
-        files, names = list_folder(config.data, out, print)
+        files, names = list_folder(
+            config.data, out, print, include=config.include, exclude=config.exclude
+        )
     data.steps_per_epoch(len(files), global_batch)  # raises where there is not one
-    stats = stats or find_stats(config.data, config.channels)
-    return files, {"images": len(files), "image_names_and_sizes": names, "channel_stats": stats}
+    notes = describe_pixels(config, files, pretrained=stats is not None)
+    if stats is None:
+        stats = find_stats(config.data, config.channels)
+    facts = {
+        "images": len(files),
+        "image_names_and_sizes": names,
+        "channel_stats": stats,
+        "pixel_notes": notes,
+    }
+    return files, facts
 
 
-def list_eval_images(folder: str, out: str | None) -> Any:
-    """List held-out images, in `out`/eval if `out` is given, as `list_folder`."""
-    return list_folder(folder, out and os.path.join(out, "eval"), print)[0]
+def list_eval_images(folder: str, out: str | None, config: "Config | None" = None) -> Any:
+    """List held-out images, in `out`/eval if `out` is given, as `list_folder`.
 
-
-def is_pack(folder: str) -> bool:
-    """Tell whether `folder` is a pack of images, not a tree of files."""
-    return os.path.exists(os.path.join(folder, "pack.index"))
-
-
-def stats_file(folder: str) -> str:
-    """Return where `prepare.py stats` keeps the mean and deviation of each channel."""
-    # beside a tree, not in it, where a new file would make the list of its files outdated
-    return os.path.join(folder, "stats.json") if is_pack(folder) else f"{folder}.stats.json"
+    The patterns of `config` choose among them too.
+    """
+    if out is not None:
+        out = os.path.join(out, "eval")
+    if config is None:
+        files, _ = list_folder(folder, out, print)
+    else:
+        files, _ = list_folder(folder, out, print, include=config.include, exclude=config.exclude)
+    return files
 
 
 def find_stats(folder: str, channels: int) -> data.ChannelStats:
@@ -113,15 +127,43 @@ def find_stats(folder: str, channels: int) -> data.ChannelStats:
 
     ValueError where there are none for so many channels.
     """
-    path = stats_file(folder.rstrip("/"))
-    if folder != "synthetic" and os.path.exists(path):
+    if folder == "synthetic":
+        if channels == 3:
+            return data.IMAGENET
+        return data.ChannelStats(mean=(0.5,) * channels, std=(0.25,) * channels)
+    path = stats_file(folder)
+    if os.path.exists(path):
         found = json.loads(Path(path).read_text())
-        if (count := len(found["mean"])) != channels:
+        count = len(found["mean"])
+        if count != channels:
             raise ValueError(f"{path} is of {count} channels, not {channels}: see --channels")
         return data.ChannelStats(tuple(found["mean"]), tuple(found["std"]), found["dtype"])
     if channels == 3:
         return data.IMAGENET
-    if folder == "synthetic":
-        return data.ChannelStats((0.5,) * channels, (0.25,) * channels)
     command = f"`python prepare.py stats {folder}`"
     raise ValueError(f"--channels {channels} needs statistics: type {command}")
+
+
+def describe_pixels(config: "Config", files: Any, pretrained: bool) -> str:
+    """Say whose statistics normalise the images, and what training does with 16-bit pictures.
+
+    With `pretrained` they are those of the weights to begin with.
+    """
+    path = stats_file(config.data)
+    if pretrained:
+        notes = "as in pretraining"
+    elif config.data == "synthetic":
+        return ""
+    elif os.path.exists(path):
+        notes = f"of {path}"
+    else:
+        notes = "ImageNet's"
+    if config.channels == 3 and has_png(files):
+        notes += "; 16-bit PNG divided by 257"
+    return notes
+
+
+def has_png(files: Any) -> bool:
+    """Tell whether there is a PNG among listed images, by about a thousand of them."""
+    every = len(files) // 1000 + 1
+    return any(files.path(i).lower().endswith(".png") for i in range(0, len(files), every))

@@ -27,6 +27,7 @@ class Run:
     images: int = 0  # of the data set; this and the rest are known once the images are listed
     image_names_and_sizes: str | None = None  # their fingerprint; None for synthetic images
     channel_stats: Any = None  # data.ChannelStats: plan.py does without that module
+    pixel_notes: str = ""  # whose statistics those are, for the log
     steps: int = 0  # optimizer steps
     warmup_steps: int = 0
 
@@ -70,7 +71,7 @@ class Run:
     def record(self) -> dict[str, Any]:
         """Return the flags and what follows, by the names that checkpoints and the log use."""
         follows = ["group", "world_size", "global_batch", "steps", "warmup_steps"]
-        follows += ["images", "image_names_and_sizes"]
+        follows += ["images", "image_names_and_sizes", "pixel_notes"]
         found = asdict(self.config) | {name: getattr(self, name) for name in follows}
         # of images that are not known yet, for a plan: rather more memory than less
         dtype = "uint8" if self.config.channels == 3 else "float32"

@@ -106,7 +106,8 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
         )
     yield f"data: {s['data']}, {s['images']} images, {s['epoch_steps']} steps per epoch"
     mean = ", ".join(f"{value:.5g}" for value in s["channel_mean"] or ())
-    yield f"pixels: {s['channels']} channels of {s['image_dtype']}, mean {mean}"
+    notes = f" ({s['pixel_notes']})" if s["pixel_notes"] else ""
+    yield f"pixels: {s['channels']} channels of {s['image_dtype']}, mean {mean}{notes}"
 
 
 def describe_strategy(start: dict[str, Any]) -> str:

@@ -1,1 +1,1 @@
-"""A million images on disk: image_list.py; then checking.py and packing.py, which use tiff.py."""
+"""Images on disk: paths, image_list, arrays; above them checking, then stacking and packing."""

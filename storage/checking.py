@@ -5,21 +5,76 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 import data
 from checkpoint import replacing
 from runtime import process
-from runtime.image_source import stats_file
-from storage.image_list import ImageList, list_images
-from storage.tiff import read_bands
+from storage.arrays import read_image
+from storage.image_list import ImageList
+from storage.paths import stats_file
 
 PART = 64  # images that a process reads before it reports
 LARGE = 2**22  # pixels of an image, beyond which some of its rows and columns are enough
 Say = Callable[[str], None]
+
+
+class Kind(NamedTuple):
+    """What images must have in common to be trained on together."""
+
+    channels: int
+    dtype: str
+    packed_only: bool  # training reads such a file from a pack only
+
+    def __str__(self) -> str:
+        text = f"{self.channels} channels of {self.dtype}"
+        return f"{text}, for training only from a pack" if self.packed_only else text
+
+
+@dataclass
+class Report:
+    """What was found in some images; `add` joins two reports."""
+
+    problems: list[str] = field(default_factory=list)  # of each image that cannot be read
+    kinds: Counter[Kind] = field(default_factory=Counter)  # how many images
+    first: dict[Kind, str] = field(default_factory=dict)  # the path of one
+    deep_grey: int = 0  # 16-bit pictures, which training scales to 8 bits
+    # By (channels, dtype) (4, C) float64: sums over images of their number, mean, squared mean and
+    # variance, each of the pixels that are not nodata.
+    sums: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
+    values: int = 0  # of arrays of float32
+    missing: int = 0  # of these, NaN: nodata
+
+    def add(self, other: "Report") -> None:
+        self.problems += other.problems
+        self.kinds.update(other.kinds)
+        self.first = other.first | self.first
+        self.deep_grey += other.deep_grey
+        for key, sums in other.sums.items():
+            self.sums[key] = self.sums.get(key, 0) + sums
+        self.values += other.values
+        self.missing += other.missing
+
+    def say_kinds(self, say: Say) -> None:
+        """Print how many images there are of each kind, and what to do where they differ."""
+        several = len(self.kinds) > 1
+        for kind, count in self.kinds.most_common():
+            say(f"{count} images: {kind}" + (f", such as {self.first[kind]}" if several else ""))
+        if several:
+            say("training takes one kind: choose it by --include PATTERN or --exclude PATTERN")
+        if self.deep_grey:
+            say(f"{self.deep_grey} images have 16 bits: training divides their values by 257")
+        if self.missing:
+            share = self.missing / self.values
+            say(f"nodata: {self.missing} of {self.values} values ({share:.2%}), not measured")
 
 
 def for_each(
@@ -29,7 +84,8 @@ def for_each(
 
     The last column has parts of a list of images. RuntimeError where a worker process dies.
     """
-    progress, done = process.throttled_progress(say, "reading"), 0
+    progress = process.throttled_progress(say, "reading")
+    done = 0
     pool = ProcessPoolExecutor(workers, process.fork_server(), process.start_worker)
     run: Any = pool.map if workers > 1 else map
     try:
@@ -37,68 +93,140 @@ def for_each(
             done += len(part)
             progress(done)
             yield found
+    except BrokenProcessPool as error:
+        advice = "if host memory ran out, use fewer --workers"
+        raise RuntimeError(f"a process that reads images ended: {advice} ({error})") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def read_part(files: ImageList) -> tuple[list[str], Any]:
-    """Read images -> those that neither training nor `pack` can read, and why; sums of the others.
+def read_part(nodata: float | None, files: ImageList) -> Report:
+    """Read images as `read_image` does, and measure them.
 
-    Sums are (4, C) float64 by channels and dtype: of counts, means, squares of means, variances. Of
-    a large image every k-th row and column counts.
+    Of a large image every k-th row and column is measured. Raises any error that is not a file's.
     """
-    problems: list[str] = []
-    sums: Any = Counter()
+    report = Report()
     for index in range(len(files)):
+        path = files.path(index)
         try:
-            image, (width, height) = data.open_image(read_bands(files.read(index)))
-            if not isinstance(image, np.ndarray):
-                image = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
+            with naming_memory_errors(path):
+                measure_image(files.read(index), path, nodata, report)
         except Exception as error:  # Pillow raises many kinds for a broken file
-            problems.append(f"{files.path(index)}: {type(error).__name__}: {error}")
-            continue
-        every = max(1, math.isqrt(width * height // LARGE))
-        pixels = image[:, ::every, ::every]
-        mean = pixels.mean((1, 2), np.float64)  # (C,)
-        variance = [channel.var(dtype=np.float64) for channel in pixels]
-        sums[len(mean), pixels.dtype.name] += np.stack([mean**0, mean, mean**2, variance])
-    return problems, sums
+            if not data.is_file_error(error) and not isinstance(error, ImportError):
+                raise
+            report.problems.append(f"{path}: {data.describe_file_error(error)}")
+    return report
 
 
-def read_folder(folder: str, workers: int, say: Say) -> tuple[int, list[str], Any]:
-    """Read every image of a folder -> how many there are, and what `read_part` finds."""
-    files, problems, sums = list_images(folder, say), list[str](), Counter[Any]()
+@contextmanager
+def naming_memory_errors(path: str) -> Iterator[None]:
+    """Say in a MemoryError which image was too large."""
+    try:
+        yield
+    except MemoryError:
+        raise MemoryError(f"{path}: out of memory: use fewer --workers") from None
+
+
+def measure_image(content: bytes, path: str, nodata: float | None, report: Report) -> None:
+    """Add what is found in one image to a report; raises where it cannot be read."""
+    image = read_image(content, nodata)
+    deep = isinstance(image, Image.Image) and image.mode.startswith("I;16")
+    if isinstance(image, Image.Image):
+        pixels = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
+        packed_only = False
+    else:
+        pixels = image
+        packed_only = not trains_from_tree(content)
+    if pixels.dtype.kind == "f":
+        report.values += pixels.size
+        report.missing += int(np.isnan(pixels).sum())
+    channels, height, width = pixels.shape
+    every = max(1, math.isqrt(width * height // LARGE))
+    sums = measure_pixels(pixels[:, ::every, ::every])
+    # All of it is read: only now is the image counted.
+    report.deep_grey += deep
+    kind = Kind(channels, pixels.dtype.name, packed_only)
+    report.kinds[kind] += 1
+    report.first.setdefault(kind, path)
+    key = (channels, pixels.dtype.name)
+    report.sums[key] = report.sums.get(key, 0) + sums
+
+
+def trains_from_tree(content: bytes) -> bool:
+    """Tell whether training reads this file where it is."""
+    try:
+        data.open_image(content)
+    except ValueError:
+        return False
+    return True
+
+
+def measure_pixels(pixels: np.ndarray) -> np.ndarray:
+    """Measure (C, H, W) -> (4, C): 1, mean, squared mean, variance; 0 where a channel is NaN."""
+    sums = np.zeros((4, len(pixels)))
+    for i, channel in enumerate(pixels):
+        if channel.dtype.kind == "f":
+            channel = channel[~np.isnan(channel)]
+        if channel.size:
+            mean = channel.mean(dtype=np.float64)
+            sums[:, i] = 1, mean, mean**2, channel.var(dtype=np.float64)
+    return sums
+
+
+def read_folder(files: ImageList, workers: int, say: Say, nodata: float | None = None) -> Report:
+    """Read every image of a list."""
+    report = Report()
     parts = [files.part(first, first + PART) for first in range(0, len(files), PART)]
-    for more, added in for_each(read_part, workers, say, parts):
-        problems += more
-        sums.update(added)
-    return len(files), problems, sums
+    for found in for_each(partial(read_part, nodata), workers, say, parts):
+        report.add(found)
+    return report
 
 
-def check_images(folder: str, workers: int, say: Say) -> int:
+def check_images(files: ImageList, workers: int, say: Say, nodata: float | None = None) -> int:
     """Decode every image, name the unreadable ones, return their number."""
-    images, problems, _ = read_folder(folder, workers, say)
-    for problem in problems:
+    report = read_folder(files, workers, say, nodata)
+    for problem in report.problems:
         say(problem)
-    say(f"{len(problems)} of {images} images cannot be read")
-    return len(problems)
+    report.say_kinds(say)
+    say(f"{len(report.problems)} of {len(files)} images cannot be read")
+    return len(report.problems)
 
 
-def write_stats(folder: str, workers: int, say: Say) -> None:
-    """Measure all images of a folder and write their statistics where training looks for them.
+def write_stats(files: ImageList, workers: int, say: Say, nodata: float | None = None) -> None:
+    """Measure all images and write their statistics where training looks for them.
 
-    Every image has the same weight, as in training. Where images differ in channels or type, the
-    most frequent kind is measured. ValueError where no image can be read.
+    ValueError where no image can be read.
     """
-    path, (images, problems, sums) = stats_file(folder), read_folder(folder, workers, say)
-    if not sums:
-        raise ValueError(f"no image in {folder} can be read: {problems[0]}")
-    (channels, dtype), most = max(sums.items(), key=lambda item: item[1][0, 0])
-    count, means, squares, variances = most  # (C,) each
-    scale, mean = 255 if dtype == "uint8" else 1, means / count
+    report = read_folder(files, workers, say, nodata)
+    report.say_kinds(say)
+    save_stats(files, report, say)
+
+
+def save_stats(files: ImageList, report: Report, say: Say, bands: Sequence[str] = ()) -> None:
+    """Write the statistics of the images that a report is about, and the names of their bands.
+
+    Every image has the same weight, as in training. Where images differ in channels or type, those
+    of the most frequent kind are taken. ValueError where no image can be read.
+    """
+    if not report.sums:
+        raise ValueError(f"no image in {files.root} can be read: {report.problems[0]}")
+    key = max(report.sums, key=lambda key: report.sums[key][0].max())
+    channels, dtype = key
+    count, means, squares, variances = report.sums[key]  # (C,) each
+    measured = int(count.max())
+    count = np.maximum(count, 1)  # of a channel that is nodata in all images
+    scale = 255 if dtype == "uint8" else 1
+    mean = means / count
     std = np.sqrt(np.maximum((variances + squares) / count - mean**2, 0))
     std[std <= 1e-7 * abs(mean)] = scale  # a constant: less than float32 tells apart
-    text = {"mean": (mean / scale).tolist(), "std": (std / scale).tolist(), "dtype": dtype}
+    text: dict[str, Any] = {
+        "mean": (mean / scale).tolist(),
+        "std": (std / scale).tolist(),
+        "dtype": dtype,
+    }
+    if bands:
+        text["bands"] = list(bands)
+    path = stats_file(files.root)
     with replacing(Path(path)) as stream:
         stream.write(json.dumps(text).encode())
-    say(f"{path}: {int(count[0])} of {images} images, {channels} channels of {dtype}")
+    say(f"{path}: {measured} of {len(files)} images, {channels} channels of {dtype}")

@@ -3,8 +3,9 @@
 import io
 import json
 import os
+import resource
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 import numpy as np
 
 import data
-from runtime.image_source import is_pack
 from runtime.process import throttled_progress
+from storage.paths import is_pack
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,10 @@ class ImageList:
 
     def path(self, index: int) -> str:
         """Return an image's path for messages; in a pack, that of the shard and the member."""
-        place = self.shards[self.table[index]["shard"]] if self.shards else ""
-        return os.path.join(self.root, place, self.name(index))
+        if not self.shards:
+            return os.path.join(self.root, self.name(index))
+        shard = self.shards[self.table[index]["shard"]]
+        return os.path.join(self.root, shard, self.name(index))
 
     def read(self, index: int) -> bytes:
         """Read a whole image file; OSError."""
@@ -64,36 +67,88 @@ class ImageList:
             with open(self.path(index), "rb", buffering=0) as file:
                 return file.read()
         row = self.table[index]
-        shard = os.path.join(self.root, self.shards[row["shard"]])
-        if shard not in self.opened:
-            self.opened[shard] = io.FileIO(shard)
+        file = self.open_shard(self.shards[row["shard"]])
         # Not mapped: a parallel file system would be asked for one page at a time.
-        return os.pread(self.opened[shard].fileno(), int(row["size"]), int(row["start"]))
+        return read_range(file.fileno(), int(row["start"]), int(row["size"]))
+
+    def open_shard(self, name: str) -> io.FileIO:
+        """Open a shard of the pack, or take it from those that are open.
+
+        Half of the files that a process may open are left to others, such as the loader.
+        """
+        if name in self.opened:
+            return self.opened[name]
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        while self.opened and len(self.opened) >= most // 2:
+            oldest = next(iter(self.opened))
+            self.opened.pop(oldest).close()
+        file = io.FileIO(os.path.join(self.root, name))
+        self.opened[name] = file
+        return file
+
+
+def read_range(descriptor: int, start: int, size: int) -> bytes:
+    """Read `size` bytes of an open file, fewer at its end: Linux reads at most 2 GiB at once."""
+    parts = []
+    while size > 0:
+        part = os.pread(descriptor, size, start)
+        if not part:
+            break
+        parts.append(part)
+        start += len(part)
+        size -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def make_table(names: list[bytes], *columns: Any) -> np.ndarray:
     """Make the array of a list (N,): path, class, bytes; in a pack, which shard and where in it."""
-    kinds = {"name": f"S{max(map(len, names))}", "label": "i4", "size": "i8"}
-    table = np.zeros(len(names), [*kinds.items(), ("shard", "i4"), ("start", "i8")])
-    for kind, values in zip(table.dtype.names or (), (names, *columns), strict=False):
+    longest = max(len(name) for name in names)
+    kinds = [("name", f"S{longest}"), ("label", "i4"), ("size", "i8")]
+    table = np.zeros(len(names), [*kinds, ("shard", "i4"), ("start", "i8")])
+    table["name"] = names
+    for kind, values in zip(("label", "size", "shard", "start"), columns, strict=False):
         table[kind] = values
     return table
 
 
-def list_images(root: str, say: Callable[[str], None]) -> ImageList:
-    """List a folder as `data.scan` does, and the bytes of its files; or load a pack's list."""
+def list_images(
+    root: str,
+    say: Callable[[str], None],
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> ImageList:
+    """List a folder as `data.scan` does, and the bytes of its files; or load a pack's list.
+
+    Says how many files are left out, and why. OSError or ValueError as `data.scan`.
+    """
 
     def size(name: str) -> int:
         path = os.path.join(root, name)
         return os.path.getsize(path) if os.path.exists(path) else 0  # a link to nothing
 
     if is_pack(root):
-        return load_index(os.path.join(root, "pack.index"), root)
-    found = data.scan(root, throttled_progress(say, "listing"))
+        packed = load_index(os.path.join(root, "pack.index"), root)
+        return choose(packed, include, exclude) if include or exclude else packed
+    found = data.scan(root, throttled_progress(say, "listing"), include=include, exclude=exclude)
+    if found.left_out:
+        say(f"{root}: {len(found)} images; left out {data.describe_counts(found.left_out)}")
     with ThreadPool(16) as threads:  # a parallel file system takes long for each
         sizes = threads.map(size, found.names)
     names = [os.fsencode(name) for name in found.names]
     return ImageList(root, make_table(names, found.labels, sizes), found.classes)
+
+
+def choose(files: ImageList, include: Sequence[str], exclude: Sequence[str]) -> ImageList:
+    """Return the images of a pack that match the patterns; ValueError where none does."""
+    names = [files.name(index) for index in range(len(files))]
+    reasons = [data.reason_to_leave_out(name, include, exclude) for name in names]
+    rows = [index for index, reason in enumerate(reasons) if reason is None]
+    if not rows:
+        raise ValueError(f"none of the {len(files)} images in {files.root} matches the patterns")
+    table = files.table[rows]
+    table["label"], classes = data.classes_by_folder([names[index] for index in rows])
+    return replace(files, table=table, classes=classes, index_file=None)
 
 
 def save_index(files: ImageList, path: str) -> ImageList:
@@ -115,15 +170,22 @@ def load_index(path: str, root: str) -> ImageList:
         table = np.lib.format.open_memmap(path, mode="r")
         with open(path, "rb") as file:
             file.seek(table.offset + table.nbytes)
-            classes, shards = map(tuple, json.load(file))
+            classes, shards = json.load(file)
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): create it again") from None
-    return ImageList(root, table.view(np.ndarray), classes, shards, path)
+    return ImageList(root, table.view(np.ndarray), tuple(classes), tuple(shards), path)
 
 
-def find_list(folder: str, out: str | None, say: Callable[[str], None]) -> ImageList:
+def find_list(
+    folder: str,
+    out: str | None,
+    say: Callable[[str], None],
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> ImageList:
     """List a folder, or load the list of a pack; a new list is kept in `out`, if that is given."""
-    files = list_images(folder.rstrip("/") or "/", say)
+    files = list_images(folder, say, include=include, exclude=exclude)
     if files.index_file or out is None:
         return files
     os.makedirs(out, exist_ok=True)
@@ -132,5 +194,6 @@ def find_list(folder: str, out: str | None, say: Callable[[str], None]) -> Image
 
 def fingerprint(files: ImageList) -> str:
     """Compute a checksum of all names and sizes."""
-    names, sizes = (files.table[kind].tobytes() for kind in ("name", "size"))
+    names = files.table["name"].tobytes()
+    sizes = files.table["size"].tobytes()
     return f"{zlib.crc32(sizes, zlib.crc32(names)):08x}"

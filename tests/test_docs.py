@@ -181,7 +181,7 @@ def test_first_hour(tmp_path):
 # Needs a cluster, the network, or images of other channels; tests/test_sweep.py runs the sweeps.
 ELSEWHERE = re.compile(
     r"\b(sbatch|conda|pip|module|apptainer|tail|tensorboard|make|source)\b"
-    r"|--rdzv|sweep\.py|--channels|SENTINEL"
+    r"|--rdzv|sweep\.py|--channels|--stack"
 )
 STAND_INS = {
     "Million-AID/train": "out/tiles",
@@ -220,7 +220,12 @@ def test_every_command_runs(tmp_path):
     ranks = "torchrun --standalone --nproc-per-node 2 train_fsdp.py --mode full_shard"
     run(f"{ranks} --model {SMALL} --data out/tiles --out out/demo")
     ran = 0
-    for text in (PAGES["docs/downstream.md"], MANUAL, README.split("\n## The code\n")[1]):
+    for text in (
+        PAGES["docs/downstream.md"],
+        PAGES["docs/images.md"],
+        MANUAL,
+        README.split("\n## The code\n")[1],
+    ):
         run("rm -rf out/step_* out/done out/pack")  # of a page before
         for shell in [content for language, content in blocks(text) if language == "bash"]:
             lines = shell.replace("\\\n", " ").splitlines()

@@ -64,17 +64,18 @@ def test_folders_that_are_wrong_are_refused_before_anything_starts(flags, what, 
     image_source.check_folder("images", out="images-out")  # beside them
 
 
-def test_a_loader_worker_imports_no_more_than_it_needs_and_a_copy_needs_no_storage(tmp_path):
+def test_a_loader_worker_imports_no_more_than_it_needs(tmp_path):
     code = """
 import sys
 from runtime import image_source
-assert {"shard", "mesh", "vit", "runtime.config"}.isdisjoint(sys.modules)
+assert {"shard", "mesh", "vit", "checkpoint", "runtime.config"}.isdisjoint(sys.modules)
 files, fingerprint = image_source.list_folder(sys.argv[1], None, print)
 assert len(files) == 192 and files.read(0)
 assert image_source.SyntheticImages(0, 5).read(0).shape == (5, 256, 256)
 """
     shutil.copy(ROOT / "data.py", tmp_path)
-    shutil.copytree(ROOT / "runtime", tmp_path / "runtime")
+    for room in ("runtime", "storage"):
+        shutil.copytree(ROOT / room, tmp_path / room)
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, "-c", code, str(TILES / "train")]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)

@@ -243,7 +243,7 @@ def test_the_trainer_needs_only_what_it_is_copied_with(job, tmp_path):
     more = ["planner"] if job == "one of each" else []
     for name in (*READ, "checkpoint", *(["plan"] if more else [])):
         shutil.copy(ROOT / f"{name}.py", tmp_path)
-    for room in ("runtime", *more):
+    for room in ("runtime", "storage", *more):
         shutil.copytree(ROOT / room, tmp_path / room)
     for file, behind, text in ADDED.values() if more else ():
         path = tmp_path / file

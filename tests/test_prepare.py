@@ -28,7 +28,7 @@ import checkpoint
 import data
 import prepare
 from runtime import image_source
-from storage import image_list, packing
+from storage import image_list, packing, paths
 
 TILES = ROOT / "examples/tiles/train"
 
@@ -135,8 +135,9 @@ def test_scan_names_every_broken_image_once(tmp_path, capsys):
     expected = broken_tree(root)
     for workers in ("2", "1"):
         assert prepare.main(["scan", str(root), "--workers", workers]) == 1
-        *lines, last = capsys.readouterr().out.splitlines()
+        *lines, kind, last = capsys.readouterr().out.splitlines()
         assert last == f"{len(expected)} of 32 images cannot be read"
+        assert kind == "27 images: 3 channels of uint8"
         found = dict(line.split(": ", 1) for line in lines)
         assert found.keys() == expected.keys() and len(lines) == len(expected)
         del found[next(path for path in found if path.endswith(".tif"))]  # tifffile's own words
@@ -187,16 +188,17 @@ def tar_content(folder):
 def test_a_pack_is_a_copy_that_tar_reads(tmp_path, monkeypatch, capsys):
     """And its stream is that of its tree, the listed substitutes of broken images included."""
     root, target = tmp_path / "root", tmp_path / "pack"
+    lost = ("nothing.jpg", "bands.tif", "html.jpg", "empty.jpg")
     broken_tree(root)
     noise_image(99, 800, 800).save(root / "large.jpg", quality=100)  # for a second shard
     monkeypatch.setattr(packing, "SHARD_BYTES", 2**20)
     prepared("pack", root, target)
     assert "33 images in 2 shards, " in (printed := capsys.readouterr().out)
-    # a link to nothing, TIFF of no known kind; one was empty
-    assert f"3 are unreadable: `prepare.py scan {root}` says why" in printed
+    # What cannot be opened is named; whether a picture is cut off, only `scan` finds out.
+    assert "4 of 33 images cannot be read" in printed
+    assert all(f"{root}/area0/class0/{name}: " in printed for name in lost)
     files, packed = listed(root), listed(target)
     paths = [Path(files.path(i)) for i in range(33)]
-    lost = ("nothing.jpg", "bands.tif")
     expected = [b"" if path.name in lost else path.read_bytes() for path in paths]
     assert contents(packed) == list(tar_content(target).values()) == expected
     assert list(tar_content(target)) == [packed.name(i) for i in range(33)]
@@ -270,7 +272,7 @@ def test_on_a_full_disk_what_was_there_stays(tmp_path, monkeypatch):
 
 def measured(root):
     prepared("stats", root)
-    channels = json.loads(Path(image_source.stats_file(str(root))).read_text())["mean"]
+    channels = json.loads(Path(paths.stats_file(str(root))).read_text())["mean"]
     return image_source.find_stats(str(root), len(channels))
 
 

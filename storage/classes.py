@@ -1,0 +1,61 @@
+"""Say which classes a list of images has, before anything is scored by them."""
+
+import os
+from collections import Counter, defaultdict
+from typing import Any
+
+SHOWN = 5  # names in a sentence
+# Folders of these names hold parts of a data set, or kinds of files, and are no classes.
+PARTS = {"train", "training", "val", "valid", "validation", "test", "testing", "heldout"}
+KINDS = {"image", "images", "img", "imgs", "mask", "masks", "label", "labels", "annotations"}
+
+
+def describe_classes(files: Any) -> list[str]:
+    """Describe the classes of a data.ImageFolder or an ImageList -> sentences, for a person.
+
+    The first says how many there are, some names, and images per class; the others begin with
+    "warning:". ValueError where there are fewer than two classes.
+    """
+    counts = Counter(int(label) for label in files.labels if label >= 0)
+    names = [files.classes[label] for label in sorted(counts)]
+    if len(names) < 2:
+        raise ValueError(
+            f"{files.root} has {len(names)} classes, but a score needs two: "
+            "give a folder with one folder of images per class"
+        )
+    fewest, most = min(counts.values()), max(counts.values())
+    each = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    sentences = [f"{files.root}: {len(names)} classes of {each} images: {join_names(names)}"]
+    parts = [name for name in names if name.lower() in PARTS | KINDS]
+    if parts:
+        advice = "folders of a data set, not classes? Give the folder that holds the classes"
+        sentences.append(f"warning: {join_names(parts)} among the classes: {advice}")
+    merged = classes_of_several_folders(files)
+    if merged:
+        what = f"{len(merged)} classes are of several folders with one name"
+        sentences.append(f"warning: {what}, such as {', '.join(merged[0])}")
+    return sentences
+
+
+def join_names(names: list[str]) -> str:
+    """Join the first of some names."""
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def classes_of_several_folders(files: Any) -> list[list[str]]:
+    """List the folders of each class that has more than one, without those inside a class."""
+    folders: dict[int, set[str]] = defaultdict(set)
+    for index, label in enumerate(files.labels):
+        if label >= 0:
+            folder = os.path.dirname(image_name(files, index))
+            name = files.classes[label]
+            while os.path.basename(folder) != name:  # of CLASS/images
+                folder = os.path.dirname(folder)
+            folders[int(label)].add(folder)
+    return [sorted(found) for _, found in sorted(folders.items()) if len(found) > 1]
+
+
+def image_name(files: Any, index: int) -> str:
+    """Return the path of an image relative to its folder, or within its pack."""
+    return files.name(index) if hasattr(files, "shards") else files.names[index]

@@ -1,0 +1,132 @@
+"""Stack scenes whose bands are files of their own: Sentinel-2, Landsat, BigEarthNet, SSL4EO.
+
+The bands of a scene are the files whose names differ in the band alone, in one folder; folders of
+a resolution (R10m, R20m, R60m, as in a .SAFE) count as one.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+import data
+from storage.arrays import read_bands
+from storage.image_list import ImageList
+
+RESOLUTION_FOLDER = re.compile(r"R?\d+m")
+
+
+@dataclass(frozen=True)
+class SceneList:
+    """The scenes of a folder; the files of one are those of its bands, in the order given."""
+
+    root: str
+    names: list[str]  # N, relative to root, without an ending
+    files: np.ndarray  # (N, bands) rows of an ImageList's table; one without a name is missing
+    bands: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def part(self, first: int, last: int) -> "SceneList":
+        """Return the scenes from `first` to before `last`."""
+        return replace(self, names=self.names[first:last], files=self.files[first:last])
+
+    def name(self, index: int) -> str:
+        """Return a scene's path relative to the folder."""
+        return self.names[index]
+
+    def path(self, index: int) -> str:
+        """Return a scene's path for messages."""
+        return os.path.join(self.root, self.names[index])
+
+    def read(self, index: int, nodata: float | None) -> np.ndarray:
+        """Read the bands of a scene (C, H, W), each as large as the first one's.
+
+        A band of another resolution is resampled to that of the first by the nearest pixel.
+        ValueError where one is missing, or what reading raises.
+        """
+        rows = self.files[index]
+        missing = [band for band, row in zip(self.bands, rows, strict=True) if not row["name"]]
+        if missing:
+            raise ValueError(f"no file of band {', '.join(missing)}")
+        parts: list[np.ndarray] = []
+        for row in rows:
+            with open(os.path.join(self.root, os.fsdecode(row["name"])), "rb") as file:
+                bands = read_bands(file.read(), nodata)
+            if parts:
+                bands = resample_nearest(bands, parts[0].shape[1], parts[0].shape[2])
+            parts.append(bands)
+        stacked = np.concatenate(parts)  # of uint8 and uint16 uint16; of any and float32 that
+        data.check_array(stacked)
+        return stacked
+
+
+def resample_nearest(bands: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Give (C, h, w) the size (C, height, width): each pixel is that nearest to its centre."""
+    rows = np.floor((np.arange(height) + 0.5) * bands.shape[1] / height).astype(int)
+    columns = np.floor((np.arange(width) + 0.5) * bands.shape[2] / width).astype(int)
+    return bands[:, rows[:, None], columns]
+
+
+def find_scenes(files: ImageList, bands: Sequence[str], say: Callable[[str], None]) -> SceneList:
+    """Group the files of a folder into scenes by the names of their bands.
+
+    A file is of the band that its name, without its ending, ends with: T33_B02.tif is of B02.
+    ValueError where a band has no file, or two in one scene.
+    """
+    if files.shards:
+        raise ValueError(f"{files.root} is a pack: --stack needs the folder of the band files")
+    rows: dict[tuple[str, str], dict[str, int]] = {}
+    others: Counter[str] = Counter()
+    for index in range(len(files)):
+        folder, file = os.path.split(files.name(index))
+        stem, _ = os.path.splitext(file)
+        band = find_band(stem, bands)
+        if band is None:
+            others[re.split(r"[_.-]", stem)[-1]] += 1
+            continue
+        parts = [part for part in folder.split("/") if not RESOLUTION_FOLDER.fullmatch(part)]
+        scene = ("/".join(parts), stem.removesuffix(band).rstrip("_.-"))
+        found = rows.setdefault(scene, {})
+        if band in found:
+            both = f"{files.path(found[band])} and {files.path(index)}"
+            raise ValueError(f"two files of band {band} in one scene: {both}")
+        found[band] = index
+    absent = [band for band in bands if not any(band in found for found in rows.values())]
+    if absent:
+        seen = data.describe_counts(dict(others.most_common(12)))
+        raise ValueError(f"no file of band {', '.join(absent)}; other names end with: {seen}")
+    if others:
+        say(f"left out, being of no band: {sum(others.values())} files")
+    return tabulate(files, rows, bands)
+
+
+def find_band(stem: str, bands: Sequence[str]) -> str | None:
+    """Return the longest of the bands that a file name ends with, at a separator; or None."""
+    for band in sorted(bands, key=len, reverse=True):
+        before = stem.removesuffix(band)
+        if before != stem and (not before or before[-1] in "_.-"):
+            return band
+    return None
+
+
+def tabulate(
+    files: ImageList, rows: dict[tuple[str, str], dict[str, int]], bands: Sequence[str]
+) -> SceneList:
+    """Make the list of scenes, sorted by name: by folder, if each has one of its own."""
+    folders = [folder for folder, _ in rows]
+    own_folders = len(set(folders)) == len(rows) and "" not in folders
+    named = {}
+    for (folder, start), found in rows.items():
+        named[folder if own_folders else os.path.join(folder, start)] = found
+    names = sorted(named, key=os.fsencode)
+    table = np.zeros((len(names), len(bands)), files.table.dtype)
+    for i, name in enumerate(names):
+        for j, band in enumerate(bands):
+            if band in named[name]:
+                table[i, j] = files.table[named[name][band]]
+    return SceneList(files.root, names, table, tuple(bands))

@@ -1,0 +1,487 @@
+"""An image is what its file says: the pixels that rasterio and numpy read, or a sentence."""
+
+import errno
+import io
+import json
+import os
+import resource
+import struct
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+from ranks import Run, run_ranks
+
+import data
+import prepare
+from runtime import image_source
+from storage import arrays, checking, classes, image_list, paths
+
+rasterio = pytest.importorskip("rasterio")
+# The images have no place on Earth.
+pytestmark = pytest.mark.filterwarnings("ignore::rasterio.errors.NotGeoreferencedWarning")
+
+
+def blocks(seed, bands, low, high, dtype="uint16", side=32):
+    """Bands (C, side, side) of blocks of 8 x 8 pixels, which JPEG 2000 and bits of 12 keep too."""
+    draw = np.random.default_rng(seed).integers(low, high, (bands, side // 8, side // 8))
+    return np.kron(draw, np.ones((1, 8, 8))).astype(dtype)
+
+
+def write_by_gdal(path, pixels, driver="GTiff", **options):
+    """Write (C, H, W) as GDAL does by default."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {"count": len(pixels), "height": pixels.shape[1], "width": pixels.shape[2]}
+    with rasterio.open(path, "w", driver=driver, dtype=pixels.dtype, **about, **options) as file:
+        file.write(pixels)
+
+
+def read_by_gdal(path):
+    with rasterio.open(path) as file:
+        return file.read()
+
+
+def complex_blocks():
+    return (blocks(0, 1, 1, 200) + 1j * blocks(1, 1, 1, 200)).astype("complex64")
+
+
+# name: (pixels, options of GDAL); what training must refuse and pack must keep
+BY_GDAL = {
+    "RGB and infrared": (blocks(0, 4, 60, 200, "uint8"), {}),
+    "thirteen bands, band by band": (
+        blocks(0, 13, 300, 3000),
+        {"interleave": "band", "compress": "deflate"},
+    ),
+    "thirteen bands, pixel by pixel": (blocks(0, 13, 300, 3000), {"interleave": "pixel"}),
+    "two bytes": (blocks(0, 2, 0, 200, "uint8"), {}),
+    "five bytes": (blocks(0, 5, 0, 200, "uint8"), {}),
+    "RGB of 16 bits, band by band": (
+        blocks(0, 3, 300, 3000),
+        {"interleave": "band", "photometric": "RGB"},
+    ),
+    "grey of 16 bits": (blocks(0, 1, 300, 3000), {}),
+    "grey of 16 bits, band by band": (blocks(0, 1, 300, 3000), {"interleave": "band"}),
+    "signed bytes": (blocks(0, 1, -100, 100, "int8"), {}),
+    "signed": (blocks(0, 3, -3000, 3000, "int16"), {}),
+    "32 bits": (blocks(0, 1, 0, 2**20, "uint32"), {}),
+    "floats": (blocks(0, 1, 0, 200, "float32"), {}),
+    "doubles": (blocks(0, 2, 0, 200, "float64"), {}),
+    "BigTIFF": (blocks(0, 6, 300, 3000), {"BIGTIFF": "YES"}),
+    "tiles": (
+        blocks(0, 6, 0, 200, "uint8", 64),
+        {"tiled": True, "blockxsize": 16, "blockysize": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_GDAL)
+def test_what_is_no_picture_is_refused_in_a_tree_and_whole_in_a_pack(name, tmp_path):
+    pixels, options = BY_GDAL[name]
+    path = tmp_path / "1.tif"
+    write_by_gdal(path, pixels, **options)
+    content = path.read_bytes()
+    with pytest.raises(data.NotAPictureError, match=r"`prepare\.py pack`"):
+        image, _ = data.open_image(content)
+        data.decode(image)
+    packed = arrays.read_image(content)
+    np.testing.assert_array_equal(packed, read_by_gdal(path))
+    assert packed.dtype == (pixels.dtype if pixels.dtype.name in data.ARRAY_DTYPES else "float32")
+
+
+def test_pages_of_one_size_are_bands_but_masks_and_overviews_are_none(tmp_path):
+    path = tmp_path / "pages.tif"
+    twelve = blocks(0, 12, 10, 200, "uint8")
+    tifffile.imwrite(path, twelve, photometric="minisblack")  # a page each
+    with pytest.raises(data.NotAPictureError, match="12 pages"):
+        data.open_image(path.read_bytes())
+    np.testing.assert_array_equal(arrays.read_image(path.read_bytes()), twelve)
+    colours = np.moveaxis(twelve[:6].reshape(2, 3, 32, 32), 1, -1)
+    tifffile.imwrite(path, colours, photometric="rgb")  # two pages of three bands
+    np.testing.assert_array_equal(arrays.read_image(path.read_bytes()), twelve[:6])
+    for count in (3, 5):
+        with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True):
+            write_by_gdal(path, twelve[:count], photometric="RGB" if count == 3 else "MINISBLACK")
+            with rasterio.open(path, "r+") as file:
+                file.write_mask(np.full((32, 32), 255, np.uint8))
+                file.build_overviews([2, 4])
+        image = arrays.read_image(path.read_bytes())
+        if count == 3:
+            image = np.moveaxis(np.asarray(data.decode(image)), -1, 0)
+        np.testing.assert_array_equal(image, twelve[:count])
+
+
+def test_pictures_stay_pictures(tmp_path):
+    """What GDAL writes of one and three bytes; and transparency that is all or nothing."""
+    for bands in (1, 3):
+        path = tmp_path / f"{bands}.tif"
+        pixels = blocks(0, bands, 0, 255, "uint8")
+        write_by_gdal(path, pixels)
+        for image in data.open_image(path.read_bytes())[0], arrays.read_image(path.read_bytes()):
+            found = np.moveaxis(np.asarray(data.decode(image)), -1, 0)
+            np.testing.assert_array_equal(found, np.broadcast_to(pixels, (3, 32, 32)))
+    pixels = blocks(0, 4, 0, 255, "uint8")
+    pixels[3] = 255 * (pixels[3] > 100)
+    write_by_gdal(path, pixels, photometric="RGB", alpha="YES")
+    found = np.asarray(data.decode(data.open_image(path.read_bytes())[0]))
+    expected = np.where(pixels[3] == 255, pixels[:3], 0)
+    np.testing.assert_array_equal(np.moveaxis(found, -1, 0), expected)
+
+
+@pytest.mark.parametrize(
+    ("bands", "bits", "dtype"),
+    [(1, 8, "uint8"), (3, 8, "uint8"), (1, 15, "uint16"), (1, 12, "uint16")],
+)
+def test_jpeg_2000_as_gdal_reads_it(bands, bits, dtype, tmp_path):
+    path = tmp_path / "1.jp2"
+    pixels = blocks(0, bands, 0, min(2**bits, 4000), dtype, 64)
+    if bands == 3:  # Pillow does not read GDAL's
+        Image.fromarray(np.moveaxis(pixels, 0, -1)).save(path, irreversible=False)
+    else:
+        lossless = {"QUALITY": "100", "REVERSIBLE": "YES", "NBITS": str(bits)}
+        write_by_gdal(path, pixels, "JP2OpenJPEG", **lossless)
+    truth = read_by_gdal(path)
+    np.testing.assert_array_equal(truth, pixels)
+    content = path.read_bytes()
+    found = arrays.read_image(content)
+    if bits == 8:
+        found = np.moveaxis(np.asarray(data.decode(found)), -1, 0)[:bands]
+    else:
+        with pytest.raises(data.NotAPictureError, match=f"{bits} bits"):
+            data.open_image(content)
+    np.testing.assert_array_equal(found, truth)
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "bool", "float16", "float64"])
+def test_arrays_of_any_numbers_are_packed(dtype):
+    array = blocks(0, 5, 0, 100).astype(dtype)
+    found = arrays.read_image(npy(array))
+    np.testing.assert_array_equal(found, array.astype(float))
+    assert found.dtype == ("uint8" if dtype == "bool" else "float32")
+
+
+def test_arrays_of_other_shapes():
+    grey, colour = blocks(0, 1, 0, 100)[0], np.moveaxis(blocks(0, 3, 0, 100, "uint8"), 0, -1)
+    np.testing.assert_array_equal(arrays.read_image(npy(grey)), grey[None])
+    np.testing.assert_array_equal(arrays.read_image(npy(colour)), np.moveaxis(colour, -1, 0))
+    with pytest.raises(ValueError, match=r"looks like \(H, W, C\): `prepare.py pack`"):
+        data.open_image(npy(colour))
+    by_columns = np.asfortranarray(blocks(0, 5, 0, 100))
+    np.testing.assert_array_equal(data.open_image(npy(by_columns))[0], by_columns)
+
+
+@pytest.mark.parametrize(
+    ("array", "sentence"),
+    [
+        (complex_blocks(), "real numbers"),
+        (np.full((1, 8, 8), 2**24 + 1), "which float32 would round"),
+        (np.full((1, 8, 8), 1e300), "infinite"),
+        (np.full((1, 8, 8), -9999.0), "nodata"),
+        (np.zeros((2, 3, 8, 8)), r"not \(C, H, W\)"),
+        (np.array([{}], object), "OBJECT"),
+    ],
+)
+def test_what_no_array_can_show_gets_a_sentence(array, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        arrays.read_image(npy(array), nodata=-9999.0)
+
+
+def test_complex_tiff_is_refused(tmp_path):
+    write_by_gdal(tmp_path / "1.tif", complex_blocks())
+    with pytest.raises(ValueError, match="real numbers"):
+        arrays.read_image((tmp_path / "1.tif").read_bytes())
+
+
+def huge_tiff():
+    """A file of 130 bytes that promises 900 bands of 65,535 x 65,535 pixels."""
+    tags = [(256, 4, 65535), (257, 4, 65535), (258, 3, 8), (259, 3, 1), (262, 3, 1), (273, 4, 8)]
+    tags += [(277, 3, 900), (278, 4, 65535), (279, 4, 1), (284, 3, 2)]
+    rows = [struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags]
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + b"".join(rows) + bytes(4)
+
+
+def huge_array():
+    header = io.BytesIO()
+    about = {"descr": "|u1", "fortran_order": False, "shape": (900, 65535, 65535)}
+    np.lib.format.write_array_header_1_0(header, about)
+    return header.getvalue()
+
+
+def test_headers_that_promise_too_much_are_unreadable_images(tmp_path, capsys):
+    write_by_gdal(tmp_path / "tree/good.tif", blocks(0, 5, 1, 200, "uint8"))
+    (tmp_path / "tree/huge.tif").write_bytes(huge_tiff())
+    (tmp_path / "tree/huge.npy").write_bytes(huge_array())
+    assert run_prepare("pack", tmp_path / "tree", tmp_path / "pack") == 0
+    said = capsys.readouterr().out
+    assert said.count("4 GiB") == 2 and "2 of 3 images cannot be read" in said
+    assert run_prepare("scan", tmp_path / "tree") == 1
+
+
+def run_prepare(*argv):
+    return prepare.main([*map(str, argv), "--workers", "1"])
+
+
+def test_without_memory_one_sentence_names_the_image(tmp_path, monkeypatch, capsys):
+    write_by_gdal(tmp_path / "tree/1.tif", blocks(0, 5, 1, 200))
+
+    def fail(content):
+        raise MemoryError
+
+    monkeypatch.setattr(arrays, "read_tiff", fail)
+    for command in (["scan"], ["stats"], ["pack"]):
+        more = [tmp_path / "pack"] if command == ["pack"] else []
+        assert run_prepare(*command, tmp_path / "tree", *more) == 1
+        error = capsys.readouterr().err
+        assert "1.tif: out of memory: use fewer --workers" in error and error.count("\n") == 1
+
+
+# --- nodata
+
+
+def test_nodata_is_not_measured_and_filled_with_the_mean(tmp_path, capsys):
+    root = tmp_path / "tree"
+    truth = []
+    for i in range(3):
+        pixels = blocks(i, 2, 1, 200, "float32")
+        pixels[:, :16] = -9999
+        write_by_gdal(root / f"{i}.tif", pixels, nodata=-9999)
+        with rasterio.open(root / f"{i}.tif") as file:
+            truth.append(file.read(masked=True))
+    write_by_gdal(root / "3.tif", np.full((2, 32, 32), -9999, "float32"), nodata=-9999)
+    assert run_prepare("scan", root) == 1
+    said = capsys.readouterr().out
+    assert "nodata: 3072 of 6144 values (50.00%)" in said and "nodata (NaN) in all pixels" in said
+    assert run_prepare("pack", root, tmp_path / "pack") == 0
+    stats = image_source.find_stats(str(tmp_path / "pack"), 2)
+    means = [[image[c].mean() for image in truth] for c in range(2)]
+    np.testing.assert_allclose(stats.mean, np.mean(means, axis=1), rtol=1e-6)
+    every = np.ma.stack([image.astype("float64") for image in truth])
+    np.testing.assert_allclose(stats.std, [every[:, c].std() for c in range(2)], rtol=1e-6)
+    files = image_list.list_images(str(tmp_path / "pack"), print)
+    found, _ = data.open_image(files.read(0), stats)
+    np.testing.assert_array_equal(found[0], truth[0][0].filled(np.float32(stats.mean[0])))
+
+
+@pytest.mark.parametrize(
+    ("nodata", "dtype"), [(0.0, "uint16"), (-32768.0, "int16"), (-1.0, "float64")]
+)
+def test_nodata_that_is_typed(nodata, dtype):
+    array = blocks(0, 2, 1, 200).astype(dtype)
+    array[0, :8] = nodata
+    found = arrays.read_image(npy(array), nodata=nodata)
+    np.testing.assert_array_equal(np.isnan(found), array == nodata)
+    assert np.isnan(found).sum() == 8 * 32
+    # A number that the type cannot hold is nowhere, and changes nothing.
+    assert arrays.read_image(npy(blocks(0, 2, 1, 9)), nodata=-9999.0).dtype == np.uint16
+
+
+# --- which files, which kinds
+
+
+def test_kinds_and_what_is_left_out_are_counted(tmp_path, capsys):
+    root = tmp_path / "tree"
+    for i in range(3):
+        write_by_gdal(root / f"images/{i}.tif", blocks(i, 5, 1, 200))
+        write_by_gdal(root / f"masks/{i}.tif", blocks(i, 1, 0, 5, "uint8"))
+        (root / f"images/{i}.tif.aux.xml").touch()
+    assert run_prepare("scan", root) == 0
+    said = capsys.readouterr().out
+    assert "left out 3 .xml" in said
+    assert "3 images: 5 channels of uint16, for training only from a pack" in said
+    assert "3 images: 3 channels of uint8" in said and "--exclude PATTERN" in said
+    assert run_prepare("stats", root, "--exclude", "masks") == 0
+    said = capsys.readouterr().out
+    assert "3 excluded by masks" in said and "--exclude" not in said
+    assert run_prepare("pack", root, tmp_path / "pack", "--include", "images") == 0
+    assert "3 not included" in capsys.readouterr().out
+    assert len(image_list.list_images(str(tmp_path / "pack"), print)) == 3
+    assert run_prepare("scan", root, "--include", "imgaes") == 2
+    assert "6 not included" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching"),
+    [
+        ("masks", ["a/masks/1.png", "masks/x/2.png"]),
+        ("*_mask.png", ["a/1_mask.png"]),
+        ("a/*", ["a/masks/1.png", "a/1_mask.png", "a/b/c.png"]),
+        ("a/b/c.png", ["a/b/c.png"]),
+        ("[12].png", ["a/masks/1.png", "masks/x/2.png"]),
+        ("MASKS", []),
+    ],
+)
+def test_patterns(pattern, matching, tmp_path):
+    names = ["a/masks/1.png", "masks/x/2.png", "a/1_mask.png", "a/b/c.png", "z.png"]
+    assert [name for name in names if data.matches(name, pattern)] == matching
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    kept = sorted(set(names) - set(matching))
+    assert data.scan(str(tmp_path), exclude=[pattern]).names == kept
+
+
+def test_training_takes_patterns_and_says_what_it_does(tmp_path):
+    root = tmp_path / "tree"
+    for i in range(4):
+        write_by_gdal(root / f"images_png/{i}.png", blocks(i, 3, 0, 255, "uint8"), "PNG")
+        write_by_gdal(root / f"masks_png/{i}.png", blocks(i, 1, 0, 6, "uint8"), "PNG")
+    flags = "--model tiny --img-size 32 --device cpu --precision fp32 --workers 0 --steps 1"
+    argv = [*flags.split(), "--global-batch", "4", "--data", str(root), "--exclude", "masks_*"]
+    (result,) = run_ranks(1, [Run(argv, params=False, to=str(tmp_path / "out"))], tmp_path)
+    assert result.status == [0], result.errors
+    assert "left out 4 excluded by masks_*" in result.output
+    assert "ImageNet's" in result.output and "16-bit PNG divided by 257" in result.output
+
+
+# --- statistics, packs, classes
+
+
+def test_statistics_are_found_under_every_spelling_of_a_folder(tmp_path, monkeypatch):
+    root = tmp_path / "images"
+    root.mkdir()
+    np.save(root / "1.npy", blocks(0, 3, 0, 200, "uint8"))
+    (tmp_path / "link").symlink_to("images")
+    monkeypatch.chdir(root)
+    measured = tmp_path / "images.stats.json"
+    for spelling in (".", "../link", "../images/.", "../images/", str(root)):
+        assert run_prepare("stats", spelling) == 0
+        for other in (".", str(tmp_path / "link"), str(root)):
+            assert image_source.find_stats(other, 3) != data.IMAGENET
+        measured.unlink()
+        assert sorted(os.listdir(tmp_path)) == ["images", "link"]
+
+
+def test_a_pack_of_more_shards_than_open_files(tmp_path, monkeypatch):
+    root = tmp_path / "tree"
+    root.mkdir()
+    for i in range(60):
+        np.save(root / f"{i:02}.npy", blocks(i, 2, 0, 200))
+    monkeypatch.setattr("storage.packing.SHARD_BYTES", 1)
+    assert run_prepare("pack", root, tmp_path / "pack") == 0
+    files = image_list.list_images(str(tmp_path / "pack"), print)
+    assert len(files.shards) == 60
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * used if used > 60 else used + 40, hard))
+    try:
+        report = checking.read_part(None, files)
+        read = [data.open_array(files.read(i)) for i in range(60)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not report.problems and sum(report.kinds.values()) == 60
+    np.testing.assert_array_equal(read, [blocks(i, 2, 0, 200) for i in range(60)])
+
+
+def test_out_of_open_files_is_no_broken_image(tmp_path, monkeypatch):
+    (tmp_path / "1.jpg").touch()
+    files = image_list.list_images(str(tmp_path), print)
+
+    def fail(self, index):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(image_list.ImageList, "read", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        checking.read_part(None, files)
+
+
+def test_a_long_member_is_read_in_parts(tmp_path, monkeypatch):
+    """Linux reads at most 2,147,479,552 bytes at once."""
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, start: pread(file, min(size, 100), start))
+    (tmp_path / "tree").mkdir()
+    array = blocks(0, 3, 0, 200)
+    np.save(tmp_path / "tree/1.npy", array)
+    assert run_prepare("pack", tmp_path / "tree", tmp_path / "pack") == 0
+    files = image_list.list_images(str(tmp_path / "pack"), print)
+    np.testing.assert_array_equal(data.open_array(files.read(0)), array)
+    with tarfile.open(tmp_path / "pack/shard-000000.tar") as archive:
+        member = archive.extractfile("1.npy")
+        np.testing.assert_array_equal(np.load(io.BytesIO(member.read())), array)
+
+
+def make_files(root, *names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return data.scan(str(root))
+
+
+def test_classes_one_level_above_their_images(tmp_path):
+    names = [f"train/{c}/images/{i}.jpg" for c in ("n01", "n02") for i in range(2)]
+    files = make_files(tmp_path, *names)
+    assert files.classes == ("n01", "n02") and files.labels == [0, 0, 1, 1]
+    (described,) = classes.describe_classes(files)
+    assert "2 classes of 2 images: n01, n02" in described
+
+
+def test_classes_that_are_none_get_a_warning_or_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match="a score needs two"):
+        classes.describe_classes(make_files(tmp_path / "one", "a/1.jpg", "a/2.jpg", "3.jpg"))
+    split = make_files(tmp_path / "split", "train/1.jpg", "Val/1.jpg")
+    assert "warning: Val, train among the classes" in classes.describe_classes(split)[1]
+    years = [f"{c}/{year}/1.jpg" for c in ("lake", "river") for year in (2019, 2020)]
+    described = classes.describe_classes(make_files(tmp_path / "years", *years))
+    assert described[1].endswith("such as lake/2019, river/2019")
+
+
+# --- scenes
+
+
+def test_scenes_are_stacked_by_the_names_of_their_bands(tmp_path, capsys):
+    """With 10 m and 20 m in folders of their own, beside what is of no band."""
+    root = tmp_path / "scenes"
+    truth = {}
+    for scene in ("T1", "T2"):
+        ten, twenty = blocks(len(truth), 2, 0, 3000), blocks(9 + len(truth), 1, 0, 3000, side=16)
+        for band, pixels in (("B04", ten[:1]), ("B03", ten[1:])):
+            write_by_gdal(root / f"{scene}/R10m/{scene}_{band}_10m.tif", pixels)
+        write_by_gdal(root / f"{scene}/R20m/{scene}_B11_20m.tif", twenty)
+        write_by_gdal(root / f"{scene}/R20m/{scene}_SCL_20m.tif", blocks(0, 1, 0, 9, "uint8"))
+        with rasterio.open(root / f"{scene}/R20m/{scene}_B11_20m.tif") as file:
+            resampled = file.read(out_shape=(32, 32), resampling=rasterio.enums.Resampling.nearest)
+        truth[scene] = np.concatenate([ten, resampled])
+    (root / "T3/R10m").mkdir(parents=True)
+    (root / "T3/R10m/T3_B04_10m.tif").write_bytes((root / "T1/R10m/T1_B04_10m.tif").read_bytes())
+    bands = ["--stack", "B04_10m,B03_10m,B11_20m"]
+    assert run_prepare("pack", root, tmp_path / "pack", *bands) == 0
+    said = capsys.readouterr().out
+    assert "T3: ValueError: no file of band B03_10m, B11_20m" in said
+    assert "2 images: 3 channels of uint16" in said and "of no band: 2 files" in said
+    files = image_list.list_images(str(tmp_path / "pack"), print)
+    assert [files.name(i) for i in range(3)] == ["T1.npy", "T2.npy", "T3"]
+    for i, scene in enumerate(truth):
+        np.testing.assert_array_equal(data.open_array(files.read(i)), truth[scene])
+    stats = json.loads(Path(paths.stats_file(str(tmp_path / "pack"))).read_text())
+    assert stats["bands"] == ["B04_10m", "B03_10m", "B11_20m"]
+
+
+@pytest.mark.parametrize(
+    ("bands", "sentence"),
+    [("B4,B3", "no file of band B3; other names end with: 1 QA"), ("B4,B4", "no list of names")],
+)
+def test_bands_that_are_not_there_get_a_sentence(bands, sentence, tmp_path, capsys):
+    for band in ("B4", "QA"):
+        write_by_gdal(tmp_path / f"scenes/1_{band}.tif", blocks(0, 1, 0, 9))
+    argv = ["pack", str(tmp_path / "scenes"), str(tmp_path / "pack"), "--stack", bands]
+    try:
+        status = prepare.main(argv)
+    except SystemExit as exit:
+        status = exit.code
+    assert status == 2 and sentence in capsys.readouterr().err
+    assert not (tmp_path / "pack").exists()
+
+
+def test_two_files_of_one_band_are_refused(tmp_path, capsys):
+    for ending in ("tif", "jp2"):
+        (tmp_path / f"scenes/1_B2.{ending}").parent.mkdir(exist_ok=True)
+        Image.new("L", (8, 8)).save(tmp_path / f"scenes/1_B2.{ending}")
+    assert run_prepare("pack", tmp_path / "scenes", tmp_path / "pack", "--stack", "B2") == 2
+    assert "two files of band B2 in one scene" in capsys.readouterr().err
