@@ -25,8 +25,8 @@ import shard
 import train_fsdp
 import vit
 from downstream import finetune
-from planner import dry_run, estimate, machines, memory, traffic
-from runtime import devices
+from planner import estimate, machines, memory, traffic
+from runtime import devices, dry_run
 from runtime.agreement import StepGuard
 from runtime.config import DTYPES, Config, model_config
 from runtime.run import Run, resolve
