@@ -63,6 +63,7 @@ def plan_point(point: Point, machine: str | None) -> Row:
         words += ["--memory-gib", str(devices.rank_memory_gib(device, point.ranks))]
     args, planned = plan.read_command(words)
     row: Row = asdict(config.make_config(plan.plan_parser(), args))
+    row.pop("machine")  # of the plan, not of the run
     name = f"{row['model']}-{row['mode']}{row['group'] or ''}-{point.nodes}x{point.ranks}"
     code = hashlib.sha256(json.dumps([point.nodes, row], sort_keys=True).encode()).hexdigest()[:6]
     row["id"] = re.sub(r"[^\w-]", "_", f"{name}-{row['run_mode']}-{code}")

@@ -39,7 +39,7 @@ HELP = "train the encoder as a classifier"
 LEFT_OUT = {
     *("model", "channels", "mask_ratio", "norm_pix_loss", "run_mode", "steps", "tensorboard"),
     *("profile", "dry_run", "world_size", "data", "eval_data", "init_from", "img_size", "device"),
-    "tp",
+    *("tp", "machine"),
 }
 
 

@@ -18,6 +18,7 @@ from runtime.log import BadImageLog, Meter
 from runtime.profiling import WARM, RunProfile
 from runtime.resume import Saves, mark_done
 from runtime.run import Run
+from runtime.run_plan import beside_plan
 from runtime.session import Session, cause_of
 
 
@@ -163,6 +164,13 @@ class Monitor:
             text = "; predicting zero gives {:.4f}, the mean colour of the visible patches {:.4f}"
             text = text.format(*self.baselines.values()) if self.baselines else ""
             log.say(f"mean loss of the last {len(self.losses)} steps {end['loss']:.4f}{text}")
+        # without --machine a CPU is planned as if it were a GPU
+        plan_is_of_device = self.run.config.machine or self.session.device.type == "cuda"
+        if self.session.planned and end["images_per_second"] and plan_is_of_device:
+            seconds = self.run.global_batch / end["images_per_second"]
+            text, values = beside_plan(self.session.planned, seconds, end["peak_allocated_gib"])
+            log.say(text)
+            end |= values
         log.write("end", **end)
         log.say(
             f"{reason}: {guard.done - self.saves.begin} steps in {end['seconds']:.1f} s, median "
