@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from planner.estimate import Plan, compare, describe_fit
-from planner.machines import LINKS, MACHINES, read_machine
+from planner.machines import LINKS, read_machine
 from planner.memory import GIB, MEMORY_PARTS
 from planner.traffic import PlannedRun, link_bytes
 from runtime import process
@@ -32,13 +32,12 @@ def plan_parser() -> Parser:
     parser = training_parser("plan.py", __doc__)
     add = parser.add_argument_group("the plan itself").add_argument
     add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")
-    names = f"{', '.join(MACHINES)}, or a JSON file (default frontier)"
-    add("--machine", type=filled, default="frontier", metavar="NAME", help=names)
     gib = "per rank (default: the machine's)"
     add("--memory-gib", type=number(0.1, 10**6), metavar="GIB", help=gib)
     add("--compare", action="store_true", help="every mode and group, best first")
     add("--explain", action="store_true", help="where the memory goes")
     add("--json", action="store_true", help="one JSON object")
+    add("--measure", type=filled, metavar="FILE", help="measure this machine, for --machine FILE")
     return parser
 
 
@@ -46,8 +45,13 @@ def read_command(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     """Parse the command line and plan its run; one sentence and exit status 2 if it is refused."""
     parser = plan_parser()
     args = parser.parse_args(argv)
+    return args, make_plan(parser, args)
+
+
+def make_plan(parser: Parser, args: argparse.Namespace) -> Plan:
+    """Plan the run of a parsed command line; one sentence and exit status 2 if it is refused."""
     try:
-        machine = read_machine(args.machine)
+        machine = read_machine(args.machine or "frontier")
         args.world_size = args.world_size or machine.ranks_per_node
         config = make_config(parser, args)
         # a plain ViT may see all patches, what is trained here may not
@@ -55,7 +59,7 @@ def read_command(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
         run = resolve(checked, args.world_size, machine.ranks_per_node)
         more = {"encoder_only": args.encoder_only, "mask_ratio": config.mask_ratio}
         planned = PlannedRun.from_flags(run.model, run.record() | more)
-        return args, Plan(planned, machine, args.memory_gib)
+        return Plan(planned, machine, args.memory_gib)
     except ValueError as error:
         parser.error(str(error))
 
@@ -115,9 +119,22 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
         yield f"{s.name:28}{cells}{s.total / GIB:9.3f}"
 
 
+def measure(parser: Parser, args: argparse.Namespace) -> int:
+    """Measure the machine on the ranks of the launcher; return the exit status."""
+    from runtime.measure_machine import measure_machine
+    from runtime.session import run_session
+
+    config = make_config(parser, args)
+    return run_session(config, lambda run, session: measure_machine(run, session, args.measure))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan; exit status 2 and one sentence where the flags clash."""
-    args, plan = read_command(argv)
+    parser = plan_parser()
+    args = parser.parse_args(argv)
+    if args.measure:
+        return measure(parser, args)
+    plan = make_plan(parser, args)
     plans = compare(plan) if args.compare else []
     if args.json:
         rows = [p.json() | {"mode": p.label} for p in plans]

@@ -64,6 +64,7 @@ def plan_point(point: Point, machine: str | None) -> Row:
         words += ["--memory-gib", str(devices.rank_memory_gib(device, point.ranks))]
     args, planned = plan.read_command(words)
     row: Row = asdict(config.make_config(plan.plan_parser(), args))
+    row.pop("machine")  # of the plan, not of the run
     row["id"] = point_id(point, row)
     row["studies"] = [point.study]
     row["words"] = point.words

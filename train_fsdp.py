@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
     """
     config = parse(argv, __doc__)
     if config.dry_run:
-        from planner.dry_run import dry_run
+        from runtime.dry_run import dry_run
 
         return dry_run(config, build_training, forward_backward)
     return run_session(config, run_training, received)

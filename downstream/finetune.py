@@ -44,6 +44,7 @@ LEFT_OUT = {
     "eval_data",
     "img_size",
     "init_from",
+    "machine",
     "mask_ratio",
     "model",
     "norm_pix_loss",

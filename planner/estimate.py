@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ import mesh
 import shard
 import vit
 from planner.host import host_bytes
-from planner.machines import MACHINES, Machine, ring_links, wire_bytes
+from planner.machines import LINKS, MACHINES, BlockSpeed, Machine, ring_links, wire_bytes
 from planner.memory import GIB, StepMemory, states_held
 from planner.traffic import (
     ACTIVATIONS,
@@ -27,6 +27,7 @@ from planner.traffic import (
     collectives,
     link_bytes,
     model_units,
+    run_units,
 )
 
 # --- Does it fit
@@ -51,33 +52,121 @@ def fit_verdict(peak_gib: float, memory_gib: float) -> str:
 def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
     """Seconds per step of forward and backward, over all accumulation steps.
 
-    Matmuls run at a share of the peak; everything else (norms, GELU, softmax, sums) takes a time
-    per token and block. Full checkpointing runs the blocks' forward again: 4 passes instead of 3.
+    Full checkpointing runs the blocks' forward again: 4 passes instead of 3.
     """
-    config, layers = run.config, model_units(run.config, run.encoder_only)[1:]
+    passes = 4 / 3 if run.ac == "full" else 1
+    if machine.blocks:
+        return run.accum * passes * measured_compute_seconds(run, machine)
+    return run.accum * run.batch * fitted_image_seconds(run, machine) * passes
+
+
+def fitted_image_seconds(run: PlannedRun, machine: Machine) -> float:
+    """Seconds of one image by the constants of a machine, without checkpointing.
+
+    Matmuls run at a share of the peak; everything else (norms, GELU, softmax, sums) takes a time
+    per token and block.
+    """
+    config = run.config
     if run.encoder_only:
         config = replace(config, decoder_width=0, decoder_depth=0)
     flops = vit.flops_per_image(config, run.img_size, run.mask_ratio) / run.tp
-    peak = machine.peak_flops * (1 if run.precision != "fp32" else machine.fp32_share)
+    peak = machine.peak_flops
+    if run.precision == "fp32":
+        peak *= machine.fp32_share
+    _, *layers = model_units(run.config, run.encoder_only)
     tokens = sum(run.tokens[unit.part] * unit.count for unit in layers)
-    image = flops / (peak * machine.efficiency) + tokens * machine.token_layer_seconds
-    return run.accum * run.batch * image * (4 / 3 if run.ac == "full" else 1)
+    return flops / (peak * machine.efficiency) + tokens * machine.token_layer_seconds
+
+
+def measured_compute_seconds(run: PlannedRun, machine: Machine) -> float:
+    """Seconds of one accumulation step on a machine that was measured, without checkpointing.
+
+    The host of a GPU launches kernels while the GPU computes: the slower of the two counts. A CPU
+    does one after the other.
+    """
+    speed = machine.block_speed(run.precision)
+    c = run.config
+    _, *layers = model_units(c, run.encoder_only, run.tp)
+    device = machine.root_seconds
+    host = 0.0
+    for unit in layers:
+        if unit.part == "encoder":
+            width, heads = c.width, c.heads
+        else:
+            width, heads = c.decoder_width, c.decoder_heads
+        tokens = run.tokens[unit.part]
+        size = BlockSize(run.batch, tokens, width, heads / run.tp, unit.numel, width // heads)
+        device += unit.count * block_seconds(size, speed)
+        host += unit.count * speed.host_seconds
+    # the layers around the blocks: embeddings and predictions
+    if run.encoder_only:
+        c = replace(c, decoder_width=0)
+    outside = replace(c, depth=0, decoder_depth=0)
+    flops = vit.flops_per_image(outside, run.img_size, run.mask_ratio)
+    device += run.batch * flops / speed.flops_per_second
+    if run.engine != "ddp":
+        host += machine.unit_seconds * sum(unit.count for unit in run_units(run))
+    if machine.device == "cpu":
+        return device + host
+    return max(device, host)
+
+
+@dataclass(frozen=True)
+class BlockSize:
+    """What the time of one block depends on."""
+
+    images: int
+    tokens: int  # of an image
+    width: int
+    heads: float  # on this rank
+    parameters: int  # on this rank
+    head_width: int
+
+    def counts(self) -> tuple[float, ...]:
+        """Count FLOPs, features, scores, weights and blocks, for the fields of BlockSpeed."""
+        tokens = self.images * self.tokens
+        scores = tokens * self.tokens * self.heads
+        # a multiply-add is 2; backward is twice the forward; scores and weighted values
+        flops = 3 * 2 * (tokens * self.parameters + 2 * scores * self.head_width)
+        return flops, tokens * self.width, scores, self.parameters, 1
+
+
+def block_seconds(size: BlockSize, speed: BlockSpeed) -> float:
+    """Seconds of forward and backward of one block on the device."""
+    flops, features, scores, weights, one = size.counts()
+    return (
+        flops / speed.flops_per_second
+        + features * speed.feature_seconds
+        + scores * speed.score_seconds
+        + weights * speed.weight_seconds
+        + one * speed.block_seconds
+    )
 
 
 def collective_seconds(machine: Machine, world_size: int, c: PlannedCollective) -> float:
     """Seconds of one collective: launch, one latency per hop, bytes over the slowest link."""
     shares = ring_links(machine, world_size, c.ranks, c.stride)
-    # groups with few ranks on a node share its network with the others
-    local = min(c.ranks, max(1, machine.ranks_per_node / c.stride))
-    network = machine.network_bytes_per_second * local / machine.ranks_per_node
-    rates = (machine.package_bytes_per_second, machine.node_bytes_per_second, network)
-    slowest = min(rate for rate, share in zip(rates, shares, strict=True) if share)
-    hop = machine.hop_seconds if shares[2] else machine.node_hop_seconds
-    hops = c.ranks - 1
-    if c.kind == "all_reduce":  # up and down a tree: NCCL and RCCL use one for all-reduce
-        hops = 2 * math.ceil(math.log2(c.ranks))
-    sent = wire_bytes(c.kind, c.payload, c.ranks)
-    return machine.launch_seconds + hops * hop + sent / (slowest * machine.bandwidth_share)
+    used = [level for level, share in zip(LINKS, shares, strict=True) if share]
+    speeds = {level: machine.link_speed(level, c.kind) for level in used}
+    rates = {level: speed.bytes_per_second for level, speed in speeds.items()}
+    if "network" in rates:
+        # groups with few ranks on a node share its network with the others
+        local = min(c.ranks, max(1, machine.ranks_per_node / c.stride))
+        rates["network"] *= local / machine.ranks_per_node
+    widest = speeds[used[-1]]
+    seconds = widest.launch_seconds + hop_count(c.kind, c.ranks) * widest.hop_seconds
+    seconds += wire_bytes(c.kind, c.payload, c.ranks) / min(rates.values())
+    if machine.copy_bytes_per_second and c.what not in (ACTIVATIONS, "inputs", "parameters"):
+        # FSDP and DDP copy between parameters or gradients and the buffer of the collective
+        seconds += c.payload / machine.copy_bytes_per_second
+    return seconds
+
+
+def hop_count(kind: str, ranks: int) -> int:
+    """Count the steps of a collective from rank to rank, one after the other."""
+    if kind == "all_reduce":  # up and down a tree: NCCL and RCCL use one for all-reduce
+        return 2 * math.ceil(math.log2(ranks))
+    return ranks - 1
 
 
 def communication_seconds(run: PlannedRun, machine: Machine) -> tuple[float, float]:
@@ -95,6 +184,18 @@ def communication_seconds(run: PlannedRun, machine: Machine) -> tuple[float, flo
     return total, exposed
 
 
+def optimizer_seconds(run: PlannedRun, machine: Machine) -> float:
+    """Seconds per step of the gradient norm, the check for bad values, and AdamW."""
+    rate = machine.optimizer_bytes_per_second
+    if run.cpu_offload:
+        rate = machine.host_bytes_per_second
+    seconds = 28 * states_held(run) / rate  # AdamW reads 16 bytes a parameter and writes 12
+    if run.engine != "ddp":
+        tensors = sum(len(unit.shapes) * unit.count for unit in run_units(run))
+        seconds += tensors * machine.tensor_seconds
+    return seconds + machine.step_seconds
+
+
 def step_time(run: PlannedRun, machine: Machine) -> dict[str, float]:
     """Estimate the time of a step and of its parts.
 
@@ -103,8 +204,7 @@ def step_time(run: PlannedRun, machine: Machine) -> dict[str, float]:
     """
     compute = forward_backward_seconds(run, machine)
     communication, alone = communication_seconds(run, machine)
-    rate = machine.host_bytes_per_second if run.cpu_offload else machine.optimizer_bytes_per_second
-    optimizer = 28 * states_held(run) / rate  # AdamW reads 16 bytes a parameter and writes 12
+    optimizer = optimizer_seconds(run, machine)
     exposed = communication - min(communication - alone, compute) * machine.hidden_share
     nodes = max(1.0, run.world_size / machine.ranks_per_node)
     step = (compute + exposed + optimizer) * (1 + machine.doubling_loss * math.log2(nodes))

@@ -5,12 +5,14 @@ package (the two GCDs of an MI250X), inside a node, over the network. A collecti
 ring over the ranks of its group in their order, in which each rank sends to the next; NCCL and RCCL
 build such rings, and other algorithms send as many bytes per rank.
 
-For a machine of your own write a JSON file with the name of the nearest one and what differs,
-{"like": "dgx-a100-80", "ranks_per_node": 4}, and pass it as `plan.py --machine FILE`.
+A machine of your own is a JSON file for `--machine FILE`. `plan.py --measure FILE` writes one; or
+write the name of the nearest machine and what differs by hand:
+{"like": "dgx-a100-80", "ranks_per_node": 4}.
 """
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,43 @@ import numpy as np
 from runtime.devices import PEAK_FLOPS
 
 LINKS = ("package", "node", "network")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+
+
+@dataclass(frozen=True)
+class BlockSpeed:
+    """How fast a transformer block runs forward and backward in one precision, as measured.
+
+    The seconds of a block are its FLOPs / flops_per_second, plus each of the others times its
+    count. A GPU takes at least host_seconds, in which its host launches the kernels.
+    """
+
+    precision: str
+    flops_per_second: float  # of the matrix products
+    feature_seconds: float = 0.0  # norms, GELU, sums: per token and feature
+    score_seconds: float = 0.0  # attention: per image, head, query and key
+    weight_seconds: float = 0.0  # gradients of weights are written: per parameter
+    block_seconds: float = 0.0  # whatever the size
+    host_seconds: float = 0.0  # of the host, per block
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """How fast one kind of collective is on one level of links, as measured."""
+
+    level: str  # of LINKS
+    kind: str  # of COLLECTIVES
+    bytes_per_second: float  # that each rank sends; on the network, the ranks of a node together
+    launch_seconds: float = 0.0  # before the first byte
+    hop_seconds: float = 0.0  # from one rank to the next
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Published figures, then constants; bandwidths are those of one direction."""
+    """Published figures, then constants; bandwidths are those of one direction.
+
+    What was measured (`blocks`, `links` and below) counts instead of the constants.
+    """
 
     name: str
     ranks_per_package: int  # ranks joined by the fastest link; 1 where there is no such pair
@@ -48,6 +82,39 @@ class Machine:
     doubling_loss: float = 0.01  # of the step's speed per doubling of nodes
     workspace_gib: float = 0.1  # that libraries and the input hold in the allocator
     head_multiple: int = 8  # attention kernels pad the features of a head to a multiple of this
+    # What `plan.py --measure` has found; a known machine has none of it
+    device: str = "cuda"  # or cpu, which computes and sends with the same cores
+    measured: str = ""  # where and when, in a few words
+    blocks: tuple[BlockSpeed, ...] = ()
+    links: tuple[LinkSpeed, ...] = ()
+    copy_bytes_per_second: float = 0.0  # of what FSDP gathers or reduces; 0: not counted
+    root_seconds: float = 0.0  # per accumulation step: patches, loss, all else outside the blocks
+    unit_seconds: float = 0.0  # per accumulation step and unit: the host's work for FSDP
+    tensor_seconds: float = 0.0  # per step and sharded parameter: norm and AdamW
+    step_seconds: float = 0.0  # per step: the norm and the check for bad values over all ranks
+
+    def block_speed(self, precision: str) -> BlockSpeed:
+        """Return the speed of blocks in a precision; fp16 is as fast as bf16."""
+        wanted = "fp32" if precision == "fp32" else "bf16"
+        return next(speed for speed in self.blocks if speed.precision == wanted)
+
+    def link_speed(self, level: str, kind: str) -> LinkSpeed:
+        """Return the speed of a collective on a level of links: measured, or by the constants."""
+        for speed in self.links:
+            if speed.level == level and speed.kind == kind:
+                return speed
+        rates = {
+            "package": self.package_bytes_per_second,
+            "node": self.node_bytes_per_second,
+            "network": self.network_bytes_per_second,
+        }
+        return LinkSpeed(
+            level,
+            kind,
+            bytes_per_second=rates[level] * self.bandwidth_share,
+            launch_seconds=self.launch_seconds,
+            hop_seconds=self.hop_seconds if level == "network" else self.node_hop_seconds,
+        )
 
 
 # Sources. Peaks: runtime/devices.py. Memory: the capacity in PyTorch's out-of-memory messages,
@@ -89,27 +156,118 @@ def nearest_machine(peak_flops: float | None, memory_gib: float | None) -> Machi
     """Find the machine of a device by its peak bf16 FLOP/s, then its memory; Frontier for None."""
     if peak_flops is None or memory_gib is None:
         return MACHINES["frontier"]
-    return min(
-        MACHINES.values(),
-        key=lambda m: (abs(m.peak_flops - peak_flops), abs(m.memory_gib - memory_gib)),
-    )
+
+    def difference(machine: Machine) -> tuple[float, float]:
+        return abs(machine.peak_flops - peak_flops), abs(machine.memory_gib - memory_gib)
+
+    return min(MACHINES.values(), key=difference)
+
+
+# --- Machine files
+
+READ_ME = ("like", "not_measured")  # in a file beside the fields of Machine
 
 
 def read_machine(name: str) -> Machine:
     """Find a machine by its name or read a JSON file; ValueError says what is wrong in it."""
     if name in MACHINES:
         return MACHINES[name]
+    known = ", ".join(MACHINES)
+    path = Path(name)
     try:
-        values = {"name": Path(name).stem, **json.loads(Path(name).read_text())}
-        like = MACHINES[values.pop("like")]
-        for field, value in values.items():
-            if field != "name" and (type(getattr(like, field))(value) != value or value <= 0):
-                raise ValueError(f"{field} is {value!r}")
-        return replace(like, **values)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        known = f"{', '.join(MACHINES)}, or a JSON file with one of these as"
-        needed = f'use {known} "like", and the fields of Machine that differ'
-        raise ValueError(f"--machine {name}: {error!r}; {needed}") from None
+        values = json.loads(path.read_text())
+    except OSError as error:
+        reason = (error.strerror or "cannot be read").lower()
+        raise ValueError(
+            f"--machine {name}: {reason}; use {known}, or a JSON file (plan.py --measure FILE)"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"--machine {name} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--machine {name} has no {{...}} around its fields")
+    if values.get("like") not in [*MACHINES]:
+        raise ValueError(f'--machine {name} needs "like", the nearest of {known}')
+    given = {field: value for field, value in values.items() if field not in READ_ME}
+    try:
+        changes = {field: _field_value(field, value) for field, value in given.items()}
+    except ValueError as error:
+        raise ValueError(f"--machine {name}: {error}") from None
+    named = {"name": path.stem} | changes
+    return replace(MACHINES[values["like"]], **named)
+
+
+def _field_value(field: str, value: Any) -> Any:
+    """Check the value of a field of Machine in a file; ValueError says what it must be."""
+    kinds = {row.name: type(row.default) for row in fields(Machine)}
+    if field not in kinds:
+        raise ValueError(f"there is no field {field}; use {', '.join(kinds)}")
+    if field == "blocks":
+        return _records(field, value, BlockSpeed)
+    if field == "links":
+        return _records(field, value, LinkSpeed)
+    example = getattr(MACHINES["frontier"], field)
+    if isinstance(example, str):
+        if not isinstance(value, str):
+            raise ValueError(f"{field} must be a text in quotes")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{field} must be a number without quotes, not {json.dumps(value)}")
+    if isinstance(example, int) and value != int(value):
+        raise ValueError(f"{field} must be a whole number, not {json.dumps(value)}")
+    # 0 is "not counted" in what is measured; a machine without memory or links is a slip
+    may_be_zero = example == 0 or field in ("hidden_share", "doubling_loss", "workspace_gib")
+    if not 0 <= value < float("inf") or (value == 0 and not may_be_zero):
+        raise ValueError(f"{field} must be above 0, not {json.dumps(value)}")
+    return type(example)(value)
+
+
+def _records(field: str, values: Any, kind: type) -> tuple[Any, ...]:
+    """Read the list of measured speeds of one field, each an object of the fields of `kind`."""
+    names = {row.name for row in fields(kind)}
+    found = []
+    if not isinstance(values, list):
+        raise ValueError(f"{field} must be a list")
+    for value in values:
+        if not isinstance(value, dict) or not {*value} <= names:
+            raise ValueError(f"{field} must hold objects of {', '.join(sorted(names))}")
+        for name, number in value.items():
+            if name in ("precision", "level", "kind"):
+                continue
+            if not isinstance(number, int | float) or not 0 <= number < float("inf"):
+                raise ValueError(f"{name} in {field} must be a number from 0 up")
+        try:
+            speed = kind(**value)
+        except TypeError:
+            raise ValueError(f"{field} must hold objects of {', '.join(sorted(names))}") from None
+        rate = value.get("flops_per_second", value.get("bytes_per_second"))
+        if not rate:
+            raise ValueError(f"a rate in {field} must be above 0")
+        found.append(speed)
+    if kind is BlockSpeed and found and {s.precision for s in found} != {"bf16", "fp32"}:
+        raise ValueError("blocks must hold bf16 and fp32, once each")
+    return tuple(found)
+
+
+def machine_file(like: Machine, changes: Mapping[str, Any], not_measured: list[str]) -> str:
+    """Format the JSON file of a machine that differs from `like` by `changes`."""
+    values: dict[str, Any] = {"like": like.name}
+    for field, value in changes.items():
+        if field in ("blocks", "links"):
+            value = [vars(speed) for speed in value]
+        values[field] = value
+    values["not_measured"] = not_measured
+    return json.dumps(_rounded(values), indent=2) + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    """Round all numbers in lists and dictionaries to four digits."""
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(inner) for inner in value]
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    return value
 
 
 # --- Rings

@@ -160,6 +160,9 @@ class Config:
 
     dry_run: bool = flag(False, "plan, and simulate --world-size ranks", group="plan")
     world_size: int | None = flag(None, "ranks to plan for; then --device auto means GPU")
+    machine: str | None = flag(
+        None, "to plan for: a known one, or a file of plan.py --measure (default by device)"
+    )
 
 
 def names(*marks: str, table: type[Config] = Config) -> tuple[str, ...]:
@@ -264,6 +267,10 @@ def fill_defaults(c: Config) -> Config:
     """Add the defaults that follow from mode and device; ValueError where flags clash."""
     model_config(c.model)
     save_interval(c.save_every)
+    if c.machine:
+        from planner.machines import read_machine  # the trainer does without planner/
+
+        read_machine(c.machine)
     # a plan or a dry run may be made on a login node, where the job's GPUs are not visible
     seen = bool(c.world_size) or torch.cuda.is_available()
     gpu = c.device == "cuda" or (c.device == "auto" and seen)

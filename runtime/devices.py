@@ -1,19 +1,13 @@
-"""What a device can do: peak FLOP/s, precision, memory, and whether a run fits.
+"""What a device can do: peak FLOP/s, precision, memory.
 
 To add a device: one row of PEAK_FLOPS, which planner/machines.py reads too.
 """
 
 import os
 import re
-import timeit
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-
-if TYPE_CHECKING:
-    from runtime.run import Run  # which imports the flags, and they this file
 
 # Dense bf16 peak of one device as torch numbers them, in FLOP/s. One MI250X is two devices (GCDs).
 # The first part that occurs in torch's name of it counts: longer names before their beginnings.
@@ -75,47 +69,12 @@ def default_precision(gpu: bool) -> tuple[str, str]:
     return "fp32", "this CPU is slow in bf16"
 
 
-def cpu_step_seconds(run: "Run", device: torch.device | None) -> float | None:
-    """Estimate the seconds of a step on a CPU: twice what its matrix products would take."""
-    if device is None or device.type != "cpu" or run.config.run_mode == "io":
-        return None
-    flops = (run.flops_per_image() or 0) * run.local_batch * run.config.accum / run.config.tp
-    a = torch.ones(768, 768, dtype=run.dtype)
-    seconds = min(timeit.repeat(lambda: a @ a, number=3, repeat=2)) / 3
-    return 2 * seconds * flops / (2 * 768**3)
-
-
 def rank_memory_gib(device: torch.device, node_ranks: int) -> float:
     """Return the memory of a rank in GiB: that of its GPU, or an equal part of its host's."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1] / 2**30
+        _, total = torch.cuda.mem_get_info(device)
+        return total / 2**30
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / node_ranks
-
-
-def planned(
-    run: "Run", device: torch.device | None, warn: Callable[[str], None], ran_out: bool = False
-) -> dict[str, Any] | None:
-    """Plan a run as plan.py does; None without a model and, with a warning, if it fails.
-
-    The plan is for the known machine nearest to `device`, Frontier for None. `fit` says in a
-    sentence what it says, and what would fit, if it does not or `ran_out` of memory. `verdict` is
-    None for a CPU, whose memory other programs use too.
-    """
-    if run.config.run_mode == "io":
-        return None
-    try:
-        from planner import estimate, machines, traffic
-
-        gib = rank_memory_gib(device, run.node_ranks) if device else None
-        machine = machines.nearest_machine(peak_flops(device)[0], gib)
-        flags = traffic.PlannedRun.from_flags(run.model, run.record())
-        plan = estimate.Plan(flags, machine, gib)
-        fit = estimate.describe_fit(plan, bool(run.config.global_batch), ran_out)
-        found = plan.json() | {"fit": fit}
-    except Exception as error:  # an estimate decides nothing: no run ends for want of it
-        warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
-        return None
-    return found if device is None or device.type == "cuda" else found | {"verdict": None}
 
 
 def is_out_of_memory(error: Exception) -> bool:

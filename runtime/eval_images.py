@@ -67,8 +67,10 @@ class EvalImages(Dataset[EvalBatch]):
             except Exception as error:  # Pillow raises many kinds for a broken file
                 if self.any_error:
                     bad[index] = f"{type(error).__name__}: {error}"
+                elif data.is_file_error(error):
+                    bad[index] = data.describe_file_error(error)
                 else:
-                    bad[index] = data.file_fault(error)
+                    raise
         images = torch.empty(0)
         if good:
             images = torch.stack([*good.values()])

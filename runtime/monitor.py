@@ -20,6 +20,7 @@ from runtime.log import BadImageLog, Meter
 from runtime.profiling import WARM, RunProfile
 from runtime.resume import CheckpointSchedule, mark_done
 from runtime.run import Run
+from runtime.run_plan import beside_plan
 from runtime.session import Session, cause_of
 
 
@@ -196,6 +197,13 @@ class Monitor:
                 text += f"; predicting zero gives {zero:.4f}"
                 text += f", the mean colour of the visible patches {colour:.4f}"
             log.say(text)
+        # without --machine a CPU is planned as if it were a GPU
+        plan_is_of_device = self.run.config.machine or self.session.device.type == "cuda"
+        if self.session.planned and end["images_per_second"] and plan_is_of_device:
+            seconds = self.run.global_batch / end["images_per_second"]
+            text, values = beside_plan(self.session.planned, seconds, end["peak_allocated_gib"])
+            log.say(text)
+            end |= values
         log.write("end", **end)
         rate = end["images_per_second"] or 0  # None where no step was logged
         log.say(

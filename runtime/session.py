@@ -15,10 +15,11 @@ import mesh
 from runtime import process
 from runtime.agreement import AgreedError, run_on_all_ranks, run_on_rank0
 from runtime.config import Config
-from runtime.devices import is_out_of_memory, planned
+from runtime.devices import is_out_of_memory
 from runtime.image_source import check_folders
 from runtime.log import Log
 from runtime.run import Run, resolve, resolve_on_nodes
+from runtime.run_plan import plan_run
 from runtime.watchdog import STARTUP_FACTOR, Watchdog
 
 
@@ -39,6 +40,7 @@ class Session:
         timeout = run.config.timeout
         self.log = Log(ranks.rank)
         self.locks: list[TextIO] = []  # of rank 0, open as long as the run uses its folder
+        self.planned: dict[str, Any] | None = None  # on rank 0, once the run is described
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
         self.watchdog = Watchdog(ranks.rank, ranks.world_size, timeout, self.give_up)
         self.heartbeat = self.watchdog.heartbeat  # says what this rank does next
@@ -98,7 +100,7 @@ class Session:
         """
         cause = cause_of(error)
         if is_out_of_memory(error):
-            plan = planned(self.run, self.device, self.log.warn, ran_out=True)
+            plan = plan_run(self.run, self.device, self.log.warn, ran_out=True)
             advice = f"plan: {plan['fit']}" if plan else "try a smaller --batch, or fewer --workers"
             cause = f"out of memory; {advice}; {cause}"
         elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import timeit
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from runtime import devices
 from runtime.agreement import gather_to_rank0
 from runtime.device_batches import worker_count
 from runtime.run import Run
+from runtime.run_plan import plan_run
 from runtime.session import Session
 
 
@@ -28,7 +30,7 @@ def start_record(
     mesh_shape = dict.fromkeys(mesh.DIMENSIONS, 1)
     mesh_shape |= zip(mesh.DIMENSIONS, run.mesh_shape, strict=False)  # without tp where it is 1
     return run.record() | {
-        "planned": devices.planned(run, device, warn),
+        "planned": plan_run(run, device, warn),
         "peak_lr": run.peak_lr,
         "epoch_steps": run.epoch_steps,
         "device": "cuda" if on_gpu else "cpu",
@@ -38,9 +40,22 @@ def start_record(
         "peak_flops_per_rank": peak,
         "peak_flops_source": peak_source,
         "precision_default": ": ".join(devices.default_precision(on_gpu)),
-        "cpu_step_seconds": devices.cpu_step_seconds(run, device),
+        "cpu_step_seconds": cpu_step_seconds(run, device),
         "versions": versions(),
     }
+
+
+def cpu_step_seconds(run: Run, device: torch.device | None) -> float | None:
+    """Estimate the seconds of a step on a CPU: twice what its matrix products would take."""
+    if device is None or device.type != "cpu" or run.config.run_mode == "io":
+        return None
+    flops = run.flops_per_image()
+    if flops is None:
+        return None
+    a = torch.ones(768, 768, dtype=run.dtype)
+    seconds = min(timeit.repeat("a @ a", globals={"a": a}, number=3, repeat=2)) / 3
+    images = run.local_batch * run.config.accum
+    return 2 * seconds * flops * images / run.config.tp / (2 * 768**3)
 
 
 def versions() -> dict[str, str | None]:
@@ -59,6 +74,7 @@ def report_start(run: Run, session: Session, begin: int) -> None:
     if rows:  # on rank 0
         log = session.log
         start = start_record(run, session.device, log.warn)
+        session.planned = start["planned"]
         start["begin"] = begin
         start["workers"] = worker_count(run.config.workers, session.ranks)
         log.write("start", **start)

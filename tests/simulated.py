@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from planner import dry_run
 from planner.estimate import Plan
 from planner.machines import MACHINES
 from planner.traffic import PlannedRun, collectives
+from runtime import dry_run
 from runtime.run import Run
 from train_fsdp import build_training, forward_backward
 

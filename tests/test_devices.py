@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import vit
-from runtime import devices
+from runtime import devices, start_record
 from runtime.config import Config
 from runtime.run import resolve
 
@@ -45,11 +45,15 @@ def test_a_long_step_on_a_cpu_is_announced(monkeypatch):
     """By the time that its products take here; a GPU and --run io measure none."""
 
     def seconds(device=CPU, model="base", **flags):
-        return devices.cpu_step_seconds(resolve(Config(model, mode="ddp", **flags), 1, 1), device)
+        return start_record.cpu_step_seconds(
+            resolve(Config(model, mode="ddp", **flags), 1, 1), device
+        )
 
     assert seconds(precision="fp32") > 0
     assert seconds(torch.device("cuda")) is seconds(run_mode="io") is None
-    monkeypatch.setattr(devices.timeit, "repeat", lambda *a, number, repeat: [number, 9.0])
+    monkeypatch.setattr(
+        start_record.timeit, "repeat", lambda *a, globals, number, repeat: [number, 9.0]
+    )
     slow = seconds(precision="fp32")  # a product in a second
     flops = 32 * vit.flops_per_image(vit.MODELS["base"], 224, 0.75)
     assert slow == pytest.approx(2 * flops / (2 * 768**3))

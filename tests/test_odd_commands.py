@@ -71,7 +71,7 @@ TRAINING = [
 ]
 OTHERS = [
     ("plan.py", "--group 3", "cannot be split into shard groups of 3"),
-    ("plan.py", "--machine nowhere", "--machine nowhere: FileNotFoundError"),
+    ("plan.py", "--machine nowhere", "--machine nowhere: no such file"),
     ("sweep.py", "quick --nodes 1,,2", "'' is not a whole number"),
     ("prepare.py", "pack a b --workers 0", "'0' is not a whole number from 1 to 1024"),
     ("probe.py", "knn a", "required: --data"),

@@ -25,8 +25,8 @@ import shard
 import train_fsdp
 import vit
 from downstream import finetune
-from planner import dry_run, estimate, machines, memory, traffic
-from runtime import devices
+from planner import estimate, machines, memory, traffic
+from runtime import dry_run, run_plan
 from runtime.agreement import StepGuard
 from runtime.config import DTYPES, Config, model_config
 from runtime.run import Run, resolve
@@ -185,7 +185,7 @@ def test_the_plan_of_fine_tuning_is_of_whole_images_and_no_decoder(monkeypatch):
     run = resolve(finetune.Tuning(SHALLOW, **given), 8, 8)
     known = {row.name: getattr(run, row.name) for row in fields(run)}
     tuning = finetune.TuningRun(**known, classes=4)
-    found = devices.planned(tuning, CPU, pytest.fail)["memory_gib"]
+    found = run_plan.plan_run(tuning, CPU, pytest.fail)["memory_gib"]
     with dry_run.fake_world(8):
         grid = mesh.build_mesh(run.mesh_shape, CPU)
         monkeypatch.setattr(mesh, "build_mesh", lambda *_: grid)  # not of fake tensors
@@ -326,7 +326,7 @@ def test_a_device_finds_its_machine(device, gib, machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, gib * 2**30))
     run = resolve(Config("tiny", mode="ddp"), 1, 1)
-    found = devices.planned(run, torch.device("cuda", 0), pytest.fail)
+    found = run_plan.plan_run(run, torch.device("cuda", 0), pytest.fail)
     assert found["machine"] == machine and found["available_gib"] == pytest.approx(gib)
 
 
@@ -336,13 +336,22 @@ def test_machine_files(tmp_path, capsys):
     a100 = machines.MACHINES["dgx-a100-80"]
     assert machines.read_machine(str(path)) == replace(a100, name="mine", ranks_per_node=4)
     for content, sentence in (
-        ({"name": "mine"}, "KeyError('like')"),
-        ({"like": "dgx"}, "KeyError('dgx'); use frontier, dgx"),
-        ({"like": "frontier", "nics": 4}, "nics"),
-        ({"like": "frontier", "ranks_per_node": 4.5}, "ranks_per_node is 4.5"),
-        ({"like": "frontier", "memory_gib": "64"}, "memory_gib is '64'"),
+        ({"name": "mine"}, '"like", the nearest of frontier, dgx'),
+        ({"like": "dgx"}, '"like", the nearest of frontier, dgx'),
+        ({"like": ["frontier"]}, '"like", the nearest of frontier, dgx'),
+        ([], "{...}"),
+        ({"like": "frontier", "nics": 4}, "no field nics; use name, ranks_per_package"),
+        ({"like": "frontier", "ranks_per_node": 4.5}, "ranks_per_node must be a whole number"),
+        ({"like": "frontier", "memory_gib": "64"}, "memory_gib must be a number without quotes"),
+        ({"like": "frontier", "memory_gib": True}, "memory_gib must be a number"),
+        ({"like": "frontier", "memory_gib": 0}, "memory_gib must be above 0, not 0"),
+        ({"like": "frontier", "name": 3}, "name must be a text in quotes"),
+        ({"like": "frontier", "links": 3}, "links must be a list"),
+        ({"like": "frontier", "links": [{"level": "node"}]}, "links must hold objects of "),
+        ({"like": "frontier", "blocks": [{"precision": "fp32", "flops_per_second": 1}]}, "bf16"),
+        ("{", "is not JSON"),
     ):
-        path.write_text(json.dumps(content))
+        path.write_text(content if content == "{" else json.dumps(content))
         with pytest.raises(SystemExit) as leave:
             plan.main(["--machine", str(path)])
         error = capsys.readouterr().err

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import data
 import mesh
 import vit
-from planner.machines import MACHINES
+from planner.machines import read_machine
 from planner.memory import GIB, MEMORY_PARTS
 from runtime import agreement, image_source
 from runtime.config import Config
@@ -59,8 +59,9 @@ def dry_run(
     """
     world = int(config.world_size or 0)
     try:
-        # nodes are those of launch_frontier.sh, or Frontier's
-        node = os.environ.get("LOCAL_WORLD_SIZE", MACHINES["frontier"].ranks_per_node)
+        # nodes are those of launch_frontier.sh, of --machine, or Frontier's
+        machine = read_machine(config.machine or "frontier")
+        node = os.environ.get("LOCAL_WORLD_SIZE", machine.ranks_per_node)
         ranks = mesh.Ranks(0, world, 0, min(int(node), world), 0, "dry run", {})
         image_source.check_folders(config)
         run = resolve(config, world, ranks.local_world_size)
@@ -88,12 +89,19 @@ def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | Non
     _, found = image_source.find_images(config, None, run.global_batch)
     run = with_images(run, **found)
     read_run_state(list_newest_first(run, print), run, print)
-    # of the GPU that the job will have, where one is here
-    gpu = torch.device("cuda") if torch.cuda.is_available() else None
-    device = CPU if config.device == "cpu" else gpu
-    start = start_record(run, device, lambda text: print(f"warning: {text}"))
+    device = None  # that of the machine
+    if config.device == "cpu":
+        device = CPU
+    elif torch.cuda.is_available() and not config.machine:
+        device = torch.device("cuda")  # which the job will have too
+    start = start_record(run, device, warn)
     print(*describe(start), sep="\n")
     return run, start["planned"]
+
+
+def warn(text: str) -> None:
+    """Print a warning."""
+    print(f"warning: {text}")
 
 
 def print_peak(how: str, gib: Mapping[str, float]) -> None:

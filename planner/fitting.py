@@ -1,0 +1,80 @@
+"""Fit the speeds of a machine to times that were measured: least squares, no cost negative."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.estimate import BlockSize, hop_count
+from planner.machines import BlockSpeed, LinkSpeed, wire_bytes
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """How long one collective took on groups of ranks that all sent at once."""
+
+    level: str  # the slowest links that the group uses, of LINKS
+    kind: str
+    ranks: int  # in each group
+    payload: int  # bytes of the full tensor
+    seconds: float
+
+
+def fit_costs(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Find the costs, none negative, whose sums by `counts` come nearest to `seconds`.
+
+    Each row of `counts` says how often a measurement contains each cost. What is small is the sum
+    of squared relative errors. A cost that would be negative is 0; there are few, so that every
+    choice of them is tried.
+    """
+    wanted = np.asarray(seconds, dtype=float)
+    rows = np.asarray(counts, dtype=float) / wanted[:, None]
+    columns = rows.shape[1]
+    best = np.zeros(columns)
+    smallest = np.inf
+    for number in range(1, columns + 1):
+        for chosen in itertools.combinations(range(columns), number):
+            scale = np.linalg.norm(rows[:, chosen], axis=0)
+            scale[scale == 0] = 1.0
+            found, *_ = np.linalg.lstsq(rows[:, chosen] / scale, np.ones(len(rows)), rcond=None)
+            if (found < 0).any():
+                continue
+            costs = np.zeros(columns)
+            costs[list(chosen)] = found / scale
+            error = float(np.square(rows @ costs - 1).sum())
+            if error < smallest - 1e-12:
+                smallest = error
+                best = costs
+    return best.tolist()
+
+
+def fit_block_speed(
+    precision: str, times: Sequence[tuple[BlockSize, float]], host_seconds: float
+) -> BlockSpeed:
+    """Fit the speed of blocks to the seconds of blocks of several sizes."""
+    counts = [size.counts() for size, _ in times]
+    seconds = [found for _, found in times]
+    flop, feature, score, weight, block = fit_costs(counts, seconds)
+    if flop == 0:  # all of these are small: the products of the largest take at most all its time
+        flop = min(found / size.counts()[0] for size, found in times)
+    return BlockSpeed(precision, 1 / flop, feature, score, weight, block, host_seconds)
+
+
+def fit_link_speeds(times: Sequence[CollectiveTime], node_ranks: int) -> list[LinkSpeed]:
+    """Fit launch, hop and rate of each kind of collective on each level of links."""
+    found = []
+    for level, kind in dict.fromkeys((time.level, time.kind) for time in times):
+        some = [time for time in times if time.level == level and time.kind == kind]
+        counts = []
+        for time in some:
+            sent = wire_bytes(kind, time.payload, time.ranks)
+            counts.append((1, hop_count(kind, time.ranks), sent))
+        launch, hop, byte = fit_costs(counts, [time.seconds for time in some])
+        if byte == 0:  # nothing but latency was seen: at least the largest took no longer
+            largest = max(some, key=lambda time: time.payload)
+            byte = largest.seconds / wire_bytes(kind, largest.payload, largest.ranks)
+        # on the network all ranks of a node send at once, each in a group of its own
+        together = node_ranks if level == "network" else 1
+        found.append(LinkSpeed(level, kind, together / byte, launch, hop))
+    return found
