@@ -62,6 +62,14 @@ def single() -> Iterator[DeviceMesh]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(scope="session")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one rank after two steps, which no test changes."""
+    import checkpoints
+
+    return checkpoints.save_one(tmp_path_factory.mktemp("good"))
+
+
 @pytest.fixture
 def run(once: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, torch.Tensor]]:
     """A run of two steps on two ranks, saved after each, and its parameters; `nano` is known."""

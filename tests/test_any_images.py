@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from images import by_torchvision, dataset_of, noise_image, sample_at, saved
 from PIL import Image
 from ranks import python
-from test_data import by_torchvision, dataset_of, noise_image, sample_at, saved
 
 import data
 import plan

@@ -5,7 +5,7 @@ import errno
 import io
 import os
 import zlib
-from collections import Counter, namedtuple
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from images import by_torchvision, dataset_of, noise_image, sample_at, saved, stream
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as v2
@@ -24,18 +25,6 @@ from runtime.image_source import SyntheticImages
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 TRAIN = Path(__file__).resolve().parent.parent / "examples/tiles/train"  # 8 classes of 24 images
-
-
-def noise_image(seed, width=40, height=40):
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
-def saved(kind, image, **options):
-    """The bytes of an image file."""
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def flat_folder(folder, count, **size):
@@ -146,42 +135,9 @@ def test_positions_by_hand():
         stream(tiles(), global_batch=193, steps=range(1))
 
 
-# all there is to know of one sample that was read: its masking order, the CRC of its pixels
-Row = namedtuple("Row", "position step path order pixels")
-Sample = namedtuple("Sample", "image noise image_id bad")
-
-
 @lru_cache
 def tiles():
     return data.scan(str(TRAIN))
-
-
-def dataset_of(files, img_size, patches, seed, global_batch, **options):
-    order = data.ImageOrder(len(files), global_batch, seed)
-    return data.Images(files, order, img_size, patches, **options)
-
-
-def sample_at(dataset, position):
-    return Sample(*dataset[position, dataset.order.image_at(position)])
-
-
-def stream(files, *, ranks=1, accum=1, global_batch=48, steps=range(6), **options):
-    """All rows that all ranks read, sorted by position."""
-    given = {"global_batch": global_batch, "local_batch": global_batch // (ranks * accum)}
-    given |= {"img_size": 32, "patches": 16, "seed": 0, "steps": steps} | options
-    rows = []
-    for rank in range(ranks):
-        loader = data.build_loader(files, rank=rank, world_size=ranks, **given)
-        places = list(loader.batch_sampler)
-        batches = list(loader)
-        assert len(places) == len(batches) == len(steps) * accum
-        for i, (place, batch) in enumerate(zip(places, batches, strict=True)):
-            samples = zip(place, batch.image, batch.noise, batch.image_ids, strict=True)
-            for (position, _), image, noise, image_id in samples:
-                order, pixels = tuple(noise.argsort().tolist()), zlib.crc32(image.numpy())
-                path = files.path(image_id)
-                rows.append(Row(position, steps[i // accum], path, order, pixels))
-    return sorted(rows)
 
 
 @lru_cache
@@ -239,20 +195,6 @@ def test_a_batch_is_what_the_docstring_says():
 
 
 # --- augmentation
-
-
-def by_torchvision(pixels, seed, position, side, reduce=1):
-    """What an image (C, H, W) must become at a position.
-
-    The crop of an image that is decoded at 1/reduce has its edges at multiples of `reduce`.
-    """
-    size = pixels.shape[:0:-1]  # width, height
-    _, flip, (top, left, height, width) = data.draw_augmentation(seed, position, 16, *size)
-    edges = (top, left, top + height, left + width)
-    top, left, bottom, right = (reduce * round(n / reduce) for n in edges)
-    crop = pixels[:, top:bottom, left:right]
-    crop = v2.resize(crop, [side, side], v2.InterpolationMode.BICUBIC)
-    return (v2.horizontal_flip(crop) if flip else crop).contiguous()
 
 
 def pixels_of(image):

@@ -1,12 +1,8 @@
 """README and docs/ say what is true: commands run, tables and messages are those of the code."""
 
 import ast
-import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from dataclasses import fields
 from functools import partial
 from itertools import pairwise
@@ -15,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from rebuild import blocks, environment, execute, find_printed
+from pages import clone, tracked
+from rebuild import blocks, execute, find_printed
 
 import checkpoint
 import convert
@@ -34,14 +31,6 @@ MANUAL, CLUSTER = PAGES["docs/manual.md"], PAGES["docs/cluster.md"]
 LAUNCH = (ROOT / "launch_frontier.sh").read_text()
 ROOMS = ("runtime", "storage", "planner", "sweeps", "downstream", "benchmarks", "")
 SOURCE = LAUNCH + "".join(path.read_text() for room in ROOMS for path in (ROOT / room).glob("*.py"))
-
-
-def tracked() -> list[str]:
-    """List the files that git knows, new ones included; skip the test outside of a checkout."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
 
 
 def prose(text: str) -> str:
@@ -147,16 +136,6 @@ def test_messages_are_those_of_the_code():
 
 
 # --- the first hour, and the commands of the other pages, in a fresh clone
-
-
-def clone(folder: Path) -> dict[str, str]:
-    """Copy the tracked files to a folder, with this Python as its .venv; return the environment."""
-    for name in tracked():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, folder / name)
-    (folder / ".venv").symlink_to(sys.prefix)
-    os.utime(folder / "requirements.txt", (0, 0))  # or make would install again
-    return environment(folder) | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.full
@@ -274,14 +253,14 @@ def test_torchrun_takes_all_flags_without_two_dashes():
     """Its parser also sees what comes after the script's name: --run alone means --run-path."""
     from torch.distributed.run import get_args_parser
 
-    every = [option for row in config.training_parser()._actions for option in row.option_strings]
-    for option in {*every} - {"--run", "-h", "--help"}:
+    every = set(re.findall(r"--[a-z][a-z-]*", config.training_parser().format_help()))
+    for option in every - {"--run", "--help"}:
         get_args_parser().parse_args(["train_fsdp.py", option])
 
 
 def test_flags_that_are_named_exist():
     known = {*re.findall(r'"(--[a-z-]+)"', SOURCE), *re.findall(r"--[a-z-]+", LAUNCH)}
-    known |= {option for row in plan.plan_parser()._actions for option in row.option_strings}
+    known |= set(re.findall(r"--[a-z][a-z-]*", plan.plan_parser().format_help()))
     known |= {"--" + row.name.replace("_", "-") for row in fields(finetune.Tuning)}
     # of torchrun, sbatch, pip, conda, apptainer and tensorboard
     known |= {"--standalone", "--nproc-per-node", "--nnodes", "--exclusive", "--gpus-per-node"}

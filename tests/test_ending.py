@@ -9,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from checkpoints import names, steps
 from conftest import ROOT
 from kill import kill
 from ranks import Result, Run, files_limited, run_ranks
-from test_checkpoint import good, names, steps  # noqa: F401 - a fixture
 
 import checkpoint
 import train_fsdp
@@ -215,7 +215,7 @@ def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
     assert "Not a directory" in printed and str(tmp_path / "file" / "new") in printed
 
 
-def test_consolidate_leaves_no_partial_file(good, tmp_path, capsys):  # noqa: F811
+def test_consolidate_leaves_no_partial_file(good, tmp_path, capsys):
     with files_limited(20_000):
         assert checkpoint.main(["consolidate", str(good), str(tmp_path / "model.pth")]) == 1
     assert "File too large" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -15,8 +15,8 @@ import figures
 import pytest
 import rebuild
 from conftest import ROOT
+from pages import clone
 from ranks import Run, free_port, run_ranks, run_script, start_ranks
-from test_docs import clone
 
 import plan
 from planner.machines import wire_bytes

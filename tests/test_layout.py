@@ -13,6 +13,7 @@ from textwrap import indent
 
 import pytest
 from conftest import ROOT
+from pages import tracked
 from ranks import python
 
 READ = ["vit", "data", "mesh", "shard", "train_fsdp"]
@@ -29,31 +30,17 @@ PRODUCT = 9400
 
 
 @cache
-def tracked(*patterns: str) -> list[Path]:
-    """The files of the repository."""
-    done = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip("not a git checkout")
-    return [ROOT / name for name in done.stdout.splitlines() if (ROOT / name).exists()]
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 def product() -> dict[str, ast.Module]:
-    """The syntax trees of the top level and the rooms."""
-    paths = [p for p in tracked("*.py") if p.parent == ROOT or p.parent.name in ROOMS]
-    return {name_of(path): tree_of(path) for path in paths}
+    """Parse the files of the top level and the rooms: name, syntax tree."""
+    found = {}
+    for name in tracked("*.py"):
+        if "/" not in name or Path(name).parts[0] in ROOMS:
+            found[name] = ast.parse((ROOT / name).read_text())
+    return found
 
 
 def test_the_top_level_is_that_of_the_plan():
-    assert {Path(name_of(path)).parts[0] for path in tracked()} == TOP_LEVEL
+    assert {Path(name).parts[0] for name in tracked()} == TOP_LEVEL
 
 
 def test_the_product_is_within_its_limit():
@@ -73,7 +60,7 @@ def test_functions_are_short_and_take_few_parameters():
 
 def test_nothing_is_kept_from_the_formatter():
     word = "fmt: " + "skip"
-    assert not [name_of(p) for p in tracked("*.py") if word in p.read_text()]
+    assert not [name for name in tracked("*.py") if word in (ROOT / name).read_text()]
 
 
 def test_no_name_is_defined_in_two_modules():
@@ -121,6 +108,17 @@ def test_arrows_point_down():
             assert found <= allowed[room] | {room, "runtime"} | more, (name, found)
         elif name != "train_fsdp.py":
             assert "train_fsdp" not in found, name
+
+
+def test_no_test_file_imports_another():
+    for path in (ROOT / "tests").glob("*.py"):
+        assert not [n for n in imports(ast.parse(path.read_text())) if n.startswith("test_")], path
+
+
+def test_the_table_of_promises_names_files_that_exist():
+    table = (ROOT / "tests" / "README.md").read_text()
+    named = re.findall(r"`(\w+\.py)`", table)
+    assert len(named) > 20 and not [name for name in named if not (ROOT / "tests" / name).exists()]
 
 
 @pytest.mark.slow

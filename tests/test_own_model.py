@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 from ranks import full_parameters, join, on_ranks, python
-from test_shard import CPU
+from small_model import CPU
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F

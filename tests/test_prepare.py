@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import tifffile
 from conftest import ROOT
+from images import noise_image, stream
 from PIL import Image
 from ranks import Run, environment, free_port, processes_of, read_log, run_ranks
-from test_data import noise_image, stream
 
 import checkpoint
 import data

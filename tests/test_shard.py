@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from parity import SPLIT, Case, compare, modes
 from ranks import full_parameters, join, on_ranks
+from small_model import CONFIG, CPU, UNITS, batch, build, forward_backward
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,13 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import mesh
 import shard
 import vit
-
-CONFIG = vit.ViTConfig(32, 3, 64, 2, 8, decoder_width=32, decoder_depth=2, decoder_heads=2)
-UNITS = 3 + 2 + 1  # encoder blocks, decoder blocks, root
-CPU = torch.device("cpu")
-FSDP_MODES = ["no_shard", "shard_grad_op", "full_shard", "hybrid", "hybrid_grad_op"]
-ROWS = [("ddp", 2), ("zero1", 2)] + [(mode, fsdp) for fsdp in (1, 2) for mode in FSDP_MODES]
-
 
 # --- the table
 
@@ -40,25 +34,6 @@ def test_mesh_shapes():
 
 
 # --- one process
-
-
-def build(mode: str, grid, *, dtype=torch.float32, config=CONFIG, seed=0, **options) -> nn.Module:
-    with torch.device("meta"):
-        model = vit.ViTMAE(config, 32)
-    return shard.apply(
-        model,
-        mode,
-        grid,
-        block_classes={vit.Block},
-        init_fn=partial(vit.initial_value, config, seed=seed),
-        options=shard.ShardingOptions(param_dtype=dtype, cast_inputs=False, **options),
-    )
-
-
-def batch(seed: int = 0) -> tuple:
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randn(2, 3, 32, 32, generator=generator)
-    return images, 0.75, torch.rand(2, 16, generator=generator)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1"])
@@ -182,12 +157,6 @@ def test_mixed_precision_computes_in_bf16_and_keeps_fp32(single, mode, fsdp):
 
 
 # --- two ranks: what is gathered when
-
-
-def forward_backward(model: nn.Module, seed: int = 0) -> torch.Tensor:
-    loss = model(*batch(seed))[0]
-    loss.backward()
-    return loss
 
 
 def events_of_prefetch() -> list[list[str]]:

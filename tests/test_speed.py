@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from conftest import FULL
 from ranks import join, on_ranks
-from test_shard import CPU, ROWS
+from small_model import CPU, ROWS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
