@@ -54,7 +54,8 @@ def new_figure(width: float, height: float, columns: int = 1, **kwargs: Any) -> 
 
 def plan_of(command: str) -> Plan:
     """Plan the run of a command line of plan.py."""
-    return plan.read_command(command.split())[1]
+    _, planned = plan.read_command(command.split())
+    return planned
 
 
 def stack(panel: Axes, labels: Sequence[str], parts: dict[str, list[float]]) -> None:
@@ -73,13 +74,15 @@ def stack(panel: Axes, labels: Sequence[str], parts: dict[str, list[float]]) -> 
 
 def draw_mae() -> Figure:
     """Draw a tile on its way through a masked autoencoder."""
-    patch, side = 16, 6  # pixels, patches
+    patch = 16  # pixels
+    side = 6  # patches
     with Image.open(HERE.parent / "examples/tiles/train/islands/islands_aegean_01.jpg") as tile:
         pixels = np.array(tile.convert("RGB").resize((side * patch, side * patch)))
     images = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)  # (1, C, H, W)
     patches = vit.patchify(images, patch).reshape(-1, patch, patch, 3).numpy()
     everything = range(side * side)
-    visible = torch.randperm(side * side, generator=torch.Generator().manual_seed(0))[:9].tolist()
+    order = torch.randperm(side * side, generator=torch.Generator().manual_seed(0))
+    visible = order[:9].tolist()
     columns = (  # title, patches in a row, patches shown, what stands in a removed one
         ("an image, cut into patches", side, everything, ""),
         ("75 % are removed", side, visible, ""),
@@ -103,7 +106,9 @@ def draw_mae() -> Figure:
     return figure
 
 
-OWN, SUMS, PART_OF_SUM = "aaaa bbbb cccc dddd", "++++ ++++ ++++ ++++", "+... .+.. ..+. ...+"
+OWN = "aaaa bbbb cccc dddd"
+SUMS = "++++ ++++ ++++ ++++"
+PART_OF_SUM = "+... .+.. ..+. ...+"
 COLLECTIVES = (  # name, where it is used, what each of four ranks has before and after
     ("broadcast", "ZeRO-1: new\nparameters", "aaaa .... .... ....", "aaaa aaaa aaaa aaaa"),
     ("all-reduce", "DDP: gradients", OWN, SUMS),
@@ -165,7 +170,9 @@ def draw_zero() -> Figure:
 
 def draw_prefetch() -> Figure:
     """Draw the backward pass over four blocks as two timelines, without and with prefetching."""
-    blocks, gather, compute = ("b3", "b2", "b1", "b0"), 6, 10  # ms
+    blocks = ("b3", "b2", "b1", "b0")
+    gather = 6  # ms
+    compute = 10
     figure, panels = new_figure(8.4, 2.6, 2, sharey=True)
     for panel, prefetch in zip(panels, ("none", "backward_pre"), strict=True):
         link = device = 0.0  # when each is free again
@@ -224,14 +231,21 @@ def moments(found: Plan) -> dict[float, dict[str, float]]:
     Forward through the blocks, the loss, backward, the optimizer step. The plan has the blocks at
     the ends of encoder and decoder; between them what is live changes by as much in each.
     """
-    depth, blocks = found.run.config.depth, found.run.config.depth + found.run.config.decoder_depth
+    depth = found.run.config.depth
+    blocks = depth + found.run.config.decoder_depth
     ends = {"loss": blocks, "reduction of root": 2 * blocks + 1, "optimizer step": 2 * blocks + 2}
     places: dict[float, dict[str, float]] = {}
     for snapshot in found.snapshots:
-        if (place := ends.get(snapshot.name)) is None:
-            decoder, number = re.findall(r"(decoder_)?blocks\.(\d+)", snapshot.name)[0]
-            block = int(number) + (depth if decoder else 0)
+        match = re.search(r"(decoder_)?blocks\.(\d+)", snapshot.name)
+        if snapshot.name in ends:
+            place = ends[snapshot.name]
+        elif match:
+            block = int(match[2])
+            if match[1]:
+                block += depth
             place = block if snapshot.name.startswith("forward") else 2 * blocks - block
+        else:
+            raise ValueError(f"a step has no place for {snapshot.name}")
         if sum(snapshot.bytes.values()) > sum(places.get(place, {}).values()):
             places[place] = snapshot.bytes
     return places
@@ -243,7 +257,8 @@ def draw_step_memory() -> Figure:
     base = "--model 1b --world-size 8 --machine dgx-a100-80"
     for panel, mode in zip(panels, ("no_shard", "full_shard"), strict=True):
         found = plan_of(f"{base} --mode {mode}")
-        places, blocks = moments(found), found.run.config.depth + found.run.config.decoder_depth
+        places = moments(found)
+        blocks = found.run.config.depth + found.run.config.decoder_depth
         parts = ("optimizer", "parameters", "gradients", "unsharded", "activations")
         sizes = [[moment[part] / GIB for moment in places.values()] for part in parts]
         colours = [LOOKS[part]["color"] for part in parts]
@@ -264,7 +279,7 @@ def draw_step_memory() -> Figure:
 
 def draw_stages() -> Figure:
     """Draw the planned memory per rank of 15b on 64 ranks, by mode and by sharding factor."""
-    ranks, base = 64, "--model 15b --batch 32 --world-size 64"
+    base = "--model 15b --batch 32 --world-size 64"
     modes = ["ddp", "zero1", "shard_grad_op", "full_shard"]
     modes += [f"hybrid --group {2**i}" for i in range(5, 0, -1)]
     plans = {mode: plan_of(f"{base} --mode {mode}") for mode in modes}
@@ -291,7 +306,7 @@ def draw_stages() -> Figure:
         panel.axhline(64, color="black", linestyle="--", linewidth=1)
     left.text(4.5, 66, "64 GiB of a GCD", ha="center", va="bottom")
     right.text(64, 66, "64 GiB", ha="right", va="bottom")
-    figure.suptitle(f"15b on {ranks} ranks, 32 images per rank (plan.py)")
+    figure.suptitle("15b on 64 ranks, 32 images per rank (plan.py)")
     figure.legend(loc="outside lower center", ncols=5, fontsize=8)
     return figure
 
@@ -335,6 +350,7 @@ CALLS = {
     "c10d::allreduce_": ("all-reduce", "gloo:all_reduce"),
 }
 LANES = ["", "blocks", *(lane for lane, _ in CALLS.values())]
+LANE_COLOURS = ("white", "C4", "C5", "C1", "C2")
 Event = dict[str, Any]
 Box = tuple[str, float, float, str]  # lane, begin, end (microseconds), unit
 
@@ -373,7 +389,8 @@ def read_trace(path: str) -> list[Event]:
     """Read the events of a trace file that have a duration, in the order in which they begin."""
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
-    return sorted((e for e in events if "dur" in e), key=lambda e: e["ts"])
+    timed = [event for event in events if "dur" in event]
+    return sorted(timed, key=lambda event: event["ts"])
 
 
 def draw_units(path: str) -> Figure:
@@ -395,11 +412,12 @@ def draw_units(path: str) -> Figure:
     span = (end_of(step) - start["ts"]) / 1e3
     free_from = dict.fromkeys(LANES, -np.inf)  # where the next label of a lane may begin
     for lane, begin, end, text in boxes:
-        i, left, width = LANES.index(lane), (begin - start["ts"]) / 1e3, (end - begin) / 1e3
-        panel.barh(
-            -i, width, left=left, height=0.7, color=("white", "C4", "C5", "C1", "C2")[i], **EDGE
-        )
-        middle, half = left + width / 2, 0.006 * span * len(text)
+        i = LANES.index(lane)
+        left = (begin - start["ts"]) / 1e3
+        width = (end - begin) / 1e3
+        panel.barh(-i, width, left=left, height=0.7, color=LANE_COLOURS[i], **EDGE)
+        middle = left + width / 2
+        half = 0.006 * span * len(text)
         if middle - half >= free_from[lane]:  # a label that would touch the one before is left out
             panel.text(middle, 0.48 - i, text, ha="center", va="center", fontsize=7)
             free_from[lane] = middle + half

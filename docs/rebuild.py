@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from threading import Timer
 
@@ -63,16 +62,21 @@ def execute(language: str, content: str, folder: Path, env: dict[str, str]) -> s
         )
         limit = Timer(1100, os.killpg, (program.pid, signal.SIGKILL))  # seconds
         limit.start()
-        printed, steps = "", 0
+        printed = ""
+        steps = 0
         assert program.stdout
         for line in program.stdout:
             printed += line
-            steps += line.startswith("step ")
-            if press and steps == 3 and line.startswith("step "):
-                os.killpg(program.pid, signal.SIGINT)
+            if line.startswith("step "):
+                steps += 1
+                if press and steps == 3:
+                    os.killpg(program.pid, signal.SIGINT)
         status = program.wait()
         limit.cancel()
-        if "the same command continues from there" not in printed if press else status:
+        failed = status != 0
+        if press:
+            failed = "the same command continues from there" not in printed
+        if failed:
             raise Changed(f"{part}exit status {status}:\n{printed}")
         output += printed
     return output
@@ -95,10 +99,24 @@ def sections(text: str) -> dict[int, str]:
 
 def same_words(shown: str, printed: str) -> bool:
     """Tell whether two lines agree in all words without digits."""
-    words, others = shown.split(), printed.split()
-    return len(words) == len(others) and all(
-        a == b or bool(re.search(r"\d", a)) for a, b in zip(words, others, strict=True)
-    )
+    words = shown.split()
+    others = printed.split()
+    if len(words) != len(others):
+        return False
+    for word, other in zip(words, others, strict=True):
+        if word != other and not re.search(r"\d", word):
+            return False
+    return True
+
+
+def likeness(shown: str, printed: str) -> tuple[int, int]:
+    """Count the names that two lines of the same words share, then their first equal words."""
+    pairs = list(zip(shown.split(), printed.split(), strict=True))
+    names = [a for a, b in pairs if a == b and re.search("[a-z]{2}", a)]
+    first = 0
+    while first < len(pairs) and pairs[first][0] == pairs[first][1]:
+        first += 1
+    return len(names), first
 
 
 def find_printed(shown: str, output: str) -> list[str]:
@@ -107,17 +125,14 @@ def find_printed(shown: str, output: str) -> list[str]:
     Of several lines with the same words, as the steps of a run, it takes the one with the same
     names of files, then the one of which most is the same, counted from the left.
     """
-    printed, found = output.splitlines(), []
+    printed = output.splitlines()
+    found = []
     for line in shown.splitlines():
         fitting = [i for i, text in enumerate(printed) if same_words(line, text)]
         if not fitting:
             raise Changed(f"no longer prints, or not in this order: {line}\nbut:\n{output}")
-        likeness = []
-        for i in fitting:
-            pairs = [*zip(line.split(), printed[i].split(), strict=True)]
-            names = sum(a == b for a, b in pairs if re.search("[a-z]{2}", a))
-            likeness.append((names, len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))))
-        chosen = fitting[likeness.index(max(likeness))]
+        alike = [likeness(line, printed[i]) for i in fitting]
+        chosen = fitting[alike.index(max(alike))]
         found.append(printed[chosen].rstrip())
         printed = printed[chosen + 1 :]
     return found
@@ -129,12 +144,14 @@ def rebuild_section(section: str, run: Callable[[str], str | None]) -> str:
     `run` takes a block and returns its output, or None to leave what is shown as it is. Raises
     Changed.
     """
-    command, output = "", None
+    command = ""
+    output: str | None = None
 
     def renew(block: re.Match[str]) -> str:
         nonlocal command, output
         if block[1] == "bash":
-            command, output = block[2], run(block[2])
+            command = block[2]
+            output = run(command)
         if block[1] or output is None:
             return block[0]
         try:
@@ -149,12 +166,15 @@ def rebuild_section(section: str, run: Callable[[str], str | None]) -> str:
 def main(argv: list[str]) -> int:
     """Rebuild sections of the page, by default all; return exit status 1 if one has changed."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    found, failed = sections(PAGE.read_text()), 0
-    for number in map(int, argv) if argv else found:
+    found = sections(PAGE.read_text())
+    numbers = [int(text) for text in argv] or list(found)
+    failed = 0
+    for number in numbers:
         for left in (ROOT / "out" / "guide").glob(f"{number}*"):  # by the last time
             if re.fullmatch(rf"{number}(-.*)?", left.name):
                 shutil.rmtree(left)
-        print(found[number].splitlines()[0], flush=True)
+        heading, _, _ = found[number].partition("\n")
+        print(heading, flush=True)
         started = time.monotonic()
         try:
             run = partial(execute, "bash", folder=ROOT, env=environment(ROOT))

@@ -15,13 +15,18 @@ from torch import Tensor
 
 
 def show(name: str, before: Tensor, after: Tensor, sent: str) -> None:
-    """Print what each rank had and has, on rank 0."""
-    mine = [" ".join(map(str, x.tolist())) for x in (before, after)]
+    """Print on rank 0 what each rank had and has."""
+    had = " ".join(map(str, before.tolist()))
+    has = " ".join(map(str, after.tolist()))
     rows: list = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, mine)
-    for rank, (had, has) in enumerate(rows if dist.get_rank() == 0 else []):
-        first = rank == 0
-        print(f"{name * first:16}{rank:4}   {had:22}{has:22}{sent * first}".rstrip())
+    dist.all_gather_object(rows, (had, has))
+    if dist.get_rank() != 0:
+        return
+    for rank, (had, has) in enumerate(rows):
+        if rank == 0:  # the first row of a collective names it
+            print(f"{name:16}{rank:4}   {had:22}{has:22}{sent}")
+        else:
+            print(f"{'':16}{rank:4}   {had:22}{has}")
 
 
 def main() -> None:
@@ -36,7 +41,8 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # gloo of torch 2.10 prints a line of its own
     dist.init_process_group("nccl" if gpus else "gloo", device_id=device if gpus else None)
     os.dup2(stdout, 1)
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     whole = torch.arange(1, n + 1, device=device) * 10**rank  # (n,) int64
     part = whole[rank : rank + 1].clone()  # (1,), the part of a tensor that this rank keeps
     size = whole.nbytes

@@ -19,9 +19,12 @@ class Windows:
     """Windows of an array (C, H, W) in a .npy file, side by side."""
 
     def __init__(self, path: str, side: int) -> None:
-        self.scene_path, self.side = path, side
+        self.scene_path = path
+        self.side = side
         self.scene = np.load(path, mmap_mode="r")
-        self.rows, self.columns = (n // side for n in self.scene.shape[1:])
+        _, height, width = self.scene.shape
+        self.rows = height // side
+        self.columns = width // side
 
     def __reduce__(self) -> tuple:
         return Windows, (self.scene_path, self.side)  # each loader process opens the file itself
@@ -35,7 +38,9 @@ class Windows:
 
     def read(self, index: int) -> np.ndarray:
         """Return (C, side, side) uint8, uint16 or float32; a Pillow image or a file's bytes too."""
-        top, left = (self.side * n for n in divmod(index, self.columns))
+        row, column = divmod(index, self.columns)
+        top = row * self.side
+        left = column * self.side
         return self.scene[:, top : top + self.side, left : left + self.side]
 
 
@@ -43,17 +48,28 @@ def main(path: str) -> None:
     """Load a few batches, as rank 0 of 2 would, and normalise them."""
     windows = Windows(path, side=64)
     pixels = np.stack([windows.read(i) for i in range(len(windows))]).astype(np.float64)
-    mean, std = pixels.mean((0, 2, 3)), pixels.std((0, 2, 3))  # 12 each, of values as stored
+    mean = pixels.mean((0, 2, 3))  # (12,), of values as stored
+    std = pixels.std((0, 2, 3))
     stats = data.ChannelStats(tuple(mean.tolist()), tuple(std.tolist()), "uint16")
     steps = range(5)  # range(3, 5) resumes at step 3: the same windows, crops and flips
     # The stream of samples is that of the global batch, whatever the number of ranks and workers.
-    ranks = {"global_batch": 16, "local_batch": 8, "rank": 0, "world_size": 2}
     loader = data.build_loader(
-        windows, img_size=32, patches=16, seed=0, steps=steps, stats=stats, workers=1, **ranks
+        windows,
+        img_size=32,
+        patches=16,
+        seed=0,
+        global_batch=16,
+        local_batch=8,
+        steps=steps,
+        rank=0,
+        world_size=2,
+        workers=1,
+        stats=stats,
     )
     for step, batch in zip(steps, loader, strict=True):
-        x = data.normalize(batch.image, stats)  # (8, 12, 32, 32) float32, for a model
-        print(f"step {step}: {tuple(x.shape)}, windows {batch.image_ids}, mean {x.mean():.2f}")
+        images = data.normalize(batch.image, stats)  # (8, 12, 32, 32) float32, for a model
+        shape = tuple(images.shape)
+        print(f"step {step}: {shape}, windows {batch.image_ids}, mean {images.mean():.2f}")
 
 
 if __name__ == "__main__":  # loader processes import this file

@@ -27,7 +27,7 @@ class Cell:
     model: str
     mode: str
     group: int | None
-    nodes: int | None
+    nodes: int | None  # None where it was not published, beside memory
     kind: str
     published: float
     planned: float
@@ -59,54 +59,70 @@ def rows(column: str) -> list[dict[str, Any]]:
     return [row for row in found if column in row and "caveat" not in row]
 
 
+def plan_row(row: dict[str, Any]) -> estimate.Plan:
+    """Plan the run of a published row."""
+    nodes = row["nodes"] or 1
+    return plan_published(row["model"], row["mode"], row["group"], nodes)
+
+
+def make_cell(row: dict[str, Any], kind: str, published: float, planned: float) -> Cell:
+    """Compare one number of a row."""
+    return Cell(row["model"], row["mode"], row["group"], row["nodes"], kind, published, planned)
+
+
 def memory_cells() -> list[Cell]:
-    """Compare GiB: max_allocated and peak_active."""
+    """Compare GiB: the peak of active memory, then that of allocated memory."""
     cells = []
-    for kind, column in (
-        ("peak_active", "peak_active_gib"),
-        ("max_allocated", "peak_allocated_gib"),
-    ):
-        for r in rows(column):
-            model, mode, group, nodes = r["model"], r["mode"], r["group"], r["nodes"]
-            plan = plan_published(model, mode, group, nodes or 1)
-            planned = plan.peak_gib if kind == "max_allocated" else plan.peak_active_gib
-            cells.append(Cell(model, mode, group, nodes, kind, r[column], planned))
+    for row in rows("peak_active_gib"):
+        planned = plan_row(row).peak_active_gib
+        cells.append(make_cell(row, "peak_active", row["peak_active_gib"], planned))
+    for row in rows("peak_allocated_gib"):
+        planned = plan_row(row).peak_gib
+        cells.append(make_cell(row, "max_allocated", row["peak_allocated_gib"], planned))
     return cells
 
 
 def speed_cells() -> list[Cell]:
     """Compare images/s."""
     cells = []
-    for r in [r for r in rows("images_per_second") if r["studies"] == ["scaling"]]:
-        model, mode, group, nodes = r["model"], r["mode"], r["group"], r["nodes"]
-        planned = plan_published(model, mode, group, nodes).images_per_second
-        cells.append(Cell(model, mode, group, nodes, "img/s", r["images_per_second"], planned))
+    for row in rows("images_per_second"):
+        if row["studies"] == ["scaling"]:
+            planned = plan_row(row).images_per_second
+            cells.append(make_cell(row, "img/s", row["images_per_second"], planned))
     return cells
+
+
+def print_cells(title: str, cells: list[Cell]) -> None:
+    """Print a table of cells."""
+    print(f"\n{title}")
+    print("model mode         group nodes kind           published   planned  error")
+    for c in cells:
+        group = c.group or ""  # only the hybrid modes have one
+        nodes = c.nodes or ""
+        print(
+            f"{c.model:5} {c.mode:12} {group:5} {nodes:5} {c.kind:13}"
+            f"{c.published:11.2f}{c.planned:10.2f}{c.error:+7.1%}"
+        )
+
+
+def print_errors(name: str, cells: list[Cell]) -> None:
+    """Print the median and the largest error of some cells."""
+    errors = [abs(c.error) for c in cells]
+    print(f"{name}: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
 
 
 def main() -> int:
     """Print every cell and the medians."""
-    head = "model mode         group nodes kind           published   planned  error"
-    for title, cells in ("memory, GiB", memory_cells()), ("speed", speed_cells()):
-        print(f"\n{title}\n{head}")
-        for c in cells:
-            print(
-                f"{c.model:5} {c.mode:12} {c.group or '':5} {c.nodes or '':5} {c.kind:13}"
-                f"{c.published:11.2f}{c.planned:10.2f}{c.error:+7.1%}"
-            )
-        speed = [c for c in cells if c.kind == "img/s"]
-        for name, part in (
-            ("max_allocated", [c for c in cells if c.kind == "max_allocated"]),
-            ("peak_active", [c for c in cells if c.kind == "peak_active"]),
-            (
-                "predicted, up to 16 nodes",
-                [c for c in speed if c.predicted and (c.nodes or 1) <= 16],
-            ),
-            ("predicted, 32 to 128 nodes", [c for c in speed if (c.nodes or 1) > 16]),
-        ):
-            if part:
-                errors = [abs(c.error) for c in part]
-                print(f"{name}: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    memory = memory_cells()
+    print_cells("memory, GiB", memory)
+    for kind in ("max_allocated", "peak_active"):
+        print_errors(kind, [c for c in memory if c.kind == kind])
+    speed = speed_cells()
+    print_cells("speed", speed)
+    many = [c for c in speed if (c.nodes or 1) > 16]
+    few = [c for c in speed if c.predicted and c not in many]
+    print_errors("predicted, up to 16 nodes", few)
+    print_errors("predicted, 32 to 128 nodes", many)
     return 0
 
 

