@@ -264,7 +264,14 @@ def test_flags_that_are_named_exist():
     known |= {"--" + row.name.replace("_", "-") for row in fields(finetune.Tuning)}
     # of torchrun, sbatch, pip, conda, apptainer and tensorboard
     known |= {"--standalone", "--nproc-per-node", "--nnodes", "--exclusive", "--gpus-per-node"}
-    known |= {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--local-addr"}
+    known |= {
+        "--shutdown-timeout",
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--rdzv-id",
+        "--rdzv-conf",
+        "--local-addr",
+    }
     known |= {"--index-url", "--help", "--base", "--nv", "--rocm", "--bind", "--logdir"}
     for page, text in PAGES.items():
         for code in re.findall(r"`([^`]+)`", text.replace("```", "")):
