@@ -186,7 +186,10 @@ def test_each_end_is_classified(code, end, output, late, state):
 # --- a sweep, without training
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGKILL, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [(signal.SIGKILL, 1), pytest.param(signal.SIGTERM, 2, marks=pytest.mark.full)],
+)
 def test_ended_it_continues_with_what_it_says(tmp_path, stand_in, number, ranks):
     out, killed = tmp_path / "out", number == signal.SIGKILL
     command = ["scaling", "--models", "tiny", "--ranks", str(ranks), "--data", "synthetic"]

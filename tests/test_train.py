@@ -8,6 +8,7 @@ import re
 import shlex
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -17,6 +18,7 @@ from ranks import Run, environment, free_port, on_ranks, read_log, run_ranks
 import shard
 import train_fsdp
 from runtime.config import parse
+from runtime.run import resolve
 
 SMALL = shlex.split("--model tiny --img-size 32 --device cpu --workers 0 --save-every none")
 STEP_KEYS = shlex.split(
@@ -209,16 +211,15 @@ def events(folder, name) -> list[dict]:
     return [record for record in map(json.loads, lines) if record["event"] == name]
 
 
-def test_the_first_step_of_make_demo(tmp_path):
-    """Its own command line, cut short."""
+def test_the_command_of_make_demo_is_valid():
+    """make test-all runs it."""
     recipe = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n\n")[0]
     found = re.search(r"--nproc-per-node 4 \\\n\s*train_fsdp.py (.*?) --out", recipe, re.DOTALL)
     assert found, recipe
-    argv = f"{found[1]} --steps 1 --log-every 1 --workers 0".replace("\\\n", " ").split()
-    (result,) = run_ranks(4, [Run(argv, params=False)], tmp_path, 120)
-    assert result.status == [0] * 4, result.errors
-    assert result.start["mesh"] == {"replicate": 2, "shard": 2, "tp": 1}
-    assert [s["step"] for s in result.steps] == [1] and result.start["global_batch"] == 24
+    config = parse(found[1].replace("\\\n", " ").split())
+    run = resolve(config, world_size=4, node_ranks=4)
+    assert (run.mesh_shape, run.global_batch, run.local_batch) == ((2, 2), 24, 6)
+    assert Path(ROOT, config.data).is_dir() and Path(ROOT, str(config.eval_data)).is_dir()
 
 
 @pytest.mark.full
