@@ -295,7 +295,7 @@ class Sample(NamedTuple):
     bad: list[tuple[int, str]]  # (image_id, reason): unreadable images that it replaces
 
 
-class LocalBatch(NamedTuple):
+class MicroBatch(NamedTuple):
     """The samples of one rank in one accumulation step."""
 
     image: Tensor  # (B, C, H, W) uint8; float32 where the images are uint16 or float32
@@ -350,9 +350,9 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
         return pixels, noise
 
 
-def collate(samples: Sequence[Sample]) -> LocalBatch:
+def collate(samples: Sequence[Sample]) -> MicroBatch:
     """Stack samples; in a worker into shared memory, as PyTorch's default does with tensors."""
-    return LocalBatch(
+    return MicroBatch(
         image=default_collate([sample.image for sample in samples]),
         noise=default_collate([sample.noise for sample in samples]),
         image_ids=[sample.image_id for sample in samples],
@@ -375,7 +375,7 @@ def build_loader(
     pin_memory: bool = False,
     exact: bool = False,
     stats: ChannelStats = IMAGENET,
-) -> DataLoader[LocalBatch]:
+) -> DataLoader[MicroBatch]:
     """Make the DataLoader of one rank: a batch per accumulation step of each of `steps`, in turn.
 
     One iterator covers all steps, so workers start once, not once per epoch. Images must have the

@@ -64,7 +64,7 @@ def open_batches(
 
 
 def device_batches(
-    loader: Iterable[data.LocalBatch], accum: int, device: torch.device
+    loader: Iterable[data.MicroBatch], accum: int, device: torch.device
 ) -> Iterator[Batch]:
     """Yield the batch of each step, of `accum` local batches, on `device`."""
     if isinstance(loader, DataLoader) and loader.num_workers:

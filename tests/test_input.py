@@ -89,7 +89,7 @@ def local_batches(error: Exception | None = None, count: int = 8):
     """What a loader gives, two local batches for a step; then an error."""
     for i in range(count):
         image, noise = torch.full((2, 3, 8, 8), i), torch.rand(2, 4)
-        yield data.LocalBatch(image, noise, [2 * i, 2 * i + 1], [(i, "bad")])
+        yield data.MicroBatch(image, noise, [2 * i, 2 * i + 1], [(i, "bad")])
     if error:
         raise error
 
