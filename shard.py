@@ -268,6 +268,11 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
     """DDP: whole parameters on every rank, gradients all-reduced in buckets during backward."""
     if mesh.size() == 1:
         return model  # nobody to communicate with: no buckets, a second copy of the gradients
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    check = torch.compiler.disable(partial(_check_frozen, trained))
+    if not any(trained.values()):
+        model.register_forward_pre_hook(check)
+        return model  # a teacher, which DDP would refuse
     group = mesh.get_group("replicate")
     sharded = DDP(
         model,
@@ -282,8 +287,6 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
         sharded.register_comm_hook(group, default_hooks.bf16_compress_hook)
     elif options.reduce_dtype == torch.float16:
         sharded.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    trained = {name: p.requires_grad for name, p in model.named_parameters()}
-    check = torch.compiler.disable(partial(_check_frozen, trained))
     sharded.register_forward_pre_hook(check)
     _AverageCheck(sharded).start(model.parameters())
     return sharded
@@ -579,20 +582,25 @@ class _AverageCheck:
         self.last_forward[tensor] = self.forwards
 
 
-def _check_frozen(trained: dict[str, bool], module: DDP, args: Any) -> None:
+def _check_frozen(trained: dict[str, bool], module: nn.Module, args: Any) -> None:
     """Raise RuntimeError if DDP would not notice that a parameter was frozen, or is no longer.
 
     `trained` says of each parameter, by its name, whether DDP averages its gradient.
     """
     if not torch.is_grad_enabled():
         return
-    for name, p in module.module.named_parameters():
+    model = module
+    find_unused = False
+    if isinstance(module, DDP):
+        model = module.module
+        find_unused = module.find_unused_parameters
+    for name, p in model.named_parameters():
         if p.requires_grad and not trained[name]:
             raise RuntimeError(
                 f"DDP does not average the gradient of {name}, which was frozen at "
                 "shard.apply: freeze it after shard.apply, or use mode no_shard"
             )
-        if trained[name] and not p.requires_grad and not module.find_unused_parameters:
+        if trained[name] and not p.requires_grad and not find_unused:
             raise RuntimeError(
                 f"DDP waits for a gradient of {name}, which was frozen after shard.apply: "
                 "use find_unused_parameters=True"
