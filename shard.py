@@ -623,6 +623,8 @@ class _UsedCheck:
 
     def start(self) -> None:
         """Check after each micro-batch, which is before the next one or the optimizer's step."""
+        if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+            return  # one rank alone, or a simulation, which has no values
         before = torch.compiler.disable(self.before_forward)
         self.hook = self.model.register_forward_pre_hook(before)
         self.model.used_check = self
