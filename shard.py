@@ -268,6 +268,11 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
     """DDP: whole parameters on every rank, gradients all-reduced in buckets during backward."""
     if mesh.size() == 1:
         return model  # nobody to communicate with: no buckets, a second copy of the gradients
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    check = torch.compiler.disable(partial(_check_frozen, trained))
+    if not any(trained.values()):
+        model.register_forward_pre_hook(check)
+        return model  # a teacher, which DDP would refuse
     group = mesh.get_group("replicate")
     sharded = DDP(
         model,
@@ -282,10 +287,8 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
         sharded.register_comm_hook(group, default_hooks.bf16_compress_hook)
     elif options.reduce_dtype == torch.float16:
         sharded.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    checks = _DDPChecks(sharded)
-    sharded.register_forward_pre_hook(torch.compiler.disable(checks.before_forward))
-    for p in checks.trained:
-        p.register_post_accumulate_grad_hook(checks.after_gradient)
+    sharded.register_forward_pre_hook(check)
+    _AverageCheck(sharded).start(model.parameters())
     return sharded
 
 
@@ -322,10 +325,12 @@ def _fsdp(
     for unit in [*units, sharded]:
         unit.register_forward_hook(reshard)
         if options.fsdp == 2:  # FSDP1 raises an error by itself
-            check = _ForwardCheck(unit, _own_parameters(unit), CHANGED_PARAMETER)
-            check.start()
-    check_hooks = torch.compiler.disable(partial(_check_hooks, list(sharded.named_parameters())))
-    sharded.register_forward_pre_hook(check_hooks, prepend=True)
+            _ForwardCheck(unit, _own_parameters(unit), CHANGED_PARAMETER).start()
+    check = torch.compiler.disable(partial(_check_call, list(sharded.named_parameters())))
+    sharded.register_forward_pre_hook(check, prepend=True)
+    if options.fsdp == 1:
+        handles = [unit._handle for unit in [*units, sharded]]
+        _AverageCheck(sharded).start([h.flat_param for h in handles if h is not None])
     return sharded
 
 
@@ -526,8 +531,12 @@ def _own_parameters(unit: nn.Module) -> list[tuple[str, nn.Module, str]]:
     return found
 
 
-def _check_hooks(parameters: list[tuple[str, Any]], module: nn.Module, args: Any) -> None:
-    """Raise RuntimeError for hooks on parameters that FSDP never calls."""
+def _check_call(parameters: list[tuple[str, Any]], module: nn.Module, args: Any) -> None:
+    """Raise RuntimeError for inference mode, and for hooks on parameters that FSDP never calls."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "FSDP could not train afterwards: use torch.no_grad(), no inference_mode"
+        )
     if not torch.is_grad_enabled():
         return
     fsdp1 = isinstance(module, FSDP1)
@@ -539,42 +548,63 @@ def _check_hooks(parameters: list[tuple[str, Any]], module: nn.Module, args: Any
             )
 
 
-class _DDPChecks:
-    """Raise RuntimeError for gradients that DDP does not average."""
+class _AverageCheck:
+    """Raise RuntimeError for a gradient that DDP, or FSDP1, does not average over ranks."""
 
-    def __init__(self, ddp: DDP) -> None:
-        self.ddp = ddp
-        self.parameters = {original_name(name): p for name, p in ddp.named_parameters()}
-        self.trained = {p for p in self.parameters.values() if p.requires_grad}
-        self.forwards = 0  # forward passes with gradients
-        self.last_forward: dict[nn.Parameter, int] = {}  # whose gradient each parameter has got
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.forwards = 0  # calls of the model with gradients
+        self.last_forward: dict[Tensor, int] = {}  # of which each tensor has its gradient
+
+    def start(self, tensors: Iterable[Tensor]) -> None:
+        """Check the gradients of tensors."""
+        self.model.register_forward_pre_hook(torch.compiler.disable(self.before_forward))
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(self.after_gradient)
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Check which parameters require gradients, before a forward pass."""
-        if not torch.is_grad_enabled():
-            return
-        self.forwards += 1
-        for name, p in self.parameters.items():
-            if p.requires_grad and p not in self.trained:
-                raise RuntimeError(
-                    f"DDP does not average the gradient of {name}, which was frozen at "
-                    "shard.apply: freeze it after shard.apply, or use mode no_shard"
-                )
-            if p in self.trained and not p.requires_grad and not module.find_unused_parameters:
-                raise RuntimeError(
-                    f"DDP waits for a gradient of {name}, which was frozen after shard.apply: "
-                    "use find_unused_parameters=True"
-                )
+        """Count a call."""
+        if torch.is_grad_enabled():
+            self.forwards += 1
 
-    def after_gradient(self, p: nn.Parameter) -> None:
-        """Check that a gradient comes from a call of the model, as DDP needs it."""
-        again = self.last_forward.get(p) == self.forwards or self.forwards == 0
-        if again and self.ddp.require_backward_grad_sync:
+    def after_gradient(self, tensor: Tensor) -> None:
+        """Check that there was a call since the last gradient."""
+        model = self.model
+        local = not model._sync_gradients if isinstance(model, FSDP1) else False
+        if isinstance(model, DDP):
+            local = not model.require_backward_grad_sync
+        if self.last_forward.get(tensor, 0) == self.forwards and not local:
             raise RuntimeError(
-                "DDP does not average a gradient of anything but model(...), once for each call: "
+                f"{type(model).__name__} averages the gradient of one backward() after each call: "
                 "call the model, not its methods or parts, and call backward() once"
             )
-        self.last_forward[p] = self.forwards
+        self.last_forward[tensor] = self.forwards
+
+
+def _check_frozen(trained: dict[str, bool], module: nn.Module, args: Any) -> None:
+    """Raise RuntimeError if DDP would not notice that a parameter was frozen, or is no longer.
+
+    `trained` says of each parameter, by its name, whether DDP averages its gradient.
+    """
+    if not torch.is_grad_enabled():
+        return
+    model = module
+    find_unused = False
+    if isinstance(module, DDP):
+        model = module.module
+        find_unused = module.find_unused_parameters
+    for name, p in model.named_parameters():
+        if p.requires_grad and not trained[name]:
+            raise RuntimeError(
+                f"DDP does not average the gradient of {name}, which was frozen at "
+                "shard.apply: freeze it after shard.apply, or use mode no_shard"
+            )
+        if trained[name] and not p.requires_grad and not find_unused:
+            raise RuntimeError(
+                f"DDP waits for a gradient of {name}, which was frozen after shard.apply: "
+                "use find_unused_parameters=True"
+            )
 
 
 class _UsedCheck:
@@ -593,6 +623,8 @@ class _UsedCheck:
 
     def start(self) -> None:
         """Check after each micro-batch, which is before the next one or the optimizer's step."""
+        if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+            return  # one rank alone, or a simulation, which has no values
         before = torch.compiler.disable(self.before_forward)
         self.hook = self.model.register_forward_pre_hook(before)
         self.model.used_check = self
@@ -967,8 +999,7 @@ def _prepare_blocks(
                 block, preserve_rng_state=options.preserve_rng_state, context_fn=context
             )
             _replace(model, {block: wrapper})
-            check = _ForwardCheck(wrapper, _own_buffers(block), CHANGED_BUFFER)
-            check.start()
+            _ForwardCheck(wrapper, _own_buffers(block), CHANGED_BUFFER).start()
     if options.compile:
         # Dynamo would cut each block into graphs that end with DDP's buckets, so that all-reduces
         # start early within a block; DDP starts them between the blocks, and one graph is faster.

@@ -17,35 +17,41 @@ import shard
 
 
 class Classifier(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
-        self.embed, self.head = nn.Embedding(100, 64), nn.Linear(64, 10)
+        layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=dropout, batch_first=True)
+        self.embed = nn.Embedding(100, 64)
         self.encoder = nn.TransformerEncoder(layer, 4)
+        self.head = nn.Linear(64, 10)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, 16), each of 100 -> (B, 10)
         return self.head(self.encoder(self.embed(tokens)).mean(dim=1))
 
 
-def train(mode="full_shard", group=None, steps=20, out="out", **given):
+def train(mode="full_shard", group=None, steps=20, out="out", dropout=0.0, **given):
     options = shard.ShardingOptions(**given)  # by default FSDP2, computed in bf16
     ranks = mesh.read_ranks(os.environ)  # from srun, torchrun or neither
     device = mesh.pick_device("auto", ranks)
     mesh.init_ranks(ranks, device)
     grid = mesh.build_mesh(shard.mesh_shape(mode, ranks.world_size, group), device)
     torch.manual_seed(0)
-    model = Classifier()  # a very large one: on meta, and `values=` for shard.apply
-    decay, blocks = shard.weight_decay_names(model), {nn.TransformerEncoderLayer}
+    model = Classifier(dropout)  # a very large one: on meta, and `init_fn=` for shard.apply
+    decay = shard.weight_decay_names(model)
+    blocks = {nn.TransformerEncoderLayer}
     model = shard.apply(model, mode, grid, block_classes=blocks, options=options)
     optimizer = shard.build_optimizer(model, mode, decay, lr=2e-4, weight_decay=0.05)
     newest = checkpoint.find_newest(out)  # by whatever mode and number of ranks
     begin = checkpoint.load(newest, model, optimizer)["step"] if newest else 0
     for step in range(begin, steps):
-        draw = torch.Generator().manual_seed(step)  # every rank reads samples of its own
-        tokens = torch.randint(100, (48, 16), generator=draw)[ranks.rank :: ranks.world_size]
+        # every rank reads samples of its own
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randint(100, (48, 16), generator=generator)
+        tokens = batch[ranks.rank :: ranks.world_size].to(device)
+        # dropout: another one in each step and on each rank, the same after a resume
+        torch.manual_seed(step * ranks.world_size + ranks.rank)
         with shard.autocast(model, device, options.param_dtype):
-            logits = model(tokens.to(device))
-        loss = nn.functional.cross_entropy(logits.float(), tokens[:, 0].to(device) % 10)
+            logits = model(tokens)
+        loss = nn.functional.cross_entropy(logits.float(), tokens[:, 0] % 10)
         loss.backward()
         norm = shard.clip_grad_norm(model, 1.0)  # of all ranks
         optimizer.step()
