@@ -114,6 +114,12 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return tensors
 
 
+def _original_name(name: str) -> str:
+    """Return the name that a tensor has in the unwrapped model."""
+    wrappers = "_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod"
+    return re.sub(rf"^module\.|\b({wrappers})\.", "", name)
+
+
 def _size_and_crc(path: Path) -> list[int]:
     """Return the size of a file in bytes, and its CRC-32."""
     size = 0
@@ -233,10 +239,17 @@ class _Planner(dcp.DefaultSavePlanner):
     them do the same arithmetic, so no rank needs the plan of another.
     """
 
-    def __init__(self, own: Collection[str], group: dist.ProcessGroup | None) -> None:
-        """Plan for the ranks of `group`; `own` names the tensors that this rank alone holds."""
+    def __init__(
+        self, own: Collection[str], buffers: Collection[str], group: dist.ProcessGroup | None
+    ) -> None:
+        """Plan for the ranks of `group`; `own` names the tensors that this rank alone holds.
+
+        Of `buffers` each rank may have its own values, as BatchNorm does: the first rank's go
+        together.
+        """
         super().__init__(flatten_state_dict=False)
         self.own = own
+        self.buffers = buffers
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.whole: dict[MetadataIndex, WriteItem] = {}  # of each piece: what it was cut from
@@ -246,7 +259,10 @@ class _Planner(dcp.DefaultSavePlanner):
         plan = super().create_local_plan()
         held: dict[_Holders, list[WriteItem]] = defaultdict(list)
         for item in plan.items:
-            held[self._holders(item)].append(item)
+            if item.index.fqn not in self.buffers:
+                held[self._holders(item)].append(item)
+            elif self.rank == 0:
+                held[_Holders("this rank", 0, 1)].append(item)
         items: list[WriteItem] = []
         for holders, together in held.items():
             for item, piece in equal_part(together, holders.number, holders.ranks):
@@ -267,9 +283,9 @@ class _Planner(dcp.DefaultSavePlanner):
                 number = number * mesh.size(d) + mesh.get_local_rank(d)
                 count *= mesh.size(d)
             return _Holders((mesh, *replicated), number, count)
-        if item.type == WriteItemType.TENSOR and item.index.fqn not in self.own:
-            return _Holders("all ranks", self.rank, self.world_size)
-        return _Holders("this rank", 0, 1)
+        if item.type != WriteItemType.TENSOR or item.index.fqn in self.own:
+            return _Holders("this rank", 0, 1)
+        return _Holders("all ranks", self.rank, self.world_size)
 
     def fingerprint(self) -> int:
         """Return a number that is the same on all ranks if these hold the same tensors."""
@@ -516,10 +532,11 @@ class Saver:
         own: set[str] = set()
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             own = {name for name in tensors if name.startswith("optim.")}
+        buffers = {f"model.{_original_name(name)}" for name, _ in self.model.named_buffers()}
         part = Written()
         why = None
         try:
-            part = writer.write(tensors, _Planner(own, self.group))
+            part = writer.write(tensors, _Planner(own, buffers, self.group))
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         indexed = part.entries, part.results
@@ -749,7 +766,7 @@ def load(
         _check_shapes(folder, reader.index, tensors, zero1)
 
     _on_all_ranks(prepare, group)
-    _on_all_ranks(lambda: reader.read(tensors), group)
+    _on_all_ranks(partial(reader.read, tensors), group)
     state: Any = {n[len("model.") :]: t for n, t in tensors.items() if n.startswith("model.")}
     state_dicts.set_model_state_dict(model, state)
     if not zero1:  # whose own tensors were loaded into
