@@ -437,10 +437,17 @@ class _Planner(dcp.DefaultSavePlanner):
     them do the same arithmetic, so no rank needs the plan of another.
     """
 
-    def __init__(self, own: Collection[str], group: dist.ProcessGroup | None) -> None:
-        """Plan for the ranks of `group`; `own` names the tensors that this rank alone holds."""
+    def __init__(
+        self, own: Collection[str], buffers: Collection[str], group: dist.ProcessGroup | None
+    ) -> None:
+        """Plan for the ranks of `group`; `own` names the tensors that this rank alone holds.
+
+        Of `buffers` each rank may have its own values, as BatchNorm does: the first rank's go
+        together.
+        """
         super().__init__(flatten_state_dict=False)
         self.own = own
+        self.buffers = buffers
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.whole: dict[MetadataIndex, WriteItem] = {}  # of each piece: what it was cut from
@@ -450,7 +457,10 @@ class _Planner(dcp.DefaultSavePlanner):
         plan = super().create_local_plan()
         held: dict[_Holders, list[WriteItem]] = defaultdict(list)
         for item in plan.items:
-            held[self._holders(item)].append(item)
+            if item.index.fqn not in self.buffers:
+                held[self._holders(item)].append(item)
+            elif self.rank == 0:
+                held[_Holders("this rank", 0, 1)].append(item)
         items: list[WriteItem] = []
         for holders, together in held.items():
             for item, piece in equal_part(together, holders.number, holders.ranks):
@@ -471,9 +481,9 @@ class _Planner(dcp.DefaultSavePlanner):
                 number = number * mesh.size(d) + mesh.get_local_rank(d)
                 count *= mesh.size(d)
             return _Holders((mesh, *replicated), number, count)
-        if item.type == WriteItemType.TENSOR and item.index.fqn not in self.own:
-            return _Holders("all ranks", self.rank, self.world_size)
-        return _Holders("this rank", 0, 1)
+        if item.type != WriteItemType.TENSOR or item.index.fqn in self.own:
+            return _Holders("this rank", 0, 1)
+        return _Holders("all ranks", self.rank, self.world_size)
 
     def fingerprint(self) -> int:
         """Return a number that is the same on all ranks if these hold the same tensors."""
@@ -755,11 +765,13 @@ class Saver:
         _remove_leftovers(self.folder)
         dist.barrier(self.group)  # no rank writes before the leftovers of a killed run are removed
         own = _held_by_one_rank(tensors, self.optimizer, self.model)
+        names = [name for name, _ in self.model.named_buffers()]
+        buffers = {f"model.{name}" for name in _original_names(self.model, names).values()}
         part = Written()
         failure: str | None = None
         refused = False
         try:
-            part = writer.write(tensors, _Planner(own, self.group))
+            part = writer.write(tensors, _Planner(own, buffers, self.group))
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
             refused = isinstance(error, _Refused)

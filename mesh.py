@@ -178,7 +178,10 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
     """
     timeout = timedelta(minutes=timeout_minutes)
     on_gpu = device.type == "cuda"
-    # gloo connects each rank with every other, once per group: hundreds of ranks need many files.
+    # Otherwise gloo connects each rank with every other in each group, a thousand with a thousand,
+    # and rank 0's store serves the addresses of all to all.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    # Rank 0 still talks to all: hundreds of ranks need many files.
     with suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
