@@ -8,6 +8,8 @@ that a launcher started binds its process group to its GPU, one process alone do
 """
 
 import argparse
+import gzip
+import itertools
 import json
 import math
 import os
@@ -37,7 +39,10 @@ from runtime.config import Config
 from runtime.run import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS, LR, BATCH, IMG_SIZE = 6, 1e-3, 8, 32
+STEPS = 6
+LR = 1e-3
+BATCH = 8
+IMG_SIZE = 32
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 
 
@@ -69,7 +74,8 @@ def reference(clip: float | None) -> list[tuple[float, float]]:
     for _ in range(STEPS):
         loss, _, _ = model(data.normalize(images), 0.75, noise)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+        largest = math.inf if clip is None else clip
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
         optimizer.step()
         optimizer.zero_grad()
         found.append((loss.item(), norm.item()))
@@ -78,17 +84,25 @@ def reference(clip: float | None) -> list[tuple[float, float]]:
 
 def cases(gpu: bool) -> Iterator[tuple[str, Config]]:
     """Yield the cases, each with a name; on a CPU those of fp32 and a few of bf16."""
+    precisions = ["fp32", "bf16", "fp16"] if gpu else ["fp32"]
     for mode in shard.STRATEGIES:
-        for fsdp in (None,) if mode in ("ddp", "zero1") else (2, 1):
-            for precision in ("fp32", "bf16", "fp16") if gpu else ("fp32",):
-                flags = {"mode": mode, "fsdp": fsdp, "precision": precision}
-                engine = f" FSDP{fsdp}" if fsdp else ""
-                yield f"{mode}{engine} {precision}", Config("tiny", IMG_SIZE, **flags)
+        engines = [None] if mode in ("ddp", "zero1") else [2, 1]
+        for fsdp, precision in itertools.product(engines, precisions):
+            engine = f" FSDP{fsdp}" if fsdp else ""
+            config = Config("tiny", IMG_SIZE, mode=mode, fsdp=fsdp, precision=precision)
+            yield f"{mode}{engine} {precision}", config
     base = Config("tiny", IMG_SIZE, mode="full_shard", fsdp=2, precision="fp32")
     more: list[dict[str, Any]] = [
-        *({"mode": mode, "accum": 2} for mode in ("ddp", "zero1", "full_shard", "shard_grad_op")),
-        *({"mode": mode, "clip": 0.5} for mode in ("zero1", "full_shard")),
-        *({"ac": ac, "precision": p} for ac in ("selective", "full") for p in ("fp32", "bf16")),
+        {"mode": "ddp", "accum": 2},
+        {"mode": "zero1", "accum": 2},
+        {"mode": "full_shard", "accum": 2},
+        {"mode": "shard_grad_op", "accum": 2},
+        {"mode": "zero1", "clip": 0.5},
+        {"mode": "full_shard", "clip": 0.5},
+        {"ac": "selective", "precision": "fp32"},
+        {"ac": "selective", "precision": "bf16"},
+        {"ac": "full", "precision": "fp32"},
+        {"ac": "full", "precision": "bf16"},
         {"fsdp": 1, "ac": "full"},
         {"precision": "bf16"},
         {"prefetch": "none"},
@@ -98,8 +112,9 @@ def cases(gpu: bool) -> Iterator[tuple[str, Config]]:
     ]
     if gpu:  # FSDP1 pins the memory that it offloads to
         more += [{"cpu_offload": True, "fsdp": 1}]
-        more += [{"compile": True, "precision": "bf16"}, {"compile": True, "mode": "ddp"}]
         more += [{"cpu_offload": True, "precision": "bf16"}]
+        # last: compiling takes longer than all others
+        more += [{"compile": True, "precision": "bf16"}, {"compile": True, "mode": "ddp"}]
     for change in more:
         config = replace(base, **change)
         if config.mode in ("ddp", "zero1"):
@@ -127,7 +142,7 @@ def steps_of(
     found: list[tuple[float, float]] = []
     for _ in range(count + 20):
         train_fsdp.train_step(training, guard, parts, LR)
-        verdict = guard.read_results(wait=True)[-1]
+        *_, verdict = guard.read_results(wait=True)
         if math.isfinite(verdict.norm):
             found.append((verdict.loss, verdict.norm))
         if len(found) == count:
@@ -138,8 +153,11 @@ def steps_of(
 def worst(found: Sequence[tuple[float, float]], clip: float | None, begin: int = 0) -> float:
     """Find the largest relative difference to the reference, of losses and norms."""
     expected = reference(clip)[begin : begin + len(found)]
-    pairs = zip(found, expected, strict=True)
-    return max(abs(a - b) / b for mine, its in pairs for a, b in zip(mine, its, strict=True))
+    differences = []
+    for (loss, norm), (right_loss, right_norm) in zip(found, expected, strict=True):
+        differences.append(abs(loss - right_loss) / right_loss)
+        differences.append(abs(norm - right_norm) / right_norm)
+    return max(differences)
 
 
 def evaluate(training: train_fsdp.Training, part: Any) -> None:
@@ -158,7 +176,20 @@ def check_case(config: Config, device: torch.device) -> float:
     if not config.compile and config.precision == "fp32":
         evaluate(training, parts[0])
     found += steps_of(training, guard, parts, STEPS - STEPS // 2)
-    return worst(found, config.clip)
+    difference = worst(found, config.clip)
+    if device.type == "cuda" and not config.cpu_offload:  # AdamW on the host needs the gradients
+        step_without_waiting(training, guard, parts)
+    return difference
+
+
+def step_without_waiting(training: train_fsdp.Training, guard: StepGuard, parts: list) -> None:
+    """Make a step in which an operation that waits for the GPU raises RuntimeError."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train_fsdp.train_step(training, guard, parts, LR)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    guard.read_results(wait=True)
 
 
 def check_save(first: Config, second: Config, background: bool, device: torch.device) -> float:
@@ -182,21 +213,28 @@ def check_save(first: Config, second: Config, background: bool, device: torch.de
     return max(worst(found, None), worst(rest, None, STEPS // 2))
 
 
+def saved_pairs(gpu: bool) -> Iterator[tuple[str, Config, Config, bool]]:
+    """Yield (name, what is saved, what it is loaded in, in the background); on a CPU two."""
+    row = {"FSDP1": Config("tiny", IMG_SIZE, mode="full_shard", fsdp=1, precision="fp32")}
+    for mode in ("ddp", "zero1", "full_shard", "hybrid"):
+        row[mode] = Config("tiny", IMG_SIZE, mode=mode, precision="fp32")
+    pairs = [("FSDP1", "hybrid")]
+    if gpu:
+        pairs += [("full_shard", "zero1"), ("ddp", "FSDP1")]
+    for one, other in pairs:
+        yield f"save in {one}, load in {other}", row[one], row[other], False
+        yield f"async save in {one}, load in {other}", row[one], row[other], True
+
+
 def matrix(device_name: str) -> None:
-    """Check all cases, then saves; an exception fails its case alone."""
+    """Check saves, then all cases; an exception fails its case alone."""
     ranks = mesh.read_ranks(os.environ)
     device = mesh.pick_device(device_name, ranks)
     mesh.init_ranks(ranks, device)
     gpu = device.type == "cuda"
-    checks = [(name, config, None, False) for name, config in cases(gpu)]
-    fp32 = {"img_size": IMG_SIZE, "precision": "fp32"}
-    row = {m: Config("tiny", mode=m, **fp32) for m in ("ddp", "zero1", "full_shard", "hybrid")}
-    row |= {"FSDP1": Config("tiny", mode="full_shard", fsdp=1, **fp32)}
-    pairs = [("FSDP1", "hybrid"), ("full_shard", "zero1"), ("ddp", "FSDP1")]
-    for one, other in pairs if gpu else pairs[:1]:
-        for background in (False, True):
-            name = f"{'async ' * background}save in {one}, load in {other}"
-            checks.append((name, row[one], row[other], background))
+    checks: list[tuple[str, Config, Config | None, bool]] = list(saved_pairs(gpu))
+    for name, config in cases(gpu):
+        checks.append((name, config, None, False))
     for name, config, other, background in checks:
         started = time.perf_counter()
         try:
@@ -204,10 +242,12 @@ def matrix(device_name: str) -> None:
                 found = check_save(config, other, background, device)
             else:
                 found = check_case(config, device)
-            ok, why = found <= TOLERANCE[str(config.precision)], {"difference": found}
+            ok = found <= TOLERANCE[str(config.precision)]
+            why = {"difference": found}
         except Exception as error:
             traceback.print_exc()
-            ok, why = False, {"error": f"{type(error).__name__}: {error}"[:300]}
+            ok = False
+            why = {"error": f"{type(error).__name__}: {error}"[:300]}
         emit("matrix", name, ok, **why, seconds=round(time.perf_counter() - started, 2))
         torch._dynamo.reset()
     dist.destroy_process_group()
@@ -219,7 +259,9 @@ def matrix(device_name: str) -> None:
 def command(*argv: str, torchrun: bool = False) -> list[str]:
     """Make the command line of a script of the top level."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    return [sys.executable, *(launch if torchrun else []), *argv]
+    if torchrun:
+        return [sys.executable, *launch, *argv]
+    return [sys.executable, *argv]
 
 
 def log_of(out: Path) -> list[dict[str, Any]]:
@@ -240,36 +282,62 @@ def finish(name: str, process: subprocess.Popen, status: int = 0, says: str = ""
 
 def start(argv: Sequence[str]) -> subprocess.Popen:
     """Start a command whose output is read at its end."""
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(argv, cwd=ROOT, **pipe)
+    return subprocess.Popen(
+        argv, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def stop_after(process: subprocess.Popen, out: Path, step: int) -> None:
     """Send SIGUSR1 to the trainer, not to its launcher, once its log has passed a step."""
     while process.poll() is None:
         if any(row.get("event") == "step" and row["step"] >= step for row in log_of(out)):
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-            os.kill(int(children.split()[0]), signal.SIGUSR1)
+            os.kill(child_of(process.pid), signal.SIGUSR1)
             return
         time.sleep(0.2)
 
 
+def child_of(parent: int) -> int:
+    """Find the first child of a process in /proc; a sandbox may lack the file `children`."""
+    for path in sorted(Path("/proc").glob("[0-9]*/stat")):
+        try:
+            _, _, rest = path.read_text().rpartition(") ")  # a name may hold anything
+        except OSError:  # it has ended
+            continue
+        _state, its_parent, *_ = rest.split()
+        if int(its_parent) == parent:
+            return int(path.parent.name)
+    raise RuntimeError(f"process {parent} has no child")
+
+
+def check_trace(folder: Path, gpu: bool) -> None:
+    """Report whether the profile of the run holds operators, and on a GPU its kernels."""
+    category = "kernel" if gpu else "cpu_op"
+    count = 0
+    for path in folder.glob("*.json.gz"):
+        with gzip.open(path) as file:
+            for event in json.load(file)["traceEvents"]:
+                count += event.get("cat") == category
+    emit("run", f"the profile has events of {category}", count > 0, found=count)
+
+
 def run(device: str, model: str) -> None:
     """Train, stop by a signal, resume in another engine, score, fine-tune; run out of memory."""
-    gpu, tiles = device != "cpu" and torch.cuda.is_available(), "examples/tiles"
+    gpu = device != "cpu" and torch.cuda.is_available()
+    tiles = "examples/tiles"
     size = ("--model", model, "--img-size", "224" if gpu else "32", "--device", device)
     sets = ("--data", f"{tiles}/train", "--test", f"{tiles}/heldout", "--device", device)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         train = ["train_fsdp.py", *size, "--data", f"{tiles}/train", "--out", str(out)]
-        train += ["--mode", "full_shard", "--steps", "60" if gpu else "12", "--log-every", "2"]
+        train += ["--mode", "full_shard", "--steps", "60" if gpu else "20", "--log-every", "2"]
         train += ["--eval-data", f"{tiles}/heldout", "--async-save", "--save-every", "10"]
         train += ["--batch", "32" if gpu else "8", "--workers", "4" if gpu else "1"]
         process = start(command(*train, "--profile", torchrun=True))
-        stop_after(process, out, 4)
+        stop_after(process, out, 12)  # the profile is of steps 6 to 8
         finish("train, profile, stop by SIGUSR1", process)
         ends = [row["reason"] for row in log_of(out) if row.get("event") == "end"]
         emit("run", "the log says why it ended", ends == ["signal"], found=ends)
+        check_trace(out / "profile", gpu)
         changed = command(*train, "--fsdp", "1", torchrun=True)
         finish("resume in FSDP1 to the end", start(changed))
         steps = [row for row in log_of(out) if row.get("event") == "step"]
@@ -287,9 +355,10 @@ def run(device: str, model: str) -> None:
         for name, process in started.items():
             finish(f"probe.py {name}", process)
         if gpu:
-            # the batch alone is 1.2 GB; its activations are some 600 GiB
-            huge = ("train_fsdp.py", "--model", "huge", "--run-mode", "syn", "--batch", "8192")
-            process = start(command(*huge, "--steps", "2", "--out", f"{folder}/huge"))
+            # parameters, gradients and states are 218 GiB
+            large = ("train_fsdp.py", "--model", "15b", "--run-mode", "syn", "--batch", "1")
+            large += ("--workers", "0", "--steps", "2", "--out", f"{folder}/large")
+            process = start(command(*large))
             finish("out of memory: a sentence and status 1", process, 1, "out of memory")
 
 

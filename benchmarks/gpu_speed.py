@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import gc
 import io
+import itertools
 import json
 import statistics
 import subprocess
@@ -22,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,9 @@ from runtime.agreement import StepGuard
 from runtime.config import Config
 from runtime.run import resolve
 
-WARM, TIMED, SHARDED_WORLD = 3, 5, 8
+WARM = 3
+TIMED = 5
+SHARDED_WORLD = 8
 MACHINE = "dgx-h200"  # of the plan; its memory does not depend on it
 
 
@@ -113,10 +117,18 @@ def measure(config: Config, world_size: int, batch: int, device: torch.device) -
     first = time.perf_counter() - started
     for _ in range(WARM - 1):
         step()
-    times = [seconds_of(step, device) for _ in range(TIMED)]
-    host, seconds = (statistics.median(column) for column in zip(*times, strict=True))
+    # the host's time while nothing is queued before it
+    host = statistics.median([seconds_of(step, device)[0] for _ in range(3)])
+    # several steps in one interval, so that the host may run ahead as it does in training
+    wait(device)
+    started = time.perf_counter()
+    for _ in range(TIMED):
+        step()
+    wait(device)
+    seconds = (time.perf_counter() - started) / TIMED
     flops = vit.flops_per_image(vit.MODELS[config.model], config.img_size) * batch / seconds
-    peak, gpu = devices.peak_flops(device)[0], device.type == "cuda"
+    peak, _ = devices.peak_flops(device)
+    gpu = device.type == "cuda"
     return {
         "batch": batch,
         "images_per_second": batch / seconds,
@@ -132,12 +144,13 @@ def measure(config: Config, world_size: int, batch: int, device: torch.device) -
 
 def attempt(part: str, config: Config, world_size: int, most: int, device: torch.device) -> None:
     """Measure and report a case, with half the batch as long as the memory does not suffice."""
-    names = [config.model, str(config.mode), f"FSDP{config.fsdp}" if config.fsdp else ""]
-    names += ["compiled" if config.compile else "", f"--ac {config.ac}"]
-    name = " ".join(filter(None, names))
-    gpu = device.type == "cuda"
-    memory = torch.cuda.mem_get_info(device)[1] / 2**30 if gpu else 16.0
-    notes, batch = [], largest_batch(config, world_size, memory, most)
+    name = case_name(config)
+    memory = 16.0
+    if device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(device)
+        memory = total / 2**30
+    notes: list[str] = []
+    batch = largest_batch(config, world_size, memory, most)
     while batch:
         promised = planned(config, world_size, batch, memory)
         try:
@@ -153,20 +166,42 @@ def attempt(part: str, config: Config, world_size: int, most: int, device: torch
         found["plan_gib"] = promised["memory_gib"]["peak"]
         found["plan_seconds"] = promised["step_seconds_lower_bound"]
         return emit(part, name, True, **found, note=", ".join(notes))
-    return emit(part, name, False, error=", ".join(notes) or "does not fit according to the plan")
+    if not notes:
+        notes.append("does not fit according to the plan")
+    return emit(part, name, False, error=", ".join(notes))
+
+
+def case_name(config: Config) -> str:
+    """Name a case by its model, mode and what differs from the default."""
+    words = [config.model, str(config.mode)]
+    if config.fsdp:
+        words.append(f"FSDP{config.fsdp}")
+    if config.compile:
+        words.append("compiled")
+    words.append(f"--ac {config.ac}")
+    return " ".join(words)
 
 
 def rates(device: torch.device) -> None:
     """Report the FLOP/s of a large bf16 matmul, and the bytes/s, both ways, of a large copy."""
-    side, count = (8192, 2**28) if device.type == "cuda" else (512, 2**22)
+    side = 512
+    count = 2**22
+    if device.type == "cuda":
+        side = 8192
+        count = 2**28
     a = torch.randn(side, side, device=device).bfloat16()
     b = torch.empty(count, device=device)  # fp32
     c = torch.empty_like(b)
-    works: tuple[Callable[[], object], ...] = (lambda: a @ a, lambda: c.copy_(b))
-    best = []
-    for work in works:
-        best.append(statistics.median([seconds_of(work, device)[1] for _ in range(10)][2:]))
-    matmul, copied = 2 * side**3 / best[0] / 1e12, 2 * b.nbytes / best[1] / 1e9
+
+    def median_seconds(work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(10):
+            _, seconds = seconds_of(work, device)
+            times.append(seconds)
+        return statistics.median(times[2:])
+
+    matmul = 2 * side**3 / median_seconds(partial(torch.matmul, a, a)) / 1e12
+    copied = 2 * b.nbytes / median_seconds(partial(c.copy_, b)) / 1e9
     emit("grid", "rates", True, matmul_tflops=matmul, copy_gb_per_second=copied)
 
 
@@ -177,8 +212,10 @@ def grid(models: Sequence[str], img_size: int, most: int, device: torch.device) 
         if compiled and device.type == "cpu":
             continue  # minutes, and nothing of it is a GPU's
         for model in models:
-            flags = {"mode": "ddp", "precision": "bf16", "ac": ac, "compile": compiled}
-            attempt("grid", Config(model, img_size, **flags), 1, most, device)
+            if compiled and model not in ("base", "1b"):
+                continue  # compiling takes longer than the other cases
+            config = Config(model, img_size, mode="ddp", precision="bf16", ac=ac, compile=compiled)
+            attempt("grid", config, 1, most, device)
 
 
 def fake_world(device: torch.device) -> None:
@@ -192,17 +229,17 @@ def fake_world(device: torch.device) -> None:
 
 def sharded(models: Sequence[str], img_size: int, most: int, device: torch.device) -> None:
     """Measure the memory and the time at the host of one rank of eight."""
-    for mode, group in ("full_shard", None), ("hybrid", 4), ("shard_grad_op", None):
-        for model in models:
-            for fsdp in (2, 1):
-                flags = {"mode": mode, "group": group, "fsdp": fsdp, "precision": "bf16"}
-                attempt("sharded", Config(model, img_size, **flags), SHARDED_WORLD, most, device)
+    for mode, group in ("full_shard", None), ("hybrid", 4):
+        for model, fsdp in itertools.product(models, (2, 1)):
+            config = Config(model, img_size, mode=mode, group=group, fsdp=fsdp, precision="bf16")
+            attempt("sharded", config, SHARDED_WORLD, most, device)
 
 
 def loop(model: str, img_size: int, batch: int, device: torch.device) -> None:
     """Run train_fsdp.py: the same batch in each step, more log lines, images that are decoded."""
     gpu = device.type == "cuda"
-    steps, workers = ("60", "8") if gpu else ("8", "1")
+    steps = "60" if gpu else "8"
+    workers = "8" if gpu else "1"
     flags = ["--model", model, "--img-size", str(img_size), "--batch", str(batch), "--mode", "ddp"]
     flags += ["--steps", steps, "--save-every", "none", "--device", device.type]
     cases = {
@@ -227,11 +264,22 @@ def peers(model: str, img_size: int, batch: int, device: torch.device) -> None:
     """Time one step against that of transformers, in rounds, eager and compiled."""
     from benchmarks import step  # here: it needs that library
 
-    for compiled in (False, True) if device.type == "cuda" else (False,):
-        flags = {"mode": "ddp", "precision": "bf16", "compile": compiled, "device": device.type}
-        config = Config(model, img_size, batch=batch, **flags)
-        found = step.measure(config, rounds=6 if device.type == "cuda" else 1)
-        ours, theirs = (statistics.median(found[name]) for name in (step.OURS, step.THEIRS))
+    gpu = device.type == "cuda"
+    for compiled in (False, True):
+        if compiled and not gpu:
+            continue
+        config = Config(
+            model,
+            img_size,
+            batch=batch,
+            mode="ddp",
+            precision="bf16",
+            compile=compiled,
+            device="cuda" if gpu else "cpu",
+        )
+        found = step.measure(config, rounds=6 if gpu else 1)
+        ours = statistics.median(found[step.OURS])
+        theirs = statistics.median(found[step.THEIRS])
         name = "compiled" if compiled else "eager"
         emit("peers", name, True, ratio=ours / theirs, images_per_second=ours, batch=batch)
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mesh
 import vit
-from benchmarks import peers, timing
+from benchmarks import peers, plain, timing
 from runtime.config import Config
 
 CPU = torch.device("cpu")
@@ -35,9 +35,10 @@ def fully_sharded(config: Config) -> Callable[[], None]:
     fully_shard(model)
 
     def loss_of(images: Tensor, noise: Tensor) -> Tensor:
-        return model(images, 0.75, noise)[0]
+        loss, _, _ = model(images, 0.75, noise)
+        return loss
 
-    return peers.plain_step(loss_of, model.parameters(), config, CPU)
+    return plain.plain_step(loss_of, model.parameters(), config, CPU)
 
 
 def transformers_ddp(config: Config) -> Callable[[], None]:
@@ -61,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     mesh.init_ranks(mesh.read_ranks(os.environ), CPU)
     config = Config(args.model, args.img_size, batch=args.batch, precision="fp32")
     steps = {
-        "full_shard": peers.train_fsdp_step(replace(config, mode="full_shard"), CPU),
+        "full_shard": plain.train_fsdp_step(replace(config, mode="full_shard"), CPU),
         "fully_shard": fully_sharded(config),
-        "ddp": peers.train_fsdp_step(replace(config, mode="ddp"), CPU),
+        "ddp": plain.train_fsdp_step(replace(config, mode="ddp"), CPU),
         "transformers in DDP": transformers_ddp(config),
     }
     for step in [*steps.values()] * 3:

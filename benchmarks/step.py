@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 import mesh
 import vit
-from benchmarks import peers, timing
+from benchmarks import peers, plain, timing
 from runtime.config import Config
 
-OURS, THEIRS = "train_fsdp.py", "transformers"
+OURS = "train_fsdp.py"
+THEIRS = "transformers"
 
 
 def device_of(config: Config) -> torch.device:
@@ -39,7 +40,7 @@ def device_of(config: Config) -> torch.device:
 def build(name: str, config: Config, device: torch.device) -> Callable[[], None]:
     """Build a contestant's step."""
     if name == OURS:
-        return peers.train_fsdp_step(config, device)
+        return plain.train_fsdp_step(config, device)
     model = peers.transformers_mae(vit.MODELS[config.model], config.img_size).to(device)
     if config.compile:
         model.compile()
@@ -56,13 +57,15 @@ def measure(config: Config, rounds: int) -> dict[str, list[float]]:
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     rates = defaultdict(list)
     for name in timing.turns([*steps], rounds):
-        rates[name].append((config.batch or 1) / timing.seconds_of(steps[name], wait))
+        assert config.batch
+        rates[name].append(config.batch / timing.seconds_of(steps[name], wait))
     return rates
 
 
 def peak_memory(name: str, config: Config) -> float:
     """Measure the peak memory of a contestant's steps, in GiB."""
-    before, device = timing.resident("VmRSS"), device_of(config)
+    before = timing.resident("VmRSS")
+    device = device_of(config)
     step = build(name, config, device)
     step()
     if device.type == "cuda":

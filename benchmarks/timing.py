@@ -27,8 +27,11 @@ def seconds_of(work: Callable[[], object], wait: Callable[[], object]) -> float:
 
 def resident(field: str) -> int:
     """Read VmRSS, or VmHWM (its peak), of this process from Linux, in bytes."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split(f"{field}:")[1].split()[0])
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return 1024 * int(value.removesuffix("kB"))
+    raise KeyError(field)
 
 
 def reset_peak() -> None:

@@ -90,6 +90,23 @@ def test_kept_patches_do_not_lose_one_to_rounding(patches, ratio, kept):
     assert vit.kept_patches(patches, ratio) == kept
 
 
+def test_the_smallest_noise_stays_visible():
+    noise = torch.tensor([[0.3, 0.1, 0.9, 0.2], [0.5, 0.6, 0.1, 0.7]], dtype=torch.float64)
+    keep, mask = vit.random_masking(noise, 0.5)
+    assert keep.tolist() == [[1, 3], [2, 0]]
+    assert mask.tolist() == [[1, 0, 1, 0], [0, 1, 0, 1]] and mask.dtype == torch.float32
+    with pytest.raises(ValueError, match="patches visible"):
+        vit.random_masking(noise, 0.9)
+
+
+def test_features_are_of_images_of_the_models_size():
+    """Their values are compared with timm's and transformers' in tests/test_convert.py."""
+    model = small()
+    assert model.features(torch.zeros(2, 3, 24, 24)).shape == (2, 1 + 36, 48)
+    with pytest.raises(ValueError, match=r"do not fit this model.*24, 24"):
+        model.features(torch.zeros(2, 3, 28, 28))
+
+
 def test_loss_is_fp32_under_autocast_and_the_mean_of_the_images_losses():
     """Without noise, masks are random and differ by image."""
     model, images = small(), torch.randn(4, 3, 24, 24)
