@@ -105,7 +105,7 @@ def step_seconds(run: Run, grid: Any, rounds: int) -> float:
     for _ in range(WARM_UP + rounds):
         start = time.perf_counter()
         train_fsdp.train_step(training, guard, batches, lr=1e-5)
-        guard.settle()
+        guard.read_results()
         seconds.append(time.perf_counter() - start)
     return median(seconds[WARM_UP:])
 
