@@ -166,6 +166,7 @@ def _read_states(
 ) -> dict[str, dict[str, Any]]:
     """Return the optimizer states {parameter: {leaf: value}} that this rank holds. Collective."""
     states: dict[str, dict[str, Any]] = {}
+    p: Any
     for optimizer in optimizers:
         with _sharded_states(model) as fsdp1:
             if fsdp1:
@@ -195,6 +196,7 @@ def _check_optimizers(
                     )
                 if owners.setdefault(p, optimizer) is not optimizer:
                     raise _Refused(f"{names[p]} is in two optimizers: one of them must leave it")
+        key: Any
         for key in _stateful(optimizer).state:
             if owners.get(key) is not optimizer:
                 raise _Refused(f"{kind} has a state of {key!r:.40}, which it does not train")

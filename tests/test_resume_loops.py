@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from ranks import full_parameters, join, on_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler
 
@@ -101,6 +102,12 @@ def chained(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     return lr_scheduler.ChainedScheduler([first, lr_scheduler.ExponentialLR(optimizer, 0.8)])
 
 
+def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    """Of the rates alone: ZeRO-1 does not say that it has a momentum."""
+    rates = [0.02, 0.01, 0.02]
+    return lr_scheduler.OneCycleLR(optimizer, rates, STEPS + 1, cycle_momentum=False)
+
+
 SCHEDULERS: dict[str, Callable] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
@@ -113,13 +120,12 @@ SCHEDULERS: dict[str, Callable] = {
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.02, 3, cycle_momentum=False),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.02, 0.01, 0.02], STEPS + 1),
+    "OneCycleLR": one_cycle,
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, "min", 0.5, patience=0),
     "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.001, 5),
     "SequentialLR": sequential,
     "ChainedScheduler": chained,
 }
-CYCLES_MOMENTUM = {"AdamW", "AdamW amsgrad", "Adam", "SGD momentum", "NAdam", "RAdam", "Adamax"}
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -170,9 +176,6 @@ def built(model: nn.Module, mode: str, optimizer: str, scheduler: str) -> tuple:
         made = ZeroRedundancyOptimizer(groups, kind, lr=0.02, **given)
     else:
         made = kind(groups, lr=0.02, **given)
-    if scheduler == "OneCycleLR" and optimizer not in CYCLES_MOMENTUM:
-        rates = [0.02, 0.01, 0.02]
-        return made, lr_scheduler.OneCycleLR(made, rates, STEPS + 1, cycle_momentum=False)
     return made, SCHEDULERS[scheduler](made)
 
 
@@ -441,13 +444,15 @@ def of_shared_blocks(before: tuple[str, int], after: tuple[str, int], out: Path)
 
 
 def of_a_compiled_model(before: tuple[str, int], after: tuple[str, int], out: Path) -> float:
-    """Compiled whole, before it is sharded and after; loaded into one that is not."""
+    """Compiled whole before it is sharded, and, but for FSDP2, after it; loaded into one not."""
     plain_model = layers()
     plain_optimizer = torch.optim.AdamW(plain_model.parameters(), 0.05, eps=1e-3)
     for seed in range(4):
         step_of(plain_model, [plain_optimizer], seed, 6)
     compiled = torch.compile(layers(), backend="eager")
-    model = torch.compile(sharded(compiled, *before, unused=False), backend="eager")
+    model = sharded(compiled, *before, unused=False)
+    if not isinstance(model, FSDPModule):
+        model = torch.compile(model, backend="eager")
     optimizer = torch.optim.AdamW(model.parameters(), 0.05, eps=1e-3)
     for seed in range(2):
         step_of(model, [optimizer], seed, 6)
