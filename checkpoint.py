@@ -141,29 +141,51 @@ def _name_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
     return {p: originals[name] for name, p in found.items()}
 
 
-class _MergedStates(torch.optim.Optimizer):
-    """All parameters of a model and the states of its optimizers.
+class _AllParameters(torch.optim.Optimizer):
+    """All parameters of a model: FSDP1 converts the states of such an optimizer, and no other."""
 
-    FSDP1 converts states for an optimizer of all of a unit's parameters, and no other.
-    """
-
-    def __init__(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), {})
-        for optimizer in optimizers:
-            self.state.update(optimizer.state)
+
+
+def _read_fsdp1_states(
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]
+) -> dict[str, dict[str, Any]]:
+    """Return the states of an FSDP1 model's optimizer, as they are sharded elsewhere. Collective.
+
+    FSDP1 wants a state of every parameter that is trained: those that this optimizer does not have
+    get one of zeros, which is left out of what is returned.
+    """
+    every = _AllParameters(model)
+    every.state.update(optimizer.state)
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    others = [p for p in names if p.requires_grad and p not in own]
+    if others:
+        leaves = set()
+        for state in optimizer.state.values():
+            leaves |= {leaf for leaf, t in state.items() if isinstance(t, Tensor) and t.ndim > 0}
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, leaves)  # a rank may hold no piece of the optimizer's part
+        for p in others:
+            if p.numel() > 0:
+                every.state[p] = {leaf: torch.zeros_like(p) for leaf in set().union(*found)}
+    states = FSDP1.optim_state_dict(model, every)["state"]
+    originals = _original_names(model, states)
+    own_names = {names[p] for p in own}
+    return {originals[n]: value for n, value in states.items() if originals[n] in own_names}
 
 
 def _read_states(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: dict[nn.Parameter, str]
 ) -> dict[str, dict[str, Any]]:
     """Return the optimizer states {parameter: {leaf: value}} that this rank holds. Collective."""
-    with _sharded_states(model) as fsdp1:
-        if fsdp1 and optimizers:
-            found = FSDP1.optim_state_dict(model, _MergedStates(model, optimizers))["state"]
-            originals = _original_names(model, found)
-            return {originals[name]: leaves for name, leaves in found.items()}
-    states = {}
+    states: dict[str, dict[str, Any]] = {}
+    p: Any
     for optimizer in optimizers:
+        with _sharded_states(model) as fsdp1:
+            if fsdp1:
+                states |= _read_fsdp1_states(model, optimizer, names)
+                continue
         for p, leaves in _stateful(optimizer).state.items():
             states[names[p]] = leaves
     return states
@@ -188,6 +210,7 @@ def _check_optimizers(
                     )
                 if owners.setdefault(p, optimizer) is not optimizer:
                     raise _Refused(f"{names[p]} is in two optimizers: one of them must leave it")
+        key: Any
         for key in _stateful(optimizer).state:
             if owners.get(key) is not optimizer:
                 raise _Refused(f"{kind} has a state of {key!r:.40}, which it does not train")
@@ -1134,7 +1157,7 @@ def _local_states(
     with _sharded_states(model) as fsdp1:
         if not (fsdp1 and optimizers):
             return {p: states[name] for p, name in names.items() if name in states}
-        merged = _MergedStates(model, [])
+        every = _AllParameters(model)
         its_names = {}  # FSDP1 leaves torch.compile's prefix in
         for name, p in model.named_parameters():
             parts = [part for part in name.split(".") if part not in WRAPPERS - {"_orig_mod"}]
@@ -1143,8 +1166,8 @@ def _local_states(
             "state": {its_names[name]: leaves for name, leaves in states.items()},
             "param_groups": [{"params": list(its_names.values())}],
         }
-        found = FSDP1.optim_state_dict_to_load(model, merged, given)["state"]
-    parameters = merged.param_groups[0]["params"]
+        found = FSDP1.optim_state_dict_to_load(model, every, given)["state"]
+    parameters = every.param_groups[0]["params"]
     return {parameters[number]: leaves for number, leaves in found.items()}
 
 

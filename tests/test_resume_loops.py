@@ -5,7 +5,10 @@ Each is compared with one uninterrupted process of plain PyTorch, without any fi
 
 import itertools
 import os
+import re
+import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,7 @@ import torch
 import torch.distributed as dist
 from ranks import full_parameters, join, on_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler
 
@@ -69,11 +73,6 @@ class Lion(torch.optim.Optimizer):
                 state["moving"].mul_(group["beta"]).add_(p.grad, alpha=1 - group["beta"])
 
 
-def adafactor_like(params: Iterable, **given: float) -> torch.optim.Optimizer:
-    """Whose states are no shape of the parameter's: mode ddp alone."""
-    return torch.optim.Adafactor(params, **given)
-
-
 OPTIMIZERS: dict[str, tuple[Callable, dict]] = {
     "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1, "eps": 1e-3}),
     "AdamW amsgrad": (torch.optim.AdamW, {"amsgrad": True, "eps": 1e-3}),
@@ -103,6 +102,12 @@ def chained(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     return lr_scheduler.ChainedScheduler([first, lr_scheduler.ExponentialLR(optimizer, 0.8)])
 
 
+def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    """Of the rates alone: ZeRO-1 does not say that it has a momentum."""
+    rates = [0.02, 0.01, 0.02]
+    return lr_scheduler.OneCycleLR(optimizer, rates, STEPS + 1, cycle_momentum=False)
+
+
 SCHEDULERS: dict[str, Callable] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
@@ -115,13 +120,12 @@ SCHEDULERS: dict[str, Callable] = {
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.02, 3, cycle_momentum=False),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.02, 0.01, 0.02], STEPS + 1),
+    "OneCycleLR": one_cycle,
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, "min", 0.5, patience=0),
     "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.001, 5),
     "SequentialLR": sequential,
     "ChainedScheduler": chained,
 }
-CYCLES_MOMENTUM = {"AdamW", "AdamW amsgrad", "Adam", "SGD momentum", "NAdam", "RAdam", "Adamax"}
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -172,9 +176,6 @@ def built(model: nn.Module, mode: str, optimizer: str, scheduler: str) -> tuple:
         made = ZeroRedundancyOptimizer(groups, kind, lr=0.02, **given)
     else:
         made = kind(groups, lr=0.02, **given)
-    if scheduler == "OneCycleLR" and optimizer not in CYCLES_MOMENTUM:
-        rates = [0.02, 0.01, 0.02]
-        return made, lr_scheduler.OneCycleLR(made, rates, STEPS + 1, cycle_momentum=False)
     return made, SCHEDULERS[scheduler](made)
 
 
@@ -320,3 +321,308 @@ def test_ordinary_loops_continue_in_another_mode(tmp_path):
 def test_every_optimizer_from_every_mode_to_every_mode(world, tmp_path):
     cases = matrix()
     compare(cases, on_ranks(world, ResumeAll(cases), tmp_path, 3000)[0])
+
+
+# --- several models, several optimizers, none
+
+
+class Shared(nn.Module):
+    """One block under two names, a tied weight, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Linear(5, 5)
+        self.first, self.again = block, block
+        self.out = nn.Linear(5, 5, bias=False)
+        self.out.weight = block.weight
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.out(self.again(self.first(x).tanh()).tanh())
+
+
+def step_of(model: nn.Module, optimizers: list, seed: int, size: int) -> None:
+    """Gradients of another size in each step, the same on every rank."""
+    x = torch.randn(4, size, generator=torch.Generator().manual_seed(seed))
+    model(x).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """One of a part by momentum, one of the rest by Adam."""
+    parts: tuple[list, list] = ([], [])
+    for name, p in model.named_parameters():
+        parts["2." in name].append(p)
+    return [torch.optim.SGD(parts[0], 0.05, momentum=0.9), torch.optim.Adam(parts[1], 0.05)]
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def of_two_optimizers(before: tuple[str, int], after: tuple[str, int], out: Path) -> float:
+    """One model with an optimizer for each of its parts."""
+    plain_model = layers()
+    plain_optimizers = two_optimizers(plain_model)
+    for seed in range(4):
+        step_of(plain_model, plain_optimizers, seed, 6)
+    model = sharded(layers(), *before, unused=False)
+    optimizers = two_optimizers(model)
+    for seed in range(2):
+        step_of(model, optimizers, seed, 6)
+    saved = checkpoint.save(out, 2, model, optimizers)
+    model = sharded(layers(), *after, unused=False)
+    optimizers = two_optimizers(model)
+    checkpoint.load(saved, model, optimizers)
+    for seed in range(2, 4):
+        step_of(model, optimizers, seed, 6)
+    return apart(model, plain_model)
+
+
+def apart(model: nn.Module, plain_model: nn.Module) -> float:
+    whole = full_parameters(model)
+    return max((whole[n] - p).abs().max().item() for n, p in plain_model.named_parameters())
+
+
+def of_student_and_teacher(before: tuple[str, int], after: tuple[str, int], out: Path) -> float:
+    """Two models in one checkpoint; only one of them is trained. Then the teacher's alone."""
+
+    def build(seed: int, mode: tuple[str, int]) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        student = sharded(nn.Linear(6, 3), *mode, unused=False)
+        teacher = sharded(nn.Linear(6, 3), *mode, unused=False)
+        both = nn.ModuleDict({"student": student, "teacher": teacher})
+        return both, torch.optim.SGD(student.parameters(), 0.1, momentum=0.9)
+
+    torch.manual_seed(1)
+    plain_student, plain_teacher = nn.Linear(6, 3), nn.Linear(6, 3)
+    plain_optimizer = torch.optim.SGD(plain_student.parameters(), 0.1, momentum=0.9)
+    both, optimizer = build(1, before)
+    for seed in range(2):
+        step_of(plain_student, [plain_optimizer], seed, 6)
+        step_of(both["student"], [optimizer], seed, 6)
+    saved = checkpoint.save(out / "both", 2, both, optimizer)
+    alone = checkpoint.save(out / "teacher", 2, both["teacher"], None)
+    both, optimizer = build(5, after)
+    checkpoint.load(saved, both, optimizer)
+    step_of(plain_student, [plain_optimizer], 2, 6)
+    step_of(both["student"], [optimizer], 2, 6)
+    found = [apart(both["student"], plain_student), apart(both["teacher"], plain_teacher)]
+    both, _ = build(6, before)
+    checkpoint.load(alone, both["teacher"], None)
+    with pytest.raises(checkpoint.Damaged, match="is in no optimizer of the checkpoint"):
+        checkpoint.load(alone, both["student"], torch.optim.SGD(both["student"].parameters(), 0.1))
+    return max(*found, apart(both["teacher"], plain_teacher))
+
+
+def of_shared_blocks(before: tuple[str, int], after: tuple[str, int], out: Path) -> float:
+    torch.manual_seed(0)
+    plain_model = Shared()
+    plain_optimizer = torch.optim.AdamW(plain_model.parameters(), 0.05, eps=1e-3)
+    for seed in range(4):
+        step_of(plain_model, [plain_optimizer], seed, 5)
+
+    def build(seed: int, mode: tuple[str, int]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = sharded(Shared(), *mode, unused=False)
+        return model, torch.optim.AdamW(model.parameters(), 0.05, eps=1e-3)
+
+    model, optimizer = build(0, before)
+    for seed in range(2):
+        step_of(model, [optimizer], seed, 5)
+    saved = checkpoint.save(out, 2, model, optimizer)
+    model, optimizer = build(7, after)
+    checkpoint.load(saved, model, optimizer)
+    assert [buffer.item() for buffer in model.buffers()] == [2]
+    for seed in range(2, 4):
+        step_of(model, [optimizer], seed, 5)
+    return apart(model, plain_model)
+
+
+def of_a_compiled_model(before: tuple[str, int], after: tuple[str, int], out: Path) -> float:
+    """Compiled whole before it is sharded, and, but for FSDP2, after it; loaded into one not."""
+    plain_model = layers()
+    plain_optimizer = torch.optim.AdamW(plain_model.parameters(), 0.05, eps=1e-3)
+    for seed in range(4):
+        step_of(plain_model, [plain_optimizer], seed, 6)
+    compiled = torch.compile(layers(), backend="eager")
+    model = sharded(compiled, *before, unused=False)
+    if not isinstance(model, FSDPModule):
+        model = torch.compile(model, backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05, eps=1e-3)
+    for seed in range(2):
+        step_of(model, [optimizer], seed, 6)
+    saved = checkpoint.save(out, 2, model, optimizer)
+    model = sharded(layers(), *after, unused=False)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05, eps=1e-3)
+    checkpoint.load(saved, model, optimizer)
+    step_of(model, [optimizer], 2, 6)
+    saved = checkpoint.save(out, 3, model, optimizer)
+    model = sharded(torch.compile(layers(), backend="eager"), *before, unused=False)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05, eps=1e-3)
+    checkpoint.load(saved, model, optimizer)
+    step_of(model, [optimizer], 3, 6)
+    whole = checkpoint.Weights(checkpoint.save(out, 4, model, optimizer))
+    return max((whole[n] - p).abs().max().item() for n, p in plain_model.named_parameters())
+
+
+LOOPS = [of_two_optimizers, of_student_and_teacher, of_shared_blocks, of_a_compiled_model]
+PAIRS = [
+    (("ddp", 2), ("full_shard", 1)),
+    (("full_shard", 1), ("full_shard", 2)),
+    (("hybrid", 2), ("ddp", 2)),
+    (("full_shard", 2), ("hybrid", 1)),
+    (("no_shard", 1), ("shard_grad_op", 2)),
+]
+
+
+def all_loops() -> dict[tuple[str, int], float]:
+    """On every rank: how far each loop is from one process, or what it raises."""
+    join()
+    warnings.simplefilter("ignore")
+    found = {}
+    for number, (before, after) in enumerate(PAIRS):
+        for loop in LOOPS:
+            out = Path(os.environ["FOLDER"], f"{loop.__name__}{number}")
+            try:
+                found[loop.__name__, number] = loop(before, after, out)
+            except Exception:
+                found[loop.__name__, number] = traceback.format_exc()[-1500:]
+                break
+    dist.destroy_process_group()
+    return found
+
+
+def test_several_models_and_optimizers_continue(tmp_path):
+    found = on_ranks(2, all_loops, tmp_path)[0]
+    wrong = {case: apart for case, apart in found.items() if isinstance(apart, str) or apart > 1e-5}
+    assert not wrong, next(iter(wrong.values()))
+    assert len(found) == len(LOOPS) * len(PAIRS)
+
+
+# --- what could not be loaded again is refused when it is saved, on all ranks
+
+
+class Outer(torch.optim.Optimizer):
+    """As SAM: its own states, and another optimizer's."""
+
+    def __init__(self, params: Iterable) -> None:
+        super().__init__(params, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    def step(self, closure: None = None) -> None:
+        self.base.step()
+
+
+def with_state(model: nn.Module, **leaves: object) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.state[next(model.parameters())] = leaves
+    return optimizer
+
+
+def of_another_model(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(6, 6).parameters(), 0.1)
+
+
+def with_callable(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": model.parameters(), "rule": min}], 0.1)
+
+
+def with_global_state(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.state["total"] = {"steps": torch.ones(1)}
+    return optimizer
+
+
+REFUSED: list[tuple[Callable, str]] = [
+    (of_another_model, r"parameter \(6, 6\) that the model does not have: build .* sharding"),
+    (lambda m: [with_state(m), with_state(m)], "0.weight is in two optimizers"),
+    (lambda m: Outer(m.parameters()), "Outer keeps states in its base: give that optimizer"),
+    (lambda m: with_state(m, history=[1.0]), "weight.history is list, but only tensors and numb"),
+    (lambda m: with_state(m, row=torch.ones(6)), r"row is \(6,\), its parameter \(6, 6\): .* ddp"),
+    (with_callable, "rule of a parameter group of SGD is builtin_function_or_method"),
+    (with_global_state, "SGD has a state of 'total', which it does not train"),
+]
+
+
+def refusals() -> list[str]:
+    """On every rank: what each save says."""
+    join()
+    out, told = Path(os.environ["FOLDER"], "out"), []
+    model = sharded(layers(), "full_shard", 2)
+    for build, _ in REFUSED:
+        try:
+            checkpoint.save(out, 1, model, build(model))
+            told.append("saved")
+        except ValueError as error:
+            told.append(str(error))
+    # of one rank alone
+    optimizer = with_state(model)
+    if dist.get_rank() == 1:
+        optimizer = with_state(model, history="x")
+    with pytest.raises(ValueError, match="history is str"):
+        checkpoint.save(out, 1, model, optimizer)
+    assert checkpoint.list_checkpoints(out) == []
+    checkpoint.save(out, 1, model, with_state(model))
+    dist.destroy_process_group()
+    return told
+
+
+def test_what_could_not_be_loaded_again_is_refused_at_the_save(tmp_path):
+    for told in on_ranks(2, refusals, tmp_path):
+        for sentence, (_, words) in zip(told, REFUSED, strict=True):
+            assert re.search(words, sentence), sentence
+
+
+def test_a_run_state_comes_back_as_it_was(single, tmp_path):
+    """Or it is refused: what JSON has no word for, and names that the manifest needs."""
+    model = layers()
+    state = {
+        "position": {3: 0.5, 10: [1, None, {True: "a"}]},
+        "milestones": Counter({4: 1, 9: 2}),
+        "best": float("inf"),
+        "": {"name": "text", "flag": False},
+    }
+    saved = checkpoint.save(tmp_path, 1, model, None, state)
+    loaded = checkpoint.load(saved, model, None)
+    assert {key: loaded[key] for key in state} == state
+    assert type(loaded["milestones"]) is Counter and type(loaded["position"]) is dict
+    for wrong, words in (
+        ({"a": {"b": torch.ones(1)}}, r"run_state\['a'\]\['b'\] is Tensor, which JSON cannot hold"),
+        ({"files": 1}, "run_state has the name files, which a checkpoint has itself"),
+        ({"rule": print}, r"run_state\['rule'\] is builtin_function_or_method"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            checkpoint.save(tmp_path, 2, model, None, wrong)
+
+
+def test_other_optimizers_than_those_saved_are_refused(single, tmp_path):
+    """Instead of beginning anew without a word."""
+    model = layers()
+    saved = checkpoint.save(tmp_path, 1, model, torch.optim.SGD(model.parameters(), 0.1))
+    parts = [*model.parameters()]
+    one_rate = [{"params": parts[:2], "lr": 0.3}, {"params": parts[2:]}]
+    two_rates = checkpoint.save(tmp_path, 2, model, torch.optim.SGD(one_rate, 0.1))
+    for folder, optimizer, words in (
+        (saved, torch.optim.Adam(parts), "0.weight was trained by SGD, not Adam"),
+        (saved, torch.optim.SGD(parts[:3], 0.1), "2.bias was trained by SGD, but is in no optimi"),
+        (two_rates, torch.optim.SGD(parts, 0.1), "had different settings, but are in one param"),
+    ):
+        with pytest.raises(checkpoint.Damaged, match=words):
+            checkpoint.load(folder, model, optimizer)
+    checkpoint.load(saved, model, None)
+
+
+def test_a_save_before_the_first_step_changes_nothing(single, tmp_path):
+    """A momentum of zeros is another beginning than none."""
+    models = [layers(), layers()]
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.9)
+        if model is models[0]:
+            checkpoint.save(tmp_path, 0, model, optimizer)
+        step_of(model, [optimizer], 0, 6)
+    assert apart(models[0], models[1]) == 0
