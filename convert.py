@@ -14,7 +14,6 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ import torch
 from torch import Tensor
 
 from checkpoint import replacing
-from downstream.weights import CONFIG, DECODER, NAMES, NORM_EPS, NOTE, Pretrained, read_pretrained
 from runtime import process
 from runtime.config import Parser, filled, model_config
+from runtime.pretrained import DECODER, Pretrained, describe_assumptions, read_pretrained
+from runtime.weight_files import CONFIG, NAMES, NORM_EPS, NOTE, Facts, note_of
 
 
 def write_pretrained(pretrained: Pretrained, out: Path, layout: str) -> None:
@@ -34,60 +34,88 @@ def write_pretrained(pretrained: Pretrained, out: Path, layout: str) -> None:
     alone. `transformers`: a folder. ValueError for a model that the library does not have, or where
     there is something at `out`; OSError, and nothing is left there, where writing fails.
     """
-    config, stats = pretrained.config, pretrained.stats
-    if config.gated_mlp and layout != "timm":
+    if pretrained.config.gated_mlp and layout != "timm":
         raise ValueError(f"{pretrained.name} has a gated MLP, which only timm has: --to timm")
     if out.exists():
         raise ValueError(f"{out} is there already: give another name, or remove it")
-    about: dict[str, Any] = {"config": asdict(config), "step": pretrained.step}
-    about |= {"channel_mean": stats.mean, "channel_std": stats.std, "image_dtype": stats.dtype}
-    about |= {"norm_pix_loss": pretrained.norm_pix_loss, "mask_ratio": pretrained.mask_ratio}
-    left_out = DECODER if layout == "timm" else ()
-    weights = {n: t for n, t in pretrained.weights.items() if not n.startswith(left_out)}
+    note = note_of(known_facts(pretrained))
+    weights: dict[str, Tensor] = {}
+    for name, tensor in pretrained.weights.items():
+        if layout != "timm" or not name.startswith(DECODER):
+            weights[name] = tensor
     with tempfile.TemporaryDirectory(prefix=".convert_", dir=out.parent) as folder:
-        new = Path(folder, out.name)  # renamed when it is whole
+        new = Path(folder, out.name)  # renamed when it is complete
         if layout == "transformers":
             new.mkdir()
-            settings = transformers_config(pretrained)
-            (new / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-            _save(to_transformers(weights), new / "model.safetensors", about)
+            write_json(transformers_config(pretrained), new / "config.json")
+            if pretrained.stats.dtype == "uint8":
+                write_json(image_processor(pretrained), new / "preprocessor_config.json")
+            write_weights(to_transformers(weights), new / "model.safetensors", note)
         else:
-            _save(weights, new, about)
+            write_weights(weights, new, note)
         new.rename(out)
 
 
-def _save(weights: dict[str, Tensor], path: Path, about: dict[str, Any]) -> None:
+def known_facts(pretrained: Pretrained) -> Facts:
+    """Return what is known of a model; what was assumed must not be read as known later."""
+    facts = Facts(config=pretrained.config, step=pretrained.step)
+    if "norm_pix_loss" not in pretrained.assumed:
+        facts.norm_pix_loss = pretrained.norm_pix_loss
+    if "mask_ratio" not in pretrained.assumed:
+        facts.mask_ratio = pretrained.mask_ratio
+    if "stats" not in pretrained.assumed:
+        facts.stats = pretrained.stats
+    return facts
+
+
+def write_json(content: dict[str, Any], path: Path) -> None:
+    """Write a file of JSON; OSError."""
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_weights(weights: dict[str, Tensor], path: Path, note: dict[str, Any]) -> None:
     """Write a file of safetensors, if it is so called, or of torch.save; OSError."""
     if path.suffix == ".safetensors":
         from safetensors.torch import save
 
-        path.write_bytes(save(weights, {"format": "pt", NOTE: json.dumps(about)}))
+        # safetensors takes neither channels_last tensors nor two tensors that share memory
+        own = {}
+        for name, tensor in weights.items():
+            own[name] = tensor.clone(memory_format=torch.contiguous_format)
+        path.write_bytes(save(own, {"format": "pt", NOTE: json.dumps(note)}))
         return
     with replacing(path) as file:
-        torch.save({"model": weights, NOTE: about}, file)
+        torch.save({"model": weights, NOTE: note}, file)
 
 
 def to_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename weights of ours for transformers' ViTMAE: q, k and v apart."""
-    result = {}
+    """Rename weights of ours for transformers' ViTMAE and take q, k and v apart."""
+    result: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        parts = zip("qkv", tensor.chunk(3), strict=True) if ".qkv." in name else [("", tensor)]
-        for part, piece in parts:
-            their = name.replace(".qkv.", f".{part}.")
-            for ours, theirs in NAMES:
-                their = re.sub(rf"\b{re.escape(ours)}", theirs, their)
-            result[their] = piece.clone()  # of a view a file would hold the whole
+        if ".qkv." in name:
+            for part, piece in zip("qkv", tensor.chunk(3), strict=True):
+                result[transformers_name(name.replace(".qkv.", f".{part}."))] = piece
+        else:
+            result[transformers_name(name)] = tensor
     if any(name.startswith("decoder.") for name in result):
         return result
     return {name.removeprefix("vit."): tensor for name, tensor in result.items()}  # ViTMAEModel
 
 
+def transformers_name(name: str) -> str:
+    """Return the name in transformers' ViTMAEForPreTraining of one of our weights."""
+    for ours, theirs in NAMES:
+        name = re.sub(rf"\b{re.escape(ours)}", theirs, name)
+    return name
+
+
 def transformers_config(pretrained: Pretrained) -> dict[str, Any]:
     """Return the content of config.json, where it differs from the defaults of transformers."""
-    config = {theirs: getattr(pretrained.config, ours) for ours, theirs in CONFIG.items()}
-    kind = "ViTMAEForPreTraining" if pretrained.has_decoder else "ViTMAEModel"
-    return config | {
-        "architectures": [kind],
+    architecture = "ViTMAEModel"
+    if pretrained.has_decoder:
+        architecture = "ViTMAEForPreTraining"
+    config = {
+        "architectures": [architecture],
         "model_type": "vit_mae",
         "layer_norm_eps": NORM_EPS,
         "image_size": pretrained.img_size,
@@ -95,12 +123,32 @@ def transformers_config(pretrained: Pretrained) -> dict[str, Any]:
         "norm_pix_loss": pretrained.norm_pix_loss,
         "mask_ratio": pretrained.mask_ratio,
     }
+    for ours, theirs in CONFIG.items():
+        config[theirs] = getattr(pretrained.config, ours)
+    return config
+
+
+def image_processor(pretrained: Pretrained) -> dict[str, Any]:
+    """Return the content of preprocessor_config.json, for transformers' ViTImageProcessor."""
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": pretrained.img_size, "width": pretrained.img_size},
+        "resample": 3,  # bicubic
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": pretrained.stats.mean,
+        "image_std": pretrained.stats.std,
+    }
 
 
 def timm_line(pretrained: Pretrained, path: str) -> str:
     """Return the line of Python that loads a file in timm, which has no such model by name."""
     c = pretrained.config
-    gated = 'mlp_layer=timm.layers.SwiGLU, act_layer="silu", ' if c.gated_mlp else ""
+    gated = ""
+    if c.gated_mlp:
+        gated = 'mlp_layer=timm.layers.SwiGLU, act_layer="silu", '
     return (
         f'timm.create_model("vit_base_patch16_224", img_size={pretrained.img_size}, '
         f"patch_size={c.patch}, embed_dim={c.width}, depth={c.depth}, num_heads={c.heads}, "
@@ -123,13 +171,21 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line -> exit status: 1 where it failed, 2 for bad usage."""
     args = read_arguments(argv)
+    size = None
     try:
-        size = model_config(args.model) if args.model else None
+        if args.model:
+            size = model_config(args.model)
         pretrained = read_pretrained(args.source, size)
         write_pretrained(pretrained, Path(args.out), args.to)
-    except (ImportError, OSError, ValueError) as error:
+    except ValueError as error:
         process.print_error(str(error), "convert.py")
-        return 2 if isinstance(error, ValueError) else 1
+        return 2
+    except (ImportError, OSError) as error:
+        process.print_error(str(error), "convert.py")
+        return 1
+    note = describe_assumptions(pretrained, "img_size", "norm_pix_loss", "mask_ratio", "stats")
+    if note:
+        print(note)
     print(f"{args.out}: {args.to}, from {args.source}")
     if args.to == "timm":
         print(f"load it with\n{timm_line(pretrained, args.out)}")

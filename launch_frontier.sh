@@ -110,6 +110,9 @@ export MASTER_ADDR=${MASTER_ADDR:-$address} MASTER_PORT=$port
 # For saving and --cpu-offload; loader processes (at most cores - 1) use one thread each.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
 
+# Of `sbatch --export=LIST`: srun would give the ranks that list alone, without what is set here.
+unset SLURM_EXPORT_ENV
+
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || fail "there is no $python: set PYTHON, or CONDA_ENV"
 each_node() { srun -N"$nodes" -n"$nodes" --ntasks-per-node=1 -c"$((tasks * cores))" -K1 "$@"; }

@@ -16,7 +16,9 @@ Copy this one file: it needs torch alone.
 import math
 import os
 import resource
+import socket
 import sys
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -63,59 +65,96 @@ class Ranks:
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
     """Read the ranks from torchrun's variables, else from srun's, else return a single process.
 
-    RuntimeError if some of a launcher's variables are missing, or ranks are not in blocks.
+    RuntimeError if some of a launcher's variables are missing, or ranks are not in blocks, or in a
+    shell of a Slurm job with several tasks: a single process there would be a mistake.
     """
     # torchrun first: under `srun torchrun` Slurm's variables count torchrun's agents, not ranks.
     if environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
-        read, setter = _torchrun_ranks, "torchrun, as RANK, WORLD_SIZE or LOCAL_RANK is set"
-    elif "SLURM_STEP_ID" in environ:
-        address = "MASTER_ADDR=$(hostname -i) MASTER_PORT=3442"
-        read, setter = _slurm_ranks, f"srun, an address by you: `export {address}` before srun"
-    elif "SLURM_JOB_ID" in environ and (
+        return _torchrun_ranks(environ)
+    if _started_by_srun(environ):
+        return _slurm_ranks(environ)
+    if "SLURM_JOB_ID" in environ and (
         environ.get("SLURM_NTASKS", "1") != "1" or environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
-    ):  # inside a batch job: every task but this one would be missing
+    ):  # in the shell of a job: every task but this one would be missing
         job = "this Slurm job has several tasks or nodes"
-        raise RuntimeError(f"{job}, but this process was not started by srun: type `srun python`")
-    else:
-        return Ranks(0, 1, 0, 1, 0, "single", {})
-    try:
-        return read(environ)
-    except KeyError as error:
-        raise RuntimeError(f"the variable {error} is missing; it is set by {setter}") from None
+        advice = "type `srun python`, or, for one process, `srun -n1 python`"
+        raise RuntimeError(f"{job}, but this process was not started by srun: {advice}")
+    return Ranks(0, 1, 0, 1, 0, "single", {})
+
+
+def _started_by_srun(environ: Mapping[str, str]) -> bool:
+    """Tell whether this process is a task of a step of srun's, not of a job's own shell.
+
+    Slurm counts steps from 0. The largest 16 numbers are other things: salloc's shell, sbatch's
+    script, a session of ssh.
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < 2**32 - 16
 
 
 def _torchrun_ranks(environ: Mapping[str, str]) -> Ranks:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, world_size, local_rank, local_world_size = (int(environ[name]) for name in names)
+    try:
+        rank = int(environ["RANK"])
+        world_size = int(environ["WORLD_SIZE"])
+        local_rank = int(environ["LOCAL_RANK"])
+        local_world_size = int(environ["LOCAL_WORLD_SIZE"])
+        init = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    except KeyError as error:
+        setter = "torchrun, as RANK, WORLD_SIZE or LOCAL_RANK is set"
+        raise RuntimeError(f"the variable {error} is missing; it is set by {setter}") from None
     node = int(environ.get("GROUP_RANK", rank // local_world_size))  # the number of its torchrun
-    init = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     return Ranks(rank, world_size, local_rank, local_world_size, node, "torchrun", init)
 
 
 def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
-    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID")
-    rank, world_size, local_rank, node = (int(environ[name]) for name in names)
-    # A step may have fewer tasks than its job: the step's own count comes first.
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ["SLURM_TASKS_PER_NODE"]
-    counts: list[int] = []  # "8(x2),4" means 8, 8 and 4 ranks on three nodes
-    for part in text.split(","):
-        count, _, nodes = part.rstrip(")").partition("(x")
-        counts += [int(count)] * int(nodes or 1)
+    try:
+        rank = int(environ["SLURM_PROCID"])
+        world_size = int(environ["SLURM_NTASKS"])
+        local_rank = int(environ["SLURM_LOCALID"])
+        node = int(environ["SLURM_NODEID"])
+        # A step may have fewer tasks than its job: the step's own counts come first.
+        if "SLURM_STEP_TASKS_PER_NODE" in environ:
+            text = environ["SLURM_STEP_TASKS_PER_NODE"]
+        else:
+            text = environ["SLURM_TASKS_PER_NODE"]
+    except KeyError as error:
+        raise RuntimeError(f"the variable {error} is missing; it is set by srun") from None
+    counts = _ranks_per_node(text)
+    where = f"rank {rank} of {world_size} is local rank {local_rank} of node {node} of {text}"
+    if sum(counts) != world_size:
+        raise RuntimeError(f"{where}, which are {sum(counts)} ranks: start all by one srun")
     # Round-robin over the nodes would make each shard group, neighbours in rank, span all nodes.
-    if sum(counts) != world_size or rank != sum(counts[:node]) + local_rank:
-        where = f"rank {rank} of {world_size} is local rank {local_rank} of node {node} of {text}"
-        raise RuntimeError(f"{where}, not in blocks: add `--distribution=block` to srun")
+    if rank != sum(counts[:node]) + local_rank:
+        advice = "give srun `--distribution=block`, and no order of nodes or tasks of your own"
+        raise RuntimeError(f"{where}, not in blocks: {advice}")
     if len(counts) == 1:  # the address is known; two jobs that share the node need two ports
         job = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
         port = 20000 + zlib.crc32(job.encode()) % 10000
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environ}
-    init = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    try:
+        init = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    except KeyError as error:
+        address = "MASTER_ADDR=$(hostname -i) MASTER_PORT=3442"
+        setter = f"srun, an address by you: `export {address}` before srun"
+        raise RuntimeError(f"the variable {error} is missing; it is set by {setter}") from None
     return Ranks(rank, world_size, local_rank, counts[node], node, "srun", init)
+
+
+def _ranks_per_node(text: str) -> list[int]:
+    """Read Slurm's counts: "8(x2),4" means 8, 8 and 4 ranks on three nodes."""
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, nodes = part.rstrip(")").partition("(x")
+        repeats = int(nodes) if nodes else 1
+        counts.extend([int(count)] * repeats)
+    return counts
 
 
 def process_cores() -> int:
     """Count the CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def pick_device(name: str, ranks: Ranks) -> torch.device:
@@ -137,17 +176,22 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
 
     Collective; RuntimeError if a rank does not come.
     """
-    timeout, on_gpu = timedelta(minutes=timeout_minutes), device.type == "cuda"
+    timeout = timedelta(minutes=timeout_minutes)
+    on_gpu = device.type == "cuda"
     # gloo connects each rank with every other, once per group: hundreds of ranks need many files.
     with suppress(ValueError, OSError):
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if on_gpu:
         torch.cuda.set_device(device)
     store: dist.Store = dist.HashStore()  # of a single process: no port is opened
     if ranks.init:
         os.environ.update(ranks.init)
-        store = next(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout))[0]
+        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        if restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            _leave_store_of_torchrun(ranks, timeout)
+        meeting = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
+        store, _, _ = next(meeting)
     with quiet_gloo():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -157,6 +201,33 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
             timeout=timeout,
             device_id=device if on_gpu and ranks.init else None,
         )
+
+
+def _leave_store_of_torchrun(ranks: Ranks, timeout: timedelta) -> None:
+    """Let rank 0 serve a store for this attempt alone, and set MASTER_PORT to its port. Collective.
+
+    torchrun's own store lives through its restarts: there the ranks would find the addresses of
+    those before them. Its number of restarts does not help: nodes may count differently.
+    """
+    address = ranks.init["MASTER_ADDR"]
+    shared = dist.TCPStore(address, int(ranks.init["MASTER_PORT"]), timeout=timeout)
+    deadline = time.monotonic() + timeout.total_seconds()
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    if ranks.rank == 0:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        shared.set("port of rank 0", str(port))
+        os.environ["MASTER_PORT"] = str(port)
+        return
+    while time.monotonic() < deadline:
+        # of an attempt before, until rank 0 is there: nobody listens at that port any more
+        port = int(shared.get("port of rank 0"))
+        with suppress(OSError), socket.create_connection((address, port), timeout=5):
+            os.environ["MASTER_PORT"] = str(port)
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"rank 0 has not come to {address}:{port}")
 
 
 @contextmanager

@@ -76,6 +76,8 @@ def summary_lines(plan: Plan, global_batch: bool) -> Iterator[str]:
     )
     yield describe_fit(plan, global_batch)
     yield f"memory   GiB: {gib}"
+    for flag, size in found["host_gib"].items():
+        yield f"host     GiB per rank for {flag}: {size:.1f}, pinned blocks rounded up"
     count = sum(found["collectives"].values())
     yield f"traffic  GB per rank and step: {links}; {count} collectives"
     yield (

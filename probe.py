@@ -32,14 +32,14 @@ def read_subcommand(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line; SystemExit with status 2 for bad usage."""
     parser = Parser("probe.py", doc=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, place in COMMANDS.items():
-        module = import_module(place)
+    for name, module_name in COMMANDS.items():
+        module = import_module(module_name)
         command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
         add = command.add_argument
         add("run", type=filled, metavar="RUN", help="--out of a run, or one checkpoint")
         add("--data", type=filled, required=True, metavar="DIR", help="folder of images, or a pack")
-        size = "side of an image (default: as in pretraining)"
-        add("--img-size", type=whole(1, 4096), metavar="PIXELS", help=size)
+        img_size = "side of an image (default: as in pretraining)"
+        add("--img-size", type=whole(1, 4096), metavar="PIXELS", help=img_size)
         add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
         module.add_arguments(command)
         command.set_defaults(start=module.run)
@@ -51,12 +51,17 @@ def read_subcommand(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand -> exit status: 1 where it failed, 2 for bad usage."""
-    args = read_subcommand(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    args = read_subcommand(argv)
     try:
         return args.start(args)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         process.usage_error(str(error), program="probe.py")
-        return 2 if isinstance(error, ValueError) else 1
+        return 2
+    except (ImportError, OSError) as error:
+        process.usage_error(str(error), program="probe.py")
+        return 1
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ Copy this one file: it needs torch alone.
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -24,14 +24,20 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp._runtime_utils import _reshard as reshard_fsdp1
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
-InitialValue = Callable[..., Tensor]  # (name, whole shape, device=device) -> whole fp32 value
+InitFunction = Callable[..., Tensor]  # (name, whole shape, device=device) -> whole fp32 value
 
 # --- The strategies
 
@@ -41,24 +47,51 @@ class Strategy:
     """One row of the table: what is sharded, and over which ranks."""
 
     engine: Literal["ddp", "zero1", "fsdp"]  # zero1: DDP; fsdp: FSDP1 or FSDP2, as asked for
-    group: Literal["1", "group", "world"]  # ranks that together hold one copy of the parameters
-    reshard: bool  # free the gathered parameters after forward, gather them again in backward
+    shard_over: Literal["none", "group", "world"]  # ranks that hold one copy of the parameters
+    reshard_after_forward: bool  # free gathered parameters, gather them again in backward
     shards: str  # what each rank holds only a part of
-    traffic: str  # parameter-sized collectives per step
+
+    @property
+    def all_gathers(self) -> int:
+        """Count how often a step gathers each parameter, of a unit that is not the root."""
+        if self.shard_over == "none":
+            return 0
+        return 2 if self.reshard_after_forward else 1
+
+    @property
+    def across_groups(self) -> bool:
+        """Tell whether shard groups average their gradients with each other."""
+        return self.shard_over == "group"
+
+    def traffic(self, *, replicas: int = 2, one_unit: bool = False) -> str:
+        """Describe the parameter-sized collectives of a step.
+
+        Of one unit (wrap root) parameters stay gathered until backward.
+        """
+        if self.engine == "zero1":
+            return "1 all-reduce, 1 broadcast"
+        if self.all_gathers == 0:
+            return "1 all-reduce"
+        if self.all_gathers == 1 or one_unit:
+            text = "1 all-gather, 1 reduce-scatter"
+        else:
+            text = f"{self.all_gathers} all-gathers, 1 reduce-scatter"
+        if self.across_groups and replicas > 1:
+            text += " in the group; 1 all-reduce of a shard across groups"
+        return text
 
 
-ALL, PART = "parameters, gradients, states", "gradients and states always; parameters between steps"
-GATHER1, GATHER2 = "1 all-gather, 1 reduce-scatter", "2 all-gathers, 1 reduce-scatter"
-ACROSS = " in the group; 1 all-reduce of a shard across groups"
+ALL = "parameters, gradients, states"
+PART = "gradients and states always; parameters between steps"
 
 STRATEGIES: dict[str, Strategy] = {
-    "ddp": Strategy("ddp", "1", False, "nothing", "1 all-reduce"),
-    "zero1": Strategy("zero1", "1", False, "optimizer states", "1 all-reduce, 1 broadcast"),
-    "no_shard": Strategy("fsdp", "1", False, "nothing", "1 all-reduce"),
-    "shard_grad_op": Strategy("fsdp", "world", False, PART, GATHER1),
-    "full_shard": Strategy("fsdp", "world", True, ALL, GATHER2),
-    "hybrid": Strategy("fsdp", "group", True, ALL, GATHER2 + ACROSS),
-    "hybrid_grad_op": Strategy("fsdp", "group", False, PART, GATHER1 + ACROSS),
+    "ddp": Strategy("ddp", "none", False, "nothing"),
+    "zero1": Strategy("zero1", "none", False, "optimizer states"),
+    "no_shard": Strategy("fsdp", "none", False, "nothing"),
+    "shard_grad_op": Strategy("fsdp", "world", False, PART),
+    "full_shard": Strategy("fsdp", "world", True, ALL),
+    "hybrid": Strategy("fsdp", "group", True, ALL),
+    "hybrid_grad_op": Strategy("fsdp", "group", False, PART),
 }
 
 
@@ -66,38 +99,65 @@ def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[in
     """Return the mesh (replicas, ranks per shard group) of a mode; ValueError where they clash."""
     if mode not in STRATEGIES:
         raise ValueError(f"there is no mode {mode}: use one of {', '.join(STRATEGIES)}")
-    if bool(group) != (STRATEGIES[mode].group == "group"):
+    shard_over = STRATEGIES[mode].shard_over
+    if (shard_over == "group") != bool(group):
         raise ValueError("give `group`, the ranks that share a copy, to the hybrid modes alone")
-    shard = {"1": 1, "world": world_size, "group": group or 0}[STRATEGIES[mode].group]
-    return world_size // shard, shard
+    if shard_over == "none":
+        return world_size, 1
+    if shard_over == "world" or group is None:
+        return 1, world_size
+    if world_size % group:
+        raise ValueError(f"{world_size} ranks cannot be split into shard groups of {group}")
+    return world_size // group, group
 
 
 # The options that only some strategies have
-OPTIONS_OF: dict[str, Callable[[Strategy], bool]] = {
-    "group": lambda row: row.group == "group",
-    **dict.fromkeys(("fsdp", "wrap", "cpu_offload", "tp"), lambda row: row.engine == "fsdp"),
-    **dict.fromkeys(("bucket_cap_mb", "find_unused_parameters"), lambda row: row.engine != "fsdp"),
-    "prefetch": lambda row: row.reshard,  # the others gather nothing in backward
-    **dict.fromkeys(("forward_prefetch", "limit_all_gathers"), lambda row: row.group != "1"),
-}
+FSDP_OPTIONS = {"fsdp", "wrap", "cpu_offload", "tp"}
+DDP_OPTIONS = {"bucket_cap_mb"}
+GATHER_OPTIONS = {"forward_prefetch", "limit_all_gathers"}
 
 
-def misuses(
-    mode: str, given: Mapping[str, Any], spell: Callable[[str], str] = str
+def has_option(strategy: Strategy, name: str) -> bool:
+    """Tell whether an option has a meaning for a strategy."""
+    if name == "group":
+        return strategy.shard_over == "group"
+    if name in FSDP_OPTIONS:
+        return strategy.engine == "fsdp"
+    if name in DDP_OPTIONS:
+        return strategy.engine != "fsdp"
+    if name in GATHER_OPTIONS:
+        return strategy.all_gathers > 0
+    if name == "prefetch":
+        return strategy.reshard_after_forward  # the others gather nothing in backward
+    return True
+
+
+def invalid_options(
+    mode: str, given: Mapping[str, Any], flag_name: Callable[[str], str] = str
 ) -> Iterator[str]:
-    """Yield a sentence for each option (name: value; `spell(name)` was typed) without a meaning."""
+    """Yield a sentence for each option (name: value) that has no meaning in a mode.
+
+    `flag_name(name)` is what the user typed for an option.
+    """
+    strategy = STRATEGIES[mode]
+    fsdp1 = given.get("fsdp") == 1
     fp16 = given.get("precision") == "fp16" or given.get("param_dtype") == torch.float16
     for name, value in given.items():
-        has = OPTIONS_OF.get(name, lambda row: True)
-        if not has(STRATEGIES[mode]):
-            modes = ", ".join(other for other, row in STRATEGIES.items() if has(row))
-            yield f"{spell(name)} is for {spell('mode')} {modes}, not {mode}: leave it out"
-        elif given.get("fsdp") != 1 and (name == "limit_all_gathers" or value == "backward_post"):
-            yield f"{spell(name)} {value} exists in FSDP1 only: add {spell('fsdp')} 1, or leave it"
-        elif name == "tp" and (given.get("fsdp") == 1 or given.get("wrap") == "root"):
-            yield f"{spell(name)} needs {spell('fsdp')} 2 and {spell('wrap')} block"
+        flag = flag_name(name)
+        if not has_option(strategy, name):
+            modes = [other for other, row in STRATEGIES.items() if has_option(row, name)]
+            yield f"{flag} is for {flag_name('mode')} {', '.join(modes)}, not {mode}: leave it out"
+        elif not fsdp1 and (name == "limit_all_gathers" or value == "backward_post"):
+            yield f"{flag} {value} exists in FSDP1 only: add {flag_name('fsdp')} 1, or leave it"
+        elif name == "tp" and (fsdp1 or given.get("wrap") == "root"):
+            yield f"{flag} needs {flag_name('fsdp')} 2 and {flag_name('wrap')} block"
         elif name in ("tp", "cpu_offload") and fp16:
-            yield f"{spell(name)} is not for fp16: the loss scale would miss overflows: use bf16"
+            yield f"{flag} is not for fp16: the loss scale would miss overflows: use bf16"
+        elif name == "find_unused_parameters" and strategy.engine == "fsdp":
+            if fsdp1:
+                yield f"{flag} has no meaning in FSDP1, which reduces whole units: leave it out"
+            elif not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+                yield f"{flag} needs torch 2.14 with FSDP2, not {torch.__version__}: use mode ddp"
 
 
 # --- Applying one: values, activation checkpointing, compile, sharding
@@ -117,7 +177,7 @@ class ShardingOptions:
     limit_all_gathers: bool = True  # FSDP1 only
     cpu_offload: bool = False  # FSDP only
     bucket_cap_mb: float | None = None  # DDP only, MiB; None is PyTorch's default
-    find_unused_parameters: bool = False  # DDP only: some parameters have no gradient in a step
+    find_unused_parameters: bool = False  # DDP, FSDP2: some rank does not use some parameters
     ac: Literal["none", "selective", "full"] = "none"  # activation checkpointing of each block
     preserve_rng_state: bool = True  # ac: recompute with the same dropout; not needed without any
     compile: bool = False  # each block
@@ -129,7 +189,8 @@ def apply(
     mesh: DeviceMesh,
     *,
     block_classes: Collection[type[nn.Module]],
-    values: InitialValue | None = None,
+    init_fn: InitFunction | None = None,
+    uninitialized: bool = False,
     split_block: Callable[[Any, DeviceMesh], None] | None = None,
     options: ShardingOptions = ShardingOptions(),
 ) -> nn.Module:
@@ -138,43 +199,66 @@ def apply(
     `mesh` has the dimensions ("replicate", "shard") of `mesh_shape`, and with FSDP2 perhaps "tp",
     whose ranks share the work of a block: `split_block(block, mesh)` edits it. FSDP gathers and
     frees unit by unit: the outermost modules of `block_classes` (set(): none), and the rest, the
-    root. Values that the model has on rank 0 are kept. What is on meta gets its values unit by
-    unit: `values(name, shape, device=...)` returns the whole of one, alike on every rank, or
-    `undefined` memory, if a checkpoint is loaded before a step.
+    root. The values that the model has on rank 0 are kept. A tensor on meta gets its value when its
+    unit is sharded: `init_fn(name, shape, device=...)` returns the whole of it, the same on every
+    rank. With `uninitialized` it gets memory of any content instead, for a checkpoint to be loaded;
+    `init_fn` is then called only for buffers that no checkpoint has.
 
-    Call the model, not its parts or other methods; in a step the same blocks on every rank, or some
-    train on wrong weights in silence; after a forward pass in training mode its backward pass.
+    The wrappers, from the inside to the outside:
+
+    1. checkpoint_wrapper around each block, so that FSDP gathers a block once for both its
+       recomputation and its gradient;
+    2. torch.compile of each block;
+    3. DDP around the model; or FSDP around each block, then around the model.
+
+    Build optimizers and register hooks on parameters afterwards. Call the model, not its parts or
+    other methods; in a step the same blocks on every rank, or some train on wrong weights without
+    an error. After a pass without gradients the parameters are sharded again.
     FSDP1 moves a parameter that a step did not use (its gradient is zero, not None) and makes fp64
     buffers fp32: FSDP2 does neither.
-    Raises ValueError for invalid arguments, RuntimeError if the ranks have different models.
+
+    Raises ValueError for invalid arguments, RuntimeError if the ranks have different models. Steps
+    that sharding would make wrong raise RuntimeError too.
     """
-    _check_arguments(model, mode, mesh, split_block is not None, options)
-    row, device, blocks = STRATEGIES[mode], _device(mesh), find_blocks(model, block_classes)
-    names = {t: n for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    if any(map(_on_meta, names)) != (values is not None):
-        raise ValueError("give `values` to a model on meta, and to no other")
-    if values is not undefined:  # whoever loads a checkpoint checks its names and shapes
-        _check_same_model(model, f"{mode} {[*blocks]} {options}", device)
+    blocks = find_blocks(model, block_classes)
+    strategy = _check_arguments(model, mode, mesh, split_block is not None, options)
+    _check_model(model, blocks, strategy, options)
+    device = _device(mesh)
+    before = list(model.parameters())
+    names = {tensor: name for name, tensor in _named_tensors(model)}
+    on_meta = any(_on_meta(tensor) for tensor in names)
+    if on_meta != (uninitialized or init_fn is not None):
+        raise ValueError("give `init_fn` or `uninitialized` to a model on meta, and to no other")
+    if not uninitialized:  # whoever loads a checkpoint checks its names and shapes
+        _check_same_model(model, f"{mode} {list(blocks)} {options}", device)
         _broadcast_values(model, device)
 
     def fill(module: nn.Module) -> None:
-        if values:
-            _materialise(module, names, device, values)
+        if on_meta:
+            _materialise(module, names, device, init_fn, uninitialized)
         if split_block and module in blocks.values():
             split_block(module, mesh)
 
-    units = blocks if row.engine == "fsdp" and options.wrap == "block" else {}
+    units = {}
+    if strategy.engine == "fsdp" and options.wrap == "block":
+        units = blocks
     _check_units(model, units)
     _prepare_blocks(model, blocks, options)
-    if row.engine == "fsdp":
-        return _fsdp(model, units, row, mesh["replicate", "shard"], options, fill)
-    fill(model)
-    return _ddp(model.to(device), mesh, options)
+    if strategy.engine == "fsdp":
+        data_mesh = mesh["replicate", "shard"]
+        sharded = _fsdp(model, units, strategy, data_mesh, options, fill)
+    else:
+        fill(model)
+        sharded = _ddp(model.to(device), mesh, options)
+    _mark_replaced(before, sharded)
+    return sharded
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
-    cuda = mesh.device_type == "cuda"
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    """Return the device of this rank."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 # --- The engines
@@ -184,25 +268,31 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
     """DDP: whole parameters on every rank, gradients all-reduced in buckets during backward."""
     if mesh.size() == 1:
         return model  # nobody to communicate with: no buckets, a second copy of the gradients
+    group = mesh.get_group("replicate")
     sharded = DDP(
         model,
         device_ids=[_device(mesh).index] if mesh.device_type == "cuda" else None,
-        process_group=mesh.get_group("replicate"),
+        process_group=group,
         gradient_as_bucket_view=True,  # no second copy of the gradients
         bucket_cap_mb=options.bucket_cap_mb,
         find_unused_parameters=options.find_unused_parameters,
     )
     sharded.broadcast_buffers = False  # at every step; as in FSDP: most are tables
-    hooks = {torch.bfloat16: "bf16_compress_hook", torch.float16: "fp16_compress_hook"}
-    if hook := hooks.get(options.reduce_dtype):
-        sharded.register_comm_hook(mesh.get_group("replicate"), getattr(default_hooks, hook))
+    if options.reduce_dtype == torch.bfloat16:
+        sharded.register_comm_hook(group, default_hooks.bf16_compress_hook)
+    elif options.reduce_dtype == torch.float16:
+        sharded.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    checks = _DDPChecks(sharded)
+    sharded.register_forward_pre_hook(torch.compiler.disable(checks.before_forward))
+    for p in checks.trained:
+        p.register_post_accumulate_grad_hook(checks.after_gradient)
     return sharded
 
 
 def _fsdp(
     model: nn.Module,
     blocks: Mapping[str, nn.Module],
-    row: Strategy,
+    strategy: Strategy,
     mesh: DeviceMesh,
     options: ShardingOptions,
     fill: Callable[[nn.Module], None],
@@ -211,110 +301,424 @@ def _fsdp(
 
     FSDP2 cuts each parameter along dimension 0, FSDP1 all of a unit as one flat vector.
     """
-    fsdp1 = options.fsdp == 1
-    wrap: Any = FSDP1 if fsdp1 else fully_shard  # FSDP1 returns a wrapper
-    settings = (_fsdp1_settings if fsdp1 else _fsdp2_settings)(row, mesh, options)
+    if options.fsdp == 1:
+        wrap = _fsdp1_wrapper(strategy, mesh, options)  # returns a new module around its argument
+    else:
+        wrap = _fsdp2_wrapper(strategy, mesh, options)  # changes its argument, and returns it
     for name, module in blocks.items():
         fill(module)  # whole, until it is cut
         unit = model.get_submodule(name)  # the module, or what checkpoints it
-        _replace(model, {unit: wrap(unit, **settings)})
+        _replace(model, {unit: wrap(unit)})
     fill(model)  # the rest: what has its values already is left alone
-    sharded = wrap(model, **settings)
+    sharded = wrap(model)
     units: list[Any] = [model.get_submodule(name) for name in blocks]
-    if options.prefetch == "none" and not fsdp1:
+    if options.fsdp == 2:
+        _set_prefetch(units, sharded, options)
+    if options.find_unused_parameters:
+        sharded.set_reduce_scatter_unused_params(True)
+    elif options.fsdp == 2:
+        _UsedCheck(sharded).start()
+    reshard = torch.compiler.disable(_reshard_without_backward)
+    for unit in [*units, sharded]:
+        unit.register_forward_hook(reshard)
+        if options.fsdp == 2:  # FSDP1 raises an error by itself
+            check = _ForwardCheck(unit, _own_parameters(unit), CHANGED_PARAMETER)
+            check.start()
+    check_hooks = torch.compiler.disable(partial(_check_hooks, list(sharded.named_parameters())))
+    sharded.register_forward_pre_hook(check_hooks, prepend=True)
+    return sharded
+
+
+def _set_prefetch(units: list[Any], root: Any, options: ShardingOptions) -> None:
+    """Tell FSDP2 which units to gather ahead of time; by default the next one in backward."""
+    if options.prefetch == "none":
         # itself, which is gathered already: an empty list would mean the default, the next unit
-        for unit in [*units, sharded]:
+        for unit in [*units, root]:
             unit.set_modules_to_backward_prefetch([unit])
-    if options.forward_prefetch and not fsdp1:
+    if options.forward_prefetch:
         for unit, following in pairwise(units):
             unit.set_modules_to_forward_prefetch([following])
-    return sharded
 
 
 def _replace(model: nn.Module, wrappers: Mapping[nn.Module, nn.Module]) -> None:
     """Put each wrapper in the place of its module, under every name that this has."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            parent._modules[name] = wrappers.get(child, child) if child else child
+            if child is not None:
+                parent._modules[name] = wrappers.get(child, child)
 
 
-def _fsdp1_settings(row: Strategy, mesh: DeviceMesh, options: ShardingOptions) -> dict[str, Any]:
+def _fsdp1_wrapper(
+    strategy: Strategy, mesh: DeviceMesh, options: ShardingOptions
+) -> Callable[[nn.Module], Any]:
     """FSDP1: the strategy is an enum, so is the prefetch; every unit is one flat parameter."""
+    submesh = mesh
     if mesh["shard"].size() == 1:
         # otherwise FSDP1 would not reduce gradients at all (pytorch#154888)
-        name, submesh = "NO_SHARD", mesh["replicate"]
+        sharding = ShardingStrategy.NO_SHARD
+        submesh = mesh["replicate"]
         warnings.filterwarnings("ignore", "The `NO_SHARD`", FutureWarning)  # "use DDP"
-    elif row.group == "world":
-        name, submesh = "FULL_SHARD" if row.reshard else "SHARD_GRAD_OP", mesh["shard"]
+    elif strategy.shard_over == "world" and strategy.reshard_after_forward:
+        sharding = ShardingStrategy.FULL_SHARD
+        submesh = mesh["shard"]
+    elif strategy.shard_over == "world":
+        sharding = ShardingStrategy.SHARD_GRAD_OP
+        submesh = mesh["shard"]
+    elif strategy.reshard_after_forward:
+        sharding = ShardingStrategy.HYBRID_SHARD
     else:
-        name, submesh = "HYBRID_SHARD" if row.reshard else "_HYBRID_SHARD_ZERO2", mesh
-    precision = fsdp.MixedPrecision(options.param_dtype, options.reduce_dtype)
-    precision.cast_forward_inputs = precision.cast_root_forward_inputs = options.cast_inputs
-    return {
-        "device_mesh": submesh,
-        "sharding_strategy": ShardingStrategy[name],
-        "mixed_precision": precision,
-        "backward_prefetch": getattr(fsdp.BackwardPrefetch, options.prefetch.upper(), None),
-        "forward_prefetch": options.forward_prefetch,
-        "limit_all_gathers": options.limit_all_gathers,
-        "cpu_offload": fsdp.CPUOffload(offload_params=options.cpu_offload),
-        "use_orig_params": True,  # weight decay differs by parameter
-        "device_id": _device(mesh),  # needed for a CPU too
+        sharding = ShardingStrategy._HYBRID_SHARD_ZERO2
+    prefetch = {
+        "none": None,
+        "backward_pre": fsdp.BackwardPrefetch.BACKWARD_PRE,
+        "backward_post": fsdp.BackwardPrefetch.BACKWARD_POST,
     }
+    precision = fsdp.MixedPrecision(
+        param_dtype=options.param_dtype,
+        reduce_dtype=options.reduce_dtype,
+        cast_forward_inputs=options.cast_inputs,
+        cast_root_forward_inputs=options.cast_inputs,
+    )
+    return partial(
+        FSDP1,
+        device_mesh=submesh,
+        sharding_strategy=sharding,
+        mixed_precision=precision,
+        backward_prefetch=prefetch[options.prefetch],
+        forward_prefetch=options.forward_prefetch,
+        limit_all_gathers=options.limit_all_gathers,
+        cpu_offload=fsdp.CPUOffload(offload_params=options.cpu_offload),
+        use_orig_params=True,  # weight decay differs by parameter
+        device_id=_device(mesh),  # needed for a CPU too
+    )
 
 
-def _fsdp2_settings(row: Strategy, mesh: DeviceMesh, options: ShardingOptions) -> dict[str, Any]:
+def _fsdp2_wrapper(
+    strategy: Strategy, mesh: DeviceMesh, options: ShardingOptions
+) -> Callable[[nn.Module], Any]:
     """FSDP2: the strategy is the mesh and `reshard_after_forward`; parameters become DTensors."""
-    pinned = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    return {
+    offload = fsdp.OffloadPolicy()
+    if options.cpu_offload:
+        offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    return partial(
+        fully_shard,
         # of two dimensions: replicated over the first
-        "mesh": mesh["shard"] if row.group == "world" else mesh,
-        "mp_policy": fsdp.MixedPrecisionPolicy(
+        mesh=mesh["shard"] if strategy.shard_over == "world" else mesh,
+        mp_policy=fsdp.MixedPrecisionPolicy(
             options.param_dtype, options.reduce_dtype, cast_forward_inputs=options.cast_inputs
         ),
-        "offload_policy": pinned if options.cpu_offload else fsdp.OffloadPolicy(),
+        offload_policy=offload,
         # None: free all units but the root, used last in forward and first in backward
-        "reshard_after_forward": None if row.reshard else False,
-    }
+        reshard_after_forward=None if strategy.reshard_after_forward else False,
+    )
+
+
+# --- A pass without gradients leaves the model as it was
+
+
+def _reshard_without_backward(module: Any, args: Any, output: Any) -> None:
+    """Free what a unit of FSDP gathered, after a forward pass that no backward pass will follow.
+
+    Otherwise the root, and in the grad_op modes every unit, would stay gathered: FSDP1 would go on
+    with those values when the sharded ones change, and FSDP2's parameters would not be the
+    optimizer's.
+    """
+    if torch.is_grad_enabled() and _may_need_backward(output):
+        return
+    if isinstance(module, FSDPModule):
+        module.reshard()
+    elif module._handle is not None and module._handle.uses_sharded_strategy:
+        reshard_fsdp1(module, module._handle, True)
+
+
+def _may_need_backward(output: Any) -> bool:
+    """Tell whether an output of a module contains a tensor with a gradient, or may contain one."""
+    if isinstance(output, Tensor):
+        return output.requires_grad
+    if isinstance(output, Mapping):
+        return any(_may_need_backward(value) for value in output.values())
+    if isinstance(output, list | tuple):
+        return any(_may_need_backward(value) for value in output)
+    return not isinstance(output, int | float | str | None)
+
+
+# --- Checks: what sharding would make wrong without an error raises one
+
+CHANGED_PARAMETER = (
+    "{name} was changed in forward(), and FSDP2 loses that: change parameters between two steps, "
+    "in torch.no_grad()"
+)
+CHANGED_BUFFER = (
+    "the buffer {name} was changed in forward(), and activation checkpointing would change it a "
+    "second time: use ac none, or other block_classes"
+)
+
+
+class _ForwardCheck:
+    """Raise RuntimeError if a module changes tensors of its own in a forward pass.
+
+    In the first three passes of a training only: sums of values make a GPU wait.
+    """
+
+    def __init__(
+        self, module: nn.Module, owners: list[tuple[str, nn.Module, str]], message: str
+    ) -> None:
+        self.module = module
+        self.owners = owners  # (name, module, name in this module) of each tensor
+        self.message = message
+        self.passes = 0
+        self.before: list[tuple[Any, ...]] = []
+        self.hooks: list[Any] = []
+
+    def start(self) -> None:
+        """Register the check. Call it after FSDP's own hooks are registered."""
+        before = torch.compiler.disable(self.before_forward)
+        after = torch.compiler.disable(self.after_forward)
+        if self.owners:
+            self.hooks.append(self.module.register_forward_pre_hook(before))
+            # before FSDP frees what was gathered
+            self.hooks.append(self.module.register_forward_hook(after, prepend=True))
+
+    def describe(self) -> list[tuple[Any, ...]]:
+        """Return what would differ if a tensor was changed, for each."""
+        found: list[tuple[Any, ...]] = []
+        for _, module, leaf in self.owners:
+            tensor: Any = getattr(module, leaf)
+            if tensor is None:
+                found.append(())
+            elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                found.append((tensor.shape, tensor._version))
+            else:  # an average of other weights is often written to `.data`: no new version
+                found.append((tensor.shape, str(tensor.detach().sum().item())))
+        return found
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Remember the tensors."""
+        self.before = []
+        if torch.is_grad_enabled() and module.training:
+            self.before = self.describe()
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Compare the tensors."""
+        if not self.before:
+            return
+        for (name, _, _), old, new in zip(self.owners, self.before, self.describe(), strict=True):
+            # another shape: a table that is built when it is first needed
+            if old and new and old[0] == new[0] and old != new:
+                raise RuntimeError(self.message.format(name=name))
+        self.passes += 1
+        if self.passes == 3:
+            for hook in self.hooks:
+                hook.remove()
+
+
+def _own_parameters(unit: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """List (name, module, name in this module) of the parameters of a unit of FSDP2."""
+    inner: set[nn.Module] = set()
+    for module in unit.modules():
+        if isinstance(module, FSDPModule) and module is not unit:
+            inner |= set(module.modules())
+    found = []
+    for path, module in unit.named_modules():
+        if module not in inner:
+            for leaf in module._parameters:
+                found.append((original_name(f"{path}.{leaf}").lstrip("."), module, leaf))
+    return found
+
+
+def _check_hooks(parameters: list[tuple[str, Any]], module: nn.Module, args: Any) -> None:
+    """Raise RuntimeError for hooks on parameters that FSDP never calls."""
+    if not torch.is_grad_enabled():
+        return
+    fsdp1 = isinstance(module, FSDP1)
+    for name, p in parameters:
+        if p._backward_hooks or (fsdp1 and p._post_accumulate_grad_hooks):
+            raise RuntimeError(
+                f"FSDP does not call the hook on {original_name(name)}: change its .grad between "
+                "backward() and the step, or use register_post_accumulate_grad_hook with FSDP2"
+            )
+
+
+class _DDPChecks:
+    """Raise RuntimeError for gradients that DDP does not average."""
+
+    def __init__(self, ddp: DDP) -> None:
+        self.ddp = ddp
+        self.parameters = {original_name(name): p for name, p in ddp.named_parameters()}
+        self.trained = {p for p in self.parameters.values() if p.requires_grad}
+        self.forwards = 0  # forward passes with gradients
+        self.last_forward: dict[nn.Parameter, int] = {}  # whose gradient each parameter has got
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Check which parameters require gradients, before a forward pass."""
+        if not torch.is_grad_enabled():
+            return
+        self.forwards += 1
+        for name, p in self.parameters.items():
+            if p.requires_grad and p not in self.trained:
+                raise RuntimeError(
+                    f"DDP does not average the gradient of {name}, which was frozen at "
+                    "shard.apply: freeze it after shard.apply, or use mode no_shard"
+                )
+            if p in self.trained and not p.requires_grad and not module.find_unused_parameters:
+                raise RuntimeError(
+                    f"DDP waits for a gradient of {name}, which was frozen after shard.apply: "
+                    "use find_unused_parameters=True"
+                )
+
+    def after_gradient(self, p: nn.Parameter) -> None:
+        """Check that a gradient comes from a call of the model, as DDP needs it."""
+        again = self.last_forward.get(p) == self.forwards or self.forwards == 0
+        if again and self.ddp.require_backward_grad_sync:
+            raise RuntimeError(
+                "DDP does not average a gradient of anything but model(...), once for each call: "
+                "call the model, not its methods or parts, and call backward() once"
+            )
+        self.last_forward[p] = self.forwards
+
+
+class _UsedCheck:
+    """Raise RuntimeError if ranks use different parameters, whose gradients FSDP2 would mix up.
+
+    In the first three steps, unless `accumulation` is told that all are used.
+    """
+
+    def __init__(self, model: FSDPModule) -> None:
+        self.model: Any = model
+        self.parameters: list[Any] = [p for p in self.model.parameters() if p.requires_grad]
+        self.device = self.parameters[0].to_local().device if self.parameters else None
+        self.all_used = False  # as the caller says
+        self.steps = 0
+        self.hook: Any = None
+
+    def start(self) -> None:
+        """Check after each micro-batch, which is before the next one or the optimizer's step."""
+        before = torch.compiler.disable(self.before_forward)
+        self.hook = self.model.register_forward_pre_hook(before)
+        self.model.used_check = self
+        for p in self.parameters:
+            p.used_check = self
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Compare the ranks. Collective."""
+        if torch.is_grad_enabled():
+            self.compare()
+
+    def before_step(self) -> None:
+        """Compare the ranks; the third time is the last. Collective."""
+        self.compare()
+        self.steps += 1
+        if self.steps == 3:
+            self.hook.remove()
+            for p in self.parameters:
+                del p.used_check
+
+    def compare(self) -> None:
+        """Compare the ranks by which parameters have gradients. Collective."""
+        if self.all_used:
+            return
+        used = [p.grad is not None for p in self.parameters]
+        if not _same_on_all_ranks(str(used), self.device):
+            raise RuntimeError(
+                "the ranks used different parameters, and FSDP2 mixes up their gradients: "
+                "use find_unused_parameters=True (torch 2.14), or mode ddp with it"
+            )
+
+
+def _mark_replaced(before: list[nn.Parameter], sharded: nn.Module) -> None:
+    """Mark the parameters that a model had before it was sharded, and has no longer."""
+    now = set(sharded.parameters())
+    for p in before:
+        if p not in now:
+            p.replaced_by_sharding = True  # type: ignore[attr-defined]
+    _check_optimizers()
+
+
+@cache
+def _check_optimizers() -> None:
+    """Have every optimizer checked at its steps."""
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise RuntimeError for an optimizer that would train nothing; check what ranks use."""
+    checks: dict[_UsedCheck, None] = {}  # in the same order on all ranks
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if hasattr(p, "replaced_by_sharding"):
+                raise RuntimeError(
+                    "the optimizer was built before shard.apply, which replaced the parameters: "
+                    "build it afterwards"
+                )
+            if hasattr(p, "used_check"):
+                checks[p.used_check] = None
+    for check in checks:
+        check.before_step()
 
 
 # --- A step: accumulation, gradient norm, optimizer, scaler
 
 
-def accumulation(model: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """Enter around forward and backward of one accumulation step; only the `last` one all-reduces.
+@contextmanager
+def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Iterator[None]:
+    """Enter around forward and backward of each micro-batch of a step; say which is the `last`.
 
-    Sharded gradients are reduce-scattered at every step. FSDP1's hybrid modes all-reduce too.
+    Sharded gradients are reduce-scattered after every micro-batch. With `uses_all` every micro-
+    batch gives every trained parameter a gradient, on every rank: only then FSDP2 all-reduces over
+    replicas after the last one alone, and so does FSDP1's no_shard. DDP does so always.
     """
-    if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(last)
-        return nullcontext()
-    unsharded = isinstance(model, DDP) or (
-        isinstance(model, FSDP1) and model.sharding_strategy == ShardingStrategy.NO_SHARD
-    )
-    return model.no_sync() if unsharded and not last else nullcontext()  # type: ignore[operator]
+    defer = uses_all and not last
+    with ExitStack() as stack:
+        for module in model.modules():
+            if uses_all and hasattr(module, "used_check"):
+                module.used_check.all_used = True
+            if isinstance(module, FSDPModule) and defer:
+                module.set_requires_all_reduce(False, recurse=False)
+                # or a later backward pass, outside of this function, would not be averaged
+                stack.callback(module.set_requires_all_reduce, True, recurse=False)
+            ddp = isinstance(module, DDP) and not last
+            fsdp1 = isinstance(module, FSDP1) and defer and _is_no_shard_root(module)
+            if ddp or fsdp1:
+                stack.enter_context(module.no_sync())
+        yield
+
+
+def _is_no_shard_root(module: FSDP1) -> bool:
+    """Tell whether a module is the outermost unit of FSDP1, without shards."""
+    return module.sharding_strategy == ShardingStrategy.NO_SHARD and module.check_is_root()
+
+
+def _has(model: nn.Module, kind: Any) -> bool:
+    """Tell whether a model, or a part of it, is of a kind."""
+    return any(isinstance(module, kind) for module in model.modules())
 
 
 def autocast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
     """Enter around a forward pass in `dtype`: FSDP casts its units itself, the others need it."""
-    needed = not isinstance(model, FSDP1 | FSDPModule) and dtype != torch.float32
-    return torch.autocast(device.type, dtype) if needed else nullcontext()
+    if dtype == torch.float32 or _has(model, FSDP1 | FSDPModule):
+        return nullcontext()
+    return torch.autocast(device.type, dtype)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
     """Scale the gradients so that their norm over all parameters is at most `max_norm`.
 
     Returns the norm before, (), fp32, the same on every rank. Collective if gradients are sharded.
+    ValueError for a module that contains a model sharded by FSDP1.
     """
     if isinstance(model, FSDP1):
         return model.clip_grad_norm_(max_norm)  # sums over the shard group
-    groups, norms = by_mesh(p for p in model.parameters() if p.grad is not None), list[Tensor]()
+    if _has(model, FSDP1):
+        raise ValueError("FSDP1: give clip_grad_norm the model that shard.apply returned")
+    groups = by_mesh(p for p in model.parameters() if p.grad is not None)
+    norms: list[Tensor] = []
     for parameters in groups:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # of all shards
     whole = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
-    for parameters in groups if max_norm != float("inf") else []:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
+    if max_norm != float("inf"):
+        for parameters in groups:
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
     return whole
 
 
@@ -336,8 +740,15 @@ def original_name(name: str) -> str:
 
 
 def weight_decay_names(model: nn.Module) -> set[str]:
-    """List what decays: all but biases and norms. Before wrapping: FSDP1 flattens them."""
-    return {name for name, p in model.named_parameters() if p.ndim > 1}
+    """List the original names of what decays: all parameters but biases and norms.
+
+    ValueError for FSDP1, which flattens parameters: call it before `apply`.
+    """
+    if _has(model, FSDP1):
+        raise ValueError("call weight_decay_names before shard.apply: FSDP1 flattens parameters")
+    # a shared parameter under all of its names
+    named = model.named_parameters(remove_duplicate=False)
+    return {original_name(name) for name, p in named if p.ndim > 1}
 
 
 def build_optimizer(
@@ -349,28 +760,41 @@ def build_optimizer(
     weight_decay: float,
     betas: tuple[float, float] = (0.9, 0.95),  # of the MAE recipe
     eps: float = 1e-8,
-    lr_scale: Callable[[str], float] = lambda name: 1.0,
+    lr_scale: Callable[[str], float] | None = None,
 ) -> torch.optim.Optimizer:
     """Build a fused AdamW; `decay` has the original names of what decays.
 
     `lr_scale` is called with an original name; what it returns is the group's "lr_scale", by which
     the schedule multiplies the rate. Another optimizer must be elementwise, as AdamW is: a shard is
-    a piece of a tensor.
+    a piece of a tensor. ValueError if `decay` has names that the model does not have.
     """
+    all_names = {original_name(n) for n, _ in model.named_parameters(remove_duplicate=False)}
+    unknown = sorted(set(decay) - all_names)
+    if unknown:
+        raise ValueError(f"the model has no parameter {unknown[0]} to decay: use original names")
     found: dict[tuple[bool, float], list[nn.Parameter]] = {}
-    for name, p in ((original_name(n), p) for n, p in model.named_parameters()):
+    for wrapped_name, p in model.named_parameters():
+        name = original_name(wrapped_name)
+        scale = 1.0 if lr_scale is None else lr_scale(name)
         if p.requires_grad:
-            found.setdefault((name in decay, lr_scale(name)), []).append(p)
-    groups: list[dict[str, Any]] = [
-        {"params": of_mesh, "weight_decay": weight_decay * decays, "lr_scale": scale}
-        for (decays, scale), parameters in found.items()
-        for of_mesh in by_mesh(parameters)
-    ]
-    settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "fused": True}
+            found.setdefault((name in decay, scale), []).append(p)
+    groups: list[dict[str, Any]] = []
+    for (decays, scale), parameters in found.items():
+        decay_of_group = weight_decay if decays else 0.0
+        for of_mesh in by_mesh(parameters):
+            group = {"params": of_mesh, "weight_decay": decay_of_group, "lr_scale": scale}
+            groups.append(group)
     if STRATEGIES[mode].engine == "zero1":
-        settings["parameters_as_bucket_view"] = True  # each rank sends its parameters in one piece
-        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **settings)
-    return torch.optim.AdamW(groups, **settings)
+        return ZeroRedundancyOptimizer(
+            groups,
+            torch.optim.AdamW,
+            parameters_as_bucket_view=True,  # each rank sends its parameters in one piece
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            fused=True,
+        )
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
@@ -393,7 +817,9 @@ def build_scaler(
     """Build the gradient scaler that fp16 needs; None for bf16 and fp32."""
     if dtype != torch.float16:
         return None
-    return (ShardedGradScaler if isinstance(model, FSDP1) else torch.amp.GradScaler)(device.type)
+    if _has(model, FSDP1):
+        return ShardedGradScaler(device.type)
+    return torch.amp.GradScaler(device.type)
 
 
 # --- Arguments, blocks, initial values
@@ -401,65 +827,164 @@ def build_scaler(
 
 def _check_arguments(
     model: nn.Module, mode: str, mesh: DeviceMesh, split: bool, options: ShardingOptions
-) -> None:
-    """Raise ValueError for arguments of `apply` with which training would go wrong."""
+) -> Strategy:
+    """Return the strategy; ValueError for a mesh or options with which training would go wrong."""
     tp = mesh.shape[2] if split else 1
-    hybrid = mode in STRATEGIES and STRATEGIES[mode].group == "group"
-    wanted = mesh_shape(mode, dist.get_world_size() // tp, mesh.shape[1] if hybrid else None)
+    group = None
+    if mode in STRATEGIES and STRATEGIES[mode].shard_over == "group":
+        group = mesh.shape[1]
+    wanted = mesh_shape(mode, dist.get_world_size() // tp, group)
     if mesh.shape[:2] != wanted:
         raise ValueError(f"mode {mode} here needs a mesh that begins with {wanted}, not {mesh}")
     given = {n: v for n, v in vars(options).items() if v != getattr(ShardingOptions, n)}
-    for sentence in misuses(mode, given | ({"tp": tp} if tp > 1 else {})):
-        raise ValueError(sentence)
+    if tp > 1:
+        given["tp"] = tp
+    problem = next(invalid_options(mode, given), None)
+    if problem:
+        raise ValueError(problem)
+    if options.fsdp == 1 and STRATEGIES[mode].engine == "fsdp" and hasattr(model, "_orig_mod"):
+        raise ValueError("FSDP1 cannot save a compiled model: compile it after shard.apply")
+    return STRATEGIES[mode]
+
+
+def _check_model(
+    model: nn.Module, blocks: Mapping[str, nn.Module], strategy: Strategy, options: ShardingOptions
+) -> None:
+    """Raise ValueError for a model with which training would go wrong."""
+    sharded = strategy.engine == "fsdp"
     if "module" in dict(model.named_children()):
         raise ValueError("rename the submodule module: DDP uses this name")
-    # its buffers stay in fp32, and recomputation would count each batch twice
-    low = STRATEGIES[mode].engine == "fsdp" and options.param_dtype != torch.float32
-    if (low or options.ac != "none") and any(isinstance(m, _BatchNorm) for m in model.modules()):
-        raise ValueError("BatchNorm needs ac none and, in FSDP, param_dtype fp32: use GroupNorm")
+    for name, module in model.named_modules():
+        _check_module(name, module, sharded, sharded and options.param_dtype != torch.float32)
+    if options.ac != "none":
+        for block in blocks.values():
+            for module in block.modules():
+                _check_recomputation(module)
     for name, p in model.named_parameters():
-        if p.dtype != torch.float32:
-            raise ValueError(f"{name} is {p.dtype}, but parameters are stored in fp32: .float()")
-        if STRATEGIES[mode].engine == "fsdp" and (p.ndim == 0 or p.numel() == 0):
-            raise ValueError(f"{name} {tuple(p.shape)} cannot be sharded: give it one element")
+        _check_parameter(original_name(name), p, sharded)
+
+
+def _check_module(name: str, module: nn.Module, sharded: bool, low_precision: bool) -> None:
+    """Raise ValueError for a module that cannot be sharded, or not in low precision."""
+    if low_precision and isinstance(module, _NormBase) and module.track_running_stats:
+        # its buffers stay in fp32
+        raise ValueError("BatchNorm needs ac none and, in FSDP, param_dtype fp32: use GroupNorm")
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if module.max_norm is not None:
+            raise ValueError(
+                f"{name} has max_norm, which changes weights in forward(), on each rank others: "
+                "renormalise them between two steps"
+            )
+        if module.sparse and sharded:
+            raise ValueError(f"{name} has sparse gradients, which FSDP cannot use: sparse=False")
+
+
+def _check_recomputation(module: nn.Module) -> None:
+    """Raise ValueError for a module of a block that counts every forward pass."""
+    if isinstance(module, _NormBase) and module.track_running_stats:
+        # recomputation would count each batch twice
+        raise ValueError("BatchNorm needs ac none and, in FSDP, param_dtype fp32: use GroupNorm")
+    hooks = module._forward_pre_hooks.values()
+    names = {type(part).__name__ for part in [module, *hooks]}
+    if names & {"_SpectralNorm", "SpectralNorm"}:
+        raise ValueError("spectral_norm needs ac none: recomputation would iterate it twice")
+
+
+def _check_parameter(name: str, p: nn.Parameter, sharded: bool) -> None:
+    """Raise ValueError for a parameter that cannot be sharded."""
+    if isinstance(p, nn.parameter.UninitializedParameter):
+        raise ValueError(f"{name} has no shape yet: call the model once before shard.apply")
+    if p.is_complex():
+        raise ValueError(
+            f"{name} is {p.dtype}: store its real and imaginary part, as torch.view_as_real does"
+        )
+    if not p.is_floating_point():
+        raise ValueError(f"{name} is {p.dtype}, which is not trained: register it as a buffer")
+    if p.dtype != torch.float32:
+        raise ValueError(f"{name} is {p.dtype}, but parameters are stored in fp32: .float()")
+    if sharded and p.ndim == 0:
+        raise ValueError(f"{name} () cannot be sharded: give it one element, the shape (1,)")
+    if sharded and p.numel() == 0:
+        shape = tuple(p.shape)
+        raise ValueError(f"{name} {shape} cannot be sharded, for it is empty: make it a buffer")
+    if p._backward_hooks or p._post_accumulate_grad_hooks:
+        raise ValueError(f"the hook on {name} would be lost: register it after shard.apply")
 
 
 def find_blocks(model: nn.Module, classes: Collection[type[nn.Module]]) -> dict[str, nn.Module]:
     """Find the outermost modules of these classes, by name; ValueError if there are none."""
+    if isinstance(classes, type | str) or not all(isinstance(c, type) for c in classes):
+        raise ValueError(f"block_classes is a set of classes, such as {{Block}}, not {classes!r}")
     wanted = tuple(classes)
-    found = {n: m for n, m in model.named_modules() if isinstance(m, wanted) and m is not model}
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, wanted) and module is not model:
+            found[name] = module
     if wanted and not found:
         listed = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
         raise ValueError(f"block_classes match no module: use set(), or classes out of {listed}")
-    inner = {part for block in found.values() for part in block.modules() if part is not block}
+    inner: set[nn.Module] = set()
+    for name, block in found.items():
+        if type(block).forward is nn.Module.forward:
+            kind = type(block).__name__
+            raise ValueError(f"{name} is a {kind}, which has no forward(): name its items' class")
+        inner |= set(block.modules()) - {block}
     return {name: block for name, block in found.items() if block not in inner}
 
 
 def _check_units(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
     """Raise ValueError for a parameter in two units, which FSDP would untie."""
-    inside = {part for unit in units.values() for part in unit.modules()}
-    found: dict[nn.Parameter, str] = {}
-    for name, unit in [*units.items(), ("the root", model)]:
-        modules = [part for part in unit.modules() if unit is not model or part not in inside]
-        for p in [p for module in modules for p in module.parameters(recurse=False)]:
-            if found.setdefault(p, name) != name:
-                where = f"a parameter {tuple(p.shape)} is in two units, {found[p]} and {name}"
-                raise ValueError(f"{where}: use other block_classes, wrap root, or mode ddp")
+    inside: set[nn.Module] = set()
+    unit_of: dict[nn.Parameter, str] = {}
+    for name, unit in units.items():
+        inside |= set(unit.modules())
+        for p in unit.parameters():
+            _check_unit_of(p, name, unit_of)
+    for module in model.modules():
+        if module not in inside:
+            for p in module.parameters(recurse=False):
+                _check_unit_of(p, "the root", unit_of)
+
+
+def _check_unit_of(p: nn.Parameter, name: str, unit_of: dict[nn.Parameter, str]) -> None:
+    """Note that a parameter is in a unit; ValueError if it is in another one too."""
+    first = unit_of.setdefault(p, name)
+    if first != name:
+        where = f"a parameter {tuple(p.shape)} is in two units, {first} and {name}"
+        raise ValueError(f"{where}: use other block_classes, wrap root, or mode ddp")
 
 
 def _prepare_blocks(
     model: nn.Module, blocks: Mapping[str, nn.Module], options: ShardingOptions
 ) -> None:
     """Checkpoint and compile the blocks."""
-    # first, so that a block is gathered once for recomputation and gradient together
+    context: Callable[[], Any] = noop_context_fn
+    if options.ac == "selective":
+        context = partial(create_selective_checkpoint_contexts, _keep_matmuls)
     if options.ac != "none":
-        how: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state}
-        if options.ac == "selective":
-            how["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matmuls)
-        _replace(model, {block: checkpoint_wrapper(block, **how) for block in blocks.values()})
-    for name in blocks if options.compile else ():
-        # Not dynamic: one graph for encoder and decoder blocks would be slower than one for each.
-        model.get_submodule(name).compile(dynamic=False)
+        for block in blocks.values():
+            wrapper = checkpoint_wrapper(
+                block, preserve_rng_state=options.preserve_rng_state, context_fn=context
+            )
+            _replace(model, {block: wrapper})
+            check = _ForwardCheck(wrapper, _own_buffers(block), CHANGED_BUFFER)
+            check.start()
+    if options.compile:
+        # Dynamo would cut each block into graphs that end with DDP's buckets, so that all-reduces
+        # start early within a block; DDP starts them between the blocks, and one graph is faster.
+        torch._dynamo.config.optimize_ddp = False
+        for name in blocks:
+            # Not dynamic: one graph for all blocks would be slower than one for each kind.
+            model.get_submodule(name).compile(dynamic=False)
+
+
+def _own_buffers(block: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """List (name, module, name in this module) of the buffers of a block."""
+    found = []
+    for path, module in block.named_modules():
+        for leaf in module._buffers:
+            found.append((original_name(f"{path}.{leaf}").lstrip("."), module, leaf))
+    return found
 
 
 def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -472,45 +997,68 @@ def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def undefined(name: str, shape: torch.Size, device: torch.device) -> Tensor:
-    """Return memory of any content: for `apply`, where a checkpoint is loaded afterwards."""
-    return torch.empty(shape, device=device)
-
-
 @torch.no_grad()
 def _materialise(
-    unit: nn.Module, names: Mapping[Tensor, str], device: torch.device, values: InitialValue
+    unit: nn.Module,
+    names: Mapping[Tensor, str],
+    device: torch.device,
+    init_fn: InitFunction | None,
+    uninitialized: bool,
 ) -> None:
-    """Give what is on meta in a module and below it memory and values, alike on every rank."""
+    """Give what is on meta in a module and below it memory and values, the same on every rank."""
     made: dict[Tensor, Tensor] = {}  # tied parameters stay tied
     for module in unit.modules():
-        for leaf, t in {**module._parameters, **module._buffers}.items():
-            if t is not None and _on_meta(t):
-                if values is undefined and leaf in module._non_persistent_buffers_set:
-                    raise ValueError(f"{names[t]} is in no checkpoint: make this buffer persistent")
-                if t not in made:
-                    new = torch.empty_like(t, device=device)
-                    new.copy_(values(names[t], t.shape, device=device))
-                    is_parameter = isinstance(t, nn.Parameter)
-                    made[t] = nn.Parameter(new, t.requires_grad) if is_parameter else new
-                setattr(module, leaf, made[t])
+        for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or not _on_meta(tensor):
+                continue
+            if tensor not in made:
+                in_checkpoint = leaf not in module._non_persistent_buffers_set
+                new = torch.empty_like(tensor, device=device)
+                if not (uninitialized and in_checkpoint):
+                    new.copy_(_initial_value(names[tensor], tensor, device, init_fn))
+                if isinstance(tensor, nn.Parameter):
+                    new = nn.Parameter(new, tensor.requires_grad)
+                made[tensor] = new
+            setattr(module, leaf, made[tensor])
+
+
+def _initial_value(
+    name: str, tensor: Tensor, device: torch.device, init_fn: InitFunction | None
+) -> Tensor:
+    """Return the whole value of a tensor on meta; ValueError if nothing can give it one."""
+    if init_fn is None:
+        raise ValueError(
+            f"{name} is in no checkpoint: give `init_fn` too, or build this buffer on the CPU"
+        )
+    return init_fn(name, tensor.shape, device=device)
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """List the parameters and buffers of a model, with their names."""
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _check_same_model(model: nn.Module, arguments: str, device: torch.device) -> None:
     """Raise RuntimeError if the ranks have different models, or arguments. Collective."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    found = [(n, t.shape, t.dtype, t.requires_grad, _on_meta(t)) for n, t in tensors]
-    crc = zlib.crc32(f"{arguments} {found}".encode())
+    found = []
+    for name, tensor in _named_tensors(model):
+        found.append((name, tensor.shape, tensor.dtype, tensor.requires_grad, _on_meta(tensor)))
+    if not _same_on_all_ranks(f"{arguments} {found}", device):
+        raise RuntimeError("the ranks were given different models, modes or options")
+
+
+def _same_on_all_ranks(text: str, device: torch.device | None) -> bool:
+    """Tell whether all ranks have the same text. Collective."""
+    crc = zlib.crc32(text.encode())
     extremes = torch.tensor([crc, -crc], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)  # the largest, and minus the smallest
-    if extremes.sum():
-        raise RuntimeError("the ranks were given different models, modes or options")
+    return extremes.sum().item() == 0
 
 
 @torch.no_grad()
 def _broadcast_values(model: nn.Module, device: torch.device) -> None:
     """Send the values that a model has, not those on meta, from rank 0 to all. Collective."""
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for _, tensor in _named_tensors(model):
         if tensor.numel() and not _on_meta(tensor):
             value = tensor.to(device).contiguous()
             dist.broadcast(value.view(-1).view(torch.uint8), 0)  # as bytes: any dtype

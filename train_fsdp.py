@@ -77,7 +77,7 @@ def forward_backward(training: Training, micro_batches: Sequence[Any]) -> Tensor
     total = torch.zeros((), device=device)
     for i, micro_batch in enumerate(micro_batches):
         # whole gradients are all-reduced after the last micro-batch, sharded ones reduced in each
-        with shard.accumulation(model, last=i == count - 1):
+        with shard.accumulation(model, last=i == count - 1, uses_all=True):
             with shard.autocast(model, device, training.dtype):
                 loss = training.loss_of(model, micro_batch)
             loss = loss / count  # the sum is this rank's mean; DDP and FSDP average over ranks
@@ -94,8 +94,8 @@ def train_step(
 ) -> None:
     """Make one optimizer step, unless some rank finds a bad value in it. Collective.
 
-    `requests` of this rank go to all others with the vote, as of `StepGuard.vote`. With AdamW
-    nothing here waits for a GPU, so that the host runs ahead of it.
+    `requests` of this rank go to all others, as of `StepGuard.check_step`. With AdamW nothing here
+    waits for a GPU, so that the host runs ahead of it.
     """
     optimizer = training.optimizer
     scaler = training.scaler
@@ -105,11 +105,13 @@ def train_step(
     # over all shards: the same on every rank
     norm = shard.clip_grad_norm(training.model, training.clip or math.inf)
     # one small all-reduce: all ranks skip a step with a bad value, or none does
-    skip = guard.vote(loss, norm, scaled=scaler is not None, **requests)
+    skip = guard.check_step(loss, norm, scaled=scaler is not None, **requests)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)  # fine-tuning has a rate for each layer
     shard.optimizer_step(optimizer, skip)  # scaler.step would make the host wait
     if scaler:
+        # The scale is the same on every rank: with DDP all see the same gradients; with shards,
+        # FSDP2's DTensors and FSDP1's own scaler ask the other ranks whether theirs are finite.
         scaler.update()
     optimizer.zero_grad()  # to None: the memory of sharded gradients is free
 
@@ -121,7 +123,7 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
     """Build, shard and initialise the model, with its AdamW. Collective.
 
     With FSDP by blocks no rank ever holds the whole model: it has no memory until it is sharded.
-    With `resuming` its values are undefined until a checkpoint is loaded.
+    With `resuming` its memory is uninitialized until a checkpoint is loaded.
     """
     config = run.config
     mode = str(config.mode)
@@ -135,13 +137,14 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
         mode,
         grid,
         block_classes={vit.Block},
-        values=shard.undefined if resuming else initial_values(run),
+        init_fn=None if resuming else initial_values(run),
+        uninitialized=resuming,
         split_block=tensor_parallel.split_block if config.tp > 1 else None,
         options=run.sharding_options(),
     )
     # after sharding: its states are sharded as the parameters are
     optimizer = shard.build_optimizer(
-        model, mode, decay, lr=run.peak_lr, weight_decay=config.weight_decay
+        model, mode, decay, lr=run.peak_lr, weight_decay=config.weight_decay, betas=config.betas
     )
     if config.tp > 1:
         tensor_parallel.finish_split(model, optimizer, grid)
@@ -162,7 +165,7 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
 def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | None]:
     """Train the steps that are left; return why the run ends, and an error message if it failed.
 
-    Reasons: done, signal, nan, data, bad, save.
+    Reasons: done, signal, nan, loader_error, bad_images, save_failed.
     """
     guard = monitor.guard
     checkpoints = monitor.checkpoints
@@ -180,9 +183,9 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
         train_step(training, guard, batch.micro_batches, lr, **monitor.requests())
         if monitor.profile:
             monitor.profile.step()
-        # log: what all ranks agreed on; a GPU's verdict comes one step later, so that nobody waits
-        for verdict in monitor.finished_steps(wait=save_now or evaluate_now):
-            monitor.log_step(verdict, learning_rate(verdict.step, run))
+        # log: what all ranks agreed on; a GPU's result comes one step later, so that nobody waits
+        for result in monitor.finished_steps(wait=save_now or evaluate_now):
+            monitor.log_step(result, learning_rate(result.step, run))
         if guard.ended:
             return guard.ended, monitor.problem
         # save: at an interval, by some rank's clock, and before the run ends
@@ -194,10 +197,10 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
                 problem = checkpoints.save(guard.done, wait=ending)
             guard.save = False
             if problem:
-                return "save", problem
+                return "save_failed", problem
         # stop: too many bad images, or a signal, on whichever rank; there may be little time left
         if monitor.bad_images.too_many:
-            return "bad", monitor.bad_images.too_many
+            return "bad_images", monitor.bad_images.too_many
         if guard.stop and not last:
             return "signal", None
         # evaluate: at an interval of its own, or after each save
@@ -218,13 +221,13 @@ def read_images(run: Run, monitor: Monitor) -> tuple[str, str | None]:
     for step in range(run.steps):
         last = step + 1 == run.steps
         monitor.next_batch(step)
-        guard.vote(zero, zero, **monitor.requests())
-        for verdict in monitor.finished_steps(wait=last):
-            monitor.log_step(verdict, lr=0.0)
+        guard.check_step(zero, zero, **monitor.requests())
+        for result in monitor.finished_steps(wait=last):
+            monitor.log_step(result, lr=0.0)
         if guard.ended:
             return guard.ended, None
         if monitor.bad_images.too_many:
-            return "bad", monitor.bad_images.too_many
+            return "bad_images", monitor.bad_images.too_many
         if guard.stop and not last:
             return "signal", None
     return "done", None

@@ -77,8 +77,10 @@ def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 
     Matrix products only: a multiply-add counts as 2, backward as twice the forward. What activation
     checkpointing computes again is not counted.
     """
-    c, patches = config, patch_count(config, img_size)
-    kept, pixels = kept_patches(patches, mask_ratio), c.channels * c.patch**2
+    c = config
+    patches = patch_count(c, img_size)
+    kept = kept_patches(patches, mask_ratio)
+    pixels = c.channels * c.patch**2  # numbers in a patch
     stacks = (  # depth, tokens, width, MLP width, matrices of the MLP
         (c.depth, kept + 1, c.width, c.mlp_width, 3 if c.gated_mlp else 2),
         (c.decoder_depth, patches + 1, c.decoder_width, 4 * c.decoder_width, 2),
@@ -113,6 +115,18 @@ def reconstruction_target(patches: Tensor, norm_pix: bool) -> Tensor:
     return (patches - mean) / (variance + 1e-6).sqrt()
 
 
+def random_masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
+    """Choose the patches that stay visible: those with the smallest values of `noise` (B, L).
+
+    Returns their indices `keep` (B, K) and the mask (B, L), fp32: 1 for a removed patch, 0 for a
+    visible one. ValueError if no patch stays visible.
+    """
+    kept = kept_patches(noise.shape[1], mask_ratio)
+    keep = noise.argsort(dim=1)[:, :kept]  # (B, K)
+    mask = torch.ones(noise.shape, device=noise.device).scatter(1, keep, 0.0)  # (B, L)
+    return keep, mask
+
+
 def loss_of_each(images: Tensor, pred: Tensor, mask: Tensor, patch: int, norm_pix: bool) -> Tensor:
     """Compute the loss of each image (B,), float64, from what `ViTMAE.forward` takes and gives."""
     target = reconstruction_target(patchify(images, patch), norm_pix)
@@ -121,18 +135,38 @@ def loss_of_each(images: Tensor, pred: Tensor, mask: Tensor, patch: int, norm_pi
 
 
 def sincos_positions(width: int, side: int) -> Tensor:
-    """Compute the fixed 2-D positions (1, 1 + side*side, D), fp32; the first row, of cls, is zero.
+    """Compute the fixed 2-D positions (1, 1 + side*side, D), fp32; row 0, for cls, is zero.
 
-    First half of D: the column, second: the row; in each sin, then cos, at 1 / 10000^(i / (D/4)).
+    The first half of D encodes the column, the second half the row: in each half the sines come
+    first, then the cosines, at the frequencies 1 / 10000^(i / (D/4)).
     """
     frequency = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width / 4))
     row, column = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
-    angles = [axis.reshape(-1, 1) * frequency for axis in (column, row)]  # 2 x (L, D/4)
-    table = torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1)  # (L, D)
+    c = column.reshape(-1, 1) * frequency  # (L, D/4)
+    r = row.reshape(-1, 1) * frequency  # (L, D/4)
+    table = torch.cat([c.sin(), c.cos(), r.sin(), r.cos()], dim=1)  # (L, D)
     return F.pad(table, (0, 0, 1, 0)).float().unsqueeze(0)  # (1, 1+L, D)
 
 
 # --- Layers. The names of modules and parameters are those of the official MAE release.
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm in the dtype of its input, under autocast as well: (B, T, D) -> (B, T, D).
+
+    The parameters are those of nn.LayerNorm, by the same names.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        # Under autocast the weights are fp32 and x is not. On a GPU autocast would convert x to
+        # fp32, and save that copy for backward. The kernel computes mean and variance in fp32
+        # whatever the dtype of x is, so that casting the weights, as FSDP does, is enough.
+        weight = self.weight.to(x.dtype)
+        bias = self.bias.to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 # Up to this many tokens plain attention is faster on a CPU: the scores stay in its caches. A step
@@ -140,9 +174,12 @@ def sincos_positions(width: int, side: int) -> Tensor:
 PLAIN_TOKENS = {torch.bfloat16: 320, torch.float32: 100}
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute softmax(q k^T / sqrt(E)) v: 3 x (B, N, T, E) -> (B, N, T, E)."""
-    if q.is_cpu and q.shape[-2] <= PLAIN_TOKENS.get(q.dtype, 0):
+def attend(q: Tensor, k: Tensor, v: Tensor, always_fused: bool = False) -> Tensor:
+    """Compute softmax(q k^T / sqrt(E)) v: 3 x (B, N, T, E) -> (B, N, T, E).
+
+    With `always_fused` a CPU uses PyTorch's fused attention for short sequences too.
+    """
+    if q.is_cpu and not always_fused and q.shape[-2] <= PLAIN_TOKENS.get(q.dtype, 0):
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, N, T, T)
         return scores.softmax(dim=-1) @ v
     return F.scaled_dot_product_attention(q, k, v)
@@ -150,6 +187,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 class Attention(nn.Module):
     """Multi-head self-attention with one fused qkv matrix: (B, T, D) -> (B, T, D)."""
+
+    always_fused = False  # as of `attend`; a simulation of a GPU on a CPU sets it
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -160,8 +199,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
         qkv = self.qkv(x).reshape(b, t, 3, self.heads, -1)  # (B, T, 3, N, E)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # 3 x (B, N, T, E)
-        x = attend(q, k, v)  # (B, N, T, E)
+        # unbind before transpose: the other order costs a copy of all three gradients in backward
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # 3 x (B, N, T, E)
+        x = attend(q, k, v, self.always_fused)  # (B, N, T, E)
         return self.proj(x.transpose(1, 2).reshape(b, t, -1))  # (B, T, D)
 
 
@@ -195,10 +235,10 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, mlp_width: int, gated: bool = False) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.norm1 = LayerNorm(width, eps=1e-6)
         self.attn = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width, eps=1e-6)
-        self.mlp = (GatedMlp if gated else Mlp)(width, mlp_width)
+        self.norm2 = LayerNorm(width, eps=1e-6)
+        self.mlp = GatedMlp(width, mlp_width) if gated else Mlp(width, mlp_width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
@@ -227,20 +267,25 @@ class ViTMAE(nn.Module):
     def __init__(self, config: ViTConfig, img_size: int = 224, norm_pix_loss: bool = True) -> None:
         """Build the model and, unless on the meta device, initialise it with seed 0."""
         super().__init__()
-        c = self.config = config
+        c = config
         side = math.isqrt(patch_count(c, img_size))
-        self.img_size, self.norm_pix_loss = img_size, norm_pix_loss
+        self.config = config
+        self.img_size = img_size
+        self.norm_pix_loss = norm_pix_loss
 
         self.patch_embed = PatchEmbed(c.patch, c.width, c.channels)
         self.cls_token = nn.Parameter(torch.empty(1, 1, c.width))
         blocks = [Block(c.width, c.heads, c.mlp_width, c.gated_mlp) for _ in range(c.depth)]
         self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(c.width, eps=1e-6)
+        self.norm = LayerNorm(c.width, eps=1e-6)
         self.decoder_embed = nn.Linear(c.width, c.decoder_width)
         self.mask_token = nn.Parameter(torch.empty(1, 1, c.decoder_width))
-        sizes = c.decoder_width, c.decoder_heads, 4 * c.decoder_width
-        self.decoder_blocks = nn.ModuleList(Block(*sizes) for _ in range(c.decoder_depth))
-        self.decoder_norm = nn.LayerNorm(c.decoder_width, eps=1e-6)
+        decoder_blocks = [
+            Block(c.decoder_width, c.decoder_heads, 4 * c.decoder_width)
+            for _ in range(c.decoder_depth)
+        ]
+        self.decoder_blocks = nn.ModuleList(decoder_blocks)
+        self.decoder_norm = LayerNorm(c.decoder_width, eps=1e-6)
         self.decoder_pred = nn.Linear(c.decoder_width, c.channels * c.patch**2)
 
         # Buffers, not frozen parameters: they are neither sharded nor optimized.
@@ -249,9 +294,17 @@ class ViTMAE(nn.Module):
         if not self.cls_token.is_meta:
             initialize(self)
 
+    def image_patches(self, images: Tensor) -> Tensor:
+        """Cut images into patches (B, L, P*P*C); ValueError if they are not of the model's size."""
+        size = (self.config.channels, self.img_size, self.img_size)
+        if images.shape[1:] != size:
+            raise ValueError(f"images {tuple(images.shape[1:])} do not fit this model: {size}")
+        return patchify(images, self.config.patch)
+
     def encode(self, patches: Tensor, keep: Tensor) -> Tensor:
         """Encode the patches `keep` (B, K) of all patches (B, L, P*P*C) -> tokens (B, 1+K, D)."""
-        pos, index = self.pos_embed, keep.unsqueeze(-1)  # (B, K, 1)
+        pos = self.pos_embed  # (1, 1+L, D)
+        index = keep.unsqueeze(-1)  # (B, K, 1)
         x = self.patch_embed(patches.take_along_dim(index, dim=1))  # (B, K, D)
         x = x + pos[:, 1:].take_along_dim(index, dim=1).to(x.dtype)
         cls = (self.cls_token + pos[:, :1]).to(x.dtype)  # (1, 1, D)
@@ -260,11 +313,23 @@ class ViTMAE(nn.Module):
             x = block(x)
         return self.norm(x)
 
+    def features(self, images: Tensor) -> Tensor:
+        """Encode whole images, no patch removed: (B, C, H, W) -> tokens (B, 1+L, D), cls first.
+
+        Images are normalised and floating-point; ValueError for images that are not of the model's
+        size. As any method but `forward`, it is for a model that is not sharded.
+        """
+        patches = self.image_patches(images)  # (B, L, P*P*C)
+        b, length, _ = patches.shape
+        every_patch = torch.arange(length, device=images.device).expand(b, -1)  # (B, L)
+        return self.encode(patches, every_patch)
+
     def decode(self, tokens: Tensor, keep: Tensor) -> Tensor:
         """Predict all patches (B, L, P*P*C) from tokens (B, 1+K, D) and their indices (B, K)."""
-        pos = self.decoder_pos_embed
-        b, length = len(tokens), pos.shape[1] - 1
-        x = self.decoder_embed(tokens)  # (B, 1+K, Dd), Dd the decoder's width
+        pos = self.decoder_pos_embed  # (1, 1+L, Dd), Dd the decoder's width
+        b = len(tokens)
+        length = pos.shape[1] - 1
+        x = self.decoder_embed(tokens)  # (B, 1+K, Dd)
         # Each visible token goes to the place of its patch (row 0: cls); the rest are mask tokens.
         place = F.pad(keep + 1, (1, 0)).unsqueeze(-1).expand_as(x)  # (B, 1+K, Dd)
         empty = self.mask_token.to(x.dtype).expand(b, 1 + length, -1)  # (B, 1+L, Dd)
@@ -282,15 +347,10 @@ class ViTMAE(nn.Module):
         smallest values of `noise` (B, L) stay; mask 1 = removed. The loss is the mean squared error
         over the removed patches. ValueError for images that are not of the model's size.
         """
-        size = (self.config.channels, self.img_size, self.img_size)
-        if images.shape[1:] != size:
-            raise ValueError(f"images {tuple(images.shape[1:])} do not fit this model: {size}")
-        patches = patchify(images, self.config.patch)  # (B, L, P*P*C)
-        b, length, _ = patches.shape
-        if noise is None:
-            noise = torch.rand(b, length, device=images.device)  # in training, the loader draws it
-        keep = noise.argsort(dim=1)[:, : kept_patches(length, mask_ratio)]  # (B, K)
-        mask = torch.ones(b, length, device=images.device).scatter(1, keep, 0.0)  # (B, L)
+        patches = self.image_patches(images)  # (B, L, P*P*C)
+        if noise is None:  # in training, the loader draws it
+            noise = torch.rand(patches.shape[:2], device=images.device)
+        keep, mask = random_masking(noise, mask_ratio)  # (B, K), (B, L)
 
         pred = self.decode(self.encode(patches, keep), keep)  # (B, L, P*P*C)
         target = reconstruction_target(patches, self.norm_pix_loss)

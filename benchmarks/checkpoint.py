@@ -90,6 +90,10 @@ def drop_pages(folder: Path) -> None:
 def write(args: argparse.Namespace, folder: Path) -> Found:
     """Save, and write the same bytes plainly, `--repeat` times; one of each remains."""
     model, optimizer, _ = build(args.model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()  # which creates the optimizer's states
+    optimizer.zero_grad()
     tensors = [local(t) for t in checkpoint.named_tensors(model, optimizer).values()]
     for tensor in tensors:
         tensor.fill_(1)

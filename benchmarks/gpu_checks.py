@@ -127,7 +127,7 @@ def steps_of(
     found: list[tuple[float, float]] = []
     for _ in range(count + 20):
         train_fsdp.train_step(training, guard, parts, LR)
-        verdict = guard.settle(wait=True)[-1]
+        verdict = guard.read_results(wait=True)[-1]
         if math.isfinite(verdict.norm):
             found.append((verdict.loss, verdict.norm))
         if len(found) == count:

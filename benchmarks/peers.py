@@ -12,7 +12,7 @@ import data
 import mesh
 import train_fsdp
 import vit
-from downstream import weights
+from runtime import weight_files
 from runtime.agreement import StepGuard
 from runtime.config import DTYPES, Config
 from runtime.run import resolve
@@ -20,12 +20,12 @@ from runtime.run import resolve
 
 def transformers_mae(config: vit.ViTConfig, img_size: int) -> ViTMAEForPreTraining:
     """Build Hugging Face's model, with attention by scaled_dot_product_attention."""
-    shapes = {theirs: getattr(config, ours) for ours, theirs in weights.CONFIG.items()}
+    shapes = {theirs: getattr(config, ours) for ours, theirs in weight_files.CONFIG.items()}
     options = ViTMAEConfig(
         **shapes,
         image_size=img_size,
         decoder_intermediate_size=4 * config.decoder_width,
-        layer_norm_eps=weights.NORM_EPS,
+        layer_norm_eps=weight_files.NORM_EPS,
         norm_pix_loss=True,
         mask_ratio=0.75,
         attn_implementation="sdpa",

@@ -1,1 +1,1 @@
-"""After pretraining: read weights.py and images.py, then reconstruct.py, scores.py, finetune.py."""
+"""After pretraining: read reconstruct.py, then scores.py, finetune.py."""

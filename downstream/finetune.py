@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +19,15 @@ import data
 import mesh
 import shard
 import vit
-from downstream.images import open_eval_loader
-from downstream.scores import class_numbers
-from downstream.weights import Pretrained, read_pretrained, value_of
+from downstream.scores import class_numbers, describe_classes
 from runtime import image_source, process
 from runtime.agreement import run_on_rank0
-from runtime.config import Config, Parser, add_flags, flag, make_config, number
+from runtime.config import Config, Parser, add_flags, flag, make_config, number, pair_below_one
 from runtime.device_batches import Batch, open_batches
+from runtime.eval_images import open_eval_loader
 from runtime.evaluation import average_over
 from runtime.monitor import Monitor
+from runtime.pretrained import Pretrained, describe_assumptions, read_pretrained, value_of
 from runtime.resume import list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
@@ -35,11 +35,24 @@ from runtime.start_record import versions
 from train_fsdp import Training, train
 
 HELP = "train the encoder as a classifier"
-# Flags that only pretraining has, and those that all subcommands of probe.py have
+# Flags of train_fsdp.py that only pretraining has, or that all subcommands of probe.py have.
 LEFT_OUT = {
-    *("model", "channels", "mask_ratio", "norm_pix_loss", "run_mode", "steps", "tensorboard"),
-    *("profile", "dry_run", "world_size", "data", "eval_data", "init_from", "img_size", "device"),
+    "channels",
+    "data",
+    "device",
+    "dry_run",
+    "eval_data",
+    "img_size",
+    "init_from",
+    "mask_ratio",
+    "model",
+    "norm_pix_loss",
+    "profile",
+    "run_mode",
+    "steps",
+    "tensorboard",
     "tp",
+    "world_size",
 }
 
 
@@ -47,7 +60,9 @@ LEFT_OUT = {
 class Tuning(Config):
     """The flags of fine-tuning: those of pretraining, a few with other defaults, and more."""
 
-    blr: float = flag(5e-4, "lr = blr x global batch / 256", "result")
+    default_blr: ClassVar[float] = 5e-4
+    blr: float | None = flag(None, "lr = blr x global batch / 256 (default 5e-4)", "result")
+    betas: tuple[float, float] = flag((0.9, 0.999), "of AdamW", "result", type=pair_below_one)
     epochs: int = flag(50, "passes over the data", "result")
     out: str = flag("finetuned", "log and checkpoints go here", group="output")
     test: str = flag(None, "images to score after each epoch", group="fine-tuning", required=True)
@@ -63,11 +78,11 @@ class TuningRun(Run):
     classes: int = 0
 
     def flops_per_image(self) -> int | None:
-        """Return None: the FLOPs of pretraining, which the log would show, are not those here."""
+        """Return None: the log shows the FLOPs of pretraining, and these are others."""
         return None
 
     def record(self) -> dict[str, Any]:
-        """Return the flags and what follows; what is planned is a plain ViT on whole images."""
+        """Return the flags and what follows from them; the plan is that of a ViT without masks."""
         return super().record() | {"encoder_only": True, "mask_ratio": 0.0}
 
 
@@ -81,12 +96,16 @@ def run(args: argparse.Namespace) -> int:
     received = process.collect()
     pretrained = read_pretrained(args.run)
     image_source.check_folder(args.test, "--test", args.out)
+    flags = argparse.Namespace()
+    for row in fields(Tuning):
+        setattr(flags, row.name, getattr(args, row.name, row.default))
     # the model of other code may have a shape of its own
     shape = ",".join(f"{name}={value:d}" for name, value in vars(pretrained.config).items())
-    known = {row.name: row.default for row in fields(Tuning)} | vars(args)
-    known |= {"model": f"base:{shape}", "channels": pretrained.config.channels}
-    known |= {"img_size": args.img_size or pretrained.img_size}
-    config = make_config(Parser("probe.py"), argparse.Namespace(**known), Tuning)
+    flags.model = f"base:{shape}"
+    flags.channels = pretrained.config.channels
+    if flags.img_size is None:
+        flags.img_size = pretrained.img_size
+    config = make_config(Parser("probe.py"), flags, Tuning)
     return run_session(config, partial(run_tuning, pretrained), received)
 
 
@@ -94,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Classifier(vit.ViTMAE):
-    """A ViTMAE with a norm and a linear layer on its tokens in the place of its decoder."""
+    """A ViTMAE with a norm and a linear layer on its tokens instead of a decoder."""
 
     def __init__(self, config: vit.ViTConfig, img_size: int, classes: int) -> None:
         """Classify the mean of the patches of an image."""
@@ -108,30 +127,37 @@ class Classifier(vit.ViTMAE):
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
         """Classify normalised images (B, C, H, W) -> logits (B, classes)."""
-        patches = vit.patchify(images, self.config.patch)  # (B, L, P*P*C)
-        all_of_them = torch.arange(patches.shape[1], device=images.device)
-        x = self.encode(patches, all_of_them.expand(len(images), -1))  # (B, 1+L, D)
-        return self.head(self.fc_norm(x[:, 1:].mean(dim=1)))
+        tokens = self.features(images)  # (B, 1+L, D)
+        return self.head(self.fc_norm(tokens[:, 1:].mean(dim=1)))
 
 
 def classifier_value(
     pretrained: Pretrained, seed: int, name: str, shape: torch.Size, device: torch.device
 ) -> Tensor:
     """Return the initial value of a parameter or buffer: the pretrained one, but for the head."""
-    if name.startswith("head."):  # small, so that the first gradients of the encoder are
+    if name.startswith("head."):  # small, and so are the first gradients of the encoder
         return vit.initial_value(pretrained.config, name, shape, seed, device) * 0.01
     return value_of(pretrained, name.removeprefix("fc_"), shape)
 
 
-def depth_scale(name: str, depth: int, layer_decay: float) -> float:
-    """Return the share of the learning rate that a parameter of this original name has.
+def decayed_names(model: nn.Module) -> set[str]:
+    """List the parameters that weight decay applies to, as timm and MAE's recipe do."""
+    return shard.weight_decay_names(model) - {"cls_token", "pos_embed"}
 
-    That of each of the `depth` blocks is `layer_decay` times that of the next, down to the patch
-    embedding: what is near the pixels moves least (BEiT, arXiv 2106.08254).
+
+def depth_scale(name: str, depth: int, layer_decay: float) -> float:
+    """Return the factor on the learning rate of a parameter, by its name in the unwrapped model.
+
+    Each of the `depth` blocks has `layer_decay` times the rate of the next one, down to the patch
+    embedding: layers near the pixels change least (BEiT, arXiv 2106.08254).
     """
+    layers_above = 0
     if name.startswith("blocks."):
-        return layer_decay ** (depth - int(name.split(".")[1]))
-    return layer_decay ** (depth + 1) if name.startswith(("patch_embed.", "cls_token")) else 1.0
+        _, number, *_ = name.split(".")
+        layers_above = depth - int(number)
+    elif name.startswith(("patch_embed.", "cls_token")):
+        layers_above = depth + 1
+    return layer_decay**layers_above
 
 
 def build_tuning(
@@ -141,13 +167,17 @@ def build_tuning(
     c = run.config
     with torch.device("meta"):
         model: nn.Module = Classifier(run.model, c.img_size, run.classes)
-    decay = shard.weight_decay_names(model)
+    decay = decayed_names(model)
+    init_fn = None
+    if not resuming:
+        init_fn = partial(classifier_value, pretrained, c.seed)
     model = shard.apply(
         model,
         str(c.mode),
         mesh.build_mesh(run.mesh_shape, device),
         block_classes={vit.Block},
-        values=shard.undefined if resuming else partial(classifier_value, pretrained, c.seed),
+        init_fn=init_fn,
+        uninitialized=resuming,
         options=run.sharding_options(),
     )
     optimizer = shard.build_optimizer(
@@ -156,7 +186,7 @@ def build_tuning(
         decay,
         lr=run.peak_lr,
         weight_decay=c.weight_decay,
-        betas=(0.9, 0.999),
+        betas=c.betas,
         lr_scale=partial(depth_scale, depth=run.model.depth, layer_decay=c.layer_decay),
     )
     scaler = shard.build_scaler(model, device, run.dtype)
@@ -173,19 +203,20 @@ def build_tuning(
 
 
 def labelled(run: TuningRun, files: Any, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Give this rank's images (B, C, H, W) as loaded their labels (B,), in place of the noise."""
+    """Replace the noise of each batch by the labels (B,) of its images (B, C, H, W)."""
     for batch in batches:
         labels = torch.tensor([int(files.labels[i]) for i in batch.image_ids])
         images = [images for images, _ in batch.micro_batches]
-        own = labels.to(images[0].device, non_blocking=True).chunk(run.config.accum)
-        yield replace(batch, micro_batches=list(zip(images, own, strict=True)))
+        labels = labels.to(images[0].device, non_blocking=True)
+        micro_batches = list(zip(images, labels.chunk(run.config.accum), strict=True))
+        yield replace(batch, micro_batches=micro_batches)
 
 
 # --- Scores
 
 
 def check_classes(train: Any, test: Any, img_size: int, stats: data.ChannelStats) -> list[int]:
-    """Do as `class_numbers`; ValueError too where no test image can be read."""
+    """Return what `class_numbers` does; ValueError also where no test image can be read."""
     if not any(batch.indices for batch in open_eval_loader(test, img_size, 16, 0, stats)):
         raise ValueError(f"none of the {len(test)} images in --test {test.root} can be read")
     return class_numbers(test, train)
@@ -203,8 +234,11 @@ class Scores:
 
     def __call__(self, step: int) -> None:
         """Log number of images, loss, top-1 and top-5 after so many steps. Collective."""
-        about, log = (self.files, self.run, self.session, self.model), self.session.log
-        count, (loss, top1, top5) = average_over(*about, step, self.classify)
+        log = self.session.log
+        count, means = average_over(
+            self.files, self.run, self.session, self.model, step, self.classify
+        )
+        loss, top1, top5 = means
         log.write("scores", step=step, test_images=count, test_loss=loss, top1=top1, top5=top5)
         text = f"test loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
         log.say(f"epoch {step // self.run.epoch_steps}: {text}")
@@ -226,16 +260,16 @@ class Scores:
 def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None:
     """Make one run, on every rank; AgreedError where it has failed."""
     config: Any = plain_run.config
-    device, stats = session.device, pretrained.stats
+    device = session.device
+    stats = pretrained.stats
     session.lock_folder(config.out)
     # normalised as in pretraining, whatever the mean of these images is
     find = partial(image_source.find_images, config, config.out, plain_run.global_batch, stats)
     files, found = run_on_rank0(find)
-    test = run_on_rank0(lambda: image_source.list_eval_images(config.test, config.out, config))
+    test = run_on_rank0(partial(image_source.list_eval_images, config.test, config.out, config))
     numbers = run_on_rank0(partial(check_classes, files, test, config.img_size, stats))
-    session.run = run = TuningRun(
-        **vars(with_images(plain_run, **found)), classes=len(files.classes)
-    )
+    run = TuningRun(**vars(with_images(plain_run, **found)), classes=len(files.classes))
+    session.run = run
 
     log = session.log
     saved = list_newest_first(run, log.say)
@@ -251,7 +285,11 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     start = run.record() | {"peak_lr": run.peak_lr, "epoch_steps": run.epoch_steps}
     start["begin"] = checkpoints.begin
     log.write("start", **start, pretrained=pretrained.name, versions=versions())
-    log.say(f"{pretrained.name}, {run.classes} classes")
+    note = describe_assumptions(pretrained, "img_size", "stats")
+    if note:
+        log.say(note)
+    for line in describe_classes(files):
+        log.say(line)
     monitor.evaluate_every = run.epoch_steps
     monitor.evaluation = Scores(run, session, training.model, test, numbers)
     with manual_gc():

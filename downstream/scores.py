@@ -20,24 +20,33 @@ import data
 import mesh
 import vit
 from checkpoint import replacing
-from downstream.images import open_eval_loader
-from downstream.weights import Pretrained, build_pretrained, random_weights, read_pretrained
 from runtime.config import filled, number, whole
 from runtime.device_batches import worker_count
+from runtime.eval_images import open_eval_loader
 from runtime.image_source import check_folder, list_folder
+from runtime.pretrained import (
+    Pretrained,
+    build_pretrained,
+    describe_assumptions,
+    random_weights,
+    read_pretrained,
+)
 from runtime.process import throttled_progress
 
 HELP = "score frozen features: knn without training, linear by a linear classifier"
 BATCH = 64  # images
-PIXELS_SIDE = 16  # of the smaller image that is the raw-pixel baseline
+PIXELS_SIDE = 16  # pixels; the images of the raw-pixel baseline are resized to it
 TEMPERATURE = 0.07  # of k-NN votes
-SIMILARITIES = 2**27  # at a time, 512 MiB
+SIMILARITIES = 2**27  # computed at once, 512 MiB
 EPOCHS = 90
-SAMPLES = 2**21  # that a small set is seen at least: 90 epochs of 1,000 images train nothing
+SAMPLES = 2**21  # images that training sees at least: 90 epochs of 1,000 images train nothing
 WARMUP_SHARE = 1 / 9  # of the steps: 10 of 90 epochs
-MOMENTUM, TRUST = 0.9, 0.001  # of LARS
+LARS_MOMENTUM = 0.9
+LARS_TRUST = 0.001
+NO_CLASSES = {"train", "val", "valid", "validation", "test", "images", "masks", "labels"}
 SETTINGS = ("k", "epochs", "blr", "features", "split", "seeds")  # shown beside the scores
-MEASURES = ("top1", "top5", "training_top1", "training_loss")  # shown; the last two of `linear`
+MEASURES = ("top1", "top5", "training_top1", "training_loss")  # shown; the last two by `linear`
+Labelled = tuple[Tensor, Tensor]  # features (N, D) and labels (N,)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,28 +71,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Encode all images by each source, then score each -> exit status; ValueError or OSError."""
-    pretrained, folders = read_pretrained(args.run), list[Any]()
-    for flag, path in ("--data", args.data), ("--test", args.test):
-        if path:
-            check_folder(path, flag)
-            folders.append(list_folder(path, None, print)[0])
-    numbers = torch.tensor(class_numbers(folders[-1], folders[0]))
-    device, seeds = mesh.pick_device(args.device, mesh.read_ranks({})), range(args.seeds)
-    random = [random_weights(pretrained, seed) for seed in seeds]
-    models = [build_pretrained(p, device, args.img_size) for p in (pretrained, *random)]
-    encoded = [encode_folder(args, pretrained, [*models, None], files) for files in folders]
-    (banks, labels), (queries, truths) = encoded[0], encoded[-1]
-    truths, scores = numbers[truths], list[dict[str, Any]]()
-    for seed in seeds:
-        for name, i in ("trained", 0), ("random weights", 1 + seed), ("raw pixels", -1):
-            train, test = (banks[i].to(device), labels), (queries[i].to(device), truths)
-            facts = score_features(args, train, test, len(folders[0].classes), seed)
-            scores.append({"source": name, "seed": seed} | facts)
+    pretrained = read_pretrained(args.run)
+    note = describe_assumptions(pretrained, "img_size", "stats")
+    if note:
+        print(note)
+    check_folder(args.data, "--data")
+    train, _ = list_folder(args.data, None, print)
+    test = train
+    if args.test:
+        check_folder(args.test, "--test")
+        test, _ = list_folder(args.test, None, print)
+    numbers = torch.tensor(class_numbers(test, train))
+    for line in describe_classes(train):
+        print(line)
+
+    device = mesh.pick_device(args.device, mesh.read_ranks({}))
+    models: list[Any] = [build_pretrained(pretrained, device, args.img_size)]
+    for seed in range(args.seeds):
+        models.append(build_pretrained(random_weights(pretrained, seed), device, args.img_size))
+    models.append(None)  # raw pixels
+    train_features, train_labels = encode_folder(args, pretrained, models, train)
+    test_features = train_features
+    test_labels = train_labels
+    if test is not train:
+        test_features, test_labels = encode_folder(args, pretrained, models, test)
+        test_labels = numbers[test_labels]
+
+    scores: list[dict[str, Any]] = []
+    for seed in range(args.seeds):
+        for source, i in ("trained", 0), ("random weights", 1 + seed), ("raw pixels", -1):
+            known = train_features[i].to(device), train_labels
+            asked = test_features[i].to(device), test_labels
+            facts = score_features(args, known, asked, len(train.classes), seed)
+            scores.append({"source": source, "seed": seed} | facts)
     report_scores(args, pretrained, scores)
     return 0
 
 
-# --- Features
+# --- Classes
 
 
 def class_numbers(test: Any, train: Any) -> list[int]:
@@ -94,10 +119,32 @@ def class_numbers(test: Any, train: Any) -> list[int]:
     for files in train, test:
         if min(files.labels) < 0:
             raise ValueError(f"{files.root} has images outside of a folder of their class")
-    if unknown := sorted({*test.classes} - {*train.classes}):
+    unknown = sorted(set(test.classes) - set(train.classes))
+    if unknown:
         some = ", ".join(unknown[:5])
         raise ValueError(f"{test.root} has classes that {train.root} does not have: {some}")
     return [train.classes.index(name) for name in test.classes]
+
+
+def describe_classes(files: Any) -> list[str]:
+    """Say how many classes a folder has, the first names, and how many images each has."""
+    counts = np.bincount(files.labels, minlength=len(files.classes))
+    some = [f"{name} ({count})" for name, count in zip(files.classes[:5], counts, strict=False)]
+    names = ", ".join(some)
+    if len(files.classes) > 5:
+        names += ", ..."
+    text = f"{files.root}: {len(files.classes)} classes of {counts.min()} to {counts.max()} images"
+    lines = [f"{text}: {names}"]
+    unlikely = {name for name in files.classes if name.lower() in NO_CLASSES}
+    if len(unlikely) >= 2:
+        what = ", ".join(sorted(unlikely))
+        lines.append(
+            f"warning: {files.root}: {what} do not look like classes: give a folder of one"
+        )
+    return lines
+
+
+# --- Features
 
 
 def encode_folder(
@@ -105,25 +152,30 @@ def encode_folder(
 ) -> tuple[list[Tensor], Tensor]:
     """Encode the images that can be read -> features (N, D) of each model, labels (N,), on the CPU.
 
-    Names the others. ValueError where there are only such.
+    Names the others. ValueError where no image can be read.
     """
-    size, stats = args.img_size or pretrained.img_size, pretrained.stats
+    size = args.img_size
+    if size is None:
+        size = pretrained.img_size
+    stats = pretrained.stats
     workers = worker_count(args.workers, mesh.read_ranks({}))
     progress = throttled_progress(print, f"features of {files.root}")
     device = next(models[0].parameters()).device
-    indices, rows = list[int](), list[list[Tensor]]()
+    indices: list[int] = []
+    features: list[list[Tensor]] = [[] for _ in models]
     for batch in open_eval_loader(files, size, BATCH, workers, stats):
         for index, reason in batch.bad.items():
             print(f"warning: {files.path(index)} is left out: {reason}")
         if batch.indices:
             images = data.normalize(batch.images.to(device), stats)
-            rows.append([encode(model, images, args.features == "cls") for model in models])
-            indices += batch.indices
+            for own, model in zip(features, models, strict=True):
+                own.append(encode(model, images, args.features == "cls"))
+            indices.extend(batch.indices)
         progress(len(indices))
-    if not rows:
+    if not indices:
         raise ValueError(f"none of the {len(files)} images in {files.root} can be read")
     labels = torch.tensor([int(files.labels[index]) for index in indices])
-    return [torch.cat(own) for own in zip(*rows, strict=True)], labels
+    return [torch.cat(own) for own in features], labels
 
 
 @torch.inference_mode()
@@ -135,11 +187,11 @@ def encode(model: vit.ViTMAE | None, images: Tensor, cls: bool) -> Tensor:
     """
     if model is None:
         return F.adaptive_avg_pool2d(images, PIXELS_SIDE).flatten(1).cpu()
-    patches = vit.patchify(images, model.config.patch)  # (B, L, P*P*C)
-    keep = torch.arange(patches.shape[1], device=images.device).expand(len(images), -1)
     with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
-        tokens = model.encode(patches, keep).float()  # (B, 1+L, D)
-    return (tokens[:, 0] if cls else tokens[:, 1:].mean(dim=1)).cpu()
+        tokens = model.features(images).float()  # (B, 1+L, D)
+    if cls:
+        return tokens[:, 0].cpu()
+    return tokens[:, 1:].mean(dim=1).cpu()
 
 
 # --- Classifiers
@@ -151,8 +203,11 @@ def nearest_vote(bank: Tensor, labels: Tensor, queries: Tensor, classes: int, k:
     By cosine similarity, each with the weight exp(similarity / 0.07) (Wu et al., arXiv 1805.01978,
     section 3.4, as DINO and others do since). -inf for a class without a vote.
     """
-    bank, k, votes = F.normalize(bank, dim=1), min(k, len(bank)), []
-    for some in F.normalize(queries, dim=1).split(max(1, SIMILARITIES // len(bank))):
+    bank = F.normalize(bank, dim=1)
+    queries = F.normalize(queries, dim=1)
+    k = min(k, len(bank))
+    votes: list[Tensor] = []
+    for some in queries.split(max(1, SIMILARITIES // len(bank))):
         similarity, index = (some @ bank.T).topk(k)  # 2 x (some, k)
         weight = (similarity.double() / TEMPERATURE).exp().cpu()
         vote = torch.zeros(len(some), classes, dtype=torch.float64)
@@ -168,9 +223,11 @@ def lars_step(p: Any, velocity: Tensor, lr: float) -> None:
     You, Gitman, Ginsburg, arXiv 1708.03888, algorithm 1, with momentum and without weight decay;
     vectors (biases) are trained as by SGD.
     """
-    norm = p.grad.norm()  # 0 if its squares underflow, as they do once the loss is almost 0
-    scale = torch.where(norm > 0, TRUST * p.norm() / norm, 1.0) if p.ndim > 1 else 1.0
-    velocity.mul_(MOMENTUM).add_(p.grad * scale)
+    gradient = p.grad
+    if p.ndim > 1:
+        norm = gradient.norm()  # 0 if its squares underflow, as they do once the loss is almost 0
+        gradient = gradient * torch.where(norm > 0, LARS_TRUST * p.norm() / norm, 1.0)
+    velocity.mul_(LARS_MOMENTUM).add_(gradient)
     p.sub_(velocity, alpha=lr)
     p.grad = None
 
@@ -199,29 +256,38 @@ def train_linear(
     weight decay, 90 epochs of which 10 warm up, then a cosine; more on a small set. The seed
     decides initial values and order.
     """
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     count, width = features.shape
-    batch, epochs = min(batch, count), epochs or max(EPOCHS, math.ceil(SAMPLES / count))
-    per_epoch, peak, losses = count // batch, blr * batch / 256, []
+    batch = min(batch, count)
+    if epochs is None:
+        epochs = max(EPOCHS, math.ceil(SAMPLES / count))
+    epoch_steps = count // batch
+    steps = epochs * epoch_steps
+    peak_lr = blr * batch / 256
     linear = nn.Linear(width, classes)
-    nn.init.trunc_normal_(linear.weight, std=0.01, generator=draw)
+    nn.init.trunc_normal_(linear.weight, std=0.01, generator=generator)
     nn.init.zeros_(linear.bias)
     model = nn.Sequential(nn.BatchNorm1d(width, eps=1e-6, affine=False), linear)
     model.to(features.device)
     velocities = {p: torch.zeros_like(p) for p in model.parameters()}
     labels = labels.to(features.device)
     progress = throttled_progress(print, f"linear classifier, {epochs} epochs of {count} images")
-    images, target = features, labels
-    for step in range(steps := epochs * per_epoch):
+    losses: list[Tensor] = []
+    inputs = features
+    target = labels
+    for step in range(steps):
         if batch < count:  # else a batch is all of them, in any order
-            if step % per_epoch == 0:
-                order = torch.randperm(count, generator=draw).to(features.device)
-            some = order[step % per_epoch * batch :][:batch]
-            images, target = features[some], labels[some]
-        loss = F.cross_entropy(model(images), target)
+            if step % epoch_steps == 0:
+                order = torch.randperm(count, generator=generator).to(features.device)
+            first = step % epoch_steps * batch
+            some = order[first : first + batch]
+            inputs = features[some]
+            target = labels[some]
+        loss = F.cross_entropy(model(inputs), target)
         loss.backward()
+        lr = rate_at(step, steps, peak_lr)
         for p, velocity in velocities.items():
-            lars_step(p, velocity, rate_at(step, steps, peak))
+            lars_step(p, velocity, lr)
         losses.append(loss.detach())
         progress((step + 1) * batch)
     return model.eval(), torch.stack(losses).cpu()
@@ -233,8 +299,11 @@ def has_converged(losses: Tensor) -> bool:
     It would where more than a tenth of their fall came in the second half, or they did not fall.
     """
     tenth = max(1, len(losses) // 10)
-    half, last = (losses[start:][:tenth].mean() for start in (len(losses) // 2, -tenth))
-    return bool(last < losses[0] and half - last <= 0.1 * (losses[0] - last))
+    middle = len(losses) // 2
+    first = losses[0]
+    half = losses[middle : middle + tenth].mean()
+    last = losses[-tenth:].mean()
+    return bool(last < first and half - last <= 0.1 * (first - last))
 
 
 # --- Scores
@@ -245,30 +314,31 @@ def split_per_class(labels: Tensor, share: float, seed: int) -> tuple[np.ndarray
 
     Each class gives the same share, rounded, but one image at least to either; a single one trains.
     """
-    draw, train = np.random.default_rng(seed), []
+    generator = np.random.default_rng(seed)
+    train: list[np.ndarray] = []
     for label in range(int(labels.max()) + 1):
-        rows = np.flatnonzero(labels == label)
+        rows = generator.permutation(np.flatnonzero(labels == label))
         count = max(1, min(round(share * len(rows)), len(rows) - 1))
-        train.append(draw.permutation(rows)[:count])
+        train.append(rows[:count])
     chosen = np.sort(np.concatenate(train))
     return chosen, np.setdiff1d(np.arange(len(labels)), chosen)
 
 
 def score_features(
-    args: argparse.Namespace,
-    train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
-    classes: int,
-    seed: int,
+    args: argparse.Namespace, train: Labelled, test: Labelled, classes: int, seed: int
 ) -> dict[str, Any]:
     """Train a classifier on features (N, D) with labels (N,), and test it on others -> its scores.
 
     With --split both are taken from `train`.
     """
-    (bank, labels), (queries, truths) = train, test
+    bank, labels = train
+    queries, truths = test
     if args.split is not None:
         chosen, others = split_per_class(labels, args.split, seed)
-        bank, labels, queries, truths = bank[chosen], labels[chosen], bank[others], labels[others]
+        queries = bank[others]
+        truths = labels[others]
+        bank = bank[chosen]
+        labels = labels[chosen]
     if not len(truths):
         raise ValueError("--split leaves no image to test on: every class has one image")
     facts: dict[str, Any] = {"test_images": len(truths)}
@@ -276,7 +346,8 @@ def score_features(
         return facts | measure(nearest_vote(bank, labels, queries, classes, args.k), truths)
     model, losses = train_linear(bank, labels, classes, epochs=args.epochs, blr=args.blr, seed=seed)
     with torch.inference_mode():
-        own, found = (model(x).double().cpu() for x in (bank, queries))
+        own = model(bank).double().cpu()
+        found = model(queries).double().cpu()
     facts["training_top1"] = 100 * (own.argmax(dim=1) == labels).double().mean().item()
     facts["training_loss"] = F.cross_entropy(own, labels).item()
     facts["converged"] = has_converged(losses)
@@ -290,31 +361,54 @@ def measure(values: Tensor, labels: Tensor) -> dict[str, float]:
     """
     ranked, order = values.sort(dim=1, descending=True, stable=True)
     hits = (order == labels[:, None]) & (ranked > -torch.inf)  # (Q, classes)
-    return {f"top{n}": (hits[:, :n].any(1).double() * 100).mean().item() for n in (1, 5)}
+    return {
+        "top1": 100 * hits[:, :1].any(dim=1).double().mean().item(),
+        "top5": 100 * hits[:, :5].any(dim=1).double().mean().item(),
+    }
 
 
 def report_scores(
     args: argparse.Namespace, pretrained: Pretrained, scores: Sequence[dict[str, Any]]
 ) -> None:
     """Print a table, one line per source with means over the seeds; write all to OUT/NAME.json."""
-    settings = {key: getattr(args, key) for key in SETTINGS if getattr(args, key, None)}
+    settings: dict[str, Any] = {}
+    for key in SETTINGS:
+        value = getattr(args, key, None)
+        if value is not None:
+            settings[key] = value
     what = ", ".join(f"{key} {value}" for key, value in settings.items())
     print(f"{args.command} ({what}): {scores[0]['test_images']} test images")
     means: dict[str, dict[str, float]] = {}
     for source in dict.fromkeys(score["source"] for score in scores):
         own = [score for score in scores if score["source"] == source]
-        shown = [key for key in MEASURES if key in own[0]]
-        mean = means[source] = {key: sum(s[key] for s in own) / len(own) for key in shown}
-        numbers = ", ".join(f"{key.replace('_', ' ')} {mean[key]:.4g}" for key in shown)
+        mean = means[source] = mean_scores(own)
+        numbers = ", ".join(f"{key.replace('_', ' ')} {value:.4g}" for key, value in mean.items())
         each = " ".join(f"{score['top1']:.1f}" for score in own)
         print(f"  {source:14}  {numbers}; top1 of each seed {each}")
-    if early := {score["source"] for score in scores if not score.get("converged", True)}:
+    early = {score["source"] for score in scores if not score.get("converged", True)}
+    if early:
         advice = "scores may change with more --epochs or a larger --blr"
         print(f"warning: not converged: {', '.join(sorted(early))}; {advice}")
-    about = {"run": pretrained.name, "step": pretrained.step, "data": args.data, "test": args.test}
+    found = {
+        "run": pretrained.name,
+        "step": pretrained.step,
+        "data": args.data,
+        "test": args.test,
+        **settings,
+        "mean": means,
+        "scores": scores,
+    }
     path = Path(args.out, f"{args.command}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
-        found = about | settings | {"mean": means, "scores": scores}
         file.write(json.dumps(found, indent=2).encode())
     print(f"{path}: each seed", flush=True)
+
+
+def mean_scores(scores: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Average the MEASURES over the seeds of one source."""
+    means: dict[str, float] = {}
+    for measure_name in MEASURES:
+        if measure_name in scores[0]:
+            means[measure_name] = sum(s[measure_name] for s in scores) / len(scores)
+    return means

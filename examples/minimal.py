@@ -47,7 +47,7 @@ def train(args: argparse.Namespace) -> None:
         args.mode,
         grid,
         block_classes={vit.Block},
-        values=partial(vit.initial_value, config),
+        init_fn=partial(vit.initial_value, config),
         options=shard.ShardingOptions(param_dtype=dtype, cast_inputs=False),  # vit.py casts inputs
     )
     optimizer = shard.build_optimizer(model, args.mode, decay, lr=peak_lr, weight_decay=0.05)

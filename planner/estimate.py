@@ -17,6 +17,7 @@ from typing import Any
 import mesh
 import shard
 import vit
+from planner.host import host_bytes
 from planner.machines import MACHINES, Machine, ring_links, wire_bytes
 from planner.memory import GIB, StepMemory, states_held
 from planner.traffic import (
@@ -173,6 +174,7 @@ class Plan:
         return {
             "params": sum(u.numel * u.count for u in model_units(run.config, run.encoder_only)),
             "memory_gib": memory | {"peak": self.peak_gib, "peak_active": self.peak_active_gib},
+            "host_gib": {flag: size / GIB for flag, size in host_bytes(run).items()},
             "available_gib": self.memory_gib,
             "verdict": self.verdict,
             "max_local_batch": self.max_local_batch,
@@ -216,7 +218,7 @@ def compare(base: Plan) -> list[Plan]:
     for mode, row in shard.STRATEGIES.items():
         if run.tp > 1 and row.engine != "fsdp":  # they would train on twice the images
             continue
-        for group in group_sizes(run, base.machine) if row.group == "group" else [None]:
+        for group in group_sizes(run, base.machine) if row.shard_over == "group" else [None]:
             other = in_mode(run, mode, group)
             plans.append(Plan(other, base.machine, base.memory_gib))
     return sorted(plans, key=lambda p: (VERDICTS.index(p.verdict), -p.images_per_second))

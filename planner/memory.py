@@ -39,8 +39,8 @@ class BlockMemory:
     Counted in vit.Block: autograd saves the input of every layer that has weights, of GELU and of
     the norms (with mean and deviation of each token), and q, k, v, output and log-sum-exp of the
     attention. With e = one tensor of width D and f = one of width M that is 8 e + 2 f, or 8 e + 4 f
-    for a gated MLP; under autocast the norms save fp32 copies of their inputs. Of these, with
-    tensor parallelism, four e are whole: inputs of norms, of qkv and of the MLP.
+    for a gated MLP. Of these, with tensor parallelism, four e are whole: inputs of norms, of qkv
+    and of the MLP.
     """
 
     e: int
@@ -66,7 +66,7 @@ def block_memory(run: PlannedRun, unit: Unit, machine: Machine) -> BlockMemory:
     e_part, padded = e // run.tp, tokens * heads // run.tp * head * size
     out = padded + (e_part if padded != e_part else 0)  # a padded output is copied for the next
     sums = FP32 * tokens * heads // run.tp  # log-sum-exp
-    norms = 2 * (2 * FP32 * tokens) + (2 * (2 * e - e) if run.autocast else 0)
+    norms = 2 * (2 * FP32 * tokens)  # mean and deviation of each token, in fp32
     kept = 4 * e + 3 * padded + out + 2 * gates * f + sums + norms
     saved = {
         "none": kept,

@@ -49,6 +49,7 @@ class PlannedRun:
     prefetch: str = "backward_pre"
     forward_prefetch: bool = False
     cpu_offload: bool = False
+    async_save: bool = False
     bucket_cap_mb: float | None = None
     encoder_only: bool = False
     image_dtype: str = "uint8"
@@ -67,9 +68,9 @@ class PlannedRun:
         self.replicate, self.shard = shard.mesh_shape(self.mode, self.data_ranks, self.group)
         self.engine = "ddp" if row.engine != "fsdp" else "fsdp1" if self.fsdp == 1 else "fsdp2"
         # full parameters are freed after forward and gathered again in backward
-        self.reshard = row.reshard and (self.engine == "fsdp2" or self.shard > 1)
+        self.reshard = row.reshard_after_forward and (self.engine == "fsdp2" or self.shard > 1)
         # FSDP2 gets a mesh of two dimensions and all-reduces over the first
-        self.replicated = self.engine == "fsdp2" and row.group != "world"
+        self.replicated = self.engine == "fsdp2" and row.shard_over != "world"
         # low precision comes from autocast over fp32 parameters
         self.autocast = self.engine == "ddp" and self.precision != "fp32"
         # DDP keeps the gradients, in buckets; a single rank is not wrapped

@@ -69,14 +69,14 @@ def gather_to_rank0(value: T) -> list[T] | None:
 # --- Each step
 
 
-class Verdict(NamedTuple):
-    """What the ranks found in one step; the same on all of them, except `own_loss`."""
+class StepResult(NamedTuple):
+    """What the ranks found in one step; the same on all of them but for `local_loss_nonfinite`."""
 
     step: int  # from 0
     loss: float  # mean over all ranks
     norm: float  # of the gradient
     consecutive: int  # bad steps up to this one without a good one between; 0 after a good one
-    own_loss: bool  # this rank's loss was not finite
+    local_loss_nonfinite: bool  # this rank's loss was not finite
     bad_loss: bool  # some rank's loss was not finite
     stop: bool  # a signal asked some rank to stop
     save: bool  # some rank's clock says that a checkpoint is due
@@ -84,81 +84,133 @@ class Verdict(NamedTuple):
     bad_images: bool  # some rank has unreadable images to report
 
 
+# A gradient scaler begins at 2**16 and halves its scale after an infinite norm: after so many in a
+# row the scale is 2**-24, and the gradients of fp16 are not finite for another reason.
+SCALE_EXHAUSTED = 40
+
+
 class StepGuard:
-    """Vote in each step whether it is applied, and remember how the run stands.
+    """Check in each step, on all ranks, whether it is applied, and remember how the run stands.
 
     One small all-reduce per step gives all ranks the same answer. A bad step (loss or norm not
     finite) is not applied, nor is any after more than `max_skips` consecutive ones: the host reads
-    the verdict of a GPU one step late, when it has long arrived. A step without some rank's batch
+    the result of a GPU one step late, when it has long arrived. A step without some rank's batch
     is not applied either, and does not count as bad.
     """
 
     def __init__(self, device: torch.device, max_skips: int = 0, begin: int = 0) -> None:
         """Begin before step `begin`."""
-        self.late, self.max_skips = device.type == "cuda", max_skips
+        self.late = device.type == "cuda"
+        self.max_skips = max_skips
         self.bad_so_far = torch.zeros((), dtype=torch.float64, device=device)
-        # the host's copies of two verdicts, written in turn
-        self.host = torch.zeros(2, 9, dtype=torch.float64, pin_memory=self.late)
-        self.copied = [torch.cuda.Event(), torch.cuda.Event()] if self.late else []
-        self.voted = self.done = begin  # steps voted on, steps whose verdict was read
-        # what all ranks know, from the verdicts read so far
-        self.stop = self.save = False
-        self.skipped = self.consecutive = 0
-        self.ended = ""  # why no further step can be applied: "data", "nan"
+        self.infinite_so_far = torch.zeros((), dtype=torch.float64, device=device)
+        # the host's copies of two results, written in turn; all fields but the step
+        fields = len(StepResult._fields) - 1
+        self.host = torch.zeros(2, fields, dtype=torch.float64, pin_memory=self.late)
+        self.copied: list[torch.cuda.Event] = []
+        if self.late:  # blocking: the host sleeps while it waits, and loaders have its core
+            self.copied = [torch.cuda.Event(blocking=True), torch.cuda.Event(blocking=True)]
+        # results of a GPU that were there when the host asked: the GPU was waiting for the host
+        self.arrived_before_host = 0
+        self.checked = begin  # steps checked
+        self.done = begin  # steps whose result was read
+        # what all ranks know, from the results read so far
+        self.stop = False
+        self.save = False
+        self.skipped = 0
+        self.consecutive = 0
+        self.ended = ""  # why no further step can be applied: "loader_error", "nan"
 
-    def vote(self, loss: Tensor, norm: Tensor, *, scaled: bool = False, **requests: bool) -> Tensor:
+    def check_step(
+        self,
+        loss: Tensor,
+        norm: Tensor,
+        *,
+        scaled: bool = False,
+        stop: bool = False,
+        save: bool = False,
+        no_batch: bool = False,
+        bad_images: bool = False,
+    ) -> Tensor:
         """Agree after backward on a step: () fp32, 1 where it must not be applied. Collective.
 
         `loss` and `norm` () are of this rank. A gradient scaler (`scaled`) finds its scale by
-        infinite norms: such a step is skipped, but is not bad. `requests` are what else this rank
-        has to say: stop, save, no_batch, bad_images, as of `Verdict`.
+        infinite norms: such a step is skipped, but is not bad before SCALE_EXHAUSTED in a row. The
+        others are what this rank asks for, as of `StepResult`.
         """
         device = self.bad_so_far.device
-        loss, norm = loss.detach().to(device).double(), norm.detach().to(device).double()
-        own_loss, infinite = ~loss.isfinite(), ~norm.isfinite()
-        names = ("stop", "save", "no_batch", "bad_images")
-        asked = [torch.full_like(own_loss, requests.get(name, False)) for name in names]
-        bad_norm = infinite & (not scaled)
-        sums = torch.stack([loss / dist.get_world_size(), bad_norm, own_loss, *asked])  # float64
+        loss = loss.detach().to(device).double()
+        norm = norm.detach().to(device).double()
+        local_nonfinite = ~loss.isfinite()
+        infinite = ~norm.isfinite()
+        self.infinite_so_far = torch.where(infinite, self.infinite_so_far + 1, 0)
+        bad_norm = infinite
+        if scaled:
+            bad_norm = self.infinite_so_far > SCALE_EXHAUSTED
+        asked = [torch.full_like(infinite, flag) for flag in (stop, save, no_batch, bad_images)]
+        mean = loss / dist.get_world_size()
+        sums = torch.stack([mean, bad_norm, infinite, local_nonfinite, *asked])  # in float64
         dist.all_reduce(sums)
-        any_rank = sums[1:] > 0
-        bad_norm, bad_loss, _, _, no_batch, _ = any_rank
-        # an infinite norm that is not bad is fp16's scaler looking for its scale
-        bad = bad_norm | bad_loss | (self.bad_so_far > self.max_skips)
+        mean = sums[0]
+        found = sums[1:] > 0
+        any_bad_norm, any_infinite, any_bad_loss = found[:3]
+        any_stop, any_save, any_no_batch, any_bad_images = found[3:]
+        bad = any_bad_norm | any_bad_loss | (self.bad_so_far > self.max_skips)
         counted = torch.where(bad, self.bad_so_far + 1, 0)
-        self.bad_so_far = torch.where(no_batch, self.bad_so_far, counted)
-        slot = self.voted % 2
-        # the fields of Verdict after its step, in order
-        found = torch.stack([sums[0], norm, self.bad_so_far, own_loss, *any_rank[1:]])
-        self.host[slot].copy_(found, non_blocking=True)
+        self.bad_so_far = torch.where(any_no_batch, self.bad_so_far, counted)
+        result = [
+            mean,
+            norm,
+            self.bad_so_far,
+            local_nonfinite,
+            any_bad_loss,
+            any_stop,
+            any_save,
+            any_no_batch,
+            any_bad_images,
+        ]
+        slot = self.checked % 2
+        self.host[slot].copy_(torch.stack(result), non_blocking=True)
         if self.late:
             self.copied[slot].record()
-        self.voted += 1
-        return (bad | infinite | no_batch).float()
+        self.checked += 1
+        return (bad | any_infinite | any_no_batch).float()
 
-    def settle(self, wait: bool = False) -> list[Verdict]:
-        """Read the verdicts that are new, in order; of a GPU's last step only with `wait`.
+    def read_results(self, wait: bool = False) -> list[StepResult]:
+        """Read the results that are new, in order; of a GPU's last step only with `wait`.
 
-        No verdict follows one that ends the run (`ended`).
+        None follows one that ends the run (`ended`).
         """
-        verdicts: list[Verdict] = []
+        results: list[StepResult] = []
         while not self.ended:
+            ready = self.checked
             # all of them, once a stop or a save is asked for: it concerns every step made so far
-            late = self.late and not (wait or self.stop or self.save)
-            if self.done >= self.voted - late:
+            if self.late and not (wait or self.stop or self.save):
+                ready -= 1
+            if self.done >= ready:
                 break
-            slot = self.done % 2
-            if self.late:
-                self.copied[slot].synchronize()
-            loss, norm, consecutive, *flags = self.host[slot].tolist()
-            verdict = Verdict(self.done, loss, norm, int(consecutive), *map(bool, flags))
-            self.stop, self.save = self.stop or verdict.stop, self.save or verdict.save
-            if verdict.no_batch:
-                self.ended = "data"
+            result = self._read(self.done)
+            results.append(result)
+            self.stop = self.stop or result.stop
+            self.save = self.save or result.save
+            if result.no_batch:
+                self.ended = "loader_error"
+                continue
+            self.consecutive = result.consecutive
+            if self.consecutive > 0:
+                self.skipped += 1
+            if self.consecutive > self.max_skips:
+                self.ended = "nan"
             else:
-                self.consecutive = verdict.consecutive
-                self.skipped += self.consecutive > 0
-                self.ended = "nan" if self.consecutive > self.max_skips else ""
-            self.done += not self.ended
-            verdicts.append(verdict)
-        return verdicts
+                self.done += 1
+        return results
+
+    def _read(self, step: int) -> StepResult:
+        """Return the result of a step from the host's copy, once that has arrived."""
+        slot = step % 2
+        if self.late:
+            if self.copied[slot].query():
+                self.arrived_before_host += 1
+            self.copied[slot].synchronize()
+        loss, norm, consecutive, *flags = self.host[slot].tolist()
+        return StepResult(step, loss, norm, int(consecutive), *map(bool, flags))

@@ -33,10 +33,9 @@ def baseline_losses(run: Run, images: Tensor, mask: Tensor) -> Tensor:
 def average_baselines(run: Run, batch: Batch) -> dict[str, float]:
     """Average `baseline_losses` over a step's batch of all ranks, with its masks. Collective."""
     stats = run.channel_stats or data.IMAGENET
-    kept = vit.kept_patches(run.patches, run.config.mask_ratio)
     losses = []
     for images, noise in batch.micro_batches:
-        mask = (noise.argsort(1).argsort(1) >= kept).float()  # as in `ViTMAE.forward`
+        _, mask = vit.random_masking(noise, run.config.mask_ratio)
         found = baseline_losses(run, data.normalize(images, stats), mask)  # (2, B)
         losses.append(found.mean(1))
     mean = torch.stack(losses).mean(0) / run.world_size

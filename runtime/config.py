@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from types import NoneType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -24,6 +24,7 @@ from runtime import devices, process
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEFAULT_STEPS = 100  # where neither --steps nor --epochs is given
 DEFAULT_BATCH = 32
+DEFAULT_BLR = 1.5e-4  # of MAE's pretraining
 
 
 def number(low: float, high: float = math.inf, kind: type = float) -> Callable[[str], Any]:
@@ -52,6 +53,19 @@ def filled(text: str) -> str:
     return text
 
 
+def pair_below_one(text: str) -> tuple[float, float]:
+    """Convert "0.9,0.95", two numbers from 0 to below 1, as an argparse type does."""
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError:
+        first = second = math.nan
+    if not (0 <= first < 1 and 0 <= second < 1):
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.40} is not two numbers from 0 to below 1, as in 0.9,0.95"
+        )
+    return first, second
+
+
 def flag(default: Any, help: str, marks: str = "", group: str = "", **argparse_options: Any) -> Any:
     """Describe one flag as a dataclass field; its annotation says how it is read.
 
@@ -65,6 +79,8 @@ def flag(default: Any, help: str, marks: str = "", group: str = "", **argparse_o
 @dataclass(frozen=True)
 class Config:
     """Hold what was typed. None: not given; the mode, the ranks, the device or the data decide."""
+
+    default_blr: ClassVar[float] = DEFAULT_BLR
 
     model: str = flag(
         "base", f"{', '.join(vit.MODELS)}; or base:depth=6,mlp_width=512", "result setting", "model"
@@ -109,14 +125,20 @@ class Config:
     run_mode: Literal["real", "syn", "io"] = flag(
         "real", "real: train; syn: the same batch each step; io: loader and copy only, no model"
     )
-    workers: int | None = flag(None, "loader processes per rank (cores - 1, max. 6)", type=whole(0))
+    workers: int | None = flag(
+        None, "loader processes per rank (default cores - 1, at most 16)", type=whole(0)
+    )
     max_bad: float = flag(0.01, "share of unreadable images that ends the run", type=number(0, 1))
     exact_decode: bool = flag(False, "decode JPEGs at full size (slower)", "result")
 
     batch: int | None = flag(None, "images per rank (default 32)", "setting", "optimisation")
     global_batch: int | None = flag(None, "images per step of all ranks (no --batch)", "result")
     accum: int = flag(1, "accumulation steps", "setting")
-    blr: float = flag(1.5e-4, "lr = blr x global batch / 256", "result")
+    blr: float | None = flag(
+        None, f"lr = blr x global batch / 256 (default {DEFAULT_BLR:g})", "result"
+    )
+    lr: float | None = flag(None, "peak learning rate, instead of --blr", "result")
+    betas: tuple[float, float] = flag((0.9, 0.95), "of AdamW", "result", type=pair_below_one)
     weight_decay: float = flag(0.05, "of AdamW, not applied to biases and norms", "result")
     warmup_steps: int | None = flag(None, "linear warm-up (5 % of all)", "result", type=whole(0))
     steps: int | None = flag(None, f"optimizer steps (default {DEFAULT_STEPS})", "result")
@@ -186,7 +208,10 @@ def add_flags(
             continue
         help = "* " * ("result" in about["marks"]) + about["help"]
         if row.default is not None and not isinstance(row.default, bool):
-            help += f" (default {row.default})"
+            shown = row.default
+            if isinstance(shown, tuple):
+                shown = ",".join(str(part) for part in shown)
+            help += f" (default {shown})"
         options: dict[str, Any] = {"default": row.default, "help": help.replace("%", "%%")}
         kinds = get_args(hints[row.name])  # of X | None, or the values of a Literal
         kind = kinds[0] if NoneType in kinds else hints[row.name]
@@ -230,6 +255,11 @@ def make_config(parser: Parser, args: argparse.Namespace, table: type[Config] = 
         parser.error(str(error))
 
 
+def flag_name(option: str) -> str:
+    """Return the flag of an option."""
+    return "--" + option.replace("_", "-")
+
+
 def fill_defaults(c: Config) -> Config:
     """Add the defaults that follow from mode and device; ValueError where flags clash."""
     model_config(c.model)
@@ -240,20 +270,24 @@ def fill_defaults(c: Config) -> Config:
     given = {row.name: v for row in fields(Config) if (v := getattr(c, row.name)) != row.default}
     # one process has nothing to shard, unless it is given a flag that ddp does not have
     ranks = c.world_size or mesh.read_ranks(os.environ).world_size
-    alone = ranks == 1 and not any(shard.misuses("ddp", given))
+    alone = ranks == 1 and not any(shard.invalid_options("ddp", given))
     mode = c.mode or ("ddp" if alone else "hybrid")
-    for sentence in shard.misuses(mode, given, lambda name: "--" + name.replace("_", "-")):
-        raise ValueError(sentence)
+    problem = next(shard.invalid_options(mode, given, flag_name), None)
+    if problem:
+        raise ValueError(problem)
     if c.cpu_offload and not gpu:
         raise ValueError("--cpu-offload moves parameters off a GPU, but this run is on the CPU")
-    for one, other in (("batch", "global_batch"), ("steps", "epochs")):
+    for one, other in (("batch", "global_batch"), ("steps", "epochs"), ("blr", "lr")):
         if one in given and other in given:
             raise ValueError(f"--{one} and --{other.replace('_', '-')}: give one of them")
     known: dict[str, Any] = {"precision": c.precision or devices.default_precision(gpu)[0]}
-    # What has no meaning in this mode stays None, so that the log does not claim it.
+    # What has no meaning in this run or mode stays None, so that the log does not claim it.
+    if c.lr is None and c.blr is None:
+        known["blr"] = c.default_blr
     for name in ("fsdp", "wrap", "prefetch", "limit_all_gathers"):
         value = getattr(shard.ShardingOptions, name)
-        if name not in given and not any(shard.misuses(mode, {"fsdp": c.fsdp, name: value})):
+        option = {"fsdp": c.fsdp, name: value}
+        if name not in given and not any(shard.invalid_options(mode, option)):
             known[name] = value
     return replace(c, mode=mode, **known)
 

@@ -14,6 +14,8 @@ from runtime import process
 from runtime.run import Run
 from runtime.session import Session
 
+MOST_WORKERS = 16  # by default; each holds a few hundred MB and batches that are ready
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -25,19 +27,22 @@ class Batch:
 
 
 def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
-    """Return --workers, by default one for each CPU core of this rank but one, at most 6."""
+    """Return --workers, by default one for each CPU core of this rank but one, at most 16."""
     if workers is not None:
         return workers
     # srun binds a rank to cores of its own; other launchers leave it those of the node
     share = 1 if ranks.launcher == "srun" else ranks.local_world_size
-    return min(6, max(1, mesh.process_cores() // share) - 1)
+    cores = max(1, mesh.process_cores() // share)
+    return min(MOST_WORKERS, cores - 1)
 
 
 def open_batches(
     run: Run, session: Session, files: data.ImageSource, steps: range
 ) -> Iterator[Batch]:
     """Start the loader of `steps`; return their batches, one per step."""
-    config, ranks, device = run.config, session.ranks, session.device
+    config = run.config
+    ranks = session.ranks
+    device = session.device
     alone = config.run_mode == "syn"  # compute and communication: the same batch again and again
     loader = data.build_loader(
         files,
@@ -66,11 +71,15 @@ def device_batches(
         loader.multiprocessing_context = process.fork_server()
         loader.worker_init_fn = process.start_worker
     batches = iter(loader)
-    while step := list(islice(batches, accum)):
-        micro_batches = [
-            (b.image.to(device, non_blocking=True), b.noise.to(device, non_blocking=True))
-            for b in step
-        ]
-        ids = [i for b in step for i in b.image_ids]
-        bad = [pair for b in step for pair in b.bad]
-        yield Batch(micro_batches, ids, bad)
+    while True:
+        of_this_step = list(islice(batches, accum))
+        if not of_this_step:
+            return
+        batch = Batch(micro_batches=[], image_ids=[], bad=[])
+        for local in of_this_step:
+            image = local.image.to(device, non_blocking=True)
+            noise = local.noise.to(device, non_blocking=True)
+            batch.micro_batches.append((image, noise))
+            batch.image_ids.extend(local.image_ids)
+            batch.bad.extend(local.bad)
+        yield batch

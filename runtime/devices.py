@@ -36,11 +36,30 @@ PEAK_FLOPS = {
 def peak_flops(device: torch.device | None) -> tuple[float | None, str | None]:
     """Return the device's peak dense bf16 FLOP/s and its source, or twice None if unknown."""
     if device and device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+        name = device_name(device)
+        # slower than the whole GPU of the name: one in a laptop, and an instance of MIG
+        if "Laptop" in name or " MIG " in name:
+            return None, None
         for part, known in PEAK_FLOPS.items():
-            if part in name and "Laptop" not in name:  # slower GPUs of the same name
+            if part in name:
                 return known
     return None, None
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU; of an MI250X also where ROCm does not know it.
+
+    Without the file amdgpu.ids, as in many containers, every GPU is an "AMD Radeon Graphics".
+    """
+    name = torch.cuda.get_device_name(device)
+    if not name.startswith("AMD Radeon Graphics"):
+        return name
+    found = torch.cuda.get_device_properties(device)
+    architecture = getattr(found, "gcnArchName", "")  # "gfx90a:sramecc+:xnack-"
+    # of this architecture only the GCD of an MI250X has 110 compute units: MI250 and MI210 have 104
+    if architecture.startswith("gfx90a") and found.multi_processor_count == 110:
+        return "AMD Instinct MI250X"
+    return name
 
 
 def default_precision(gpu: bool) -> tuple[str, str]:
@@ -87,7 +106,7 @@ def planned(
     try:
         from planner import estimate, machines, traffic
 
-        gib = rank_memory_gib(device, int(os.getenv("LOCAL_WORLD_SIZE", 1))) if device else None
+        gib = rank_memory_gib(device, run.node_ranks) if device else None
         machine = machines.nearest_machine(peak_flops(device)[0], gib)
         flags = traffic.PlannedRun.from_flags(run.model, run.record())
         plan = estimate.Plan(flags, machine, gib)

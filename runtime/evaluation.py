@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import data
 import shard
 import vit
-from downstream.images import fixed_noise, open_eval_loader
 from runtime.agreement import gather_to_rank0, run_on_rank0
 from runtime.baselines import baseline_losses
 from runtime.device_batches import worker_count
+from runtime.eval_images import fixed_noise, open_eval_loader
 from runtime.image_source import list_eval_images
 from runtime.run import Run
 from runtime.session import Session
@@ -50,6 +50,7 @@ def average_over(
         worker_count(config.workers, session.ranks),
         stats,
         exact=config.exact_decode,
+        any_error=True,  # no disk that fails for a moment ends a training run
         share=(session.ranks.rank // config.tp, run.data_ranks),
     )
     # a rank with fewer images than the others calls the model on those of the batch before

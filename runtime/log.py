@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 
 import torch
 
-from runtime.agreement import Verdict, gather_to_rank0, run_on_rank0
+from runtime.agreement import StepResult, gather_to_rank0, run_on_rank0
 from runtime.devices import device_memory, peak_flops
 from runtime.run import Run
 
@@ -27,8 +27,10 @@ class Meter:
 
     def __init__(self, begin: int, global_batch: int) -> None:
         """Begin before step `begin`; each step has `global_batch` images of all ranks."""
-        self.begin = begin
+        self.first = begin
+        self.begin = begin  # of this interval
         self.global_batch = global_batch
+        self.seconds = 0.0  # of all intervals that have ended
         self.rates: list[float] = []  # images per second of each interval
         self.waited = 0.0  # seconds without a batch, in all steps ...
         self.waited_before = 0.0  # ... and in those before this interval
@@ -46,6 +48,7 @@ class Meter:
         """End an interval after `done` steps; return seconds per step, and those spent waiting."""
         now = time.perf_counter()
         steps = done - self.begin
+        self.seconds += now - self.interval_start
         seconds = (now - self.interval_start) / steps
         waited = (self.waited - self.waited_before) / steps
         self.rates.append(self.global_batch / seconds)
@@ -130,14 +133,14 @@ class Log:
                 self.tensorboard.add_scalar(f"{event}/{key}", value, record["step"])
         self.tensorboard.flush()
 
-    def step(self, verdict: Verdict, lr: float, meter: Meter) -> None:
+    def step(self, result: StepResult, lr: float, meter: Meter) -> None:
         """Log a step and end the meter's interval; the numbers are of all ranks.
 
         A run that only reads images has no loss, no norm and no FLOPs.
         """
         run = self.run
         trained = run.config.run_mode != "io"
-        done = verdict.step + 1
+        done = result.step + 1
         seconds, waited = meter.interval(done)
         rate = run.global_batch / seconds
         flops = run.flops_per_image() if trained else None
@@ -147,9 +150,9 @@ class Log:
         self.write(
             "step",
             step=done,
-            epoch=verdict.step // run.epoch_steps,
-            loss=verdict.loss if trained else None,
-            grad_norm=verdict.norm if trained else None,
+            epoch=result.step // run.epoch_steps,
+            loss=result.loss if trained else None,
+            grad_norm=result.norm if trained else None,
             lr=lr,
             step_seconds=seconds,
             data_seconds=waited,
@@ -162,7 +165,7 @@ class Log:
         width = len(str(run.steps))
         text = f"step {done:{width}}/{run.steps}  "
         if trained:
-            text += f"loss {verdict.loss:7.4f}  norm {verdict.norm:8.3f}  lr {lr:.2e}  "
+            text += f"loss {result.loss:7.4f}  norm {result.norm:8.3f}  lr {lr:.2e}  "
         text += f"{rate:8.1f} img/s  "
         if memory["peak_allocated_gib"] is not None:
             text += f"{memory['peak_allocated_gib']:6.2f} GiB  "

@@ -12,9 +12,10 @@ from torch import nn
 from torch.profiler import record_function
 
 from runtime import devices
-from runtime.agreement import AgreedError, StepGuard, Verdict, gather_to_rank0, run_on_rank0
+from runtime.agreement import AgreedError, StepGuard, StepResult, gather_to_rank0, run_on_rank0
 from runtime.baselines import average_baselines
 from runtime.device_batches import Batch
+from runtime.limits import LimitWarning
 from runtime.log import BadImageLog, Meter
 from runtime.profiling import WARM, RunProfile
 from runtime.resume import CheckpointSchedule, mark_done
@@ -23,7 +24,7 @@ from runtime.session import Session, cause_of
 
 
 class Monitor:
-    """Watch the steps of a run: the ranks' votes, the clock, unreadable images, the log."""
+    """Watch the steps of a run: what the ranks agree on, the clock, unreadable images, the log."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Monitor:
         self.evaluation: Any = None  # called with the number of steps done ...
         self.evaluate_every = 0  # ... each time that so many are; 0: at each save
         self.profile: RunProfile | None = None  # on rank 0, with --profile
+        self.limits = LimitWarning(run, session)
         self.meter = Meter(checkpoints.begin, run.global_batch)  # its clock starts here
 
     def watch(self, model: nn.Module) -> None:
@@ -71,7 +73,7 @@ class Monitor:
     def next_batch(self, step: int) -> Batch:
         """Take the batch of a step; once the loader has failed, the last one again.
 
-        All ranks learn of the failure together, by their vote: none waits for this one.
+        All ranks learn of the failure together, as the step is checked: none waits for this one.
         """
         self.session.heartbeat("reading data", step)
         start = time.perf_counter()
@@ -91,7 +93,7 @@ class Monitor:
         return self.batch
 
     def requests(self) -> dict[str, bool]:
-        """Return what this rank has to say in the vote of a step, as of `StepGuard.vote`."""
+        """Return what this rank asks for in a step, as of `StepGuard.check_step`."""
         return {
             "stop": bool(self.session.signals),
             "save": self.checkpoints.due_by_clock(),
@@ -99,45 +101,47 @@ class Monitor:
             "bad_images": bool(self.bad_images.unreported),
         }
 
-    def finished_steps(self, wait: bool) -> Iterator[Verdict]:
-        """Yield the verdicts of the steps that were applied, after reporting bad steps. Collective.
+    def finished_steps(self, wait: bool) -> Iterator[StepResult]:
+        """Yield the results of the steps that were applied, after reporting bad steps. Collective.
 
         With `wait` up to the last step, otherwise those that need no waiting.
         """
-        for verdict in self.guard.settle(wait):
-            if verdict.consecutive and not verdict.no_batch:
-                self.problem = self.log_skip(verdict)
-            if self.guard.ended and verdict.step == self.guard.done:
+        for result in self.guard.read_results(wait):
+            if result.consecutive and not result.no_batch:
+                self.problem = self.log_skip(result)
+            if self.guard.ended and result.step == self.guard.done:
                 return
-            if not verdict.consecutive:
-                self.losses.append(verdict.loss)
-            yield verdict
+            if not result.consecutive:
+                self.losses.append(result.loss)
+            yield result
         if self.bad_images.too_many and not wait:  # the run ends: save what is applied by now
             yield from self.finished_steps(wait=True)
 
-    def log_skip(self, verdict: Verdict) -> str:
+    def log_skip(self, result: StepResult) -> str:
         """Log a step that was not applied; return a message. Collective."""
-        own_losses = gather_to_rank0(verdict.own_loss) or []
+        own_losses = gather_to_rank0(result.local_loss_nonfinite) or []
         ranks = [rank for rank, bad in enumerate(own_losses) if bad]
-        what = "loss" if verdict.bad_loss else "gradient norm"
-        step = verdict.step + 1
+        what = "loss" if result.bad_loss else "gradient norm"
+        step = result.step + 1
         text = f"the {what} is not finite at step {step}"
         if ranks:  # none for a gradient norm, which is that of all ranks
             text += f" on rank {', '.join(map(str, ranks))}"
         self.session.log.write(
-            "skip", step=step, what=what, ranks=ranks, consecutive_bad=verdict.consecutive
+            "skip", step=step, what=what, ranks=ranks, consecutive_bad=result.consecutive
         )
         self.session.log.warn(f"{text}: optimizer step skipped")
-        return f"{text}: lower --blr or add --clip 1, with --allow-changes"
+        rate = "--blr" if self.run.config.lr is None else "--lr"
+        return f"{text}: lower {rate} or add --clip 1, with --allow-changes"
 
-    def log_step(self, verdict: Verdict, lr: float) -> None:
+    def log_step(self, result: StepResult, lr: float) -> None:
         """Log a step that has a line, and the bad images of all ranks since. Collective."""
-        done = verdict.step + 1
+        done = result.step + 1
         if done == self.run.steps or done % self.run.config.log_every == 0:
             with self.meter.paused():
-                if verdict.bad_images:
+                if result.bad_images:
                     self.bad_images.sync()
-            self.session.log.step(verdict, lr, self.meter)
+            self.session.log.step(result, lr, self.meter)
+            self.limits.check(done, self.meter, self.guard)
 
     def finish(self, reason: str, problem: str | None) -> None:
         """Save, and log how the loop has ended; AgreedError if it failed. Collective."""
@@ -145,14 +149,14 @@ class Monitor:
         self.session.heartbeat("saving")
         if reason == "nan":  # before the first of the bad steps, which the same command meets again
             self.checkpoints.save_last(guard.done + 1 - guard.consecutive)
-        if reason == "data":
+        if reason == "loader_error":
             problem = self.loader_error()
             self.checkpoints.save_last(guard.done)
         self.bad_images.sync()  # what was found since the last log line
         self.report_end(reason, problem)
         if self.run.config.run_mode == "real":
             # after a NaN or too many bad images something is to be changed first
-            finished = reason in ("done", "nan", "bad")
+            finished = reason in ("done", "nan", "bad_images")
             self.session.log.say(self.checkpoints.where(finished))
             if reason == "done":
                 mark_done(self.run.config.out, True)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from multiprocessing import forkserver, resource_tracker
 from threading import Thread
 from typing import Any, TextIO, cast
@@ -135,6 +136,32 @@ def _listen(pipe: int, received: list[int], launcher: int) -> None:
 OWN_PAST_SECONDS = 300.0
 
 
+# after which a shared folder shows every node what one has written there
+SHOWN_AFTER_SECONDS = 30.0
+
+
+def read_owner(folder: str) -> str:
+    """Return what `lock_folder` has written of its process; empty where there is no lock."""
+    try:
+        with open(os.path.join(folder, ".lock")) as file:
+            return file.read()
+    except FileNotFoundError:
+        return ""
+
+
+def check_shared(folder: str, owner: str) -> None:
+    """Check that this node sees the lock of `owner`, another node's process; ValueError if not.
+
+    A network file system may show it late.
+    """
+    deadline = time.monotonic() + SHOWN_AFTER_SECONDS
+    while read_owner(folder) != owner:
+        if time.monotonic() > deadline:
+            where = f"{folder} on {platform.node()} is not the folder that rank 0 has locked"
+            raise ValueError(f"{where}: give --out a folder that all nodes share")
+        time.sleep(0.5)
+
+
 def lock_folder(folder: str) -> TextIO:
     """Make `folder`, and keep other runs out of it until the file returned is closed.
 
@@ -162,7 +189,8 @@ def lock_folder(folder: str) -> TextIO:
                 print(f"warning: {folder} cannot be locked ({error}): start no other run in it")
             break
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}{ours if job else ''}")
+        since = f"since {datetime.now():%Y-%m-%d %H:%M:%S.%f}"  # no two runs write the same
+        file.write(f"process {os.getpid()} on {platform.node()} {since}{ours if job else ''}")
         file.flush()
     except OSError as error:
         raise ValueError(f"{error}: give --out a folder that can be written") from None

@@ -16,6 +16,7 @@ import vit
 from runtime.agreement import AgreedError, run_on_rank0
 from runtime.config import names, save_interval
 from runtime.log import Log
+from runtime.pretrained import Pretrained, check_fits, read_pretrained, value_of
 from runtime.run import Run
 from runtime.session import Session
 
@@ -31,8 +32,6 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
     path, model, seed = run.config.init_from, run.model, run.config.seed
     if path is None:
         return partial(vit.initial_value, model, seed=seed)
-    from downstream.weights import Pretrained, check_fits, read_pretrained, value_of
-
     found: list[Pretrained] = []  # on rank 0
 
     def read_file() -> None:
@@ -176,8 +175,9 @@ class CheckpointSchedule:
         self.since = time.monotonic()
         if self.saver.saved > before:  # in the background: the one before is on disk by now
             self.log.write("save", step=self.saver.saved, seconds=self.since - start)
-        failures = self.saver.failures
-        fatal = problems.pop() if failures == 2 or (failures and wait) else None
+        fatal = None
+        if self.saver.hopeless or (self.saver.failures and wait):
+            fatal = problems.pop()
         for problem in problems:
             self.log.warn(f"{problem}; the run continues, the older checkpoints are kept")
         return fatal
@@ -215,7 +215,14 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
     """
     config, log, group = run.config, session.log, session.gloo
     model, optimizer, scaler = training.model, training.optimizer, training.scaler
-    load = partial(checkpoint.load, model=model, optimizer=optimizer, group=group)
+
+    def load(path: Path) -> None:
+        checkpoint.load(path, model, optimizer, group=group)
+        for parameters, weight_decay in zip(optimizer.param_groups, decays, strict=True):
+            parameters["weight_decay"] = weight_decay
+
+    # as the flags say, which --allow-changes lets differ from the checkpoint's
+    decays = [parameters["weight_decay"] for parameters in optimizer.param_groups]
     state = read_run_state(found, run, log.say, load)
     saves = CheckpointSchedule(run, log, state["step"])
     session.where_saved = saves.where

@@ -23,6 +23,7 @@ class Run:
     local_batch: int  # images per rank and accumulation step
     global_batch: int
     patches: int  # of an image
+    node_ranks: int = 1  # ranks on the node that has most
     images: int = 0  # of the data set; this and the rest are known once the images are listed
     image_names_and_sizes: str | None = None  # their fingerprint; None for synthetic images
     channel_stats: Any = None  # data.ChannelStats: plan.py does without that module
@@ -37,8 +38,11 @@ class Run:
 
     @property
     def peak_lr(self) -> float:
-        """Peak learning rate: the base rate scaled to the global batch, as in MAE's recipe."""
-        return self.config.blr * self.global_batch / 256
+        """Peak learning rate: --lr, or --blr scaled to the global batch, as in MAE's recipe."""
+        if self.config.lr is not None:
+            return self.config.lr
+        blr = self.config.default_blr if self.config.blr is None else self.config.blr
+        return blr * self.global_batch / 256
 
     @property
     def model(self) -> vit.ViTConfig:
@@ -81,14 +85,17 @@ def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
 
     In the hybrid modes the `node_ranks` of a node share one copy, unless --group says otherwise.
     """
-    c, mode, tp, group = config, str(config.mode), config.tp, None
+    c = config
+    mode = str(config.mode)
+    tp = config.tp
+    group = None
     model = model_config(c.model)
     widths = model.heads, model.decoder_heads, model.mlp_width, 4 * model.decoder_width
     if math.gcd(world_size, *widths) % tp:
         heads = f"{model.heads} and {model.decoder_heads} heads"
         raise ValueError(f"--tp {tp} must divide {world_size} ranks, {heads}, and the MLP widths")
     data_ranks = world_size // tp
-    if shard.STRATEGIES[mode].group == "group":
+    if shard.STRATEGIES[mode].shard_over == "group":
         group = c.group or min(max(node_ranks // tp, 1), data_ranks)
         if group < 1 or data_ranks % group:
             sizes = ", ".join(map(str, mesh.divisors(data_ranks)))
@@ -101,7 +108,21 @@ def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
         raise ValueError(f"--global-batch {total} is not a multiple of {parts}")
     shape = (*shard.mesh_shape(mode, data_ranks, group), *[tp] * (tp > 1))
     patches = check_masking(model, c.img_size, c.mask_ratio)
-    return Run(c, world_size, group, shape, total // share, total, patches)
+    return Run(c, world_size, group, shape, total // share, total, patches, node_ranks=node_ranks)
+
+
+def resolve_on_nodes(config: Config, world_size: int, fewest: int, most: int) -> Run:
+    """Derive the run of ranks on nodes that have from `fewest` to `most` of them.
+
+    ValueError, the same on all ranks, if it is invalid, or if it needs to know what a node is.
+    """
+    hybrid = shard.STRATEGIES[str(config.mode)].shard_over == "group"
+    if fewest < most and hybrid and not config.group:
+        sizes = ", ".join(map(str, mesh.divisors(world_size // config.tp)))
+        uneven = f"the nodes have from {fewest} to {most} ranks, so --group has no default"
+        advice = f"type --group N with one of {sizes}, or start as many ranks on each node"
+        raise ValueError(f"{uneven}: {advice}")
+    return resolve(config, world_size, most)
 
 
 def with_images(run: Run, images: int, **facts: Any) -> Run:

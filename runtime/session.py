@@ -18,7 +18,7 @@ from runtime.config import Config
 from runtime.devices import is_out_of_memory, planned
 from runtime.image_source import check_folders
 from runtime.log import Log
-from runtime.run import Run, resolve
+from runtime.run import Run, resolve, resolve_on_nodes
 from runtime.watchdog import STARTUP_FACTOR, Watchdog
 
 
@@ -32,7 +32,10 @@ class Session:
 
         `signals` grows by each signal that asks this process to stop.
         """
-        self.ranks, self.device, self.run, self.signals = ranks, device, run, signals
+        self.ranks = ranks
+        self.device = device
+        self.run = run
+        self.signals = signals
         timeout = run.config.timeout
         self.log = Log(ranks.rank)
         self.locks: list[TextIO] = []  # of rank 0, open as long as the run uses its folder
@@ -44,7 +47,7 @@ class Session:
         try:
             mesh.init_ranks(ranks, device, timeout_minutes=STARTUP_FACTOR * timeout / 60)
             if ranks.world_size > 1:
-                self.watchdog.connect(ranks.init)
+                self.watchdog.connect(os.environ)  # which have this attempt's address now
             # for what the hosts exchange; connected now, because a lost rank is noticed here
             with mesh.quiet_gloo():
                 self.gloo = cast(Any, dist.new_group(backend="gloo"))
@@ -56,8 +59,32 @@ class Session:
     def lock_folder(self, out: str) -> None:
         """Keep other runs out of `out`; AgreedError, status 2, where one is there. Collective."""
         self.heartbeat(f"preparing {out} for this run alone")
-        run_on_rank0(lambda: self.locks.append(process.lock_folder(out)))
+
+        def lock() -> str:
+            self.locks.append(process.lock_folder(out))
+            return process.read_owner(out)
+
+        owner = run_on_rank0(lock)
+        if self.run.config.run_mode == "real":  # the others save nothing
+            run_on_all_ranks(lambda: process.check_shared(out, owner))
         self.heartbeat("preparing the run")
+
+    def agree_on_nodes(self) -> Run:
+        """Return the run, whose default --group is a node; AgreedError, status 2. Collective.
+
+        torchrun tells a rank only how many ranks its own node has, and nodes may differ.
+        """
+        own = self.ranks.local_world_size
+        found = torch.tensor([own, -own])
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.gloo)
+        fewest, negative = found.tolist()
+        try:
+            self.run = resolve_on_nodes(
+                self.run.config, self.ranks.world_size, fewest, most=-negative
+            )
+        except ValueError as error:
+            raise AgreedError(str(error), error) from error
+        return self.run
 
     def give_up(self, text: str) -> None:
         """Print and log why the run is ended from outside the training loop."""
@@ -97,19 +124,24 @@ def run_session(
     config: Config, work: Callable[[Run, Session], None], signals: Sequence[int] = ()
 ) -> int:
     """Join the other ranks, call `work`, leave; return 0, 1 (failed) or 2 (bad input)."""
-    local = True  # an error may be of this rank alone
     try:
         ranks = mesh.read_ranks(os.environ)
         device = mesh.pick_device(config.device, ranks)
-        local = False
-        run = resolve(config, ranks.world_size, ranks.local_world_size)
-        local = True
+    except (ValueError, RuntimeError) as error:
+        return process.usage_error(str(error), local=True)
+    try:
+        # what is wrong on any nodes is said before the ranks meet, and the same on all of them
+        run = resolve(config, ranks.world_size, node_ranks=ranks.world_size)
+    except ValueError as error:
+        return process.usage_error(str(error))
+    try:
         session = Session(ranks, device, run, signals)
-    except (ValueError, RuntimeError, ConnectionError) as error:
-        process.usage_error(str(error), local)
-        return 1 if isinstance(error, ConnectionError) else 2
+    except ConnectionError as error:
+        process.usage_error(str(error), local=True)
+        return 1
     status = 0
     try:
+        run = session.agree_on_nodes()
         run_on_all_ranks(lambda: check_folders(config))
         work(run, session)
     except AgreedError as error:  # on all ranks, which leave together

@@ -92,7 +92,10 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
     yield describe_strategy(s)
     who = f"{ranks // s['tp']} data-parallel ranks"
     yield f"batch: {s['batch']} images x {who} x {s['accum']} steps = {s['global_batch']}"
-    yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['peak_lr']:.3g}"
+    if s["lr"] is None:
+        yield f"lr: {s['blr']:g} x {s['global_batch']} / 256 = {s['peak_lr']:.3g}"
+    else:
+        yield f"lr: {s['lr']:.3g}"
     if s["planned"] and s["planned"]["verdict"]:
         yield f"plan for {s['planned']['machine']}: {s['planned']['fit']}"
     seconds = s["cpu_step_seconds"]  # None on a GPU
@@ -110,11 +113,8 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
 def describe_strategy(start: dict[str, Any]) -> str:
     """Say what the mode of a start record shards, and what it sends in a step."""
     strategy = shard.STRATEGIES[start["mode"]]
-    traffic = strategy.traffic
-    if start["world_size"] == start["tp"]:
-        traffic = "nothing between data-parallel ranks"
-    if start["mesh"]["replicate"] == 1:
-        traffic = traffic.removesuffix(shard.ACROSS)
-    if start["wrap"] == "root":  # which stays gathered until backward
-        traffic = traffic.replace(shard.GATHER2, shard.GATHER1)
+    traffic = "nothing between data-parallel ranks"
+    if start["world_size"] > start["tp"]:
+        replicas = start["mesh"]["replicate"]
+        traffic = strategy.traffic(replicas=replicas, one_unit=start["wrap"] == "root")
     return f"{start['mode']}: shards {strategy.shards}; per step: {traffic}"

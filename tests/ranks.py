@@ -321,7 +321,7 @@ def watched_step(run: Run, rank: int, seen: Seen, train_step: Callable) -> Calla
     """train_step, in which a signal may arrive, and after which the model is looked at."""
 
     def step(training, guard, *args, **kwargs):
-        seen.step = guard.voted
+        seen.step = guard.checked
         if (rank, seen.step) == (run.signal_rank, run.signal_step):
             seen.received.append(signal.SIGTERM)
         train_step(training, guard, *args, **kwargs)

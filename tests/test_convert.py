@@ -23,7 +23,7 @@ import checkpoint
 import convert
 import data
 import vit
-from downstream.weights import build_pretrained, random_weights, read_pretrained
+from runtime.pretrained import build_pretrained, random_weights, read_pretrained
 
 MODELS = {
     "nano": NANO,
@@ -69,8 +69,7 @@ def build(path: str, config: vit.ViTConfig | None = None, img_size: int | None =
 
 @torch.no_grad()
 def features(model: vit.ViTMAE, images: torch.Tensor) -> torch.Tensor:
-    patches = vit.patchify(images, model.config.patch)
-    return model.encode(patches, torch.arange(patches.shape[1]).expand(len(images), -1))
+    return model.features(images)
 
 
 def in_order(theirs: nn.Module, images: torch.Tensor) -> torch.Tensor:

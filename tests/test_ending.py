@@ -95,10 +95,22 @@ ENDED = {
     "time": (0, "done", (1, 2, 3, 4, 5, 6), True, "saved {out}/step_00000006"),
     "none": (0, "done", (), True, "nothing saved"),
     "nan": (1, "nan", None, False, "saved {out}/step_00000003"),
-    "lost": (1, "data", None, False, "saved {out}/step_00000003; the same command continues from"),
-    "lost, saved": (1, "data", (2, 4), False, "saved {out}/step_00000004; the same command"),
-    "bad images": (1, "bad", None, False, "saved {out}/step_0000000"),
-    "full": (1, "save", (), False, "nothing saved"),
+    "lost": (
+        1,
+        "loader_error",
+        None,
+        False,
+        "saved {out}/step_00000003; the same command continues from",
+    ),
+    "lost, saved": (
+        1,
+        "loader_error",
+        (2, 4),
+        False,
+        "saved {out}/step_00000004; the same command",
+    ),
+    "bad images": (1, "bad_images", None, False, "saved {out}/step_0000000"),
+    "full": (1, "save_failed", (), False, "nothing saved"),
 }
 
 

@@ -16,8 +16,8 @@ from ranks import NANO, NANO_ARGV, Run, run_ranks
 import data
 import train_fsdp
 import vit
-from downstream.images import EvalImages, fixed_noise
-from downstream.weights import build_pretrained, read_pretrained
+from runtime.eval_images import EvalImages, fixed_noise
+from runtime.pretrained import build_pretrained, read_pretrained
 from storage.image_list import ImageList
 
 TILES = ROOT / "examples" / "tiles"

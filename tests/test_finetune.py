@@ -24,8 +24,8 @@ import probe
 import train_fsdp
 import vit
 from downstream import finetune
-from downstream.images import open_eval_loader
-from downstream.weights import build_pretrained, random_weights, read_pretrained
+from runtime.eval_images import open_eval_loader
+from runtime.pretrained import build_pretrained, random_weights, read_pretrained
 
 CPU = torch.device("cpu")
 CLASSES, BATCH, EPOCHS, BLR, LAYER_DECAY, SEED = ("desert", "ice", "ocean"), 8, 2, 0.05, 0.5, 3
@@ -88,8 +88,7 @@ def plain(run: Path, trees: Path) -> tuple[list[float], list[dict], dict]:
     trained = {n: p for part in parts for n, p in part.named_parameters() if n[:4] not in UNUSED}
 
     def logits_of(images):
-        patches = vit.patchify(data.normalize(images), 8)
-        tokens = encoder.encode(patches, torch.arange(36).expand(len(images), -1))
+        tokens = encoder.features(data.normalize(images))
         return head(norm(tokens[:, 1:].mean(1)))
 
     def rate_of(name: str) -> float:
@@ -97,7 +96,11 @@ def plain(run: Path, trees: Path) -> tuple[list[float], list[dict], dict]:
         return LAYER_DECAY ** next((k for n, k in above.items() if name.startswith(n)), 0)
 
     groups = [
-        {"params": [p], "weight_decay": 0.05 * (p.ndim > 1), "scale": rate_of(n)}
+        {
+            "params": [p],
+            "weight_decay": 0.05 * (p.ndim > 1 and n != "cls_token"),
+            "scale": rate_of(n),
+        }
         for n, p in trained.items()
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))
@@ -137,7 +140,7 @@ def runs_of_rank(run: Path, trees: Path) -> list[dict]:
         seen: dict = {}
 
         def step(training, guard, *args, seen=seen, stop_at=stop_at, **asked):
-            if guard.voted == stop_at and rank == 0:
+            if guard.checked == stop_at and rank == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             original(training, guard, *args, **asked)
             seen["params"] = full_parameters(training.model)

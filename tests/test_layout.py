@@ -108,7 +108,7 @@ def test_arrows_point_down():
         packages = {"torch"} | ({"torchvision", "numpy", "PIL"} if name == "data" else set())
         assert found - set(sys.stdlib_module_names) <= packages, name
     allowed = {
-        "runtime": {"storage", "planner", "downstream"},
+        "runtime": {"storage", "planner"},
         "storage": set(),
         "planner": set(),
         "sweeps": {"planner", "storage"},
@@ -163,11 +163,14 @@ JOB = """
 import json, signal, sys
 import train_fsdp
 argv = sys.argv[1:]
+argv += ["--eval-data", argv[argv.index("--data") + 1]]
 assert train_fsdp.main(argv, received=[signal.SIGTERM]) == 0
 assert train_fsdp.main(argv) == 0
 log = [json.loads(line) for line in open("out/log.jsonl")]
 assert [r["step"] for r in log if r["event"] == "step"] == [1, 2, 3], log
 assert [r["reason"] for r in log if r["event"] == "end"] == ["signal", "done"]
+assert [r for r in log if r["event"] == "eval"]
+assert train_fsdp.main([*argv, "--out", "again", "--init-from", "out"]) == 0
 """
 # A copy with one of each that docs/manual.md says how to add, as it says: what is inserted, and
 # behind which text. The strategy is the row of hybrid again.

@@ -83,7 +83,7 @@ def test_a_missing_variable_is_named_with_who_sets_it(environ, launcher):
 
 
 SHELL = "not started by srun: type `srun python"  # the batch shell of a job
-CYCLIC = "not in blocks: add `--distribution=block` to srun"
+CYCLIC = "not in blocks: give srun `--distribution=block`"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,8 @@ CYCLIC = "not in blocks: add `--distribution=block` to srun"
     [
         ({k: v for k, v in ONE_NODE.items() if k != "SLURM_STEP_ID"}, SHELL),
         ({"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2"}, SHELL),  # no SLURM_NTASKS
-        (SRUN | {"SLURM_TASKS_PER_NODE": "10(x2)"}, CYCLIC),  # another count than the ranks'
+        (SRUN | {"SLURM_TASKS_PER_NODE": "10(x2)"}, CYCLIC),  # another place than the rank's
+        (SRUN | {"SLURM_TASKS_PER_NODE": "8(x2)"}, "which are 16 ranks: start all by one srun"),
         (SRUN | {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, CYCLIC),
     ],
 )
@@ -104,7 +105,7 @@ def test_loader_workers(monkeypatch):
     """Slurm binds a rank to cores of its own; other launchers leave it all of the node's."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)), raising=False)
     workers = [worker_count(None, mesh.read_ranks(environ)) for environ in (SRUN, TORCHRUN, {})]
-    assert workers == [6, 5, 6]  # 4 ranks on the node
+    assert workers == [16, 5, 16]  # 4 ranks on the node
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     assert worker_count(None, mesh.read_ranks(TORCHRUN)) == 0
 

@@ -17,7 +17,9 @@ from ranks import Run, agreed_port, on_ranks, python, run_ranks
 import shard
 
 GROUPS = {"group": [1, 2]}  # of the hybrid modes
-ALL = [(mode, g) for mode, row in shard.STRATEGIES.items() for g in GROUPS.get(row.group, [None])]
+ALL = [
+    (mode, g) for mode, row in shard.STRATEGIES.items() for g in GROUPS.get(row.shard_over, [None])
+]
 MODES = ALL if FULL else [("ddp", None), ("full_shard", None), ("hybrid", 2)]
 STEPS = 4
 

@@ -8,8 +8,8 @@ from ranks import read_log
 import plan
 import train_fsdp
 import vit
-from downstream.weights import read_pretrained
 from runtime.config import model_config
+from runtime.pretrained import read_pretrained
 
 OWN = "tiny:depth=2,width=96,mlp_width=100,heads=4,gated_mlp=1"
 SHAPE = vit.ViTConfig(96, 2, 100, 4, 8, True, 3, 128, 2, 4)

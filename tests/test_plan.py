@@ -49,7 +49,7 @@ GROUPS = {"hybrid": 4, "hybrid_grad_op": 4}
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     """The plan is of a GPU's attention."""
-    monkeypatch.setattr(vit, "PLAIN_TOKENS", {})
+    monkeypatch.setattr(vit.Attention, "always_fused", True)
 
 
 def planned(model: str, world: int, machine: machines.Machine = FRONTIER, **case) -> estimate.Plan:
@@ -201,11 +201,11 @@ def test_the_plan_of_fine_tuning_is_of_whole_images_and_no_decoder(monkeypatch):
     assert live == pytest.approx(seen, rel=0.03)
 
 
-# Not bf16 without checkpointing: CUDA's autocast keeps fp32 inputs of norms, a CPU's does not.
 @pytest.mark.parametrize(
     ("size", "precision", "ac"),
     [
         ("base:depth=4,decoder_depth=3", "fp32", "none"),
+        (SHALLOW, "bf16", "none"),
         (SHALLOW, "bf16", "selective"),
         *full_only(("base", "bf16", "full")),
     ],

@@ -416,7 +416,7 @@ def test_a_run_with_workers_that_ends_early_saves_and_leaves_nothing_behind(tmp_
         assert job.returncode == (how != "Ctrl-C") and "Traceback" not in told
         end = read_log(tmp_path / "log.jsonl")[2]  # what was trained is kept
         assert checkpoint.check(tmp_path / f"step_{end['steps']:08d}")
-        assert end["reason"] == ("signal" if how == "Ctrl-C" else "data")
+        assert end["reason"] == ("signal" if how == "Ctrl-C" else "loader_error")
     if how == "a worker is killed":  # with its cause, or what broke while it sent a batch
         cause = r"error: rank 0: the data loader failed \(.*in step \d+.*(DataLoader|Connection)"
         assert re.search(cause, told), told

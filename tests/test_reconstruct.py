@@ -16,8 +16,9 @@ from torchvision.transforms import v2
 import data
 import probe
 import vit
-from downstream import images, reconstruct
-from downstream.weights import build_pretrained, random_weights, read_pretrained
+from downstream import reconstruct
+from runtime import eval_images as images
+from runtime.pretrained import build_pretrained, random_weights, read_pretrained
 
 TILES = ROOT / "examples" / "tiles" / "heldout"
 

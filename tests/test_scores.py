@@ -1,5 +1,6 @@
 """probe.py knn and linear: equal to scikit-learn, beside both baselines."""
 
+import errno
 import json
 import math
 import shutil
@@ -18,10 +19,10 @@ from torch.nn import functional as F
 
 import data
 import probe
-import vit
 from downstream import scores
-from downstream.images import open_eval_loader
-from downstream.weights import build_pretrained, random_weights, read_pretrained
+from runtime.eval_images import open_eval_loader
+from runtime.pretrained import build_pretrained, random_weights, read_pretrained
+from storage.image_list import ImageList
 
 CPU = torch.device("cpu")
 TILES = ROOT / "examples" / "tiles"
@@ -166,8 +167,7 @@ def test_scores_stand_beside_both_baselines(run, tmp_path, capsys):
         labels.append(files.labels)
         expected["raw pixels"].append(F.avg_pool2d(pixels, 2).flatten(1).numpy())
         for name, own in zip(SOURCES, weights, strict=False):
-            model, order = build_pretrained(own, CPU), torch.arange(16).expand(len(pixels), -1)
-            tokens = model.encode(vit.patchify(pixels, 8), order).detach()
+            tokens = build_pretrained(own, CPU).features(pixels).detach()
             expected[name].append(tokens[:, 1:].mean(dim=1).numpy())
     for score in [score for score in found["scores"] if score["seed"] == 1]:
         train, test = (rows.astype(np.float64) for rows in expected[score["source"]])
@@ -224,3 +224,31 @@ def test_what_is_wrong_is_one_sentence(run, tmp_path, capsys):
         assert probe.main(command("knn", path, *changed)) == 2
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1, error
+
+
+def test_an_error_of_the_node_is_no_unreadable_image(run, tmp_path, monkeypatch, capsys):
+    """Scores of those images alone that could be opened would be wrong."""
+    read = ImageList.read
+
+    def failing(files, index):
+        if index >= 10:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return read(files, index)
+
+    monkeypatch.setattr(ImageList, "read", failing)
+    assert probe.main(command("knn", run[0], *HELD, "--out", tmp_path)) == 1
+    assert "Too many open files" in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
+def test_classes_are_said_and_folders_that_look_like_none_are_warned_of(run, tmp_path, capsys):
+    argv = command("knn", run[0], "--split", 0.5, "--out", tmp_path / "out")
+    assert probe.main(argv) == 0
+    printed = capsys.readouterr().out
+    classes = data.scan(str(TILES / "train")).classes
+    assert f"{len(classes)} classes of" in printed and f"{classes[0]} (" in printed
+    assert "warning" not in printed
+    for part, source in ("images", "ice"), ("masks", "desert"):
+        shutil.copytree(TILES / "train" / source, tmp_path / "tree" / part)
+    argv = command("knn", run[0], "--split", 0.5, "--data", tmp_path / "tree")
+    assert probe.main([*argv, "--out", str(tmp_path / "out")]) == 0
+    assert "images, masks do not look like classes" in capsys.readouterr().out

@@ -50,7 +50,7 @@ def build(mode: str, grid, *, dtype=torch.float32, config=CONFIG, seed=0, **opti
         mode,
         grid,
         block_classes={vit.Block},
-        values=partial(vit.initial_value, config, seed=seed),
+        init_fn=partial(vit.initial_value, config, seed=seed),
         options=shard.ShardingOptions(param_dtype=dtype, cast_inputs=False, **options),
     )
 
@@ -149,7 +149,7 @@ def test_a_buffer_that_no_checkpoint_has_cannot_be_left_undefined(single, mode):
         model = nn.Linear(4, 4)
         model.register_buffer("table", torch.zeros(4), persistent=False)
     with pytest.raises(ValueError, match="table is in no checkpoint"):
-        shard.apply(model, mode, single, block_classes=set(), values=shard.undefined)
+        shard.apply(model, mode, single, block_classes=set(), uninitialized=True)
 
 
 def test_cpu_offload_of_fsdp2_trains_the_same(single):

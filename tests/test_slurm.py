@@ -202,6 +202,19 @@ def test_the_ranks_of_another_cluster(case, gpus):
     assert ("warning: no GPU in this job" in output) == (gpus == 0)
 
 
+@slurm
+def test_the_ranks_have_their_address_though_sbatch_exports_a_list(case):
+    """As some sites ask for: srun hands the list on, and what the script sets would be lost."""
+    case.stands_in('echo "meets at <$MASTER_ADDR:$MASTER_PORT>, threads <$OMP_NUM_THREADS>"')
+    environ = {"MACHINE": "slurm", "TASKS_PER_NODE": "1", "AGAIN": "no"}
+    exported = "--export=PYTHON,PREFLIGHT,MASTER_PORT,MACHINE,TASKS_PER_NODE,AGAIN"
+    job = case.submit("--run", "syn", sbatch=("-N2", "-c2", exported), **environ)
+    state, output = case.ended(job)
+    assert state == "COMPLETED", output
+    addresses = re.findall(r"meets at <([^:>]+):(\d+)>, threads <\d+>", output)
+    assert len(addresses) == 2 and len({*addresses}) == 1, output
+
+
 # --- in a pretended job, whose srun starts one process
 
 JOB = {"JOB_ID": "7", "JOB_NUM_NODES": "1", "CPUS_ON_NODE": "8", "SUBMIT_DIR": str(ROOT)}

@@ -50,7 +50,7 @@ def stepper(mode: str, fsdp: int, precision: str, device=CPU, compiled=False):
     def step() -> None:
         train_fsdp.train_step(training, guard, batches, lr=1e-4)
         if device != CPU:  # as the loop does, one step late: reading it on a CPU is no wait
-            guard.settle()
+            guard.read_results()
 
     return step
 

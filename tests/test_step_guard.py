@@ -41,10 +41,10 @@ def three_ranks():
             loss = torch.tensor(losses.get((rank, step), float(rank)))
             norm = torch.tensor(norms.get(step, 1.0))
             flags = {flag: (rank, step) in where for flag, where in FLAGS.items()}
-            skip = guard.vote(loss, norm, scaled=scaled, **flags)
-            (verdict,) = guard.settle()
+            skip = guard.check_step(loss, norm, scaled=scaled, **flags)
+            (verdict,) = guard.read_results()
             found[name].append((skip.item(), verdict))
-            guard.done, guard.ended = guard.voted, ""  # the host of a GPU would read late
+            guard.done, guard.ended = guard.checked, ""  # the host of a GPU would read late
     return found
 
 
@@ -60,7 +60,7 @@ def test_all_ranks_skip_the_same_steps_and_know_why(three, name):
         for step, (skip, verdict) in enumerate(found[name]):
             assert skip == float((skips + "1")[step]), step
             bad = [r for r in range(3) if (r, step) in losses]
-            assert verdict.step == step and verdict.own_loss == (rank in bad)
+            assert verdict.step == step and verdict.local_loss_nonfinite == (rank in bad)
             assert not math.isfinite(verdict.loss) if bad else verdict.loss == pytest.approx(1.0)
             assert verdict.bad_loss == bool(bad)
             assert verdict.consecutive == int(rows[min(step, 6)])
@@ -85,8 +85,8 @@ def test_a_late_reader_settles_the_same_steps(late):
 
     def settled(loss: float | None = None, wait: bool = False, **flags: bool) -> list[int]:
         if loss is not None:
-            guard.vote(torch.tensor(loss), torch.tensor(1.0), **flags)
-        return [verdict.step for verdict in guard.settle(wait)]
+            guard.check_step(torch.tensor(loss), torch.tensor(1.0), **flags)
+        return [verdict.step for verdict in guard.read_results(wait)]
 
     try:
         assert settled(1.0) == ([] if late else [0])

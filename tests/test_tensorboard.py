@@ -12,7 +12,7 @@ from parity import TILES
 
 import train_fsdp
 from runtime import log
-from runtime.agreement import Verdict
+from runtime.agreement import StepResult
 from runtime.config import Config
 from runtime.run import resolve, with_images
 
@@ -64,7 +64,7 @@ def test_a_line_has_the_rate_of_its_own_steps_and_the_memory_of_the_device(monke
         now.seconds += 2
         if step % 2:
             loss = float("nan") if step == 5 else 0.25
-            verdict = Verdict(step, loss, 2.0, 0, *[False] * 6)
+            verdict = StepResult(step, loss, 2.0, 0, *[False] * 6)
             written.step(verdict, 1e-3, meter)
             with meter.paused():
                 now.seconds += 100

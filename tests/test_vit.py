@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import vit
-from downstream.weights import read_pretrained
+from runtime.pretrained import read_pretrained
 
 # name: (timm's count with positions of 224 px and 1000 classes, trained, published in millions)
 COUNTS = {

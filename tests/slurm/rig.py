@@ -1,4 +1,4 @@
-"""A real Slurm of two pretended Frontier nodes on this host, for as long as somebody holds it.
+"""A real Slurm of two or more pretended Frontier nodes on this host, as long as it is held.
 
 Needs Debian's packages slurmctld, slurmd, slurm-client and munge, no system service and no root.
 
@@ -25,7 +25,6 @@ HERE = Path(__file__).resolve().parent
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # where daemons are, for ordinary users too
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "sbcast", "scontrol", "squeue")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
-NODES = ("frontier00001", "frontier00002")  # they resolve nowhere
 
 
 def missing() -> str:
@@ -43,6 +42,9 @@ def clean_environment() -> dict[str, str]:
 class Rig:
     """A running Slurm; a context manager. RuntimeError with the daemons' logs if it fails."""
 
+    def __init__(self, nodes: int = 2) -> None:
+        self.nodes = [f"frontier{number:05}" for number in range(1, nodes + 1)]  # resolve nowhere
+
     def __enter__(self) -> "Rig":
         self.root = Path(tempfile.mkdtemp(prefix="rig")).resolve()  # short: sockets lie in there
         self.environ = clean_environment() | {"SLURM_CONF": str(self.root / "slurm.conf")}
@@ -54,11 +56,10 @@ class Rig:
             self.start("munged", "-F", "--force", *(f"--{n}={munge}/{n}" for n in names))
             self.until(lambda: (munge / "socket").exists())
             self.start("slurmctld", "-D", "-i")
-            for node in NODES:
+            for node in self.nodes:
                 self.start("slurmd", "-D", "-N", node)
-            self.until(
-                lambda: self.run("sinfo", "-hN", "-p", "batch", "-t", "idle").count("\n") == 2
-            )
+            idle = ("sinfo", "-hN", "-p", "batch", "-t", "idle")
+            self.until(lambda: self.run(*idle).count("\n") == len(self.nodes))
         except BaseException:
             self.__exit__()
             raise
@@ -94,15 +95,16 @@ class Rig:
 
     def write_files(self) -> None:
         """The configuration, the key and the pretended GPUs."""
-        names = f"frontier[{NODES[0][-5:]}-{NODES[-1][-5:]}]"
+        names = f"frontier[{self.nodes[0][-5:]}-{self.nodes[-1][-5:]}]"
         host = socket.gethostname().split(".")[0]
         values = {"ROOT": str(self.root), "HOST": host, "USER": getpass.getuser(), "NODES": names}
-        values |= {"PORT": str(free_port()), "PORTS": f"[{free_port()},{free_port()}]"}
+        ports = ",".join(str(free_port()) for _ in self.nodes)
+        values |= {"PORT": str(free_port()), "PORTS": f"[{ports}]"}
         for name in ("slurm.conf", "gres.conf"):
             text = (HERE / name).read_text()
             text = re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], text)
             (self.root / name).write_text(text)
-        for name in ("state", "gpu", "munge", *(f"spool.{node}" for node in NODES)):
+        for name in ("state", "gpu", "munge", *(f"spool.{node}" for node in self.nodes)):
             (self.root / name).mkdir()
         for gpu in range(8):
             (self.root / "gpu" / str(gpu)).symlink_to("/dev/null")

@@ -26,35 +26,58 @@ def centre_crop(width: int, height: int) -> tuple[int, int, int, int]:
     The same as resizing that side to 256 and cutting out 224, as ImageNet's evaluations do.
     """
     side = max(1, round(min(width, height) * 224 / 256))
-    return (height - side) // 2, (width - side) // 2, side, side
+    top = (height - side) // 2
+    left = (width - side) // 2
+    return top, left, side, side
 
 
 def fixed_noise(seed: int, indices: Sequence[int], patches: int) -> Tensor:
     """Draw the masking noise (B, L) of images from the seed and their indices alone."""
-    return torch.stack([data.draw_augmentation(seed, i, patches, 1, 1)[0] for i in indices])
+    rows: list[Tensor] = []
+    for index in indices:
+        noise, _, _ = data.draw_augmentation(seed, index, patches, 1, 1)
+        rows.append(noise)
+    return torch.stack(rows)
 
 
 @dataclass(eq=False)
 class EvalImages(Dataset[EvalBatch]):
-    """Batches by the indices of their images; `exact` as in `data.crop_and_resize`."""
+    """Batches by the indices of their images; `exact` as in `data.crop_and_resize`.
+
+    With `any_error` an error that is not the file's own, as of a failing disk, leaves out the image
+    too, instead of ending the evaluation.
+    """
 
     files: data.ImageSource
     img_size: int
     stats: data.ChannelStats
     exact: bool = False
+    any_error: bool = False
 
     def __getitem__(self, indices: Sequence[int]) -> EvalBatch:
-        """Read, decode and crop images, without augmentation; say why where it is not possible."""
-        good, bad = dict[int, Tensor](), dict[int, str]()
+        """Read, decode and crop images, without augmentation; say why where it is not possible.
+
+        Without `any_error`, raises what is not the file's own fault, such as too many open files.
+        """
+        good: dict[int, Tensor] = {}
+        bad: dict[int, str] = {}
         for index in indices:
             try:
-                image, size = data.open_image(self.files.read(index), self.stats)
-                crop = centre_crop(*size)
-                good[index] = data.crop_and_resize(image, crop, self.img_size, self.exact)
+                good[index] = self.load(index)
             except Exception as error:  # Pillow raises many kinds for a broken file
-                bad[index] = f"{type(error).__name__}: {error}"
-        images = torch.stack([*good.values()]) if good else torch.empty(0)
+                if not self.any_error and not data.is_file_error(error):
+                    raise
+                bad[index] = data.describe_file_error(error)
+        images = torch.empty(0)
+        if good:
+            images = torch.stack([*good.values()])
         return EvalBatch(images, [*good], bad)
+
+    def load(self, index: int) -> Tensor:
+        """Load the centre of one image; raises what reading and decoding raise."""
+        image, (width, height) = data.open_image(self.files.read(index), self.stats)
+        crop = centre_crop(width, height)
+        return data.crop_and_resize(image, crop, self.img_size, self.exact)
 
 
 def open_eval_loader(
@@ -65,23 +88,30 @@ def open_eval_loader(
     stats: data.ChannelStats = data.IMAGENET,
     *,
     exact: bool = False,
+    any_error: bool = False,
     share: tuple[int, int] = (0, 1),
 ) -> Iterator[EvalBatch]:
     """Yield all images in order, up to `batch` in a batch.
 
-    The batches are dealt to ranks in turn, and a `share` is (rank, number of ranks); its last batch
-    may be empty, so that all have equally many. An image that cannot be read, or does not fit
-    `stats`, is left out and listed in the batch.
+    The ranks take batches in turn; `share` is (rank, number of ranks). The last batch of a rank may
+    be empty, so that all ranks have the same number of them. An image that cannot be read, or does
+    not fit `stats`, is left out and listed in the batch; `any_error` as in `EvalImages`.
     """
     rank, ranks = share
-    batches: list[Any] = [some.tolist() for some in torch.arange(len(files)).split(batch)]
-    batches += [[]] * (-len(batches) % ranks)
+    batches: list[Any] = []
+    for some in torch.arange(len(files)).split(batch):
+        batches.append(some.tolist())
+    while len(batches) % ranks:
+        batches.append([])
+    context = None
+    if workers:
+        context = process.fork_server()
     yield from DataLoader(
-        EvalImages(files, img_size, stats, exact),
+        EvalImages(files, img_size, stats, exact, any_error),
         batch_size=None,  # a sample is a batch
         sampler=batches[rank::ranks],
         num_workers=workers,
-        multiprocessing_context=process.fork_server() if workers else None,
+        multiprocessing_context=context,
         worker_init_fn=process.start_worker,
         generator=torch.Generator(),  # or it would draw from the global one
     )

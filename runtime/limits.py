@@ -1,0 +1,61 @@
+"""Say once in a run what slows it down besides its arithmetic: reading images, or the host."""
+
+from runtime.agreement import StepGuard
+from runtime.device_batches import worker_count
+from runtime.log import Meter
+from runtime.run import Run
+from runtime.session import Session
+
+WARM_UP = 10  # steps before the first that counts
+COUNTED = 10  # steps that count, at least
+MOST_WAITING = 0.1  # share of the time spent waiting for data without a warning
+HOST_BOUND = 0.9  # share of the steps for which the GPU waited for the host
+
+
+class LimitWarning:
+    """Warn where a run waits for its data, or a GPU for its host; once, on the terminal."""
+
+    def __init__(self, run: Run, session: Session) -> None:
+        self.run = run
+        self.session = session
+        self.done = run.config.run_mode == "io"  # which shows how fast images are read
+        self.begin: int | None = None  # steps, seconds and counts after the warm-up
+        self.seconds = 0.0
+        self.waited = 0.0
+        self.early = 0
+
+    def check(self, step: int, meter: Meter, guard: StepGuard) -> None:
+        """Look at the steps since the warm-up, after the log line of `step`."""
+        if self.done or step < meter.first + WARM_UP:
+            return
+        if self.begin is None:
+            self.begin = step
+            self.seconds = meter.seconds
+            self.waited = meter.waited
+            self.early = guard.arrived_before_host
+            return
+        steps = step - self.begin
+        if steps < COUNTED:
+            return
+        self.done = True
+        waiting = (meter.waited - self.waited) / (meter.seconds - self.seconds)
+        early = (guard.arrived_before_host - self.early) / steps
+        if waiting > MOST_WAITING:
+            self.session.log.warn(self.data_sentence(waiting))
+        elif early > HOST_BOUND:
+            self.session.log.warn(self.host_sentence())
+
+    def data_sentence(self, waiting: float) -> str:
+        """Say how much of the time goes by without images, and what helps."""
+        workers = worker_count(self.run.config.workers, self.session.ranks)
+        return (
+            f"{waiting:.0%} of the time goes by waiting for images, with {workers} loader workers "
+            "per rank: raise --workers, one core for each, or pack loose files with prepare.py pack"
+        )
+
+    def host_sentence(self) -> str:
+        """Say that the GPU could do more in the same time."""
+        return (
+            "the GPU finishes each step before the host has started the next: a larger --batch "
+            f"(now {self.run.local_batch}) costs little time; --compile starts fewer kernels"
+        )

@@ -1,0 +1,289 @@
+"""Read a pretrained model, whatever wrote it: its weights, and what it was trained on.
+
+That is a run or a checkpoint of train_fsdp.py, or what weight_files.py reads: a file of the
+official MAE, timm or convert.py, a folder of transformers or timm. No code in a file is run.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import checkpoint
+import data
+import vit
+from runtime.weight_files import Facts, facts_of, read_weight_file
+
+DECODER = ("decoder_", "mask_token")  # how the names of a decoder's weights begin
+OFFICIAL_LARGE = vit.ViTConfig(1024, 24, 4096, 16, 16)  # released too, but no row of vit.MODELS
+Shapes = dict[str, tuple[int, ...]]  # by the names of weights
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Hold the whole weights of one model on the CPU, and what they were trained on."""
+
+    name: str  # the path that was read
+    config: vit.ViTConfig
+    img_size: int
+    norm_pix_loss: bool
+    mask_ratio: float
+    stats: data.ChannelStats  # by which its images were normalised
+    weights: Mapping[str, Tensor]  # by the names of vit.ViTMAE; an encoder alone has no decoder's
+    step: int | None  # optimizer steps trained; None: not known
+    assumed: Mapping[str, str]  # by field: what was assumed, because the source does not say it
+
+    @property
+    def has_decoder(self) -> bool:
+        return "decoder_pred.weight" in self.weights
+
+
+def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pretrained:
+    """Read a run (its newest checkpoint), one checkpoint, or weights in another layout.
+
+    Tensors are read when they are used. `size` is that of the model where a file does not say.
+    ValueError or OSError, one sentence, where there is no such model, or a weight is not finite.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"there is no {path}: give the --out of a run, a checkpoint, or weights")
+    try:
+        weights: Mapping[str, Tensor]
+        if path.is_dir() and not (path / "config.json").exists():
+            weights, facts = read_run(path)
+        else:
+            weights, facts = read_weight_file(path)
+        return make_pretrained(str(path), weights, facts, size)
+    except (OSError, checkpoint.Damaged):
+        raise
+    except KeyError as error:
+        raise ValueError(f"{path}: {error.args[0]} is missing") from None
+    except Exception as error:  # of any kind: a file may contain anything
+        what = error if isinstance(error, ValueError) else repr(error)
+        raise ValueError(f"{path}: {what}") from None
+
+
+def read_run(run: Path) -> tuple[checkpoint.Weights, Facts]:
+    """Open a checkpoint, or the newest one of a run -> its weights, and what its flags say."""
+    folders = [run]
+    if not (run / checkpoint.MANIFEST).exists():
+        folders = checkpoint.list_checkpoints(run)
+    if not folders:
+        raise ValueError("it contains no step_... and no config.json")
+    weights = checkpoint.Weights(folders[-1])
+    facts = facts_of(weights.manifest["flags"])
+    facts.step = weights.manifest["step"]
+    return weights, facts
+
+
+def make_pretrained(
+    name: str, weights: Mapping[str, Tensor], facts: Facts, size: vit.ViTConfig | None
+) -> Pretrained:
+    """Check the weights of a model, and assume what is not said of them; KeyError, ValueError."""
+    shapes: Shapes = {}
+    for key, tensor in weights.items():
+        shapes[key] = tuple(tensor.shape)
+        if not tensor.is_floating_point():
+            raise ValueError(f"{key} is of type {tensor.dtype}, not floating-point")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{key} is not finite")
+    config = choose_config(shapes, facts, size)
+    assumed: dict[str, str] = {}
+    if not facts.image_size and not facts.config and not is_square_grid(weights["pos_embed"]):
+        assumed["img_size"] = "its images were square"
+    img_size = image_side(shapes["pos_embed"][1], config.patch, facts)
+    check_shapes(shapes, config, img_size)
+
+    norm_pix_loss = facts.norm_pix_loss
+    if norm_pix_loss is None:
+        norm_pix_loss = True  # as in the paper
+        assumed["norm_pix_loss"] = "it predicts normalised patches"
+    mask_ratio = facts.mask_ratio
+    if mask_ratio is None:
+        mask_ratio = 0.75
+        assumed["mask_ratio"] = "its mask ratio was 0.75"
+    stats = facts.stats
+    if stats is None:
+        stats, assumed["stats"] = default_stats(config.channels)
+    check_facts(config, norm_pix_loss, mask_ratio, stats)
+    return Pretrained(
+        name, config, img_size, norm_pix_loss, mask_ratio, stats, weights, facts.step, assumed
+    )
+
+
+def choose_config(shapes: Shapes, facts: Facts, size: vit.ViTConfig | None) -> vit.ViTConfig:
+    """Return the configuration that is said, or a known one of these shapes, which hide the heads.
+
+    KeyError where a weight is missing, ValueError where no known size has such shapes.
+    """
+    if facts.config:
+        return facts.config
+    width, channels, patch, other = shapes["patch_embed.proj.weight"]
+    if patch != other:
+        raise ValueError(f"its patches have {patch} x {other} pixels: they must be square")
+    depth = sum(bool(re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)) for name in shapes)
+    if facts.heads and not size:
+        mlp_width = shapes["blocks.0.mlp.fc2.weight"][1]
+        gated = "blocks.0.mlp.fc1_g.weight" in shapes
+        return vit.ViTConfig(width, depth, mlp_width, facts.heads, patch, gated, channels)
+    for row in *vit.MODELS.values(), OFFICIAL_LARGE:
+        if not size and (row.width, row.depth) == (width, depth):
+            size = row
+    if not size:
+        advice = "`python convert.py --model` writes a file that says its size"
+        raise ValueError(f"no known size has width {width} and depth {depth}: {advice}")
+    return replace(size, patch=patch, channels=channels)
+
+
+def is_square_grid(table: Tensor) -> bool:
+    """Tell whether positions (1, 1+L, D) are the fixed ones of a square; False if they are learned.
+
+    ValueError where they are fixed ones of another grid: then the image was not square.
+    """
+    width = table.shape[2]
+    first = table[0, 1].float()  # of row 0 and column 0: sin 0 and cos 0
+    ones_and_zeros = torch.tensor([0.0, 1.0, 0.0, 1.0]).repeat_interleave(width // 4)
+    if not torch.allclose(first, ones_and_zeros, atol=1e-2):
+        return False
+    side = math.isqrt(table.shape[1] - 1)
+    if side**2 == table.shape[1] - 1:
+        grid = table[0, 1:].float().reshape(side, side, 2, width // 2)
+        one = grid[:, :, 0]  # one half of D depends on the column alone, the other on the row
+        other = grid[:, :, 1]
+        for by_row, by_column in (one, other), (other, one):
+            rows_agree = torch.allclose(by_row, by_row[:, :1].expand_as(by_row), atol=1e-2)
+            columns_agree = torch.allclose(by_column, by_column[:1].expand_as(by_column), atol=1e-2)
+            if rows_agree and columns_agree:
+                return True
+    raise ValueError(f"its {table.shape[1] - 1} positions are not those of a square image")
+
+
+def image_side(positions: int, patch: int, facts: Facts) -> int:
+    """Return the side in pixels of the images that positions belong to; ValueError if not square.
+
+    `positions` counts the class token's.
+    """
+    if facts.image_size:
+        height, width = facts.image_size
+        if height != width:
+            raise ValueError(f"its images have {height} x {width} pixels: they must be square")
+        if height % patch or positions != 1 + (height // patch) ** 2:
+            what = f"{positions} positions for images of {height} pixels and patches of {patch}"
+            raise ValueError(f"{what}: {1 + (height // patch) ** 2} are needed")
+        return height
+    side = math.isqrt(positions - 1)
+    if side**2 != positions - 1:
+        what = "one for the class token and one for each patch of a square image are needed"
+        raise ValueError(f"it has {positions} positions: {what}")
+    return side * patch
+
+
+def default_stats(channels: int) -> tuple[data.ChannelStats, str]:
+    """Return the statistics for a model that says none, and what they are, in words."""
+    if channels == 3:
+        return data.IMAGENET, "its images were normalised by the mean and deviation of ImageNet"
+    mean = (0.0,) * channels
+    std = (1.0,) * channels
+    return data.ChannelStats(mean, std, "float32"), "its images were not normalised"
+
+
+def check_facts(
+    config: vit.ViTConfig, norm_pix_loss: bool, mask_ratio: float, stats: data.ChannelStats
+) -> None:
+    """Raise ValueError for a statement about the weights that cannot be true."""
+    for values in stats.mean, stats.std:
+        if len(values) != config.channels:
+            raise ValueError(f"it has {config.channels} channels, and statistics of {len(values)}")
+        if not all(map(math.isfinite, values)):
+            raise ValueError("the mean or deviation of a channel is not finite")
+    if min(stats.std) <= 0:
+        raise ValueError(f"the deviation of a channel is {min(stats.std)}: it must be above 0")
+    if not isinstance(norm_pix_loss, bool):
+        raise ValueError(f"norm_pix_loss is {norm_pix_loss!r}: true or false is needed")
+    if not isinstance(mask_ratio, int | float) or not 0 <= mask_ratio < 1:
+        raise ValueError(f"mask_ratio is {mask_ratio!r}: 0 or more and less than 1 is needed")
+
+
+def check_shapes(shapes: Shapes, config: vit.ViTConfig, img_size: int) -> None:
+    """Raise ValueError unless they are those of a model, perhaps without a decoder."""
+    with torch.device("meta"):
+        expected = vit.ViTMAE(config, img_size).state_dict()
+    unknown = sorted(shapes.keys() - expected.keys())
+    if unknown:
+        what = "this model, which has no classifier, LayerScale or register tokens"
+        raise ValueError(f"{unknown[0]} is no weight of {what}")
+    has_decoder = "decoder_pred.weight" in shapes
+    for name, tensor in expected.items():
+        if name.startswith(DECODER) and not has_decoder:
+            continue
+        found = shapes.get(name, "missing")
+        if found != tuple(tensor.shape):
+            raise ValueError(f"{name} is {found}, {tuple(tensor.shape)} in the model")
+
+
+def describe_assumptions(pretrained: Pretrained, *names: str) -> str | None:
+    """Return a sentence on these fields, as far as they were assumed; None if all were said."""
+    assumed = [pretrained.assumed[name] for name in names if name in pretrained.assumed]
+    if not assumed:
+        return None
+    return f"note: {pretrained.name} does not say it, so it is assumed that {', '.join(assumed)}"
+
+
+# --- A model with these weights
+
+
+def random_weights(like: Pretrained, seed: int = 0) -> Pretrained:
+    """Draw the initial values of a model that has not learned anything: the baseline of a score."""
+    model = vit.ViTMAE(like.config, like.img_size)
+    vit.initialize(model, seed)
+    return replace(like, weights=model.state_dict(), step=0)
+
+
+def resize_positions(table: Tensor, side: int) -> Tensor:
+    """Resample positions (1, 1+L, D) to side*side patches, bicubic (arXiv 2010.11929, 3.2)."""
+    old = math.isqrt(table.shape[1] - 1)
+    if old == side:
+        return table
+    grid = table[:, 1:].float().reshape(1, old, old, -1).permute(0, 3, 1, 2)  # (1, D, old, old)
+    grid = F.interpolate(grid, (side, side), mode="bicubic", antialias=True)
+    return torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2).to(table.dtype)], dim=1)
+
+
+def check_fits(pretrained: Pretrained, config: vit.ViTConfig) -> None:
+    """Raise ValueError unless these weights fit a model, perhaps without a decoder."""
+    for name, value in vars(config).items():
+        own = getattr(pretrained.config, name)
+        if own != value and (pretrained.has_decoder or not name.startswith(DECODER)):
+            raise ValueError(f"{pretrained.name}: {name} is {own}, {value} in the model")
+
+
+def value_of(pretrained: Pretrained, name: str, shape: torch.Size, seed: int = 0) -> Tensor:
+    """Return one weight of a model that `check_fits`; a missing decoder is drawn by `seed`."""
+    if name.startswith(DECODER) and not pretrained.has_decoder:
+        return vit.initial_value(pretrained.config, name, shape, seed)
+    value = pretrained.weights[name]
+    if "pos_embed" in name:
+        return resize_positions(value, math.isqrt(shape[1] - 1))
+    return value
+
+
+def build_pretrained(
+    pretrained: Pretrained, device: torch.device, img_size: int | None = None
+) -> vit.ViTMAE:
+    """Build the whole model with these weights on one device, for images of `img_size` pixels.
+
+    ValueError where patches do not fill the image.
+    """
+    if img_size is None:
+        img_size = pretrained.img_size
+    with torch.device("meta"):
+        model = vit.ViTMAE(pretrained.config, img_size, pretrained.norm_pix_loss)
+    model.to_empty(device=device)
+    for name, own in model.state_dict().items():  # one at a time: no second whole model
+        own.copy_(value_of(pretrained, name, own.shape))
+    return model.eval()

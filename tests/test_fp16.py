@@ -1,0 +1,84 @@
+"""fp16: the ranks agree on the gradient scale, and gradients that stay NaN end a run."""
+
+import torch
+import torch.distributed as dist
+from ranks import NANO_ARGV, Run, join, on_ranks, run_ranks
+from torch import nn
+
+import mesh
+import shard
+from runtime.agreement import SCALE_EXHAUSTED, StepGuard
+
+CPU = torch.device("cpu")
+ROWS = [
+    ("ddp", 2),
+    ("zero1", 2),
+    ("full_shard", 1),
+    ("full_shard", 2),
+    ("no_shard", 1),
+    ("hybrid", 2),
+    ("shard_grad_op", 1),
+]
+
+
+def scales_after_one_bad_rank() -> list[list[float]]:
+    """On every rank: its scale after each step; rank 1 alone has an infinite gradient in step 1."""
+    rank, found = join(), []
+    for mode, fsdp in ROWS:
+        grid = mesh.build_mesh(shard.mesh_shape(mode, 2, 2 if mode == "hybrid" else None), CPU)
+        given = {"fsdp": fsdp} if shard.STRATEGIES[mode].engine == "fsdp" else {}
+        options = shard.ShardingOptions(param_dtype=torch.float16, **given)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        model = shard.apply(model, mode, grid, block_classes=set(), options=options)
+        optimizer = shard.build_optimizer(model, mode, set(), lr=1e-3, weight_decay=0.0)
+        scaler = shard.build_scaler(model, CPU, torch.float16)
+        guard = StepGuard(CPU)
+        scales = []
+        for step in range(3):
+            with shard.autocast(model, CPU, torch.float16):
+                loss = model(torch.ones(2, 4)).float().square().mean()
+            if (rank, step) == (1, 1):
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = shard.clip_grad_norm(model)
+            skip = guard.check_step(loss, norm, scaled=True)
+            shard.optimizer_step(optimizer, skip)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        found.append(scales)
+    dist.destroy_process_group()
+    return found
+
+
+def test_all_ranks_have_the_same_scale(tmp_path):
+    first, second = on_ranks(2, scales_after_one_bad_rank, tmp_path)
+    assert first == second
+    for row, scales in zip(ROWS, first, strict=True):
+        assert scales[1] < scales[0] and scales[2] == scales[1], row
+
+
+def test_infinite_norms_are_bad_once_the_scale_is_at_its_end(single):
+    """A good step between them begins a new search."""
+    guard = StepGuard(CPU, max_skips=1)
+    one, nan = torch.tensor(1.0), torch.tensor(float("nan"))
+    for norm in [nan] * SCALE_EXHAUSTED + [one] + [nan] * SCALE_EXHAUSTED:
+        guard.check_step(one, norm, scaled=True)
+        (result,) = guard.read_results()
+        assert result.consecutive == 0 and not guard.ended
+    done = guard.done
+    for _ in range(2):
+        assert not guard.ended
+        assert guard.check_step(one, nan, scaled=True) == 1
+        guard.read_results()
+    assert guard.ended == "nan" and guard.done == done + 1
+
+
+def test_gradients_that_stay_nan_end_the_run(tmp_path):
+    argv = [*NANO_ARGV, "--steps", "60", "--precision", "fp16", "--global-batch", "2"]
+    poisoned = Run(argv, poison="gradient", poison_steps=tuple(range(60)), params=False)
+    (result,) = run_ranks(2, [poisoned], tmp_path)
+    assert result.status == [1, 1] and result.end["reason"] == "nan"
+    assert result.end["steps"] == SCALE_EXHAUSTED

@@ -1,0 +1,273 @@
+"""What a GPU will do, counted on a CPU: fake tensors on a cuda device, a profiler, mocked names."""
+
+import math
+import types
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import plan
+import shard
+import vit
+from planner.dry_run import fake_world
+from planner.host import host_bytes
+from planner.machines import MACHINES
+from planner.memory import block_memory
+from planner.traffic import PlannedRun, model_units
+from runtime import devices
+from runtime.agreement import StepGuard
+from runtime.config import Config
+from runtime.limits import LimitWarning
+from runtime.log import Meter
+from runtime.run import resolve
+
+MESH = ("replicate", "shard")
+SMALL = vit.ViTConfig(64, 2, 256, 4, 8, decoder_width=64, decoder_depth=2, decoder_heads=4)
+
+
+@pytest.fixture
+def cuda_autocast():
+    """Autocast to bf16 of a GPU that is not there: `torch.autocast` would refuse."""
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    torch.set_autocast_enabled("cuda", True)
+    yield
+    torch.set_autocast_enabled("cuda", False)
+
+
+class NormDtypes(TorchDispatchMode):
+    """Collect the dtypes of what layer norms read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[set[torch.dtype]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.native_layer_norm.default:
+            self.found.append({a.dtype for a in args if isinstance(a, Tensor)})
+        return func(*args, **(kwargs or {}))
+
+
+# --- norms
+
+
+def test_autocast_on_a_gpu_keeps_norms_in_bf16(cuda_autocast):
+    """A bf16 GPU kernel, whose input is saved as it is: no fp32 copy of a token anywhere."""
+    saved: list[Tensor] = []
+    batch, tokens, width = 2, 10, 64
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with FakeTensorMode(), NormDtypes() as norms:
+        with torch.device("cuda"):
+            block = vit.Block(width, 4, 256)
+            x = torch.empty(batch, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            x = x + block.mlp(block.norm2(x + block.norm1(x)))  # without attention's own copies
+    assert norms.found == [{torch.bfloat16}] * 2 and x.dtype == torch.bfloat16
+    fp32 = [t.shape for t in saved if t.dtype == torch.float32 and t.numel() > batch * tokens]
+    assert fp32 == []
+
+
+def test_norms_are_pytorchs_in_fp32_and_fsdps_in_bf16():
+    """The values are those of nn.LayerNorm; of bf16 tokens, with its weights in bf16."""
+    torch.manual_seed(0)
+    mine, theirs = vit.LayerNorm(64, eps=1e-6), torch.nn.LayerNorm(64, eps=1e-6)
+    for p in mine.parameters():
+        torch.nn.init.normal_(p)
+    theirs.load_state_dict(mine.state_dict())
+    x = torch.randn(3, 5, 64)
+    assert torch.equal(mine(x), theirs(x))
+    low = x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = mine(low)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, theirs.bfloat16()(low))
+
+
+def test_the_plan_counts_no_fp32_copies_for_autocast():
+    def saved(mode: str) -> int:
+        run = PlannedRun(SMALL, mode, 1, 8, 64, 0.75)
+        return block_memory(run, model_units(SMALL, False)[1], MACHINES["dgx-h100"]).saved
+
+    assert saved("ddp") == saved("full_shard")
+
+
+# --- attention
+
+
+def test_attention_copies_no_gradient_in_backward():
+    """Beyond the one that joins the gradients of q, k and v for the product that made them."""
+    attention = vit.Attention(64, 4)
+    attention.always_fused = True
+    x = torch.randn(2, 10, 64, requires_grad=True)
+    grad = torch.randn(2, 10, 64)
+    loss = (attention(x) * grad).sum()
+    with profile() as profiler:
+        loss.backward()
+    calls: Counter[str] = Counter()
+    event: Any
+    for event in profiler.events():
+        calls[event.name] += 1
+    assert calls["aten::cat"] + calls["aten::stack"] <= 2 and calls["aten::clone"] == 0
+
+
+# --- compile
+
+
+def test_ddp_does_not_cut_a_compiled_block(monkeypatch):
+    """Into graphs that end with a bucket: dynamo's default under DDP."""
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)  # and put back afterwards
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = vit.ViTMAE(SMALL, 16)
+    with fake_world(2):
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=MESH)
+        options = shard.ShardingOptions(compile=True, bucket_cap_mb=0.05)
+        model = shard.apply(model, "ddp", mesh, block_classes={vit.Block}, options=options)
+        for block in model.modules():
+            if isinstance(block, vit.Block):  # once more, without a C++ compiler
+                block.compile(dynamic=False, backend=backend)
+        model(torch.randn(2, 3, 16, 16), 0.5)
+    torch._dynamo.reset()
+    assert len(graphs) == 2  # one for encoder blocks, one for decoder blocks
+
+
+# --- waiting for a GPU
+
+
+class Event:
+    """A GPU's event: whether what was queued before it is done when the host asks."""
+
+    done = False
+
+    def __init__(self, blocking: bool = False) -> None:
+        assert blocking, "the host would spin while it waits"
+
+    def record(self) -> None:
+        """Nothing is queued."""
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        """Nothing is late."""
+
+
+@pytest.fixture
+def gpu_guard(monkeypatch):
+    """A guard that believes in a GPU."""
+    zeros = torch.zeros
+
+    def on_a_cpu(*shape, pin_memory=False, **options):
+        return zeros(*shape, **options | {"device": "cpu"})
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "zeros", on_a_cpu)
+    with fake_world(1):
+        yield StepGuard(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("waiting", "gpu_idle", "said"),
+    [
+        (0.05, False, []),
+        (0.05, True, ["a larger --batch (now 32) costs little time"]),
+        (0.3, False, ["30% of the time goes by waiting for images, with 2 loader workers"]),
+        (0.3, True, ["30% of the time goes by waiting for images, with 2 loader workers"]),
+    ],
+)
+def test_a_run_says_once_what_it_waits_for(gpu_guard, monkeypatch, waiting, gpu_idle, said):
+    monkeypatch.setattr(Event, "done", gpu_idle)
+    warnings: list[str] = []
+    session: Any = types.SimpleNamespace(
+        log=types.SimpleNamespace(warn=warnings.append), ranks=None
+    )
+    run = resolve(Config("tiny", 32, mode="ddp", precision="fp32", workers=2), 1, 1)
+    meter = Meter(begin=100, global_batch=32)
+    limits = LimitWarning(run, session)
+    one = torch.ones(())
+    for step in range(101, 161):
+        gpu_guard.check_step(one, one)
+        gpu_guard.read_results()
+        if step < 110:
+            meter.waited += 100.0  # the first steps do not count
+        meter.seconds += 1.0
+        meter.waited += waiting
+        if step % 5 == 0:
+            limits.check(step, meter, gpu_guard)
+            assert step >= 120 or not warnings
+    assert len(warnings) == len(said)
+    for text, part in zip(warnings, said, strict=True):
+        assert part in text
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "units", "peak"),
+    [
+        ("AMD Radeon Graphics", "gfx90a:sramecc+:xnack-", 110, 191.5e12),
+        ("AMD Radeon Graphics", "gfx90a:sramecc+:xnack-", 104, None),  # MI250 or MI210
+        ("AMD Radeon Graphics", "gfx1103", 12, None),  # in a laptop
+        ("NVIDIA H100 80GB HBM3", "", 132, 989e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "", 16, None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "", 42, None),
+    ],
+)
+def test_peaks_of_nameless_and_divided_gpus(monkeypatch, name, architecture, units, peak):
+    found = types.SimpleNamespace(gcnArchName=architecture, multi_processor_count=units)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert devices.peak_flops(torch.device("cuda", 0))[0] == peak
+
+
+# --- pinned memory
+
+
+@pytest.mark.parametrize(("mode", "fsdp"), [("full_shard", 2), ("full_shard", 1), ("zero1", 2)])
+def test_pinned_blocks_are_rounded_up_to_powers_of_two(mode, fsdp):
+    """Parameters 4 bytes, gradients 4, two moments 8; the first two of --cpu-offload are pinned."""
+    asked = {"cpu_offload": mode != "zero1", "async_save": True, "fsdp": fsdp}
+    run = PlannedRun(vit.MODELS["tiny"], mode, 4, 8, 96, 0.75, **asked)
+    model = vit.ViTMAE(vit.MODELS["tiny"], 96)
+    shapes = [p.shape for p in model.parameters()]
+    if mode == "zero1":
+        sizes = [4 * shape.numel() for shape in shapes]
+    elif fsdp == 2:
+        sizes = [4 * math.ceil(shape[0] / 4) * shape[1:].numel() for shape in shapes]
+    else:  # a unit is one flat tensor, a little padded
+        units = [*model.blocks, *model.decoder_blocks]
+        numels = [sum(p.numel() for p in unit.parameters()) for unit in units]  # 4 bytes / 4 ranks
+        sizes = [*numels, sum(shape.numel() for shape in shapes) - sum(numels)]
+    pinned = sum(2 ** math.ceil(math.log2(size)) for size in sizes)
+    found = host_bytes(run)
+    if mode == "full_shard":
+        assert found["--cpu-offload"] == pytest.approx(2 * pinned + 2 * sum(sizes), rel=0.01)
+        assert found["--async-save"] == pytest.approx(3 * pinned, rel=0.01)
+    else:  # whole parameters, and a quarter of the moments
+        assert "--cpu-offload" not in found
+        assert found["--async-save"] == pytest.approx(pinned * (1 + 2 / 4), rel=0.05)
+
+
+def test_the_plan_says_what_the_host_holds(capsys):
+    argv = ["--model", "1b", "--mode", "full_shard", "--world-size", "8", "--cpu-offload"]
+    assert plan.main([*argv, "--async-save"]) == 0
+    out = capsys.readouterr().out
+    # 0.93e9 parameters: (2 x 1.61 + 2) x 4 bytes / 8, and 3 x 1.61 x 4 / 8
+    assert "GiB per rank for --cpu-offload: 2.3" in out
+    assert "GiB per rank for --async-save: 2.1" in out
+    assert plan.main(argv[:-1]) == 0
+    assert "per rank for" not in capsys.readouterr().out

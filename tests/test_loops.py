@@ -1,0 +1,655 @@
+"""Ordinary training loops around shard.apply, in every mode, against plain PyTorch in one process.
+
+A loop is written once, in plain PyTorch. One process runs it without shard.py, over the batches of
+all ranks; then each rank runs it over its own batch, with a sharded model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import full_parameters, join, on_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import functional as F
+
+import mesh
+import shard
+
+CPU = torch.device("cpu")
+SWITCH = hasattr(shard.FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.14
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.fc(x))
+
+
+class Net(nn.Module):
+    """An embedding, blocks, and two heads of which a call uses one."""
+
+    def __init__(self, inputs: int = 6, outputs: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Linear(inputs, 8)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.heads = nn.ModuleList([nn.Linear(8, outputs), nn.Linear(8, outputs)])
+
+    def forward(self, x: Tensor, head: int = 0, task: str = "predict") -> Tensor:
+        return getattr(self, task)(x, head)
+
+    def predict(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](self.blocks(self.embed(x)))
+
+    def features(self, x: Tensor, head: int) -> Tensor:
+        return self.blocks(self.embed(x)) * self.embed.bias
+
+
+class OneHead(Net):
+    """Uses all of its parameters in every call."""
+
+    def __init__(self, inputs: int = 6, outputs: int = 3) -> None:
+        super().__init__(inputs, outputs)
+        self.heads = nn.ModuleList([nn.Linear(8, outputs)])
+
+
+def build(kind: type[nn.Module] = OneHead, seed: int = 0, **sizes: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind(**sizes)
+
+
+def batch(rank: int, step: int, width: int = 6) -> Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+# --- how a loop runs: plainly, for all ranks, or sharded, for this one
+
+
+@dataclass
+class Place:
+    ranks: list[int]  # whose batches this process trains on
+    apply: Callable[..., nn.Module] = lambda model, **options: model
+    accumulation: Callable[..., AbstractContextManager] = lambda model, last: nullcontext()
+    optimizer: Callable[..., Any] = lambda parameters, kind, **rates: kind(parameters, **rates)
+
+    def backward(self, loss_of: Callable[[int], Tensor]) -> None:
+        """The mean over ranks, by DDP or FSDP if there is one rank here."""
+        for rank in self.ranks:
+            (loss_of(rank) / len(self.ranks)).backward()
+
+
+def adamw(place: Place, parameters: Any) -> torch.optim.Optimizer:
+    return place.optimizer(parameters, torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-4)
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# --- the loops: each returns its models
+
+
+def evaluate(place: Place) -> list[nn.Module]:
+    """Evaluate, then build the optimizer; evaluate again, then train on, then before the end."""
+    model = place.apply(build())
+
+    def measure() -> None:
+        model.eval()
+        with torch.no_grad():
+            model(batch(0, 99))
+        model.train()
+
+    measure()
+    optimizer = adamw(place, model.parameters())
+    for step in range(4):
+        place.backward(lambda rank, step=step: model(batch(rank, step)).square().mean())
+        measure()  # between backward and the step, too
+        update(optimizer)
+        measure()
+    return [model]
+
+
+def heads_alternate(place: Place) -> list[nn.Module]:
+    """Each micro-batch uses one head."""
+    model = place.apply(build(Net), unused=True)
+    optimizer = adamw(place, model.parameters())
+    for step in range(3):
+        for i in range(2):
+            with place.accumulation(model, last=i == 1):
+                place.backward(
+                    lambda rank, step=step, i=i: (
+                        model(batch(rank, 10 * step + i), i).square().mean()
+                    )
+                )
+        update(optimizer)
+    return [model]
+
+
+def heads_by_rank(place: Place) -> list[nn.Module]:
+    """Each rank uses one head, in every second micro-batch the other one."""
+    model = place.apply(build(Net), unused=True, differs=True)
+    optimizer = adamw(place, model.parameters())
+    for step in range(3):
+        for i in range(2):
+            with place.accumulation(model, last=i == 1):
+                place.backward(
+                    lambda rank, step=step, i=i: model(batch(rank, step), (rank + i) % 2).mean()
+                )
+        update(optimizer)
+    return [model]
+
+
+def teacher(place: Place, no_grad: bool = True) -> list[nn.Module]:
+    """A mean teacher that is evaluated in every step, then moved towards the student."""
+    student = place.apply(build())
+    ema = place.apply(build(seed=1).requires_grad_(False), frozen=True)
+    optimizer = adamw(place, student.parameters())
+    for step in range(4):
+
+        def loss_of(rank: int, step: int = step) -> Tensor:
+            x = batch(rank, step)
+            with torch.no_grad() if no_grad else nullcontext():
+                target = ema(x)
+            return F.mse_loss(student(x + 0.1), target)
+
+        place.backward(loss_of)
+        update(optimizer)
+        with torch.no_grad():
+            for old, new in zip(ema.parameters(), student.parameters(), strict=True):
+                old.lerp_(new, 0.3)
+    return [student, ema]
+
+
+def freeze(place: Place) -> list[nn.Module]:
+    """The embedding and the first block are frozen for two steps, after an evaluation."""
+    model = place.apply(build(), unused=True)
+    optimizer = place.optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for step in range(5):
+        with torch.no_grad():
+            model(batch(0, 99))
+        for name, p in model.named_parameters():
+            if "embed" in name or "blocks.0" in name:
+                p.requires_grad_(step not in (1, 2))
+        place.backward(lambda rank, step=step: model(batch(rank, step)).square().mean())
+        update(optimizer)
+    return [model]
+
+
+def scheduler(place: Place) -> list[nn.Module]:
+    model = place.apply(build())
+    optimizer = adamw(place, model.parameters())
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, 5, cycle_momentum=False)
+    for step in range(4):
+        place.backward(lambda rank, step=step: model(batch(rank, step)).square().mean())
+        update(optimizer)
+        rates.step()
+    return [model]
+
+
+def two_optimizers(place: Place) -> list[nn.Module]:
+    """The head has an optimizer of its own, which makes a step every second time."""
+    model = place.apply(build())
+    named = list(model.named_parameters())
+    body = adamw(place, [p for name, p in named if "heads" not in name])
+    head = adamw(place, [p for name, p in named if "heads" in name])
+    for step in range(4):
+        place.backward(lambda rank, step=step: model(batch(rank, step)).square().mean())
+        update(body)
+        if step % 2:
+            update(head)
+    return [model]
+
+
+def gan(place: Place) -> list[nn.Module]:
+    """The discriminator is frozen in the generator's step, and its weights are clipped."""
+    generator = place.apply(build(inputs=4, outputs=6))
+    critic = place.apply(build(seed=1, outputs=1), unused=True)
+    updates = [adamw(place, model.parameters()) for model in (generator, critic)]
+    for step in range(3):
+        critic.requires_grad_(True)
+
+        def critic_loss(rank: int, step: int = step) -> Tensor:
+            with torch.no_grad():
+                made = generator(batch(rank, step, 4))
+            return critic(made).mean() - critic(batch(rank, step)).mean()
+
+        place.backward(critic_loss)
+        update(updates[1])
+        with torch.no_grad():
+            for p in critic.parameters():
+                p.clamp_(-0.2, 0.2)
+        critic.requires_grad_(False)
+        place.backward(lambda rank, step=step: -critic(generator(batch(rank, step, 4))).mean())
+        update(updates[0])
+    return [generator, critic]
+
+
+def edited_gradients(place: Place) -> list[nn.Module]:
+    """Gradients are changed element by element between backward and the step."""
+    model = place.apply(build())
+    optimizer = adamw(place, model.parameters())
+    for step in range(3):
+        place.backward(lambda rank, step=step: model(batch(rank, step)).square().mean())
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-0.01, 0.01)
+        update(optimizer)
+    return [model]
+
+
+def edited_weights(place: Place) -> list[nn.Module]:
+    """Whole rows of a weight are normalised between steps, after an evaluation."""
+    model = place.apply(build())
+    optimizer = adamw(place, model.parameters())
+    for step in range(3):
+        place.backward(lambda rank, step=step: model(batch(rank, step)).square().mean())
+        update(optimizer)
+        with torch.no_grad():
+            model(batch(0, 99))
+            whole: Any = nullcontext()
+            if isinstance(model, FullyShardedDataParallel):
+                whole = FullyShardedDataParallel.summon_full_params(model)
+            with whole:
+                for name, p in model.named_parameters():
+                    if "heads" in name and name.endswith("weight"):
+                        p.copy_(F.normalize(p, dim=-1))
+    return [model]
+
+
+def other_method(place: Place) -> list[nn.Module]:
+    """Another method is called by forward."""
+    model = place.apply(build(Net), unused=True)
+    # SGD without momentum: the heads are not used, and FSDP1 gives them a gradient of zero
+    optimizer = place.optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        place.backward(
+            lambda rank, step=step: model(batch(rank, step), task="features").square().mean()
+        )
+        update(optimizer)
+    return [model]
+
+
+LOOPS: dict[str, Callable[[Place], list[nn.Module]]] = {
+    "evaluate": evaluate,
+    "heads alternate": heads_alternate,
+    "heads by rank": heads_by_rank,
+    "teacher": teacher,
+    "teacher, frozen only": partial(teacher, no_grad=False),
+    "freeze": freeze,
+    "scheduler": scheduler,
+    "two optimizers": two_optimizers,
+    "gan": gan,
+    "edited gradients": edited_gradients,
+    "edited weights": edited_weights,
+    "other method": other_method,
+}
+MODES = [(mode, fsdp) for mode in shard.STRATEGIES for fsdp in (1, 2)]
+ROWS = [row for row in MODES if row not in (("ddp", 1), ("zero1", 1))]
+DAILY = [("ddp", 2), ("shard_grad_op", 1), ("full_shard", 2), ("hybrid_grad_op", 2)]
+
+
+def apply_in(mode: str, fsdp: int, model: nn.Module, **needs: bool) -> nn.Module:
+    """The model in a mode; `needs` says what the loop does: unused, differs by rank, frozen."""
+    engine = shard.STRATEGIES[mode].engine
+    if engine != "fsdp" and needs.get("frozen"):
+        return model  # DDP refuses a model without gradients, and there is nothing to average
+    options: dict[str, Any] = {}
+    if engine == "fsdp":
+        options["fsdp"] = fsdp
+    if (engine != "fsdp" and needs.get("unused")) or (fsdp == 2 and needs.get("differs")):
+        options["find_unused_parameters"] = True
+    world = dist.get_world_size()
+    group = world // 2 if "hybrid" in mode else None
+    return shard.apply(
+        model,
+        mode,
+        mesh.build_mesh(shard.mesh_shape(mode, world, group), CPU),
+        block_classes={Block},
+        options=shard.ShardingOptions(param_dtype=torch.float32, **options),
+    )
+
+
+def zero1_optimizer(parameters: Any, kind: type, **rates: Any) -> torch.optim.Optimizer:
+    return ZeroRedundancyOptimizer(list(parameters), kind, **rates)
+
+
+def compare_loops(rows: list[tuple[str, int]]) -> dict[tuple, float | str]:
+    """On every rank: how far each loop is from plain PyTorch, in each mode; or its error."""
+    join()
+    found: dict[tuple, float | str] = {}
+    for name, loop in LOOPS.items():
+        expected = [
+            {n: p.detach() for n, p in model.named_parameters()}
+            for model in loop(Place(list(range(dist.get_world_size()))))
+        ]
+        for mode, fsdp in rows:
+            if name == "heads by rank" and fsdp == 2 and "shard" in mode and not SWITCH:
+                continue
+            place = Place([dist.get_rank()], partial(apply_in, mode, fsdp), shard.accumulation)
+            if mode == "zero1":
+                place.optimizer = zero1_optimizer
+            try:
+                apart = 0.0
+                for model, values in zip(loop(place), expected, strict=True):
+                    now = full_parameters(model)
+                    assert now.keys() == values.keys()
+                    for key, value in values.items():
+                        apart = max(apart, (now[key] - value).abs().max().item())
+                found[name, mode, fsdp] = apart
+            except Exception as error:
+                found[name, mode, fsdp] = f"{type(error).__name__}: {error}"
+    dist.destroy_process_group()
+    return found
+
+
+def check_loops(world: int, rows: list[tuple[str, int]], folder: Any) -> None:
+    for found in on_ranks(world, partial(compare_loops, rows), folder):
+        wrong = {key: v for key, v in found.items() if isinstance(v, str) or not v < 1e-5}
+        assert not wrong
+        assert len(found) >= len(rows) * (len(LOOPS) - 1)
+
+
+# --- loops that are refused, by one sentence, before a wrong step
+
+
+class MovesTeacher(OneHead):
+    """Moves a teacher inside of its own forward pass; `how` writes to the teacher."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.ema = nn.Linear(6, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        out = super().forward(x) + self.ema(x).mean()
+        with torch.no_grad():
+            for old, new in zip(self.ema.parameters(), self.embed.parameters(), strict=True):
+                if self.how == "lerp_":
+                    old.lerp_(new, 0.5)
+                elif self.how == "data.mul_":
+                    old.data.mul_(0.5).add_(new.detach().data, alpha=0.5)
+                else:
+                    old.data = old.data * 0.5 + new.data * 0.5
+        return out
+
+
+class Counting(Block):
+    """Counts its forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(x)
+
+
+def sharded(mode: str, model: nn.Module, blocks: Any = (Block,), **options: Any) -> nn.Module:
+    world = dist.get_world_size()
+    grid = mesh.build_mesh(shard.mesh_shape(mode, world), CPU)
+    given = shard.ShardingOptions(param_dtype=torch.float32, **options)
+    return shard.apply(model, mode, grid, block_classes=set(blocks), options=given)
+
+
+def two_steps(model: nn.Module, call: Callable[[int], Tensor]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        call(step).mean().backward()
+        update(optimizer)
+
+
+def method_of_ddp() -> None:
+    model = sharded("ddp", build(Net), find_unused_parameters=True)
+    two_steps(model, lambda step: model.module.features(batch(dist.get_rank(), step), 0))
+
+
+def method_of_ddp_after_a_step() -> None:
+    model = sharded("ddp", build())
+    calls = [model, model.module]
+    two_steps(model, lambda step: calls[step % 2](batch(dist.get_rank(), step)))
+
+
+def unfrozen_in_ddp() -> None:
+    model = build()
+    model.embed.requires_grad_(False)
+    model = sharded("ddp", model)
+    model.requires_grad_(True)
+    two_steps(model, lambda step: model(batch(dist.get_rank(), step)))
+
+
+def frozen_in_ddp() -> None:
+    model = sharded("ddp", build())
+    model.module.embed.requires_grad_(False)
+    two_steps(model, lambda step: model(batch(dist.get_rank(), step)))
+
+
+def heads_by_rank_without_the_option() -> None:
+    model = sharded("full_shard", build(Net))
+    two_steps(model, lambda step: model(batch(dist.get_rank(), step), dist.get_rank()))
+
+
+def heads_by_rank_in_one_micro_batch() -> None:
+    """All ranks have used both heads when the step is made."""
+    model = sharded("no_shard", build(Net))
+
+    def both(step: int) -> Tensor:
+        model(batch(dist.get_rank(), step), dist.get_rank()).mean().backward()
+        return model(batch(dist.get_rank(), step), 1 - dist.get_rank())
+
+    two_steps(model, both)
+
+
+def norm_of_a_module_around() -> None:
+    model = sharded("full_shard", build(), fsdp=1)
+    shard.clip_grad_norm(nn.Sequential(model))
+
+
+REFUSED_ON_RANKS = {
+    method_of_ddp: "call the model, not its methods or parts",
+    method_of_ddp_after_a_step: "call the model, not its methods or parts",
+    unfrozen_in_ddp: "does not average the gradient of embed.weight, which was frozen",
+    frozen_in_ddp: "waits for a gradient of embed.weight, .* find_unused_parameters=True",
+    heads_by_rank_without_the_option: "the ranks used different parameters",
+    heads_by_rank_in_one_micro_batch: "the ranks used different parameters",
+    norm_of_a_module_around: "give clip_grad_norm the model that shard.apply returned",
+}
+
+
+def refused_on_ranks() -> None:
+    join()
+    for loop, words in REFUSED_ON_RANKS.items():
+        with pytest.raises((RuntimeError, ValueError), match=words):
+            loop()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_loops_that_ranks_would_make_wrong_are_refused(tmp_path):
+    on_ranks(2, refused_on_ranks, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["lerp_", "data.mul_", "data ="])
+@pytest.mark.parametrize("mode", ["full_shard", "shard_grad_op"])
+def test_a_teacher_that_moves_in_forward_is_refused(single, mode, how):
+    model = sharded(mode, MovesTeacher(how))
+    with pytest.raises(RuntimeError, match=r"ema.weight was changed in forward\(\)"):
+        two_steps(model, lambda step: model(batch(0, step)))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "full_shard"])
+def test_a_block_that_counts_is_refused_if_it_is_recomputed(single, mode):
+    for ac in ("none", "full"):
+        model = nn.Sequential(nn.Linear(6, 8), Counting(), Counting())
+        model = sharded(mode, model, {Counting}, ac=ac)
+        if ac == "none":
+            two_steps(model, lambda step, model=model: model(batch(0, step)))
+            continue
+        with pytest.raises(RuntimeError, match=r"the buffer seen was changed in forward\(\)"):
+            two_steps(model, lambda step, model=model: model(batch(0, step)))
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_hooks_that_fsdp_does_not_call_are_refused(single, fsdp):
+    model = sharded("full_shard", build(), fsdp=fsdp)
+    next(model.parameters()).register_hook(lambda grad: grad * 0)
+    with pytest.raises(RuntimeError, match=r"does not call the hook on embed.weight"):
+        two_steps(model, lambda step: model(batch(0, step)))
+
+
+def test_hooks_that_fsdp2_calls_are_called(single):
+    model = sharded("full_shard", build())
+    seen = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(seen.append)
+    two_steps(model, lambda step: model(batch(0, step)))
+    assert len(seen) == 3 * len(list(model.parameters()))
+
+
+def test_an_optimizer_from_before_is_refused(single):
+    model = build()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = sharded("full_shard", model)
+    model(batch(0, 0)).mean().backward()
+    with pytest.raises(RuntimeError, match=r"the optimizer was built before shard\.apply"):
+        early.step()
+
+
+def test_weight_decay_has_original_names(single):
+    model = torch.compile(build(), backend="eager")
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    names = {"embed.weight", "blocks.0.fc.weight", "blocks.1.fc.weight", "heads.0.weight"}
+    assert shard.weight_decay_names(model) == names
+    model = sharded("full_shard", build())
+    assert shard.weight_decay_names(model) == names
+    with pytest.raises(ValueError, match="no parameter embed to decay"):
+        shard.build_optimizer(model, "full_shard", {"embed"}, lr=1.0, weight_decay=1.0)
+    with pytest.raises(ValueError, match=r"before shard\.apply"):
+        shard.weight_decay_names(sharded("full_shard", build(), fsdp=1))
+
+
+# --- models that are refused at apply
+
+
+def with_hook(post: bool) -> nn.Module:
+    model = build()
+    p = model.embed.weight
+    if post:
+        p.register_post_accumulate_grad_hook(print)
+    else:
+        p.register_hook(print)
+    return model
+
+
+def with_parameter(value: Tensor) -> nn.Module:
+    model = build()
+    model.extra = nn.Parameter(value, requires_grad=False)
+    return model
+
+
+def with_module(module: nn.Module) -> nn.Module:
+    model = build()
+    model.blocks[0].extra = module
+    return model
+
+
+SPECTRAL = torch.nn.utils.parametrizations.spectral_norm
+OLD_SPECTRAL = torch.nn.utils.spectral_norm
+# the model, the mode, options, the words that say what to do
+WRONG: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
+    (partial(with_hook, False), "ddp", {}, "register it after shard.apply"),
+    (partial(with_hook, True), "full_shard", {}, "register it after shard.apply"),
+    (partial(with_parameter, torch.arange(4)), "hybrid", {}, "extra is torch.int64, .* a buffer"),
+    (partial(with_parameter, torch.ones(4) * 1j), "ddp", {}, "complex64: store its real and"),
+    (partial(with_parameter, torch.ones(0, 2)), "hybrid", {}, "it is empty: make it a buffer"),
+    (lambda: with_module(nn.LazyLinear(3)), "ddp", {}, "no shape yet: call the model once"),
+    (lambda: with_module(nn.Embedding(9, 3, sparse=True)), "hybrid", {}, "sparse=False"),
+    (lambda: with_module(nn.Embedding(9, 3, max_norm=1)), "ddp", {}, "between two steps"),
+    (
+        lambda: with_module(nn.InstanceNorm1d(3, track_running_stats=True)),
+        "ddp",
+        {"ac": "full"},
+        "needs ac none",
+    ),
+    (lambda: with_module(SPECTRAL(nn.Linear(3, 3))), "ddp", {"ac": "full"}, "spectral_norm needs"),
+    (lambda: with_module(OLD_SPECTRAL(nn.Linear(3, 3))), "ddp", {"ac": "full"}, "spectral_norm"),
+    (
+        lambda: torch.compile(build(), backend="eager"),
+        "full_shard",
+        {"fsdp": 1},
+        "compile it after",
+    ),
+    (build, "full_shard", {"blocks": "Block"}, "is a set of classes"),
+    (build, "full_shard", {"blocks": ["Block"]}, "is a set of classes"),
+    (build, "full_shard", {"blocks": Block}, "is a set of classes"),
+    (
+        build,
+        "full_shard",
+        {"blocks": {nn.ModuleList}},
+        "heads is a ModuleList, which has no forward",
+    ),
+    (build, "full_shard", {"fsdp": 1, "find_unused_parameters": True}, "leave it out"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(WRONG)))
+def test_models_that_would_train_wrongly_are_refused(single, case):
+    build_model, mode, given, words = WRONG[case]
+    options = {name: value for name, value in given.items() if name != "blocks"}
+    with pytest.raises(ValueError, match=words) as caught:
+        shard.apply(
+            build_model(),
+            mode,
+            single,
+            block_classes=given.get("blocks", {Block}),
+            options=shard.ShardingOptions(**options),
+        )
+    assert "\n" not in str(caught.value)
+
+
+def test_buffers_that_no_checkpoint_has_get_their_values(single):
+    """As swin's and Llama's: the rest is read from a checkpoint."""
+    with torch.device("meta"):
+        model = build()
+        model.register_buffer("table", torch.zeros(4), persistent=False)
+    asked = []
+
+    def init_fn(name: str, shape: torch.Size, device: torch.device) -> Tensor:
+        asked.append(name)
+        return torch.arange(4.0)
+
+    model = shard.apply(
+        model, "full_shard", single, block_classes={Block}, init_fn=init_fn, uninitialized=True
+    )
+    assert asked == ["table"]
+    assert model.table.tolist() == [0, 1, 2, 3]
+
+
+def test_a_compiled_part_is_left_in_its_place(single):
+    model = build()
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    model = sharded("full_shard", model, {nn.Linear})
+    two_steps(model, lambda step: model(batch(0, step)))
+
+
+@pytest.mark.slow
+def test_ordinary_loops_train_as_in_one_process(tmp_path):
+    check_loops(2, DAILY, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_loop_in_every_mode(tmp_path, world):
+    check_loops(world, ROWS, tmp_path)

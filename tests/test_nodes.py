@@ -1,0 +1,114 @@
+"""Nodes that differ in their number of ranks: what a rank derives from its own node."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from ranks import NANO_ARGV, Result, Run, on_ranks, one_run, read_log
+
+from runtime import devices
+from runtime.config import Config
+from runtime.run import resolve_on_nodes
+
+sys.path.insert(0, str(ROOT / "tests" / "slurm"))
+from rig import ENDED, Rig, missing
+
+NODE = (0, 0, 1, 2)  # of each rank: three nodes with 2, 1 and 1 ranks
+LOCAL = (0, 1, 0, 0)
+COUNT = (2, 2, 1, 1)
+SHORT = [*NANO_ARGV, "--mode", "hybrid", "--steps", "2", "--save-every", "none", "--timeout", "20"]
+SENTENCE = "the nodes have from 1 to 2 ranks, so --group has no default: type --group N"
+
+
+def as_torchrun(rank: int) -> dict[str, str]:
+    return {
+        "LOCAL_RANK": str(LOCAL[rank]),
+        "LOCAL_WORLD_SIZE": str(COUNT[rank]),
+        "GROUP_RANK": str(NODE[rank]),
+    }
+
+
+def as_srun(rank: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": "4",
+        "SLURM_LOCALID": str(LOCAL[rank]),
+        "SLURM_NODEID": str(NODE[rank]),
+        "SLURM_TASKS_PER_NODE": "2,1(x2)",
+    }
+
+
+def train_on_three_nodes() -> list[Result]:
+    """On four ranks, for each launcher: the default group, and one that is given."""
+    rank = int(os.environ["RANK"])
+    results = []
+    for launcher in (as_torchrun, as_srun):
+        os.environ.update(launcher(rank))
+        if launcher is as_srun:
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+                del os.environ[name]
+        for more in ([], ["--group", "2"]):
+            out = Path(os.environ["FOLDER"], f"{launcher.__name__}{len(more)}")
+            results.append(one_run(Run([*SHORT, *more], params=False), out, rank))
+    os.environ["RANK"] = str(rank)
+    return results
+
+
+@pytest.mark.slow
+def test_the_ranks_agree_that_nodes_differ_and_say_what_to_type(tmp_path):
+    by_rank = on_ranks(4, train_on_three_nodes, tmp_path)
+    for results in by_rank:
+        assert [result.status for result in results] == [[2], [0], [2], [0]]
+    for result in (by_rank[0][0], by_rank[0][2]):
+        assert result.errors.count("error: ") == 1 and SENTENCE in result.errors, result.errors
+        assert "one of 1, 2, 4, or start as many ranks on each node" in result.errors
+    for launcher in ("as_torchrun2", "as_srun2"):
+        assert read_log(tmp_path / launcher / "log.jsonl")[0]["mesh"]["shard"] == 2
+
+
+def test_what_needs_no_node_is_not_refused():
+    for flags in ({"mode": "full_shard"}, {"mode": "ddp"}, {"mode": "hybrid", "group": 4}):
+        run = resolve_on_nodes(Config("tiny", **flags), 4, fewest=1, most=2)
+        assert run.node_ranks == 2 and run.mesh_shape in ((1, 4), (4, 1))
+
+
+def test_the_memory_of_a_cpu_rank_is_its_part_of_the_node(monkeypatch):
+    """Under srun too, which sets no LOCAL_WORLD_SIZE."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    seen = []
+    original = devices.rank_memory_gib
+
+    def remember(device, node_ranks):
+        seen.append(original(device, node_ranks))
+        return seen[-1]
+
+    monkeypatch.setattr(devices, "rank_memory_gib", remember)
+    for ranks in (1, 4):
+        run = resolve_on_nodes(Config("tiny", mode="full_shard"), 4, fewest=1, most=ranks)
+        devices.planned(run, torch.device("cpu"), pytest.fail)
+    assert seen[0] == pytest.approx(4 * seen[1])
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(missing()), reason="Slurm is not installed: `make test-slurm` does")
+def test_three_nodes_of_a_real_slurm(tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_text(
+        f"#!/bin/bash\nexport MASTER_ADDR=127.0.0.1 MASTER_PORT=29{os.getpid() % 900 + 100}\n"
+        f"cd {ROOT}\nsrun -n4 -m block {sys.executable} train_fsdp.py --model tiny:depth=1 "
+        f"{' '.join(SHORT[2:])} --out {tmp_path}/out\n"
+    )
+    with Rig(nodes=3) as rig:
+        command = ["sbatch", "--parsable", "-N3", "-n4", "-o", f"{tmp_path}/output", str(script)]
+        job = int(rig.run(*command))
+        deadline = time.monotonic() + 180
+        while rig.job(job)["JobState"] not in ENDED and time.monotonic() < deadline:
+            time.sleep(0.2)
+        output = rig.output(job)
+        assert rig.job(job)["ExitCode"] == "2:0" and output.count(SENTENCE) == 1, output
