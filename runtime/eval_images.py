@@ -65,12 +65,9 @@ class EvalImages(Dataset[EvalBatch]):
             try:
                 good[index] = self.load(index)
             except Exception as error:  # Pillow raises many kinds for a broken file
-                if self.any_error:
-                    bad[index] = f"{type(error).__name__}: {error}"
-                elif data.is_file_error(error):
-                    bad[index] = data.describe_file_error(error)
-                else:
+                if not self.any_error and not data.is_file_error(error):
                     raise
+                bad[index] = data.describe_file_error(error)
         images = torch.empty(0)
         if good:
             images = torch.stack([*good.values()])

@@ -5,15 +5,15 @@ from collections import Counter, defaultdict
 from typing import Any
 
 SHOWN = 5  # names in a sentence
-# Folders of these names hold parts of a data set, or kinds of files, and are no classes.
-PARTS = {"train", "training", "val", "valid", "validation", "test", "testing", "heldout"}
-KINDS = {"image", "images", "img", "imgs", "mask", "masks", "label", "labels", "annotations"}
+# Folders of these names hold parts of a data set, or kinds of files.
+NO_CLASSES = {"train", "training", "val", "valid", "validation", "test", "testing", "heldout"}
+NO_CLASSES |= {"image", "images", "img", "imgs", "mask", "masks", "label", "labels"}
 
 
 def describe_classes(files: Any) -> list[str]:
     """Describe the classes of a data.ImageFolder or an ImageList -> sentences, for a person.
 
-    The first says how many there are, some names, and images per class; the others begin with
+    The first says how many there are, and some names with their images; the others begin with
     "warning:". ValueError where there are fewer than two classes.
     """
     counts = Counter(int(label) for label in files.labels if label >= 0)
@@ -23,24 +23,20 @@ def describe_classes(files: Any) -> list[str]:
             f"{files.root} has {len(names)} classes, but a score needs two: "
             "give a folder with one folder of images per class"
         )
-    fewest, most = min(counts.values()), max(counts.values())
-    each = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-    sentences = [f"{files.root}: {len(names)} classes of {each} images: {join_names(names)}"]
-    parts = [name for name in names if name.lower() in PARTS | KINDS]
-    if parts:
-        advice = "folders of a data set, not classes? Give the folder that holds the classes"
-        sentences.append(f"warning: {join_names(parts)} among the classes: {advice}")
+    some = [f"{files.classes[label]} ({counts[label]})" for label in sorted(counts)[:SHOWN]]
+    if len(names) > SHOWN:
+        some.append("...")
+    each = f"{len(names)} classes of {min(counts.values())} to {max(counts.values())} images"
+    sentences = [f"{files.root}: {each}: {', '.join(some)}"]
+    unlikely = sorted(name for name in names if name.lower() in NO_CLASSES)
+    if len(unlikely) > 1:
+        what = f"{', '.join(unlikely)} do not look like classes"
+        sentences.append(f"warning: {files.root}: {what}: give a folder of one")
     merged = classes_of_several_folders(files)
     if merged:
         what = f"{len(merged)} classes are of several folders with one name"
-        sentences.append(f"warning: {what}, such as {', '.join(merged[0])}")
+        sentences.append(f"warning: {files.root}: {what}, such as {', '.join(merged[0])}")
     return sentences
-
-
-def join_names(names: list[str]) -> str:
-    """Join the first of some names."""
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def classes_of_several_folders(files: Any) -> list[list[str]]:

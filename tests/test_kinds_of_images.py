@@ -419,14 +419,14 @@ def test_classes_one_level_above_their_images(tmp_path):
     files = make_files(tmp_path, *names)
     assert files.classes == ("n01", "n02") and files.labels == [0, 0, 1, 1]
     (described,) = classes.describe_classes(files)
-    assert "2 classes of 2 images: n01, n02" in described
+    assert "2 classes of 2 to 2 images: n01 (2), n02 (2)" in described
 
 
 def test_classes_that_are_none_get_a_warning_or_a_sentence(tmp_path):
     with pytest.raises(ValueError, match="a score needs two"):
         classes.describe_classes(make_files(tmp_path / "one", "a/1.jpg", "a/2.jpg", "3.jpg"))
     split = make_files(tmp_path / "split", "train/1.jpg", "Val/1.jpg")
-    assert "warning: Val, train among the classes" in classes.describe_classes(split)[1]
+    assert "Val, train do not look like classes" in classes.describe_classes(split)[1]
     years = [f"{c}/{year}/1.jpg" for c in ("lake", "river") for year in (2019, 2020)]
     described = classes.describe_classes(make_files(tmp_path / "years", *years))
     assert described[1].endswith("such as lake/2019, river/2019")
