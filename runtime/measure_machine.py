@@ -339,7 +339,7 @@ class Measurement:
             run, machine
         )
         found = {"root_seconds": max(0.0, root)}
-        machine = replace(machine, **found)
+        machine = replace(machine, root_seconds=found["root_seconds"])
         together = replace(run, mode="full_shard", world_size=self.ranks.world_size)
         sent, _ = estimate.communication_seconds(together, machine)
         whole = self.seconds(model_step(sharded, images))
