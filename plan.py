@@ -16,13 +16,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from planner.estimate import Plan, compare, describe_fit
+from planner.estimate import Plan, compare, describe_fit, largest_moment
 from planner.machines import LINKS, read_machine
 from planner.memory import GIB, MEMORY_PARTS
 from planner.traffic import PlannedRun, link_bytes
 from runtime import process
 from runtime.config import Parser, filled, make_config, number, training_parser
-from runtime.run import resolve
+from runtime.run import Run, resolve
 
 # --- The command line
 
@@ -51,8 +51,10 @@ def read_command(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
 def make_plan(parser: Parser, args: argparse.Namespace) -> Plan:
     """Plan the run of a parsed command line; one sentence and exit status 2 if it is refused."""
     try:
-        machine = read_machine(args.machine or "frontier")
-        args.world_size = args.world_size or machine.ranks_per_node
+        args.machine = args.machine or "frontier"
+        machine = read_machine(args.machine)
+        if args.world_size is None:
+            args.world_size = machine.ranks_per_node
         config = make_config(parser, args)
         # a plain ViT may see all patches, what is trained here may not
         checked = replace(config, mask_ratio=0.75) if args.encoder_only else config
@@ -69,11 +71,14 @@ def make_plan(parser: Parser, args: argparse.Namespace) -> Plan:
 
 def summary_lines(plan: Plan, global_batch: bool) -> Iterator[str]:
     """Describe one plan in a few lines, and what would fit if that does not."""
-    run, found, time = plan.run, plan.json(), plan.seconds
+    run = plan.run
+    found = plan.json()
     gib = ", ".join(f"{k} {v / GIB:.1f}" for k, v in plan.peak.bytes.items() if v >= 0.05 * GIB)
     traffic = found["traffic_bytes_per_rank"].values()
     links = ", ".join(f"{link} {sum(by[link] for by in traffic) / 1e9:.1f}" for link in LINKS)
-    shape = f"{run.replicate} x {run.shard}" + f" x {run.tp} (tp)" * (run.tp > 1)
+    shape = f"{run.replicate} x {run.shard}"
+    if run.tp > 1:
+        shape += f" x {run.tp} (tp)"
     yield (
         f"{found['params']:,} parameters, {plan.label}, {shape} ranks of {plan.machine.name}, "
         f"local batch {run.batch}"
@@ -86,7 +91,7 @@ def summary_lines(plan: Plan, global_batch: bool) -> Iterator[str]:
     yield f"traffic  GB per rank and step: {links}; {count} collectives"
     yield (
         "step     {step:.2f} s: compute {compute:.2f}, optimizer {optimizer:.2f}, exposed "
-        "communication {exposed:.2f} of {communication:.2f}".format(**time)
+        "communication {exposed:.2f} of {communication:.2f}".format(**plan.seconds)
     )
     yield f"speed    at most {plan.images_per_second:.0f} img/s, efficiency {plan.efficiency:.0%}"
 
@@ -114,7 +119,7 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
         moments = [s for s in plan.snapshots if s.name.startswith(phase)]
         if not moments:
             continue
-        s = max(moments, key=lambda snapshot: snapshot.total)
+        s = largest_moment(moments)
         cells = "".join(f"{s.bytes[part] / GIB:12.3f}" for part in MEMORY_PARTS)
         yield f"{s.name:28}{cells}{s.total / GIB:9.3f}"
 
@@ -122,10 +127,14 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
 def measure(parser: Parser, args: argparse.Namespace) -> int:
     """Measure the machine on the ranks of the launcher; return the exit status."""
     from runtime.measure_machine import measure_machine
-    from runtime.session import run_session
+    from runtime.session import Session, run_session
 
     config = make_config(parser, args)
-    return run_session(config, lambda run, session: measure_machine(run, session, args.measure))
+
+    def work(run: Run, session: Session) -> None:
+        measure_machine(run, session, args.measure)
+
+    return run_session(config, work)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,8 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(explanation_lines(plan)) + "\n")
     summary = summary_lines(plan, bool(args.global_batch))
     print("\n".join(comparison_lines(plans) if args.compare else summary))
-    if plan.machine.name != "frontier":
-        print("note     times are guesses: their constants were fitted on Frontier")
+    if plan.machine.name != "frontier" and not plan.machine.measured:
+        note = "times are guesses, fitted on Frontier: plan.py --measure FILE measures a machine"
+        print(f"note     {note}")
     return 0
 
 

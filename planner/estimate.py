@@ -9,7 +9,7 @@ waits for data, a slow rank or a disk.
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ import shard
 import vit
 from planner.host import host_bytes
 from planner.machines import LINKS, MACHINES, BlockSpeed, Machine, ring_links, wire_bytes
-from planner.memory import GIB, StepMemory, states_held
+from planner.memory import GIB, MemorySnapshot, StepMemory, states_held
 from planner.traffic import (
     ACTIVATIONS,
     PlannedCollective,
@@ -34,7 +34,8 @@ from planner.traffic import (
 
 # What no tensor shows: the device's context and RCCL's or NCCL's buffers, then the allocator's
 # fragmentation as a share of the peak. Experience, not fitted.
-CONTEXT_GIB, FRAGMENTATION = 1.5, 0.04
+CONTEXT_GIB = 1.5
+FRAGMENTATION = 0.04
 VERDICTS = ("FITS", "TIGHT", "NO")  # with the whole margin, with the context alone, not at all
 MOST_IMAGES = 2**20  # largest local batch that is tried
 
@@ -90,10 +91,11 @@ def measured_compute_seconds(run: PlannedRun, machine: Machine) -> float:
     device = machine.root_seconds
     host = 0.0
     for unit in layers:
-        if unit.part == "encoder":
-            width, heads = c.width, c.heads
-        else:
-            width, heads = c.decoder_width, c.decoder_heads
+        width = c.width
+        heads = c.heads
+        if unit.part == "decoder":
+            width = c.decoder_width
+            heads = c.decoder_heads
         tokens = run.tokens[unit.part]
         size = BlockSize(run.batch, tokens, width, heads / run.tp, unit.numel, width // heads)
         device += unit.count * block_seconds(size, speed)
@@ -220,6 +222,11 @@ def step_time(run: PlannedRun, machine: Machine) -> dict[str, float]:
 # --- The plan
 
 
+def largest_moment(snapshots: Iterable[MemorySnapshot]) -> MemorySnapshot:
+    """Return the moment at which most is live."""
+    return max(snapshots, key=lambda snapshot: snapshot.total)
+
+
 class Plan:
     """Memory, traffic and time of one run."""
 
@@ -230,16 +237,18 @@ class Plan:
         memory_gib: float | None = None,
     ) -> None:
         """`memory_gib` is of a rank, by default the machine's."""
-        self.run, self.machine = run, machine
+        self.run = run
+        self.machine = machine
         self.memory_gib = machine.memory_gib if memory_gib is None else memory_gib
         self.snapshots = list(StepMemory(run, machine).snapshots())
-        self.peak = max(self.snapshots, key=lambda snapshot: snapshot.total)
+        self.peak = largest_moment(self.snapshots)
         self.peak_gib = self.peak.total / GIB  # live tensors, CUDA's max_memory_allocated
         self.peak_active_gib = max(s.total + s.pending for s in self.snapshots) / GIB
         self.verdict = fit_verdict(self.peak_gib, self.memory_gib)
         self.margin_gib = CONTEXT_GIB + FRAGMENTATION * self.peak_gib  # that FITS leaves free
         self.seconds = step_time(run, machine)
-        step, alone = self.seconds["step"], self.seconds["compute"] + self.seconds["optimizer"]
+        step = self.seconds["step"]
+        alone = self.seconds["compute"] + self.seconds["optimizer"]
         self.images_per_second = run.data_ranks * run.batch * run.accum / step  # at most, of all
         self.efficiency = alone / step  # of a rank, against one that sends nothing
         self.label = run.mode if run.group is None else f"{run.mode} {run.group}"
@@ -265,10 +274,11 @@ class Plan:
 
     def json(self) -> dict[str, Any]:
         """Collect all numbers, under keys that other programs rely on (`plan.py --json`)."""
-        run, sent = self.run, collectives(self.run)
+        run = self.run
         memory = {part: size / GIB for part, size in self.peak.bytes.items()}
-        payload, count = Counter[str](), Counter[str]()
-        for c in sent:
+        payload = Counter[str]()
+        count = Counter[str]()
+        for c in collectives(run):
             payload[c.kind] += c.payload * c.count
             count[c.kind] += c.count
         return {
@@ -295,8 +305,12 @@ class Plan:
 def group_sizes(run: PlannedRun, machine: Machine) -> list[int]:
     """List the shard groups to compare: divisors of the ranks that fit into nodes or fill them."""
     node = max(1, machine.ranks_per_node // run.tp)
-    sizes = mesh.divisors(run.data_ranks)[1:-1]
-    return [g for g in sizes if node % g == 0 or g % node == 0]
+    found = []
+    for group in mesh.divisors(run.data_ranks):
+        alone_or_all = group in (1, run.data_ranks)  # which are other modes
+        if not alone_or_all and (node % group == 0 or group % node == 0):
+            found.append(group)
+    return found
 
 
 def in_mode(run: PlannedRun, mode: str, group: int | None) -> PlannedRun:
@@ -314,14 +328,22 @@ def in_mode(run: PlannedRun, mode: str, group: int | None) -> PlannedRun:
 
 def compare(base: Plan) -> list[Plan]:
     """Plan every mode and group for the run of a plan; best first, what does not fit last."""
-    run, plans = base.run, []
+    run = base.run
+    plans = []
     for mode, row in shard.STRATEGIES.items():
         if run.tp > 1 and row.engine != "fsdp":  # they would train on twice the images
             continue
-        for group in group_sizes(run, base.machine) if row.shard_over == "group" else [None]:
+        groups: list[int | None] = [None]
+        if row.shard_over == "group":
+            groups = [*group_sizes(run, base.machine)]
+        for group in groups:
             other = in_mode(run, mode, group)
             plans.append(Plan(other, base.machine, base.memory_gib))
-    return sorted(plans, key=lambda p: (VERDICTS.index(p.verdict), -p.images_per_second))
+
+    def rank(plan: Plan) -> tuple[int, float]:
+        return VERDICTS.index(plan.verdict), -plan.images_per_second
+
+    return sorted(plans, key=rank)
 
 
 # --- What would fit: changes that keep the global batch, so that a run may be resumed with them
@@ -340,7 +362,8 @@ def describe_fit(plan: Plan, global_batch: bool, ran_out: bool = False) -> str:
     for flags, run in possible_changes(plan, global_batch):
         other = Plan(run, plan.machine, plan.memory_gib)
         if other.verdict == "FITS" and other.peak_gib <= most:
-            found.setdefault(flags.split()[0], flags)
+            kind, _, _ = flags.partition(" ")
+            found.setdefault(kind, flags)
     if found:
         return f"{plan.fit}; what would fit: {', or '.join(found.values())}"
     return f"{plan.fit}; no --batch, --ac or --mode alone fits: take several, or more ranks"
@@ -351,7 +374,8 @@ def possible_changes(plan: Plan, global_batch: bool) -> Iterator[tuple[str, Plan
 
     Smaller local batches with more accumulation, more checkpointing, modes that shard more.
     """
-    run, images = plan.run, plan.run.batch * plan.run.accum
+    run = plan.run
+    images = run.batch * run.accum
     for batch in reversed([n for n in mesh.divisors(images) if n < run.batch]):
         accum = images // batch
         flags = f"--accum {accum}" if global_batch else f"--batch {batch} --accum {accum}"

@@ -57,7 +57,8 @@ def fit_block_speed(
     seconds = [found for _, found in times]
     flop, feature, score, weight, block = fit_costs(counts, seconds)
     if flop == 0:  # all of these are small: the products of the largest take at most all its time
-        flop = min(found / size.counts()[0] for size, found in times)
+        flops = [row[0] for row in counts]
+        flop = min(found / done for found, done in zip(seconds, flops, strict=True))
     return BlockSpeed(precision, 1 / flop, feature, score, weight, block, host_seconds)
 
 

@@ -177,7 +177,7 @@ def read_machine(name: str) -> Machine:
     try:
         values = json.loads(path.read_text())
     except OSError as error:
-        reason = (error.strerror or "cannot be read").lower()
+        reason = str(error.strerror).lower()
         raise ValueError(
             f"--machine {name}: {reason}; use {known}, or a JSON file (plan.py --measure FILE)"
         ) from None

@@ -57,13 +57,22 @@ def block_memory(run: PlannedRun, unit: Unit, machine: Machine) -> BlockMemory:
     reduced.
     """
     c = run.config
-    width, heads, hidden, gated = c.decoder_width, c.decoder_heads, 4 * c.decoder_width, False
+    width = c.decoder_width
+    heads = c.decoder_heads
+    hidden = 4 * width
+    gates = 1
     if unit.part == "encoder":
-        width, heads, hidden, gated = c.width, c.heads, c.mlp_width, c.gated_mlp
-    tokens, size = run.batch * run.tokens[unit.part], run.compute_bytes
+        width = c.width
+        heads = c.heads
+        hidden = c.mlp_width
+        gates = 2 if c.gated_mlp else 1
+    tokens = run.batch * run.tokens[unit.part]
+    size = run.compute_bytes
     head = -(-width // heads // machine.head_multiple) * machine.head_multiple
-    e, f, gates = tokens * width * size, tokens * hidden // run.tp * size, 2 if gated else 1
-    e_part, padded = e // run.tp, tokens * heads // run.tp * head * size
+    e = tokens * width * size
+    f = tokens * hidden // run.tp * size
+    e_part = e // run.tp
+    padded = tokens * heads // run.tp * head * size
     out = padded + (e_part if padded != e_part else 0)  # a padded output is copied for the next
     sums = FP32 * tokens * heads // run.tp  # log-sum-exp
     norms = 2 * (2 * FP32 * tokens)  # mean and deviation of each token, in fp32
@@ -79,7 +88,8 @@ def block_memory(run: PlannedRun, unit: Unit, machine: Machine) -> BlockMemory:
     twice = {"none": 1 + gates, "selective": gates, "full": 0}[run.ac] if run.encoder_only else 0
     forward = 2 * e + (1 + gates - twice) * f
     matrices = [math.prod(shape) * size for shape in unit.shapes if len(shape) > 1]
-    attention, mlp = sum(matrices[:2]), sum(matrices[2:])
+    attention = sum(matrices[:2])
+    mlp = sum(matrices[2:])
     backward = [
         (kept + e + gates * f, matrices[-1]),  # GELU: its input, the gradients before and after it
         (kept + 2 * e - gates * f, mlp),  # first layer of the MLP
@@ -119,15 +129,19 @@ class StepMemory:
     """
 
     def __init__(self, run: PlannedRun, machine: Machine) -> None:
-        self.run, self.machine = run, machine
-        self.blocks = {u.part: u for u in model_units(run.config, run.encoder_only, run.tp)[1:]}
+        self.run = run
+        self.machine = machine
+        _, *blocks = model_units(run.config, run.encoder_only, run.tp)
+        self.blocks = {u.part: u for u in blocks}
         root, *units = run_units(run)
-        self.depth, self.count = run.config.depth, sum(u.count for u in self.blocks.values())
+        self.depth = run.config.depth
+        self.count = sum(u.count for u in self.blocks.values())
         ends = {0, 1, self.depth - 2, self.depth - 1, self.depth, self.depth + 1}
         self.ends = sorted((ends | {self.count - 2, self.count - 1}) & {*range(self.count)})
         self.memory = {part: block_memory(run, u, machine) for part, u in self.blocks.items()}
         # numbers: of the root, of a block's unit (none under --wrap root), of all
-        self.root, self.unit = root.padded(run), {u.part: u.padded(run) for u in units}
+        self.root = root.padded(run)
+        self.unit = {u.part: u.padded(run) for u in units}
         self.all = self.root + self.over(0, self.count, self.unit)
         self.numel = {part: u.numel for part, u in self.blocks.items()}
         # FSDP1's NO_SHARD gathers nothing; as DDP it uses fp32 parameters where they are
@@ -141,15 +155,18 @@ class StepMemory:
 
     def over(self, first: int, last: int, each: Mapping[str, float]) -> float:
         """Sum what a block of each part has over the blocks from `first` to before `last`."""
-        first, last = max(first, 0), min(last, self.count)
-        encoder, decoder = range(first, min(last, self.depth)), range(max(first, self.depth), last)
+        first = max(first, 0)
+        last = min(last, self.count)
+        encoder = range(first, min(last, self.depth))
+        decoder = range(max(first, self.depth), last)
         return len(encoder) * each.get("encoder", 0) + len(decoder) * each.get("decoder", 0)
 
     # -- parts
 
     def step_states(self) -> dict[str, float]:
         """What is live all the time."""
-        run, c = self.run, self.run.config
+        run = self.run
+        c = run.config
         patches = vit.patch_count(c, run.img_size)
         tables = FP32 * (1 + patches) * (c.width + (0 if run.encoder_only else c.decoder_width))
         pixel = 1 if run.image_dtype == "uint8" else FP32  # bytes of a value, as it is loaded
@@ -163,7 +180,8 @@ class StepMemory:
 
     def gathered_in_forward(self, position: int) -> float:
         """Full parameters while block `position` runs forward (past the last block: the loss)."""
-        run, here = self.run, self.over(position, position + 1, self.unit)
+        run = self.run
+        here = self.over(position, position + 1, self.unit)
         last = min(position, self.count - 1)
         latest = self.over(last, last + 1, self.unit)
         live = self.over(0, position + 1, self.unit)  # all stay, unless they are freed after use
@@ -201,7 +219,8 @@ class StepMemory:
         FSDP2 holds the input of the last reduce-scatter until the next, and with a 16-bit reduce
         dtype each all-reduced shard until the end of backward (_fsdp_param_group.py).
         """
-        run, size = self.run, BYTES[self.run.reduce_dtype]
+        run = self.run
+        size = BYTES[run.reduce_dtype]
         if run.buckets:  # the compression hook's copy of one
             return max(ddp_buckets(run)) * size if size < FP32 else 0
         if run.engine != "fsdp2":
@@ -213,8 +232,11 @@ class StepMemory:
 
     def saved_activations(self, position: int) -> float:
         """Activations that blocks before `position` and the layers around the blocks save."""
-        run, size, e = self.run, self.run.compute_bytes, self.memory["encoder"].e
-        visible, pixels = run.tokens["encoder"] - 1, run.config.channels * run.config.patch**2
+        run = self.run
+        size = run.compute_bytes
+        e = self.memory["encoder"].e
+        visible = run.tokens["encoder"] - 1
+        pixels = run.config.channels * run.config.patch**2
         total = self.over(0, position, {part: m.saved for part, m in self.memory.items()})
         total += run.batch * visible * (pixels * size + 8)  # patches embedded, their indices
         if run.encoder_only:
@@ -227,7 +249,8 @@ class StepMemory:
 
     def pending(self, position: int) -> float:
         """Freed memory that another stream still uses at a block's backward, under FSDP1."""
-        run, late = self.run, 1 - position / max(1, self.count - 1)
+        run = self.run
+        late = 1 - position / max(1, self.count - 1)
         if run.engine != "fsdp1":
             return 0.0
         if run.shard == 1:
@@ -258,7 +281,8 @@ class StepMemory:
         inputs = (1 if self.run.encoder_only else 2) * self.pixels
         loss = 0 if self.run.encoder_only else 2.5 * self.pixels
         for position in (*self.ends, self.count):
-            name, inside = "loss", loss
+            name = "loss"
+            inside = loss
             if position < self.count:
                 block, part = self.block(position)
                 name = f"forward of {block}"
@@ -278,8 +302,10 @@ class StepMemory:
 
     def backward(self, position: int) -> Iterator[MemorySnapshot]:
         """Walk through one block's backward and the reduction of its gradients."""
-        run, (name, part) = self.run, self.block(position)
-        memory, saved = self.memory[part], self.saved_activations(position)
+        run = self.run
+        name, part = self.block(position)
+        memory = self.memory[part]
+        saved = self.saved_activations(position)
         live = self.gathered_in_backward(position) + self.root_gradients(position)
         largest = max(self.blocks[part].sizes)
         for activations, gradients in memory.backward:
@@ -300,8 +326,10 @@ class StepMemory:
 
     def root_gradients(self, position: int) -> float:
         """Unreduced gradients of the root, which under --wrap root has those of later blocks."""
-        size, inside = self.run.compute_bytes, {} if self.unit else self.numel
-        every, later = (self.over(i, self.count, inside) for i in (0, position + 1))
+        size = self.run.compute_bytes
+        inside = {} if self.unit else self.numel
+        every = self.over(0, self.count, inside)
+        later = self.over(position + 1, self.count, inside)
         return max(0, self.root * self.cast - every * size) + later * size
 
     def reduction(
@@ -312,7 +340,8 @@ class StepMemory:
         Its parameters are freed by then; its gradients take their place in `unsharded`. FSDP2 frees
         these too before it makes their shard.
         """
-        run, size = self.run, BYTES[self.run.reduce_dtype]
+        run = self.run
+        size = BYTES[run.reduce_dtype]
         copy = size if run.engine == "fsdp2" or size != run.compute_bytes else 0
         done = self.over(position + 1, self.count, self.unit)
         return self.snapshot(

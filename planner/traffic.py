@@ -57,8 +57,9 @@ class PlannedRun:
     @classmethod
     def from_flags(cls, config: vit.ViTConfig, flags: Mapping[str, Any]) -> "PlannedRun":
         """Pick the fields from resolved flags; one that is None or absent takes its default."""
-        names = [field.name for field in fields(cls) if flags.get(field.name) is not None]
-        return cls(**{name: flags[name] for name in names} | {"config": config})
+        known = {field.name for field in fields(cls)}
+        given = {name: flag for name, flag in flags.items() if name in known and flag is not None}
+        return cls(config, **given)
 
     def __post_init__(self) -> None:
         """Add what follows from the fields."""
@@ -66,7 +67,9 @@ class PlannedRun:
         self.data_ranks = self.world_size // self.tp  # that train on images of their own
         # ranks that hold the same shard, and that together hold one copy
         self.replicate, self.shard = shard.mesh_shape(self.mode, self.data_ranks, self.group)
-        self.engine = "ddp" if row.engine != "fsdp" else "fsdp1" if self.fsdp == 1 else "fsdp2"
+        self.engine = "ddp"
+        if row.engine == "fsdp":
+            self.engine = "fsdp1" if self.fsdp == 1 else "fsdp2"
         # full parameters are freed after forward and gathered again in backward
         self.reshard = row.reshard_after_forward and (self.engine == "fsdp2" or self.shard > 1)
         # FSDP2 gets a mesh of two dimensions and all-reduces over the first
@@ -113,7 +116,8 @@ class Unit:
             return sum(-(-s[0] // run.shard) * run.shard * math.prod(s[1:]) for s in self.shapes)
         if run.engine == "ddp":
             return self.numel
-        total, aligned = 0, 16 // run.compute_bytes
+        total = 0
+        aligned = 16 // run.compute_bytes
         for size in self.sizes:
             total += -total % aligned + size
         ranks = run.shard if run.shard > 1 else run.world_size  # no_shard is padded all the same
@@ -128,8 +132,12 @@ def model_units(config: vit.ViTConfig, encoder_only: bool, tp: int = 1) -> tuple
     shapes: dict[str, list[tuple[int, ...]]] = {"root": [], "encoder": [], "decoder": []}
     for name, parameter in model.named_parameters():
         if not (encoder_only and name.startswith(("decoder", "mask_token"))):
-            part = {"blocks": "encoder", "decoder_blocks": "decoder"}.get(name.split(".")[0])
-            shapes[part or "root"].append(split_shape(name, tuple(parameter.shape), tp))
+            part = "root"
+            if name.startswith("blocks."):
+                part = "encoder"
+            elif name.startswith("decoder_blocks."):
+                part = "decoder"
+            shapes[part].append(split_shape(name, tuple(parameter.shape), tp))
     counts = {"root": 1, "encoder": config.depth, "decoder": config.decoder_depth}
     return tuple(Unit(p, counts[p], tuple(found)) for p, found in shapes.items() if found)
 
@@ -140,8 +148,11 @@ def run_units(run: PlannedRun) -> tuple[Unit, ...]:
     if run.wrap == "block" or run.engine == "ddp":
         return units
     # as in the module, the root's come last: FSDP1 aligns all but the end
-    shapes = tuple(s for u in (*units[1:], units[0]) for s in u.shapes * u.count)
-    return (Unit("root", 1, shapes),)
+    root, *blocks = units
+    shapes: list[tuple[int, ...]] = []
+    for unit in (*blocks, root):
+        shapes += unit.shapes * unit.count
+    return (Unit("root", 1, tuple(shapes)),)
 
 
 # --- Collectives
@@ -171,17 +182,19 @@ def _fsdp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
     The root is not freed in between. With accumulation all of that in every micro-step, except the
     all-reduce over replicas: FSDP2 sends it once, FSDP1's hybrid every time (shard.accumulation).
     """
-    size, ranks = BYTES[run.reduce_dtype], run.shard
+    size = BYTES[run.reduce_dtype]
+    ranks = run.shard
     reduces = run.accum if run.engine == "fsdp1" and run.shard > 1 else 1
     for unit in run_units(run):
-        part, numel, count = unit.part, unit.padded(run), unit.count
-        gathers = run.accum * (1 + (run.reshard and part != "root"))
+        numel = unit.padded(run)
+        count = unit.count
+        gathers = run.accum * (1 + (run.reshard and unit.part != "root"))
         for kind, payload, times, group, stride in (
             ("all_gather", numel * run.compute_bytes, gathers, ranks, run.tp),
             ("reduce_scatter", numel * size, run.accum, ranks, run.tp),
             ("all_reduce", numel // ranks * size, reduces, run.replicate, ranks * run.tp),
         ):
-            yield PlannedCollective(kind, part, payload, count * times, group, stride)
+            yield PlannedCollective(kind, unit.part, payload, count * times, group, stride)
 
 
 def _tp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
@@ -192,7 +205,8 @@ def _tp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
     """
     c = run.config
     each = run.accum * (4 if run.ac == "none" else 5)
-    for unit in model_units(c, run.encoder_only)[1:]:
+    _, *blocks = model_units(c, run.encoder_only)
+    for unit in blocks:
         width = c.decoder_width if unit.part == "decoder" else c.width
         size = run.batch * run.tokens[unit.part] * width * run.compute_bytes
         yield PlannedCollective("all_reduce", ACTIVATIONS, size, each * unit.count, run.tp, 1)
@@ -207,7 +221,8 @@ def _ddp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
 
     The compression hook of a 16-bit reduce dtype sends buckets in that dtype; else they are fp32.
     """
-    world, size = run.world_size, BYTES[run.reduce_dtype]
+    world = run.world_size
+    size = BYTES[run.reduce_dtype]
     for numel, count in Counter(ddp_buckets(run)).items():
         yield PlannedCollective("all_reduce", "bucket", numel * size, count, world, 1)
     if run.mode == "zero1":  # in one piece from each rank; the pieces differ a little
@@ -223,16 +238,26 @@ def ddp_buckets(run: PlannedRun) -> list[int]:
     starts early, or `bucket_cap_mb` for all (torch/nn/parallel/distributed.py). DDP's order differs
     in a few places, its sum does not.
     """
-    cap = (run.bucket_cap_mb or 25) * 2**20
-    limit = cap if run.bucket_cap_mb else 2**20
-    buckets, filled = list[int](), 0
+    cap = 25 * 2**20
+    limit = 2**20
+    if run.bucket_cap_mb:
+        cap = int(run.bucket_cap_mb * 2**20)
+        limit = cap
+    sizes: list[int] = []
     root, *blocks = run_units(run)
-    for numel in (n for unit in (*reversed(blocks), root) for n in unit.sizes[::-1] * unit.count):
+    for unit in (*reversed(blocks), root):
+        sizes += unit.sizes[::-1] * unit.count
+    buckets: list[int] = []
+    filled = 0
+    for numel in sizes:
         filled += numel
         if filled * FP32 >= limit:
             buckets.append(filled)
-            filled, limit = 0, cap
-    return [*buckets, filled] if filled else buckets
+            filled = 0
+            limit = cap
+    if filled:
+        buckets.append(filled)
+    return buckets
 
 
 def link_bytes(run: PlannedRun, machine: Machine) -> dict[str, dict[str, float]]:

@@ -125,7 +125,9 @@ class Measurement:
         """Return the fields of Machine that were measured."""
         blocks = [self.block_speed(precision) for precision in ("fp32", "bf16")]
         links = fitting.fit_link_speeds(self.collective_times(), self.node_ranks)
-        peak = self.sheet_flops or self.products["bf16"]
+        peak = self.products["bf16"]
+        if self.sheet_flops is not None:
+            peak = self.sheet_flops
         efficiency = self.products["bf16"] / peak
         changes: dict[str, Any] = {
             "measured": self.description(),
@@ -198,7 +200,8 @@ class Measurement:
             for width, _, hidden in self.sizes.shapes
         )
         batches = self.sizes.batches
-        if precision == "bf16" and devices.default_precision(self.on_gpu)[0] == "fp32":
+        usual, _ = devices.default_precision(self.on_gpu)
+        if precision == "bf16" and usual == "fp32":
             batches = batches[:1]  # this CPU is slow in it, and few will use it
         times = []
         for width, heads, hidden in self.sizes.shapes:
@@ -302,8 +305,15 @@ class Measurement:
         width = self.sizes.shapes[-1][0]
         a = torch.randn(width, width, device=self.device, dtype=torch.bfloat16)
         payload = torch.ones(self.sizes.payloads[-1] // 4, device=self.device)
-        sending = self.seconds(lambda: dist.all_reduce(payload))
-        one = self.seconds(lambda: a @ a)
+
+        def send() -> None:
+            dist.all_reduce(payload)
+
+        def compute() -> None:
+            a @ a
+
+        sending = self.seconds(send)
+        one = self.seconds(compute)
         count = max(1, round(sending / one))
 
         def both() -> None:
@@ -329,7 +339,7 @@ class Measurement:
             run, machine
         )
         found = {"root_seconds": max(0.0, root)}
-        machine = replace(machine, **found)
+        machine = replace(machine, root_seconds=found["root_seconds"])
         together = replace(run, mode="full_shard", world_size=self.ranks.world_size)
         sent, _ = estimate.communication_seconds(together, machine)
         whole = self.seconds(model_step(sharded, images))
@@ -443,9 +453,10 @@ def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+            field, _, value = line.partition(":")
+            if field.strip() == "model name":
+                return value.strip()
+    return platform.machine()
 
 
 def not_measured(measurement: Measurement) -> list[str]:

@@ -17,7 +17,14 @@ def plan_run(
     try:
         from planner.this_run import plan_this_run
 
-        return plan_this_run(run.model, run.record(), device, run.node_ranks, ran_out)
+        return plan_this_run(
+            run.model,
+            run.record(),
+            device,
+            run.node_ranks,
+            by_global_batch=run.config.global_batch is not None,
+            ran_out=ran_out,
+        )
     except Exception as error:  # an estimate decides nothing: no run ends for want of it
         warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
         return None
