@@ -66,7 +66,7 @@ T = TypeVar("T")
 MANIFEST = "checkpoint.json"
 INDEX = ".metadata"
 # what activation checkpointing, FSDP1 and torch.compile put into the names of parameters
-WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
+WRAPPER_NAMES = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 # PyTorch warns of FSDP1 without shards, of reading without ranks and (2.10) of its own code
 warnings.filterwarnings("ignore", "When using ``NO_SHARD|torch.distributed is dis|TypedStorage is")
@@ -128,7 +128,7 @@ def _original_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         parts = name.split(".")
         kept = []
         for depth, part in enumerate(parts, start=1):
-            if part not in WRAPPERS and ".".join(parts[:depth]) not in inside_ddp:
+            if part not in WRAPPER_NAMES and ".".join(parts[:depth]) not in inside_ddp:
                 kept.append(part)
         originals[name] = ".".join(kept)
     return originals
@@ -1160,7 +1160,7 @@ def _local_states(
         every = _AllParameters(model)
         its_names = {}  # FSDP1 leaves torch.compile's prefix in
         for name, p in model.named_parameters():
-            parts = [part for part in name.split(".") if part not in WRAPPERS - {"_orig_mod"}]
+            parts = [part for part in name.split(".") if part not in WRAPPER_NAMES - {"_orig_mod"}]
             its_names[names[p]] = ".".join(parts)
         given = {
             "state": {its_names[name]: leaves for name, leaves in states.items()},
