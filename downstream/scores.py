@@ -32,6 +32,7 @@ from runtime.pretrained import (
     read_pretrained,
 )
 from runtime.process import throttled_progress
+from storage.classes import describe_classes
 
 HELP = "score frozen features: knn without training, linear by a linear classifier"
 BATCH = 64  # images
@@ -43,7 +44,6 @@ SAMPLES = 2**21  # images that training sees at least: 90 epochs of 1,000 images
 WARMUP_SHARE = 1 / 9  # of the steps: 10 of 90 epochs
 LARS_MOMENTUM = 0.9
 LARS_TRUST = 0.001
-NO_CLASSES = {"train", "val", "valid", "validation", "test", "images", "masks", "labels"}
 SETTINGS = ("k", "epochs", "blr", "features", "split", "seeds")  # shown beside the scores
 MEASURES = ("top1", "top5", "training_top1", "training_loss")  # shown; the last two by `linear`
 Labelled = tuple[Tensor, Tensor]  # features (N, D) and labels (N,)
@@ -124,24 +124,6 @@ def class_numbers(test: Any, train: Any) -> list[int]:
         some = ", ".join(unknown[:5])
         raise ValueError(f"{test.root} has classes that {train.root} does not have: {some}")
     return [train.classes.index(name) for name in test.classes]
-
-
-def describe_classes(files: Any) -> list[str]:
-    """Say how many classes a folder has, the first names, and how many images each has."""
-    counts = np.bincount(files.labels, minlength=len(files.classes))
-    some = [f"{name} ({count})" for name, count in zip(files.classes[:5], counts, strict=False)]
-    names = ", ".join(some)
-    if len(files.classes) > 5:
-        names += ", ..."
-    text = f"{files.root}: {len(files.classes)} classes of {counts.min()} to {counts.max()} images"
-    lines = [f"{text}: {names}"]
-    unlikely = {name for name in files.classes if name.lower() in NO_CLASSES}
-    if len(unlikely) >= 2:
-        what = ", ".join(sorted(unlikely))
-        lines.append(
-            f"warning: {files.root}: {what} do not look like classes: give a folder of one"
-        )
-    return lines
 
 
 # --- Features
