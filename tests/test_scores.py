@@ -121,11 +121,11 @@ def test_a_split_takes_a_share_of_each_class_by_its_seed():
 def test_scores_are_those_of_scikit_learn_and_no_vote_is_no_hit():
     draw = np.random.default_rng(0)
     values, truth = draw.normal(size=(200, 9)), draw.integers(9, size=200)
-    found = scores.measure(torch.from_numpy(values), torch.from_numpy(truth))
+    found = scores.top_accuracies(torch.from_numpy(values), torch.from_numpy(truth))
     for key, k in (("top1", 1), ("top5", 5)):
         assert found[key] == pytest.approx(100 * top_k_accuracy_score(truth, values, k=k))
     nothing = torch.full((1, 9), -torch.inf)
-    assert scores.measure(nothing, torch.tensor([0]))["top5"] == 0
+    assert scores.top_accuracies(nothing, torch.tensor([0]))["top5"] == 0
 
 
 # --- the command
