@@ -19,7 +19,7 @@ import data
 import mesh
 import shard
 import vit
-from downstream.scores import class_numbers, describe_classes
+from downstream.scores import class_numbers
 from runtime import image_source, process
 from runtime.agreement import run_on_rank0
 from runtime.config import Config, Parser, add_flags, flag, make_config, number, pair_below_one
@@ -32,6 +32,7 @@ from runtime.resume import list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
 from runtime.start_record import versions
+from storage.classes import describe_classes
 from train_fsdp import Training, train
 
 HELP = "train the encoder as a classifier"
@@ -269,6 +270,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     files, found = run_on_rank0(find)
     test = run_on_rank0(partial(image_source.list_eval_images, config.test, config.out, config))
     numbers = run_on_rank0(partial(check_classes, files, test, config.img_size, stats))
+    classes = run_on_rank0(partial(describe_classes, files))
     run = TuningRun(**vars(with_images(plain_run, **found)), classes=len(files.classes))
     session.run = run
 
@@ -289,7 +291,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     note = describe_assumptions(pretrained, "img_size", "stats")
     if note:
         log.say(note)
-    for line in describe_classes(files):
+    for line in classes:
         log.say(line)
     monitor.evaluate_every = run.epoch_steps
     monitor.evaluation = Scores(run, session, training.model, test, numbers)

@@ -325,7 +325,7 @@ def score_features(
         raise ValueError("--split leaves no image to test on: every class has one image")
     facts: dict[str, Any] = {"test_images": len(truths)}
     if args.command == "knn":
-        return facts | measure(nearest_vote(bank, labels, queries, classes, args.k), truths)
+        return facts | top_accuracies(nearest_vote(bank, labels, queries, classes, args.k), truths)
     model, losses = train_linear(bank, labels, classes, epochs=args.epochs, blr=args.blr, seed=seed)
     with torch.inference_mode():
         own = model(bank).double().cpu()
@@ -333,10 +333,10 @@ def score_features(
     facts["training_top1"] = 100 * (own.argmax(dim=1) == labels).double().mean().item()
     facts["training_loss"] = F.cross_entropy(own, labels).item()
     facts["converged"] = has_converged(losses)
-    return facts | measure(found, truths)
+    return facts | top_accuracies(found, truths)
 
 
-def measure(values: Tensor, labels: Tensor) -> dict[str, float]:
+def top_accuracies(values: Tensor, labels: Tensor) -> dict[str, float]:
     """Compare scores (Q, classes) with labels (Q,) -> top-1 and top-5 in percent.
 
     Of equal scores the class listed first counts; a class with the score -inf is never a hit.
