@@ -76,7 +76,7 @@ def read_tiff(content: bytes) -> tuple[np.ndarray, float | None]:
         size = sum(series.size * series.dtype.itemsize for series in same)
         if size > data.LARGEST_IMAGE:
             raise ValueError(f"{size / 2**30:.1f} GiB of pixels by its header: more than 4 GiB")
-        parts = [bands_first(series.asarray(), series.axes) for series in same]
+        parts = [bands_first(series.asarray(maxworkers=1), series.axes) for series in same]
         tag = file.pages.first.tags.get(GDAL_NODATA)
     bands = parts[0] if len(parts) == 1 else np.concatenate(parts)
     return bands, read_nodata(tag.value) if tag else None
