@@ -124,7 +124,7 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
         yield f"{s.name:28}{cells}{s.total / GIB:9.3f}"
 
 
-def measure(parser: Parser, args: argparse.Namespace) -> int:
+def measure_here(parser: Parser, args: argparse.Namespace) -> int:
     """Measure the machine on the ranks of the launcher; return the exit status."""
     from runtime.measure_machine import measure_machine
     from runtime.session import Session, run_session
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = plan_parser()
     args = parser.parse_args(argv)
     if args.measure:
-        return measure(parser, args)
+        return measure_here(parser, args)
     plan = make_plan(parser, args)
     plans = compare(plan) if args.compare else []
     if args.json:
