@@ -207,7 +207,8 @@ def test_an_unreadable_image_is_named_and_left_out(run, tmp_path, capsys):
 def test_what_is_wrong_is_one_sentence(run, tmp_path, capsys):
     more, flat = tmp_path / "more", tmp_path / "flat"
     shutil.copytree(TILES / "heldout", more / "tiles")
-    for folder in (more / "else", flat, tmp_path / "one" / "ice"):
+    one, single = tmp_path / "one", tmp_path / "single"
+    for folder in (more / "else", flat, one / "ice", one / "sea", single / "ice"):
         folder.mkdir(parents=True)
         shutil.copy(next(TILES.glob("train/ice/*")), folder)
     weights = dict(read_pretrained(run[0]).weights)
@@ -217,7 +218,8 @@ def test_what_is_wrong_is_one_sentence(run, tmp_path, capsys):
         (run[0], ["--test", tmp_path / "nowhere"], "give --test the folder"),
         (run[0], ["--split", 0.5, "--img-size", 33], "multiple of the patch size"),
         (run[0], ["--split", 0.5, "--data", flat], "outside of a folder of their class"),
-        (run[0], ["--split", 0.5, "--data", tmp_path / "one"], "a score needs two"),
+        (run[0], ["--split", 0.5, "--data", one], "leaves no image to test on"),
+        (run[0], ["--split", 0.5, "--data", single], "a score needs two"),
         (tmp_path / "nothing", ["--split", 0.5], "give the --out of a run"),
         (tmp_path / "broken.pth", ["--split", 0.5], "norm.bias is not finite"),
     ):
