@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 import mesh
 import train_fsdp
-from benchmarks import peers
 from planner.estimate import Plan
 from planner.machines import read_machine
 from planner.traffic import PlannedRun
@@ -100,7 +99,9 @@ def step_seconds(run: Run, grid: Any, rounds: int) -> float:
     device = torch.device("cpu")
     training = train_fsdp.build_training(run, grid)
     guard = StepGuard(device)
-    batches = [peers.draw_batch(run.config, device)] * run.config.accum
+    side = run.config.img_size
+    images = torch.randint(0, 256, (run.local_batch, 3, side, side), dtype=torch.uint8)
+    batches = [(images, torch.rand(run.local_batch, run.patches))] * run.config.accum
     seconds = []
     for _ in range(WARM_UP + rounds):
         start = time.perf_counter()
