@@ -366,7 +366,8 @@ def folder(finished, tmp_path):
 
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder except the log, which records each start."""
-    files = (p for p in folder.rglob("*") if p.is_file() and p.name != "log.jsonl")
+    own = ("log.jsonl", ".lock")  # which say when the run was
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name not in own)
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 

@@ -27,7 +27,6 @@ def dry(ranks: int, flags: str) -> int:
     ("ranks", "flags"),
     [
         (3, "--group 2"),
-        (12, ""),
         (1, "--data nowhere"),
         (3, "--mode ddp --group 3"),
         (3, "--keep 0"),

@@ -6,8 +6,8 @@ import torch
 import mesh
 import train_fsdp
 from downstream.finetune import Tuning
-from planner.dry_run import fake_world
 from runtime.config import Config, fill_defaults, parse
+from runtime.dry_run import fake_world
 from runtime.run import Run, resolve, with_images
 
 SMALL = ["--model", "tiny", "--img-size", "32", "--batch", "64", "--device", "cpu"]

@@ -74,6 +74,9 @@ class Event:
     def record(self) -> None: ...
     def synchronize(self) -> None: ...
 
+    def query(self) -> bool:
+        return True
+
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_late_reader_settles_the_same_steps(late):
