@@ -287,7 +287,7 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
     """DDP: whole parameters on every rank, gradients all-reduced in buckets during backward."""
     if mesh.size() == 1:
         return model  # nobody to communicate with: no buckets, a second copy of the gradients
-    trained = _names_of_trained(model)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         _before_each_call(model, partial(_check_frozen, model, trained, True))
         return model  # a teacher, which DDP would refuse
@@ -947,11 +947,6 @@ def _check_hooks(parameters: list[tuple[str, Any]], model: nn.Module, args: Any)
             )
 
 
-def _names_of_trained(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that are not frozen."""
-    return {name for name, p in model.named_parameters() if p.requires_grad}
-
-
 def _check_frozen(
     model: nn.Module, averaged: set[str], unused_allowed: bool, ddp: nn.Module, args: Any
 ) -> None:
@@ -961,19 +956,17 @@ def _check_frozen(
     """
     if not torch.is_grad_enabled():
         return
-    trained = _names_of_trained(model)
-    for name in sorted(trained - averaged):
-        raise RuntimeError(
-            f"DDP does not average the gradient of {name}, which was frozen at "
-            "shard.apply: freeze it after shard.apply, or use mode no_shard"
-        )
-    if unused_allowed:
-        return
-    for name in sorted(averaged - trained):
-        raise RuntimeError(
-            f"DDP waits for a gradient of {name}, which was frozen after shard.apply: "
-            "use find_unused_parameters=True"
-        )
+    for name, p in model.named_parameters():
+        if p.requires_grad and name not in averaged:
+            raise RuntimeError(
+                f"DDP does not average the gradient of {name}, which was frozen at "
+                "shard.apply: freeze it after shard.apply, or use mode no_shard"
+            )
+        if name in averaged and not p.requires_grad and not unused_allowed:
+            raise RuntimeError(
+                f"DDP waits for a gradient of {name}, which was frozen after shard.apply: "
+                "use find_unused_parameters=True"
+            )
 
 
 class _AverageCheck:
