@@ -51,32 +51,20 @@ class Strategy:
     reshard_after_forward: bool  # free gathered parameters, gather them again in backward
     shards: str  # what each rank holds only a part of
 
-    @property
-    def all_gathers(self) -> int:
-        """Count how often a step gathers each parameter, of a unit that is not the root."""
-        if self.shard_over == "none":
-            return 0
-        return 2 if self.reshard_after_forward else 1
-
-    @property
-    def across_groups(self) -> bool:
-        """Tell whether shard groups average their gradients with each other."""
-        return self.shard_over == "group"
-
     def traffic(self, *, replicas: int = 2, one_unit: bool = False) -> str:
         """Describe the parameter-sized collectives of a step.
 
-        Of one unit (wrap root) parameters stay gathered until backward.
+        A model of one unit (wrap root) keeps its gathered parameters until backward.
         """
         if self.engine == "zero1":
             return "1 all-reduce, 1 broadcast"
-        if self.all_gathers == 0:
+        if self.shard_over == "none":
             return "1 all-reduce"
-        if self.all_gathers == 1 or one_unit:
-            text = "1 all-gather, 1 reduce-scatter"
+        if self.reshard_after_forward and not one_unit:
+            text = "2 all-gathers, 1 reduce-scatter"
         else:
-            text = f"{self.all_gathers} all-gathers, 1 reduce-scatter"
-        if self.across_groups and replicas > 1:
+            text = "1 all-gather, 1 reduce-scatter"
+        if self.shard_over == "group" and replicas > 1:
             text += " in the group; 1 all-reduce of a shard across groups"
         return text
 
@@ -126,7 +114,7 @@ def has_option(strategy: Strategy, name: str) -> bool:
     if name in DDP_OPTIONS:
         return strategy.engine != "fsdp"
     if name in GATHER_OPTIONS:
-        return strategy.all_gathers > 0
+        return strategy.shard_over != "none"
     if name == "prefetch":
         return strategy.reshard_after_forward  # the others gather nothing in backward
     return True
@@ -199,10 +187,10 @@ def apply(
     `mesh` has the dimensions ("replicate", "shard") of `mesh_shape`, and with FSDP2 perhaps "tp",
     whose ranks share the work of a block: `split_block(block, mesh)` edits it. FSDP gathers and
     frees unit by unit: the outermost modules of `block_classes` (set(): none), and the rest, the
-    root. The values that the model has on rank 0 are kept. A tensor on meta gets its value when its
-    unit is sharded: `init_fn(name, shape, device=...)` returns the whole of it, the same on every
-    rank. With `uninitialized` it gets memory of any content instead, for a checkpoint to be loaded;
-    `init_fn` is then called only for buffers that no checkpoint has.
+    root. Rank 0's values are kept. A tensor on meta gets its value when its unit is sharded:
+    `init_fn(name, shape, device=...)` returns the whole of it, the same on every rank. With
+    `uninitialized` it gets memory of any content, for a checkpoint to be loaded; then `init_fn` is
+    called only for buffers that no checkpoint has.
 
     The wrappers, from the inside to the outside:
 
@@ -213,43 +201,33 @@ def apply(
 
     Build optimizers and register hooks on parameters afterwards. Call the model, not its parts or
     other methods; in a step the same blocks on every rank, or some train on wrong weights without
-    an error. After a pass without gradients the parameters are sharded again.
-    FSDP1 moves a parameter that a step did not use (its gradient is zero, not None) and makes fp64
-    buffers fp32: FSDP2 does neither.
+    an error. FSDP1 moves a parameter that a step did not use (its gradient is zero, not None) and
+    makes fp64 buffers fp32: FSDP2 does neither.
 
-    Raises ValueError for invalid arguments, RuntimeError if the ranks have different models. Steps
-    that sharding would make wrong raise RuntimeError too.
+    Raises ValueError for invalid arguments, RuntimeError if the ranks have different models.
     """
+    strategy = _check_arguments(mode, mesh, split_block is not None, options)
     blocks = find_blocks(model, block_classes)
-    strategy = _check_arguments(model, mode, mesh, split_block is not None, options)
+    units: Mapping[str, nn.Module] = {}
+    if strategy.engine == "fsdp" and options.wrap == "block":
+        units = blocks
     _check_model(model, blocks, strategy, options)
-    device = _device(mesh)
+    _check_units(model, units)
     before = list(model.parameters())
-    names = {tensor: name for name, tensor in _named_tensors(model)}
-    on_meta = any(_on_meta(tensor) for tensor in names)
-    if on_meta != (uninitialized or init_fn is not None):
-        raise ValueError("give `init_fn` or `uninitialized` to a model on meta, and to no other")
-    if not uninitialized:  # whoever loads a checkpoint checks its names and shapes
-        _check_same_model(model, f"{mode} {list(blocks)} {options}", device)
-        _broadcast_values(model, device)
+    values = _InitialValues(model, _device(mesh), init_fn, uninitialized)
+    values.share(f"{mode} {list(blocks)} {options}")
 
     def fill(module: nn.Module) -> None:
-        if on_meta:
-            _materialise(module, names, device, init_fn, uninitialized)
+        values.fill(module)
         if split_block and module in blocks.values():
             split_block(module, mesh)
 
-    units = {}
-    if strategy.engine == "fsdp" and options.wrap == "block":
-        units = blocks
-    _check_units(model, units)
     _prepare_blocks(model, blocks, options)
     if strategy.engine == "fsdp":
-        data_mesh = mesh["replicate", "shard"]
-        sharded = _fsdp(model, units, strategy, data_mesh, options, fill)
+        sharded = _fsdp(model, units, strategy, mesh["replicate", "shard"], options, fill)
     else:
         fill(model)
-        sharded = _ddp(model.to(device), mesh, options)
+        sharded = _ddp(model.to(_device(mesh)), mesh, options)
     _mark_replaced(before, sharded)
     return sharded
 
@@ -261,6 +239,47 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device("cpu")
 
 
+def _prepare_blocks(
+    model: nn.Module, blocks: Mapping[str, nn.Module], options: ShardingOptions
+) -> None:
+    """Checkpoint and compile the blocks."""
+    context: Callable[[], Any] = noop_context_fn
+    if options.ac == "selective":
+        context = partial(create_selective_checkpoint_contexts, _keep_matmuls)
+    if options.ac != "none":
+        for block in blocks.values():
+            wrapper = checkpoint_wrapper(
+                block, preserve_rng_state=options.preserve_rng_state, context_fn=context
+            )
+            _replace(model, {block: wrapper})
+            _ForwardCheck(wrapper, _own_tensors(block, "_buffers"), CHANGED_BUFFER)
+    if options.compile:
+        # Dynamo would cut each block into graphs that end with DDP's buckets, so that all-reduces
+        # start early within a block; DDP starts them between the blocks, and one graph is faster.
+        torch._dynamo.config.optimize_ddp = False
+        for name in blocks:
+            # Not dynamic: one graph for all blocks would be slower than one for each kind.
+            model.get_submodule(name).compile(dynamic=False)
+
+
+def _replace(model: nn.Module, wrappers: Mapping[nn.Module, nn.Module]) -> None:
+    """Put each wrapper in the place of its module, under every name that this has."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None:
+                parent._modules[name] = wrappers.get(child, child)
+
+
+def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep attention and matrix products, but the MLP's last, whose result no gradient needs."""
+    if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        left, right = args[-2:]
+        keep = left.shape[-1] <= right.shape[-1]
+    else:  # bmm: attention without a fused kernel
+        keep = "scaled_dot_product" in str(op) or op is torch.ops.aten.bmm.default
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 # --- The engines
 
 
@@ -268,10 +287,9 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
     """DDP: whole parameters on every rank, gradients all-reduced in buckets during backward."""
     if mesh.size() == 1:
         return model  # nobody to communicate with: no buckets, a second copy of the gradients
-    trained = {name: p.requires_grad for name, p in model.named_parameters()}
-    check = torch.compiler.disable(partial(_check_frozen, trained))
-    if not any(trained.values()):
-        model.register_forward_pre_hook(check)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        _before_each_call(model, partial(_check_frozen, model, trained, True))
         return model  # a teacher, which DDP would refuse
     group = mesh.get_group("replicate")
     sharded = DDP(
@@ -287,8 +305,9 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
         sharded.register_comm_hook(group, default_hooks.bf16_compress_hook)
     elif options.reduce_dtype == torch.float16:
         sharded.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    sharded.register_forward_pre_hook(check)
-    _AverageCheck(sharded).start(model.parameters())
+    check_frozen = partial(_check_frozen, model, trained, options.find_unused_parameters)
+    _before_each_call(sharded, check_frozen)
+    _AverageCheck(sharded, model.parameters())
     return sharded
 
 
@@ -319,18 +338,10 @@ def _fsdp(
         _set_prefetch(units, sharded, options)
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
-    elif options.fsdp == 2:
-        _UsedCheck(sharded).start()
     reshard = torch.compiler.disable(_reshard_without_backward)
     for unit in [*units, sharded]:
         unit.register_forward_hook(reshard)
-        if options.fsdp == 2:  # FSDP1 raises an error by itself
-            _ForwardCheck(unit, _own_parameters(unit), CHANGED_PARAMETER).start()
-    check = torch.compiler.disable(partial(_check_call, list(sharded.named_parameters())))
-    sharded.register_forward_pre_hook(check, prepend=True)
-    if options.fsdp == 1:
-        handles = [unit._handle for unit in [*units, sharded]]
-        _AverageCheck(sharded).start([h.flat_param for h in handles if h is not None])
+    _check_fsdp([*units, sharded], options, _device(mesh))
     return sharded
 
 
@@ -343,14 +354,6 @@ def _set_prefetch(units: list[Any], root: Any, options: ShardingOptions) -> None
     if options.forward_prefetch:
         for unit, following in pairwise(units):
             unit.set_modules_to_forward_prefetch([following])
-
-
-def _replace(model: nn.Module, wrappers: Mapping[nn.Module, nn.Module]) -> None:
-    """Put each wrapper in the place of its module, under every name that this has."""
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is not None:
-                parent._modules[name] = wrappers.get(child, child)
 
 
 def _fsdp1_wrapper(
@@ -418,9 +421,6 @@ def _fsdp2_wrapper(
     )
 
 
-# --- A pass without gradients leaves the model as it was
-
-
 def _reshard_without_backward(module: Any, args: Any, output: Any) -> None:
     """Free what a unit of FSDP gathered, after a forward pass that no backward pass will follow.
 
@@ -447,247 +447,6 @@ def _may_need_backward(output: Any) -> bool:
     return not isinstance(output, int | float | str | None)
 
 
-# --- Checks: what sharding would make wrong without an error raises one
-
-CHANGED_PARAMETER = (
-    "{name} was changed in forward(), and FSDP2 loses that: change parameters between two steps, "
-    "in torch.no_grad()"
-)
-CHANGED_BUFFER = (
-    "the buffer {name} was changed in forward(), and activation checkpointing would change it a "
-    "second time: use ac none, or other block_classes"
-)
-
-
-class _ForwardCheck:
-    """Raise RuntimeError if a module changes tensors of its own in a forward pass.
-
-    In the first three passes of a training only: sums of values make a GPU wait.
-    """
-
-    def __init__(
-        self, module: nn.Module, owners: list[tuple[str, nn.Module, str]], message: str
-    ) -> None:
-        self.module = module
-        self.owners = owners  # (name, module, name in this module) of each tensor
-        self.message = message
-        self.passes = 0
-        self.before: list[tuple[Any, ...]] = []
-        self.hooks: list[Any] = []
-
-    def start(self) -> None:
-        """Register the check. Call it after FSDP's own hooks are registered."""
-        before = torch.compiler.disable(self.before_forward)
-        after = torch.compiler.disable(self.after_forward)
-        if self.owners:
-            self.hooks.append(self.module.register_forward_pre_hook(before))
-            # before FSDP frees what was gathered
-            self.hooks.append(self.module.register_forward_hook(after, prepend=True))
-
-    def describe(self) -> list[tuple[Any, ...]]:
-        """Return what would differ if a tensor was changed, for each."""
-        found: list[tuple[Any, ...]] = []
-        for _, module, leaf in self.owners:
-            tensor: Any = getattr(module, leaf)
-            if tensor is None:
-                found.append(())
-            elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                found.append((tensor.shape, tensor._version))
-            else:  # an average of other weights is often written to `.data`: no new version
-                found.append((tensor.shape, str(tensor.detach().sum().item())))
-        return found
-
-    def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Remember the tensors."""
-        self.before = []
-        if torch.is_grad_enabled() and module.training:
-            self.before = self.describe()
-
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Compare the tensors."""
-        if not self.before:
-            return
-        for (name, _, _), old, new in zip(self.owners, self.before, self.describe(), strict=True):
-            # another shape: a table that is built when it is first needed
-            if old and new and old[0] == new[0] and old != new:
-                raise RuntimeError(self.message.format(name=name))
-        self.passes += 1
-        if self.passes == 3:
-            for hook in self.hooks:
-                hook.remove()
-
-
-def _own_parameters(unit: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """List (name, module, name in this module) of the parameters of a unit of FSDP2."""
-    inner: set[nn.Module] = set()
-    for module in unit.modules():
-        if isinstance(module, FSDPModule) and module is not unit:
-            inner |= set(module.modules())
-    found = []
-    for path, module in unit.named_modules():
-        if module not in inner:
-            for leaf in module._parameters:
-                found.append((original_name(f"{path}.{leaf}").lstrip("."), module, leaf))
-    return found
-
-
-def _check_call(parameters: list[tuple[str, Any]], module: nn.Module, args: Any) -> None:
-    """Raise RuntimeError for inference mode, and for hooks on parameters that FSDP never calls."""
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "FSDP could not train afterwards: use torch.no_grad(), no inference_mode"
-        )
-    if not torch.is_grad_enabled():
-        return
-    fsdp1 = isinstance(module, FSDP1)
-    for name, p in parameters:
-        if p._backward_hooks or (fsdp1 and p._post_accumulate_grad_hooks):
-            raise RuntimeError(
-                f"FSDP does not call the hook on {original_name(name)}: change its .grad between "
-                "backward() and the step, or use register_post_accumulate_grad_hook with FSDP2"
-            )
-
-
-class _AverageCheck:
-    """Raise RuntimeError for a gradient that DDP, or FSDP1, does not average over ranks."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.forwards = 0  # calls of the model with gradients
-        self.last_forward: dict[Tensor, int] = {}  # of which each tensor has its gradient
-
-    def start(self, tensors: Iterable[Tensor]) -> None:
-        """Check the gradients of tensors."""
-        self.model.register_forward_pre_hook(torch.compiler.disable(self.before_forward))
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(self.after_gradient)
-
-    def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Count a call."""
-        if torch.is_grad_enabled():
-            self.forwards += 1
-
-    def after_gradient(self, tensor: Tensor) -> None:
-        """Check that there was a call since the last gradient."""
-        model = self.model
-        local = not model._sync_gradients if isinstance(model, FSDP1) else False
-        if isinstance(model, DDP):
-            local = not model.require_backward_grad_sync
-        if self.last_forward.get(tensor, 0) == self.forwards and not local:
-            raise RuntimeError(
-                f"{type(model).__name__} averages the gradient of one backward() after each call: "
-                "call the model, not its methods or parts, and call backward() once"
-            )
-        self.last_forward[tensor] = self.forwards
-
-
-def _check_frozen(trained: dict[str, bool], module: nn.Module, args: Any) -> None:
-    """Raise RuntimeError if DDP would not notice that a parameter was frozen, or is no longer.
-
-    `trained` says of each parameter, by its name, whether DDP averages its gradient.
-    """
-    if not torch.is_grad_enabled():
-        return
-    model = module
-    find_unused = False
-    if isinstance(module, DDP):
-        model = module.module
-        find_unused = module.find_unused_parameters
-    for name, p in model.named_parameters():
-        if p.requires_grad and not trained[name]:
-            raise RuntimeError(
-                f"DDP does not average the gradient of {name}, which was frozen at "
-                "shard.apply: freeze it after shard.apply, or use mode no_shard"
-            )
-        if trained[name] and not p.requires_grad and not find_unused:
-            raise RuntimeError(
-                f"DDP waits for a gradient of {name}, which was frozen after shard.apply: "
-                "use find_unused_parameters=True"
-            )
-
-
-class _UsedCheck:
-    """Raise RuntimeError if ranks use different parameters, whose gradients FSDP2 would mix up.
-
-    In the first three steps, unless `accumulation` is told that all are used.
-    """
-
-    def __init__(self, model: FSDPModule) -> None:
-        self.model: Any = model
-        self.parameters: list[Any] = [p for p in self.model.parameters() if p.requires_grad]
-        self.device = self.parameters[0].to_local().device if self.parameters else None
-        self.all_used = False  # as the caller says
-        self.steps = 0
-        self.hook: Any = None
-
-    def start(self) -> None:
-        """Check after each micro-batch, which is before the next one or the optimizer's step."""
-        if dist.get_world_size() == 1 or dist.get_backend() == "fake":
-            return  # one rank alone, or a simulation, which has no values
-        before = torch.compiler.disable(self.before_forward)
-        self.hook = self.model.register_forward_pre_hook(before)
-        self.model.used_check = self
-        for p in self.parameters:
-            p.used_check = self
-
-    def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Compare the ranks. Collective."""
-        if torch.is_grad_enabled():
-            self.compare()
-
-    def before_step(self) -> None:
-        """Compare the ranks; the third time is the last. Collective."""
-        self.compare()
-        self.steps += 1
-        if self.steps == 3:
-            self.hook.remove()
-            for p in self.parameters:
-                del p.used_check
-
-    def compare(self) -> None:
-        """Compare the ranks by which parameters have gradients. Collective."""
-        if self.all_used:
-            return
-        used = [p.grad is not None for p in self.parameters]
-        if not _same_on_all_ranks(str(used), self.device):
-            raise RuntimeError(
-                "the ranks used different parameters, and FSDP2 mixes up their gradients: "
-                "use find_unused_parameters=True (torch 2.14), or mode ddp with it"
-            )
-
-
-def _mark_replaced(before: list[nn.Parameter], sharded: nn.Module) -> None:
-    """Mark the parameters that a model had before it was sharded, and has no longer."""
-    now = set(sharded.parameters())
-    for p in before:
-        if p not in now:
-            p.replaced_by_sharding = True  # type: ignore[attr-defined]
-    _check_optimizers()
-
-
-@cache
-def _check_optimizers() -> None:
-    """Have every optimizer checked at its steps."""
-    register_optimizer_step_pre_hook(_check_optimizer)
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise RuntimeError for an optimizer that would train nothing; check what ranks use."""
-    checks: dict[_UsedCheck, None] = {}  # in the same order on all ranks
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if hasattr(p, "replaced_by_sharding"):
-                raise RuntimeError(
-                    "the optimizer was built before shard.apply, which replaced the parameters: "
-                    "build it afterwards"
-                )
-            if hasattr(p, "used_check"):
-                checks[p.used_check] = None
-    for check in checks:
-        check.before_step()
-
-
 # --- A step: accumulation, gradient norm, optimizer, scaler
 
 
@@ -702,15 +461,16 @@ def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Ite
     defer = uses_all and not last
     with ExitStack() as stack:
         for module in model.modules():
-            if uses_all and hasattr(module, "used_check"):
-                module.used_check.all_used = True
+            check = getattr(module, "used_check", None)
+            if uses_all and isinstance(check, _UsedCheck):
+                check.all_used = True
             if isinstance(module, FSDPModule) and defer:
                 module.set_requires_all_reduce(False, recurse=False)
                 # or a later backward pass, outside of this function, would not be averaged
                 stack.callback(module.set_requires_all_reduce, True, recurse=False)
-            ddp = isinstance(module, DDP) and not last
-            fsdp1 = isinstance(module, FSDP1) and defer and _is_no_shard_root(module)
-            if ddp or fsdp1:
+            if isinstance(module, DDP) and not last:
+                stack.enter_context(module.no_sync())
+            if isinstance(module, FSDP1) and defer and _is_no_shard_root(module):
                 stack.enter_context(module.no_sync())
         yield
 
@@ -854,11 +614,11 @@ def build_scaler(
     return torch.amp.GradScaler(device.type)
 
 
-# --- Arguments, blocks, initial values
+# --- Arguments, blocks
 
 
 def _check_arguments(
-    model: nn.Module, mode: str, mesh: DeviceMesh, split: bool, options: ShardingOptions
+    mode: str, mesh: DeviceMesh, split: bool, options: ShardingOptions
 ) -> Strategy:
     """Return the strategy; ValueError for a mesh or options with which training would go wrong."""
     tp = mesh.shape[2] if split else 1
@@ -874,8 +634,8 @@ def _check_arguments(
     problem = next(invalid_options(mode, given), None)
     if problem:
         raise ValueError(problem)
-    if options.fsdp == 1 and STRATEGIES[mode].engine == "fsdp" and hasattr(model, "_orig_mod"):
-        raise ValueError("FSDP1 cannot save a compiled model: compile it after shard.apply")
+    if options.cpu_offload and options.fsdp == 1 and mesh.device_type == "cpu":
+        raise ValueError("cpu_offload with fsdp 1 needs a GPU to offload from: leave it out")
     return STRATEGIES[mode]
 
 
@@ -884,42 +644,44 @@ def _check_model(
 ) -> None:
     """Raise ValueError for a model with which training would go wrong."""
     sharded = strategy.engine == "fsdp"
+    if sharded and options.fsdp == 1 and hasattr(model, "_orig_mod"):
+        raise ValueError("FSDP1 cannot save a compiled model: compile it after shard.apply")
     if "module" in dict(model.named_children()):
         raise ValueError("rename the submodule module: DDP uses this name")
-    for name, module in model.named_modules():
-        _check_module(name, module, sharded, sharded and options.param_dtype != torch.float32)
+    recomputed: set[nn.Module] = set()
     if options.ac != "none":
         for block in blocks.values():
-            for module in block.modules():
-                _check_recomputation(module)
+            recomputed |= set(block.modules())
+    low_precision = sharded and options.param_dtype != torch.float32
+    for name, module in model.named_modules():
+        _check_statistics(module, module in recomputed, low_precision)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _check_embedding(name, module, sharded)
     for name, p in model.named_parameters():
         _check_parameter(original_name(name), p, sharded)
 
 
-def _check_module(name: str, module: nn.Module, sharded: bool, low_precision: bool) -> None:
-    """Raise ValueError for a module that cannot be sharded, or not in low precision."""
-    if low_precision and isinstance(module, _NormBase) and module.track_running_stats:
-        # its buffers stay in fp32
-        raise ValueError("BatchNorm needs ac none and, in FSDP, param_dtype fp32: use GroupNorm")
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        if module.max_norm is not None:
-            raise ValueError(
-                f"{name} has max_norm, which changes weights in forward(), on each rank others: "
-                "renormalise them between two steps"
-            )
-        if module.sparse and sharded:
-            raise ValueError(f"{name} has sparse gradients, which FSDP cannot use: sparse=False")
-
-
-def _check_recomputation(module: nn.Module) -> None:
-    """Raise ValueError for a module of a block that counts every forward pass."""
-    if isinstance(module, _NormBase) and module.track_running_stats:
-        # recomputation would count each batch twice
+def _check_statistics(module: nn.Module, recomputed: bool, low_precision: bool) -> None:
+    """Raise ValueError for a module that keeps statistics of its forward passes."""
+    running = isinstance(module, _NormBase) and module.track_running_stats
+    if running and (recomputed or low_precision):
+        # recomputation would count each batch twice; FSDP leaves the statistics in fp32
         raise ValueError("BatchNorm needs ac none and, in FSDP, param_dtype fp32: use GroupNorm")
     hooks = module._forward_pre_hooks.values()
     names = {type(part).__name__ for part in [module, *hooks]}
-    if names & {"_SpectralNorm", "SpectralNorm"}:
+    if recomputed and names & {"_SpectralNorm", "SpectralNorm"}:
         raise ValueError("spectral_norm needs ac none: recomputation would iterate it twice")
+
+
+def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag, sharded: bool) -> None:
+    """Raise ValueError for an embedding that several ranks cannot train."""
+    if module.max_norm is not None:
+        raise ValueError(
+            f"{name} has max_norm, which changes weights in forward(), on each rank others: "
+            "renormalise them between two steps"
+        )
+    if module.sparse and sharded:
+        raise ValueError(f"{name} has sparse gradients, which FSDP cannot use: sparse=False")
 
 
 def _check_parameter(name: str, p: nn.Parameter, sharded: bool) -> None:
@@ -943,6 +705,24 @@ def _check_parameter(name: str, p: nn.Parameter, sharded: bool) -> None:
         raise ValueError(f"the hook on {name} would be lost: register it after shard.apply")
 
 
+def _check_units(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError for a parameter in two units, which FSDP would untie."""
+    inside: set[nn.Module] = set()
+    found: list[tuple[str, nn.Parameter]] = []
+    for name, unit in units.items():
+        inside |= set(unit.modules())
+        found += [(name, p) for p in unit.parameters()]
+    for module in model.modules():
+        if module not in inside:
+            found += [("the root", p) for p in module.parameters(recurse=False)]
+    unit_of: dict[nn.Parameter, str] = {}
+    for name, p in found:
+        first = unit_of.setdefault(p, name)
+        if first != name:
+            where = f"a parameter {tuple(p.shape)} is in two units, {first} and {name}"
+            raise ValueError(f"{where}: use other block_classes, wrap root, or mode ddp")
+
+
 def find_blocks(model: nn.Module, classes: Collection[type[nn.Module]]) -> dict[str, nn.Module]:
     """Find the outermost modules of these classes, by name; ValueError if there are none."""
     if isinstance(classes, type | str) or not all(isinstance(c, type) for c in classes):
@@ -964,118 +744,79 @@ def find_blocks(model: nn.Module, classes: Collection[type[nn.Module]]) -> dict[
     return {name: block for name, block in found.items() if block not in inner}
 
 
-def _check_units(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError for a parameter in two units, which FSDP would untie."""
-    inside: set[nn.Module] = set()
-    unit_of: dict[nn.Parameter, str] = {}
-    for name, unit in units.items():
-        inside |= set(unit.modules())
-        for p in unit.parameters():
-            _check_unit_of(p, name, unit_of)
-    for module in model.modules():
-        if module not in inside:
-            for p in module.parameters(recurse=False):
-                _check_unit_of(p, "the root", unit_of)
+# --- Initial values
 
 
-def _check_unit_of(p: nn.Parameter, name: str, unit_of: dict[nn.Parameter, str]) -> None:
-    """Note that a parameter is in a unit; ValueError if it is in another one too."""
-    first = unit_of.setdefault(p, name)
-    if first != name:
-        where = f"a parameter {tuple(p.shape)} is in two units, {first} and {name}"
-        raise ValueError(f"{where}: use other block_classes, wrap root, or mode ddp")
+class _InitialValues:
+    """The values of a model when it is sharded, the same on every rank."""
 
-
-def _prepare_blocks(
-    model: nn.Module, blocks: Mapping[str, nn.Module], options: ShardingOptions
-) -> None:
-    """Checkpoint and compile the blocks."""
-    context: Callable[[], Any] = noop_context_fn
-    if options.ac == "selective":
-        context = partial(create_selective_checkpoint_contexts, _keep_matmuls)
-    if options.ac != "none":
-        for block in blocks.values():
-            wrapper = checkpoint_wrapper(
-                block, preserve_rng_state=options.preserve_rng_state, context_fn=context
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        init_fn: InitFunction | None,
+        uninitialized: bool,
+    ) -> None:
+        named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+        self.names = {tensor: name for name, tensor in named}
+        self.device = device
+        self.init_fn = init_fn
+        self.uninitialized = uninitialized
+        on_meta = any(_on_meta(tensor) for tensor in self.names)
+        if on_meta != (uninitialized or init_fn is not None):
+            raise ValueError(
+                "give `init_fn` or `uninitialized` to a model on meta, and to no other"
             )
-            _replace(model, {block: wrapper})
-            _ForwardCheck(wrapper, _own_buffers(block), CHANGED_BUFFER).start()
-    if options.compile:
-        # Dynamo would cut each block into graphs that end with DDP's buckets, so that all-reduces
-        # start early within a block; DDP starts them between the blocks, and one graph is faster.
-        torch._dynamo.config.optimize_ddp = False
-        for name in blocks:
-            # Not dynamic: one graph for all blocks would be slower than one for each kind.
-            model.get_submodule(name).compile(dynamic=False)
+
+    @torch.no_grad()
+    def share(self, arguments: str) -> None:
+        """Send the values that a model has, not those on meta, from rank 0 to all. Collective.
+
+        RuntimeError if the ranks have different models, or arguments.
+        """
+        if self.uninitialized:
+            return  # whoever loads a checkpoint checks its names and shapes
+        found = []
+        for tensor, name in self.names.items():
+            kind = (tensor.shape, tensor.dtype, tensor.requires_grad, _on_meta(tensor))
+            found.append((name, kind))
+        if not _same_on_all_ranks(f"{arguments} {found}", self.device):
+            raise RuntimeError("the ranks were given different models, modes or options")
+        for tensor in self.names:
+            if tensor.numel() and not _on_meta(tensor):
+                value = tensor.to(self.device).contiguous()
+                dist.broadcast(value.view(-1).view(torch.uint8), 0)  # as bytes: any dtype
+                tensor.data = value.to(tensor.device)
+
+    @torch.no_grad()
+    def fill(self, unit: nn.Module) -> None:
+        """Give what is on meta in a module and below it memory and values."""
+        made: dict[Tensor, Tensor] = {}  # tied parameters stay tied
+        for module in unit.modules():
+            for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is None or not _on_meta(tensor):
+                    continue
+                if tensor not in made:
+                    new = torch.empty_like(tensor, device=self.device)
+                    if not self.uninitialized or leaf in module._non_persistent_buffers_set:
+                        new.copy_(self.value(tensor))
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, tensor.requires_grad)
+                    made[tensor] = new
+                setattr(module, leaf, made[tensor])
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """Return the whole value of a tensor on meta; ValueError if nothing can give it one."""
+        name = self.names[tensor]
+        if self.init_fn is None:
+            raise ValueError(
+                f"{name} is in no checkpoint: give `init_fn` too, or build this buffer on the CPU"
+            )
+        return self.init_fn(name, tensor.shape, device=self.device)
 
 
-def _own_buffers(block: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """List (name, module, name in this module) of the buffers of a block."""
-    found = []
-    for path, module in block.named_modules():
-        for leaf in module._buffers:
-            found.append((original_name(f"{path}.{leaf}").lstrip("."), module, leaf))
-    return found
-
-
-def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep attention and matrix products, but the MLP's last, whose result no gradient needs."""
-    if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-        left, right = args[-2:]
-        keep = left.shape[-1] <= right.shape[-1]
-    else:  # bmm: attention without a fused kernel
-        keep = "scaled_dot_product" in str(op) or op is torch.ops.aten.bmm.default
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@torch.no_grad()
-def _materialise(
-    unit: nn.Module,
-    names: Mapping[Tensor, str],
-    device: torch.device,
-    init_fn: InitFunction | None,
-    uninitialized: bool,
-) -> None:
-    """Give what is on meta in a module and below it memory and values, the same on every rank."""
-    made: dict[Tensor, Tensor] = {}  # tied parameters stay tied
-    for module in unit.modules():
-        for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or not _on_meta(tensor):
-                continue
-            if tensor not in made:
-                in_checkpoint = leaf not in module._non_persistent_buffers_set
-                new = torch.empty_like(tensor, device=device)
-                if not (uninitialized and in_checkpoint):
-                    new.copy_(_initial_value(names[tensor], tensor, device, init_fn))
-                if isinstance(tensor, nn.Parameter):
-                    new = nn.Parameter(new, tensor.requires_grad)
-                made[tensor] = new
-            setattr(module, leaf, made[tensor])
-
-
-def _initial_value(
-    name: str, tensor: Tensor, device: torch.device, init_fn: InitFunction | None
-) -> Tensor:
-    """Return the whole value of a tensor on meta; ValueError if nothing can give it one."""
-    if init_fn is None:
-        raise ValueError(
-            f"{name} is in no checkpoint: give `init_fn` too, or build this buffer on the CPU"
-        )
-    return init_fn(name, tensor.shape, device=device)
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """List the parameters and buffers of a model, with their names."""
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
-def _check_same_model(model: nn.Module, arguments: str, device: torch.device) -> None:
-    """Raise RuntimeError if the ranks have different models, or arguments. Collective."""
-    found = []
-    for name, tensor in _named_tensors(model):
-        found.append((name, tensor.shape, tensor.dtype, tensor.requires_grad, _on_meta(tensor)))
-    if not _same_on_all_ranks(f"{arguments} {found}", device):
-        raise RuntimeError("the ranks were given different models, modes or options")
+def _on_meta(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta"  # is_meta is true for fake tensors too
 
 
 def _same_on_all_ranks(text: str, device: torch.device | None) -> bool:
@@ -1086,15 +827,243 @@ def _same_on_all_ranks(text: str, device: torch.device | None) -> bool:
     return extremes.sum().item() == 0
 
 
-@torch.no_grad()
-def _broadcast_values(model: nn.Module, device: torch.device) -> None:
-    """Send the values that a model has, not those on meta, from rank 0 to all. Collective."""
-    for _, tensor in _named_tensors(model):
-        if tensor.numel() and not _on_meta(tensor):
-            value = tensor.to(device).contiguous()
-            dist.broadcast(value.view(-1).view(torch.uint8), 0)  # as bytes: any dtype
-            tensor.data = value.to(tensor.device)
+# --- Checks: what sharding would make wrong without an error raises one
 
 
-def _on_meta(tensor: Tensor) -> bool:
-    return tensor.device.type == "meta"  # is_meta is true for fake tensors too
+def _before_each_call(model: nn.Module, check: Callable[[nn.Module, Any], None]) -> None:
+    """Have `check(model, args)` called before each forward pass, and before FSDP's own hooks."""
+    model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True)
+
+
+def _check_fsdp(units: list[Any], options: ShardingOptions, device: torch.device) -> None:
+    """Start the checks of a model of FSDP, whose root is the last of its units."""
+    root = units[-1]
+    _before_each_call(root, partial(_check_hooks, list(root.named_parameters())))
+    if options.fsdp == 1:
+        handles = [unit._handle for unit in units]
+        _AverageCheck(root, [handle.flat_param for handle in handles if handle is not None])
+        return
+    for unit in units:  # FSDP1 raises an error by itself
+        _ForwardCheck(unit, _own_tensors(unit, "_parameters"), CHANGED_PARAMETER)
+    several = dist.get_world_size() > 1 and dist.get_backend() != "fake"  # a simulation's
+    if several and not options.find_unused_parameters:
+        _UsedCheck(root, device)
+
+
+CHANGED_PARAMETER = (
+    "{name} was changed in forward(), and FSDP2 loses that: change parameters between two steps, "
+    "in torch.no_grad()"
+)
+CHANGED_BUFFER = (
+    "the buffer {name} was changed in forward(), and activation checkpointing would change it a "
+    "second time: use ac none, or other block_classes"
+)
+
+
+def _own_tensors(
+    unit: nn.Module, kind: Literal["_parameters", "_buffers"]
+) -> list[tuple[str, nn.Module, str]]:
+    """List (name, module, name in this module) of the tensors of a unit, not of units inside."""
+    inner: set[nn.Module] = set()
+    for module in unit.modules():
+        if isinstance(module, FSDPModule) and module is not unit:
+            inner |= set(module.modules())
+    found = []
+    for path, module in unit.named_modules():
+        if module not in inner:
+            for leaf in getattr(module, kind):
+                found.append((original_name(f"{path}.{leaf}").lstrip("."), module, leaf))
+    return found
+
+
+class _ForwardCheck:
+    """Raise RuntimeError if a module changes tensors of its own in a forward pass.
+
+    In the first three passes of a training only: sums of values make a GPU wait.
+    """
+
+    def __init__(
+        self, module: nn.Module, owners: list[tuple[str, nn.Module, str]], message: str
+    ) -> None:
+        self.owners = owners  # of each tensor, as `_own_tensors` lists them
+        self.message = message
+        self.before: list[Any] = []
+        self.passes = 0
+        self.hooks: list[Any] = []
+        if owners:
+            # after FSDP has gathered the tensors, and before it frees them
+            before = torch.compiler.disable(self.before_forward)
+            after = torch.compiler.disable(self.after_forward)
+            self.hooks.append(module.register_forward_pre_hook(before))
+            self.hooks.append(module.register_forward_hook(after, prepend=True))
+
+    def describe(self) -> list[Any]:
+        """Return (shape, what differs if the values do) of each tensor."""
+        found: list[Any] = []
+        for _, module, leaf in self.owners:
+            tensor: Any = getattr(module, leaf)
+            if tensor is None:
+                found.append((None, None))
+            elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                found.append((tensor.shape, tensor._version))
+            else:  # an average of other weights is often written to `.data`: no new version
+                found.append((tensor.shape, str(tensor.detach().sum().item())))
+        return found
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Remember the tensors."""
+        self.before = []
+        if torch.is_grad_enabled() and module.training:
+            self.before = self.describe()
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Compare the tensors."""
+        if not self.before:
+            return
+        for (name, _, _), old, new in zip(self.owners, self.before, self.describe(), strict=True):
+            # another shape: a table that is built when it is first needed
+            if old[0] == new[0] and old != new:
+                raise RuntimeError(self.message.format(name=name))
+        self.passes += 1
+        if self.passes == 3:
+            for hook in self.hooks:
+                hook.remove()
+
+
+def _check_hooks(parameters: list[tuple[str, Any]], model: nn.Module, args: Any) -> None:
+    """Raise RuntimeError for inference mode, and for hooks on parameters that FSDP never calls."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "FSDP could not train afterwards: use torch.no_grad(), no inference_mode"
+        )
+    if not torch.is_grad_enabled():
+        return
+    fsdp1 = isinstance(model, FSDP1)
+    for name, p in parameters:
+        if p._backward_hooks or (fsdp1 and p._post_accumulate_grad_hooks):
+            raise RuntimeError(
+                f"FSDP does not call the hook on {original_name(name)}: change its .grad between "
+                "backward() and the step, or use register_post_accumulate_grad_hook with FSDP2"
+            )
+
+
+def _check_frozen(
+    model: nn.Module, averaged: set[str], unused_allowed: bool, ddp: nn.Module, args: Any
+) -> None:
+    """Raise RuntimeError if DDP would not notice that a parameter was frozen, or is no longer.
+
+    DDP averages the gradients of the parameters of `model` that are named in `averaged`.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, p in model.named_parameters():
+        if p.requires_grad and name not in averaged:
+            raise RuntimeError(
+                f"DDP does not average the gradient of {name}, which was frozen at "
+                "shard.apply: freeze it after shard.apply, or use mode no_shard"
+            )
+        if name in averaged and not p.requires_grad and not unused_allowed:
+            raise RuntimeError(
+                f"DDP waits for a gradient of {name}, which was frozen after shard.apply: "
+                "use find_unused_parameters=True"
+            )
+
+
+class _AverageCheck:
+    """Raise RuntimeError for a gradient that DDP, or FSDP1, does not average over ranks."""
+
+    def __init__(self, model: Any, tensors: Iterable[Tensor]) -> None:
+        self.model = model
+        self.calls = 0  # of the model, with gradients
+        self.last_call: dict[Tensor, int] = {}  # of which each tensor has its gradient
+        _before_each_call(model, self.before_forward)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(self.after_gradient)
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Count a call."""
+        if torch.is_grad_enabled():
+            self.calls += 1
+
+    def after_gradient(self, tensor: Tensor) -> None:
+        """Check that there was a call since the last gradient."""
+        if isinstance(self.model, DDP):
+            averages = self.model.require_backward_grad_sync
+        else:
+            averages = self.model._sync_gradients
+        if averages and self.last_call.get(tensor, 0) == self.calls:
+            raise RuntimeError(
+                f"{type(self.model).__name__} averages the gradient of one backward() after each "
+                "call: call the model, not its methods or parts, and call backward() once"
+            )
+        self.last_call[tensor] = self.calls
+
+
+class _UsedCheck:
+    """Raise RuntimeError if ranks use different parameters, whose gradients FSDP2 would mix up.
+
+    In the first three steps, unless `accumulation` is told that all are used.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self.parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
+        self.device = device
+        self.all_used = False  # as the caller says
+        self.steps = 0
+        _before_each_call(model, self.before_forward)
+        model.used_check = self
+        for p in self.parameters:
+            p.used_check = self  # for _check_optimizer
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Compare the ranks after a micro-batch, before the next one. Collective."""
+        if torch.is_grad_enabled():
+            self.compare()
+
+    def before_step(self) -> None:
+        """Compare the ranks after the last micro-batch. Collective."""
+        self.compare()
+        self.steps += 1
+
+    def compare(self) -> None:
+        """Compare the ranks by which parameters have gradients. Collective."""
+        if self.all_used or self.steps >= 3:
+            return
+        used = [p.grad is not None for p in self.parameters]
+        if not _same_on_all_ranks(str(used), self.device):
+            raise RuntimeError(
+                "the ranks used different parameters, and FSDP2 mixes up their gradients: "
+                "use find_unused_parameters=True (torch 2.14), or mode ddp with it"
+            )
+
+
+def _mark_replaced(before: list[nn.Parameter], sharded: nn.Module) -> None:
+    """Mark the parameters that a model had before it was sharded, and has no longer."""
+    now = set(sharded.parameters())
+    for p in before:
+        if p not in now:
+            p.replaced_by_sharding = True  # type: ignore[attr-defined]
+    _check_optimizers()
+
+
+@cache
+def _check_optimizers() -> None:
+    """Have every optimizer checked at its steps."""
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise RuntimeError for an optimizer that would train nothing; check what ranks use."""
+    checks: dict[_UsedCheck, None] = {}  # in the same order on all ranks
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if hasattr(p, "replaced_by_sharding"):
+                raise RuntimeError(
+                    "the optimizer was built before shard.apply, which replaced the parameters: "
+                    "build it afterwards"
+                )
+            if hasattr(p, "used_check"):
+                checks[p.used_check] = None
+    for check in checks:
+        check.before_step()

@@ -88,6 +88,14 @@ class Place:
         for rank in self.ranks:
             (loss_of(rank) / len(self.ranks)).backward()
 
+    def backward_of(self, model: nn.Module, step: int, *arguments: Any, **options: Any) -> None:
+        """The mean square of what a model makes of the batches of a step."""
+
+        def loss_of(rank: int) -> Tensor:
+            return model(batch(rank, step), *arguments, **options).square().mean()
+
+        self.backward(loss_of)
+
 
 def adamw(place: Place, parameters: Any) -> torch.optim.Optimizer:
     return place.optimizer(parameters, torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-4)
@@ -114,7 +122,7 @@ def evaluate(place: Place) -> list[nn.Module]:
     measure()
     optimizer = adamw(place, model.parameters())
     for step in range(4):
-        place.backward(lambda rank, step=step: model(batch(rank, step)).square().mean())
+        place.backward_of(model, step)
         measure()  # between backward and the step, too
         update(optimizer)
         measure()
@@ -128,11 +136,7 @@ def heads_alternate(place: Place) -> list[nn.Module]:
     for step in range(3):
         for i in range(2):
             with place.accumulation(model, last=i == 1):
-                place.backward(
-                    lambda rank, step=step, i=i: (
-                        model(batch(rank, 10 * step + i), i).square().mean()
-                    )
-                )
+                place.backward_of(model, 10 * step + i, head=i)
         update(optimizer)
     return [model]
 
@@ -144,9 +148,12 @@ def heads_by_rank(place: Place) -> list[nn.Module]:
     for step in range(3):
         for i in range(2):
             with place.accumulation(model, last=i == 1):
-                place.backward(
-                    lambda rank, step=step, i=i: model(batch(rank, step), (rank + i) % 2).mean()
-                )
+
+                def loss_of(rank: int, step: int = step, i: int = i) -> Tensor:
+                    head = (rank + i) % 2
+                    return model(batch(rank, step), head).mean()
+
+                place.backward(loss_of)
         update(optimizer)
     return [model]
 
@@ -182,7 +189,7 @@ def freeze(place: Place) -> list[nn.Module]:
         for name, p in model.named_parameters():
             if "embed" in name or "blocks.0" in name:
                 p.requires_grad_(step not in (1, 2))
-        place.backward(lambda rank, step=step: model(batch(rank, step)).square().mean())
+        place.backward_of(model, step)
         update(optimizer)
     return [model]
 
@@ -192,7 +199,7 @@ def scheduler(place: Place) -> list[nn.Module]:
     optimizer = adamw(place, model.parameters())
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, 5, cycle_momentum=False)
     for step in range(4):
-        place.backward(lambda rank, step=step: model(batch(rank, step)).square().mean())
+        place.backward_of(model, step)
         update(optimizer)
         rates.step()
     return [model]
@@ -205,7 +212,7 @@ def two_optimizers(place: Place) -> list[nn.Module]:
     body = adamw(place, [p for name, p in named if "heads" not in name])
     head = adamw(place, [p for name, p in named if "heads" in name])
     for step in range(4):
-        place.backward(lambda rank, step=step: model(batch(rank, step)).square().mean())
+        place.backward_of(model, step)
         update(body)
         if step % 2:
             update(head)
@@ -231,7 +238,12 @@ def gan(place: Place) -> list[nn.Module]:
             for p in critic.parameters():
                 p.clamp_(-0.2, 0.2)
         critic.requires_grad_(False)
-        place.backward(lambda rank, step=step: -critic(generator(batch(rank, step, 4))).mean())
+
+        def generator_loss(rank: int, step: int = step) -> Tensor:
+            made = generator(batch(rank, step, 4))
+            return -critic(made).mean()
+
+        place.backward(generator_loss)
         update(updates[0])
     return [generator, critic]
 
@@ -241,7 +253,7 @@ def edited_gradients(place: Place) -> list[nn.Module]:
     model = place.apply(build())
     optimizer = adamw(place, model.parameters())
     for step in range(3):
-        place.backward(lambda rank, step=step: model(batch(rank, step)).square().mean())
+        place.backward_of(model, step)
         for p in model.parameters():
             if p.grad is not None:
                 p.grad.clamp_(-0.01, 0.01)
@@ -254,7 +266,7 @@ def edited_weights(place: Place) -> list[nn.Module]:
     model = place.apply(build())
     optimizer = adamw(place, model.parameters())
     for step in range(3):
-        place.backward(lambda rank, step=step: model(batch(rank, step)).square().mean())
+        place.backward_of(model, step)
         update(optimizer)
         with torch.no_grad():
             model(batch(0, 99))
@@ -274,9 +286,7 @@ def other_method(place: Place) -> list[nn.Module]:
     # SGD without momentum: the heads are not used, and FSDP1 gives them a gradient of zero
     optimizer = place.optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     for step in range(3):
-        place.backward(
-            lambda rank, step=step: model(batch(rank, step), task="features").square().mean()
-        )
+        place.backward_of(model, step, task="features")
         update(optimizer)
     return [model]
 
@@ -422,22 +432,32 @@ def sharded(mode: str, model: nn.Module, blocks: Any = (Block,), **options: Any)
     return shard.apply(model, mode, grid, block_classes=set(blocks), options=given)
 
 
-def two_steps(model: nn.Module, call: Callable[[int], Tensor]) -> None:
+def three_steps(model: nn.Module, call: Callable[[Tensor, int], Tensor] | None = None) -> None:
+    """`call(batch, step)` returns the outputs: without it, `model(batch)`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
-        call(step).mean().backward()
+        x = batch(dist.get_rank(), step)
+        out = model(x) if call is None else call(x, step)
+        out.mean().backward()
         update(optimizer)
 
 
 def method_of_ddp() -> None:
     model = sharded("ddp", build(Net), find_unused_parameters=True)
-    two_steps(model, lambda step: model.module.features(batch(dist.get_rank(), step), 0))
+
+    def features(x: Tensor, step: int) -> Tensor:
+        return model.module.features(x, 0)
+
+    three_steps(model, features)
 
 
 def method_of_ddp_after_a_step() -> None:
     model = sharded("ddp", build())
-    calls = [model, model.module]
-    two_steps(model, lambda step: calls[step % 2](batch(dist.get_rank(), step)))
+
+    def in_turn(x: Tensor, step: int) -> Tensor:
+        return model(x) if step % 2 == 0 else model.module(x)
+
+    three_steps(model, in_turn)
 
 
 def unfrozen_in_ddp() -> None:
@@ -445,29 +465,33 @@ def unfrozen_in_ddp() -> None:
     model.embed.requires_grad_(False)
     model = sharded("ddp", model)
     model.requires_grad_(True)
-    two_steps(model, lambda step: model(batch(dist.get_rank(), step)))
+    three_steps(model)
 
 
 def frozen_in_ddp() -> None:
     model = sharded("ddp", build())
     model.module.embed.requires_grad_(False)
-    two_steps(model, lambda step: model(batch(dist.get_rank(), step)))
+    three_steps(model)
 
 
 def heads_by_rank_without_the_option() -> None:
     model = sharded("full_shard", build(Net))
-    two_steps(model, lambda step: model(batch(dist.get_rank(), step), dist.get_rank()))
+
+    def own_head(x: Tensor, step: int) -> Tensor:
+        return model(x, dist.get_rank())
+
+    three_steps(model, own_head)
 
 
 def heads_by_rank_in_one_micro_batch() -> None:
     """All ranks have used both heads when the step is made."""
     model = sharded("no_shard", build(Net))
 
-    def both(step: int) -> Tensor:
-        model(batch(dist.get_rank(), step), dist.get_rank()).mean().backward()
-        return model(batch(dist.get_rank(), step), 1 - dist.get_rank())
+    def both(x: Tensor, step: int) -> Tensor:
+        model(x, dist.get_rank()).mean().backward()
+        return model(x, 1 - dist.get_rank())
 
-    two_steps(model, both)
+    three_steps(model, both)
 
 
 def two_backward_passes(mode: str, **options: Any) -> None:
@@ -508,7 +532,7 @@ def refuse_loops() -> None:
 def test_a_teacher_that_moves_in_forward_is_refused(single, mode, how):
     model = sharded(mode, MovesTeacher(how))
     with pytest.raises(RuntimeError, match=r"ema.weight was changed in forward\(\)"):
-        two_steps(model, lambda step: model(batch(0, step)))
+        three_steps(model)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "full_shard"])
@@ -517,10 +541,10 @@ def test_a_block_that_counts_is_refused_if_it_is_recomputed(single, mode):
         model = nn.Sequential(nn.Linear(6, 8), Counting(), Counting())
         model = sharded(mode, model, {Counting}, ac=ac)
         if ac == "none":
-            two_steps(model, lambda step, model=model: model(batch(0, step)))
+            three_steps(model)
             continue
         with pytest.raises(RuntimeError, match=r"the buffer seen was changed in forward\(\)"):
-            two_steps(model, lambda step, model=model: model(batch(0, step)))
+            three_steps(model)
 
 
 @pytest.mark.parametrize("fsdp", [1, 2])
@@ -528,7 +552,7 @@ def test_hooks_that_fsdp_does_not_call_are_refused(single, fsdp):
     model = sharded("full_shard", build(), fsdp=fsdp)
     next(model.parameters()).register_hook(lambda grad: grad * 0)
     with pytest.raises(RuntimeError, match=r"does not call the hook on embed.weight"):
-        two_steps(model, lambda step: model(batch(0, step)))
+        three_steps(model)
 
 
 @pytest.mark.parametrize("fsdp", [1, 2])
@@ -543,7 +567,7 @@ def test_hooks_that_fsdp2_calls_are_called(single):
     seen = []
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(seen.append)
-    two_steps(model, lambda step: model(batch(0, step)))
+    three_steps(model)
     assert len(seen) == 3 * len(list(model.parameters()))
 
 
@@ -630,6 +654,7 @@ WRONG: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
         "heads is a ModuleList, which has no forward",
     ),
     (build, "full_shard", {"fsdp": 1, "find_unused_parameters": True}, "leave it out"),
+    (build, "hybrid", {"fsdp": 1, "cpu_offload": True}, "needs a GPU to offload from"),
 ]
 
 
@@ -670,7 +695,7 @@ def test_a_compiled_part_is_left_in_its_place(single):
     model = build()
     model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
     model = sharded("full_shard", model, {nn.Linear})
-    two_steps(model, lambda step: model(batch(0, step)))
+    three_steps(model)
 
 
 @pytest.mark.slow
