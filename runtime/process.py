@@ -33,7 +33,7 @@ class Lossy(io.FileIO):
             return len(content)
 
 
-def make_safe() -> None:
+def ignore_output_errors() -> None:
     """Let no write to stdout or stderr fail, whatever the characters; write each line at once."""
     for name in ("stdout", "stderr"):
         with suppress(AttributeError, OSError):  # closed by the caller, or no file at all
@@ -91,7 +91,7 @@ def _rank() -> str:
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}  # they ask a run to stop
 
 
-def collect() -> list[int]:
+def listen_for_signals() -> list[int]:
     """Collect SIGTERM, SIGUSR1 and SIGINT in the list returned; a second Ctrl-C ends the process.
 
     A thread does so, at once: Python calls a signal handler only when the main thread is back from

@@ -127,9 +127,11 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
     now = json.loads(json.dumps(run.record()))
     # not the path of --data: the same images may lie elsewhere by now
     images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
-    decisive = names("result", table=type(run.config)) + images
+    decisive = names("changes_result", table=type(run.config)) + images
     # what follows from the mode is not listed
-    listed = sorted({*decisive, *names("setting"), "mode", "world_size"} & then.keys() & now.keys())
+    listed = sorted(
+        {*decisive, *names("compared"), "mode", "world_size"} & then.keys() & now.keys()
+    )
     changes = {key: f"{key} {then[key]} -> {now[key]}" for key in listed if then[key] != now[key]}
     refused = ", ".join(changes[key] for key in changes if key in decisive)
     if refused and not run.config.allow_changes:

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import plan
 import shard
 import vit
-from planner.dry_run import fake_world
 from planner.host import host_bytes
 from planner.machines import MACHINES
 from planner.memory import block_memory
@@ -23,6 +22,7 @@ from planner.traffic import PlannedRun, model_units
 from runtime import devices
 from runtime.agreement import StepGuard
 from runtime.config import Config
+from runtime.dry_run import fake_world
 from runtime.limits import LimitWarning
 from runtime.log import Meter
 from runtime.run import resolve

@@ -184,7 +184,7 @@ ADDED = {
     "a flag": (
         "runtime/config.py",
         r"steps between two log lines.*\n",
-        '    lr_floor: float = flag(0.0, "lowest share of lr", "result")\n',
+        '    lr_floor: float = flag(0.0, "lowest share of lr", changes_result=True)\n',
     ),
     "a schedule": (
         "train_fsdp.py",
