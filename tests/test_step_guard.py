@@ -75,6 +75,8 @@ class Event:
 
     def record(self) -> None: ...
     def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("late", [False, True])
