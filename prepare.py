@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from mesh import process_cores
 from runtime import process
-from runtime.config import Parser, filled, whole
+from runtime.config import Parser, int_in_range, nonempty
 from runtime.image_source import check_folder
 from storage.checking import check_images, write_stats
 from storage.image_list import list_images
@@ -42,21 +42,23 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help in COMMANDS.items():
         add = commands.add_parser(name, help=help).add_argument
-        add("dir", type=filled, metavar="DIR", help="folder of images")
+        add("dir", type=nonempty, metavar="DIR", help="folder of images")
         if name == "pack":
-            add("out", type=filled, metavar="DST", help="folder of the shards")
+            add("out", type=nonempty, metavar="DST", help="folder of the shards")
             help = "make larger pictures so small (default: as they are)"
-            add("--max-side", type=whole(1, 2**16), metavar="PIXELS", help=help)
+            add("--max-side", type=int_in_range(1, 2**16), metavar="PIXELS", help=help)
             help = "make one array of each scene, of the files whose names end with these bands"
             add("--stack", type=band_names, default=(), metavar="BANDS", help=help)
         help = "only images whose name or folder matches, such as '*_rgb.tif'; may be repeated"
-        add("--include", type=filled, action="append", default=[], metavar="PATTERN", help=help)
+        add("--include", type=nonempty, action="append", default=[], metavar="PATTERN", help=help)
         help = "no images whose name or folder matches, such as masks; may be repeated"
-        add("--exclude", type=filled, action="append", default=[], metavar="PATTERN", help=help)
+        add("--exclude", type=nonempty, action="append", default=[], metavar="PATTERN", help=help)
         help = "this number is a missing pixel (default: what a GeoTIFF says, and NaN)"
         add("--nodata", type=float, metavar="NUMBER", help=help)
         help = "processes (default: the number of cores)"
-        add("--workers", type=whole(1, 1024), default=process_cores(), metavar="N", help=help)
+        add(
+            "--workers", type=int_in_range(1, 1024), default=process_cores(), metavar="N", help=help
+        )
     return parser.parse_args(argv)
 
 
@@ -93,5 +95,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    process.make_safe()
+    process.ignore_output_errors()
     raise SystemExit(main())

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from runtime import process
-from runtime.config import Parser, filled, whole
+from runtime.config import Parser, int_in_range, nonempty
 
 # To add a subcommand: one row, and a module with HELP, add_arguments(parser) and run(args), which
 # returns the exit status and raises ValueError or OSError, one sentence, where it fails.
@@ -36,10 +36,16 @@ def read_subcommand(argv: Sequence[str]) -> argparse.Namespace:
         module = import_module(module_name)
         command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
         add = command.add_argument
-        add("run", type=filled, metavar="RUN", help="--out of a run, or one checkpoint")
-        add("--data", type=filled, required=True, metavar="DIR", help="folder of images, or a pack")
+        add("run", type=nonempty, metavar="RUN", help="--out of a run, or one checkpoint")
+        add(
+            "--data",
+            type=nonempty,
+            required=True,
+            metavar="DIR",
+            help="folder of images, or a pack",
+        )
         img_size = "side of an image (default: as in pretraining)"
-        add("--img-size", type=whole(1, 4096), metavar="PIXELS", help=img_size)
+        add("--img-size", type=int_in_range(1, 4096), metavar="PIXELS", help=img_size)
         add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
         module.add_arguments(command)
         command.set_defaults(start=module.run)
@@ -65,5 +71,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    process.make_safe()
+    process.ignore_output_errors()
     raise SystemExit(main())

@@ -36,7 +36,7 @@ import torch
 import mesh
 import plan
 from runtime import config, devices, process
-from runtime.config import number, whole
+from runtime.config import int_in_range, number
 from sweeps import report, results, studies
 from sweeps.results import Row
 from sweeps.studies import Layout, Point
@@ -258,7 +258,7 @@ def run_task(args: argparse.Namespace) -> int:
 
 def node_counts(text: str) -> list[int]:
     """Read numbers of nodes, like 1,2,4: an argparse type."""
-    read = whole(1, 100_000)
+    read = int_in_range(1, 100_000)
     return [read(word) for word in text.split(",")]
 
 
@@ -275,7 +275,7 @@ def build_parser() -> config.Parser:
     add("--models", metavar="A,B", help=text)
     add("--nodes", type=node_counts, metavar="1,2,4", help="with --sbatch (default 1,2,4,8)")
     text = "per node (default: GPUs here, or 4; 8 with --sbatch)"
-    add("--ranks", type=whole(1, 1024), metavar="N", help=text)
+    add("--ranks", type=int_in_range(1, 1024), metavar="N", help=text)
     text = "images of real and io (default: tiles here)"
     add("--data", metavar="DIR", default=str(tiles), help=text)
     text = "through Slurm, with these flags of sbatch; environment as for launch_frontier.sh"
@@ -321,7 +321,7 @@ def stop(number: int, frame: Any) -> NoReturn:
 
 
 if __name__ == "__main__":
-    process.make_safe()
+    process.ignore_output_errors()
     for _number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(_number, stop)
     raise SystemExit(main())

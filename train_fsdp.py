@@ -14,14 +14,15 @@ if __name__ == "__main__":
     # sends one shortly before the time limit; the loop then saves and leaves.
     from runtime import process
 
-    process.make_safe()
-    RECEIVED = process.collect()
+    process.ignore_output_errors()
+    RECEIVED = process.listen_for_signals()
 
 import gc
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ import mesh
 import shard
 import vit
 from runtime import tensor_parallel
-from runtime.agreement import StepGuard, run_on_rank0
+from runtime.agreement import NO_REQUESTS, StepGuard, StepRequests, run_on_rank0
 from runtime.config import parse
 from runtime.device_batches import open_batches
 from runtime.image_source import find_images
@@ -90,12 +91,16 @@ def forward_backward(training: Training, micro_batches: Sequence[Any]) -> Tensor
 
 
 def train_step(
-    training: Training, guard: StepGuard, micro_batches: Sequence[Any], lr: float, **requests: bool
+    training: Training,
+    guard: StepGuard,
+    micro_batches: Sequence[Any],
+    lr: float,
+    requests: StepRequests = NO_REQUESTS,
 ) -> None:
     """Make one optimizer step, unless some rank finds a bad value in it. Collective.
 
-    `requests` of this rank go to all others, as of `StepGuard.check_step`. With AdamW nothing here
-    waits for a GPU, so that the host runs ahead of it.
+    The `requests` of this rank are sent to all others. With AdamW nothing here waits for a GPU, so
+    that the host runs ahead of it.
     """
     optimizer = training.optimizer
     scaler = training.scaler
@@ -103,9 +108,10 @@ def train_step(
     if scaler:
         scaler.unscale_(optimizer)  # the norm must be that of the true gradients
     # over all shards: the same on every rank
-    norm = shard.clip_grad_norm(training.model, training.clip or math.inf)
+    limit = math.inf if training.clip is None else training.clip
+    norm = shard.clip_grad_norm(training.model, limit)
     # one small all-reduce: all ranks skip a step with a bad value, or none does
-    skip = guard.check_step(loss, norm, scaled=scaler is not None, **requests)
+    skip = guard.check_step(loss, norm, requests, scaled=scaler is not None)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)  # fine-tuning has a rate for each layer
     shard.optimizer_step(optimizer, skip)  # scaler.step would make the host wait
@@ -149,7 +155,7 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
     if config.tp > 1:
         tensor_parallel.finish_split(model, optimizer, grid)
     scaler = shard.build_scaler(model, torch.device(grid.device_type), run.dtype)
-    stats = run.channel_stats or data.IMAGENET
+    stats = run.pixel_stats
 
     def loss_of(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> Tensor:
         images, noise = micro_batch  # (B, C, H, W) as loaded, masking noise (B, L)
@@ -180,7 +186,7 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
         # step
         monitor.session.heartbeat("training", step)
         lr = learning_rate(step, run)
-        train_step(training, guard, batch.micro_batches, lr, **monitor.requests())
+        train_step(training, guard, batch.micro_batches, lr, monitor.requests())
         if monitor.profile:
             monitor.profile.step()
         # log: what all ranks agreed on; a GPU's result comes one step later, so that nobody waits
@@ -221,7 +227,7 @@ def read_images(run: Run, monitor: Monitor) -> tuple[str, str | None]:
     for step in range(run.steps):
         last = step + 1 == run.steps
         monitor.next_batch(step)
-        guard.check_step(zero, zero, **monitor.requests())
+        guard.check_step(zero, zero, monitor.requests())
         for result in monitor.finished_steps(wait=last):
             monitor.log_step(result, lr=0.0)
         if guard.ended:
@@ -243,8 +249,9 @@ def run_training(run: Run, session: Session) -> None:
     session.lock_folder(config.out)  # against a second run
     # rank 0 lists the images for all
     session.heartbeat("listing images")
-    files, facts = run_on_rank0(lambda: find_images(config, config.out, run.global_batch))
-    run = with_images(run, **facts)
+    find = partial(find_images, config, config.out, run.global_batch)
+    files, facts = run_on_rank0(find)
+    run = with_images(run, facts)
     existing = list_newest_first(run, log.say)
     log.open(run, session.device)
     training = None

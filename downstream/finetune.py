@@ -63,13 +63,21 @@ class Tuning(Config):
     """The flags of fine-tuning: those of pretraining, a few with other defaults, and more."""
 
     default_blr: ClassVar[float] = 5e-4
-    blr: float | None = flag(None, "lr = blr x global batch / 256 (default 5e-4)", "result")
-    betas: tuple[float, float] = flag((0.9, 0.999), "of AdamW", "result", type=pair_below_one)
-    epochs: int = flag(50, "passes over the data", "result")
+    blr: float | None = flag(
+        None, "lr = blr x global batch / 256 (default 5e-4)", changes_result=True
+    )
+    betas: tuple[float, float] = flag(
+        (0.9, 0.999), "of AdamW", changes_result=True, type=pair_below_one
+    )
+    epochs: int = flag(50, "passes over the data", changes_result=True)
     out: str = flag("finetuned", "log and checkpoints go here", group="output")
     test: str = flag(None, "images to score after each epoch", group="fine-tuning", required=True)
-    layer_decay: float = flag(0.65, "lr: block / next block", "result", type=number(1e-3, 1))
-    label_smoothing: float = flag(0.1, "of the cross-entropy", "result", type=number(0, 0.99))
+    layer_decay: float = flag(
+        0.65, "lr: block / next block", changes_result=True, type=number(1e-3, 1)
+    )
+    label_smoothing: float = flag(
+        0.1, "of the cross-entropy", changes_result=True, type=number(0, 0.99)
+    )
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fine-tune -> exit status: 0 done or stopped, 1 failed, 2 refused; ValueError, OSError."""
-    received = process.collect()
+    received = process.listen_for_signals()
     pretrained = read_pretrained(args.run)
     image_source.check_folder(args.test, "--test", args.out)
     flags = argparse.Namespace()
@@ -195,7 +203,7 @@ def build_tuning(
 
     def loss_of(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = micro_batch
-        logits = model(data.normalize(images, run.channel_stats)).float()  # (B, classes)
+        logits = model(data.normalize(images, run.pixel_stats)).float()  # (B, classes)
         return F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing)
 
     return Training(model, optimizer, scaler, loss_of, run.dtype, c.clip)
@@ -267,11 +275,11 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     session.lock_folder(config.out)
     # normalised as in pretraining, whatever the mean of these images is
     find = partial(image_source.find_images, config, config.out, plain_run.global_batch, stats)
-    files, found = run_on_rank0(find)
+    files, facts = run_on_rank0(find)
     test = run_on_rank0(partial(image_source.list_eval_images, config.test, config.out, config))
     numbers = run_on_rank0(partial(check_classes, files, test, config.img_size, stats))
     classes = run_on_rank0(partial(describe_classes, files))
-    run = TuningRun(**vars(with_images(plain_run, **found)), classes=len(files.classes))
+    run = TuningRun(**vars(with_images(plain_run, facts)), classes=len(files.classes))
     session.run = run
 
     log = session.log

@@ -15,7 +15,7 @@ import data
 import mesh
 import vit
 from checkpoint import replacing
-from runtime.config import filled, number, whole
+from runtime.config import int_in_range, nonempty, number
 from runtime.eval_images import EvalImages, fixed_noise
 from runtime.image_source import list_folder
 from runtime.pretrained import Pretrained, build_pretrained, describe_assumptions, read_pretrained
@@ -30,12 +30,18 @@ GAP = 16  # pixels between images, for the names of the columns
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this subcommand."""
     add = parser.add_argument
-    add("--images", type=whole(1, 64), default=8, metavar="N", help="evenly over the list (8)")
+    add(
+        "--images",
+        type=int_in_range(1, 64),
+        default=8,
+        metavar="N",
+        help="evenly over the list (8)",
+    )
     add("--mask-ratio", type=number(0, 1), metavar="SHARE", help="default: as in pretraining")
     norm_pix = "the model predicts normalised patches, or pixels (default: as in pretraining)"
     add("--norm-pix-loss", action=argparse.BooleanOptionalAction, help=norm_pix)
-    add("--seed", type=whole(0, 2**63 - 1), default=0, help="of the masks (default 0)")
-    add("--out", type=filled, default="reconstruct.png", metavar="PNG", help="reconstruct.png")
+    add("--seed", type=int_in_range(0, 2**63 - 1), default=0, help="of the masks (default 0)")
+    add("--out", type=nonempty, default="reconstruct.png", metavar="PNG", help="reconstruct.png")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ import data
 import mesh
 import vit
 from checkpoint import replacing
-from runtime.config import filled, number, whole
+from runtime.config import int_in_range, nonempty, number
 from runtime.device_batches import worker_count
 from runtime.eval_images import open_eval_loader
 from runtime.image_source import check_folder, list_folder
@@ -53,19 +53,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `knn` or `linear`, whichever the parser is for."""
     add = parser.add_argument
     test = parser.add_mutually_exclusive_group(required=True)
-    test.add_argument("--test", type=filled, metavar="DIR", help="test on it, train on --data")
+    test.add_argument("--test", type=nonempty, metavar="DIR", help="test on it, train on --data")
     share = "train on this share of each class of --data, test on the rest"
     test.add_argument("--split", type=number(0, 1), metavar="SHARE", help=share)
     add("--features", choices=("cls", "mean"), default="cls", help="class token (default) or mean")
     seeds = "average over N seeds: of split, random weights, training (default 1)"
-    add("--seeds", type=whole(1), default=1, metavar="N", help=seeds)
-    add("--workers", type=whole(0), metavar="N", help="loader processes (cores - 1, at most 6)")
-    add("--out", type=filled, default="probe", metavar="DIR", help="for the scores (default probe)")
+    add("--seeds", type=int_in_range(1), default=1, metavar="N", help=seeds)
+    add(
+        "--workers",
+        type=int_in_range(0),
+        metavar="N",
+        help="loader processes (cores - 1, at most 6)",
+    )
+    add(
+        "--out",
+        type=nonempty,
+        default="probe",
+        metavar="DIR",
+        help="for the scores (default probe)",
+    )
     if parser.prog.endswith("knn"):
-        add("--k", type=whole(1), default=20, metavar="K", help="neighbours that vote (default 20)")
+        add(
+            "--k",
+            type=int_in_range(1),
+            default=20,
+            metavar="K",
+            help="neighbours that vote (default 20)",
+        )
         return
     epochs = f"default {EPOCHS}, on a small set more, until two million images are seen"
-    add("--epochs", type=whole(1), metavar="N", help=epochs)
+    add("--epochs", type=int_in_range(1), metavar="N", help=epochs)
     add("--blr", type=number(0), default=0.1, help="lr = blr x batch / 256 (default 0.1)")
 
 

@@ -22,7 +22,8 @@ class AgreedError(Exception):
 
     def __init__(self, text: str, error: Exception | None = None) -> None:
         super().__init__(text)
-        self.error, self.status = error, 2 if isinstance(error, ValueError) else 1
+        self.error = error
+        self.status = 2 if isinstance(error, ValueError) else 1
 
 
 def run_on_rank0(work: Callable[[], T]) -> T:
@@ -84,6 +85,17 @@ class StepResult(NamedTuple):
     bad_images: bool  # some rank has unreadable images to report
 
 
+class StepRequests(NamedTuple):
+    """What one rank tells all others in a step, as in `StepResult`."""
+
+    stop: bool = False
+    save: bool = False
+    no_batch: bool = False
+    bad_images: bool = False
+
+
+NO_REQUESTS = StepRequests()
+
 # A gradient scaler begins at 2**16 and halves its scale after an infinite norm: after so many in a
 # row the scale is 2**-24, and the gradients of fp16 are not finite for another reason.
 SCALE_EXHAUSTED = 40
@@ -125,18 +137,15 @@ class StepGuard:
         self,
         loss: Tensor,
         norm: Tensor,
+        requests: StepRequests = NO_REQUESTS,
         *,
         scaled: bool = False,
-        stop: bool = False,
-        save: bool = False,
-        no_batch: bool = False,
-        bad_images: bool = False,
     ) -> Tensor:
         """Agree after backward on a step: () fp32, 1 where it must not be applied. Collective.
 
-        `loss` and `norm` () are of this rank. A gradient scaler (`scaled`) finds its scale by
-        infinite norms: such a step is skipped, but is not bad before SCALE_EXHAUSTED in a row. The
-        others are what this rank asks for, as of `StepResult`.
+        `loss` and `norm` () are of this rank, and so are the `requests`. A gradient scaler
+        (`scaled`) finds its scale by infinite norms: such a step is skipped, but is not bad before
+        SCALE_EXHAUSTED in a row.
         """
         device = self.bad_so_far.device
         loss = loss.detach().to(device).double()
@@ -147,7 +156,7 @@ class StepGuard:
         bad_norm = infinite
         if scaled:
             bad_norm = self.infinite_so_far > SCALE_EXHAUSTED
-        asked = [torch.full_like(infinite, flag) for flag in (stop, save, no_batch, bad_images)]
+        asked = [torch.full_like(infinite, flag) for flag in requests]
         mean = loss / dist.get_world_size()
         sums = torch.stack([mean, bad_norm, infinite, local_nonfinite, *asked])  # in float64
         dist.all_reduce(sums)
@@ -191,8 +200,10 @@ class StepGuard:
                 break
             result = self._read(self.done)
             results.append(result)
-            self.stop = self.stop or result.stop
-            self.save = self.save or result.save
+            if result.stop:
+                self.stop = True
+            if result.save:
+                self.save = True
             if result.no_batch:
                 self.ended = "loader_error"
                 continue

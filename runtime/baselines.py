@@ -32,7 +32,7 @@ def baseline_losses(run: Run, images: Tensor, mask: Tensor) -> Tensor:
 
 def average_baselines(run: Run, batch: Batch) -> dict[str, float]:
     """Average `baseline_losses` over a step's batch of all ranks, with its masks. Collective."""
-    stats = run.channel_stats or data.IMAGENET
+    stats = run.pixel_stats
     losses = []
     for images, noise in batch.micro_batches:
         _, mask = vit.random_masking(noise, run.config.mask_ratio)

@@ -7,9 +7,9 @@ read the table. What a flag means is the business of the file that uses it.
 import argparse
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from importlib.util import find_spec
 from types import NoneType
 from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -30,24 +30,27 @@ DEFAULT_BLR = 1.5e-4  # of MAE's pretraining
 def number(low: float, high: float = math.inf, kind: type = float) -> Callable[[str], Any]:
     """Make an argparse type: a finite number of this kind from `low` to `high`."""
     what = "whole number" if kind is int else "number"
-    limits = f"from {low:g} " + (f"to {high:g}" if high < math.inf else "up")
+    limits = f"from {low:g} to {high:g}"
+    if high == math.inf:
+        limits = f"from {low:g} up"
 
     def convert(text: str) -> Any:
         with suppress(ValueError):
-            if low <= (value := kind(text)) <= high and value != math.inf:
+            value = kind(text)
+            if low <= value <= high and value != math.inf:
                 return value
         raise argparse.ArgumentTypeError(f"{text!r:.40} is not a {what} {limits}")
 
     return convert
 
 
-def whole(low: int, high: float = math.inf) -> Callable[[str], int]:
+def int_in_range(low: int, high: float = math.inf) -> Callable[[str], int]:
     """Make an argparse type: a whole number from `low` to `high`."""
     return number(low, high, int)
 
 
-def filled(text: str) -> str:
-    """Be an argparse type: any text but none, which is what an unset variable of a shell gives."""
+def nonempty(text: str) -> str:
+    """Return the text, as an argparse type; refuse an empty one, as an unset variable gives it."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r:.40} is empty: is a shell variable unset?")
     return text
@@ -66,13 +69,30 @@ def pair_below_one(text: str) -> tuple[float, float]:
     return first, second
 
 
-def flag(default: Any, help: str, marks: str = "", group: str = "", **argparse_options: Any) -> Any:
+def flag(
+    default: Any,
+    help: str,
+    *,
+    changes_result: bool = False,
+    compared: bool = False,
+    sharding: bool = False,
+    group: str = "",
+    **argparse_options: Any,
+) -> Any:
     """Describe one flag as a dataclass field; its annotation says how it is read.
 
-    `marks` are words. result: a resumed run must not change it. setting: a sweep compares runs only
-    where it is equal. sharding: and draws a line for each value of it. `group` is a heading.
+    A resumed run must not change a flag that `changes_result`. A sweep compares only runs with the
+    same value of a `compared` flag, and draws a line for each value of a `sharding` flag. `group`
+    is a heading of --help.
     """
-    about = {"help": help, "marks": marks.split(), "group": group, "options": argparse_options}
+    about = {
+        "help": help,
+        "changes_result": changes_result,
+        "compared": compared,
+        "sharding": sharding,
+        "group": group,
+        "options": argparse_options,
+    }
     return field(default=default, metadata=about)
 
 
@@ -83,69 +103,112 @@ class Config:
     default_blr: ClassVar[float] = DEFAULT_BLR
 
     model: str = flag(
-        "base", f"{', '.join(vit.MODELS)}; or base:depth=6,mlp_width=512", "result setting", "model"
+        "base",
+        f"{', '.join(vit.MODELS)}; or base:depth=6,mlp_width=512",
+        changes_result=True,
+        compared=True,
+        group="model",
     )
-    img_size: int = flag(224, "side of an image in pixels", "result setting")
-    channels: int = flag(3, "channels of an image (not 3: .npy, TIFF in packs)", "result setting")
-    mask_ratio: float = flag(0.75, "fraction of patches masked", "result setting")
-    norm_pix_loss: bool = flag(True, "normalise each target patch by mean and variance", "result")
-    init_from: str | None = flag(None, "weights to begin with: a run's, or of a file", "result")
+    img_size: int = flag(224, "side of an image in pixels", changes_result=True, compared=True)
+    channels: int = flag(
+        3, "channels of an image (not 3: .npy, TIFF in packs)", changes_result=True, compared=True
+    )
+    mask_ratio: float = flag(0.75, "fraction of patches masked", changes_result=True, compared=True)
+    norm_pix_loss: bool = flag(
+        True, "normalise each target patch by mean and variance", changes_result=True
+    )
+    init_from: str | None = flag(
+        None, "weights to begin with: a run's, or of a file", changes_result=True
+    )
 
     mode: str | None = flag(  # one process has nothing to shard
-        None, "default hybrid; 1 process: ddp", "sharding", "sharding", choices=shard.STRATEGIES
+        None,
+        "default hybrid; 1 process: ddp",
+        sharding=True,
+        group="sharding",
+        choices=shard.STRATEGIES,
     )
-    group: int | None = flag(None, "hybrid: ranks that share a copy (default: a node)", "sharding")
-    tp: int = flag(1, "FSDP2: ranks that split the matrices of each block", "sharding")
-    fsdp: Literal[1, 2] | None = flag(None, "2: fully_shard (default); 1: FSDP1", "sharding")
-    wrap: Literal["block", "root"] | None = flag(None, "FSDP: the unit (default block)", "sharding")
+    group: int | None = flag(
+        None, "hybrid: ranks that share a copy (default: a node)", sharding=True
+    )
+    tp: int = flag(1, "FSDP2: ranks that split the matrices of each block", sharding=True)
+    fsdp: Literal[1, 2] | None = flag(None, "2: fully_shard (default); 1: FSDP1", sharding=True)
+    wrap: Literal["block", "root"] | None = flag(
+        None, "FSDP: the unit (default block)", sharding=True
+    )
     prefetch: Literal["none", "backward_pre", "backward_post"] | None = flag(
-        None, "when backward gathers the next unit (default backward_pre)", "sharding"
+        None, "when backward gathers the next unit (default backward_pre)", sharding=True
     )
-    forward_prefetch: bool = flag(False, "all-gather the next unit in forward", "sharding")
-    limit_all_gathers: bool | None = flag(None, "FSDP1: few at a time (default)", "sharding")
-    cpu_offload: bool = flag(False, "FSDP: parameters and AdamW on the host", "setting")
-    bucket_cap_mb: int | None = flag(None, "ddp, zero1: MiB of a bucket (default 25)", "sharding")
+    forward_prefetch: bool = flag(False, "all-gather the next unit in forward", sharding=True)
+    limit_all_gathers: bool | None = flag(None, "FSDP1: few at a time (default)", sharding=True)
+    cpu_offload: bool = flag(False, "FSDP: parameters and AdamW on the host", compared=True)
+    bucket_cap_mb: int | None = flag(
+        None, "ddp, zero1: MiB of a bucket (default 25)", sharding=True
+    )
 
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "cuda: ROCm too", "setting", "speed")
-    precision: str | None = flag(None, "default by device", "result setting", choices=DTYPES)
-    reduce_dtype: str = flag("fp32", "of gradients over ranks", "result setting", choices=DTYPES)
-    ac: Literal["none", "selective", "full"] = flag(
-        "none", "activation checkpointing: recompute norms and GELU, or whole blocks", "setting"
+    device: Literal["auto", "cpu", "cuda"] = flag(
+        "auto", "cuda: ROCm too", compared=True, group="speed"
     )
-    compile: bool = flag(False, "torch.compile every block", "setting")
+    precision: str | None = flag(
+        None, "default by device", changes_result=True, compared=True, choices=DTYPES
+    )
+    reduce_dtype: str = flag(
+        "fp32", "of gradients over ranks", changes_result=True, compared=True, choices=DTYPES
+    )
+    ac: Literal["none", "selective", "full"] = flag(
+        "none", "activation checkpointing: recompute norms and GELU, or whole blocks", compared=True
+    )
+    compile: bool = flag(False, "torch.compile every block", compared=True)
 
     data: str = flag("synthetic", "folder of images, or a pack", group="data")
     eval_data: str | None = flag(None, "folder of held-out images: their loss at each save")
     include: Sequence[str] | None = flag(
-        None, "only images whose name or folder matches", "result", action="append"
+        None, "only images whose name or folder matches", changes_result=True, action="append"
     )
     exclude: Sequence[str] | None = flag(
-        None, "no images whose name or folder matches, such as masks", "result", action="append"
+        None,
+        "no images whose name or folder matches, such as masks",
+        changes_result=True,
+        action="append",
     )
     run_mode: Literal["real", "syn", "io"] = flag(
         "real", "real: train; syn: the same batch each step; io: loader and copy only, no model"
     )
     workers: int | None = flag(
-        None, "loader processes per rank (default cores - 1, at most 16)", type=whole(0)
+        None, "loader processes per rank (default cores - 1, at most 16)", type=int_in_range(0)
     )
     max_bad: float = flag(0.01, "share of unreadable images that ends the run", type=number(0, 1))
-    exact_decode: bool = flag(False, "decode JPEGs at full size (slower)", "result")
+    exact_decode: bool = flag(False, "decode JPEGs at full size (slower)", changes_result=True)
 
-    batch: int | None = flag(None, "images per rank (default 32)", "setting", "optimisation")
-    global_batch: int | None = flag(None, "images per step of all ranks (no --batch)", "result")
-    accum: int = flag(1, "accumulation steps", "setting")
-    blr: float | None = flag(
-        None, f"lr = blr x global batch / 256 (default {DEFAULT_BLR:g})", "result"
+    batch: int | None = flag(
+        None, "images per rank (default 32)", compared=True, group="optimisation"
     )
-    lr: float | None = flag(None, "peak learning rate, instead of --blr", "result")
-    betas: tuple[float, float] = flag((0.9, 0.95), "of AdamW", "result", type=pair_below_one)
-    weight_decay: float = flag(0.05, "of AdamW, not applied to biases and norms", "result")
-    warmup_steps: int | None = flag(None, "linear warm-up (5 % of all)", "result", type=whole(0))
-    steps: int | None = flag(None, f"optimizer steps (default {DEFAULT_STEPS})", "result")
+    global_batch: int | None = flag(
+        None, "images per step of all ranks (no --batch)", changes_result=True
+    )
+    accum: int = flag(1, "accumulation steps", compared=True)
+    blr: float | None = flag(
+        None, f"lr = blr x global batch / 256 (default {DEFAULT_BLR:g})", changes_result=True
+    )
+    lr: float | None = flag(None, "peak learning rate, instead of --blr", changes_result=True)
+    betas: tuple[float, float] = flag(
+        (0.9, 0.95), "of AdamW", changes_result=True, type=pair_below_one
+    )
+    weight_decay: float = flag(
+        0.05, "of AdamW, not applied to biases and norms", changes_result=True
+    )
+    warmup_steps: int | None = flag(
+        None, "linear warm-up (5 % of all)", changes_result=True, type=int_in_range(0)
+    )
+    steps: int | None = flag(
+        None, f"optimizer steps (default {DEFAULT_STEPS})", changes_result=True
+    )
     epochs: int | None = flag(None, "passes over the data, instead of --steps")
-    clip: float | None = flag(None, "largest gradient norm (default: none)", "result")
-    max_skips: int = flag(0, "consecutive steps with NaN or inf to skip", type=whole(0))
-    seed: int = flag(0, "of weights, image order, crops and masks", "result", type=whole(0))
+    clip: float | None = flag(None, "largest gradient norm (default: none)", changes_result=True)
+    max_skips: int = flag(0, "consecutive steps with NaN or inf to skip", type=int_in_range(0))
+    seed: int = flag(
+        0, "of weights, image order, crops and masks", changes_result=True, type=int_in_range(0)
+    )
 
     out: str = flag("out", "log and checkpoints go here", group="output")
     log_every: int = flag(10, "steps between two log lines")
@@ -166,8 +229,12 @@ class Config:
 
 
 def names(*marks: str, table: type[Config] = Config) -> tuple[str, ...]:
-    """List the flags that have one of the marks, in the order of the table."""
-    return tuple(row.name for row in fields(table) if {*marks} & {*row.metadata["marks"]})
+    """List the flags that have one of these marks of `flag`, in the order of the table."""
+    found = []
+    for row in fields(table):
+        if any(row.metadata[mark] for mark in marks):
+            found.append(row.name)
+    return tuple(found)
 
 
 class Parser(argparse.ArgumentParser):
@@ -181,7 +248,8 @@ class Parser(argparse.ArgumentParser):
         if doc:
             kwargs["description"], kwargs["epilog"], *_ = doc.split("\n\n")
             kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
-        super().__init__(*args, **({"allow_abbrev": False} | kwargs))
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         raise SystemExit(process.usage_error(message, program=self.prog))
@@ -190,8 +258,11 @@ class Parser(argparse.ArgumentParser):
 def training_parser(program: str = "train_fsdp.py", doc: str | None = None) -> Parser:
     """Make the parser from the table. * marks what changes the result."""
     parser = Parser(program, doc=doc)
-    note = "* marks flags that a resumed run must not change without --allow-changes."
-    parser.description = f"{parser.description or ''}\n{note}"
+    if parser.description is None:
+        parser.description = ""
+    parser.description += (
+        "\n* marks flags that a resumed run must not change without --allow-changes."
+    )
     add_flags(parser, Config)
     return parser
 
@@ -200,36 +271,53 @@ def add_flags(
     parser: argparse.ArgumentParser, table: type[Config], left_out: Collection[str] = ()
 ) -> None:
     """Give a parser the flags of a table, but for those left out."""
-    add, hints = parser.add_argument, get_type_hints(table)
-    # numbers are 1 or more, others than whole ones 0 or more, unless a flag has a type of its own
-    readers = {int: {"type": whole(1), "metavar": "N"}, float: {"type": number(0), "metavar": "X"}}
+    add = parser.add_argument
+    hints = get_type_hints(table)
     for row in fields(table):
         about = row.metadata
         if about["group"]:
             add = parser.add_argument_group(about["group"]).add_argument
         if row.name in left_out:
             continue
-        help = "* " * ("result" in about["marks"]) + about["help"]
-        if row.default is not None and not isinstance(row.default, bool):
-            shown = row.default
-            if isinstance(shown, tuple):
-                shown = ",".join(str(part) for part in shown)
-            help += f" (default {shown})"
-        options: dict[str, Any] = {"default": row.default, "help": help.replace("%", "%%")}
-        kinds = get_args(hints[row.name])  # of X | None, or the values of a Literal
-        kind = kinds[0] if NoneType in kinds else hints[row.name]
-        if kind is bool and row.default is False:
-            options["action"] = "store_true"
-        elif kind is bool:  # --no-norm-pix-loss
-            options["action"] = argparse.BooleanOptionalAction
-        elif get_origin(kind) is Literal:
-            options |= {"choices": get_args(kind), "type": type(get_args(kind)[0])}
-        else:
-            options |= readers.get(kind, {"type": filled})
-        spellings = ["--" + row.name.replace("_", "-")]
+        spellings = [flag_name(row.name)]
         if row.name == "run_mode":  # torchrun takes a bare --run for its own --run-path
             spellings.append("--run")
-        add(*spellings, **options | about["options"])
+        help = flag_help(row)
+        options = reading_options(hints[row.name], row.default) | about["options"]
+        add(*spellings, default=row.default, help=help, **options)
+
+
+def flag_help(row: Field) -> str:
+    """Return the help of a flag, as argparse formats it: with a star and the default."""
+    help = row.metadata["help"]
+    if row.metadata["changes_result"]:
+        help = f"* {help}"
+    shown = row.default
+    if isinstance(shown, tuple):
+        shown = ",".join(str(part) for part in shown)
+    if shown is not None and not isinstance(shown, bool):
+        help += f" (default {shown})"
+    return help.replace("%", "%%")
+
+
+def reading_options(hint: Any, default: Any) -> dict[str, Any]:
+    """Return how argparse reads a flag with this annotation, unless it has options of its own."""
+    kind = hint
+    arguments = get_args(hint)  # of X | None, or the values of a Literal
+    if NoneType in arguments:
+        kind = arguments[0]
+    if kind is bool and default is False:
+        return {"action": "store_true"}
+    if kind is bool:  # --no-norm-pix-loss
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        return {"choices": choices, "type": type(choices[0])}
+    if kind is int:
+        return {"type": int_in_range(1), "metavar": "N"}
+    if kind is float:
+        return {"type": number(0), "metavar": "X"}
+    return {"type": nonempty}
 
 
 def parse(argv: Sequence[str] | None, doc: str | None = None) -> Config:
@@ -249,7 +337,8 @@ def make_config(parser: Parser, args: argparse.Namespace, table: type[Config] = 
     From here on the errors of the run name the program of `parser`.
     """
     process.PROGRAM = parser.prog
-    config = table(**{row.name: getattr(args, row.name) for row in fields(table)})
+    values = {row.name: getattr(args, row.name) for row in fields(table)}
+    config = table(**values)
     try:
         return fill_defaults(config)
     except RuntimeError as error:  # the launcher's variables, perhaps of this rank alone
@@ -274,11 +363,14 @@ def fill_defaults(c: Config) -> Config:
     # a plan or a dry run may be made on a login node, where the job's GPUs are not visible
     seen = bool(c.world_size) or torch.cuda.is_available()
     gpu = c.device == "cuda" or (c.device == "auto" and seen)
-    given = {row.name: v for row in fields(Config) if (v := getattr(c, row.name)) != row.default}
-    # one process has nothing to shard, unless it is given a flag that ddp does not have
-    ranks = c.world_size or mesh.read_ranks(os.environ).world_size
-    alone = ranks == 1 and not any(shard.invalid_options("ddp", given))
-    mode = c.mode or ("ddp" if alone else "hybrid")
+    given = {}
+    for row in fields(Config):
+        value = getattr(c, row.name)
+        if value != row.default:
+            given[row.name] = value
+    mode = c.mode
+    if mode is None:
+        mode = default_mode(c.world_size, given)
     problem = next(shard.invalid_options(mode, given, flag_name), None)
     if problem:
         raise ValueError(problem)
@@ -286,8 +378,10 @@ def fill_defaults(c: Config) -> Config:
         raise ValueError("--cpu-offload moves parameters off a GPU, but this run is on the CPU")
     for one, other in (("batch", "global_batch"), ("steps", "epochs"), ("blr", "lr")):
         if one in given and other in given:
-            raise ValueError(f"--{one} and --{other.replace('_', '-')}: give one of them")
-    known: dict[str, Any] = {"precision": c.precision or devices.default_precision(gpu)[0]}
+            raise ValueError(f"{flag_name(one)} and {flag_name(other)}: give one of them")
+    known: dict[str, Any] = {"mode": mode}
+    if c.precision is None:
+        known["precision"], _ = devices.default_precision(gpu)
     # What has no meaning in this run or mode stays None, so that the log does not claim it.
     if c.lr is None and c.blr is None:
         known["blr"] = c.default_blr
@@ -296,7 +390,17 @@ def fill_defaults(c: Config) -> Config:
         option = {"fsdp": c.fsdp, name: value}
         if name not in given and not any(shard.invalid_options(mode, option)):
             known[name] = value
-    return replace(c, mode=mode, **known)
+    return replace(c, **known)
+
+
+def default_mode(world_size: int | None, given: Mapping[str, Any]) -> str:
+    """Return the mode of so many ranks, the launcher's by default, that have these flags."""
+    if world_size is None:
+        world_size = mesh.read_ranks(os.environ).world_size
+    # one process has nothing to shard, unless it is given a flag that ddp does not have
+    if world_size == 1 and not any(shard.invalid_options("ddp", given)):
+        return "ddp"
+    return "hybrid"
 
 
 def save_interval(text: str) -> tuple[int | None, float | None]:
@@ -304,7 +408,9 @@ def save_interval(text: str) -> tuple[int | None, float | None]:
     try:
         if text.endswith("m"):
             return None, 60 * number(0.001)(text[:-1])
-        return (None if text == "none" else whole(1)(text)), None
+        if text == "none":
+            return None, None
+        return int_in_range(1)(text), None
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"--save-every takes steps (500), minutes (30m), none: {error}") from None
 
@@ -313,8 +419,11 @@ def model_config(text: str) -> vit.ViTConfig:
     """Return the shape of the model `base`, or `base:depth=6,mlp_width=1536`; ValueError."""
     name, _, rest = text.partition(":")
     try:
-        pairs = [part.split("=") for part in rest.split(",") if part]
-        changes: Any = {row: whole(row != "gated_mlp")(value) for row, value in pairs}
+        changes: dict[str, Any] = {}
+        for part in filter(None, rest.split(",")):
+            option, value = part.split("=")
+            lowest = 0 if option == "gated_mlp" else 1
+            changes[option] = int_in_range(lowest)(value)
         return replace(vit.MODELS[name], **changes)
     except (KeyError, TypeError, ValueError, argparse.ArgumentTypeError) as error:
         example = f"use {', '.join(vit.MODELS)}, or as base:depth=6,mlp_width=1536"

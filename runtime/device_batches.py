@@ -57,7 +57,7 @@ def open_batches(
         workers=worker_count(config.workers, ranks),
         pin_memory=device.type == "cuda",
         exact=config.exact_decode,
-        stats=run.channel_stats or data.IMAGENET,
+        stats=run.pixel_stats,
     )
     loaded = device_batches(loader, config.accum, device)
     return repeat(next(loaded)) if alone else loaded

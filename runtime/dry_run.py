@@ -22,7 +22,6 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import data
 import mesh
 import vit
 from planner.machines import read_machine
@@ -57,10 +56,10 @@ def dry_run(
     `build` and `forward_backward` are the trainer's `build_training` and `forward_backward`.
     Returns the exit status: 0, 2 refused, 3 where the plan says NO to its memory.
     """
-    world = int(config.world_size or 0)
+    world = 0 if config.world_size is None else config.world_size
     try:
         # nodes are those of launch_frontier.sh, of --machine, or Frontier's
-        machine = read_machine(config.machine or "frontier")
+        machine = read_machine("frontier" if config.machine is None else config.machine)
         node = os.environ.get("LOCAL_WORLD_SIZE", machine.ranks_per_node)
         ranks = mesh.Ranks(0, world, 0, min(int(node), world), 0, "dry run", {})
         image_source.check_folders(config)
@@ -74,7 +73,9 @@ def dry_run(
         print_error(str(error))
         return 2
     if peak and plan:
-        how = "simulated" + " without --compile" * config.compile
+        how = "simulated"
+        if config.compile:
+            how += " without --compile"
         print_peak(how, {category: size / GIB for category, size in peak.items()})
         print_peak("planned", {part: plan["memory_gib"][part] for part in MEMORY_PARTS})
     else:
@@ -86,8 +87,8 @@ def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | Non
     """Print what a real run would, in its order and with its errors; return run and plan."""
     config = run.config
     print(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
-    _, found = image_source.find_images(config, None, run.global_batch)
-    run = with_images(run, **found)
+    _, facts = image_source.find_images(config, None, run.global_batch)
+    run = with_images(run, facts)
     read_run_state(list_newest_first(run, print), run, print)
     device = None  # that of the machine
     if config.device == "cpu":
@@ -106,8 +107,8 @@ def warn(text: str) -> None:
 
 def print_peak(how: str, gib: Mapping[str, float]) -> None:
     """Print what is held at the peak, and of what: the largest part first."""
-    largest = sorted(gib.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{name} {size:.2f}" for name, size in largest if size >= 0.005)
+    largest = sorted(gib, key=gib.__getitem__, reverse=True)
+    parts = ", ".join(f"{name} {gib[name]:.2f}" for name in largest if gib[name] >= 0.005)
     print(f"one step of rank 0, {how}: {sum(gib.values()):.2f} GiB at the peak ({parts})")
 
 
@@ -139,7 +140,9 @@ def simulate(
     Returns the bytes at the peak, by the categories of PyTorch's tracker.
     """
     run = replace(run, config=replace(run.config, compile=False))
-    config, side, batch = run.config, run.config.img_size, run.local_batch
+    config = run.config
+    side = config.img_size
+    batch = run.local_batch
     grid = mesh.build_mesh(run.mesh_shape, CPU)
     with fake_tensors():
         training = build(run, grid, resuming=True)
@@ -147,17 +150,20 @@ def simulate(
         if config.device != "cpu":
             use_fused_attention(model)
         shape = (batch, config.channels, side, side)
-        stats = run.channel_stats or data.IMAGENET
+        stats = run.pixel_stats
         dtype = torch.uint8 if stats.dtype == "uint8" else torch.float32
         images = [torch.empty(shape, dtype=dtype) for _ in range(config.accum)]
         batches = [(x, torch.empty(batch, run.patches)) for x in images]
         tracker: Any = FSDPMemTracker(model)
         tracker.track_inputs(tuple(batches))
         with tracker:
-            # without a reset the tracker refuses a second forward pass
-            model.register_forward_pre_hook(lambda *_: tracker.reset_mod_stats(), prepend=True)
+
+            def reset_tracker(*_: Any) -> None:  # or it refuses a second forward pass
+                tracker.reset_mod_stats()
+
+            model.register_forward_pre_hook(reset_tracker, prepend=True)
             forward_backward(training, batches)
-        (peak,) = tracker.get_tracker_snapshot("peak").values()  # of the only device
+        peak = tracker.get_tracker_snapshot("peak")[CPU]
     found = {category.value: size for category, size in peak.items() if category != "Total"}
     # AdamW's fused step takes no memory but its states, which exist from the second step on: two
     # moments per value, one step count per tensor

@@ -5,6 +5,7 @@ the seed and its index alone, and the values of single images are summed over al
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def average_over(
     """
     config = run.config
     device = session.device
-    stats = run.channel_stats or data.IMAGENET
+    stats = run.pixel_stats
     size = run.local_batch
     loader = open_eval_loader(
         files,
@@ -69,11 +70,13 @@ def average_over(
     model.train()
     dist.all_reduce(sums)
     # the ranks of a tensor-parallel group have the same images, and the same bad ones
-    left_out = set()
-    for found in gather_to_rank0(bad) or []:
-        left_out |= set(found)
+    left_out: set[tuple[int, str]] = set()
+    every = gather_to_rank0(bad)
+    if every:  # on rank 0
+        left_out.update(*every)
     if left_out:
-        some = ", ".join(f"{files.path(i)} ({why})" for i, why in sorted(left_out)[:5])
+        first = sorted(left_out)[:5]
+        some = ", ".join(f"{files.path(i)} ({why})" for i, why in first)
         session.log.warn(f"{len(left_out)} of {len(files)} held-out images cannot be read: {some}")
     return int(sums[0]) // config.tp, (sums[1:] / sums[0]).tolist()
 
@@ -86,8 +89,8 @@ class Evaluation:
         self.run = run
         self.session = session
         self.model = model
-        config: Any = run.config
-        self.files = run_on_rank0(lambda: list_eval_images(config.eval_data, config.out, config))
+        folder = str(run.config.eval_data)
+        self.files = run_on_rank0(partial(list_eval_images, folder, run.config.out, run.config))
 
     def __call__(self, step: int) -> None:
         """Log the mean loss after so many steps, where an image can be read. Collective."""

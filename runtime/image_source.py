@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -48,6 +48,15 @@ class SyntheticImages:
         return np.stack([np.asarray(channel) for channel in smooth])
 
 
+class ImageFacts(NamedTuple):
+    """What a run needs to know of its images."""
+
+    images: int  # how many
+    image_names_and_sizes: str | None = None  # their fingerprint; None for synthetic images
+    channel_stats: data.ChannelStats | None = None  # by which they are normalised
+    pixel_notes: str = ""  # whose statistics those are, for the log
+
+
 def check_folder(folder: str, flag: str = "--data", out: str | None = None) -> None:
     """Raise ValueError where this rank does not see a folder of images, or `out` lies in it."""
     if not os.path.isdir(folder):
@@ -76,14 +85,18 @@ def list_folder(
     `include` and `exclude` are patterns as in `data.scan`. ValueError where there is no image.
     """
     check_folder(folder)
-    found = image_list.find_list(folder, out, say, include=include or (), exclude=exclude or ())
-    return found, image_list.fingerprint(found)
+    if include is None:
+        include = ()
+    if exclude is None:
+        exclude = ()
+    files = image_list.find_list(folder, out, say, include=include, exclude=exclude)
+    return files, image_list.fingerprint(files)
 
 
 def find_images(
     config: "Config", out: str | None, global_batch: int, stats: data.ChannelStats | None = None
-) -> tuple[Any, dict[str, Any]]:
-    """List --data -> (images, what `with_images` needs to know of them), as `list_folder`.
+) -> tuple[Any, ImageFacts]:
+    """List --data as `list_folder` does -> (images, what a run needs to know of them).
 
     ValueError too where there are too few images for a step, or as `find_stats` without `stats`.
     """
@@ -99,13 +112,7 @@ def find_images(
     notes = describe_pixels(config, files, pretrained=stats is not None)
     if stats is None:
         stats = find_stats(config.data, config.channels)
-    facts = {
-        "images": len(files),
-        "image_names_and_sizes": names,
-        "channel_stats": stats,
-        "pixel_notes": notes,
-    }
-    return files, facts
+    return files, ImageFacts(len(files), names, stats, notes)
 
 
 def list_eval_images(folder: str, out: str | None, config: "Config | None" = None) -> Any:

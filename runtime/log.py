@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -61,7 +62,9 @@ class Meter:
         """Return the numbers of the whole loop, by their keys in the log's end record."""
         seconds = time.perf_counter() - self.started
         # the first interval has the warm-up of caches, buckets and compilers
-        measured = self.rates[1:] or self.rates
+        measured = self.rates
+        if len(measured) > 1:
+            measured = measured[1:]
         return {
             "images_per_second": statistics.median(measured) if measured else None,
             "seconds": seconds,
@@ -201,11 +204,11 @@ class BadImageLog:
 
     def sync(self) -> None:
         """Collect the bad images of all ranks; set `too_many` on all where they are. Collective."""
-        every = gather_to_rank0(self.unreported) or []
+        every = gather_to_rank0(self.unreported)
         self.unreported = []
-        self.too_many = run_on_rank0(lambda: self._list(every))
+        self.too_many = run_on_rank0(partial(self._list, every))
 
-    def _list(self, every: list[list[tuple[str, str, int]]]) -> str | None:
+    def _list(self, every: Any) -> str | None:
         """List on rank 0 the images that are new; return an error message if they are too many."""
         new = {}
         for rows in every:

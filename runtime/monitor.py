@@ -12,7 +12,14 @@ from torch import nn
 from torch.profiler import record_function
 
 from runtime import devices
-from runtime.agreement import AgreedError, StepGuard, StepResult, gather_to_rank0, run_on_rank0
+from runtime.agreement import (
+    AgreedError,
+    StepGuard,
+    StepRequests,
+    StepResult,
+    gather_to_rank0,
+    run_on_rank0,
+)
 from runtime.baselines import average_baselines
 from runtime.device_batches import Batch
 from runtime.limits import LimitWarning
@@ -67,7 +74,7 @@ class Monitor:
             self.evaluation = Evaluation(self.run, self.session, model)
         if config.profile and self.session.ranks.rank == 0:
             if self.checkpoints.begin + WARM < self.run.steps:
-                self.profile = RunProfile(self.run, self.session, self.meter)
+                self.profile = RunProfile(self.run, self.session, self.meter, config.profile)
             else:
                 self.session.log.warn("--profile: too few steps are left")
 
@@ -93,14 +100,14 @@ class Monitor:
                 self.bad_images.unreported.append((name, reason, step + 1))
         return self.batch
 
-    def requests(self) -> dict[str, bool]:
-        """Return what this rank asks for in a step, as of `StepGuard.check_step`."""
-        return {
-            "stop": bool(self.session.signals),
-            "save": self.checkpoints.due_by_clock(),
-            "no_batch": self.error is not None,
-            "bad_images": bool(self.bad_images.unreported),
-        }
+    def requests(self) -> StepRequests:
+        """Return what this rank tells the others in a step."""
+        return StepRequests(
+            stop=bool(self.session.signals),
+            save=self.checkpoints.due_by_clock(),
+            no_batch=self.error is not None,
+            bad_images=bool(self.bad_images.unreported),
+        )
 
     def finished_steps(self, wait: bool) -> Iterator[StepResult]:
         """Yield the results of the steps that were applied, after reporting bad steps. Collective.
@@ -120,8 +127,10 @@ class Monitor:
 
     def log_skip(self, result: StepResult) -> str:
         """Log a step that was not applied; return a message. Collective."""
-        own_losses = gather_to_rank0(result.local_loss_nonfinite) or []
-        ranks = [rank for rank, bad in enumerate(own_losses) if bad]
+        ranks = []  # on rank 0, which writes the log
+        nonfinite = gather_to_rank0(result.local_loss_nonfinite)
+        if nonfinite:
+            ranks = [rank for rank, bad in enumerate(nonfinite) if bad]
         what = "loss" if result.bad_loss else "gradient norm"
         step = result.step + 1
         text = f"the {what} is not finite at step {step}"
@@ -168,11 +177,19 @@ class Monitor:
         """Return the error of the first rank whose loader has failed, on all. Collective."""
         if self.error and not isinstance(self.error, (OSError, RuntimeError)):  # a bug
             traceback.print_exception(self.error)
-        errors = gather_to_rank0(self.error and cause_of(self.error)) or []
-        failed = [(rank, text) for rank, text in enumerate(errors) if text]
-        rank, text = run_on_rank0(lambda: failed[0])
+        text = None
+        if self.error:
+            text = cause_of(self.error)
+        errors = gather_to_rank0(text)
         where = f"reading data in step {self.guard.done + 1}"
-        return f"rank {rank}: the data loader failed ({where}): {text}"
+
+        def first_failure() -> str:
+            for rank, text in enumerate(errors or []):
+                if text:
+                    return f"rank {rank}: the data loader failed ({where}): {text}"
+            raise RuntimeError("no rank has an error of its data loader")
+
+        return run_on_rank0(first_failure)
 
     def report_end(self, reason: str, problem: str | None) -> None:
         """Write the record `end`, and a summary to the terminal."""
@@ -205,7 +222,9 @@ class Monitor:
             log.say(text)
             end |= values
         log.write("end", **end)
-        rate = end["images_per_second"] or 0  # None where no step was logged
+        rate = end["images_per_second"]
+        if rate is None:  # no step was logged
+            rate = 0.0
         log.say(
             f"{reason}: {done - self.checkpoints.begin} steps in {end['seconds']:.1f} s, median "
             f"{rate:.1f} img/s, {end['data_wait_fraction']:.1%} of the time waiting for data; "

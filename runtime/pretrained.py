@@ -187,9 +187,8 @@ def default_stats(channels: int) -> tuple[data.ChannelStats, str]:
     """Return the statistics for a model that says none, and what they are, in words."""
     if channels == 3:
         return data.IMAGENET, "its images were normalised by the mean and deviation of ImageNet"
-    mean = (0.0,) * channels
-    std = (1.0,) * channels
-    return data.ChannelStats(mean, std, "float32"), "its images were not normalised"
+    unchanged = data.ChannelStats(mean=(0.0,) * channels, std=(1.0,) * channels, dtype="float32")
+    return unchanged, "its images were not normalised"
 
 
 def check_facts(

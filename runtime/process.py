@@ -24,16 +24,19 @@ from typing import Any, TextIO, cast
 
 
 class Lossy(io.FileIO):
-    """A file whose writes succeed: what it does not take is lost."""
+    """A file whose writes succeed: what cannot be written is lost."""
 
     def write(self, content: Any, /) -> int:
         try:
-            return super().write(content) or len(content)  # None: a full pipe that does not block
-        except OSError:  # a reader that went away, a full disk
+            written = super().write(content)
+        except OSError:  # the reader is gone, or the disk is full
             return len(content)
+        if written is None:  # a full pipe that does not block
+            return len(content)
+        return written
 
 
-def make_safe() -> None:
+def ignore_output_errors() -> None:
     """Let no write to stdout or stderr fail, whatever the characters; write each line at once."""
     for name in ("stdout", "stderr"):
         with suppress(AttributeError, OSError):  # closed by the caller, or no file at all
@@ -64,7 +67,9 @@ RANK0_REPORT_GRACE_SECONDS = 5.0  # that the other ranks leave to rank 0 for its
 
 def print_error(message: str, program: str | None = None) -> None:
     """Print an error of the whole run."""
-    print(f"{program or PROGRAM}: error: {message}", file=sys.stderr, flush=True)
+    if program is None:
+        program = PROGRAM
+    print(f"{program}: error: {message}", file=sys.stderr, flush=True)
 
 
 def usage_error(message: str, local: bool = False, program: str | None = None) -> int:
@@ -83,7 +88,10 @@ def usage_error(message: str, local: bool = False, program: str | None = None) -
 
 
 def _rank() -> str:
-    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    for variable in ("RANK", "SLURM_PROCID"):
+        if os.environ.get(variable):
+            return os.environ[variable]
+    return "0"
 
 
 # --- Signals, and a launcher that is gone
@@ -91,7 +99,7 @@ def _rank() -> str:
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}  # they ask a run to stop
 
 
-def collect() -> list[int]:
+def listen_for_signals() -> list[int]:
     """Collect SIGTERM, SIGUSR1 and SIGINT in the list returned; a second Ctrl-C ends the process.
 
     A thread does so, at once: Python calls a signal handler only when the main thread is back from
@@ -101,10 +109,14 @@ def collect() -> list[int]:
     read, write = os.pipe()
     os.set_blocking(write, False)
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, frame: None)
+        signal.signal(number, _do_nothing)
     signal.set_wakeup_fd(write)
     Thread(target=_listen, args=(read, received, os.getppid()), daemon=True).start()
     return received
+
+
+def _do_nothing(number: int, frame: Any) -> None:
+    """Handle a signal: Python writes its number to the wake-up pipe, where `_listen` reads it."""
 
 
 def _listen(pipe: int, received: list[int], launcher: int) -> None:
@@ -120,7 +132,9 @@ def _listen(pipe: int, received: list[int], launcher: int) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher:
             say(f"{PROGRAM}: error: torchrun is gone: this run ends without saving")
             os._exit(1)
-        number = os.read(pipe, 1)[0] if ready else 0
+        if not ready:
+            continue
+        number = ord(os.read(pipe, 1))
         if number == signal.SIGINT and number in received:
             say("ended without saving")
             os._exit(128 + number)
@@ -132,11 +146,9 @@ def _listen(pipe: int, received: list[int], launcher: int) -> None:
 
 # --- The folder of a run
 
-# for which a requeued job waits for itself: a file system takes its time to notice a lost node
-OWN_PAST_SECONDS = 300.0
-
-
-# after which a shared folder shows every node what one has written there
+# A requeued job may find its own lock: a file system notices late that a node is lost.
+REQUEUE_WAIT_SECONDS = 300.0
+# A network file system may show a node late what another has written.
 SHOWN_AFTER_SECONDS = 30.0
 
 
@@ -150,10 +162,7 @@ def read_owner(folder: str) -> str:
 
 
 def check_shared(folder: str, owner: str) -> None:
-    """Check that this node sees the lock of `owner`, another node's process; ValueError if not.
-
-    A network file system may show it late.
-    """
+    """Check that this node sees the lock of `owner`, on another node; ValueError if not."""
     deadline = time.monotonic() + SHOWN_AFTER_SECONDS
     while read_owner(folder) != owner:
         if time.monotonic() > deadline:
@@ -166,11 +175,12 @@ def lock_folder(folder: str) -> TextIO:
     """Make `folder`, and keep other runs out of it until the file returned is closed.
 
     The lock is flock's, on FOLDER/.lock: it ends with this process, whatever ends that. ValueError
-    where another run has it, and says who, or where the folder cannot be written. For what is left
-    of a requeued job it waits.
+    where another run has it, with its process, or where the folder cannot be written. A lock that
+    this Slurm job took before it was requeued is waited for.
     """
     job = os.environ.get("SLURM_JOB_ID")
-    ours, deadline = f", Slurm job {job}", time.monotonic() + OWN_PAST_SECONDS
+    job_suffix = f", Slurm job {job}" if job else ""
+    deadline = time.monotonic() + REQUEUE_WAIT_SECONDS
     try:
         os.makedirs(folder, exist_ok=True)
         file = open(os.path.join(folder, ".lock"), "a+")  # noqa: SIM115
@@ -180,7 +190,7 @@ def lock_folder(folder: str) -> TextIO:
             except BlockingIOError:
                 file.seek(0)
                 owner = file.read()
-                if owner.endswith(ours) and time.monotonic() < deadline:
+                if job and owner.endswith(job_suffix) and time.monotonic() < deadline:
                     time.sleep(1)
                     continue
                 other = f"another run ({owner}): wait for it, stop it, or give another --out"
@@ -190,7 +200,7 @@ def lock_folder(folder: str) -> TextIO:
             break
         file.truncate(0)
         since = f"since {datetime.now():%Y-%m-%d %H:%M:%S.%f}"  # no two runs write the same
-        file.write(f"process {os.getpid()} on {platform.node()} {since}{ours if job else ''}")
+        file.write(f"process {os.getpid()} on {platform.node()} {since}{job_suffix}")
         file.flush()
     except OSError as error:
         raise ValueError(f"{error}: give --out a folder that can be written") from None

@@ -18,8 +18,8 @@ WARM = 5  # steps before those profiled: blocks are compiled, memory settles
 class RunProfile:
     """Profile some steps of this process; the loop calls `step` after each of its steps."""
 
-    def __init__(self, run: Run, session: Session, meter: Meter) -> None:
-        """Start the profiler's schedule; the meter's clock stops while it starts and writes."""
+    def __init__(self, run: Run, session: Session, meter: Meter, steps: int) -> None:
+        """Start a schedule of so many steps; the meter's clock stops while the profiler writes."""
         self.log = session.log
         self.meter = meter
         self.first_step = meter.begin + WARM + 1
@@ -32,7 +32,6 @@ class RunProfile:
             self.sort_by = "self_device_time_total"
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints lines of its own
         # the step before the first is its warm-up, because the profiler is slow when it begins
-        steps = run.config.profile or 1
         plan = schedule(wait=WARM - 1, warmup=1, active=steps, repeat=1)
         self.profiler = profile(schedule=plan, on_trace_ready=self._write, acc_events=True)
         self.profiler.start()

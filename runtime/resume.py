@@ -29,7 +29,9 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
 
     With --init-from both are collective: rank 0 reads the file, AgreedError on all.
     """
-    path, model, seed = run.config.init_from, run.model, run.config.seed
+    path = run.config.init_from
+    model = run.model
+    seed = run.config.seed
     if path is None:
         return partial(vit.initial_value, model, seed=seed)
     found: list[Pretrained] = []  # on rank 0
@@ -54,10 +56,13 @@ def list_newest_first(run: Run, say: Say) -> list[Path]:
 
     AgreedError where --out must not hold any, or holds some further than the one to begin at.
     """
-    what, out = run.config.resume, run.config.out
+    what = run.config.resume
+    out = run.config.out
+    if run.config.run_mode != "real":
+        return []
 
     def find() -> list[Path]:
-        found: list[Path] = _retry(say, checkpoint.list_checkpoints, out)[::-1]
+        found: list[Path] = list(reversed(_retry(say, checkpoint.list_checkpoints, out)))
         if what == "none" and found:
             raise ValueError(f"{out} holds checkpoints of another run: use another --out")
         if what in ("auto", "none"):
@@ -70,7 +75,7 @@ def list_newest_first(run: Run, say: Say) -> list[Path]:
             raise ValueError(f"{out} holds {further[0].name}, further than {what}: {advice}")
         return [begin]
 
-    return run_on_rank0(find) if run.config.run_mode == "real" else []
+    return run_on_rank0(find)
 
 
 def read_run_state(
@@ -103,12 +108,17 @@ def read_run_state(
             continue
         say(f"resumed {path} at step {state['step']}; changed: {state['changes']}")
         if load and damaged:
-            run_on_rank0(lambda: [p.rename(p.with_name(f"damaged_{p.name}")) for p in damaged])
+            run_on_rank0(partial(_rename_damaged, damaged))
         return state
     if damaged:
         advice = "give --resume PATH to begin at another one, or another --out to begin anew"
         raise AgreedError(f"no checkpoint in {run.config.out} can be read: {advice}")
     return new
+
+
+def _rename_damaged(paths: Sequence[Path]) -> None:
+    for path in paths:
+        path.rename(path.with_name(f"damaged_{path.name}"))
 
 
 def _retry(say: Say, work: Callable[[Any], Any], path: Any) -> Any:
@@ -127,15 +137,23 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
     now = json.loads(json.dumps(run.record()))
     # not the path of --data: the same images may lie elsewhere by now
     images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
-    decisive = names("result", table=type(run.config)) + images
+    decisive = names("changes_result", table=type(run.config)) + images
     # what follows from the mode is not listed
-    listed = sorted({*decisive, *names("setting"), "mode", "world_size"} & then.keys() & now.keys())
-    changes = {key: f"{key} {then[key]} -> {now[key]}" for key in listed if then[key] != now[key]}
-    refused = ", ".join(changes[key] for key in changes if key in decisive)
+    listed = {*decisive, *names("compared"), "mode", "world_size"}
+    changes = []
+    refused = []
+    for key in sorted(listed & then.keys() & now.keys()):
+        if then[key] == now[key]:
+            continue
+        change = f"{key} {then[key]} -> {now[key]}"
+        changes.append(change)
+        if key in decisive:
+            refused.append(change)
     if refused and not run.config.allow_changes:
+        what = f"{path} was trained with other flags ({', '.join(refused)})"
         advice = "type them as they were, add --allow-changes, or use another --out"
-        raise ValueError(f"{path} was trained with other flags ({refused}): {advice}")
-    return ", ".join(changes.values()) or "-"
+        raise ValueError(f"{what}: {advice}")
+    return ", ".join(changes) if changes else "-"
 
 
 class CheckpointSchedule:
@@ -150,7 +168,9 @@ class CheckpointSchedule:
 
     def __init__(self, run: Run, log: Log, step: int = 0) -> None:
         """Begin at `step`."""
-        self.run, self.log, self.begin = run, log, step
+        self.run = run
+        self.log = log
+        self.begin = step
         self.since = time.monotonic()  # of the newest save
         self.steps, self.seconds = save_interval(run.config.save_every)
 
@@ -168,7 +188,8 @@ class CheckpointSchedule:
         """Save after so many steps; return why the run cannot continue, if so. Collective."""
         if not self.saver:
             return None
-        start, before = time.monotonic(), self.saver.saved
+        start = time.monotonic()
+        before = self.saver.saved
         scaler = self.scaler.state_dict() if self.scaler else None
         state = {"flags": self.run.record(), "scaler": scaler}
         problems = self.saver.save(step, state, wait)
@@ -187,8 +208,10 @@ class CheckpointSchedule:
         if not self.saver:
             return
         problems = self.saver.finish()  # of the save in the background
-        if self.saver.saved < step and (failed := self.save(step, wait=True)):
-            problems.append(failed)
+        if self.saver.saved < step:
+            failed = self.save(step, wait=True)
+            if failed:
+                problems.append(failed)
         for problem in problems:
             self.log.warn(problem)
 
@@ -204,41 +227,63 @@ class CheckpointSchedule:
         if not (self.saver and self.saver.saved):
             return "nothing saved"
         path = Path(self.run.config.out, f"step_{self.saver.saved:08d}")
-        how = "the same command" + " with --resume auto" * (self.run.config.resume != "auto")
-        return f"saved {path}" if finished else f"saved {path}; {how} continues from there"
+        if finished:
+            return f"saved {path}"
+        command = "the same command"
+        if self.run.config.resume != "auto":
+            command += " with --resume auto"
+        return f"saved {path}; {command} continues from there"
 
 
 def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> CheckpointSchedule:
     """Load the first whole checkpoint of `found` into a train_fsdp.Training. Collective.
 
-    Returns the saves to come, with the step to `begin` at. AgreedError as of `read_run_state`.
+    Returns the schedule of the saves to come, from the step to `begin` at. AgreedError as
+    `read_run_state` raises it.
     """
-    config, log, group = run.config, session.log, session.gloo
-    model, optimizer, scaler = training.model, training.optimizer, training.scaler
+    config = run.config
+    log = session.log
+    model = training.model
+    optimizer = training.optimizer
+    scaler = training.scaler
 
     def load(path: Path) -> None:
-        checkpoint.load(path, model, optimizer, group=group)
+        checkpoint.load(path, model, optimizer, group=session.gloo)
         for parameters, weight_decay in zip(optimizer.param_groups, decays, strict=True):
             parameters["weight_decay"] = weight_decay
 
     # as the flags say, which --allow-changes lets differ from the checkpoint's
     decays = [parameters["weight_decay"] for parameters in optimizer.param_groups]
     state = read_run_state(found, run, log.say, load)
-    saves = CheckpointSchedule(run, log, state["step"])
-    session.where_saved = saves.where
-    mark_done(config.out, saves.begin >= run.steps)
+    schedule = CheckpointSchedule(run, log, state["step"])
+    session.where_saved = schedule.where
+    mark_done(config.out, schedule.begin >= run.steps)
     if scaler and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
-    saves.scaler = scaler
+    schedule.scaler = scaler
     if config.save_every == "none":
-        return saves
-    options: Any = {"keep": config.keep, "group": group, "background": config.async_save}
-    saves.saver = checkpoint.Saver(config.out, model, optimizer, **options)
-    saves.saver.saved = saves.begin if config.resume == "auto" else 0  # in --out
-    return saves
+        return schedule
+    schedule.saver = checkpoint.Saver(
+        config.out,
+        model,
+        optimizer,
+        keep=config.keep,
+        group=session.gloo,
+        background=config.async_save,
+    )
+    # the newest checkpoint in --out; that of --resume PATH may lie elsewhere
+    schedule.saver.saved = schedule.begin if config.resume == "auto" else 0
+    return schedule
 
 
 def mark_done(out: str, done: bool) -> None:
     """Make OUT/done, or remove a shorter run's; AgreedError, status 1, if it cannot. Collective."""
     path = Path(out, "done")
-    run_on_rank0(lambda: path.touch() if done else path.unlink(missing_ok=True))
+
+    def mark() -> None:
+        if done:
+            path.touch()
+        else:
+            path.unlink(missing_ok=True)
+
+    run_on_rank0(mark)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,6 +10,10 @@ import mesh
 import shard
 import vit
 from runtime.config import DEFAULT_BATCH, DEFAULT_STEPS, DTYPES, Config, model_config
+
+if TYPE_CHECKING:  # plan.py does without these modules
+    import data
+    from runtime.image_source import ImageFacts
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Run:
     node_ranks: int = 1  # ranks on the node that has most
     images: int = 0  # of the data set; this and the rest are known once the images are listed
     image_names_and_sizes: str | None = None  # their fingerprint; None for synthetic images
-    channel_stats: Any = None  # data.ChannelStats: plan.py does without that module
+    channel_stats: "data.ChannelStats | None" = None
     pixel_notes: str = ""  # whose statistics those are, for the log
     steps: int = 0  # optimizer steps
     warmup_steps: int = 0
@@ -50,7 +54,18 @@ class Run:
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.config.precision or "bf16"]
+        if self.config.precision is None:  # not resolved: as on a GPU
+            return torch.bfloat16
+        return DTYPES[self.config.precision]
+
+    @property
+    def pixel_stats(self) -> "data.ChannelStats":
+        """Return the statistics that normalise the images, ImageNet's until they are listed."""
+        if self.channel_stats is None:
+            import data  # plan.py does without that module
+
+            return data.IMAGENET
+        return self.channel_stats
 
     @property
     def epoch_steps(self) -> int:
@@ -62,9 +77,13 @@ class Run:
 
     def sharding_options(self) -> shard.ShardingOptions:
         """Return the options of shard.apply: the flags of the same names, where they are given."""
-        known = {option.name for option in fields(shard.ShardingOptions)}
-        given = {k: v for k, v in asdict(self.config).items() if k in known and v is not None}
-        given |= {"param_dtype": self.dtype, "reduce_dtype": DTYPES[self.config.reduce_dtype]}
+        given: dict[str, Any] = {}
+        for option in fields(shard.ShardingOptions):
+            value = getattr(self.config, option.name, None)
+            if value is not None:
+                given[option.name] = value
+        given["param_dtype"] = self.dtype
+        given["reduce_dtype"] = DTYPES[self.config.reduce_dtype]
         # The model casts the patches itself: their targets stay fp32. It has no dropout.
         return shard.ShardingOptions(**given, cast_inputs=False, preserve_rng_state=False)
 
@@ -72,12 +91,20 @@ class Run:
         """Return the flags and what follows, by the names that checkpoints and the log use."""
         follows = ["group", "world_size", "global_batch", "steps", "warmup_steps"]
         follows += ["images", "image_names_and_sizes", "pixel_notes"]
-        found = asdict(self.config) | {name: getattr(self, name) for name in follows}
-        # of images that are not known yet, for a plan: rather more memory than less
-        dtype = "uint8" if self.config.channels == 3 else "float32"
-        mean, std, dtype = self.channel_stats or (None, None, dtype)
-        images = {"image_dtype": dtype, "channel_mean": mean, "channel_std": std}
-        return found | images | {"batch": self.local_batch}
+        record = asdict(self.config)
+        for name in follows:
+            record[name] = getattr(self, name)
+        record["batch"] = self.local_batch
+        stats = self.channel_stats
+        if stats:
+            record["image_dtype"] = stats.dtype
+        elif self.config.channels == 3:
+            record["image_dtype"] = "uint8"
+        else:  # not known yet, for a plan: rather more memory than less
+            record["image_dtype"] = "float32"
+        record["channel_mean"] = stats.mean if stats else None
+        record["channel_std"] = stats.std if stats else None
+        return record
 
 
 def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
@@ -96,17 +123,22 @@ def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
         raise ValueError(f"--tp {tp} must divide {world_size} ranks, {heads}, and the MLP widths")
     data_ranks = world_size // tp
     if shard.STRATEGIES[mode].shard_over == "group":
-        group = c.group or min(max(node_ranks // tp, 1), data_ranks)
+        group = c.group
+        if group is None:
+            group = min(max(node_ranks // tp, 1), data_ranks)
         if group < 1 or data_ranks % group:
             sizes = ", ".join(map(str, mesh.divisors(data_ranks)))
             what = f"{data_ranks} ranks cannot be split into shard groups of {group}"
             raise ValueError(f"{what}: use {sizes}, or start other ranks")
     share = data_ranks * c.accum
-    total = c.global_batch or (c.batch or DEFAULT_BATCH) * share
+    batch = DEFAULT_BATCH if c.batch is None else c.batch
+    total = batch * share if c.global_batch is None else c.global_batch
     if total % share:
         parts = f"{data_ranks} ranks x {c.accum} accumulation steps"
         raise ValueError(f"--global-batch {total} is not a multiple of {parts}")
-    shape = (*shard.mesh_shape(mode, data_ranks, group), *[tp] * (tp > 1))
+    shape: tuple[int, ...] = shard.mesh_shape(mode, data_ranks, group)
+    if tp > 1:
+        shape += (tp,)
     patches = check_masking(model, c.img_size, c.mask_ratio)
     return Run(c, world_size, group, shape, total // share, total, patches, node_ranks=node_ranks)
 
@@ -125,12 +157,19 @@ def resolve_on_nodes(config: Config, world_size: int, fewest: int, most: int) ->
     return resolve(config, world_size, most)
 
 
-def with_images(run: Run, images: int, **facts: Any) -> Run:
-    """Add what follows from the data; the `facts` are fields of Run too."""
-    c = run.config
-    steps = c.steps or (c.epochs or 0) * (images // run.global_batch) or DEFAULT_STEPS
-    warmup = steps // 20 if c.warmup_steps is None else c.warmup_steps
-    return replace(run, images=images, steps=steps, warmup_steps=warmup, **facts)
+def with_images(run: Run, facts: "ImageFacts") -> Run:
+    """Add what is known of the images, and what follows from it."""
+    config = run.config
+    if config.steps is not None:
+        steps = config.steps
+    elif config.epochs is not None:
+        steps = config.epochs * (facts.images // run.global_batch)
+    else:
+        steps = DEFAULT_STEPS
+    warmup_steps = config.warmup_steps
+    if warmup_steps is None:
+        warmup_steps = steps // 20
+    return replace(run, steps=steps, warmup_steps=warmup_steps, **facts._asdict())
 
 
 def check_masking(config: vit.ViTConfig, img_size: int, mask_ratio: float) -> int:

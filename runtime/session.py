@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TextIO, cast
 
 import torch
@@ -68,7 +69,7 @@ class Session:
 
         owner = run_on_rank0(lock)
         if self.run.config.run_mode == "real":  # the others save nothing
-            run_on_all_ranks(lambda: process.check_shared(out, owner))
+            run_on_all_ranks(partial(process.check_shared, out, owner))
         self.heartbeat("preparing the run")
 
     def agree_on_nodes(self) -> Run:
@@ -105,7 +106,7 @@ class Session:
             cause = f"out of memory; {advice}; {cause}"
         elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):
             cause = f"lost connection to another rank: {cause}"
-        elif not (isinstance(error, OSError) or "DataLoader worker (pid" in str(error)):  # a bug
+        elif not isinstance(error, OSError) and "DataLoader worker (pid" not in str(error):  # a bug
             traceback.print_exception(error)
         text = f"rank {self.ranks.rank} failed ({self.watchdog.where()}): {cause}"
         if self.ranks.world_size > 1:
@@ -115,11 +116,16 @@ class Session:
 
 
 def cause_of(error: Exception) -> str:
-    """Return the line of an error that names its cause: a loader worker's own error, NCCL's too."""
+    """Return the line of an error that names its cause, also of NCCL and of a loader worker."""
     text = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
     if "Traceback" in text:
-        return text.strip().rpartition("\n")[2]
-    return (text.partition("Last error:\n")[2] or text).partition("\n")[0]
+        _, _, last_line = text.strip().rpartition("\n")
+        return last_line
+    _, last_error, after = text.partition("Last error:\n")  # of NCCL
+    if last_error and after:
+        text = after
+    first_line, _, _ = text.partition("\n")
+    return first_line
 
 
 def run_session(
@@ -144,7 +150,7 @@ def run_session(
     status = 0
     try:
         run = session.agree_on_nodes()
-        run_on_all_ranks(lambda: check_folders(config))
+        run_on_all_ranks(partial(check_folders, config))
         work(run, session)
     except AgreedError as error:  # on all ranks, which leave together
         status = error.status

@@ -88,7 +88,7 @@ def report_start(run: Run, session: Session, begin: int) -> None:
 def rank_row(run: Run, session: Session) -> str:
     """Format where this rank runs: on its node, in the mesh."""
     ranks = session.ranks
-    host = os.environ.get("SLURMD_NODENAME") or platform.node()
+    host = os.environ.get("SLURMD_NODENAME", platform.node())
     grid = torch.arange(run.world_size).view(run.mesh_shape)
     coordinates = (grid == ranks.rank).nonzero().flatten().tolist()
     cells = "".join(f"{number:11}" for number in coordinates)
@@ -121,7 +121,7 @@ def describe(start: dict[str, Any]) -> Iterator[str]:
             "python train_fsdp.py --model tiny --img-size 96 --out out/tiny"
         )
     yield f"data: {s['data']}, {s['images']} images, {s['epoch_steps']} steps per epoch"
-    mean = ", ".join(f"{value:.5g}" for value in s["channel_mean"] or ())
+    mean = ", ".join(f"{value:.5g}" for value in s["channel_mean"])
     notes = f" ({s['pixel_notes']})" if s["pixel_notes"] else ""
     yield f"pixels: {s['channels']} channels of {s['image_dtype']}, mean {mean}{notes}"
 

@@ -30,16 +30,18 @@ SPLIT_BY_COLUMNS = ("attn.proj", "mlp.fc2")
 
 def split_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
     """Return the shape of a rank's part of the parameter `name` of the model."""
-    layer = name.rpartition(".")[0]
+    layer, _, _ = name.rpartition(".")
     if layer.endswith(SPLIT_BY_ROWS):
         return (shape[0] // tp, *shape[1:])
-    by_columns = layer.endswith(SPLIT_BY_COLUMNS) and len(shape) > 1
-    return (shape[0], shape[1] // tp) if by_columns else shape
+    if layer.endswith(SPLIT_BY_COLUMNS) and len(shape) > 1:  # every rank has the whole bias
+        return (shape[0], shape[1] // tp)
+    return shape
 
 
 def split_block(block: vit.Block, grid: DeviceMesh) -> None:
     """Split a block that has its values; in state dicts qkv has its usual order. Collective."""
-    qkv, tp = block.attn.qkv, grid["tp"].size()
+    qkv = block.attn.qkv
+    tp = grid["tp"].size()
     for p in qkv.parameters():
         p.data = _heads_by_rank(p.data, tp)
     block.attn.heads //= tp
@@ -72,20 +74,30 @@ def finish_split(model: nn.Module, optimizer: torch.optim.Optimizer, grid: Devic
     model.register_forward_pre_hook(broadcast)
     # It warns, at every use, of two collectives where one would do: of a few numbers, or in a save.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    layers = [m.qkv for m in model.modules() if isinstance(m, vit.Attention)]
-    split = {p for layer in layers for p in layer.parameters()}
+    split: set[Tensor] = set()
+    for module in model.modules():
+        if isinstance(module, vit.Attention):
+            split.update(module.qkv.parameters())
 
-    def converted(state_dict: dict[str, Any], convert: Any) -> dict[str, Any]:
+    def convert_states(state_dict: dict[str, Any], convert: Any) -> dict[str, Any]:
         states = dict(state_dict["state"])
         for group, named in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
             for p, key in zip(group["params"], named["params"], strict=True):
                 if p in split and key in states:
-                    old = states[key].items()
-                    states[key] = {n: convert(t, p) if t.shape == p.shape else t for n, t in old}
+                    states[key] = dict(states[key])
+                    for name, value in states[key].items():
+                        if value.shape == p.shape:  # not the step count
+                            states[key][name] = convert(value, p)
         return state_dict | {"state": states}
 
-    optimizer.register_state_dict_post_hook(lambda _, state: converted(state, _usual_order))
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: converted(state, _order_of))
+    def after_state_dict(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return convert_states(state_dict, _usual_order)
+
+    def before_load(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return convert_states(state_dict, _split_order)
+
+    optimizer.register_state_dict_post_hook(after_state_dict)
+    optimizer.register_load_state_dict_pre_hook(before_load)
 
 
 # The rows of qkv. Whole, they are q, k, v, each head by head. A part must have its heads' q, k and
@@ -100,10 +112,12 @@ def _heads_by_rank(whole: Tensor, tp: int) -> Tensor:
 @torch.no_grad()
 def _usual_order(t: DTensor, _: Any = None) -> DTensor:
     """Return a tensor of qkv with its rows in the usual order, sharded again. Collective."""
-    tp, sharded = t.device_mesh["tp"], (t.device_mesh["shard"], [Shard(0)])
-    # dimension by dimension: a rank's part is whole within its shard group
+    tp = t.device_mesh["tp"]
+    sharded = t.device_mesh["shard"]
+    # gather one mesh dimension after the other: a shard group holds the part of one tp rank
     shape = torch.Size([t.shape[0] // tp.size(), *t.shape[1:]])
-    part = DTensor.from_local(t.to_local(), *sharded, shape=shape, stride=t.stride()).full_tensor()
+    local = DTensor.from_local(t.to_local(), sharded, [Shard(0)], shape=shape, stride=t.stride())
+    part = local.full_tensor()
     whole = DTensor.from_local(part, tp, [Shard(0)]).full_tensor()
     rows = whole.unflatten(0, (tp.size(), 3, -1)).transpose(0, 1).flatten(0, 2)
     placements = [p if p.is_replicate() else Shard(0) for p in t.placements]
@@ -111,9 +125,10 @@ def _usual_order(t: DTensor, _: Any = None) -> DTensor:
 
 
 @torch.no_grad()
-def _order_of(t: DTensor, p: Any) -> DTensor:
+def _split_order(t: DTensor, p: Any) -> DTensor:
     """Undo `_usual_order`, for the parameter `p` or a state of it. Collective."""
-    sharded, tp = p.device_mesh["shard"], p.device_mesh["tp"]
+    sharded = p.device_mesh["shard"]
+    tp = p.device_mesh["tp"]
     rows = _heads_by_rank(t.full_tensor(), tp.size())
     part = rows.chunk(tp.size())[tp.get_local_rank()]
     local = distribute_tensor(part, sharded, [Shard(0)], src_data_rank=None).to_local()
@@ -128,4 +143,4 @@ def _save_qkv(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> 
 def _load_qkv(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for leaf, p in layer.named_parameters():
         if prefix + leaf in state:
-            state[prefix + leaf] = _order_of(state[prefix + leaf], p)
+            state[prefix + leaf] = _split_order(state[prefix + leaf], p)

@@ -9,11 +9,20 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from threading import Event, Lock, Thread
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
 STARTUP_FACTOR = 4  # what is done for the first time, and each save, may take so many times as long
+
+
+class Beat(NamedTuple):
+    """What the main thread does now."""
+
+    number: int  # of this heartbeat
+    phase: str
+    step: int | None  # from 0
+    since: float  # by the watchdog's clock
 
 
 class Watchdog:
@@ -30,30 +39,38 @@ class Watchdog:
         self, rank: int, world_size: int, seconds: float, give_up: Callable[[str], None] = print
     ) -> None:
         """Start the second thread. A single process has no limit: it may sit in a debugger."""
-        self.rank, self.world_size, self.seconds, self.give_up = rank, world_size, seconds, give_up
+        self.rank = rank
+        self.world_size = world_size
+        self.seconds = seconds
+        self.give_up = give_up
         self.interval = min(5.0, seconds / 20)
         self.clock = 0.0  # seconds; it stands still while this process is stopped
         self.late = 0.0  # seconds past the limit of this phase; negative before that
-        # how many heartbeats, phase, step, since when; replaced as a whole
-        self.beat: tuple[int, str, int | None, float] = 0, "starting", None, 0.0
+        self.beat = Beat(number=0, phase="starting", step=None, since=0.0)
         self.known = set[str]()  # phases
         self.store: dist.TCPStore | None = None
-        self.ended, self.leaving = Event(), Lock()
+        self.ended = Event()
+        self.leaving = Lock()
         self.threads = [Thread(target=self._watch, daemon=True)]
         self.threads[0].start()
 
     def connect(self, environ: Mapping[str, str]) -> None:
         """Start to publish, with the other ranks there; `environ` has MASTER_ADDR, MASTER_PORT."""
         # a connection of its own: a waiting call blocks that of the process group
-        address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        self.store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+        self.store = dist.TCPStore(
+            environ["MASTER_ADDR"],
+            int(environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+        )
         self.threads.append(Thread(target=self._publish, args=[self.store], daemon=True))
         self.threads[1].start()
 
     def heartbeat(self, phase: str, step: int | None = None) -> None:
         """Say that the main thread begins a phase; all ranks do so in the same order."""
-        self.known.add(self.beat[1])
-        self.beat = self.beat[0] + 1, phase, step, self.clock
+        self.known.add(self.beat.phase)
+        # one assignment: the other threads never see half of it
+        self.beat = Beat(self.beat.number + 1, phase, step, since=self.clock)
 
     def stop(self) -> None:
         """Stop watching, before the process group is destroyed."""
@@ -63,8 +80,10 @@ class Watchdog:
 
     def where(self) -> str:
         """Describe what this rank does now, for a message."""
-        _, phase, step, _ = self.beat
-        return f"{phase}{'' if step is None else f' in step {step + 1}'}, on {platform.node()}"
+        beat = self.beat
+        if beat.step is None:
+            return f"{beat.phase}, on {platform.node()}"
+        return f"{beat.phase} in step {beat.step + 1}, on {platform.node()}"
 
     def exit_now(self, text: str) -> NoReturn:
         """Give up with a message and exit, whatever the main thread waits for."""
@@ -76,16 +95,18 @@ class Watchdog:
         longest = STARTUP_FACTOR * self.seconds
         while not self.ended.wait(self.interval):
             self.clock += self.interval
-            _, phase, _, since = self.beat
-            waited, new = self.clock - since, phase not in self.known
+            beat = self.beat
+            waited = self.clock - beat.since
+            new = beat.phase not in self.known
             just_long = 10 <= waited < 10 + self.interval  # so that it is said once
             if new and just_long and (self.rank == 0 or not self.store):
                 print(f"rank {self.rank}: still {self.where()}", file=sys.stderr, flush=True)
             if self.world_size == 1:
                 continue
-            # unless this loop comes round
+            # ends the process unless this loop calls it again in time
             faulthandler.dump_traceback_later(2 * longest, exit=True, file=2)
-            self.late = waited - (longest if new or phase == "saving" else self.seconds)
+            limit = longest if new or beat.phase == "saving" else self.seconds
+            self.late = waited - limit
             # rank 0 judges the others; while joining, an error of PyTorch comes first and says more
             if self.late > 10 * self.interval and not (self.store and self.rank == 0):
                 who = f"rank {self.rank} of {self.world_size} has no answer from rank 0"
@@ -104,8 +125,8 @@ class Watchdog:
 
     def _exchange(self, store: dist.TCPStore) -> None:
         """Say what this rank does; leave if rank 0 has found ranks behind."""
-        count, _, _, since = self.beat
-        state = self.clock, count, self.clock - since, self.where()
+        beat = self.beat
+        state = self.clock, beat.number, self.clock - beat.since, self.where()
         store.set(f"watchdog/{self.rank}", json.dumps(state))
         if store.check(["watchdog/behind"]):
             if self.rank in json.loads(store.get("watchdog/behind")):
@@ -124,7 +145,9 @@ class Watchdog:
             store.delete_key("watchdog/late")
             return
         silent = [rank for rank in range(1, self.world_size) if after[rank] == before[rank]]
-        behind = silent or [rank for rank, count in enumerate(counts) if count == min(counts)]
+        behind = silent
+        if not silent:
+            behind = [rank for rank, count in enumerate(counts) if count == min(counts)]
         names = "; ".join(f"rank {rank} ({after[rank][3]})" for rank in behind[:8])
         who = f"{len(behind)} of {self.world_size} ranks stuck: {names}"
         self.leaving.acquire()  # the main thread may fail now, because of those that leave

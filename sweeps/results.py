@@ -19,7 +19,7 @@ from runtime.config import names
 Row = dict[str, Any]
 
 SHARDING = names("sharding")  # the flags that say how a run is sharded
-SETTINGS = names("setting", "sharding")  # two runs are compared if these flags are equal
+SETTINGS = names("compared", "sharding")  # two runs are compared if these flags are equal
 MEMORY_STATES = ("out of memory", "skipped")
 OUT_OF_MEMORY = re.compile("out.?of.?memory|allocate memory|MemoryError|oom.kill", re.I)
 WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, compilers

@@ -49,7 +49,7 @@ RUNS = [  # folder, flags, step in which a signal comes
 @pytest.fixture
 def run(run, monkeypatch):
     """The folder of a pretrained `nano`."""
-    monkeypatch.setattr(finetune.process, "collect", list)  # handlers of pytest's own
+    monkeypatch.setattr(finetune.process, "listen_for_signals", list)  # handlers of pytest's own
     return run[0]
 
 

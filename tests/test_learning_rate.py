@@ -8,13 +8,14 @@ import train_fsdp
 from downstream.finetune import Tuning
 from runtime.config import Config, fill_defaults, parse
 from runtime.dry_run import fake_world
+from runtime.image_source import ImageFacts
 from runtime.run import Run, resolve, with_images
 
 SMALL = ["--model", "tiny", "--img-size", "32", "--batch", "64", "--device", "cpu"]
 
 
 def run_of(*flags: str) -> Run:
-    return with_images(resolve(parse([*SMALL, *flags]), 1, 1), 640)
+    return with_images(resolve(parse([*SMALL, *flags]), 1, 1), ImageFacts(640))
 
 
 @pytest.mark.parametrize(

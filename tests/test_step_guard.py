@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import join, on_ranks
 
-from runtime.agreement import StepGuard
+from runtime.agreement import StepGuard, StepRequests
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
@@ -40,8 +40,10 @@ def three_ranks():
         for step in range(8):  # in the last one a rank has no batch
             loss = torch.tensor(losses.get((rank, step), float(rank)))
             norm = torch.tensor(norms.get(step, 1.0))
-            flags = {flag: (rank, step) in where for flag, where in FLAGS.items()}
-            skip = guard.check_step(loss, norm, scaled=scaled, **flags)
+            requests = StepRequests(
+                **{flag: (rank, step) in where for flag, where in FLAGS.items()}
+            )
+            skip = guard.check_step(loss, norm, requests, scaled=scaled)
             (verdict,) = guard.read_results()
             found[name].append((skip.item(), verdict))
             guard.done, guard.ended = guard.checked, ""  # the host of a GPU would read late
@@ -73,6 +75,8 @@ class Event:
 
     def record(self) -> None: ...
     def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
 
     def query(self) -> bool:
         return True
@@ -88,7 +92,7 @@ def test_a_late_reader_settles_the_same_steps(late):
 
     def settled(loss: float | None = None, wait: bool = False, **flags: bool) -> list[int]:
         if loss is not None:
-            guard.check_step(torch.tensor(loss), torch.tensor(1.0), **flags)
+            guard.check_step(torch.tensor(loss), torch.tensor(1.0), StepRequests(**flags))
         return [verdict.step for verdict in guard.read_results(wait)]
 
     try:

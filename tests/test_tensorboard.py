@@ -14,6 +14,7 @@ import train_fsdp
 from runtime import log
 from runtime.agreement import StepResult
 from runtime.config import Config
+from runtime.image_source import ImageFacts
 from runtime.run import resolve, with_images
 
 ARGV = (
@@ -55,7 +56,7 @@ def test_a_line_has_the_rate_of_its_own_steps_and_the_memory_of_the_device(monke
         raise OSError(28, "No space left on device")
 
     config = Config("tiny", 32, mode="ddp", batch=4, steps=8)
-    written, run = log.Log(0), with_images(resolve(config, 1, 1), 100)
+    written, run = log.Log(0), with_images(resolve(config, 1, 1), ImageFacts(100))
     written.run, written.device, written.file = run, torch.device("cuda", 3), io.StringIO()
     written.tensorboard = SimpleNamespace(add_scalar=full)
     meter = log.Meter(0, 4)

@@ -75,7 +75,7 @@ def test_whatever_stdout_is_the_work_is_done(behind, images, tmp_path):
 
 # --- signals: in processes that do nothing but wait
 
-WAIT = "from runtime import process; r = process.collect(); print(1, flush=True); {}"
+WAIT = "from runtime import process; r = process.listen_for_signals(); print(1, flush=True); {}"
 # as a computation or a collective, from which Python returns late
 BUSY = "import ctypes; ctypes.CDLL(None).sleep(60); ctypes.CDLL(None).sleep(60)"
 
