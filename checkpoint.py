@@ -306,25 +306,21 @@ def load(
     def read_on_first_rank(_: list[None]) -> tuple[dict[str, Any], bytes]:
         return read_index(folder)  # a thousand ranks that open one file wait for each other
 
-    def check_all() -> tuple[_TrainingState, Metadata]:
+    def check_all() -> Metadata:
         check_files(folder, manifest, dist.get_rank(group), dist.get_world_size(group))
-        state = _TrainingState(model, optimizer)
         index = unpickle_index(pickled)
         try:
-            _check_model(model_tensors, index.state_dict_metadata)
+            _check_model(tensors, index.state_dict_metadata)
             state.read_settings(manifest["optimizers"])
-            tensors.update(state.empty_states(model_tensors, index.state_dict_metadata))
+            tensors.update(state.empty_states(tensors, index.state_dict_metadata))
         except _Refused as error:
             raise Damaged(f"{folder}: {error}") from None
-        return state, index
+        return index
 
-    with _sharded_states(model):
-        model_state = model.state_dict()
-    originals = _original_names(model, model_state)
-    model_tensors = {f"model.{originals[name]}": tensor for name, tensor in model_state.items()}
-    tensors = dict(model_tensors)
+    state = _on_all_ranks(partial(_TrainingState, model, optimizer), group)
+    model_state, tensors = state.model_state()
     manifest, pickled = _decide(None, read_on_first_rank, group)
-    state, index = _on_all_ranks(check_all, group)
+    index = _on_all_ranks(check_all, group)
     _on_all_ranks(partial(read_tensors, folder, index, tensors), group)
     with _sharded_states(model):
         model.load_state_dict(model_state)
@@ -532,12 +528,16 @@ class _TrainingState:
 
     # what is saved
 
+    def model_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the model's state dict as it is, and with the names of `named_tensors`."""
+        with _sharded_states(self.model):
+            state = self.model.state_dict()
+        originals = _original_names(self.model, state)
+        return state, {f"model.{originals[name]}": value for name, value in state.items()}
+
     def tensors(self) -> dict[str, Tensor]:
         """Return what `named_tensors` does. Collective."""
-        with _sharded_states(self.model):
-            state = self.model.state_dict()  # first: FSDP2 shards again what was left gathered
-        originals = _original_names(self.model, state)
-        tensors: dict[str, Any] = {f"model.{originals[n]}": value for n, value in state.items()}
+        _, tensors = self.model_state()  # first: FSDP2 shards again what was left gathered
         for optimizer in self.optimizers:
             for name, leaves in self._states_of(optimizer).items():
                 for leaf, value in leaves.items():
@@ -557,8 +557,10 @@ class _TrainingState:
     def _states_of(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
         """Return the states {parameter: {leaf: value}} that this rank holds. Collective."""
         if not self.fsdp1:
-            states = _stateful(optimizer).state
-            return {self.names[p]: leaves for p, leaves in states.items()}  # type: ignore[index]
+            stateful = _stateful(optimizer)
+            states = stateful.state_dict()["state"]  # its hooks may change them, as with --tp
+            names = [self.names[p] for p in _parameters_of(stateful)]
+            return {names[number]: leaves for number, leaves in states.items()}
         # FSDP1 converts states of all parameters that are trained, and no others: those that this
         # optimizer does not have get one of zeros, which is left out of what is returned.
         every = torch.optim.SGD(self.model.parameters())
@@ -640,18 +642,19 @@ class _TrainingState:
             for group in optimizer.param_groups:
                 names = [self.names[p] for p in group["params"]]
                 settings: dict[str, Any] = {}
+                if names:
+                    settings = settings_of[names[0]]
                 for name in names:
-                    if settings_of[name] != settings_of[names[0]]:
+                    if settings_of[name] != settings:
                         where = f"{name} and {names[0]} had different settings"
                         raise _Refused(f"{where}, but are in one parameter group now")
-                    settings = settings_of[name]
                 groups.append({key: _like(group.get(key), v) for key, v in settings.items()})
             self.settings.append(groups)
 
     def empty_states(
-        self, model_tensors: Mapping[str, Tensor], entries: Mapping[str, Any]
+        self, tensors: Mapping[str, Tensor], entries: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """Allocate what a checkpoint has of this rank's states; each is cut as its parameter is."""
+        """Allocate this rank's states that a checkpoint has, each cut as its parameter."""
         own = set()
         for optimizer in self.optimizers:
             # with ZeRO-1 the others are of other ranks
@@ -660,7 +663,7 @@ class _TrainingState:
         for entry, saved in entries.items():
             if not entry.startswith("optim.") or _split_entry(entry)[0] not in own:
                 continue
-            parameter = model_tensors[f"model.{_split_entry(entry)[0]}"]
+            parameter = tensors[f"model.{_split_entry(entry)[0]}"]
             _check_shape(entry, saved.size, parameter)
             if saved.size == parameter.shape:
                 found[entry] = torch.empty_like(parameter, dtype=saved.properties.dtype)
@@ -835,13 +838,20 @@ class _Planner(dcp.DefaultSavePlanner):
             return _Holders("this rank", 0, 1)
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
+            copies = []  # (mesh, dimension) over which each rank has the same
+            for d, placement in enumerate(tensor.placements):
+                if placement.is_replicate():
+                    copies.append((mesh, d))
+            root = mesh._get_root_mesh()  # --tp: what is not split is on a mesh without "tp"
+            for d, name in enumerate(root.mesh_dim_names or ()):
+                if name not in (mesh.mesh_dim_names or root.mesh_dim_names):
+                    copies.append((root, d))
             number = 0
             count = 1
-            replicated = [d for d, placed in enumerate(tensor.placements) if placed.is_replicate()]
-            for d in replicated:
-                number = number * mesh.size(d) + mesh.get_local_rank(d)
-                count *= mesh.size(d)
-            return _Holders((mesh, *replicated), number, count)
+            for grid, d in copies:
+                number = number * grid.size(d) + grid.get_local_rank(d)
+                count *= grid.size(d)
+            return _Holders((mesh, *copies), number, count)
         if item.type != WriteItemType.TENSOR:  # a shard of FSDP1
             return _Holders("this rank", 0, 1)
         return _Holders("all ranks", self.rank, self.world_size)
