@@ -843,8 +843,10 @@ class _Planner(dcp.DefaultSavePlanner):
                 if placement.is_replicate():
                     copies.append((mesh, d))
             root = mesh._get_root_mesh()  # --tp: what is not split is on a mesh without "tp"
-            for d, name in enumerate(root.mesh_dim_names or ()):
-                if name not in (mesh.mesh_dim_names or root.mesh_dim_names):
+            members = set(mesh.mesh.flatten().tolist())
+            for d in range(root.ndim):
+                line = dist.get_process_group_ranks(root.get_group(d))
+                if len(members.intersection(line)) == 1:  # this rank's
                     copies.append((root, d))
             number = 0
             count = 1
