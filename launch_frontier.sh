@@ -180,5 +180,7 @@ if [[ ${AGAIN:-requeue} == no || ${SLURM_JOB_QOS:-} == debug ]]; then
     say "newest checkpoint $(newest), not done: submit the same command again to resume"
 else
     say "newest checkpoint $(newest): requeued"
-    scontrol requeue "$SLURM_JOB_ID" || fail "requeue was refused: submit the same command again"
+    this=$SLURM_JOB_ID # of one task of an array it is that of the array, and requeues all of it
+    [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+    scontrol requeue "$this" || fail "requeue was refused: submit the same command again"
 fi

@@ -592,11 +592,12 @@ def build_optimizer(
 def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """Make one step of any optimizer, or none if `skip` (), the same on every rank, is 1."""
     inner: Any = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-    # Not SGD, whose first step, if it is left out, leaves the momentum uninitialised.
+    # Not SGD: in a first step that is skipped, fused SGD makes a momentum of uninitialised memory.
     adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     if adam and getattr(inner, "_step_supports_amp_scaling", False):
         # Where `found_inf` is 1, fused AdamW changes nothing; it reads that on the device.
-        inner.found_inf = skip.to(optimizer.param_groups[0]["params"][0].device)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        inner.found_inf = skip.to(parameters[0].device)
     elif skip.item():
         return
     optimizer.step()

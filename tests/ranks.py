@@ -365,10 +365,10 @@ def saves_on_a_full_disk(run: Run) -> Any:
     """A patch by which some saves cannot write whole files."""
     attempts, write = itertools.count(), checkpoint.Saver._write
 
-    def limited(self, tensors, writer):
+    def limited(self, *work):
         full = next(attempts) in run.full_saves
         with files_limited() if full else contextlib.nullcontext():
-            return write(self, tensors, writer)
+            return write(self, *work)
 
     return patch.object(checkpoint.Saver, "_write", limited)
 

@@ -365,9 +365,9 @@ def folder(finished, tmp_path):
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder except the log, which records each start."""
-    own = ("log.jsonl", ".lock")  # which say when the run was
-    files = (p for p in folder.rglob("*") if p.is_file() and p.name not in own)
+    """Every file below a folder except the log and the lock, which record each start."""
+    starts = {"log.jsonl", ".lock"}
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name not in starts)
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 

@@ -47,11 +47,11 @@ def test_an_attempt_meets_nothing_of_the_one_before(tmp_path):
     """Neither the addresses of its ranks nor its watchdog's verdict."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ports = set()
-    for attempt in range(3):
+    for attempt in range(2):
         found = on_ranks(2, partial(one_attempt, agent.port), tmp_path / str(attempt), 60)
         assert [total for total, _ in found] == [2.0, 2.0]
         ports |= {port for _, port in found}
-    assert len(ports) == 3
+    assert len(ports) == 2
 
 
 # Each file of TROUBLE is one: how, the rank, the step, from 0. It happens once.

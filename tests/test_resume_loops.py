@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import FULL
 from ranks import full_parameters, join, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -414,7 +415,7 @@ def of_student_and_teacher(before: tuple[str, int], after: tuple[str, int], out:
     found = [apart(both["student"], plain_student), apart(both["teacher"], plain_teacher)]
     both, _ = build(6, before)
     checkpoint.load(alone, both["teacher"], None)
-    with pytest.raises(checkpoint.Damaged, match="is in no optimizer of the checkpoint"):
+    with pytest.raises(checkpoint.Damaged, match="was trained by no optimizer, now by SGD"):
         checkpoint.load(alone, both["student"], torch.optim.SGD(both["student"].parameters(), 0.1))
     return max(*found, apart(both["teacher"], plain_teacher))
 
@@ -443,14 +444,20 @@ def of_shared_blocks(before: tuple[str, int], after: tuple[str, int], out: Path)
     return apart(model, plain_model)
 
 
+def compiled_unless_fsdp1(mode: tuple[str, int]) -> nn.Module:
+    """FSDP1 must be told of a model before it is compiled: shard.apply refuses one that is."""
+    if mode[1] == 1:
+        return layers()
+    return torch.compile(layers(), backend="eager")
+
+
 def of_a_compiled_model(before: tuple[str, int], after: tuple[str, int], out: Path) -> float:
-    """Compiled whole before it is sharded, and, but for FSDP2, after it; loaded into one not."""
+    """Compiled before it is sharded (not FSDP1) and after it (not FSDP2); loaded into one not."""
     plain_model = layers()
     plain_optimizer = torch.optim.AdamW(plain_model.parameters(), 0.05, eps=1e-3)
     for seed in range(4):
         step_of(plain_model, [plain_optimizer], seed, 6)
-    compiled = torch.compile(layers(), backend="eager")
-    model = sharded(compiled, *before, unused=False)
+    model = sharded(compiled_unless_fsdp1(before), *before, unused=False)
     if not isinstance(model, FSDPModule):
         model = torch.compile(model, backend="eager")
     optimizer = torch.optim.AdamW(model.parameters(), 0.05, eps=1e-3)
@@ -462,7 +469,7 @@ def of_a_compiled_model(before: tuple[str, int], after: tuple[str, int], out: Pa
     checkpoint.load(saved, model, optimizer)
     step_of(model, [optimizer], 2, 6)
     saved = checkpoint.save(out, 3, model, optimizer)
-    model = sharded(torch.compile(layers(), backend="eager"), *before, unused=False)
+    model = sharded(compiled_unless_fsdp1(before), *before, unused=False)
     optimizer = torch.optim.AdamW(model.parameters(), 0.05, eps=1e-3)
     checkpoint.load(saved, model, optimizer)
     step_of(model, [optimizer], 3, 6)
@@ -471,13 +478,13 @@ def of_a_compiled_model(before: tuple[str, int], after: tuple[str, int], out: Pa
 
 
 LOOPS = [of_two_optimizers, of_student_and_teacher, of_shared_blocks, of_a_compiled_model]
-PAIRS = [
-    (("ddp", 2), ("full_shard", 1)),
-    (("full_shard", 1), ("full_shard", 2)),
-    (("hybrid", 2), ("ddp", 2)),
-    (("full_shard", 2), ("hybrid", 1)),
-    (("no_shard", 1), ("shard_grad_op", 2)),
-]
+PAIRS = [(("full_shard", 1), ("full_shard", 2)), (("hybrid", 2), ("ddp", 2))]
+if FULL:
+    PAIRS += [
+        (("ddp", 2), ("full_shard", 1)),
+        (("full_shard", 2), ("hybrid", 1)),
+        (("no_shard", 1), ("shard_grad_op", 2)),
+    ]
 
 
 def all_loops() -> dict[tuple[str, int], float]:
@@ -608,8 +615,8 @@ def test_other_optimizers_than_those_saved_are_refused(single, tmp_path):
     one_rate = [{"params": parts[:2], "lr": 0.3}, {"params": parts[2:]}]
     two_rates = checkpoint.save(tmp_path, 2, model, torch.optim.SGD(one_rate, 0.1))
     for folder, optimizer, words in (
-        (saved, torch.optim.Adam(parts), "0.weight was trained by SGD, not Adam"),
-        (saved, torch.optim.SGD(parts[:3], 0.1), "2.bias was trained by SGD, but is in no optimi"),
+        (saved, torch.optim.Adam(parts), "0.bias was trained by SGD, now by Adam"),
+        (saved, torch.optim.SGD(parts[:3], 0.1), "2.bias was trained by SGD, now by no optimizer"),
         (two_rates, torch.optim.SGD(parts, 0.1), "had different settings, but are in one param"),
     ):
         with pytest.raises(checkpoint.Damaged, match=words):
