@@ -78,9 +78,6 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def query(self) -> bool:
-        return True
-
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_late_reader_settles_the_same_steps(late):
