@@ -121,9 +121,9 @@ def test_attention_copies_no_gradient_in_backward():
 # --- compile
 
 
-def test_ddp_does_not_cut_a_compiled_block(monkeypatch):
+@torch._dynamo.config.patch(optimize_ddp=True)  # and put back afterwards
+def test_ddp_does_not_cut_a_compiled_block():
     """Into graphs that end with a bucket: dynamo's default under DDP."""
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)  # and put back afterwards
     torch._dynamo.reset()
     graphs = []
 
