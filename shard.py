@@ -228,7 +228,7 @@ def apply(
     else:
         fill(model)
         sharded = _ddp(model.to(_device(mesh)), mesh, options)
-    _mark_replaced(before, sharded)
+    _mark_parameters(before, sharded)
     return sharded
 
 
@@ -308,6 +308,8 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
     check_frozen = partial(_check_frozen, model, trained, options.find_unused_parameters)
     _before_each_call(sharded, check_frozen)
     _AverageCheck(sharded, model.parameters())
+    _WeightsCheck(sharded, [])
+    _ReplicaCheck(sharded, group)
     return sharded
 
 
@@ -342,6 +344,8 @@ def _fsdp(
     for unit in [*units, sharded]:
         unit.register_forward_hook(reshard)
     _check_fsdp([*units, sharded], options, _device(mesh))
+    if mesh["replicate"].size() > 1 and dist.get_backend() != "fake":
+        _ReplicaCheck(sharded, mesh.get_group("replicate"))
     return sharded
 
 
@@ -428,8 +432,12 @@ def _reshard_without_backward(module: Any, args: Any, output: Any) -> None:
     with those values when the sharded ones change, and FSDP2's parameters would not be the
     optimizer's.
     """
-    if torch.is_grad_enabled() and _may_need_backward(output):
-        return
+    if not (torch.is_grad_enabled() and _may_need_backward(output)):
+        _reshard(module)
+
+
+def _reshard(module: Any) -> None:
+    """Free what a unit of FSDP gathered."""
     if isinstance(module, FSDPModule):
         module.reshard()
     elif module._handle is not None and module._handle.uses_sharded_strategy:
@@ -496,8 +504,16 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
     """Scale the gradients so that their norm over all parameters is at most `max_norm`.
 
     Returns the norm before, (), fp32, the same on every rank. Collective if gradients are sharded.
-    ValueError for a module that contains a model sharded by FSDP1.
+    ValueError for a module that contains a model sharded by FSDP1; RuntimeError for gradients that
+    are not averaged yet.
     """
+    for module in model.modules():
+        check = getattr(module, "average_check", None)
+        if check is not None and not check.averaged:
+            raise RuntimeError(
+                "the gradients are not averaged over ranks yet: clip them after the micro-batch "
+                "that is the last"
+            )
     if isinstance(model, FSDP1):
         return model.clip_grad_norm_(max_norm)  # sums over the shard group
     if _has(model, FSDP1):
@@ -820,11 +836,11 @@ def _on_meta(tensor: Tensor) -> bool:
     return tensor.device.type == "meta"  # is_meta is true for fake tensors too
 
 
-def _same_on_all_ranks(text: str, device: torch.device | None) -> bool:
-    """Tell whether all ranks have the same text. Collective."""
+def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None) -> bool:
+    """Tell whether all ranks, or those of a group, have the same text. Collective."""
     crc = zlib.crc32(text.encode())
     extremes = torch.tensor([crc, -crc], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)  # the largest, and minus the smallest
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)  # the largest, and minus the smallest
     return extremes.sum().item() == 0
 
 
@@ -839,6 +855,7 @@ def _before_each_call(model: nn.Module, check: Callable[[nn.Module, Any], None])
 def _check_fsdp(units: list[Any], options: ShardingOptions, device: torch.device) -> None:
     """Start the checks of a model of FSDP, whose root is the last of its units."""
     root = units[-1]
+    _WeightsCheck(root, units)
     _before_each_call(root, partial(_check_hooks, list(root.named_parameters())))
     if options.fsdp == 1:
         handles = [unit._handle for unit in units]
@@ -957,6 +974,8 @@ def _check_frozen(
     """
     if not torch.is_grad_enabled():
         return
+    if not any(p.requires_grad for p in model.parameters()):
+        return  # there is no backward pass
     for name, p in model.named_parameters():
         if p.requires_grad and name not in averaged:
             raise RuntimeError(
@@ -977,6 +996,8 @@ class _AverageCheck:
         self.model = model
         self.calls = 0  # of the model, with gradients
         self.last_call: dict[Tensor, int] = {}  # of which each tensor has its gradient
+        self.averaged = True  # the last gradients, over ranks
+        model.average_check = self  # for clip_grad_norm
         _before_each_call(model, self.before_forward)
         for tensor in tensors:
             if tensor.requires_grad:
@@ -999,6 +1020,7 @@ class _AverageCheck:
                 "call: call the model, not its methods or parts, and call backward() once"
             )
         self.last_call[tensor] = self.calls
+        self.averaged = averages
 
 
 class _UsedCheck:
@@ -1014,8 +1036,7 @@ class _UsedCheck:
         self.steps = 0
         _before_each_call(model, self.before_forward)
         model.used_check = self
-        for p in self.parameters:
-            p.used_check = self  # for _check_optimizer
+        _check_before_step(self.parameters, self)
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Compare the ranks after a micro-batch, before the next one. Collective."""
@@ -1039,12 +1060,130 @@ class _UsedCheck:
             )
 
 
-def _mark_replaced(before: list[nn.Parameter], sharded: nn.Module) -> None:
-    """Mark the parameters that a model had before it was sharded, and has no longer."""
+class _WeightsCheck:
+    """Raise RuntimeError for weights that were replaced, or changed where the engine loses that."""
+
+    def __init__(self, model: nn.Module, units: list[Any]) -> None:
+        self.units = units  # of FSDP
+        self.owners: list[tuple[str, nn.Module, str, Any]] = []
+        for path, module in model.named_modules():
+            for leaf, p in module._parameters.items():
+                if p is not None:
+                    name = original_name(f"{path}.{leaf}".lstrip("."))
+                    self.owners.append((name, module, leaf, p))
+        self.storage: dict[str, Any] = {}
+        self.gathered: dict[str, tuple[Any, int]] = {}  # left so by a forward pass: its version
+        _before_each_call(model, self.before_forward)
+        if units:
+            model.register_forward_hook(torch.compiler.disable(self.after_forward))
+        _check_before_step(model.parameters(), self)
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Compare the parameters with those of shard.apply."""
+        self.compare()
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Remember what is gathered still, for a backward pass to come."""
+        self.gathered = {}
+        for name, owner, leaf, p in self.owners:
+            now = getattr(owner, leaf, None)
+            if now is not p and isinstance(now, Tensor) and not now.is_inference():
+                self.gathered[name] = (now, now._version)
+
+    def before_step(self) -> None:
+        """Compare, and free what waits for a backward pass that did not come."""
+        if self.compare():
+            for unit in self.units:
+                _reshard(unit)
+        self.gathered = {}
+
+    def compare(self) -> bool:
+        """Return whether some parameters are still gathered."""
+        found = False
+        for i, (name, owner, leaf, p) in enumerate(self.owners):
+            now: Any = getattr(owner, leaf, None)
+            gathered, version = self.gathered.get(name, (None, None))
+            if now is not None and now is gathered:
+                found = True
+                if now._version != version:
+                    raise RuntimeError(
+                        f"{name} was changed after a forward pass with gradients that no "
+                        "backward() followed, and FSDP loses that: evaluate in torch.no_grad()"
+                    )
+            elif now is not p and isinstance(now, DTensor) and self.units:
+                self.owners[i] = (name, owner, leaf, now)  # load_state_dict(assign=True)
+                self.storage.pop(name, None)
+                _mark_parameters([p], owner)
+                _check_before_step([now], self)
+            elif now is not p:
+                raise RuntimeError(
+                    f"{name} was replaced after shard.apply, and would not be trained together: "
+                    "replace it before, or write into it, with copy_() or load_state_dict()"
+                )
+            elif self.storage.setdefault(name, _storage(p)) != _storage(p):
+                raise RuntimeError(
+                    f"{name} has other memory or another dtype than before, which its engine "
+                    "does not see: write into it, with copy_() or mul_(), not into .data"
+                )
+        return found
+
+
+def _storage(p: Any) -> Any:
+    """Return what differs when a parameter's memory is replaced; under DDP, where it may be."""
+    if isinstance(p, DTensor):
+        return p.untyped_storage()._cdata, p.dtype
+    return p.dtype
+
+
+class _ReplicaCheck:
+    """Raise RuntimeError if replicas are about to make different steps.
+
+    In the first three steps of an optimizer only: sums of values make a GPU wait.
+    """
+
+    def __init__(self, model: Any, group: Any) -> None:
+        self.parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
+        self.group = group
+        self.model = model
+        self.steps = 0
+        _check_before_step(self.parameters, self)
+
+    def before_step(self) -> None:
+        """Compare the values and the gradients. Collective."""
+        self.steps += 1
+        if self.steps > 3:
+            return
+        sums = []
+        for p in self.parameters:
+            for tensor in (p, p.grad):
+                if tensor is not None:
+                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                    sums.append(local.detach().double().sum())
+        if not sums:
+            return
+        found = torch.stack(sums).cpu().numpy().tobytes().hex()
+        if not _same_on_all_ranks(found, self.parameters[0].device, self.group):
+            raise RuntimeError(
+                "the ranks hold different weights or gradients: change both in the same way on "
+                "all ranks, and take gradients by backward()"
+            )
+
+
+def _check_before_step(parameters: Iterable[Any], check: Any) -> None:
+    """Have `check.before_step()` called before a step of an optimizer of these parameters."""
+    for p in parameters:
+        p.sharding_checks = [*getattr(p, "sharding_checks", []), check]
+
+
+def _mark_parameters(before: Iterable[nn.Parameter], sharded: nn.Module) -> None:
+    """Mark the parameters that may be trained, and those that a model has no longer."""
     now = set(sharded.parameters())
     for p in before:
         if p not in now:
             p.replaced_by_sharding = True  # type: ignore[attr-defined]
+    for p in now:
+        p.sharding_checks = getattr(p, "sharding_checks", [])  # type: ignore[attr-defined]
+        p.flat = isinstance(sharded, FSDP1)  # type: ignore[attr-defined]
     _check_optimizers()
 
 
@@ -1055,16 +1194,42 @@ def _check_optimizers() -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise RuntimeError for an optimizer that would train nothing; check what ranks use."""
-    checks: dict[_UsedCheck, None] = {}  # in the same order on all ranks
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if hasattr(p, "replaced_by_sharding"):
-                raise RuntimeError(
-                    "the optimizer was built before shard.apply, which replaced the parameters: "
-                    "build it afterwards"
-                )
-            if hasattr(p, "used_check"):
-                checks[p.used_check] = None
+    """Raise RuntimeError for an optimizer that would train nothing, or apart on each rank."""
+    checks: dict[Any, None] = {}  # in the same order on all ranks
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        if hasattr(p, "replaced_by_sharding"):
+            raise RuntimeError(
+                "the optimizer was built before shard.apply, or load_state_dict(assign=True), replaced "
+                "its parameters: build it afterwards"
+            )
+        for check in getattr(p, "sharding_checks", []):
+            checks[check] = None
+    _check_membership(optimizer, parameters)
     for check in checks:
         check.before_step()
+
+
+def _check_membership(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> None:
+    """Raise RuntimeError for parameters that no engine averages, or that a shard cannot train."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    outside = [p for p in parameters if not hasattr(p, "sharding_checks")]
+    if outside and len(outside) < len(parameters):
+        raise RuntimeError(
+            f"a parameter {tuple(outside[0].shape)} is in no model that shard.apply returned, and "
+            "each rank would train its own: put it into the model before shard.apply"
+        )
+    if outside and not hasattr(optimizer, "warned"):
+        optimizer.warned = True  # type: ignore[attr-defined]
+        warnings.warn(
+            "an optimizer trains parameters of no model that shard.apply returned: their "
+            "gradients are not averaged over ranks by it",
+            stacklevel=4,
+        )
+    whole_tensors = isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor)
+    if whole_tensors and any(getattr(p, "flat", False) for p in parameters):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} needs whole tensors, of which FSDP1 gives it pieces: "
+            "use fsdp 2, mode ddp, or an elementwise optimizer such as AdamW"
+        )
