@@ -99,7 +99,8 @@ def scan(
     ValueError where there is no image.
     """
     names: list[str] = []
-    left_out: Counter[str] = Counter()
+    # A pattern that excludes nothing is listed too: it may be misspelt.
+    left_out = Counter({f"excluded by {pattern}": 0 for pattern in exclude})
     for name in walk_files(root):
         reason = reason_to_leave_out(name, include, exclude)
         if reason:
@@ -112,6 +113,8 @@ def scan(
         message = f"no images found in {root}: looked for {' '.join(EXTENSIONS)}"
         if left_out:
             message += f"; left out {describe_counts(left_out)}"
+        if include:
+            message += ": a pattern is a whole name of a file or folder, or *part_of_it*"
         raise ValueError(message)
     names.sort(key=os.fsencode)  # the same order in every locale
     labels, classes = classes_by_folder(names)
@@ -148,7 +151,7 @@ def reason_to_leave_out(name: str, include: Sequence[str], exclude: Sequence[str
         _, ending = os.path.splitext(name)
         return ending.lower() if ending else "without an ending"
     if include and not any(matches(name, pattern) for pattern in include):
-        return "not included"
+        return f"not included by {' or '.join(include)}"
     for pattern in exclude:
         if matches(name, pattern):
             return f"excluded by {pattern}"
@@ -418,7 +421,11 @@ SUBFILE_TYPE = 254
 IMAGE_WIDTH = 256
 IMAGE_LENGTH = 257
 BITS_PER_SAMPLE = 258
+STRIP_OFFSETS = 273
 SAMPLES_PER_PIXEL = 277
+STRIP_BYTES = 279
+TILE_OFFSETS = 324
+TILE_BYTES = 325
 SAMPLE_FORMAT = 339
 UNSIGNED = 1  # a sample format
 REDUCED_OR_MASK = 1 | 4  # bits of a subfile type: an overview, or a mask, of another page
@@ -486,7 +493,7 @@ def open_picture(content: bytes) -> Image.Image:
     except UnidentifiedImageError:  # which names an object in memory
         if content[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
             raise NotAPictureError(
-                "TIFF that is not an image to Pillow: `prepare.py pack` makes an array of it"
+                "TIFF that is not an image to Pillow: broken, or for `prepare.py pack`"
             ) from None
         raise ValueError("not an image that Pillow reads") from None
     image.decodermaxblock = len(content)  # or Pillow decodes 64 KiB at a time
@@ -517,17 +524,26 @@ def open_array(content: bytes) -> np.ndarray:
 def check_array(image: np.ndarray) -> None:
     """ValueError where it is not (C, H, W) of a type that training takes, or shows nothing."""
     if image.ndim != 3 or not image.size or image.dtype.name not in ARRAY_DTYPES:
-        kind = f"{image.dtype} {image.shape}"
-        raise ValueError(f"not (C, H, W) of {ARRAY_DTYPES}: {kind}; `prepare.py pack` may do it")
+        raise ValueError(describe_wrong_array(image))
     if image.shape[2] <= 4 < min(image.shape[:2]):  # a picture of four columns is none
         raise NotAPictureError(
             f"{image.shape} looks like (H, W, C): `prepare.py pack` makes (C, H, W) of it"
         )
+    if 3 * image.shape[2] <= min(image.shape[:2]):
+        raise ValueError(f"{image.shape} looks like (H, W, C): save it as (C, H, W)")
     if image.dtype.kind == "f" and not np.isfinite(image).all():
         if np.isinf(image).any():
             raise ValueError("infinite pixels")
         if np.isnan(image).all():
             raise ValueError("nodata (NaN) in all pixels")
+
+
+def describe_wrong_array(image: np.ndarray) -> str:
+    """Say what an array has instead of (C, H, W) of a type that training takes, and what to do."""
+    kind = f"an array {image.shape} of {image.dtype}"
+    if image.ndim not in (2, 3) or not image.size:
+        return f"{kind} is not one image: save each image as (C, H, W) in a file of its own"
+    return f"{kind} is not (C, H, W) of {ARRAY_DTYPES}: `prepare.py pack` converts it"
 
 
 def fill_nodata(image: np.ndarray, stats: ChannelStats) -> np.ndarray:
@@ -560,34 +576,50 @@ def describe_tiff(image: Any) -> str | None:
     shown = image.mode in PICTURE_MODES and samples == len(image.getbands())
     if bits > 8 or not shown:
         return f"TIFF of {samples} bands of {bits} bits"
+    if leaves_out_tiles(tags):
+        return "TIFF that leaves out tiles without a value"
     pages = count_pages(image)
     if pages > 1:
         return f"TIFF of {pages} pages of one size"
     return None
 
 
+def leaves_out_tiles(tags: Any) -> bool:
+    """Tell whether a TIFF is sparse: there Pillow shows other bytes of the file, or fails."""
+    for tag in (STRIP_OFFSETS, TILE_OFFSETS, STRIP_BYTES, TILE_BYTES):
+        if 0 in tags.get(tag, ()):
+            return True
+    return False
+
+
 def count_pages(image: Any) -> int:
     """Count the pages of a TIFF that have the size of the first, without overviews and masks."""
+    size = image.tag_v2.get(IMAGE_WIDTH), image.tag_v2.get(IMAGE_LENGTH)
+    pages = 1
+    for page in other_pages(image):
+        same = (page.get(IMAGE_WIDTH), page.get(IMAGE_LENGTH)) == size
+        if same and not page.get(SUBFILE_TYPE, 0) & REDUCED_OR_MASK:
+            pages += 1
+    return pages
+
+
+def other_pages(image: Any) -> Iterator[Any]:
+    """Yield the tags of each page of a TIFF after the first."""
     file = image.fp
     directory = image.tag_v2
     if file is None:  # decoded already, by who made the image
-        return 1
-    size = directory.get(IMAGE_WIDTH), directory.get(IMAGE_LENGTH)
+        return
     file.seek(0)
     header = file.read(16)
     if header[2] != 43 and header[3] != 43:  # no BigTIFF, whose header is twice as long
         header = header[:8]
-    pages = 1
     seen = set()
     while directory.next and directory.next not in seen:
         seen.add(directory.next)  # a chain may end in a circle
         file.seek(directory.next)
         directory = TiffImagePlugin.ImageFileDirectory_v2(header)
         directory.load(file)
-        same = (directory.get(IMAGE_WIDTH), directory.get(IMAGE_LENGTH)) == size
-        if same and not directory.get(SUBFILE_TYPE, 0) & REDUCED_OR_MASK:
-            pages += 1
-    return pages
+        yield directory
 
 
 def describe_jpeg2000(image: Any) -> str | None:

@@ -6,7 +6,7 @@ TIFF is read by the package tifffile. Training reads what comes out of here from
 import io
 import logging
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -15,7 +15,13 @@ import data
 
 GDAL_NODATA = 42113  # tag of TIFF: the number that stands for a missing pixel, as text
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+MASK = 4  # a bit of a page's subfile type
+INSTALL = "pip install tifffile imagecodecs"
 EXACT_IN_FLOAT32 = 2**24  # every whole number up to it
+
+
+class TooLargeError(ValueError):
+    """A header promises more pixels than are read."""
 
 
 def read_image(content: bytes, nodata: float | None = None) -> data.AnyImage:
@@ -25,23 +31,48 @@ def read_image(content: bytes, nodata: float | None = None) -> data.AnyImage:
     NaN in float32. ValueError, or what a decoder raises, where it cannot be read; ImportError where
     tifffile is missing.
     """
-    if content.startswith(b"\x93NUMPY"):
-        return to_training_type(channels_first(data.open_array(content)), nodata)
-    try:
-        image, _ = data.open_image(content)
-        assert isinstance(image, Image.Image)
-        if image.format in ("TIFF", "JPEG2000") and image.has_transparency_data:
-            data.check_alpha(image)
-        return image
-    except data.NotAPictureError:
-        return read_bands(content, nodata)
+    if not content.startswith(b"\x93NUMPY"):
+        try:
+            image, _ = data.open_image(content)
+            assert isinstance(image, Image.Image)
+            if image.format in ("TIFF", "JPEG2000") and image.has_transparency_data:
+                data.check_alpha(image)
+            if nodata is None or not can_hold(image, nodata):
+                return image
+        except data.NotAPictureError:
+            pass
+    bands = read_bands(content, nodata)
+    data.check_array(bands)
+    return bands
+
+
+def can_hold(image: Image.Image, nodata: float) -> bool:
+    """Tell whether a pixel of a picture can have this value."""
+    largest = 2**16 if image.mode.startswith("I") else 2**8
+    return nodata.is_integer() and 0 <= nodata < largest
+
+
+def declares_missing(image: Image.Image) -> bool:
+    """Tell whether a picture, not decoded yet, says that some of its pixels are missing."""
+    tags = getattr(image, "tag_v2", None)
+    if image.format != "TIFF" or tags is None:
+        return False
+    if GDAL_NODATA in tags:
+        return True
+    masks = [page for page in data.other_pages(image) if page.get(data.SUBFILE_TYPE, 0) & MASK]
+    return len(masks) > 0
 
 
 def read_bands(content: bytes, nodata: float | None = None) -> np.ndarray:
-    """Read any image file as an array (C, H, W) of the values that it stores, as `read_image`."""
+    """Read any image file as an array (C, H, W) of the values that it stores, as `read_image`.
+
+    All its pixels may be nodata.
+    """
     if content.startswith(TIFF_STARTS):
-        bands, declared = read_tiff(content)
-        return to_training_type(bands, declared if nodata is None else nodata)
+        tiff = read_tiff(content)
+        if nodata is None:
+            nodata = tiff.nodata
+        return to_training_type(tiff.bands, nodata, tiff.mask)
     if content.startswith(b"\x93NUMPY"):
         return to_training_type(channels_first(data.open_array(content)), nodata)
     image = data.open_picture(content)
@@ -61,25 +92,53 @@ def channels_first(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def read_tiff(content: bytes) -> tuple[np.ndarray, float | None]:
-    """Decode all bands of a TIFF (C, H, W), as stored; and the number for nodata, if it has one.
+class Tiff(NamedTuple):
+    """What a TIFF holds."""
+
+    bands: np.ndarray  # (C, H, W), as stored
+    nodata: float | None  # the number for missing pixels, if it has one
+    mask: np.ndarray | None  # (H, W) bool, False where a pixel is missing
+
+
+def read_tiff(content: bytes) -> Tiff:
+    """Decode all bands of a TIFF; ValueError where it is broken, ImportError without a package.
 
     Bands are in the order of the file: page by page, and in a page sample by sample.
     """
-    import tifffile
-
+    try:
+        import tifffile
+    except ImportError:
+        raise ImportError(f"this TIFF needs a package: type `{INSTALL}`") from None
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what it logs names no file
-    with tifffile.TiffFile(io.BytesIO(content)) as file:
-        every = [series for series in file.series if not is_reduced_or_mask(series)]
-        first = every[0]
-        same = [series for series in every if plane_size(series) == plane_size(first)]
-        size = sum(series.size * series.dtype.itemsize for series in same)
-        if size > data.LARGEST_IMAGE:
-            raise ValueError(f"{size / 2**30:.1f} GiB of pixels by its header: more than 4 GiB")
-        parts = [bands_first(series.asarray(maxworkers=1), series.axes) for series in same]
-        tag = file.pages.first.tags.get(GDAL_NODATA)
+    try:
+        with tifffile.TiffFile(io.BytesIO(content)) as file:
+            return decode_tiff(file)
+    except Exception as error:  # tifffile raises many kinds for a broken file
+        if "imagecodecs" in str(error):
+            raise ImportError(f"{error}: type `{INSTALL}`") from None
+        if isinstance(error, TooLargeError) or not data.is_file_error(error):
+            raise
+        raise ValueError(f"broken TIFF, which tifffile cannot read ({error})") from None
+
+
+def decode_tiff(file: Any) -> Tiff:
+    """Decode an open tifffile.TiffFile; raises whatever tifffile does."""
+    every = [series for series in file.series if not is_reduced_or_mask(series)]
+    first = every[0]
+    same = [series for series in every if plane_size(series) == plane_size(first)]
+    size = sum(series.size * series.dtype.itemsize for series in same)
+    if size > data.LARGEST_IMAGE:
+        raise TooLargeError(f"{size / 2**30:.1f} GiB of pixels by its header: more than 4 GiB")
+    parts = [bands_first(series.asarray(maxworkers=1), series.axes) for series in same]
     bands = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return bands, read_nodata(tag.value) if tag else None
+    tag = file.pages.first.tags.get(GDAL_NODATA)
+    nodata = read_nodata(tag.value) if tag else None
+    mask = None
+    for page in file.pages:
+        if page.subfiletype & MASK and page.shape[:2] == bands.shape[1:]:
+            shown = page.asarray() != 0
+            mask = shown if mask is None else mask & shown
+    return Tiff(bands, nodata, mask)
 
 
 def is_reduced_or_mask(series: Any) -> bool:
@@ -125,8 +184,10 @@ def read_jpeg2000(image: Image.Image, content: bytes) -> np.ndarray:
     return channels_first(pixels)
 
 
-def to_training_type(bands: np.ndarray, nodata: float | None = None) -> np.ndarray:
-    """Convert (C, H, W) to a type that training takes, `nodata` to NaN; ValueError.
+def to_training_type(
+    bands: np.ndarray, nodata: float | None = None, mask: np.ndarray | None = None
+) -> np.ndarray:
+    """Convert (C, H, W) to a type that training takes; `nodata` and what is not in `mask` to NaN.
 
     uint8, uint16 and float32 stay as they are, but for nodata; all else becomes float32. ValueError
     for complex numbers, and for whole numbers that float32 would round.
@@ -136,16 +197,19 @@ def to_training_type(bands: np.ndarray, nodata: float | None = None) -> np.ndarr
     if bands.dtype == bool:
         bands = bands.astype(np.uint8)
     missing = find_nodata(bands, nodata)
+    if mask is not None:
+        outside = np.broadcast_to(~mask, bands.shape)
+        missing = outside if missing is None else missing | outside
     if bands.dtype.name not in data.ARRAY_DTYPES or missing is not None:
         if bands.dtype.kind in "iu" and bands.dtype.itemsize > 2 and bands.size:
-            largest = max(abs(int(bands.min())), abs(int(bands.max())))
+            valid = bands if missing is None else bands[~missing]
+            largest = max(abs(int(valid.min(initial=0))), abs(int(valid.max(initial=0))))
             if largest > EXACT_IN_FLOAT32:
                 raise ValueError(f"numbers up to {largest}, which float32 would round")
         with np.errstate(over="ignore"):  # what becomes infinite is refused below
             bands = bands.astype(np.float32)
     if missing is not None:
         bands[missing] = np.nan
-    data.check_array(bands)
     return bands
 
 

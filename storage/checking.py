@@ -18,7 +18,7 @@ from PIL import Image
 import data
 from checkpoint import replacing
 from runtime import process
-from storage.arrays import read_image
+from storage.arrays import declares_missing, read_image
 from storage.image_list import ImageList
 from storage.paths import stats_file
 
@@ -33,10 +33,22 @@ class Kind(NamedTuple):
     channels: int
     dtype: str
     packed_only: bool  # training reads such a file from a pack only
+    mode: str = ""  # of a picture, which training takes as RGB: Pillow's name, or "grey"
 
     def __str__(self) -> str:
         text = f"{self.channels} channels of {self.dtype}"
+        if self.mode:
+            return f"{text} ({self.mode} pictures)"
         return f"{text}, for training only from a pack" if self.packed_only else text
+
+
+def picture_mode(image: Image.Image) -> str:
+    """Name what the pixels of a picture are: "grey" of any depth, "palette", or Pillow's mode."""
+    if image.mode in ("1", "L", "LA") or image.mode.startswith("I;16"):
+        return "grey"
+    if image.mode in ("P", "PA"):
+        return "palette"
+    return image.mode
 
 
 @dataclass
@@ -47,6 +59,7 @@ class Report:
     kinds: Counter[Kind] = field(default_factory=Counter)  # how many images
     first: dict[Kind, str] = field(default_factory=dict)  # the path of one
     deep_grey: int = 0  # 16-bit pictures, which training scales to 8 bits
+    declaring: int = 0  # pictures that say which of their pixels are missing
     # By (channels, dtype) (4, C) float64: sums over images of their number, mean, squared mean and
     # variance, each of the pixels that are not nodata.
     sums: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
@@ -58,18 +71,33 @@ class Report:
         self.kinds.update(other.kinds)
         self.first = other.first | self.first
         self.deep_grey += other.deep_grey
+        self.declaring += other.declaring
         for key, sums in other.sums.items():
             self.sums[key] = self.sums.get(key, 0) + sums
         self.values += other.values
         self.missing += other.missing
+
+    def count_of_most_frequent(self) -> int:
+        """Count the images of the channels and type that most have."""
+        counts: Counter[tuple[int, str]] = Counter()
+        for kind, count in self.kinds.items():
+            counts[kind.channels, kind.dtype] += count
+        return max(counts.values(), default=0)
 
     def say_kinds(self, say: Say) -> None:
         """Print how many images there are of each kind, and what to do where they differ."""
         several = len(self.kinds) > 1
         for kind, count in self.kinds.most_common():
             say(f"{count} images: {kind}" + (f", such as {self.first[kind]}" if several else ""))
-        if several:
+        if len({(kind.channels, kind.dtype) for kind in self.kinds}) > 1:
             say("training takes one kind: choose it by --include PATTERN or --exclude PATTERN")
+        elif several:
+            say("training takes all of these: leave out masks by --include or --exclude PATTERN")
+        if self.declaring:
+            what = f"{self.declaring} pictures declare missing pixels (nodata, or a mask)"
+            say(
+                f"{what}: they are taken as stored; `pack --nodata NUMBER` makes NaN of that number"
+            )
         if self.deep_grey:
             say(f"{self.deep_grey} images have 16 bits: training divides their values by 257")
         if self.missing:
@@ -130,13 +158,18 @@ def naming_memory_errors(path: str) -> Iterator[None]:
 def measure_image(content: bytes, path: str, nodata: float | None, report: Report) -> None:
     """Add what is found in one image to a report; raises where it cannot be read."""
     image = read_image(content, nodata)
-    deep = isinstance(image, Image.Image) and image.mode.startswith("I;16")
+    deep = False
+    declaring = False
+    mode = ""
     if isinstance(image, Image.Image):
+        deep = image.mode.startswith("I;16")
+        declaring = declares_missing(image)
+        mode = picture_mode(image)
         pixels = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
         packed_only = False
     else:
         pixels = image
-        packed_only = not trains_from_tree(content)
+        packed_only = not trains_from_tree(content, pixels)
     if pixels.dtype.kind == "f":
         report.values += pixels.size
         report.missing += int(np.isnan(pixels).sum())
@@ -145,20 +178,21 @@ def measure_image(content: bytes, path: str, nodata: float | None, report: Repor
     sums = measure_pixels(pixels[:, ::every, ::every])
     # All of it is read: only now is the image counted.
     report.deep_grey += deep
-    kind = Kind(channels, pixels.dtype.name, packed_only)
+    report.declaring += declaring
+    kind = Kind(channels, pixels.dtype.name, packed_only, mode)
     report.kinds[kind] += 1
     report.first.setdefault(kind, path)
     key = (channels, pixels.dtype.name)
     report.sums[key] = report.sums.get(key, 0) + sums
 
 
-def trains_from_tree(content: bytes) -> bool:
-    """Tell whether training reads this file where it is."""
+def trains_from_tree(content: bytes, packed: np.ndarray) -> bool:
+    """Tell whether training reads this file where it is, as an array of the same type."""
     try:
-        data.open_image(content)
+        image, _ = data.open_image(content)
     except ValueError:
         return False
-    return True
+    return isinstance(image, np.ndarray) and image.dtype == packed.dtype
 
 
 def measure_pixels(pixels: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
@@ -145,7 +146,8 @@ def choose(files: ImageList, include: Sequence[str], exclude: Sequence[str]) -> 
     reasons = [data.reason_to_leave_out(name, include, exclude) for name in names]
     rows = [index for index, reason in enumerate(reasons) if reason is None]
     if not rows:
-        raise ValueError(f"none of the {len(files)} images in {files.root} matches the patterns")
+        left_out = data.describe_counts(Counter(reason for reason in reasons if reason))
+        raise ValueError(f"no image in the pack {files.root} is chosen: {left_out}")
     table = files.table[rows]
     table["label"], classes = data.classes_by_folder([names[index] for index in rows])
     return replace(files, table=table, classes=classes, index_file=None)

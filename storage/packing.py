@@ -18,13 +18,14 @@ import numpy as np
 from PIL import Image
 
 import data
-from storage.arrays import read_image
+from storage.arrays import declares_missing, read_image
 from storage.checking import (
     Kind,
     Report,
     Say,
     for_each,
     naming_memory_errors,
+    picture_mode,
     read_folder,
     save_stats,
 )
@@ -54,6 +55,7 @@ class Member(NamedTuple):
     start: int
     kind: Kind | None  # None where it could not be read,
     problem: str  # for this reason
+    declaring: bool  # a picture that says which of its pixels are missing
 
 
 def repack(content: bytes, options: PackOptions) -> tuple[bytes | np.ndarray, str]:
@@ -109,17 +111,26 @@ def write_shard(options: PackOptions, path: Path, files: ImageList | SceneList) 
             if not name.lower().endswith(ending):
                 name += ending
             start, size = write_member(file, name, content)
-            kind = None if problem else kind_of_member(content)
-            members.append(Member(os.fsencode(name), size, start, kind, problem))
+            kind = None
+            declaring = False
+            if not problem:
+                kind, declaring = kind_of_member(content)
+            member = Member(os.fsencode(name), size, start, kind, problem, declaring)
+            members.append(member)
         file.write(bytes(2 * BLOCK))  # the end of a tar file
     return members
 
 
-def kind_of_member(content: bytes | np.ndarray) -> Kind:
-    """Return what training takes a member of a pack for."""
+def kind_of_member(content: bytes | np.ndarray) -> tuple[Kind, bool]:
+    """Return what training takes a member for, and whether a picture declares missing pixels."""
     if isinstance(content, np.ndarray):
-        return Kind(len(content), content.dtype.name, packed_only=False)
-    return Kind(3, "uint8", packed_only=False)
+        return Kind(len(content), content.dtype.name, packed_only=False), False
+    if content.startswith(b"\x93NUMPY"):  # of a pack that is packed again
+        array = data.open_array(content)
+        return Kind(len(array), array.dtype.name, packed_only=False), False
+    image = data.open_picture(content)
+    kind = Kind(3, "uint8", packed_only=False, mode=picture_mode(image))
+    return kind, declares_missing(image)
 
 
 def write_member(file: IO[bytes], name: str, content: bytes | np.ndarray) -> tuple[int, int]:
@@ -196,6 +207,10 @@ def pack(
     report.say_kinds(say)
     if report.problems:
         say(f"{len(report.problems)} of {len(members)} images cannot be read: they are empty files")
+    unused = len(members) - report.count_of_most_frequent()
+    if unused:
+        share = f"{unused} of {len(members)} images ({unused / len(members):.1%})"
+        say(f"training on this pack leaves out {share}, and ends if these are above --max-bad")
     arrays = sum(member.name.endswith(b".npy") for member in members)
     if 2 * arrays >= len(members) and not (path / "stats.json").exists():
         packed = list_images(target, say)
@@ -210,6 +225,7 @@ def report_members(files: ImageList | SceneList, members: Sequence[Member]) -> R
             report.problems.append(f"{files.path(index)}: {member.problem}")
             continue
         report.kinds[member.kind] += 1
+        report.declaring += member.declaring
         if member.kind not in report.first:
             report.first[member.kind] = files.path(index)
     return report

@@ -55,14 +55,23 @@ class SceneList:
             raise ValueError(f"no file of band {', '.join(missing)}")
         parts: list[np.ndarray] = []
         for row in rows:
-            with open(os.path.join(self.root, os.fsdecode(row["name"])), "rb") as file:
-                bands = read_bands(file.read(), nodata)
+            bands = self.read_band(os.fsdecode(row["name"]), nodata)
             if parts:
                 bands = resample_nearest(bands, parts[0].shape[1], parts[0].shape[2])
             parts.append(bands)
         stacked = np.concatenate(parts)  # of uint8 and uint16 uint16; of any and float32 that
         data.check_array(stacked)
         return stacked
+
+    def read_band(self, name: str, nodata: float | None) -> np.ndarray:
+        """Read the file of one band; a ValueError names it."""
+        try:
+            with open(os.path.join(self.root, name), "rb") as file:
+                return read_bands(file.read(), nodata)
+        except Exception as error:  # Pillow raises many kinds for a broken file
+            if not data.is_file_error(error):
+                raise
+            raise ValueError(f"{os.path.basename(name)}: {error}") from None
 
 
 def resample_nearest(bands: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -87,7 +96,7 @@ def find_scenes(files: ImageList, bands: Sequence[str], say: Callable[[str], Non
         stem, _ = os.path.splitext(file)
         band = find_band(stem, bands)
         if band is None:
-            others[re.split(r"[_.-]", stem)[-1]] += 1
+            others[guess_band(stem)] += 1
             continue
         parts = [part for part in folder.split("/") if not RESOLUTION_FOLDER.fullmatch(part)]
         scene = ("/".join(parts), stem.removesuffix(band).rstrip("_.-"))
@@ -103,6 +112,13 @@ def find_scenes(files: ImageList, bands: Sequence[str], say: Callable[[str], Non
     if others:
         say(f"left out, being of no band: {sum(others.values())} files")
     return tabulate(files, rows, bands)
+
+
+def guess_band(stem: str) -> str:
+    """Return what --stack may call the band of a file: the last word, with a resolution behind."""
+    words = re.split(r"([_.-])", stem)  # with their separators
+    count = 3 if RESOLUTION_FOLDER.fullmatch(words[-1]) else 1
+    return "".join(words[-count:])
 
 
 def find_band(stem: str, bands: Sequence[str]) -> str | None:

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import struct
+import sys
 import tarfile
 from pathlib import Path
 
@@ -185,7 +186,9 @@ def test_arrays_of_other_shapes():
         (np.full((1, 8, 8), 2**24 + 1), "which float32 would round"),
         (np.full((1, 8, 8), 1e300), "infinite"),
         (np.full((1, 8, 8), -9999.0), "nodata"),
-        (np.zeros((2, 3, 8, 8)), r"not \(C, H, W\)"),
+        (np.zeros((2, 3, 8, 8)), "not one image"),
+        (np.zeros(8), "not one image"),
+        (np.zeros((64, 64, 13), "uint16"), r"looks like \(H, W, C\)"),
         (np.array([{}], object), "OBJECT"),
     ],
 )
@@ -283,7 +286,133 @@ def test_nodata_that_is_typed(nodata, dtype):
     assert arrays.read_image(npy(blocks(0, 2, 1, 9)), nodata=-9999.0).dtype == np.uint16
 
 
+def with_mask(path, pixels, **options):
+    """Write pixels by GDAL with a mask in the file: the first four rows are missing."""
+    mask = np.full(pixels.shape[1:], 255, "uint8")
+    mask[:4] = 0
+    with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True):
+        write_by_gdal(path, pixels, **options)
+        with rasterio.open(path, "r+") as file:
+            file.write_mask(mask)
+
+
+def read_masked(path):
+    with rasterio.open(path) as file:
+        return file.read(masked=True).astype("float32").filled(np.nan)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+def test_a_mask_inside_a_geotiff_says_what_is_missing(dtype, tmp_path):
+    path = tmp_path / "1.tif"
+    with_mask(path, blocks(0, 5, 1, 200, dtype))
+    found = arrays.read_image(path.read_bytes())
+    assert np.isnan(found).sum() == 5 * 4 * 32
+    np.testing.assert_array_equal(found, read_masked(path))
+
+
+def test_nodata_of_pictures_is_named_and_made_nan_where_it_is_typed(tmp_path, capsys):
+    root = tmp_path / "tree"
+    pixels = blocks(0, 3, 1, 200, "uint8")
+    pixels[:, :8] = 0
+    write_by_gdal(root / "declared.tif", pixels, photometric="RGB", nodata=0)
+    with_mask(root / "masked.tif", pixels, photometric="RGB")
+    write_by_gdal(root / "plain.png", pixels, "PNG")
+    for argv in (["scan", root], ["pack", root, tmp_path / "pictures"]):
+        assert run_prepare(*argv) == 0
+        assert "2 pictures declare missing pixels" in capsys.readouterr().out
+    assert run_prepare("pack", root, tmp_path / "arrays", "--nodata", "0") == 0
+    assert "3 images: 3 channels of float32" in capsys.readouterr().out
+    files = image_list.list_images(str(tmp_path / "arrays"), print)
+    truth = np.where(pixels == 0, np.nan, pixels)
+    for i in range(3):
+        np.testing.assert_array_equal(data.open_array(files.read(i)), truth)
+    # A number that no pixel of 8 bits can have leaves pictures as they are.
+    kept = arrays.read_image((root / "plain.png").read_bytes(), nodata=-9999.0)
+    assert isinstance(kept, Image.Image)
+
+
+def test_the_range_of_numbers_is_that_of_valid_pixels(tmp_path):
+    path = tmp_path / "1.tif"
+    pixels = blocks(0, 2, 1, 200, "int32")
+    pixels[:, :8] = -(2**31)
+    write_by_gdal(path, pixels, nodata=-(2**31))
+    np.testing.assert_array_equal(arrays.read_image(path.read_bytes()), read_masked(path))
+
+
+# --- TIFF that leaves out tiles, or is broken
+
+
+@pytest.mark.parametrize("bands", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"compress": "deflate"}, {"tiled": True, "blockxsize": 16, "blockysize": 16}],
+    ids=["strips", "deflate", "tiles"],
+)
+def test_what_a_sparse_tiff_leaves_out_is_zero(bands, options, tmp_path):
+    path = tmp_path / "1.tif"
+    about = {"count": bands, "height": 512, "width": 512, "dtype": "uint8", **options}
+    part = rasterio.windows.Window(0, 0, 512, 256)
+    with rasterio.open(path, "w", driver="GTiff", SPARSE_OK=True, **about) as file:
+        file.write(blocks(0, bands, 1, 200, "uint8", 512)[:, :256], window=part)
+    with pytest.raises(data.NotAPictureError, match=r"`prepare\.py pack`"):
+        data.open_image(path.read_bytes())
+    truth = read_by_gdal(path)
+    assert not truth[:, 256:].any()
+    np.testing.assert_array_equal(arrays.read_image(path.read_bytes()), truth)
+
+
+def test_a_broken_tiff_gets_one_true_sentence(tmp_path):
+    write_by_gdal(tmp_path / "1.tif", blocks(0, 5, 1, 200))
+    content = (tmp_path / "1.tif").read_bytes()
+    for broken in (b"II*\0junk", content[:300], content[: len(content) // 2]):
+        with pytest.raises(ValueError, match="broken TIFF") as raised:
+            arrays.read_image(broken)
+        assert "prepare.py" not in str(raised.value)
+
+
+def test_a_missing_package_is_named_with_what_to_type(tmp_path, monkeypatch):
+    write_by_gdal(tmp_path / "1.tif", blocks(0, 5, 1, 200))
+    monkeypatch.setitem(sys.modules, "tifffile", None)  # as if it were not there
+    with pytest.raises(ImportError, match="pip install tifffile imagecodecs"):
+        arrays.read_image((tmp_path / "1.tif").read_bytes())
+
+
 # --- which files, which kinds
+
+
+def test_masks_beside_pictures_are_a_kind_of_their_own(tmp_path, capsys):
+    root = tmp_path / "tree"
+    for i in range(3):
+        write_by_gdal(root / f"images/{i}.png", blocks(i, 3, 0, 255, "uint8"), "PNG")
+        write_by_gdal(root / f"labels/{i}.png", blocks(i, 1, 0, 5, "uint8"), "PNG")
+    for argv in (["scan", root], ["pack", root, tmp_path / "pack"]):
+        assert run_prepare(*argv) == 0
+        said = capsys.readouterr().out
+        assert "3 images: 3 channels of uint8 (RGB pictures)" in said
+        assert "3 images: 3 channels of uint8 (grey pictures)" in said
+        assert "leave out masks by --include or --exclude" in said
+
+
+def test_a_pack_that_training_cannot_use_whole_says_so(tmp_path, capsys):
+    root = tmp_path / "tree"
+    for i in range(6):
+        write_by_gdal(root / f"{i}.tif", blocks(i, 5 if i else 2, 1, 200))
+    (root / "6.tif").write_bytes(b"II*\0")
+    assert run_prepare("pack", root, tmp_path / "pack") == 0
+    said = capsys.readouterr().out
+    assert "1 images: 2 channels of uint16" in said and "5 images: 5 channels" in said
+    assert "training on this pack leaves out 2 of 7 images (28.6%)" in said
+
+
+def test_patterns_that_match_nothing_are_quoted(tmp_path, capsys):
+    picture = tmp_path / "tree/images/1.png"
+    write_by_gdal(picture, blocks(0, 3, 0, 255, "uint8"), "PNG")
+    assert run_prepare("scan", tmp_path / "tree", "--exclude", "MASKS") == 0
+    assert "0 excluded by MASKS" in capsys.readouterr().out
+    assert run_prepare("pack", tmp_path / "tree", tmp_path / "pack") == 0
+    for folder in ("tree", "pack"):
+        assert run_prepare("scan", tmp_path / folder, "--include", "image") == 2
+        assert "1 not included by image" in capsys.readouterr().err
 
 
 def test_kinds_and_what_is_left_out_are_counted(tmp_path, capsys):
@@ -461,6 +590,32 @@ def test_scenes_are_stacked_by_the_names_of_their_bands(tmp_path, capsys):
         np.testing.assert_array_equal(data.open_array(files.read(i)), truth[scene])
     stats = json.loads(Path(paths.stats_file(str(tmp_path / "pack"))).read_text())
     assert stats["bands"] == ["B04_10m", "B03_10m", "B11_20m"]
+
+
+def test_a_scene_is_unreadable_where_all_its_bands_are_missing(tmp_path, capsys):
+    """One band without a value is kept; what is wrong with a band names its file."""
+    empty = np.zeros((1, 32, 32), "uint16")
+    for scene, missing in (("T1", ["B2"]), ("T2", ["B2", "B3"])):
+        for band in ("B2", "B3"):
+            pixels = empty if band in missing else blocks(0, 1, 1, 200)
+            write_by_gdal(tmp_path / f"scenes/{scene}_{band}.tif", pixels, nodata=0)
+    write_by_gdal(tmp_path / "scenes/T3_B2.tif", empty + 1)
+    (tmp_path / "scenes/T3_B3.tif").write_bytes(b"II*\0")
+    argv = ["pack", tmp_path / "scenes", tmp_path / "pack", "--stack", "B2,B3"]
+    assert run_prepare(*argv) == 0
+    said = capsys.readouterr().out
+    assert "1 images: 2 channels of float32" in said
+    assert "T2: ValueError: nodata (NaN) in all pixels" in said
+    assert "T3: ValueError: T3_B3.tif: broken TIFF" in said
+
+
+def test_names_of_other_bands_are_what_stack_takes(tmp_path, capsys):
+    for band in ("B02_10m", "SCL_20m"):
+        write_by_gdal(tmp_path / f"scenes/R{band[-3:]}/T1_{band}.tif", blocks(0, 1, 0, 9))
+    argv = ["pack", tmp_path / "scenes", tmp_path / "pack", "--stack"]
+    assert run_prepare(*argv, "B02") == 2
+    assert "other names end with: 1 B02_10m, 1 SCL_20m" in capsys.readouterr().err
+    assert run_prepare(*argv, "B02_10m,SCL_20m") == 0
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_scan_names_every_broken_image_once(tmp_path, capsys):
         assert prepare.main(["scan", str(root), "--workers", workers]) == 1
         *lines, kind, last = capsys.readouterr().out.splitlines()
         assert last == f"{len(expected)} of 32 images cannot be read"
-        assert kind == "27 images: 3 channels of uint8"
+        assert kind == "27 images: 3 channels of uint8 (RGB pictures)"
         found = dict(line.split(": ", 1) for line in lines)
         assert found.keys() == expected.keys() and len(lines) == len(expected)
         del found[next(path for path in found if path.endswith(".tif"))]  # tifffile's own words
