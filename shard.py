@@ -1109,8 +1109,9 @@ class _WeightsCheck:
             may_lose = any(_is_gathered(unit) for unit in self.units)
         for i, (name, owner, leaf, p) in enumerate(self.owners):
             now: Any = getattr(owner, leaf, None)
+            gathered: Any
             gathered, version = self.gathered.get(name, (None, None))
-            if now is not None and now is gathered and now._version != version and may_lose:
+            if may_lose and now is not None and now is gathered and now._version != version:
                 raise RuntimeError(
                     f"{name} was changed after a forward pass with gradients that no "
                     "backward() followed, and FSDP loses that: evaluate in torch.no_grad()"
