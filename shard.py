@@ -1073,9 +1073,12 @@ class _WeightsCheck:
                     self.owners.append((name, module, leaf, p))
         self.storage: dict[str, Any] = {}
         self.gathered: dict[str, tuple[Any, int]] = {}  # left so by a forward pass: its version
+        self.fsdp1 = isinstance(model, FSDP1)
         _before_each_call(model, self.before_forward)
         if units:
             model.register_forward_hook(torch.compiler.disable(self.after_forward))
+        if self.fsdp1:
+            model.register_load_state_dict_pre_hook(_check_assign)
         _check_before_step(model.parameters(), self)
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
@@ -1087,52 +1090,80 @@ class _WeightsCheck:
         self.gathered = {}
         for name, owner, leaf, p in self.owners:
             now = getattr(owner, leaf, None)
-            if now is not p and isinstance(now, Tensor) and not now.is_inference():
+            if self.fsdp1:  # which shows the sharded parameter, and keeps the gathered one
+                self.storage[name] = _storage(p)
+            if isinstance(now, Tensor) and (self.fsdp1 or now is not p):
                 self.gathered[name] = (now, now._version)
 
     def before_step(self) -> None:
         """Compare, and free what waits for a backward pass that did not come."""
-        if self.compare():
-            for unit in self.units:
+        self.compare()
+        for unit in self.units:
+            if self.gathered and _is_gathered(unit):
                 _reshard(unit)
         self.gathered = {}
 
-    def compare(self) -> bool:
-        """Return whether some parameters are still gathered."""
-        found = False
+    def compare(self) -> None:
+        """Compare the parameters with what they were."""
+        may_lose = False  # FSDP1 shows the sharded parameters all the time
+        if self.gathered:
+            may_lose = any(_is_gathered(unit) for unit in self.units)
         for i, (name, owner, leaf, p) in enumerate(self.owners):
             now: Any = getattr(owner, leaf, None)
+            gathered: Any
             gathered, version = self.gathered.get(name, (None, None))
-            if now is not None and now is gathered:
-                found = True
-                if now._version != version:
-                    raise RuntimeError(
-                        f"{name} was changed after a forward pass with gradients that no "
-                        "backward() followed, and FSDP loses that: evaluate in torch.no_grad()"
-                    )
-            elif now is not p and isinstance(now, DTensor) and self.units:
-                self.owners[i] = (name, owner, leaf, now)  # load_state_dict(assign=True)
+            if may_lose and now is not None and now is gathered and now._version != version:
+                raise RuntimeError(
+                    f"{name} was changed after a forward pass with gradients that no "
+                    "backward() followed, and FSDP loses that: evaluate in torch.no_grad()"
+                )
+            if now is p:
+                self.compare_storage(name, p)
+            elif isinstance(now, DTensor):  # load_state_dict(assign=True), which FSDP2 follows
+                self.owners[i] = (name, owner, leaf, now)
                 self.storage.pop(name, None)
                 _mark_parameters([p], owner)
                 _check_before_step([now], self)
-            elif now is not p:
+            elif now is not gathered or now is None:
                 raise RuntimeError(
                     f"{name} was replaced after shard.apply, and would not be trained together: "
                     "replace it before, or write into it, with copy_() or load_state_dict()"
                 )
-            elif self.storage.setdefault(name, _storage(p)) != _storage(p):
-                raise RuntimeError(
-                    f"{name} has other memory or another dtype than before, which its engine "
-                    "does not see: write into it, with copy_() or mul_(), not into .data"
-                )
-        return found
+
+    def compare_storage(self, name: str, p: Any) -> None:
+        """Compare where a parameter is stored; FSDP1 settles this in its first forward pass."""
+        if name not in self.storage and not self.fsdp1:
+            self.storage[name] = _storage(p)
+        if name in self.storage and self.storage[name] != _storage(p):
+            raise RuntimeError(
+                f"{name} has other memory or another dtype than before, which its engine "
+                "does not see: write into it, with copy_() or mul_(), not into .data"
+            )
+
+
+def _is_gathered(unit: Any) -> bool:
+    """Tell whether a unit of FSDP may be gathered; always for FSDP2, which frees nothing twice."""
+    if isinstance(unit, FSDPModule):
+        return True
+    handle = unit._handle
+    if handle is None or not handle.uses_sharded_strategy:
+        return False
+    return not handle.needs_unshard()
 
 
 def _storage(p: Any) -> Any:
-    """Return what differs when a parameter's memory is replaced; under DDP, where it may be."""
+    """Return what differs when memory of a parameter is replaced; under DDP, only its dtype."""
     if isinstance(p, DTensor):
-        return p.untyped_storage()._cdata, p.dtype
+        return p.dtype, p.untyped_storage()._cdata
+    if p.flat:
+        return p.dtype, p.untyped_storage().data_ptr()
     return p.dtype
+
+
+def _check_assign(module: Any, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+    """Raise RuntimeError for load_state_dict(assign=True) into FSDP1, which would load nothing."""
+    if metadata.get("assign_to_params_buffers"):
+        raise RuntimeError("FSDP1 would load nothing: load_state_dict without assign=True")
 
 
 class _ReplicaCheck:
@@ -1200,8 +1231,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     for p in parameters:
         if hasattr(p, "replaced_by_sharding"):
             raise RuntimeError(
-                "the optimizer was built before shard.apply, or load_state_dict(assign=True), replaced "
-                "its parameters: build it afterwards"
+                "the optimizer was built before shard.apply, which replaced the parameters, or "
+                "before load_state_dict(assign=True): build it afterwards"
             )
         for check in getattr(p, "sharding_checks", []):
             checks[check] = None

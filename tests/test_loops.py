@@ -124,6 +124,7 @@ def evaluate(place: Place) -> list[nn.Module]:
     for step in range(4):
         place.backward_of(model, step)
         measure()  # between backward and the step, too
+        model(batch(0, 98))  # with gradients, but no backward pass
         update(optimizer)
         measure()
     return [model]
@@ -502,6 +503,51 @@ def two_backward_passes(mode: str, **options: Any) -> None:
     second.backward()
 
 
+def edited_while_gathered(fsdp: int) -> None:
+    model = sharded("full_shard", build(), fsdp=fsdp)
+    model(batch(0, 0))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.clamp_(-0.2, 0.2)
+    three_steps(model)
+
+
+def written_into_data() -> None:
+    model = sharded("full_shard", build())
+    three_steps(model)
+    for p in model.parameters():
+        p.data = p.data * 0.9
+    three_steps(model)
+
+
+def assigned_in_ddp() -> None:
+    model = sharded("ddp", build())
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+    three_steps(model)
+
+
+def trained_with_a_loose_parameter() -> None:
+    model = sharded("ddp", build())
+    loose = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([*model.parameters(), loose], lr=0.1)
+    optimizer.step()
+
+
+def edited_by_one_rank() -> None:
+    model = sharded("ddp", build())
+    with torch.no_grad():
+        model.module.embed.bias.add_(dist.get_rank())
+    three_steps(model)
+
+
+def clipped_too_early() -> None:
+    model = sharded("ddp", build())
+    with shard.accumulation(model, last=False):
+        model(batch(dist.get_rank(), 0)).mean().backward()
+    shard.clip_grad_norm(model)
+
+
 def norm_of_a_module_around() -> None:
     model = sharded("full_shard", build(), fsdp=1)
     shard.clip_grad_norm(nn.Sequential(model))
@@ -516,6 +562,13 @@ REFUSED_ON_RANKS = {
     heads_by_rank_in_one_micro_batch: "the ranks used different parameters",
     partial(two_backward_passes, "ddp"): r"call backward\(\) once",
     partial(two_backward_passes, "no_shard", fsdp=1): r"call backward\(\) once",
+    partial(edited_while_gathered, 1): "evaluate in torch.no_grad",
+    partial(edited_while_gathered, 2): "evaluate in torch.no_grad",
+    written_into_data: "has other memory",
+    assigned_in_ddp: "embed.weight was replaced after shard.apply",
+    trained_with_a_loose_parameter: "put it into the model before shard.apply",
+    edited_by_one_rank: "the ranks hold different weights",
+    clipped_too_early: "not averaged over ranks yet",
     norm_of_a_module_around: "give clip_grad_norm the model that shard.apply returned",
 }
 
