@@ -38,6 +38,11 @@ def read_subcommand(argv: Sequence[str]) -> argparse.Namespace:
         add = command.add_argument
         add("run", type=filled, metavar="RUN", help="--out of a run, or one checkpoint")
         add("--data", type=filled, required=True, metavar="DIR", help="folder of images, or a pack")
+        if name != "finetune":  # which has those of training
+            help = "only images whose name or folder matches; may be repeated"
+            add("--include", type=filled, action="append", metavar="PATTERN", help=help)
+            help = "no images whose name or folder matches; may be repeated"
+            add("--exclude", type=filled, action="append", metavar="PATTERN", help=help)
         img_size = "side of an image (default: as in pretraining)"
         add("--img-size", type=whole(1, 4096), metavar="PIXELS", help=img_size)
         add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
