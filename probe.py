@@ -44,6 +44,11 @@ def read_subcommand(argv: Sequence[str]) -> argparse.Namespace:
             metavar="DIR",
             help="folder of images, or a pack",
         )
+        if name != "finetune":  # which has those of training
+            help = "only images whose name or folder matches; may be repeated"
+            add("--include", type=nonempty, action="append", metavar="PATTERN", help=help)
+            help = "no images whose name or folder matches; may be repeated"
+            add("--exclude", type=nonempty, action="append", metavar="PATTERN", help=help)
         img_size = "side of an image (default: as in pretraining)"
         add("--img-size", type=int_in_range(1, 4096), metavar="PIXELS", help=img_size)
         add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")

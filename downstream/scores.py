@@ -93,11 +93,11 @@ def run(args: argparse.Namespace) -> int:
     if note:
         print(note)
     check_folder(args.data, "--data")
-    train, _ = list_folder(args.data, None, print)
+    train, _ = list_folder(args.data, None, print, include=args.include, exclude=args.exclude)
     test = train
     if args.test:
         check_folder(args.test, "--test")
-        test, _ = list_folder(args.test, None, print)
+        test, _ = list_folder(args.test, None, print, include=args.include, exclude=args.exclude)
     numbers = torch.tensor(class_numbers(test, train))
     for line in describe_classes(train):
         print(line)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # a loader worker imports this file for SyntheticImages
     from runtime.config import Config
 
 SIDE = 256  # pixels
+SAMPLED = 16  # images that are tried before training starts
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def find_images(
 ) -> tuple[Any, ImageFacts]:
     """List --data as `list_folder` does -> (images, what a run needs to know of them).
 
-    ValueError too where there are too few images for a step, or as `find_stats` without `stats`.
+    ValueError too where there are too few images for a step, where none of some images can be read,
+    or as `find_stats` without `stats`.
     """
     if config.eval_data:
         list_eval_images(config.eval_data, out, config)  # refused now, if at all
@@ -112,7 +114,25 @@ def find_images(
     notes = describe_pixels(config, files, pretrained=stats is not None)
     if stats is None:
         stats = find_stats(config.data, config.channels)
+    check_some_images(files, stats)
     return files, ImageFacts(len(files), names, stats, notes)
+
+
+def check_some_images(files: Any, stats: data.ChannelStats) -> None:
+    """Read images until one is as `stats`; ValueError where none of some from all over is."""
+    count = min(SAMPLED, len(files))
+    for i in range(count):
+        index = len(files) * i // count
+        try:
+            image, _ = data.open_image(files.read(index), stats)
+            if isinstance(image, Image.Image):
+                data.decode(image)
+            return
+        except Exception as error:  # Pillow raises many kinds for a broken file
+            if not data.is_file_error(error):
+                raise
+            last = f"{files.path(index)} ({data.describe_file_error(error)})"
+    raise ValueError(f"none of {count} images can be read, the last: {last}")
 
 
 def list_eval_images(folder: str, out: str | None, config: "Config | None" = None) -> Any:

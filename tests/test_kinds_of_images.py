@@ -470,6 +470,17 @@ def test_training_takes_patterns_and_says_what_it_does(tmp_path):
     assert "ImageNet's" in result.output and "16-bit PNG divided by 257" in result.output
 
 
+def test_training_does_not_start_where_no_image_can_be_read(tmp_path):
+    root = tmp_path / "tree"
+    for i in range(20):
+        write_by_gdal(root / f"{i:02}.tif", blocks(i, 5, 1, 200))
+    flags = "--model tiny --img-size 32 --device cpu --precision fp32 --workers 0 --steps 1"
+    argv = [*flags.split(), "--global-batch", "4", "--data", str(root)]
+    (result,) = run_ranks(1, [Run(argv, params=False, to=str(tmp_path / "out"))], tmp_path)
+    assert result.status == [2]
+    assert "none of 16 images can be read" in result.errors and "prepare.py pack" in result.errors
+
+
 # --- statistics, packs, classes
 
 
