@@ -855,7 +855,9 @@ def _before_each_call(model: nn.Module, check: Callable[[nn.Module, Any], None])
 def _check_fsdp(units: list[Any], options: ShardingOptions, device: torch.device) -> None:
     """Start the checks of a model of FSDP, whose root is the last of its units."""
     root = units[-1]
-    _WeightsCheck(root, units)
+    real = dist.get_backend() != "fake"  # a simulation has no memory that could be replaced
+    if real:
+        _WeightsCheck(root, units)
     _before_each_call(root, partial(_check_hooks, list(root.named_parameters())))
     if options.fsdp == 1:
         handles = [unit._handle for unit in units]
@@ -863,8 +865,7 @@ def _check_fsdp(units: list[Any], options: ShardingOptions, device: torch.device
         return
     for unit in units:  # FSDP1 raises an error by itself
         _ForwardCheck(unit, _own_tensors(unit, "_parameters"), CHANGED_PARAMETER)
-    several = dist.get_world_size() > 1 and dist.get_backend() != "fake"  # a simulation's
-    if several and not options.find_unused_parameters:
+    if real and dist.get_world_size() > 1 and not options.find_unused_parameters:
         _UsedCheck(root, device)
 
 

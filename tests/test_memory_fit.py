@@ -87,7 +87,9 @@ def test_out_of_memory_ends_with_what_would_fit(tmp_path, monkeypatch, capsys):
     argv = ["--model", "tiny", *flags.split(), "--device", "cpu", "--workers", "0", "--steps", "1"]
     status = train_fsdp.main([*argv, "--save-every", "none", "--out", str(tmp_path)])
     errors = capsys.readouterr().err
-    assert status == 1 and errors.count("\n") == 1 and "Traceback" not in errors
+    # on a busy machine the watchdog says first that the batch of 192 images takes its time
+    lines = [line for line in errors.splitlines() if "still reading" not in line]
+    assert status == 1 and len(lines) == 1 and "Traceback" not in errors
     assert "rank 0 failed (training in step 1, " in errors
     assert "): out of memory; plan: NO: " in errors and "Tried to allocate 2.00 GiB" in errors
     assert named(errors)
