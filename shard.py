@@ -1190,7 +1190,9 @@ class _ReplicaCheck:
             for tensor in (p, p.grad):
                 if tensor is not None:
                     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                    sums.append(local.detach().double().sum())
+                    # of bits: exact on any device, and the same for NaN
+                    bits = local.detach().view(torch.int32)
+                    sums.append(bits.sum(dtype=torch.int64))
         if not sums:
             return
         found = torch.stack(sums).cpu().numpy().tobytes().hex()

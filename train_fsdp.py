@@ -99,8 +99,8 @@ def train_step(
 ) -> None:
     """Make one optimizer step, unless some rank finds a bad value in it. Collective.
 
-    The `requests` of this rank are sent to all others. With AdamW nothing here waits for a GPU, so
-    that the host runs ahead of it.
+    The `requests` of this rank are sent to all others. After three steps, with AdamW, nothing here
+    waits for a GPU, so that the host runs ahead of it.
     """
     optimizer = training.optimizer
     scaler = training.scaler
