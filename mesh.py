@@ -59,7 +59,7 @@ class Ranks:
     local_world_size: int  # ranks on this node
     node: int
     launcher: str  # "torchrun", "srun" or "single"
-    init: Mapping[str, str]  # MASTER_ADDR and MASTER_PORT; empty for a single process
+    rendezvous: Mapping[str, str]  # MASTER_ADDR and MASTER_PORT; empty for a single process
 
 
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
@@ -98,12 +98,12 @@ def _torchrun_ranks(environ: Mapping[str, str]) -> Ranks:
         world_size = int(environ["WORLD_SIZE"])
         local_rank = int(environ["LOCAL_RANK"])
         local_world_size = int(environ["LOCAL_WORLD_SIZE"])
-        init = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+        rendezvous = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     except KeyError as error:
         setter = "torchrun, as RANK, WORLD_SIZE or LOCAL_RANK is set"
         raise RuntimeError(f"the variable {error} is missing; it is set by {setter}") from None
     node = int(environ.get("GROUP_RANK", rank // local_world_size))  # the number of its torchrun
-    return Ranks(rank, world_size, local_rank, local_world_size, node, "torchrun", init)
+    return Ranks(rank, world_size, local_rank, local_world_size, node, "torchrun", rendezvous)
 
 
 def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
@@ -132,12 +132,12 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
         port = 20000 + zlib.crc32(job.encode()) % 10000
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environ}
     try:
-        init = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+        rendezvous = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     except KeyError as error:
         address = "MASTER_ADDR=$(hostname -i) MASTER_PORT=3442"
         setter = f"srun, an address by you: `export {address}` before srun"
         raise RuntimeError(f"the variable {error} is missing; it is set by {setter}") from None
-    return Ranks(rank, world_size, local_rank, counts[node], node, "srun", init)
+    return Ranks(rank, world_size, local_rank, counts[node], node, "srun", rendezvous)
 
 
 def _ranks_per_node(text: str) -> list[int]:
@@ -188,13 +188,13 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
     if on_gpu:
         torch.cuda.set_device(device)
     store: dist.Store = dist.HashStore()  # of a single process: no port is opened
-    if ranks.init:
-        os.environ.update(ranks.init)
+    if ranks.rendezvous:
+        os.environ.update(ranks.rendezvous)
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         if restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            _leave_store_of_torchrun(ranks, timeout)
-        meeting = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
-        store, _, _ = next(meeting)
+            _start_own_store(ranks, timeout)
+        rendezvous = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
+        store, _, _ = next(rendezvous)
     with quiet_gloo():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -202,18 +202,18 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timeout,
-            device_id=device if on_gpu and ranks.init else None,
+            device_id=device if on_gpu and ranks.rendezvous else None,
         )
 
 
-def _leave_store_of_torchrun(ranks: Ranks, timeout: timedelta) -> None:
+def _start_own_store(ranks: Ranks, timeout: timedelta) -> None:
     """Let rank 0 serve a store for this attempt alone, and set MASTER_PORT to its port. Collective.
 
     torchrun's own store lives through its restarts: there the ranks would find the addresses of
     those before them. Its number of restarts does not help: nodes may count differently.
     """
-    address = ranks.init["MASTER_ADDR"]
-    shared = dist.TCPStore(address, int(ranks.init["MASTER_PORT"]), timeout=timeout)
+    address = ranks.rendezvous["MASTER_ADDR"]
+    shared = dist.TCPStore(address, int(ranks.rendezvous["MASTER_PORT"]), timeout=timeout)
     deadline = time.monotonic() + timeout.total_seconds()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     if ranks.rank == 0:

@@ -56,7 +56,7 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None  # fp16 needs one
-    loss_of: Callable[[nn.Module, Any], Tensor]  # (model, micro-batch) -> loss (), fp32
+    compute_loss: Callable[[nn.Module, Any], Tensor]  # (model, micro-batch) -> loss (), fp32
     dtype: torch.dtype  # of the computation
     clip: float | None  # largest gradient norm
 
@@ -80,7 +80,7 @@ def forward_backward(training: Training, micro_batches: Sequence[Any]) -> Tensor
         # whole gradients are all-reduced after the last micro-batch, sharded ones reduced in each
         with shard.accumulation(model, last=i == count - 1, uses_all=True):
             with shard.autocast(model, device, training.dtype):
-                loss = training.loss_of(model, micro_batch)
+                loss = training.compute_loss(model, micro_batch)
             loss = loss / count  # the sum is this rank's mean; DDP and FSDP average over ranks
             if training.scaler:
                 training.scaler.scale(loss).backward()
@@ -157,12 +157,12 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
     scaler = shard.build_scaler(model, torch.device(grid.device_type), run.dtype)
     stats = run.pixel_stats
 
-    def loss_of(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> Tensor:
+    def compute_loss(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> Tensor:
         images, noise = micro_batch  # (B, C, H, W) as loaded, masking noise (B, L)
         loss, _, _ = model(data.normalize(images, stats), config.mask_ratio, noise)
         return loss
 
-    return Training(model, optimizer, scaler, loss_of, run.dtype, config.clip)
+    return Training(model, optimizer, scaler, compute_loss, run.dtype, config.clip)
 
 
 # --- The loop

@@ -106,10 +106,13 @@ def patchify(images: Tensor, patch: int) -> Tensor:
     return x.reshape(b, -1, patch * patch * c)  # (B, L, P*P*C)
 
 
-def reconstruction_target(patches: Tensor, norm_pix: bool) -> Tensor:
-    """Turn patches (B, L, P*P*C) into the fp32 target; `norm_pix` normalises each by itself."""
+def reconstruction_target(patches: Tensor, norm_pix_loss: bool) -> Tensor:
+    """Turn patches (B, L, P*P*C) into what the model must predict, in fp32.
+
+    With `norm_pix_loss` each patch is normalised by its own mean and variance.
+    """
     patches = patches.float()
-    if not norm_pix:
+    if not norm_pix_loss:
         return patches
     variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)  # (B, L, 1), unbiased
     return (patches - mean) / (variance + 1e-6).sqrt()
@@ -127,9 +130,11 @@ def random_masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
     return keep, mask
 
 
-def loss_of_each(images: Tensor, pred: Tensor, mask: Tensor, patch: int, norm_pix: bool) -> Tensor:
+def loss_per_image(
+    images: Tensor, pred: Tensor, mask: Tensor, patch: int, norm_pix_loss: bool
+) -> Tensor:
     """Compute the loss of each image (B,), float64, from what `ViTMAE.forward` takes and gives."""
-    target = reconstruction_target(patchify(images, patch), norm_pix)
+    target = reconstruction_target(patchify(images, patch), norm_pix_loss)
     error = (pred.float() - target).square().mean(dim=-1).double()  # (B, L)
     return (error * mask).sum(dim=1) / mask.sum(dim=1)
 
@@ -171,7 +176,7 @@ class LayerNorm(nn.LayerNorm):
 
 # Up to this many tokens plain attention is faster on a CPU: the scores stay in its caches. A step
 # of `base` is 1.4 times as fast (Intel Xeon, torch 2.15).
-PLAIN_TOKENS = {torch.bfloat16: 320, torch.float32: 100}
+PLAIN_ATTENTION_MAX_TOKENS = {torch.bfloat16: 320, torch.float32: 100}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, always_fused: bool = False) -> Tensor:
@@ -179,7 +184,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, always_fused: bool = False) -> Tenso
 
     With `always_fused` a CPU uses PyTorch's fused attention for short sequences too.
     """
-    if q.is_cpu and not always_fused and q.shape[-2] <= PLAIN_TOKENS.get(q.dtype, 0):
+    if q.is_cpu and not always_fused and q.shape[-2] <= PLAIN_ATTENTION_MAX_TOKENS.get(q.dtype, 0):
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, N, T, T)
         return scores.softmax(dim=-1) @ v
     return F.scaled_dot_product_attention(q, k, v)

@@ -164,7 +164,7 @@ def evaluate(training: train_fsdp.Training, part: Any) -> None:
     """Compute a loss without gradients between two steps, as --eval-data does."""
     training.model.eval()
     with torch.no_grad():
-        training.loss_of(training.model, part)
+        training.compute_loss(training.model, part)
     training.model.train()
 
 

@@ -201,12 +201,12 @@ def build_tuning(
     )
     scaler = shard.build_scaler(model, device, run.dtype)
 
-    def loss_of(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> Tensor:
+    def compute_loss(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = micro_batch
         logits = model(data.normalize(images, run.pixel_stats)).float()  # (B, classes)
         return F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing)
 
-    return Training(model, optimizer, scaler, loss_of, run.dtype, c.clip)
+    return Training(model, optimizer, scaler, compute_loss, run.dtype, c.clip)
 
 
 # --- One step

@@ -121,5 +121,5 @@ class Evaluation:
         noise = fixed_noise(config.seed, indices, run.patches).to(device)
         with shard.autocast(self.model, device, run.dtype):
             _, prediction, mask = self.model(images, config.mask_ratio, noise)
-        losses = vit.loss_of_each(images, prediction, mask, run.model.patch, config.norm_pix_loss)
+        losses = vit.loss_per_image(images, prediction, mask, run.model.patch, config.norm_pix_loss)
         return torch.cat([losses[None], baseline_losses(run, images, mask)])

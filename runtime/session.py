@@ -45,7 +45,7 @@ class Session:
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
         self.watchdog = Watchdog(ranks.rank, ranks.world_size, timeout, self.give_up)
         self.heartbeat = self.watchdog.heartbeat  # says what this rank does next
-        where = ":".join(ranks.init.values())
+        where = ":".join(ranks.rendezvous.values())
         self.heartbeat(f"waiting for all {ranks.world_size} ranks at {where}")
         try:
             mesh.init_ranks(ranks, device, timeout_minutes=STARTUP_FACTOR * timeout / 60)

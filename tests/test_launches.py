@@ -138,7 +138,7 @@ def test_a_shell_of_a_job_is_no_task_of_srun(step):
     shell = SHELL | {"SLURM_STEP_ID": step, "SLURM_JOB_NUM_NODES": "1"}
     for one in ({"SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"}, {"SLURM_TASKS_PER_NODE": "1"}):
         ranks = mesh.read_ranks(shell | one)
-        assert (ranks.world_size, ranks.launcher, ranks.init) == (1, "single", {})
+        assert (ranks.world_size, ranks.launcher, ranks.rendezvous) == (1, "single", {})
     for several in ({"SLURM_NTASKS": "4"}, {"SLURM_JOB_NUM_NODES": "2"}):
         with pytest.raises(RuntimeError, match=r"type `srun python`, .* `srun -n1 python`"):
             mesh.read_ranks(shell | several)

@@ -63,8 +63,8 @@ def test_one_node_under_srun_needs_no_address():
     """All ranks find the same port, other jobs and steps another one; what is given is kept."""
 
     def meet(**changes):
-        init = mesh.read_ranks(ONE_NODE | changes).init
-        return init["MASTER_ADDR"], int(init["MASTER_PORT"])
+        found = mesh.read_ranks(ONE_NODE | changes).rendezvous
+        return found["MASTER_ADDR"], int(found["MASTER_PORT"])
 
     assert meet() == meet(SLURM_PROCID="0", SLURM_LOCALID="0")
     jobs = [{"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "78"}, {"SLURM_JOB_ID": "1234567"}, {}]

@@ -114,10 +114,10 @@ def test_loss_is_fp32_under_autocast_and_the_mean_of_the_images_losses():
         loss, pred, mask = model(images)
     assert loss.dtype == torch.float32 and pred.dtype == torch.bfloat16
     assert mask.sum(1).tolist() == [27] * 4 and len({tuple(m.tolist()) for m in mask}) > 1
-    each = vit.loss_of_each(images, pred, mask, 4, norm_pix=True)
+    each = vit.loss_per_image(images, pred, mask, 4, norm_pix_loss=True)
     assert each.shape == (4,) and each.dtype == torch.float64
     assert each.mean().item() == pytest.approx(loss.item(), rel=1e-6)
-    target = vit.reconstruction_target(vit.patchify(images[2:3], 4), norm_pix=True)
+    target = vit.reconstruction_target(vit.patchify(images[2:3], 4), norm_pix_loss=True)
     errors = (pred[2].double() - target[0].double())[mask[2].bool()] ** 2
     assert each[2].item() == pytest.approx(errors.mean().item(), rel=1e-6)
 
