@@ -3,9 +3,12 @@
 The model alone: it knows nothing about ranks, devices or files. Sharding is applied from outside
 (shard.py). Copy this one file and `ViTMAE(MODELS["base"])` is a complete, initialised model.
 
-One-letter names, in shapes and in code:
+Short names, in shapes and in code:
     B batch, C channels, H W image side in pixels, P patch side in pixels, L patches per image,
-    K patches that stay visible, T tokens in a block, D width, N heads, E features per head (D / N)
+    K patches that stay visible, T tokens in a block, D width, N heads, E features per head (D / N),
+    Dd width of the decoder
+In docstrings, `a -> b` means that a function takes a and returns b, () is the shape of a scalar,
+and "ValueError if ..." names the error that is raised.
 """
 
 import math
@@ -22,15 +25,15 @@ from torch.types import Device
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """The shape of a model: widths, in features, are multiples of 4 and of their heads."""
+    """The sizes of a model. Each width must be a multiple of 4 and of its number of heads."""
 
-    width: int
-    depth: int
+    width: int  # features of a token
+    depth: int  # blocks
     mlp_width: int
     heads: int
     patch: int  # pixels
     gated_mlp: bool = False
-    channels: int = 3  # of an image
+    channels: int = 3  # in an image
     decoder_width: int = 512
     decoder_depth: int = 8
     decoder_heads: int = 16
@@ -41,8 +44,9 @@ class ViTConfig:
                 raise ValueError(f"width {width} is not a multiple of 4 and of its {heads} heads")
 
 
-# The six sizes of arXiv 2404.11706, table 1, and `tiny` for a laptop. Only a gated MLP (three
-# matrices instead of two) gives the published count of 5B; with a plain one `5b` would have 3.8B.
+# These are the six sizes in table 1 of arXiv 2404.11706, plus `tiny` for a laptop. `5b` reaches its
+# published 5B parameters only with a gated MLP (three matrices instead of two): a plain MLP would
+# give it 3.8B.
 MODELS = {
     #                  width depth mlp_width heads patch
     "tiny": ViTConfig(192, 4, 768, 3, 8, decoder_width=128, decoder_depth=2, decoder_heads=4),
@@ -56,7 +60,10 @@ MODELS = {
 
 
 def patch_count(config: ViTConfig, img_size: int) -> int:
-    """Count the patches of a square image, `img_size` pixels wide; ValueError if it cuts some."""
+    """Count the patches of a square image of `img_size` x `img_size` pixels.
+
+    ValueError if the image size is not a multiple of the patch size.
+    """
     patch = config.patch
     if img_size < patch or img_size % patch:
         raise ValueError(f"image size {img_size} is not a multiple of the patch size {patch}")
@@ -64,7 +71,7 @@ def patch_count(config: ViTConfig, img_size: int) -> int:
 
 
 def kept_patches(patches: int, mask_ratio: float) -> int:
-    """Count the patches that stay visible: L (1 - ratio), rounded down; ValueError if none does."""
+    """Count the patches that stay visible: L (1 - ratio), rounded down; ValueError if that is 0."""
     kept = int(patches * (1 - mask_ratio) + 1e-6)  # 100 * (1 - 0.9) is 9.999... in floating point
     if not 0 <= mask_ratio < 1 or kept < 1:
         raise ValueError(f"mask ratio {mask_ratio} leaves {kept} of {patches} patches visible")
@@ -74,32 +81,35 @@ def kept_patches(patches: int, mask_ratio: float) -> int:
 def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 0.75) -> int:
     """Count the floating-point operations to train on one image, forward and backward.
 
-    Matrix products only: a multiply-add counts as 2, backward as twice the forward. What activation
-    checkpointing computes again is not counted.
+    Only matrix products count. Recomputation by activation checkpointing does not.
     """
     c = config
     patches = patch_count(c, img_size)
     kept = kept_patches(patches, mask_ratio)
-    pixels = c.channels * c.patch**2  # numbers in a patch
-    stacks = (  # depth, tokens, width, MLP width, matrices of the MLP
-        (c.depth, kept + 1, c.width, c.mlp_width, 3 if c.gated_mlp else 2),
-        (c.decoder_depth, patches + 1, c.decoder_width, 4 * c.decoder_width, 2),
+    patch_values = c.channels * c.patch**2
+    mlp_matrices = 3 if c.gated_mlp else 2
+    transformers = (  # depth, tokens, width, MLP width, matrices in the MLP
+        (c.depth, kept + 1, c.width, c.mlp_width, mlp_matrices),  # encoder
+        (c.decoder_depth, patches + 1, c.decoder_width, 4 * c.decoder_width, 2),  # decoder
     )
-    # The images need no gradient, so the patch embedding has half a backward pass.
-    flops = 2 * 2 * kept * pixels * c.width
-    flops += 3 * 2 * c.decoder_width * ((kept + 1) * c.width + patches * pixels)  # embed, pred
-    for depth, tokens, width, mlp_width, matrices in stacks:
-        block = 4 * width**2 + matrices * width * mlp_width  # qkv, proj, MLP
-        block += 2 * tokens * width  # scores and weighted values
-        flops += 3 * 2 * depth * tokens * block
-    return flops
+    # The backward pass costs twice the forward pass: one product for the gradient of a layer's
+    # input, one for that of its weights. Images need no gradient, so patch_embed saves one of them.
+    patch_embed = kept * patch_values * c.width
+    decoder_embed = (kept + 1) * c.width * c.decoder_width
+    decoder_pred = patches * c.decoder_width * patch_values
+    multiply_adds = 2 * patch_embed + 3 * decoder_embed + 3 * decoder_pred
+    for depth, tokens, width, mlp_width, matrices in transformers:
+        block = 4 * width**2 + matrices * width * mlp_width  # qkv, proj, MLP: per token
+        block += 2 * tokens * width  # attention: q k^T, and the scores times v
+        multiply_adds += 3 * depth * tokens * block
+    return 2 * multiply_adds  # a multiply-add is two operations
 
 
 # --- Patches, positions, masking
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
-    """Cut images (B, C, H, W) into patches (B, L, P*P*C), in the order row, column, channel."""
+    """Cut images (B, C, H, W) into patches (B, L, P*P*C): values by row, column, channel."""
     b, c, h, w = images.shape
     x = images.reshape(b, c, h // patch, patch, w // patch, patch)
     x = x.permute(0, 2, 4, 3, 5, 1)  # (B, H/P, W/P, P, P, C)
@@ -133,49 +143,55 @@ def random_masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
 def loss_per_image(
     images: Tensor, pred: Tensor, mask: Tensor, patch: int, norm_pix_loss: bool
 ) -> Tensor:
-    """Compute the loss of each image (B,), float64, from what `ViTMAE.forward` takes and gives."""
+    """Compute the loss of each image (B,) in float64, for evaluation and baselines.
+
+    `pred` and `mask` are what `ViTMAE.forward` returns for `images`, beside the loss of the batch.
+    """
     target = reconstruction_target(patchify(images, patch), norm_pix_loss)
     error = (pred.float() - target).square().mean(dim=-1).double()  # (B, L)
     return (error * mask).sum(dim=1) / mask.sum(dim=1)
 
 
 def sincos_positions(width: int, side: int) -> Tensor:
-    """Compute the fixed 2-D positions (1, 1 + side*side, D), fp32; row 0, for cls, is zero.
+    """Compute the fixed 2-D position table (1, 1 + side*side, D), fp32; entry 0, for cls, is zero.
 
-    The first half of D encodes the column, the second half the row: in each half the sines come
-    first, then the cosines, at the frequencies 1 / 10000^(i / (D/4)).
+    In each entry the first half of D encodes the patch's column, the second half its row. In each
+    half the sines come first, then the cosines, at the frequencies 1 / 10000^(i / (D/4)).
     """
     frequency = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width / 4))
     row, column = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
-    c = column.reshape(-1, 1) * frequency  # (L, D/4)
-    r = row.reshape(-1, 1) * frequency  # (L, D/4)
-    table = torch.cat([c.sin(), c.cos(), r.sin(), r.cos()], dim=1)  # (L, D)
-    return F.pad(table, (0, 0, 1, 0)).float().unsqueeze(0)  # (1, 1+L, D)
+    x_angle = column.reshape(-1, 1) * frequency  # (L, D/4)
+    y_angle = row.reshape(-1, 1) * frequency  # (L, D/4)
+    waves = [x_angle.sin(), x_angle.cos(), y_angle.sin(), y_angle.cos()]
+    table = torch.cat(waves, dim=1)  # (L, D)
+    table = F.pad(table, (0, 0, 1, 0))  # (1+L, D): zeros for cls
+    return table.float().unsqueeze(0)  # (1, 1+L, D)
 
 
-# --- Layers. The names of modules and parameters are those of the official MAE release.
+# --- Layers. Modules and parameters are named as in the official MAE release.
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm in the dtype of its input, under autocast as well: (B, T, D) -> (B, T, D).
+    """LayerNorm that returns its input's dtype, even under autocast: (B, T, D) -> (B, T, D).
 
-    The parameters are those of nn.LayerNorm, by the same names.
+    It has the parameters of nn.LayerNorm, under the same names.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype:
             return super().forward(x)
         # Under autocast the weights are fp32 and x is not. On a GPU autocast would convert x to
-        # fp32, and save that copy for backward. The kernel computes mean and variance in fp32
-        # whatever the dtype of x is, so that casting the weights, as FSDP does, is enough.
+        # fp32 and save that copy for backward. There is no need: the kernel computes mean and
+        # variance in fp32 whatever the dtype of x, so it is enough to cast the weights, as FSDP
+        # does.
         weight = self.weight.to(x.dtype)
         bias = self.bias.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-# Up to this many tokens plain attention is faster on a CPU: the scores stay in its caches. A step
-# of `base` is 1.4 times as fast (Intel Xeon, torch 2.15).
+# Up to this many tokens, plain attention is faster on a CPU than PyTorch's fused kernel: its scores
+# stay in the caches. A step of `base` is 1.4 times as fast (Intel Xeon, torch 2.15).
 PLAIN_ATTENTION_MAX_TOKENS = {torch.bfloat16: 320, torch.float32: 100}
 
 
@@ -184,8 +200,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, always_fused: bool = False) -> Tenso
 
     With `always_fused` a CPU uses PyTorch's fused attention for short sequences too.
     """
-    if q.is_cpu and not always_fused and q.shape[-2] <= PLAIN_ATTENTION_MAX_TOKENS.get(q.dtype, 0):
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, N, T, T)
+    tokens, features = q.shape[-2:]  # T, E
+    if q.is_cpu and not always_fused and tokens <= PLAIN_ATTENTION_MAX_TOKENS.get(q.dtype, 0):
+        scale = features**-0.5  # 1 / sqrt(E)
+        scores = (q * scale) @ k.transpose(-2, -1)  # (B, N, T, T)
         return scores.softmax(dim=-1) @ v
     return F.scaled_dot_product_attention(q, k, v)
 
@@ -193,7 +211,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, always_fused: bool = False) -> Tenso
 class Attention(nn.Module):
     """Multi-head self-attention with one fused qkv matrix: (B, T, D) -> (B, T, D)."""
 
-    always_fused = False  # as of `attend`; a simulation of a GPU on a CPU sets it
+    always_fused = False  # see `attend`; --dry-run sets it, to simulate a GPU on a CPU
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -204,14 +222,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
         qkv = self.qkv(x).reshape(b, t, 3, self.heads, -1)  # (B, T, 3, N, E)
-        # unbind before transpose: the other order costs a copy of all three gradients in backward
+        # Unbind before transposing: the other order copies all three gradients in backward.
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # 3 x (B, N, T, E)
         x = attend(q, k, v, self.always_fused)  # (B, N, T, E)
         return self.proj(x.transpose(1, 2).reshape(b, t, -1))  # (B, T, D)
 
 
 class Mlp(nn.Module):
-    """Two matrices with a GELU between: (B, T, D) -> (B, T, D)."""
+    """Two linear layers with a GELU in between: (B, T, D) -> (B, T, D)."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -223,7 +241,7 @@ class Mlp(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """SwiGLU (Shazeer, arXiv 2002.05202), names as in timm: (B, T, D) -> (B, T, D)."""
+    """SwiGLU (Shazeer, arXiv 2002.05202), named as in timm: (B, T, D) -> (B, T, D)."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -251,20 +269,21 @@ class Block(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """Embed some patches as tokens: (B, K, P*P*C) -> (B, K, D)."""
+    """Embed the given patches as tokens: (B, K, P*P*C) -> (B, K, D)."""
 
     def __init__(self, patch: int, width: int, channels: int = 3) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(channels, width, patch, stride=patch)  # as in the release
+        # A convolution, so that the weight has the shape that it has in the official release.
+        self.proj = nn.Conv2d(channels, width, patch, stride=patch)
 
     def forward(self, patches: Tensor) -> Tensor:
-        # The convolution as a matrix product, so that removed patches cost nothing.
+        # The convolution is computed as a matrix product, so that removed patches cost nothing.
         weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)  # (D, P*P*C)
         return F.linear(patches.to(weight.dtype), weight, self.proj.bias)
 
 
 class ViTMAE(nn.Module):
-    """Masked autoencoder: encoder on the visible patches, small decoder on all of them."""
+    """Masked autoencoder: an encoder for the visible patches, a small decoder for all patches."""
 
     pos_embed: Tensor  # (1, 1+L, D)
     decoder_pos_embed: Tensor  # (1, 1+L, Dd)
@@ -293,21 +312,21 @@ class ViTMAE(nn.Module):
         self.decoder_norm = LayerNorm(c.decoder_width, eps=1e-6)
         self.decoder_pred = nn.Linear(c.decoder_width, c.channels * c.patch**2)
 
-        # Buffers, not frozen parameters: they are neither sharded nor optimized.
+        # Buffers, not frozen parameters: they are neither sharded nor given to the optimizer.
         self.register_buffer("pos_embed", torch.empty(1, 1 + side**2, c.width))
         self.register_buffer("decoder_pos_embed", torch.empty(1, 1 + side**2, c.decoder_width))
         if not self.cls_token.is_meta:
             initialize(self)
 
     def image_patches(self, images: Tensor) -> Tensor:
-        """Cut images into patches (B, L, P*P*C); ValueError if they are not of the model's size."""
+        """Cut images into patches (B, L, P*P*C); ValueError if they do not fit the model."""
         size = (self.config.channels, self.img_size, self.img_size)
         if images.shape[1:] != size:
             raise ValueError(f"images {tuple(images.shape[1:])} do not fit this model: {size}")
         return patchify(images, self.config.patch)
 
     def encode(self, patches: Tensor, keep: Tensor) -> Tensor:
-        """Encode the patches `keep` (B, K) of all patches (B, L, P*P*C) -> tokens (B, 1+K, D)."""
+        """Encode the patches whose indices are `keep`: (B, L, P*P*C), (B, K) -> (B, 1+K, D)."""
         pos = self.pos_embed  # (1, 1+L, D)
         index = keep.unsqueeze(-1)  # (B, K, 1)
         x = self.patch_embed(patches.take_along_dim(index, dim=1))  # (B, K, D)
@@ -319,26 +338,28 @@ class ViTMAE(nn.Module):
         return self.norm(x)
 
     def features(self, images: Tensor) -> Tensor:
-        """Encode whole images, no patch removed: (B, C, H, W) -> tokens (B, 1+L, D), cls first.
+        """Encode images without removing patches: (B, C, H, W) -> tokens (B, 1+L, D), cls first.
 
-        Images are normalised and floating-point; ValueError for images that are not of the model's
-        size. As any method but `forward`, it is for a model that is not sharded.
+        Images must be normalised and floating-point; ValueError if they do not fit the model. Like
+        every method except `forward`, it needs a model that is not sharded.
         """
         patches = self.image_patches(images)  # (B, L, P*P*C)
         b, length, _ = patches.shape
-        every_patch = torch.arange(length, device=images.device).expand(b, -1)  # (B, L)
-        return self.encode(patches, every_patch)
+        keep_all = torch.arange(length, device=images.device).expand(b, -1)  # (B, L)
+        return self.encode(patches, keep_all)
 
     def decode(self, tokens: Tensor, keep: Tensor) -> Tensor:
-        """Predict all patches (B, L, P*P*C) from tokens (B, 1+K, D) and their indices (B, K)."""
-        pos = self.decoder_pos_embed  # (1, 1+L, Dd), Dd the decoder's width
+        """Predict all patches: encoded tokens (B, 1+K, D), `keep` (B, K) -> (B, L, P*P*C)."""
+        pos = self.decoder_pos_embed  # (1, 1+L, Dd)
         b = len(tokens)
         length = pos.shape[1] - 1
         x = self.decoder_embed(tokens)  # (B, 1+K, Dd)
-        # Each visible token goes to the place of its patch (row 0: cls); the rest are mask tokens.
+        # Each encoded token goes to the place of its patch, cls to place 0. All other places hold
+        # the mask token.
         place = F.pad(keep + 1, (1, 0)).unsqueeze(-1).expand_as(x)  # (B, 1+K, Dd)
-        empty = self.mask_token.to(x.dtype).expand(b, 1 + length, -1)  # (B, 1+L, Dd)
-        x = empty.scatter(1, place, x) + pos.to(x.dtype)  # (B, 1+L, Dd)
+        mask_tokens = self.mask_token.to(x.dtype).expand(b, 1 + length, -1)  # (B, 1+L, Dd)
+        x = mask_tokens.scatter(1, place, x)  # (B, 1+L, Dd)
+        x = x + pos.to(x.dtype)
         for block in self.decoder_blocks:
             x = block(x)
         return self.decoder_pred(self.decoder_norm(x[:, 1:]))  # (B, L, P*P*C)
@@ -348,12 +369,12 @@ class ViTMAE(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Mask, encode, decode: (B, C, H, W) -> loss (), predictions (B, L, P*P*C), mask (B, L).
 
-        Images are normalised and floating-point; loss and mask are fp32. The patches with the K
-        smallest values of `noise` (B, L) stay; mask 1 = removed. The loss is the mean squared error
-        over the removed patches. ValueError for images that are not of the model's size.
+        Images must be normalised and floating-point; ValueError if they do not fit the model. The K
+        patches with the smallest `noise` (B, L) stay visible; mask is 1 for a removed patch. The
+        loss is the mean squared error over the removed patches. Loss and mask are fp32.
         """
         patches = self.image_patches(images)  # (B, L, P*P*C)
-        if noise is None:  # in training, the loader draws it
+        if noise is None:  # in training, data.py draws it for each image
             noise = torch.rand(patches.shape[:2], device=images.device)
         keep, mask = random_masking(noise, mask_ratio)  # (B, K), (B, L)
 
@@ -369,21 +390,23 @@ class ViTMAE(nn.Module):
 def initial_value(
     config: ViTConfig, name: str, shape: torch.Size, seed: int = 0, device: Device = "cpu"
 ) -> Tensor:
-    """Draw the whole fp32 initial value of the parameter or position table `name` on `device`.
+    """Return the initial value of the parameter or position table `name`: fp32, of full shape.
 
-    As in the official release: Xavier uniform for matrices (the patch kernel as (D, C*P*P), qkv as
-    one), zero biases (but PyTorch's default for the patch kernel's), LayerNorm 1 and 0, tokens
-    normal with std 0.02. A GPU draws other numbers than a CPU. KeyError for an unknown name.
+    As in the official release: matrices are Xavier uniform (the patch kernel taken as a matrix
+    (D, C*P*P), qkv as one matrix). Biases are zero, except that of the patch embedding, which has
+    PyTorch's default. LayerNorm has weights 1 and biases 0. cls and mask token are normal with
+    standard deviation 0.02. KeyError for an unknown name. A GPU draws different numbers from a CPU.
     """
-    leaf = name.split(".")[-1]
+    leaf = name.split(".")[-1]  # "weight" of "blocks.0.attn.qkv.weight"
     if leaf in ("pos_embed", "decoder_pos_embed"):
         return sincos_positions(shape[-1], math.isqrt(shape[1] - 1)).to(device)
     value = torch.empty(shape, device=device)
-    # A generator for each name: the value depends neither on the order of the calls nor on the
-    # rank that draws it.
-    draw = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    # Each name has a generator of its own: its value depends neither on the order of the calls nor
+    # on the rank that draws it.
+    name_seed = zlib.crc32(f"{seed}/{name}".encode())
+    generator = torch.Generator(device).manual_seed(name_seed)
     if leaf in ("cls_token", "mask_token"):
-        return value.normal_(std=0.02, generator=draw)
+        return value.normal_(std=0.02, generator=generator)
     if name == "patch_embed.proj.bias":
         bound = 1 / math.sqrt(config.channels * config.patch**2)  # nn.Conv2d: 1 / sqrt(fan in)
     elif leaf == "weight" and len(shape) > 1:
@@ -392,11 +415,11 @@ def initial_value(
         return value.fill_(1.0 if leaf == "weight" else 0.0)
     else:
         raise KeyError(f"no initial value for the parameter {name}")
-    return value.uniform_(-bound, bound, generator=draw)
+    return value.uniform_(-bound, bound, generator=generator)
 
 
 @torch.no_grad()
 def initialize(model: ViTMAE, seed: int = 0) -> None:
-    """Initialise all parameters and buffers of an unsharded model in place; not on meta."""
+    """Initialise all parameters and buffers in place; the model must not be sharded or on meta."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor.copy_(initial_value(model.config, name, tensor.shape, seed))
