@@ -1,16 +1,20 @@
 """Find this process's rank, choose its device, start the process group, build the device mesh.
 
-Ranks come from Slurm (srun), from torchrun, or there is one process. They form a grid, the mesh:
-a row is a shard group (ranks that together hold one copy of the parameters), a column a replicate
-group (ranks that hold the same shard). Eight ranks on two nodes of four, `--mode hybrid --group 4`:
+Slurm (srun) or torchrun starts the ranks; without either there is a single process. The ranks form
+a grid, the mesh: a row is a shard group (its ranks together hold one copy of the parameters), a
+column a replicate group (its ranks hold the same shard). Here are eight ranks on two nodes of four,
+with `--mode hybrid --group 4`:
 
                       shard 0  1  2  3
         replicate 0         0  1  2  3      node 0
                   1         4  5  6  7      node 1
 
-Ranks fill nodes in blocks, so neighbours in a row are neighbours on a node; runtime/run.py makes a
-row of each node if there is no --group. Every rank reads images of its own, whatever the mesh.
-Copy this one file: it needs torch alone.
+Ranks are numbered node by node, so neighbours in a row are on the same node, or on neighbouring
+nodes. Without --group, runtime/run.py makes a row of each node. Every rank reads images of its own,
+except that the ranks of a tensor-parallel group share theirs. Copy this one file: it needs only
+torch.
+
+In docstrings, "Collective" means that every rank must call the function, or the others wait for it.
 """
 
 import math
@@ -29,14 +33,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-DIMENSIONS = ("replicate", "shard", "tp")  # of a mesh; tp, tensor parallelism, where it is used
+DIMENSIONS = ("replicate", "shard", "tp")  # "tp" (tensor parallelism) only with --tp
 
 
 def build_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh:
-    """Build the mesh of all ranks, with dimensions "replicate" and "shard", or these and "tp".
+    """Build the mesh of all ranks, with the dimensions "replicate", "shard" and perhaps "tp".
 
-    `shape` is (replicas, ranks per shard group), or these and the neighbours that split each block.
-    Collective, after `init_ranks`. ValueError if the shape does not hold exactly the world.
+    `shape` is (replicas, ranks per shard group) or, with tensor parallelism, (replicas, ranks per
+    shard group, ranks that split each block). ValueError if its product is not the world size.
+    Collective, after `init_ranks`.
     """
     if math.prod(shape) != dist.get_world_size():
         raise ValueError(f"a mesh of {shape} does not hold {dist.get_world_size()} ranks")
@@ -45,7 +50,7 @@ def build_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh:
 
 
 def divisors(number: int) -> list[int]:
-    """List the divisors of a positive integer in ascending order."""
+    """List the divisors of a positive integer in ascending order: the possible sizes of groups."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -59,23 +64,24 @@ class Ranks:
     local_world_size: int  # ranks on this node
     node: int
     launcher: str  # "torchrun", "srun" or "single"
-    rendezvous: Mapping[str, str]  # MASTER_ADDR and MASTER_PORT; empty for a single process
+    rendezvous: Mapping[str, str]  # MASTER_ADDR and MASTER_PORT; empty if there is one process
 
 
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
-    """Read the ranks from torchrun's variables, else from srun's, else return a single process.
+    """Read the ranks from torchrun's variables, or else from srun's; without both, return one rank.
 
-    RuntimeError if some of a launcher's variables are missing, or ranks are not in blocks, or in a
-    shell of a Slurm job with several tasks: a single process there would be a mistake.
+    RuntimeError if a launcher's variables are incomplete, if Slurm does not number the ranks node
+    by node, or in the shell of a Slurm job with several tasks, where a single process would surely
+    be a mistake.
     """
-    # torchrun first: under `srun torchrun` Slurm's variables count torchrun's agents, not ranks.
+    # torchrun comes first: under `srun torchrun`, Slurm's variables count the torchruns, not ranks.
     if environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
         return _torchrun_ranks(environ)
     if _started_by_srun(environ):
         return _slurm_ranks(environ)
-    if "SLURM_JOB_ID" in environ and (
-        environ.get("SLURM_NTASKS", "1") != "1" or environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
-    ):  # in the shell of a job: every task but this one would be missing
+    several_tasks = environ.get("SLURM_NTASKS", "1") != "1"
+    several_nodes = environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
+    if "SLURM_JOB_ID" in environ and (several_tasks or several_nodes):
         job = "this Slurm job has several tasks or nodes"
         advice = "type `srun python`, or, for one process, `srun -n1 python`"
         raise RuntimeError(f"{job}, but this process was not started by srun: {advice}")
@@ -83,10 +89,10 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
 
 
 def _started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Tell whether this process is a task of a step of srun's, not of a job's own shell.
+    """Tell whether srun started this process, rather than the job's own shell.
 
-    Slurm counts steps from 0. The largest 16 numbers are other things: salloc's shell, sbatch's
-    script, a session of ssh.
+    Each srun is a step of the job, numbered from 0. The 16 largest numbers are reserved for other
+    things: salloc's shell, sbatch's script, an ssh session.
     """
     step = environ.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < 2**32 - 16
@@ -100,9 +106,12 @@ def _torchrun_ranks(environ: Mapping[str, str]) -> Ranks:
         local_world_size = int(environ["LOCAL_WORLD_SIZE"])
         rendezvous = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     except KeyError as error:
-        setter = "torchrun, as RANK, WORLD_SIZE or LOCAL_RANK is set"
-        raise RuntimeError(f"the variable {error} is missing; it is set by {setter}") from None
-    node = int(environ.get("GROUP_RANK", rank // local_world_size))  # the number of its torchrun
+        advice = "for a single process, unset RANK, WORLD_SIZE and LOCAL_RANK"
+        raise RuntimeError(
+            f"the variable {error} is missing; it is set by torchrun; {advice}"
+        ) from None
+    # GROUP_RANK numbers the torchruns, one per node.
+    node = int(environ.get("GROUP_RANK", rank // local_world_size))
     return Ranks(rank, world_size, local_rank, local_world_size, node, "torchrun", rendezvous)
 
 
@@ -112,31 +121,38 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
         world_size = int(environ["SLURM_NTASKS"])
         local_rank = int(environ["SLURM_LOCALID"])
         node = int(environ["SLURM_NODEID"])
-        # A step may have fewer tasks than its job: the step's own counts come first.
+        # A step may have fewer tasks than its job, so the step's own counts come first.
         if "SLURM_STEP_TASKS_PER_NODE" in environ:
-            text = environ["SLURM_STEP_TASKS_PER_NODE"]
+            per_node = environ["SLURM_STEP_TASKS_PER_NODE"]
         else:
-            text = environ["SLURM_TASKS_PER_NODE"]
+            per_node = environ["SLURM_TASKS_PER_NODE"]
     except KeyError as error:
         raise RuntimeError(f"the variable {error} is missing; it is set by srun") from None
-    counts = _ranks_per_node(text)
-    where = f"rank {rank} of {world_size} is local rank {local_rank} of node {node} of {text}"
+    counts = _ranks_per_node(per_node)
     if sum(counts) != world_size:
-        raise RuntimeError(f"{where}, which are {sum(counts)} ranks: start all by one srun")
-    # Round-robin over the nodes would make each shard group, neighbours in rank, span all nodes.
+        nodes = f"{per_node} ranks per node add up to {sum(counts)}"
+        raise RuntimeError(f"Slurm counts {world_size} ranks, but {nodes}: start all with one srun")
+    # Numbered round-robin over the nodes, neighbours in rank would form shard groups across nodes.
     if rank != sum(counts[:node]) + local_rank:
-        advice = "give srun `--distribution=block`, and no order of nodes or tasks of your own"
-        raise RuntimeError(f"{where}, not in blocks: {advice}")
-    if len(counts) == 1:  # the address is known; two jobs that share the node need two ports
+        where = f"rank {rank} is local rank {local_rank} of node {node}"
+        where += f", with {per_node} ranks per node"
+        advice = "give srun `--distribution=block`, and do not set another order of nodes or tasks"
+        raise RuntimeError(f"{where}, so Slurm does not number them node by node: {advice}")
+    defaults: dict[str, str] = {}
+    if len(counts) == 1:
+        # All ranks are on one node, so the address is known. Other jobs may share the node, so the
+        # port depends on the job.
         job = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
         port = 20000 + zlib.crc32(job.encode()) % 10000
-        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environ}
+        defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    given = defaults | dict(environ)  # the user's own values win
     try:
-        rendezvous = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+        rendezvous = {name: given[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     except KeyError as error:
-        address = "MASTER_ADDR=$(hostname -i) MASTER_PORT=3442"
-        setter = f"srun, an address by you: `export {address}` before srun"
-        raise RuntimeError(f"the variable {error} is missing; it is set by {setter}") from None
+        command = "export MASTER_ADDR=$(hostname -i) MASTER_PORT=3442"
+        raise RuntimeError(
+            f"the variable {error} is missing: on several nodes, type `{command}` before srun"
+        ) from None
     return Ranks(rank, world_size, local_rank, counts[node], node, "srun", rendezvous)
 
 
@@ -167,32 +183,33 @@ def pick_device(name: str, ranks: Ranks) -> torch.device:
     if 1 < count < ranks.local_world_size:
         share = f"{ranks.local_world_size} ranks on this node share {count} GPUs"
         raise ValueError(f"{share}: start {count} ranks per node, or use --device cpu")
-    # A rank sees its own GPU alone, numbered 0 (`--gpus-per-task=1`), or all GPUs of its node.
+    # A rank sees only its own GPU, as number 0 (`--gpus-per-task=1`), or all GPUs of its node.
     return torch.device("cuda", 0 if count == 1 else ranks.local_rank)
 
 
 def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) -> None:
     """Start the default process group: nccl (RCCL on ROCm) for GPU tensors, gloo for CPU tensors.
 
-    Collective; RuntimeError if a rank does not come.
+    RuntimeError if a rank does not join in time. Collective.
     """
     timeout = timedelta(minutes=timeout_minutes)
     on_gpu = device.type == "cuda"
-    # Otherwise gloo connects each rank with every other in each group, a thousand with a thousand,
-    # and rank 0's store serves the addresses of all to all.
+    # Have gloo connect two ranks on first use. By default it connects every pair of ranks in every
+    # group: with a thousand ranks a million connections, whose addresses rank 0's store must serve.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    # Rank 0 still talks to all: hundreds of ranks need many files.
+    # Allow as many open files as possible: rank 0 still has a connection to every rank.
     with suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if on_gpu:
         torch.cuda.set_device(device)
-    store: dist.Store = dist.HashStore()  # of a single process: no port is opened
+    store: dist.Store = dist.HashStore()  # enough for a single process: it opens no port
     if ranks.rendezvous:
         os.environ.update(ranks.rendezvous)
+        # With --max-restarts, torchrun's store keeps what the ranks of earlier attempts wrote.
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         if restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            _start_own_store(ranks, timeout)
+            _choose_port_of_attempt(ranks, timeout)
         rendezvous = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
         store, _, _ = next(rendezvous)
     with quiet_gloo():
@@ -202,15 +219,18 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timeout,
+            # NCCL then connects now, not in the first collective; a single process has nobody to
+            # connect to.
             device_id=device if on_gpu and ranks.rendezvous else None,
         )
 
 
-def _start_own_store(ranks: Ranks, timeout: timedelta) -> None:
-    """Let rank 0 serve a store for this attempt alone, and set MASTER_PORT to its port. Collective.
+def _choose_port_of_attempt(ranks: Ranks, timeout: timedelta) -> None:
+    """Choose a free port of rank 0, and set MASTER_PORT to it on every rank. Collective.
 
-    torchrun's own store lives through its restarts: there the ranks would find the addresses of
-    those before them. Its number of restarts does not help: nodes may count differently.
+    There rank 0 will serve a store for this attempt only. torchrun's own store outlives a restart,
+    so in it the ranks would find the addresses of their dead predecessors. Keys with the number of
+    restarts would not help, because nodes may count them differently.
     """
     address = ranks.rendezvous["MASTER_ADDR"]
     shared = dist.TCPStore(address, int(ranks.rendezvous["MASTER_PORT"]), timeout=timeout)
@@ -224,20 +244,23 @@ def _start_own_store(ranks: Ranks, timeout: timedelta) -> None:
         os.environ["MASTER_PORT"] = str(port)
         return
     while time.monotonic() < deadline:
-        # of an attempt before, until rank 0 is there: nobody listens at that port any more
+        # Until rank 0 has set its port, this may be the port of an earlier attempt, at which nobody
+        # listens any more: try again.
         port = int(shared.get("port of rank 0"))
         with suppress(OSError), socket.create_connection((address, port), timeout=5):
             os.environ["MASTER_PORT"] = str(port)
             return
         time.sleep(0.1)
-    raise RuntimeError(f"rank 0 has not come to {address}:{port}")
+    raise RuntimeError(f"rank 0 does not answer at {address}:{port}")
 
 
 @contextmanager
 def quiet_gloo() -> Iterator[None]:
-    """Hide the line that gloo of torch 2.10 prints on stdout for every new group."""
-    if torch.__version__ >= "2.11" or "NCCL_DEBUG" in os.environ or not sys.stdout:
-        yield  # NCCL_DEBUG prints there as well
+    """Hide the line that gloo prints on stdout for every new group in torch 2.10."""
+    newer = torch.__version__ >= "2.11"  # as strings: right from 2.10, the oldest supported, on
+    # NCCL_DEBUG makes NCCL print on stdout too, and those lines are wanted.
+    if newer or "NCCL_DEBUG" in os.environ or not sys.stdout:
+        yield
         return
     with os.fdopen(os.dup(1)) as stdout, open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)

@@ -78,12 +78,15 @@ def test_one_node_under_srun_needs_no_address():
 def test_a_missing_variable_is_named_with_who_sets_it(environ, launcher):
     """A job is never taken for a single process."""
     for name in environ.keys() - {"GROUP_RANK", "SLURM_JOB_ID", "SLURM_STEP_ID"}:
-        with pytest.raises(RuntimeError, match=f"{name}.* is missing; it is set by {launcher}"):
+        sentence = f"{name}.* is missing; it is set by {launcher}"
+        if launcher == "srun" and name in ADDRESS:
+            sentence = f"{name}.* is missing: on several nodes, type `export"
+        with pytest.raises(RuntimeError, match=sentence):
             mesh.read_ranks({k: v for k, v in environ.items() if k != name})
 
 
 SHELL = "not started by srun: type `srun python"  # the batch shell of a job
-CYCLIC = "not in blocks: give srun `--distribution=block`"
+CYCLIC = "not number them node by node: give srun `--distribution=block`"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ CYCLIC = "not in blocks: give srun `--distribution=block`"
         ({k: v for k, v in ONE_NODE.items() if k != "SLURM_STEP_ID"}, SHELL),
         ({"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2"}, SHELL),  # no SLURM_NTASKS
         (SRUN | {"SLURM_TASKS_PER_NODE": "10(x2)"}, CYCLIC),  # another place than the rank's
-        (SRUN | {"SLURM_TASKS_PER_NODE": "8(x2)"}, "which are 16 ranks: start all by one srun"),
+        (SRUN | {"SLURM_TASKS_PER_NODE": "8(x2)"}, "add up to 16: start all with one srun"),
         (SRUN | {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, CYCLIC),
     ],
 )
