@@ -10,8 +10,8 @@ the model, the loop, the run.
 """
 
 if __name__ == "__main__":
-    # Above the imports, which take seconds: a signal during them must not kill the process. Slurm
-    # sends one shortly before the time limit; the loop then saves and leaves.
+    # Before the imports, which take seconds: a signal that arrives meanwhile must not kill the
+    # process. Slurm sends one shortly before the time limit; the training loop then saves and ends.
     from runtime import process
 
     process.ignore_output_errors()
@@ -51,43 +51,48 @@ COLLECT_EVERY = 100  # steps between two garbage collections
 
 @dataclass
 class Training:
-    """A sharded model, and what a step of its training needs."""
+    """A sharded model, and what else a training step needs."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None  # fp16 needs one
     compute_loss: Callable[[nn.Module, Any], Tensor]  # (model, micro-batch) -> loss (), fp32
-    dtype: torch.dtype  # of the computation
-    clip: float | None  # largest gradient norm
+    dtype: torch.dtype  # in which forward and backward compute
+    clip: float | None  # largest gradient norm; None: gradients are not clipped
 
 
 def learning_rate(step: int, run: Run) -> float:
-    """Schedule of steps 0 .. steps-1: linear warm-up, then half a cosine down towards 0."""
+    """Return the learning rate of a step, counted from 0: linear warm-up, then half a cosine.
+
+    The peak is --lr, or --blr x global batch / 256.
+    """
     if step < run.warmup_steps:
         return run.peak_lr * (step + 1) / run.warmup_steps  # not from 0, which would waste a step
-    after = step - run.warmup_steps
-    rest = run.steps - run.warmup_steps
-    return run.peak_lr * 0.5 * (1 + math.cos(math.pi * after / rest))
+    decayed = step - run.warmup_steps
+    decay_steps = run.steps - run.warmup_steps
+    return run.peak_lr * 0.5 * (1 + math.cos(math.pi * decayed / decay_steps))
 
 
 def forward_backward(training: Training, micro_batches: Sequence[Any]) -> Tensor:
-    """Accumulate the gradients of all micro-batches; return this rank's mean loss ()."""
+    """Accumulate the gradients of all micro-batches; return this rank's mean loss, a scalar."""
     model = training.model
     count = len(micro_batches)
     device = micro_batches[0][0].device
-    total = torch.zeros((), device=device)
+    mean_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(micro_batches):
-        # whole gradients are all-reduced after the last micro-batch, sharded ones reduced in each
+        # DDP all-reduces gradients once, after the last micro-batch; FSDP reduce-scatters them
+        # after each one. FSDP2 all-reduces over replicas after the last one only, which is right
+        # because every micro-batch uses all parameters of a ViT-MAE.
         with shard.accumulation(model, last=i == count - 1, uses_all=True):
             with shard.autocast(model, device, training.dtype):
                 loss = training.compute_loss(model, micro_batch)
-            loss = loss / count  # the sum is this rank's mean; DDP and FSDP average over ranks
+            loss = loss / count  # so the sum is this rank's mean; DDP and FSDP average over ranks
             if training.scaler:
                 training.scaler.scale(loss).backward()
             else:
                 loss.backward()
-        total += loss.detach()
-    return total
+        mean_loss += loss.detach()
+    return mean_loss
 
 
 def train_step(
@@ -99,73 +104,85 @@ def train_step(
 ) -> None:
     """Make one optimizer step, unless some rank finds a bad value in it. Collective.
 
-    The `requests` of this rank are sent to all others. After three steps, with AdamW, nothing here
-    waits for a GPU, so that the host runs ahead of it.
+    `guard` makes all ranks decide alike whether to apply the step. In the same all-reduce it tells
+    them the `requests` of this rank, such as to stop or to save. With AdamW nothing here waits for
+    a GPU, so the host can run ahead of it, except in the first three steps, which shard.py checks.
     """
     optimizer = training.optimizer
     scaler = training.scaler
     loss = forward_backward(training, micro_batches)
     if scaler:
         scaler.unscale_(optimizer)  # the norm must be that of the true gradients
-    # over all shards: the same on every rank
     limit = math.inf if training.clip is None else training.clip
+    # the norm over all shards, the same on every rank
     norm = shard.clip_grad_norm(training.model, limit)
-    # one small all-reduce: all ranks skip a step with a bad value, or none does
+    # one small all-reduce: either all ranks skip the step, or none does
     skip = guard.check_step(loss, norm, requests, scaled=scaler is not None)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)  # fine-tuning has a rate for each layer
     shard.optimizer_step(optimizer, skip)  # scaler.step would make the host wait
     if scaler:
-        # The scale is the same on every rank: with DDP all see the same gradients; with shards,
-        # FSDP2's DTensors and FSDP1's own scaler ask the other ranks whether theirs are finite.
+        # All ranks must find the same scale. Under DDP they hold the same gradients. With shards,
+        # they ask each other whether all gradients are finite: FSDP2's DTensors in the shard group
+        # (replicas hold the same shards), FSDP1's own scaler among all ranks.
         scaler.update()
-    optimizer.zero_grad()  # to None: the memory of sharded gradients is free
+    optimizer.zero_grad()  # sets gradients to None, which frees their memory until backward
 
 
 # --- The model: from shapes to a sharded model that trains
 
 
 def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Training:
-    """Build, shard and initialise the model, with its AdamW. Collective.
+    """Build, shard and initialise the model; build its AdamW. Collective.
 
-    With FSDP by blocks no rank ever holds the whole model: it has no memory until it is sharded.
-    With `resuming` its memory is uninitialized until a checkpoint is loaded.
+    A parameter has only a shape until its block is sharded. Then shard.apply allocates it, fills it
+    with its full value from `init_fn`, keeps this rank's shard, and frees the rest. So with FSDP
+    and --wrap block, no rank ever holds the full model. AdamW has states for this rank's shard.
+
+    If `resuming`, values stay unset until a checkpoint is loaded.
     """
     config = run.config
     mode = str(config.mode)
+    # random values (vit.initial_value), or those of --init-from
+    init_fn = None if resuming else initial_values(run)
     with torch.device("meta"):  # shapes without memory
         model: nn.Module = vit.ViTMAE(run.model, config.img_size, config.norm_pix_loss)
-    decay = shard.weight_decay_names(model)  # by the shapes of whole parameters
-    # PyTorch warns that the output is a view that must not be written to; nobody does
+    # Before sharding, because it goes by the number of dimensions, which FSDP1 does not keep.
+    decay = shard.weight_decay_names(model)
+    # FSDP2 warns that the output is a view, which must not be changed in place. Nobody does that.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     model = shard.apply(
         model,
         mode,
         grid,
         block_classes={vit.Block},
-        init_fn=None if resuming else initial_values(run),
+        init_fn=init_fn,
         uninitialized=resuming,
         split_block=tensor_parallel.split_block if config.tp > 1 else None,
         options=run.sharding_options(),
     )
-    # after sharding: its states are sharded as the parameters are
+    # After sharding, so that its states are sharded like the parameters.
     optimizer = shard.build_optimizer(
         model, mode, decay, lr=run.peak_lr, weight_decay=config.weight_decay, betas=config.betas
     )
     if config.tp > 1:
+        # tp ranks train on the images of the first of them; checkpoints keep qkv's usual row order
         tensor_parallel.finish_split(model, optimizer, grid)
     scaler = shard.build_scaler(model, torch.device(grid.device_type), run.dtype)
     stats = run.pixel_stats
 
-    def compute_loss(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> Tensor:
+    def compute_loss(network: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> Tensor:
         images, noise = micro_batch  # (B, C, H, W) as loaded, masking noise (B, L)
-        loss, _, _ = model(data.normalize(images, stats), config.mask_ratio, noise)
+        loss, _, _ = network(data.normalize(images, stats), config.mask_ratio, noise)
         return loss
 
     return Training(model, optimizer, scaler, compute_loss, run.dtype, config.clip)
 
 
 # --- The loop
+#
+# A batch reaches it from data.Images (read, crop) and data.collate (stack) in the loader's workers,
+# then device_batches (put the micro-batches of a step on the device) and Monitor.next_batch.
 
 
 def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | None]:
@@ -177,56 +194,59 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
     checkpoints = monitor.checkpoints
     evaluate_every = monitor.evaluate_every
     for step in range(checkpoints.begin, run.steps):
-        done = step + 1
+        done = step + 1  # steps done after this one
         last = done == run.steps
-        save_now = last or checkpoints.due_after(done)
-        evaluate_now = evaluate_every > 0 and done % evaluate_every == 0
-        # fetch: the loader works ahead, so that this seldom waits
+        save_scheduled = last or checkpoints.due_after(done)
+        evaluate_scheduled = evaluate_every > 0 and done % evaluate_every == 0
+        # fetch: the loader works ahead, so this seldom waits
         batch = monitor.next_batch(step)
-        # step
-        monitor.session.heartbeat("training", step)
+        # step: forward, backward, and an update unless some rank finds a bad value
+        monitor.session.heartbeat("training", step)  # tells the watchdog what this rank is doing
         lr = learning_rate(step, run)
         train_step(training, guard, batch.micro_batches, lr, monitor.requests())
         if monitor.profile:
             monitor.profile.step()
-        # log: what all ranks agreed on; a GPU's result comes one step later, so that nobody waits
-        for result in monitor.finished_steps(wait=save_now or evaluate_now):
+        # log: the steps whose results are there; a GPU's is read one step late, so that the host
+        # need not wait for it
+        for result in monitor.finished_steps(wait=save_scheduled or evaluate_scheduled):
             monitor.log_step(result, learning_rate(result.step, run))
-        if guard.ended:
+        if guard.ended:  # the reason, such as "nan"
             return guard.ended, monitor.problem
-        # save: at an interval, by some rank's clock, and before the run ends
+        # save: after so many steps, when some rank's clock says so, and before the run ends. In all
+        # three cases the result of every step was read above: all ranks agree on `done` steps.
         ending = last or guard.stop or monitor.bad_images.too_many is not None
-        saved = save_now or guard.save or ending
-        if saved:
+        save_now = save_scheduled or guard.save or ending
+        if save_now:
             monitor.session.heartbeat("saving", step)
             with monitor.meter.paused():
-                problem = checkpoints.save(guard.done, wait=ending)
+                problem = checkpoints.save(done, wait=ending)
             guard.save = False
             if problem:
                 return "save_failed", problem
-        # stop: too many bad images, or a signal, on whichever rank; there may be little time left
+        # stop: after too many bad images or a signal on any rank (its session.signals, its request
+        # `stop`, then guard.stop on all); before evaluating, because little time may be left
         if monitor.bad_images.too_many:
             return "bad_images", monitor.bad_images.too_many
         if guard.stop and not last:
             return "signal", None
-        # evaluate: at an interval of its own, or after each save
-        if evaluate_every == 0:
-            evaluate_now = saved
+        # evaluate: after so many steps, or, if that number is 0, after every save
+        evaluate_now = evaluate_scheduled or (save_now and evaluate_every == 0)
         if monitor.evaluation and evaluate_now:
             with monitor.meter.paused():
-                monitor.evaluation(guard.done)
+                monitor.evaluation(done)
         if done % COLLECT_EVERY == 0:
             gc.collect()  # on all ranks at the same step, not at random times on one
     return "done", None
 
 
 def read_images(run: Run, monitor: Monitor) -> tuple[str, str | None]:
-    """Read the images of every step and train nothing, for --run-mode io; return as `train`."""
+    """Read the images of every step and train nothing (--run-mode io); return what `train` does."""
     guard = monitor.guard
     zero = torch.zeros((), device=monitor.session.device)
     for step in range(run.steps):
         last = step + 1 == run.steps
         monitor.next_batch(step)
+        # loss and norm are 0: only the requests matter, such as that to stop
         guard.check_step(zero, zero, monitor.requests())
         for result in monitor.finished_steps(wait=last):
             monitor.log_step(result, lr=0.0)
@@ -243,30 +263,31 @@ def read_images(run: Run, monitor: Monitor) -> tuple[str, str | None]:
 
 
 def run_training(run: Run, session: Session) -> None:
-    """Make one run, on every rank; AgreedError where it has failed."""
+    """Do one run, on every rank; AgreedError (runtime/agreement.py) on all of them if it fails."""
     config = run.config
     log = session.log
-    session.lock_folder(config.out)  # against a second run
-    # rank 0 lists the images for all
+    session.lock_folder(config.out)  # keeps a second run out of it
     session.heartbeat("listing images")
     find = partial(find_images, config, config.out, run.global_batch)
-    files, facts = run_on_rank0(find)
-    run = with_images(run, facts)
-    existing = list_newest_first(run, log.say)
+    images, image_facts = run_on_rank0(find)  # all ranks get what rank 0 finds
+    run = with_images(run, image_facts)
+    existing = list_newest_first(run, log.say)  # checkpoints to resume from
     log.open(run, session.device)
     training = None
-    checkpoints = CheckpointSchedule(run, log)
     if config.run_mode != "io":
         session.heartbeat("building the model")
         grid = mesh.build_mesh(run.mesh_shape, session.device)  # replicate x shard (x tp)
         training = build_training(run, grid, resuming=bool(existing))
-    if training and config.run_mode == "real":  # the other run modes save nothing
+    if training and config.run_mode == "real":
         checkpoints = resume(existing, run, session, training)
         if checkpoints.finished():
             return
+    else:
+        checkpoints = CheckpointSchedule(run, log)  # the other run modes save nothing
     session.heartbeat("reading the first batch")
-    batches = open_batches(run, session, files, range(checkpoints.begin, run.steps))
-    monitor = Monitor(run, session, files, checkpoints, first=next(batches), rest=batches)
+    batches = open_batches(run, session, images, range(checkpoints.begin, run.steps))
+    first = next(batches)  # before the monitor starts its clock: the workers must start up
+    monitor = Monitor(run, session, images, checkpoints, first=first, rest=batches)
     report_start(run, session, checkpoints.begin)
     if training:
         monitor.watch(training.model)
@@ -279,9 +300,10 @@ def run_training(run: Run, session: Session) -> None:
 
 
 def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int:
-    """Run the command line; return the exit status: 0 done or stopped, 1 failed, 2 refused.
+    """Run the command line; return the exit status.
 
-    Signal handlers append the number of each signal that asks for a stop to `received`.
+    It is 0 if the run is done or was stopped by a signal, 1 if it failed, 2 if it was refused.
+    `received` grows by the number of each signal that asks for a stop (runtime/process.py).
     """
     config = parse(argv, __doc__)
     if config.dry_run:
@@ -292,5 +314,6 @@ def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int
 
 
 if __name__ == "__main__":
-    del __file__  # by which multiprocessing would import all of this again in every loader worker
+    # Otherwise multiprocessing would import this file, and so PyTorch, again in each loader worker.
+    del __file__
     raise SystemExit(main(received=RECEIVED))
