@@ -1,13 +1,13 @@
-"""What a run will need, before it is queued: memory, traffic and time, by arithmetic alone.
+"""Plan a run before it is queued: its memory, traffic and time, by arithmetic alone.
 
     python plan.py --model 15b --mode hybrid --group 4 --world-size 512 --batch 32 --memory-gib 64
     python plan.py --model 15b --world-size 1024 --compare      # every mode and group, best first
     python plan.py --model 15b --group 4 --explain              # where the memory goes
 
-Does it fit, with which local batch at most, how many bytes go over which link, and how fast can it
-be at best. No GPU and no process group is needed, for any number of ranks. Takes the whole command
-line of train_fsdp.py, and plans --world-size ranks (default: one node of the machine). The
-arithmetic is in planner/estimate.py.
+It says whether the run fits, up to which local batch, how many bytes go over which link, and how
+fast the run can be at best. It needs neither a GPU nor a process group, whatever the number of
+ranks. It takes all flags of train_fsdp.py, and plans for --world-size ranks (default: one node of
+the machine). The arithmetic is in planner/, from planner/estimate.py on.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from runtime.run import Run, resolve
 
 
 def plan_parser() -> Parser:
-    """Add the flags of the plan to those of train_fsdp.py."""
+    """Return the parser of train_fsdp.py with the flags of plan.py added."""
     parser = training_parser("plan.py", __doc__)
     add = parser.add_argument_group("the plan itself").add_argument
     add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")
@@ -56,11 +56,13 @@ def make_plan(parser: Parser, args: argparse.Namespace) -> Plan:
         if args.world_size is None:
             args.world_size = machine.ranks_per_node
         config = make_config(parser, args)
-        # a plain ViT may see all patches, what is trained here may not
+        # A plain ViT may see all patches (--mask-ratio 0), but train_fsdp.py refuses that.
         checked = replace(config, mask_ratio=0.75) if args.encoder_only else config
         run = resolve(checked, args.world_size, machine.ranks_per_node)
-        more = {"encoder_only": args.encoder_only, "mask_ratio": config.mask_ratio}
-        planned = PlannedRun.from_flags(run.model, run.record() | more)
+        flags = run.record()
+        flags["encoder_only"] = args.encoder_only
+        flags["mask_ratio"] = config.mask_ratio
+        planned = PlannedRun.from_flags(run.model, flags)
         return Plan(planned, machine, args.memory_gib)
     except ValueError as error:
         parser.error(str(error))
@@ -70,12 +72,14 @@ def make_plan(parser: Parser, args: argparse.Namespace) -> Plan:
 
 
 def summary_lines(plan: Plan, global_batch: bool) -> Iterator[str]:
-    """Describe one plan in a few lines, and what would fit if that does not."""
+    """Describe a plan in a few lines: if the run does not fit, also what would."""
     run = plan.run
     found = plan.json()
-    gib = ", ".join(f"{k} {v / GIB:.1f}" for k, v in plan.peak.bytes.items() if v >= 0.05 * GIB)
-    traffic = found["traffic_bytes_per_rank"].values()
-    links = ", ".join(f"{link} {sum(by[link] for by in traffic) / 1e9:.1f}" for link in LINKS)
+    parts = [(part, size / GIB) for part, size in plan.peak.bytes.items()]
+    gib = ", ".join(f"{part} {size:.1f}" for part, size in parts if size >= 0.05)
+    by_kind = found["traffic_bytes_per_rank"].values()  # each by link
+    sent = {link: sum(by_link[link] for by_link in by_kind) for link in LINKS}
+    links = ", ".join(f"{link} {size / 1e9:.1f}" for link, size in sent.items())
     shape = f"{run.replicate} x {run.shard}"
     if run.tp > 1:
         shape += f" x {run.tp} (tp)"
@@ -97,13 +101,14 @@ def summary_lines(plan: Plan, global_batch: bool) -> Iterator[str]:
 
 
 def comparison_lines(plans: Sequence[Plan]) -> Iterator[str]:
-    """Format the table of `--compare`; exposed communication does not overlap with compute."""
+    """Format the table of `--compare`; "exposed s" is communication that compute does not hide."""
     yield (
         f"{'mode':19}{'verdict':7}{'peak GiB':>9}{'img/s':>9}{'step s':>9}{'exposed s':>11}"
         f"{'optimizer s':>13}{'network GB':>12}"
     )
     for plan in plans:
-        sent = sum(by["network"] for by in link_bytes(plan.run, plan.machine).values())
+        by_kind = link_bytes(plan.run, plan.machine).values()
+        sent = sum(by_link["network"] for by_link in by_kind)
         time = plan.seconds
         yield (
             f"{plan.label:19}{plan.verdict:7}{plan.peak_gib:9.1f}{plan.images_per_second:9.0f}"
@@ -112,7 +117,7 @@ def comparison_lines(plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def explanation_lines(plan: Plan) -> Iterator[str]:
-    """Explain the memory of a plan: GiB at the largest moment of each phase of a step."""
+    """Format the table of `--explain`: memory by part, at the largest moment of each phase."""
     yield "GiB at the largest moment of each phase of a step"
     yield f"{'moment':28}" + "".join(f"{part[:11]:>12}" for part in MEMORY_PARTS) + f"{'sum':>9}"
     for phase in ("forward", "loss", "backward", "reduction", "optimizer"):
@@ -125,7 +130,7 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
 
 
 def measure_here(parser: Parser, args: argparse.Namespace) -> int:
-    """Measure the machine on the ranks of the launcher; return the exit status."""
+    """Measure this machine with the ranks that the launcher started; return the exit status."""
     from runtime.measure_machine import measure_machine
     from runtime.session import Session, run_session
 
@@ -138,7 +143,7 @@ def measure_here(parser: Parser, args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a plan; exit status 2 and one sentence where the flags clash."""
+    """Print a plan; one sentence and exit status 2 if the flags clash."""
     parser = plan_parser()
     args = parser.parse_args(argv)
     if args.measure:

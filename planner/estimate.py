@@ -1,9 +1,9 @@
-"""The plan of a run: does it fit, what does it send, how fast can it be at best.
+"""Plan a run: whether it fits, what it sends, how fast it can be at best.
 
-`peak` is live tensors (CUDA's max_memory_allocated); `peak_active` also counts freed memory that
-another stream still uses, as under FSDP1. The allocator's fragmentation, the context and RCCL's or
-NCCL's buffers are in neither: `margin_gib` stands for them. The step time is a lower bound: nothing
-waits for data, a slow rank or a disk.
+`peak` counts live tensors (CUDA's max_memory_allocated); `peak_active` also counts freed memory
+that another stream still uses, as under FSDP1. Neither contains fragmentation, the device's context
+and the buffers of RCCL or NCCL: `margin_gib` allows for them. The step time is a lower bound, in
+which nothing waits for data, a slow rank or a disk.
 """
 
 import math
@@ -32,16 +32,16 @@ from planner.traffic import (
 
 # --- Does it fit
 
-# What no tensor shows: the device's context and RCCL's or NCCL's buffers, then the allocator's
-# fragmentation as a share of the peak. Experience, not fitted.
+# Memory outside of tensors: the device's context and the buffers of RCCL or NCCL, then the
+# allocator's fragmentation, as a share of the peak. Both are experience, not fitted.
 CONTEXT_GIB = 1.5
 FRAGMENTATION = 0.04
-VERDICTS = ("FITS", "TIGHT", "NO")  # with the whole margin, with the context alone, not at all
+VERDICTS = ("FITS", "TIGHT", "NO")  # fits with the whole margin, only with the context, not at all
 MOST_IMAGES = 2**20  # largest local batch that is tried
 
 
 def fit_verdict(peak_gib: float, memory_gib: float) -> str:
-    """Compare a peak of live tensors with the memory of a rank: one of VERDICTS."""
+    """Return one of VERDICTS for a peak of live tensors and the memory of a rank."""
     if peak_gib * (1 + FRAGMENTATION) + CONTEXT_GIB <= memory_gib:
         return "FITS"
     return "TIGHT" if peak_gib + CONTEXT_GIB <= memory_gib else "NO"
@@ -51,9 +51,9 @@ def fit_verdict(peak_gib: float, memory_gib: float) -> str:
 
 
 def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
-    """Seconds per step of forward and backward, over all accumulation steps.
+    """Estimate the seconds that forward and backward of a step take, over all accumulation steps.
 
-    Full checkpointing runs the blocks' forward again: 4 passes instead of 3.
+    Full checkpointing runs the forward pass of the blocks again: 4 passes instead of 3.
     """
     passes = 4 / 3 if run.ac == "full" else 1
     if machine.blocks:
@@ -62,10 +62,10 @@ def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
 
 
 def fitted_image_seconds(run: PlannedRun, machine: Machine) -> float:
-    """Seconds of one image by the constants of a machine, without checkpointing.
+    """Estimate the seconds that one image takes, without checkpointing, from fitted constants.
 
-    Matmuls run at a share of the peak; everything else (norms, GELU, softmax, sums) takes a time
-    per token and block.
+    Matmuls reach a share of the peak; everything else (norms, GELU, softmax, sums) takes a constant
+    time per token and block.
     """
     config = run.config
     if run.encoder_only:
@@ -80,10 +80,10 @@ def fitted_image_seconds(run: PlannedRun, machine: Machine) -> float:
 
 
 def measured_compute_seconds(run: PlannedRun, machine: Machine) -> float:
-    """Seconds of one accumulation step on a machine that was measured, without checkpointing.
+    """Estimate the seconds of one accumulation step, without checkpointing, on a measured machine.
 
-    The host of a GPU launches kernels while the GPU computes: the slower of the two counts. A CPU
-    does one after the other.
+    The host launches kernels while its GPU computes, so the slower of the two counts. A CPU does
+    one after the other, so their sum counts.
     """
     speed = machine.block_speed(run.precision)
     c = run.config
@@ -100,7 +100,7 @@ def measured_compute_seconds(run: PlannedRun, machine: Machine) -> float:
         size = BlockSize(run.batch, tokens, width, heads / run.tp, unit.numel, width // heads)
         device += unit.count * block_seconds(size, speed)
         host += unit.count * speed.host_seconds
-    # the layers around the blocks: embeddings and predictions
+    # the layers outside the blocks: embeddings and predictions
     if run.encoder_only:
         c = replace(c, decoder_width=0)
     outside = replace(c, depth=0, decoder_depth=0)
@@ -115,10 +115,10 @@ def measured_compute_seconds(run: PlannedRun, machine: Machine) -> float:
 
 @dataclass(frozen=True)
 class BlockSize:
-    """What the time of one block depends on."""
+    """The sizes on which the time of one block depends."""
 
     images: int
-    tokens: int  # of an image
+    tokens: int  # per image
     width: int
     heads: float  # on this rank
     parameters: int  # on this rank
@@ -128,13 +128,14 @@ class BlockSize:
         """Count FLOPs, features, scores, weights and blocks, for the fields of BlockSpeed."""
         tokens = self.images * self.tokens
         scores = tokens * self.tokens * self.heads
-        # a multiply-add is 2; backward is twice the forward; scores and weighted values
+        # 3 passes (backward is twice the forward) of multiply-adds (2 FLOPs each): the matrices,
+        # then the scores and the weighted values
         flops = 3 * 2 * (tokens * self.parameters + 2 * scores * self.head_width)
         return flops, tokens * self.width, scores, self.parameters, 1
 
 
 def block_seconds(size: BlockSize, speed: BlockSpeed) -> float:
-    """Seconds of forward and backward of one block on the device."""
+    """Estimate the seconds that the device needs for forward and backward of one block."""
     flops, features, scores, weights, one = size.counts()
     return (
         flops / speed.flops_per_second
@@ -146,36 +147,36 @@ def block_seconds(size: BlockSize, speed: BlockSpeed) -> float:
 
 
 def collective_seconds(machine: Machine, world_size: int, c: PlannedCollective) -> float:
-    """Seconds of one collective: launch, one latency per hop, bytes over the slowest link."""
+    """Estimate the seconds of one collective: launch, hops, then bytes over the slowest link."""
     shares = ring_links(machine, world_size, c.ranks, c.stride)
     used = [level for level, share in zip(LINKS, shares, strict=True) if share]
     speeds = {level: machine.link_speed(level, c.kind) for level in used}
     rates = {level: speed.bytes_per_second for level, speed in speeds.items()}
     if "network" in rates:
-        # groups with few ranks on a node share its network with the others
+        # several groups share the network of a node, unless one group fills the node
         local = min(c.ranks, max(1, machine.ranks_per_node / c.stride))
         rates["network"] *= local / machine.ranks_per_node
     widest = speeds[used[-1]]
     seconds = widest.launch_seconds + hop_count(c.kind, c.ranks) * widest.hop_seconds
     seconds += wire_bytes(c.kind, c.payload, c.ranks) / min(rates.values())
     if machine.copy_bytes_per_second and c.what not in (ACTIVATIONS, "inputs", "parameters"):
-        # FSDP and DDP copy between parameters or gradients and the buffer of the collective
+        # FSDP and DDP copy parameters and gradients from and to the buffer of the collective
         seconds += c.payload / machine.copy_bytes_per_second
     return seconds
 
 
 def hop_count(kind: str, ranks: int) -> int:
-    """Count the steps of a collective from rank to rank, one after the other."""
-    if kind == "all_reduce":  # up and down a tree: NCCL and RCCL use one for all-reduce
+    """Count the hops from rank to rank that a collective makes one after another."""
+    if kind == "all_reduce":  # up and down the tree that NCCL and RCCL use for an all-reduce
         return 2 * math.ceil(math.log2(ranks))
     return ranks - 1
 
 
 def communication_seconds(run: PlannedRun, machine: Machine) -> tuple[float, float]:
-    """Seconds per step of all collectives, one after the other, and of those without overlap.
+    """Estimate the seconds of all collectives of a step, and of those that cannot overlap.
 
-    A model of one unit is gathered before forward and reduced after backward. Each block waits for
-    the sums of tensor parallelism.
+    Two kinds cannot: under --wrap root the only unit is gathered before forward and reduced after
+    backward, and each block waits for the all-reduces of tensor parallelism.
     """
     total = exposed = 0.0
     for c in collectives(run):
@@ -187,7 +188,7 @@ def communication_seconds(run: PlannedRun, machine: Machine) -> tuple[float, flo
 
 
 def optimizer_seconds(run: PlannedRun, machine: Machine) -> float:
-    """Seconds per step of the gradient norm, the check for bad values, and AdamW."""
+    """Estimate the seconds of a step's gradient norm, check for bad values, and AdamW."""
     rate = machine.optimizer_bytes_per_second
     if run.cpu_offload:
         rate = machine.host_bytes_per_second
@@ -199,10 +200,10 @@ def optimizer_seconds(run: PlannedRun, machine: Machine) -> float:
 
 
 def step_time(run: PlannedRun, machine: Machine) -> dict[str, float]:
-    """Estimate the time of a step and of its parts.
+    """Estimate the seconds of a step and of its parts.
 
-    Communication overlaps with compute, except for a share of it and for what is longer than
-    compute. From node to node a job loses a little more, whatever it sends.
+    Of the communication that can overlap, `hidden_share` does, but no more than compute lasts. With
+    each doubling of its nodes a job loses a little more time (`doubling_loss`), whatever it sends.
     """
     compute = forward_backward_seconds(run, machine)
     communication, alone = communication_seconds(run, machine)
@@ -212,7 +213,7 @@ def step_time(run: PlannedRun, machine: Machine) -> dict[str, float]:
     step = (compute + exposed + optimizer) * (1 + machine.doubling_loss * math.log2(nodes))
     return {
         "compute": compute,
-        "communication": communication,  # all collectives, one after the other
+        "communication": communication,  # all collectives, one after another
         "exposed": exposed,  # the part of it that does not overlap with compute
         "optimizer": optimizer,
         "step": step,
@@ -223,7 +224,7 @@ def step_time(run: PlannedRun, machine: Machine) -> dict[str, float]:
 
 
 def largest_moment(snapshots: Iterable[MemorySnapshot]) -> MemorySnapshot:
-    """Return the moment at which most is live."""
+    """Return the moment at which the most memory is live."""
     return max(snapshots, key=lambda snapshot: snapshot.total)
 
 
@@ -236,7 +237,7 @@ class Plan:
         machine: Machine = MACHINES["frontier"],
         memory_gib: float | None = None,
     ) -> None:
-        """`memory_gib` is of a rank, by default the machine's."""
+        """Plan for a rank with `memory_gib` of memory, by default the machine's."""
         self.run = run
         self.machine = machine
         self.memory_gib = machine.memory_gib if memory_gib is None else memory_gib
@@ -245,12 +246,12 @@ class Plan:
         self.peak_gib = self.peak.total / GIB  # live tensors, CUDA's max_memory_allocated
         self.peak_active_gib = max(s.total + s.pending for s in self.snapshots) / GIB
         self.verdict = fit_verdict(self.peak_gib, self.memory_gib)
-        self.margin_gib = CONTEXT_GIB + FRAGMENTATION * self.peak_gib  # that FITS leaves free
+        self.margin_gib = CONTEXT_GIB + FRAGMENTATION * self.peak_gib  # what FITS leaves free
         self.seconds = step_time(run, machine)
         step = self.seconds["step"]
         alone = self.seconds["compute"] + self.seconds["optimizer"]
-        self.images_per_second = run.data_ranks * run.batch * run.accum / step  # at most, of all
-        self.efficiency = alone / step  # of a rank, against one that sends nothing
+        self.images_per_second = run.data_ranks * run.batch * run.accum / step  # of all ranks
+        self.efficiency = alone / step  # speed of a rank, as a share of one that sends nothing
         self.label = run.mode if run.group is None else f"{run.mode} {run.group}"
 
     @cached_property
@@ -273,7 +274,7 @@ class Plan:
         )
 
     def json(self) -> dict[str, Any]:
-        """Collect all numbers, under keys that other programs rely on (`plan.py --json`)."""
+        """Collect all numbers under the keys of `plan.py --json`, on which other programs rely."""
         run = self.run
         memory = {part: size / GIB for part, size in self.peak.bytes.items()}
         payload = Counter[str]()
@@ -303,18 +304,18 @@ class Plan:
 
 
 def group_sizes(run: PlannedRun, machine: Machine) -> list[int]:
-    """List the shard groups to compare: divisors of the ranks that fit into nodes or fill them."""
+    """List the sizes of shard groups to compare: those that divide a node, or fill whole nodes."""
     node = max(1, machine.ranks_per_node // run.tp)
     found = []
     for group in mesh.divisors(run.data_ranks):
-        alone_or_all = group in (1, run.data_ranks)  # which are other modes
+        alone_or_all = group in (1, run.data_ranks)  # these are modes of their own
         if not alone_or_all and (node % group == 0 or group % node == 0):
             found.append(group)
     return found
 
 
 def in_mode(run: PlannedRun, mode: str, group: int | None) -> PlannedRun:
-    """Change the mode of a run; an option that the mode does not have gets its default."""
+    """Change the mode of a run; options that the new mode lacks get their defaults."""
     ddp = shard.STRATEGIES[mode].engine != "fsdp"
     return replace(
         run,
@@ -327,11 +328,11 @@ def in_mode(run: PlannedRun, mode: str, group: int | None) -> PlannedRun:
 
 
 def compare(base: Plan) -> list[Plan]:
-    """Plan every mode and group for the run of a plan; best first, what does not fit last."""
+    """Plan the same run in every mode and group; the fastest first, those that do not fit last."""
     run = base.run
     plans = []
     for mode, row in shard.STRATEGIES.items():
-        if run.tp > 1 and row.engine != "fsdp":  # they would train on twice the images
+        if run.tp > 1 and row.engine != "fsdp":  # without tp they would train on more images
             continue
         groups: list[int | None] = [None]
         if row.shard_over == "group":
@@ -346,14 +347,15 @@ def compare(base: Plan) -> list[Plan]:
     return sorted(plans, key=rank)
 
 
-# --- What would fit: changes that keep the global batch, so that a run may be resumed with them
+# --- What would fit: changes that keep the global batch, so a run may be resumed with them
 
 
 def describe_fit(plan: Plan, global_batch: bool, ran_out: bool = False) -> str:
-    """Say in a sentence what a plan says of a run, and what would fit if that does not.
+    """Say in a sentence whether the run of a plan fits, and if not, what would fit.
 
-    Named is the smallest change of each kind, for a run with --global-batch or with --batch. What
-    has run out of memory needs too much whatever the plan says.
+    It names the smallest change of each kind, for a run with --global-batch (`global_batch`) or
+    with --batch. A run that `ran_out` of memory does not fit whatever its plan says: then only
+    changes are named that lower the planned peak by at least 10%.
     """
     if plan.verdict == "FITS" and not ran_out:
         return plan.fit
@@ -370,9 +372,10 @@ def describe_fit(plan: Plan, global_batch: bool, ran_out: bool = False) -> str:
 
 
 def possible_changes(plan: Plan, global_batch: bool) -> Iterator[tuple[str, PlannedRun]]:
-    """Yield flags and the run with them, of each kind the smallest change first.
+    """Yield (flags, the run with these flags): in each kind of change, the smallest first.
 
-    Smaller local batches with more accumulation, more checkpointing, modes that shard more.
+    The kinds are smaller local batches with more accumulation, more checkpointing, and modes that
+    shard more.
     """
     run = plan.run
     images = run.batch * run.accum

@@ -1,4 +1,4 @@
-"""Fit the speeds of a machine to times that were measured: least squares, no cost negative."""
+"""Fit the speeds of a machine to measured times, by non-negative least squares."""
 
 import itertools
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ class CollectiveTime:
 
 
 def fit_costs(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Find the costs, none negative, whose sums by `counts` come nearest to `seconds`.
+    """Find the non-negative costs for which `counts` x costs is nearest to `seconds`.
 
-    Each row of `counts` says how often a measurement contains each cost. What is small is the sum
-    of squared relative errors. A cost that would be negative is 0; there are few, so that every
-    choice of them is tried.
+    Each row of `counts` says how often a measurement contains each cost. The sum of the squared
+    relative errors is minimised (non-negative least squares). There are so few costs that every
+    subset of them is tried, with the others at 0.
     """
     wanted = np.asarray(seconds, dtype=float)
     rows = np.asarray(counts, dtype=float) / wanted[:, None]
@@ -56,7 +56,9 @@ def fit_block_speed(
     counts = [size.counts() for size, _ in times]
     seconds = [found for _, found in times]
     flop, feature, score, weight, block = fit_costs(counts, seconds)
-    if flop == 0:  # all of these are small: the products of the largest take at most all its time
+    if flop == 0:
+        # The blocks are too small for matrix products to show. At most these take all the time of
+        # the block that has the most FLOPs per second.
         flops = [row[0] for row in counts]
         flop = min(found / done for found, done in zip(seconds, flops, strict=True))
     return BlockSpeed(precision, 1 / flop, feature, score, weight, block, host_seconds)
@@ -72,10 +74,11 @@ def fit_link_speeds(times: Sequence[CollectiveTime], node_ranks: int) -> list[Li
             sent = wire_bytes(kind, time.payload, time.ranks)
             counts.append((1, hop_count(kind, time.ranks), sent))
         launch, hop, byte = fit_costs(counts, [time.seconds for time in some])
-        if byte == 0:  # nothing but latency was seen: at least the largest took no longer
+        if byte == 0:
+            # Only latency shows. At most, sending takes all the time of the largest collective.
             largest = max(some, key=lambda time: time.payload)
             byte = largest.seconds / wire_bytes(kind, largest.payload, largest.ranks)
-        # on the network all ranks of a node send at once, each in a group of its own
+        # On the network all ranks of a node send at the same time, each in another group.
         together = node_ranks if level == "network" else 1
         found.append(LinkSpeed(level, kind, together / byte, launch, hop))
     return found

@@ -1,12 +1,12 @@
-"""Machines: memory and speed of one device, and the time of a collective on its links.
+"""Machines: the memory and speed of one device, and the speed of the links between devices.
 
-One rank is one device: on Frontier one GCD, half of an MI250X. Links have three levels: inside a
-package (the two GCDs of an MI250X), inside a node, over the network. A collective is modelled as a
-ring over the ranks of its group in their order, in which each rank sends to the next; NCCL and RCCL
-build such rings, and other algorithms send as many bytes per rank.
+One rank is one device: on Frontier one GCD, half of an MI250X. There are three levels of links:
+inside a package (between the two GCDs of an MI250X), inside a node, and over the network. A
+collective is modelled as a ring: each rank of the group sends to the next one in rank order. NCCL
+and RCCL build such rings; their other algorithms send as many bytes per rank.
 
-A machine of your own is a JSON file for `--machine FILE`. `plan.py --measure FILE` writes one; or
-write the name of the nearest machine and what differs by hand:
+For a machine of your own, write a JSON file and give it by `--machine FILE`. Either let `plan.py
+--measure FILE` write it, or name the nearest known machine and list what differs:
 {"like": "dgx-a100-80", "ranks_per_node": 4}.
 """
 
@@ -29,17 +29,18 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 class BlockSpeed:
     """How fast a transformer block runs forward and backward in one precision, as measured.
 
-    The seconds of a block are its FLOPs / flops_per_second, plus each of the others times its
-    count. A GPU takes at least host_seconds, in which its host launches the kernels.
+    A block takes its FLOPs / flops_per_second, plus each of the costs below times how often it
+    occurs (`BlockSize.counts` in estimate.py). On a GPU it takes at least host_seconds, in which
+    the host launches its kernels.
     """
 
     precision: str
     flops_per_second: float  # of the matrix products
     feature_seconds: float = 0.0  # norms, GELU, sums: per token and feature
     score_seconds: float = 0.0  # attention: per image, head, query and key
-    weight_seconds: float = 0.0  # gradients of weights are written: per parameter
-    block_seconds: float = 0.0  # whatever the size
-    host_seconds: float = 0.0  # of the host, per block
+    weight_seconds: float = 0.0  # writing the gradients of the weights: per parameter
+    block_seconds: float = 0.0  # per block, whatever its size
+    host_seconds: float = 0.0  # per block, on the host
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,20 @@ class LinkSpeed:
 
     level: str  # of LINKS
     kind: str  # of COLLECTIVES
-    bytes_per_second: float  # that each rank sends; on the network, the ranks of a node together
+    bytes_per_second: float  # sent by a rank; on the network, by all ranks of a node together
     launch_seconds: float = 0.0  # before the first byte
     hop_seconds: float = 0.0  # from one rank to the next
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Published figures, then constants; bandwidths are those of one direction.
+    """The figures of a machine: published ones, then constants; bandwidths are for one direction.
 
-    What was measured (`blocks`, `links` and below) counts instead of the constants.
+    If the machine was measured, `blocks`, `links` and the fields below replace the constants.
     """
 
     name: str
-    ranks_per_package: int  # ranks joined by the fastest link; 1 where there is no such pair
+    ranks_per_package: int  # ranks joined by the fastest link; 1 if there is no such link
     ranks_per_node: int
     memory_gib: float  # per rank, as PyTorch counts it
     peak_flops: float  # dense bf16, per rank
@@ -69,26 +70,26 @@ class Machine:
     node_bytes_per_second: float  # from one rank to the next inside a node
     network_bytes_per_second: float  # of a whole node, shared by its ranks
     host_bytes_per_second: float  # between a rank and the memory of its host
-    fp32_share: float = 0.25  # of the peak, without tensor cores and TF32
-    # Constants: Frontier's are fitted to measured runs, all others are guesses
+    fp32_share: float = 0.25  # fp32 FLOP/s without TF32, as a share of the peak
+    # Constants. Frontier's are fitted to published runs; those of all other machines are guesses.
     efficiency: float = 0.5  # share of the peak that matmuls reach
-    token_layer_seconds: float = 1.0e-6  # all else in a block, per token
+    token_layer_seconds: float = 1.0e-6  # everything but matmuls: per token and block
     optimizer_bytes_per_second: float = 0.8e12  # AdamW: 28 bytes per parameter
     launch_seconds: float = 50e-6  # of a collective, before its first byte
     hop_seconds: float = 10e-6  # from rank to rank in a ring that leaves the node
     node_hop_seconds: float = 5e-6  # the same inside a node
-    bandwidth_share: float = 0.7  # of the bandwidths above that a collective reaches
-    hidden_share: float = 0.9  # of the communication that could overlap with compute
-    doubling_loss: float = 0.01  # of the step's speed per doubling of nodes
-    workspace_gib: float = 0.1  # that libraries and the input hold in the allocator
+    bandwidth_share: float = 0.7  # share of the bandwidths above that a collective reaches
+    hidden_share: float = 0.9  # of communication that compute could hide, the share it hides
+    doubling_loss: float = 0.01  # share of its speed that a step loses per doubling of nodes
+    workspace_gib: float = 0.1  # held in the allocator by libraries and the input
     head_multiple: int = 8  # attention kernels pad the features of a head to a multiple of this
-    # What `plan.py --measure` has found; a known machine has none of it
-    device: str = "cuda"  # or cpu, which computes and sends with the same cores
+    # What `plan.py --measure` found; the machines below have none of it
+    device: str = "cuda"  # or "cpu", which computes and communicates with the same cores
     measured: str = ""  # where and when, in a few words
     blocks: tuple[BlockSpeed, ...] = ()
     links: tuple[LinkSpeed, ...] = ()
-    copy_bytes_per_second: float = 0.0  # of what FSDP gathers or reduces; 0: not counted
-    root_seconds: float = 0.0  # per accumulation step: patches, loss, all else outside the blocks
+    copy_bytes_per_second: float = 0.0  # copying what FSDP gathers or reduces; 0: not counted
+    root_seconds: float = 0.0  # per accumulation step: patches, loss, whatever is not in a block
     unit_seconds: float = 0.0  # per accumulation step and unit: the host's work for FSDP
     tensor_seconds: float = 0.0  # per step and sharded parameter: norm and AdamW
     step_seconds: float = 0.0  # per step: the norm and the check for bad values over all ranks
@@ -125,8 +126,8 @@ class Machine:
 #
 # Fitted: least squares of the relative error of the published step times (examples/published) of
 # `base` and `3b` on 1 to 8 nodes, all modes but ddp and hybrid of group 1; workspace_gib on their
-# memory. 1b and more nodes were not used. Of bandwidth_share and optimizer_bytes_per_second the
-# data determine only the sum.
+# memory. 1b and more nodes were not used. The data cannot tell bandwidth_share from
+# optimizer_bytes_per_second: they determine only the sum of the two times.
 FITTED: Any = {
     "efficiency": 0.53,
     "token_layer_seconds": 1.15e-6,
@@ -165,7 +166,7 @@ def nearest_machine(peak_flops: float | None, memory_gib: float | None) -> Machi
 
 # --- Machine files
 
-READ_ME = ("like", "not_measured")  # in a file beside the fields of Machine
+READ_ME = ("like", "not_measured")  # keys of a machine file that are not fields of Machine
 
 
 def read_machine(name: str) -> Machine:
@@ -214,7 +215,7 @@ def _field_value(field: str, value: Any) -> Any:
         raise ValueError(f"{field} must be a number without quotes, not {json.dumps(value)}")
     if isinstance(example, int) and value != int(value):
         raise ValueError(f"{field} must be a whole number, not {json.dumps(value)}")
-    # 0 is "not counted" in what is measured; a machine without memory or links is a slip
+    # In what is measured, 0 means "not counted". A machine without memory or links is a mistake.
     may_be_zero = example == 0 or field in ("hidden_share", "doubling_loss", "workspace_gib")
     if not 0 <= value < float("inf") or (value == 0 and not may_be_zero):
         raise ValueError(f"{field} must be above 0, not {json.dumps(value)}")
@@ -222,7 +223,7 @@ def _field_value(field: str, value: Any) -> Any:
 
 
 def _records(field: str, values: Any, kind: type) -> tuple[Any, ...]:
-    """Read the list of measured speeds of one field, each an object of the fields of `kind`."""
+    """Read the measured speeds in one field: a list of JSON objects with the fields of `kind`."""
     names = {row.name for row in fields(kind)}
     found = []
     if not isinstance(values, list):
@@ -277,9 +278,10 @@ def _rounded(value: Any) -> Any:
 def ring_links(
     machine: Machine, world_size: int, ranks: int, stride: int
 ) -> tuple[float, float, float]:
-    """Return the shares of LINKS in the rings of all groups of `ranks`, `stride` apart.
+    """Return which share of all hops goes over each of LINKS, if every group is a ring.
 
-    Shard groups have stride 1, replicate groups the shard group's size (see mesh.py).
+    A group has `ranks` ranks, each `stride` after the one before: 1 in a shard group, the size of
+    a shard group in a replicate group (see mesh.py).
     """
     rank = np.arange(world_size)
     last = rank // stride % ranks == ranks - 1
@@ -292,10 +294,10 @@ def ring_links(
 
 
 def wire_bytes(kind: str, payload: float, ranks: int) -> float:
-    """Bytes that a rank sends in a collective on a full tensor of `payload` bytes.
+    """Compute the bytes that a rank sends in a collective on a full tensor of `payload` bytes.
 
-    In a ring a rank sends n - 1 of n parts: (n - 1) / n of the tensor. An all-reduce is a
-    reduce-scatter and an all-gather, twice that (Patarasuk & Yuan 2009). In a pipelined broadcast
-    all ranks but the last send the tensor once: (n - 1) / n of it on average.
+    In a ring of n ranks, a rank sends n - 1 of the tensor's n parts. An all-reduce is a
+    reduce-scatter and an all-gather, so it sends twice as much (Patarasuk & Yuan 2009). In a
+    pipelined broadcast every rank but the last sends the whole tensor, (n - 1) / n on average.
     """
     return (2 if kind == "all_reduce" else 1) * payload * (ranks - 1) / ranks

@@ -1,14 +1,17 @@
-"""What is live on one rank at each moment of a step.
+"""Count the memory that is live on one rank at each moment of a step.
 
 With n parameters, G ranks in a shard group, AdamW and mixed precision, a rank holds (Rajbhandari et
-al., ZeRO, arXiv 1910.02054, figure 1): 4 n bytes of fp32 parameters, 4 n of gradients, 8 n of
-optimizer states, each whole or divided by G as the strategy says. Full parameters of the units in
-use and the activations, which depend on the batch, come on top. The peak is the largest sum of what
-is live at one moment, not the sum of all.
+al., ZeRO, arXiv 1910.02054, figure 1): 4 n bytes of fp32 parameters, 4 n of gradients and 8 n of
+optimizer states, each of them in full, or divided by G if the strategy shards it. On top come full
+parameters of the units in use, and the activations, which depend on the batch. The peak is the
+largest sum of what is live at one moment (`StepMemory.snapshots`), not the sum of all of this.
 
-Memory is that of a CUDA (ROCm) device with flash attention, whose kernels pad the features of a
-head to a multiple of 8. Live tensors are CUDA's max_memory_allocated; what is `pending` is freed
-memory that another stream still uses, as under FSDP1. All sizes are in bytes.
+The run and its units are defined in traffic.py (PlannedRun, Unit). estimate.py takes the largest
+snapshot and compares it with the memory of the machine.
+
+The device is a GPU with flash attention, whose kernels pad the features of a head to a multiple of
+8. Live tensors are what CUDA's max_memory_allocated counts. `pending` is freed memory that another
+stream still uses, as under FSDP1. All sizes are in bytes.
 """
 
 import math
@@ -17,14 +20,23 @@ from dataclasses import dataclass
 
 import vit
 from planner.machines import Machine
-from planner.traffic import BYTES, FP32, PlannedRun, Unit, ddp_buckets, model_units, run_units
+from planner.traffic import (
+    BYTES,
+    FP32,
+    PlannedRun,
+    Unit,
+    ddp_buckets,
+    model_units,
+    round_up,
+    run_units,
+)
 
 GIB = 2**30
 MEMORY_PARTS = (
     "parameters",
     "gradients",
     "optimizer",
-    "unsharded",  # parameters gathered or cast for use, and gradients that are not reduced yet
+    "unsharded",  # parameters that are gathered or cast for use, and gradients not yet reduced
     "activations",
     "reduction",  # buffers of gradient collectives
     "inputs",
@@ -34,26 +46,26 @@ MEMORY_PARTS = (
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """Activations of one block: B images, T tokens each, width D, MLP width M.
+    """The bytes of the activations of one block, for the local batch.
 
-    Counted in vit.Block: autograd saves the input of every layer that has weights, of GELU and of
-    the norms (with mean and deviation of each token), and q, k, v, output and log-sum-exp of the
-    attention. With e = one tensor of width D and f = one of width M that is 8 e + 2 f, or 8 e + 4 f
-    for a gated MLP. Of these, with tensor parallelism, four e are whole: inputs of norms, of qkv
-    and of the MLP.
+    Autograd saves in vit.Block: the input of every layer with weights, of GELU and of the norms
+    (with each token's mean and deviation), and q, k, v, output and log-sum-exp of the attention.
+    Let e be one tensor (B, T, D), and f one (B, T, MLP width): that is 8 e + 2 f, or 8 e + 4 f for
+    a gated MLP. Tensor parallelism splits all of these but four e: the inputs of the two norms, of
+    qkv and of the MLP.
     """
 
     e: int
-    saved: int  # between forward and backward under `--ac`
-    forward: int  # largest live size inside forward, beyond what is saved
-    backward: list[tuple[int, int]]  # (activations, parameter gradients) at its moments
+    saved: int  # between forward and backward, under the run's --ac
+    forward: int  # the most that is live inside forward, beyond what is saved
+    backward: list[tuple[int, int]]  # (activations, parameter gradients) at moments of backward
 
 
 def block_memory(run: PlannedRun, unit: Unit, machine: Machine) -> BlockMemory:
     """Count the activations of a block for the local batch.
 
-    In backward, saved or recomputed activations are freed one after the other as their gradients
-    appear; the gradients of the block's parameters appear one by one and stay until they are
+    In backward, saved or recomputed activations are freed one after another, as their gradients
+    appear. The gradients of the block's parameters appear one by one, and stay until they are
     reduced.
     """
     c = run.config
@@ -68,52 +80,57 @@ def block_memory(run: PlannedRun, unit: Unit, machine: Machine) -> BlockMemory:
         gates = 2 if c.gated_mlp else 1
     tokens = run.batch * run.tokens[unit.part]
     size = run.compute_bytes
-    head = -(-width // heads // machine.head_multiple) * machine.head_multiple
+    head = round_up(width // heads, machine.head_multiple)
     e = tokens * width * size
     f = tokens * hidden // run.tp * size
     e_part = e // run.tp
     padded = tokens * heads // run.tp * head * size
-    out = padded + (e_part if padded != e_part else 0)  # a padded output is copied for the next
+    out = padded
+    if padded != e_part:  # proj takes a copy without the padding
+        out += e_part
     sums = FP32 * tokens * heads // run.tp  # log-sum-exp
-    norms = 2 * (2 * FP32 * tokens)  # mean and deviation of each token, in fp32
+    norms = 2 * (2 * FP32 * tokens)  # mean and deviation of each token, for both norms
     kept = 4 * e + 3 * padded + out + 2 * gates * f + sums + norms
     saved = {
         "none": kept,
         "full": e,
-        # shard._keep_matmuls: results of attention and of matmuls that do not narrow
+        # what shard._keep_matmuls keeps: outputs of attention and of matmuls that do not narrow
         "selective": 2 * e + 3 * e_part + padded + sums + gates * f,
     }[run.ac]
-    # Of the MLP's tensors some are saved ones. With a decoder, whose loss is the peak of forward,
-    # they count twice.
-    twice = {"none": 1 + gates, "selective": gates, "full": 0}[run.ac] if run.encoder_only else 0
+    # Some of the MLP's tensors are also among the saved ones, and must not count twice. With a
+    # decoder they may: then the peak of forward is at the loss, not in a block.
+    twice = 0
+    if run.encoder_only:
+        twice = {"none": 1 + gates, "selective": gates, "full": 0}[run.ac]
     forward = 2 * e + (1 + gates - twice) * f
     matrices = [math.prod(shape) * size for shape in unit.shapes if len(shape) > 1]
     attention = sum(matrices[:2])
     mlp = sum(matrices[2:])
     backward = [
-        (kept + e + gates * f, matrices[-1]),  # GELU: its input, the gradients before and after it
-        (kept + 2 * e - gates * f, mlp),  # first layer of the MLP
-        # attention: the gradients of q, k, v
+        (kept + e + gates * f, matrices[-1]),  # at GELU: gradients before and after it
+        (kept + 2 * e - gates * f, mlp),  # at the first layer of the MLP
+        # at the attention: the gradients of q, k, v
         (kept + 3 * e_part - 2 * gates * f, mlp + attention // 4),
-        (kept - e - 2 * gates * f, attention + mlp),  # qkv
+        (kept - e - 2 * gates * f, attention + mlp),  # at qkv
     ]
     return BlockMemory(e, saved, forward, backward)
 
 
-# Memory that FSDP1 has freed but another stream still uses (record_stream) counts in peak_active.
-# Fitted on the published figures of `base` and `3b` (examples/published), in bf16 units of a block:
-PENDING_EARLY_UNITS = 2.0  # when backward begins: gathers
-PENDING_LATE_UNITS = 8.5  # when it ends: gradients of earlier blocks, up to a limit
-PENDING_NO_SHARD_BYTES = 5.3  # per parameter: no gather limits how far the host runs ahead
+# peak_active also counts memory that FSDP1 has freed, but that another stream still uses
+# (record_stream). It is fitted to the published figures of `base` and `3b` (examples/published), in
+# units of one block's bf16 parameters.
+PENDING_EARLY_UNITS = 2.0  # when backward begins: gathered parameters
+PENDING_LATE_UNITS = 8.5  # when it ends: gradients of the blocks before, up to a limit
+PENDING_NO_SHARD_BYTES = 5.3  # bytes per parameter: without gathers the host runs ahead freely
 
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """What is live at one moment of a step, in bytes by part of MEMORY_PARTS."""
+    """The bytes that are live at one moment of a step, by the parts of MEMORY_PARTS."""
 
     name: str
     bytes: dict[str, float]
-    pending: float = 0.0  # freed, but another stream still uses it
+    pending: float = 0.0  # bytes that are freed, but still used by another stream
 
     @property
     def total(self) -> float:
@@ -124,8 +141,9 @@ class MemorySnapshot:
 class StepMemory:
     """Walk through a step and count what is live at each moment.
 
-    Blocks have positions, the encoder's first. Those of a part are alike, and what is live changes
-    by the same amount from one to the next: the largest of all moments is at one of the `ends`.
+    The position of a block counts from 0, the encoder's blocks first. The blocks of a part (encoder
+    or decoder) are alike, so from one to the next what is live changes by a constant amount. The
+    largest of all moments is therefore at an end of a part: only the blocks at `ends` are counted.
     """
 
     def __init__(self, run: PlannedRun, machine: Machine) -> None:
@@ -139,22 +157,23 @@ class StepMemory:
         ends = {0, 1, self.depth - 2, self.depth - 1, self.depth, self.depth + 1}
         self.ends = sorted((ends | {self.count - 2, self.count - 1}) & {*range(self.count)})
         self.memory = {part: block_memory(run, u, machine) for part, u in self.blocks.items()}
-        # numbers: of the root, of a block's unit (none under --wrap root), of all
+        # elements: of the root, of a block's unit (none under --wrap root), of all units
         self.root = root.padded(run)
         self.unit = {u.part: u.padded(run) for u in units}
         self.all = self.root + self.over(0, self.count, self.unit)
         self.numel = {part: u.numel for part, u in self.blocks.items()}
-        # FSDP1's NO_SHARD gathers nothing; as DDP it uses fp32 parameters where they are
+        # FSDP1's NO_SHARD gathers nothing; like DDP it uses fp32 parameters in place
         self.no_gather = run.engine == "fsdp1" and run.shard == 1
         in_place = (run.engine == "ddp" or self.no_gather) and run.precision == "fp32"
-        self.cast = 0 if in_place else run.compute_bytes  # bytes of a full parameter in use
-        self.values = run.config.channels * run.img_size**2  # of an image
-        self.pixels = FP32 * run.batch * self.values  # the images as fp32
-        self.on_device = 0 if run.cpu_offload else 1  # share of the states
+        # bytes per element of the gathered or cast copy of a parameter that is in use
+        self.cast = 0 if in_place else run.compute_bytes
+        self.values = run.config.channels * run.img_size**2  # in an image
+        self.pixels = FP32 * run.batch * self.values  # bytes of the images as fp32
+        self.on_device = 0 if run.cpu_offload else 1  # share of parameters, gradients and states
         self.states = self.step_states()
 
     def over(self, first: int, last: int, each: Mapping[str, float]) -> float:
-        """Sum what a block of each part has over the blocks from `first` to before `last`."""
+        """Sum `each`, the value of a block by its part, over the blocks first, ..., last - 1."""
         first = max(first, 0)
         last = min(last, self.count)
         encoder = range(first, min(last, self.depth))
@@ -164,12 +183,12 @@ class StepMemory:
     # -- parts
 
     def step_states(self) -> dict[str, float]:
-        """What is live all the time."""
+        """Count what is live all the time."""
         run = self.run
         c = run.config
         patches = vit.patch_count(c, run.img_size)
         tables = FP32 * (1 + patches) * (c.width + (0 if run.encoder_only else c.decoder_width))
-        pixel = 1 if run.image_dtype == "uint8" else FP32  # bytes of a value, as it is loaded
+        pixel = 1 if run.image_dtype == "uint8" else FP32  # bytes of a value in a loaded image
         images = run.accum * run.batch * (pixel * self.values + FP32 * patches)
         return {
             "parameters": FP32 * self.all / run.shard * self.on_device,
@@ -179,49 +198,59 @@ class StepMemory:
         }
 
     def gathered_in_forward(self, position: int) -> float:
-        """Full parameters while block `position` runs forward (past the last block: the loss)."""
+        """Count the full parameters while block `position` runs forward.
+
+        Past the last block, it is while the loss is computed.
+        """
         run = self.run
         here = self.over(position, position + 1, self.unit)
         last = min(position, self.count - 1)
         latest = self.over(last, last + 1, self.unit)
-        live = self.over(0, position + 1, self.unit)  # all stay, unless they are freed after use
-        if self.no_gather or run.reshard:
-            live = latest if self.no_gather else here
-        if run.engine == "fsdp2" and run.shard > 1:  # the output of its gather, until the next
-            live += latest or self.root
+        if self.no_gather:
+            live = latest
+        elif run.reshard:
+            live = here
+        else:  # nothing is freed after use
+            live = self.over(0, position + 1, self.unit)
+        if run.engine == "fsdp2" and run.shard > 1:
+            # FSDP2 keeps the output of a gather until the next gather
+            live += latest if latest else self.root
         if run.forward_prefetch:
             live += self.over(position + 1, position + 2, self.unit)
         return (self.root + live) * self.cast
 
     def gathered_in_backward(self, position: int) -> float:
-        """Full parameters while block `position` runs backward."""
-        first = position - (self.run.prefetch != "none") if self.run.reshard else 0
+        """Count the full parameters while block `position` runs backward."""
+        first = 0
         if self.no_gather:
             first = position
+        elif self.run.reshard:
+            first = position if self.run.prefetch == "none" else position - 1
         return (self.root + self.over(first, position + 1, self.unit)) * self.cast
 
     def gradients(self, done: float) -> float:
-        """Reduced gradients when units of `done` numbers have completed the last backward.
+        """Count the reduced gradients once units of `done` elements are through the last backward.
 
-        With accumulation those of the earlier micro-steps exist too; FSDP2 keeps them in the
-        reduce dtype while they wait for their all-reduce.
+        With accumulation, those of the earlier accumulation steps exist too. FSDP2 keeps them in
+        the reduce dtype while they wait for their all-reduce.
         """
         run = self.run
         if run.buckets:
-            return FP32 * self.all  # which are the gradients
+            return FP32 * self.all  # the buckets hold the gradients all the time
         before = 0 if run.accum == 1 else self.all - done
         size = BYTES[run.reduce_dtype] if run.replicated else FP32
         return (FP32 * done + size * before) / run.shard * self.on_device
 
     def reduce_buffers(self, position: int) -> float:
-        """Buffers of gradient collectives when the blocks behind `position` are done.
+        """Count the buffers of gradient collectives when the blocks after `position` are done.
 
-        FSDP2 holds the input of the last reduce-scatter until the next, and with a 16-bit reduce
-        dtype each all-reduced shard until the end of backward (_fsdp_param_group.py).
+        FSDP2 holds the input of a reduce-scatter until the next one, and with a 16-bit reduce dtype
+        each all-reduced shard until the end of backward (_fsdp_param_group.py).
         """
         run = self.run
         size = BYTES[run.reduce_dtype]
-        if run.buckets:  # the compression hook's copy of one
+        if run.buckets:
+            # with a 16-bit reduce dtype, the compression hook has a copy of one bucket
             return max(ddp_buckets(run)) * size if size < FP32 else 0
         if run.engine != "fsdp2":
             return 0
@@ -231,7 +260,7 @@ class StepMemory:
         return held
 
     def saved_activations(self, position: int) -> float:
-        """Activations that blocks before `position` and the layers around the blocks save."""
+        """Count what the blocks before `position` and the layers outside the blocks have saved."""
         run = self.run
         size = run.compute_bytes
         e = self.memory["encoder"].e
@@ -242,13 +271,13 @@ class StepMemory:
         if run.encoder_only:
             return total + (e if position == self.count else 0)
         if position > self.depth:
-            total += 2 * e  # in and out of the last norm
-        if position == self.count:  # decoder's norm, difference to the target
+            total += 2 * e  # the encoder's last norm: its input and output
+        if position == self.count:  # the decoder's norm, the difference to the target
             total += 2 * self.memory["decoder"].e + self.pixels
         return total
 
     def pending(self, position: int) -> float:
-        """Freed memory that another stream still uses at a block's backward, under FSDP1."""
+        """Count the freed memory that another stream still uses at a block's backward (FSDP1)."""
         run = self.run
         late = 1 - position / max(1, self.count - 1)
         if run.engine != "fsdp1":
@@ -262,11 +291,11 @@ class StepMemory:
     # -- moments
 
     def snapshot(self, name: str, pending: float = 0.0, **parts: float) -> MemorySnapshot:
-        """Add these parts to the states."""
-        found = dict.fromkeys(MEMORY_PARTS, 0.0) | self.states
-        for key, value in parts.items():
-            found[key] += value
-        return MemorySnapshot(name, found, pending)
+        """Add these parts to the states, which are live all the time."""
+        sizes = dict.fromkeys(MEMORY_PARTS, 0.0) | self.states
+        for part, size in parts.items():
+            sizes[part] += size
+        return MemorySnapshot(name, sizes, pending)
 
     def block(self, position: int) -> tuple[str, str]:
         """Return the name of a block in the model, and its part."""
@@ -309,9 +338,9 @@ class StepMemory:
         live = self.gathered_in_backward(position) + self.root_gradients(position)
         largest = max(self.blocks[part].sizes)
         for activations, gradients in memory.backward:
-            if run.engine == "ddp":  # straight to where they stay, as fp32
-                there = run.buckets or run.accum > 1
-                gradients = FP32 * (largest if there else gradients // run.compute_bytes)
+            if run.engine == "ddp":  # gradients are fp32, and stay where they are written
+                allocated = run.buckets or run.accum > 1  # before this backward pass
+                gradients = FP32 * (largest if allocated else gradients // run.compute_bytes)
                 gradients += largest * run.compute_bytes if run.autocast else 0
             yield self.snapshot(
                 f"backward of {name}",
@@ -325,7 +354,7 @@ class StepMemory:
             yield self.reduction(name, position, self.unit[part], live, saved + 2 * memory.e)
 
     def root_gradients(self, position: int) -> float:
-        """Unreduced gradients of the root, which under --wrap root has those of later blocks."""
+        """Count the unreduced gradients of the root, which under --wrap root has all blocks."""
         size = self.run.compute_bytes
         inside = {} if self.unit else self.numel
         every = self.over(0, self.count, inside)
@@ -335,10 +364,10 @@ class StepMemory:
     def reduction(
         self, name: str, position: int, numel: float, unsharded: float, activations: float = 0
     ) -> MemorySnapshot:
-        """Count what is live while the gradients of a unit are reduced, after the blocks behind.
+        """Count what is live while the gradients of a unit are reduced.
 
-        Its parameters are freed by then; its gradients take their place in `unsharded`. FSDP2 frees
-        these too before it makes their shard.
+        The blocks after `position` are done. The unit's parameters are freed by then; its gradients
+        take their place in `unsharded`. FSDP2 frees these too before it makes their shard.
         """
         run = self.run
         size = BYTES[run.reduce_dtype]
@@ -355,9 +384,9 @@ class StepMemory:
 
 
 def states_held(run: PlannedRun) -> float:
-    """Count the parameters whose optimizer states a rank holds.
+    """Count the elements of the parameters whose optimizer states a rank holds.
 
-    Under ZeRO-1 about an equal share: ZeroRedundancyOptimizer gives whole tensors.
+    Under ZeRO-1 that is about an equal share: ZeroRedundancyOptimizer assigns whole tensors.
     """
     units = run_units(run)
     if run.mode == "zero1":

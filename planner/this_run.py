@@ -1,4 +1,4 @@
-"""The plan of a run that is starting: for its log, the dry run, and advice when memory ran out."""
+"""Plan a run that is starting: for its log, for --dry-run, and for advice if memory runs out."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,14 +21,16 @@ def plan_this_run(
     by_global_batch: bool,
     ran_out: bool,
 ) -> dict[str, Any]:
-    """Plan a run as plan.py does, by its resolved flags (`Run.record`).
+    """Plan a run as plan.py does, from its resolved flags (`Run.record`).
 
-    The machine is that of --machine, otherwise the known one nearest to `device`, Frontier for a
-    device of None. Memory is that of the device, or an equal part of its host's for each of
-    `node_ranks`; the machine's for None. Returns the numbers of `Plan.json` and `fit`: a sentence
-    that says whether it fits, and what would fit if it does not or `ran_out` of memory, for a run
-    with --global-batch (`by_global_batch`) or with --batch. `verdict` is None for a CPU, whose
-    memory other programs use too.
+    The machine is the one of --machine, or else the known one nearest to `device`, or Frontier if
+    `device` is None. A rank's memory is that of its GPU; on a CPU it is the host's, divided by
+    `node_ranks`; without a device it is the machine's.
+
+    Returns the numbers of `Plan.json`, and under `fit` a sentence: whether the run fits, and what
+    would fit if it does not, or if it `ran_out` of memory. `by_global_batch` tells whether the run
+    has --global-batch rather than --batch. `verdict` is None for a CPU, because other programs use
+    its memory too.
     """
     gib = None
     if device:

@@ -1,7 +1,10 @@
-"""What one step sends: the collectives of parameters and gradients, and over which links.
+"""Count what one step sends: the collectives on parameters and gradients, and the bytes per link.
 
 The rules follow shard.py and vit.py, unit by unit. The gradient norm, the check for bad steps and
-the log send a few numbers each: not counted. Nor are collectives of a single rank.
+the log are not counted, because they send only a few numbers, nor are collectives of a single rank.
+
+The bytes in the log (`planned`, under "traffic_bytes_per_rank") are those of `link_bytes`: they are
+computed before the run, not measured in it.
 """
 
 import math
@@ -20,16 +23,16 @@ from runtime.tensor_parallel import split_shape
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 ACTIVATIONS = "activations"  # marks the collectives of tensor parallelism
-FP32 = 4  # bytes: parameters, gradients and each of AdamW's two states are kept in it
+FP32 = 4  # bytes per element of parameters, gradients and each of AdamW's two states
 
 # --- What is planned
 
 
 @dataclass
 class PlannedRun:
-    """What memory, traffic and time of a step depend on: flags of train_fsdp.py, by their names.
+    """The flags on which memory, traffic and time of a step depend, named as in train_fsdp.py.
 
-    ValueError where mode and group clash.
+    ValueError if the group does not fit the mode.
     """
 
     config: vit.ViTConfig
@@ -40,7 +43,7 @@ class PlannedRun:
     mask_ratio: float
     group: int | None = None  # ranks per shard group; hybrid modes only
     tp: int = 1  # ranks that split a block
-    fsdp: int = 2  # engine; without meaning for ddp and zero1
+    fsdp: int = 2  # 1 or 2, the engine; ignored by ddp and zero1
     accum: int = 1
     precision: str = "bf16"
     reduce_dtype: str = "fp32"
@@ -56,29 +59,29 @@ class PlannedRun:
 
     @classmethod
     def from_flags(cls, config: vit.ViTConfig, flags: Mapping[str, Any]) -> "PlannedRun":
-        """Pick the fields from resolved flags; one that is None or absent takes its default."""
+        """Pick the fields from resolved flags; a flag that is None or absent has its default."""
         known = {field.name for field in fields(cls)}
         given = {name: flag for name, flag in flags.items() if name in known and flag is not None}
         return cls(config, **given)
 
     def __post_init__(self) -> None:
-        """Add what follows from the fields."""
+        """Derive the engine, the mesh and the number of tokens."""
         row = shard.STRATEGIES[self.mode]
-        self.data_ranks = self.world_size // self.tp  # that train on images of their own
-        # ranks that hold the same shard, and that together hold one copy
+        self.data_ranks = self.world_size // self.tp  # groups of ranks with images of their own
+        # ranks that hold the same shard, and ranks that together hold one copy of the model
         self.replicate, self.shard = shard.mesh_shape(self.mode, self.data_ranks, self.group)
         self.engine = "ddp"
         if row.engine == "fsdp":
             self.engine = "fsdp1" if self.fsdp == 1 else "fsdp2"
-        # full parameters are freed after forward and gathered again in backward
+        # whether full parameters are freed after forward, and gathered again in backward
         self.reshard = row.reshard_after_forward and (self.engine == "fsdp2" or self.shard > 1)
-        # FSDP2 gets a mesh of two dimensions and all-reduces over the first
+        # whether FSDP2 has a mesh of two dimensions, and all-reduces over the first
         self.replicated = self.engine == "fsdp2" and row.shard_over != "world"
-        # low precision comes from autocast over fp32 parameters
+        # whether low precision comes from autocast over fp32 parameters
         self.autocast = self.engine == "ddp" and self.precision != "fp32"
-        # DDP keeps the gradients, in buckets; a single rank is not wrapped
+        # whether DDP keeps the gradients in buckets; it does not wrap a single rank
         self.buckets = self.engine == "ddp" and self.world_size > 1
-        self.compute_bytes = BYTES[self.precision]  # per number in forward and backward
+        self.compute_bytes = BYTES[self.precision]  # per element in forward and backward
         patches = vit.patch_count(self.config, self.img_size)
         kept = vit.kept_patches(patches, self.mask_ratio)
         self.tokens = {"encoder": 1 + kept, "decoder": 1 + patches}  # per image, with cls
@@ -86,9 +89,9 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered and reduced together: the root's, or those of each block.
+    """Parameters that are gathered and reduced together: those of a block, or of the root.
 
-    The blocks of a part are alike: `count` units.
+    The blocks of a part (encoder or decoder) are alike, so one Unit stands for all `count` of them.
     """
 
     part: str  # root, encoder or decoder
@@ -97,37 +100,43 @@ class Unit:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers in each parameter."""
+        """Number of elements of each parameter."""
         return tuple(map(math.prod, self.shapes))
 
     @property
     def numel(self) -> int:
-        """Number of parameters of one, without padding."""
+        """Number of elements of one unit, without padding."""
         return sum(self.sizes)
 
     def padded(self, run: PlannedRun) -> int:
-        """Count the numbers in the full tensor of its collectives.
+        """Count the elements, with padding, of the full tensor in the unit's collectives.
 
-        FSDP2 pads dim 0 of every parameter to a multiple of the shard group. FSDP1 aligns every
-        parameter of the flat one to 16 bytes of the computing dtype and pads the end to a multiple
-        of the ranks (torch/distributed/fsdp: _fsdp_param.py, _flat_param.py).
+        FSDP2 pads dim 0 of every parameter to a multiple of the shard group. FSDP1 joins the
+        parameters to a flat one, aligns each to 16 bytes of the compute dtype, and pads the end to
+        a multiple of the ranks (torch/distributed/fsdp: _fsdp_param.py, _flat_param.py).
         """
         if run.engine == "fsdp2":
-            return sum(-(-s[0] // run.shard) * run.shard * math.prod(s[1:]) for s in self.shapes)
+            return sum(
+                round_up(rows, run.shard) * math.prod(columns) for rows, *columns in self.shapes
+            )
         if run.engine == "ddp":
             return self.numel
         total = 0
-        aligned = 16 // run.compute_bytes
         for size in self.sizes:
-            total += -total % aligned + size
-        ranks = run.shard if run.shard > 1 else run.world_size  # no_shard is padded all the same
-        return total + -total % ranks
+            total = round_up(total, 16 // run.compute_bytes) + size
+        ranks = run.shard if run.shard > 1 else run.world_size  # FSDP1 pads no_shard by the world
+        return round_up(total, ranks)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Round a number up to a multiple of another."""
+    return math.ceil(number / multiple) * multiple
 
 
 @lru_cache(maxsize=64)
 def model_units(config: vit.ViTConfig, encoder_only: bool, tp: int = 1) -> tuple[Unit, ...]:
-    """List the root, then the blocks of each part; shapes are those on each of `tp` ranks."""
-    with torch.device("meta"):  # one block of each part
+    """List the root, then the blocks of each part, with the shapes on each of `tp` ranks."""
+    with torch.device("meta"):  # one block of each part is enough, as all have the same shapes
         model = vit.ViTMAE(replace(config, depth=1, decoder_depth=1), config.patch)
     shapes: dict[str, list[tuple[int, ...]]] = {"root": [], "encoder": [], "decoder": []}
     for name, parameter in model.named_parameters():
@@ -143,11 +152,11 @@ def model_units(config: vit.ViTConfig, encoder_only: bool, tp: int = 1) -> tuple
 
 
 def run_units(run: PlannedRun) -> tuple[Unit, ...]:
-    """List the units of this run: under --wrap root one that has all. DDP is planned by blocks."""
+    """List the units of this run: a single one under --wrap root. DDP is planned block by block."""
     units = model_units(run.config, run.encoder_only, run.tp)
     if run.wrap == "block" or run.engine == "ddp":
         return units
-    # as in the module, the root's come last: FSDP1 aligns all but the end
+    # The root's parameters come last, as in the module: FSDP1 aligns all but the last one.
     root, *blocks = units
     shapes: list[tuple[int, ...]] = []
     for unit in (*blocks, root):
@@ -160,10 +169,10 @@ def run_units(run: PlannedRun) -> tuple[Unit, ...]:
 
 @dataclass(frozen=True)
 class PlannedCollective:
-    """`count` collectives of one step on full tensors of `payload` bytes."""
+    """`count` equal collectives in one step, each on a full tensor of `payload` bytes."""
 
     kind: str  # all_gather, reduce_scatter, all_reduce or broadcast
-    what: str  # part of the model, "bucket", ACTIVATIONS or "inputs"
+    what: str  # part of the model, "bucket", "parameters", ACTIVATIONS or "inputs"
     payload: int
     count: int
     ranks: int  # in its group
@@ -171,37 +180,40 @@ class PlannedCollective:
 
 
 def collectives(run: PlannedRun) -> list[PlannedCollective]:
-    """List what a step sends, without collectives of one rank."""
+    """List the collectives of a step, except those of a single rank."""
     found = _ddp_collectives(run) if run.engine == "ddp" else _fsdp_collectives(run)
     return [c for c in (*found, *_tp_collectives(run)) if c.ranks > 1]
 
 
 def _fsdp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
-    """Gather before forward, again before backward where it was freed; reduce after backward.
+    """Yield an all-gather before forward, another before backward, a reduce-scatter after it.
 
-    The root is not freed in between. With accumulation all of that in every micro-step, except the
-    all-reduce over replicas: FSDP2 sends it once, FSDP1's hybrid every time (shard.accumulation).
+    The second all-gather is only for units that were freed in between, which the root is not. If
+    there are replicas, an all-reduce over them follows. Each accumulation step does all of that,
+    except that FSDP2 all-reduces only in the last one (shard.accumulation).
     """
     size = BYTES[run.reduce_dtype]
     ranks = run.shard
     reduces = run.accum if run.engine == "fsdp1" and run.shard > 1 else 1
     for unit in run_units(run):
         numel = unit.padded(run)
-        count = unit.count
-        gathers = run.accum * (1 + (run.reshard and unit.part != "root"))
+        gathers = run.accum
+        if run.reshard and unit.part != "root":
+            gathers = 2 * run.accum
         for kind, payload, times, group, stride in (
             ("all_gather", numel * run.compute_bytes, gathers, ranks, run.tp),
             ("reduce_scatter", numel * size, run.accum, ranks, run.tp),
             ("all_reduce", numel // ranks * size, reduces, run.replicate, ranks * run.tp),
         ):
-            yield PlannedCollective(kind, unit.part, payload, count * times, group, stride)
+            yield PlannedCollective(kind, unit.part, payload, unit.count * times, group, stride)
 
 
 def _tp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
-    """All-reduce the activations of each block over the ranks that split it.
+    """Yield the all-reduces of a block's activations over the ranks that split it.
 
-    Behind attention and MLP in forward, before both in backward; recomputation repeats the one
-    behind attention. Inputs, normalised images and noise, are sent from the first of these ranks.
+    There are four per block: after attention and after the MLP, in forward and in backward.
+    Recomputation repeats the one after attention. The first of the ranks broadcasts its inputs to
+    the others: normalised images and noise.
     """
     c = run.config
     each = run.accum * (4 if run.ac == "none" else 5)
@@ -217,26 +229,27 @@ def _tp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
 
 
 def _ddp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
-    """One all-reduce per bucket, in the last micro-step; ZeRO-1 then sends each rank's parameters.
+    """Yield one all-reduce per bucket, in the last accumulation step, and ZeRO-1's broadcasts.
 
-    The compression hook of a 16-bit reduce dtype sends buckets in that dtype; else they are fp32.
+    A bucket is fp32, unless --reduce-dtype has 16 bits: then a compression hook sends it in that
+    dtype. Under ZeRO-1 each rank then broadcasts the parameters that it has updated.
     """
     world = run.world_size
     size = BYTES[run.reduce_dtype]
     for numel, count in Counter(ddp_buckets(run)).items():
         yield PlannedCollective("all_reduce", "bucket", numel * size, count, world, 1)
-    if run.mode == "zero1":  # in one piece from each rank; the pieces differ a little
+    if run.mode == "zero1":  # one broadcast from each rank; their sizes differ a little
         numel, more = divmod(sum(sum(u.sizes) * u.count for u in run_units(run)), world)
         for size, count in ((numel + 1) * FP32, more), (numel * FP32, world - more):
             yield PlannedCollective("broadcast", "parameters", size, count, world, 1)
 
 
 def ddp_buckets(run: PlannedRun) -> list[int]:
-    """Count the numbers in each bucket, about: parameters in reverse, until a bucket is full.
+    """Count the elements of each bucket: parameters fill it in reverse order until it is full.
 
-    A bucket is full when it has reached its limit: 25 MiB but 1 MiB for the first, so that sending
-    starts early, or `bucket_cap_mb` for all (torch/nn/parallel/distributed.py). DDP's order differs
-    in a few places, its sum does not.
+    The first bucket is full at 1 MiB, so that sending starts early, all others at 25 MiB; or all
+    are full at `bucket_cap_mb` (torch/nn/parallel/distributed.py). DDP orders a few parameters
+    differently, so single buckets may differ, but their sum does not.
     """
     cap = 25 * 2**20
     limit = 2**20
@@ -261,7 +274,7 @@ def ddp_buckets(run: PlannedRun) -> list[int]:
 
 
 def link_bytes(run: PlannedRun, machine: Machine) -> dict[str, dict[str, float]]:
-    """Bytes that a rank sends per step, by kind and link: the mean over ranks."""
+    """Compute the bytes that a rank sends per step, by kind and link: the mean over all ranks."""
     total: dict[str, dict[str, float]] = {}
     for c in collectives(run):
         shares = ring_links(machine, run.world_size, c.ranks, c.stride)
