@@ -1,23 +1,24 @@
 #!/bin/bash
-# From sbatch to a finished run, on any Slurm; every argument goes to train_fsdp.py.
+# Take a run from sbatch to its last step, on any Slurm cluster. All arguments go to train_fsdp.py.
 #
 #   sbatch -A PROJECT launch_frontier.sh --model 3b --mode hybrid --group 2 --data DIR --out OUT
 #   CONDA_ENV=NAME sbatch -A ACCOUNT -p PARTITION -N 2 --exclusive --gpus-per-node=4 \
 #       launch_frontier.sh ...
 #
 # The first is for Frontier, the second for any other cluster with NVIDIA or AMD GPUs. Submit from
-# the folder of the scripts. docs/cluster.md explains each variable: what appears below as
-# NAME:-default is taken from the environment of sbatch, if it is set there.
+# the folder of the scripts. What appears below as NAME:-default is a variable that you can set
+# before sbatch; docs/cluster.md explains each of them.
 #SBATCH -J vit-mae
 #SBATCH -N 2
 #SBATCH -t 2:00:00
 #SBATCH -o %x-%j.out
-# A run takes several rounds of this job: the next one appends to the same file.
+# A long run takes several rounds of this job, which all append to one output file.
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# To the ranks, not to this shell: 5 minutes before the end they save and exit with status 0.
+# This signals the ranks, not this shell, 5 minutes before the time limit: they save and exit with
+# status 0.
 #SBATCH --signal=USR1@300
-# Slingshot: one half of a setting; the other half is the module rccl-net-plugin.
+# Frontier's network, Slingshot, needs this together with the module rccl-net-plugin below.
 #SBATCH --network=disable_rdzv_get
 set -euo pipefail
 
@@ -29,7 +30,7 @@ cd "${SCRIPTS:-$SLURM_SUBMIT_DIR}" # Slurm runs a copy of this file from another
 [[ -f train_fsdp.py ]] || fail "no train_fsdp.py in $PWD: submit from its folder, or set SCRIPTS"
 
 out=out run=real last=
-for word in "$@"; do # two flags that this script has to know as well
+for word in "$@"; do # this script needs to know two of the flags itself
     case $last in --out) out=$word ;; --run | --run-mode) run=$word ;; esac
     case $word in --out=*) out=${word#*=} ;; --run=* | --run-mode=*) run=${word#*=} ;; esac
     last=$word
@@ -37,7 +38,8 @@ done
 
 # ---- the machine
 
-# A rank without its GPU is an error, not a CPU run; a --device in "$@" comes later and wins.
+# With this flag a rank without a GPU is an error, not a CPU run. A --device in "$@" comes later, so
+# it wins.
 device=(--device cuda)
 nodes=$SLURM_JOB_NUM_NODES
 if [[ -z ${MACHINE:-} ]]; then
@@ -46,15 +48,15 @@ if [[ -z ${MACHINE:-} ]]; then
 fi
 case $MACHINE in
     frontier)
-        # One rank per GCD, next to its L3 region, which has 7 free cores of 8.
+        # One rank per GCD, on the cores of the L3 region next to it: 7 of the 8 are free.
         tasks=${TASKS_PER_NODE:-8} cores=${CPUS_PER_TASK:-7} port=${MASTER_PORT:-3442}
         gpu=(--gpus-per-task=1 --gpu-bind="${GPU_BIND:-closest}")
         nvme=${NVME_DIR:-/mnt/bb/$(id -un)}
-        # OLCF's list, in its order: plugin and target depend on the ROCm that is loaded.
+        # OLCF's list. The order matters: plugin and target depend on the ROCm that is loaded.
         modules="PrgEnv-gnu/8.7.0 cpe/26.03 miniforge3/23.11.0-0 rocm/7.1.1 rccl-net-plugin"
         modules=${MODULES-$modules craype-accel-amd-gfx90a}
-        # Without the plugin RCCL would use TCP, very slowly: OFI makes that an error. On one node
-        # there is no network to start the plugin on.
+        # OFI makes a missing plugin an error; otherwise RCCL would use TCP, which is very slow. On
+        # one node the plugin has no network to start on.
         if ((nodes > 1)); then net=OFI; else net=Socket; fi
         ;;
     slurm)
@@ -66,8 +68,8 @@ case $MACHINE in
         cores=${CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / tasks))}
         ((cores)) || fail "the job has $SLURM_CPUS_ON_NODE CPUs per node for $tasks ranks:" \
             "give sbatch --exclusive, or --cpus-per-gpu=8"
-        # NCCL copies between GPUs directly only if a rank sees all that the job has on its node.
-        # srun gives a step all of them, if the flags of sbatch do not reach it.
+        # NCCL copies directly between GPUs only if a rank sees all GPUs of the job on its node.
+        # srun shows a rank all of them, unless sbatch's flags reach it through these variables.
         unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU
         gpu=(${GPU_BIND:+--gpus-per-task=1 --gpu-bind="$GPU_BIND"})
         port=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # jobs may share a node
@@ -77,7 +79,7 @@ case $MACHINE in
 esac
 say "MACHINE is $MACHINE: $nodes x $tasks ranks, $cores CPUs each"
 
-set +u # Lmod and conda are not written for it
+set +u # Lmod and conda read variables that are not set
 # shellcheck disable=SC1091 # a file of Lmod, or of Environment Modules
 [[ -z $modules || $(type -t module) ]] || . "${MODULESHOME:-}/init/bash" 2>/dev/null ||
     fail "there is no module command to load '$modules': set MODULES= to load none"
@@ -86,7 +88,7 @@ for name in $modules; do
         fail "module load $name failed (MACHINE is $MACHINE): see 'module avail', set MODULES"
 done
 if [[ -n ${CONDA_ENV:-} ]]; then
-    # A script has no `conda activate` but by this file; login shells set CONDA_EXE.
+    # In a script `conda activate` needs this file to be read first. Login shells set CONDA_EXE.
     exe=${CONDA_EXE:-}
     # shellcheck disable=SC1091 # a file of conda
     [[ $(type -t conda) == function ]] || . "${CONDA_BASE:-${exe%/*/*}}/etc/profile.d/conda.sh" ||
@@ -97,20 +99,23 @@ if [[ -n ${CONDA_ENV:-} ]]; then
 fi
 set -u
 
-# The libraries of the cpe that was loaded, which is not the default one.
+# Use the libraries of the cpe that was loaded, not those of the default one.
 [[ -z ${CRAY_LD_LIBRARY_PATH:-} ]] ||
     export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-# RCCL's network; nothing else of RCCL is set: OLCF finds its own choices the best.
+# The network of RCCL. Nothing else of RCCL is set: OLCF found its own choices to be the best.
 [[ -z ${NCCL_NET:=$net} ]] || export NCCL_NET
+# Rank 0 listens on the first node, where this shell runs. Take the first of its addresses that the
+# other nodes can use: neither 127.*, by which a node means itself, nor IPv6. The node's name comes
+# last, because it may not resolve.
 for address in $(hostname -i 2>/dev/null) $(hostname -I 2>/dev/null) "$(uname -n)"; do
-    [[ $address == 127.* || $address == *:* ]] || break # of no use to other nodes; IPv6
+    if [[ $address != 127.* && $address != *:* ]]; then break; fi
 done
-# Rank 0 listens on the first node, where this shell runs. Node names may not resolve.
 export MASTER_ADDR=${MASTER_ADDR:-$address} MASTER_PORT=$port
-# For saving and --cpu-offload; loader processes (at most cores - 1) use one thread each.
+# These threads are for saving and --cpu-offload. Loader processes (at most cores - 1) use one each.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
 
-# Of `sbatch --export=LIST`: srun would give the ranks that list alone, without what is set here.
+# sbatch --export=LIST sets this variable. With it srun would give the ranks only the variables in
+# that list, without those exported above.
 unset SLURM_EXPORT_ENV
 
 python=${PYTHON:-python3}
@@ -122,7 +127,7 @@ each_node() { srun -N"$nodes" -n"$nodes" --ntasks-per-node=1 -c"$((tasks * cores
 env=$nvme/env-$SLURM_JOB_ID
 stage() {
     sbcast -pf "$ENV_TARBALL" "$env.tar.gz" || return
-    # The lock is for nodes that share the folder, or a second job on this one.
+    # The lock is for nodes that share the folder, and for a second job on the same node.
     # shellcheck disable=SC2016 # $1 is for the shell on the node
     each_node bash -euc 'exec 9>"$1.lock"; flock 9; [[ ! -e $1/unpacked ]] || exit 0; mkdir -p "$1"
         tar -I "$(command -v pigz || echo gzip)" -xf "$1.tar.gz" -C "$1"
@@ -155,8 +160,9 @@ fi
 
 # ---- rounds: one run over as many jobs as it takes
 
-# OUT/.rounds: the job, the newest checkpoint when its last round began, rounds without a new one. A
-# round counts as one until the next finds its checkpoint: those that a failing node ends count too.
+# OUT/.rounds holds the job's number, the newest checkpoint when its last round began, and how many
+# rounds made no new checkpoint. A round counts as one of these until the next round finds its
+# checkpoint, so rounds that a failing node ends count too.
 newest() { if [[ -f $out/latest ]]; then cat "$out/latest"; else echo none; fi; }
 mkdir -p "$out" || fail "cannot write to $out: give --out another folder"
 job='' before='' idle=0
@@ -167,20 +173,22 @@ echo "$SLURM_JOB_ID $(newest) $((idle + 1))" >"$out/.rounds"
 
 say "job $SLURM_JOB_ID: $nodes x $tasks ranks, newest checkpoint $(newest)"
 status=0
-# Every flag on the srun line, which inherits hardly any of sbatch's. Never torchrun: it would put
-# all ranks of a node on one core. -K1: a dead rank ends the step, or the others wait for it.
+# srun is given every flag, because it inherits hardly any from sbatch. Do not start torchrun by it:
+# that would put all ranks of a node on one core. With -K1 a dead rank ends the step; otherwise the
+# other ranks would wait for it.
 srun -N"$nodes" -n"$((nodes * tasks))" -c"$cores" "${gpu[@]}" -K1 "$python" -u \
     train_fsdp.py "${device[@]}" "$@" || status=$?
 [[ $python != "$env"/* ]] || unstage
 ((status == 0)) || { say "error: the run ended with status $status" >&2; exit "$status"; }
 [[ $run == real && ! -e $out/done ]] || { say "finished"; exit 0; }
 
-# Stopped by the signal: the ranks exit with 0 then too; only OUT shows what is left to do.
+# The signal has stopped the ranks. They exit with 0 then too, so only OUT shows what is left to do.
 if [[ ${AGAIN:-requeue} == no || ${SLURM_JOB_QOS:-} == debug ]]; then
     say "newest checkpoint $(newest), not done: submit the same command again to resume"
 else
     say "newest checkpoint $(newest): requeued"
-    this=$SLURM_JOB_ID # of one task of an array it is that of the array, and requeues all of it
+    # In a job array SLURM_JOB_ID may be the number of the whole array, and would requeue all of it.
+    this=$SLURM_JOB_ID
     [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
     scontrol requeue "$this" || fail "requeue was refused: submit the same command again"
 fi
