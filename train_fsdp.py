@@ -15,7 +15,7 @@ if __name__ == "__main__":
     from runtime import process
 
     process.ignore_output_errors()
-    RECEIVED = process.listen_for_signals()
+    SIGNALS = process.listen_for_signals()
 
 import gc
 import math
@@ -299,21 +299,21 @@ def run_training(run: Run, session: Session) -> None:
     monitor.finish(reason, problem)
 
 
-def main(argv: Sequence[str] | None = None, received: Sequence[int] = ()) -> int:
+def main(argv: Sequence[str] | None = None, signals: Sequence[int] = ()) -> int:
     """Run the command line; return the exit status.
 
     It is 0 if the run is done or was stopped by a signal, 1 if it failed, 2 if it was refused.
-    `received` grows by the number of each signal that asks for a stop (runtime/process.py).
+    `signals` grows by the number of each signal that asks for a stop (runtime/process.py).
     """
     config = parse(argv, __doc__)
     if config.dry_run:
         from runtime.dry_run import dry_run
 
         return dry_run(config, build_training, forward_backward)
-    return run_session(config, run_training, received)
+    return run_session(config, run_training, signals)
 
 
 if __name__ == "__main__":
     # Otherwise multiprocessing would import this file, and so PyTorch, again in each loader worker.
     del __file__
-    raise SystemExit(main(received=RECEIVED))
+    raise SystemExit(main(signals=SIGNALS))

@@ -34,4 +34,4 @@ if __name__ == "__main__":
         raise SystemExit(
             "give the milliseconds first: python examples/slow_disk.py 30 --model tiny"
         )
-    raise SystemExit(train_fsdp.main(sys.argv[2:], received=process.listen_for_signals()))
+    raise SystemExit(train_fsdp.main(sys.argv[2:], signals=process.listen_for_signals()))

@@ -403,7 +403,7 @@ def one_run(run: Run, out: Path, rank: int) -> Result:
                 stack.enter_context(hook)
             stack.enter_context(contextlib.redirect_stdout(output))
             stack.enter_context(contextlib.redirect_stderr(errors))
-            status = train_fsdp.main(argv, received=seen.received)
+            status = train_fsdp.main(argv, signals=seen.received)
     except SystemExit as leave:
         status = int(leave.code or 0)
     finally:

@@ -149,7 +149,7 @@ def test_no_held_out_image_ends_a_run(broken, code, used, tmp_path, monkeypatch,
 
 def test_a_run_that_is_asked_to_stop_leaves_without_evaluating(tmp_path):
     argv = [*ARGV, *held_out(tmp_path), "--out", str(tmp_path / "out")]
-    assert train_fsdp.main(argv, received=[signal.SIGTERM]) == 0
+    assert train_fsdp.main(argv, signals=[signal.SIGTERM]) == 0
     assert evaluations(tmp_path / "out" / "log.jsonl") == []
     assert train_fsdp.main(argv) == 0
     assert [step for step, *_ in evaluations(tmp_path / "out" / "log.jsonl")] == [2]

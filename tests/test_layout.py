@@ -182,7 +182,7 @@ import json, signal, sys
 import train_fsdp
 argv = sys.argv[1:]
 argv += ["--eval-data", argv[argv.index("--data") + 1]]
-assert train_fsdp.main(argv, received=[signal.SIGTERM]) == 0
+assert train_fsdp.main(argv, signals=[signal.SIGTERM]) == 0
 assert train_fsdp.main(argv) == 0
 log = [json.loads(line) for line in open("out/log.jsonl")]
 assert [r["step"] for r in log if r["event"] == "step"] == [1, 2, 3], log

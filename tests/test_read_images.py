@@ -24,7 +24,7 @@ def read(tmp_path, capsys):
 
     def run(*flags, received=()):
         out = tmp_path / "out"
-        status = train_fsdp.main([*ARGV, "--out", str(out), *flags], received=received)
+        status = train_fsdp.main([*ARGV, "--out", str(out), *flags], signals=received)
         lines = (out / "log.jsonl").read_text().splitlines()
         return status, json.loads(lines[-1]), capsys.readouterr().err
 
