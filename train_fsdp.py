@@ -210,8 +210,8 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
         # need not wait for it
         for result in monitor.finished_steps(wait=save_scheduled or evaluate_scheduled):
             monitor.log_step(result, learning_rate(result.step, run))
-        if guard.ended:  # the reason, such as "nan"
-            return guard.ended, monitor.problem
+        if guard.end_reason:
+            return guard.end_reason, monitor.problem
         # save: after so many steps, when some rank's clock says so, and before the run ends. In all
         # three cases the result of every step was read above: all ranks agree on `done` steps.
         ending = last or guard.stop or monitor.bad_images.too_many is not None
@@ -250,8 +250,8 @@ def read_images(run: Run, monitor: Monitor) -> tuple[str, str | None]:
         guard.check_step(zero, zero, monitor.requests())
         for result in monitor.finished_steps(wait=last):
             monitor.log_step(result, lr=0.0)
-        if guard.ended:
-            return guard.ended, None
+        if guard.end_reason:
+            return guard.end_reason, None
         if monitor.bad_images.too_many:
             return "bad_images", monitor.bad_images.too_many
         if guard.stop and not last:

@@ -131,7 +131,7 @@ class StepGuard:
         self.save = False
         self.skipped = 0
         self.consecutive = 0
-        self.ended = ""  # why no further step can be applied: "loader_error", "nan"
+        self.end_reason = ""  # why no further step can be applied: "loader_error", "nan"
 
     def check_step(
         self,
@@ -188,10 +188,10 @@ class StepGuard:
     def read_results(self, wait: bool = False) -> list[StepResult]:
         """Read the results that are new, in order; of a GPU's last step only with `wait`.
 
-        None follows one that ends the run (`ended`).
+        None follows one that ends the run (`end_reason`).
         """
         results: list[StepResult] = []
-        while not self.ended:
+        while not self.end_reason:
             ready = self.checked
             # all of them, once a stop or a save is asked for: it concerns every step made so far
             if self.late and not (wait or self.stop or self.save):
@@ -205,13 +205,13 @@ class StepGuard:
             if result.save:
                 self.save = True
             if result.no_batch:
-                self.ended = "loader_error"
+                self.end_reason = "loader_error"
                 continue
             self.consecutive = result.consecutive
             if self.consecutive > 0:
                 self.skipped += 1
             if self.consecutive > self.max_skips:
-                self.ended = "nan"
+                self.end_reason = "nan"
             else:
                 self.done += 1
         return results

@@ -117,7 +117,7 @@ class Monitor:
         for result in self.guard.read_results(wait):
             if result.consecutive and not result.no_batch:
                 self.problem = self.log_skip(result)
-            if self.guard.ended and result.step == self.guard.done:
+            if self.guard.end_reason and result.step == self.guard.done:
                 return
             if not result.consecutive:
                 self.losses.append(result.loss)

@@ -62,13 +62,13 @@ def test_infinite_norms_are_bad_once_the_scale_is_at_its_end(single):
     for norm in [nan] * SCALE_EXHAUSTED + [one] + [nan] * SCALE_EXHAUSTED:
         guard.check_step(one, norm, scaled=True)
         (result,) = guard.read_results()
-        assert result.consecutive == 0 and not guard.ended
+        assert result.consecutive == 0 and not guard.end_reason
     done = guard.done
     for _ in range(2):
-        assert not guard.ended
+        assert not guard.end_reason
         assert guard.check_step(one, nan, scaled=True) == 1
         guard.read_results()
-    assert guard.ended == "nan" and guard.done == done + 1
+    assert guard.end_reason == "nan" and guard.done == done + 1
 
 
 def test_gradients_that_stay_nan_end_the_run(tmp_path):

@@ -46,7 +46,7 @@ def three_ranks():
             skip = guard.check_step(loss, norm, requests, scaled=scaled)
             (verdict,) = guard.read_results()
             found[name].append((skip.item(), verdict))
-            guard.done, guard.ended = guard.checked, ""  # the host of a GPU would read late
+            guard.done, guard.end_reason = guard.checked, ""  # the host of a GPU would read late
     return found
 
 
@@ -96,11 +96,11 @@ def test_a_late_reader_settles_the_same_steps(late):
         assert settled(1.0) == ([] if late else [0])
         assert settled(NAN) == ([0] if late else [1])
         assert settled(wait=True) == ([1] if late else [])
-        assert guard.done == 2 and guard.skipped == 1 and not guard.ended
+        assert guard.done == 2 and guard.skipped == 1 and not guard.end_reason
         assert settled(1.0, stop=True) == ([] if late else [2])
         assert settled(1.0) == ([2, 3] if late else [3])
         assert guard.stop and guard.done == 4  # what is applied by then is what is saved
         assert settled(NAN) + settled(NAN) == [4, 5]
-        assert guard.ended == "nan" and guard.done == 5 and guard.consecutive == 2
+        assert guard.end_reason == "nan" and guard.done == 5 and guard.consecutive == 2
     finally:
         torch.distributed.destroy_process_group()
