@@ -40,7 +40,7 @@ def train(args: argparse.Namespace) -> None:
     # A model of shapes alone. Each block gets its values, the same on all ranks, and is sharded.
     with torch.device("meta"):
         model = vit.ViTMAE(config, args.img_size)
-    decay = shard.weight_decay_names(model)  # by the shapes of whole parameters
+    decay = shard.weight_decay_names(model)  # before sharding: it looks at full shapes
     grid = mesh.build_mesh(shard.mesh_shape(args.mode, ranks.world_size, args.group), device)
     model = shard.apply(
         model,
