@@ -174,7 +174,7 @@ class Saver:
         state = _TrainingState(self.model, self.optimizer)
         manifest["optimizers"] = state.describe_groups()
         tensors = state.tensors()
-        # Of buffers each rank may have its own values, as of BatchNorm: the first rank's go.
+        # Each rank may have its own buffers, as of BatchNorm: those of the first rank are saved.
         if dist.get_rank(self.group) != 0:
             tensors = {name: t for name, t in tensors.items() if state.origins[name] != "buffer"}
         return manifest, tensors, group_by_holders(tensors, state.origins)
@@ -749,21 +749,21 @@ class Written(NamedTuple):
     files: dict[str, list[int]] = {}  # size and CRC-32 of each file
 
 
-Held = dict[str, list[WriteItem]]
+Held = dict[str, list[WriteItem]]  # by a checksum, which is the same on all that hold the same
 
 
 def group_by_holders(tensors: dict[str, Tensor], origins: Mapping[str, str]) -> Held:
     """Group what this rank holds so that each other rank holds all of a group, or nothing of it.
 
-    The key is a checksum of the names and places: ranks with the same one hold the same. The
-    replicas of a mesh do, and of what is not sharded all ranks, but for the states of ZeRO-1.
+    The replicas of a mesh hold the same shards, and all ranks what is not sharded, but for the
+    states of ZeRO-1.
     """
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(tensors)
     alike = defaultdict(list)
     for item in planner.create_local_plan().items:
         tensor = tensors[item.index.fqn]
-        layout: list[Any] = [origins[item.index.fqn]]
+        layout: list[Any] = [origins[item.index.fqn], item.type]
         if isinstance(tensor, DTensor):
             layout += [tensor.device_mesh.mesh_dim_names, tensor.placements]
         alike[str(layout)].append(item)
