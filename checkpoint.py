@@ -149,6 +149,7 @@ class Saver:
         if step < 0 or self.keep < 1:  # it would not be found again, or removed at once
             raise ValueError("give step 0 or more, keep 1 or more")
         problems = self.finish()
+        _remove_leftovers(self.folder)  # of a killed run, before any rank writes
         describe = partial(self._describe, step, run_state)
         manifest, tensors, held = _on_all_ranks(describe, self.group)
         keys_by_rank = _decide([*held], list, self.group)
@@ -165,7 +166,6 @@ class Saver:
         self, step: int, run_state: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Tensor], Held]:
         """Return the manifest, this rank's tensors, and these as `group_by_holders` does."""
-        _remove_leftovers(self.folder)  # of a killed run, before any rank writes
         taken = RESERVED & run_state.keys()
         if taken:
             raise _Refused(f"run_state has the name {taken.pop()}, which a checkpoint has itself")
