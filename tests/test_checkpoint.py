@@ -33,7 +33,7 @@ from runtime import resume
 
 ARGV = [*PARITY, "--global-batch", "12"]  # fewer images to decode
 # Daily a few rows; tests/test_resume_loops.py moves the others between one another, on two ranks.
-TESTED = [("zero1", 2), ("hybrid", 1), ("shard_grad_op", 2), ("hybrid_grad_op", 2)]
+TESTED = [("zero1", 2), ("hybrid", 1), ("shard_grad_op", 2)]
 if FULL:
     TESTED = ROWS
 SHARD = "__0_0.distcp"
