@@ -20,6 +20,7 @@ Copy this one file: it needs only torch.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import json
 import math
@@ -32,9 +33,9 @@ import traceback
 import warnings
 import zlib
 from collections import Counter, UserDict, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -53,6 +53,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import (
@@ -62,15 +63,15 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 T = TypeVar("T")
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 MANIFEST = "checkpoint.json"
 INDEX = ".metadata"
 RESERVED = {"step", "files", "checksum", "optimizers"}  # names in a manifest
-# PyTorch warns of FSDP1 without shards, of reading without ranks and (2.10) of its own code
-warnings.filterwarnings("ignore", "When using ``NO_SHARD|torch.distributed is dis|TypedStorage is")
+# PyTorch warns of FSDP1's own ways, of reading without ranks and (2.10) of its own code
+warnings.filterwarnings("ignore", "When using ``NO_SHARD|FSDP.state_dict_type")
+warnings.filterwarnings("ignore", "torch.distributed is dis|TypedStorage is")
 
 
 class Damaged(ValueError):
@@ -113,8 +114,6 @@ class Saver:
     then serve nothing else, because two threads in one group deadlock.
     """
 
-    MOST_FAILURES = 2  # in a row: one disk that is full for a while is no reason to end a run
-
     def __init__(
         self,
         folder: str | Path,
@@ -133,17 +132,12 @@ class Saver:
         self.failures = 0  # saves that failed in a row, up to the newest
         self.saved = 0  # the step of the newest that is on disk
         # what this rank has told of the newest save for its index; the index itself on rank 0
-        self.told: tuple[dict[str, TensorStorageMetadata], list[WriteResult]] | None = None
+        self.told: tuple[list[WriteItem], list[WriteResult]] | None = None
         self.index = b""
         self.thread = ThreadPoolExecutor(1) if background else None
         # on a GPU one copy, in pinned memory, serves all saves: slow to allocate, fast to fill
         self.stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         self.pending: Future[list[str]] | None = None
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether so many saves have failed in a row that the caller should end the run."""
-        return self.failures >= self.MOST_FAILURES
 
     def save(self, step: int, run_state: dict[str, Any], wait: bool = True) -> list[str]:
         """Save, and store `run_state` (as JSON) in the manifest; `wait` for its end. Collective.
@@ -155,31 +149,35 @@ class Saver:
         if step < 0 or self.keep < 1:  # it would not be found again, or removed at once
             raise ValueError("give step 0 or more, keep 1 or more")
         problems = self.finish()
-        if problems and self.hopeless and not wait:
-            return problems
-
-        def describe() -> tuple[dict[str, Any], dict[str, Tensor], _Planner]:
-            _remove_leftovers(self.folder)  # of a killed run, before any rank writes
-            manifest = _to_manifest(run_state, step)
-            state = _TrainingState(self.model, self.optimizer)
-            manifest["optimizers"] = state.describe_groups()
-            tensors = state.tensors()
-            own = state.held_by_one_rank(tensors)
-            # Of buffers each rank may have its own values, as of BatchNorm: the first rank's go.
-            for name in state.buffers() & tensors.keys():
-                own.add(name)
-                if dist.get_rank(self.group) != 0:
-                    del tensors[name]
-            return manifest, tensors, _Planner(own, self.group)
-
-        manifest, tensors, planner = _on_all_ranks(describe, self.group)
+        _remove_leftovers(self.folder)  # of a killed run, before any rank writes
+        describe = partial(self._describe, step, run_state)
+        manifest, tensors, held = _on_all_ranks(describe, self.group)
+        keys_by_rank = _decide([*held], list, self.group)
+        pieces = share(held, keys_by_rank, dist.get_rank(self.group))
         if self.thread is None:
-            return problems + self._write(tensors, manifest, planner)
+            return problems + self._write(tensors, manifest, pieces)
         tensors = self.stager.stage(tensors)  # training changes the originals meanwhile
-        self.pending = self.thread.submit(self._write, tensors, manifest, planner)
+        self.pending = self.thread.submit(self._write, tensors, manifest, pieces)
         if wait:
             problems += self.finish()
         return problems
+
+    def _describe(
+        self, step: int, run_state: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Tensor], Held]:
+        """Return the manifest, this rank's tensors, and these as `group_by_holders` does."""
+        taken = RESERVED & run_state.keys()
+        if taken:
+            raise _Refused(f"run_state has the name {taken.pop()}, which a checkpoint has itself")
+        manifest = _to_json(run_state, "run_state")
+        manifest["step"] = step
+        state = _TrainingState(self.model, self.optimizer)
+        manifest["optimizers"] = state.describe_groups()
+        tensors = state.tensors()
+        # Each rank may have its own buffers, as of BatchNorm: those of the first rank are saved.
+        if dist.get_rank(self.group) != 0:
+            tensors = {name: t for name, t in tensors.items() if state.origins[name] != "buffer"}
+        return manifest, tensors, group_by_holders(tensors, state.origins)
 
     def finish(self) -> list[str]:
         """Wait for the save in the background, if any, and return as `save` does. Collective."""
@@ -190,7 +188,7 @@ class Saver:
         return pending.result()
 
     def _write(
-        self, tensors: dict[str, Tensor], manifest: dict[str, Any], planner: _Planner
+        self, tensors: dict[str, Tensor], manifest: dict[str, Any], pieces: list[Piece]
     ) -> list[str]:
         """Write one checkpoint; return why it failed, the same sentence on all ranks.
 
@@ -201,13 +199,12 @@ class Saver:
         temporary = self.folder / f".step_{step:08d}.writing"
         problems = []
         try:
-            written = _on_all_ranks(
-                partial(self._write_part, temporary, tensors, planner), self.group
-            )
-            told = written.entries, written.results
+            write = partial(self._write_part, temporary, tensors, pieces)
+            written = _on_all_ranks(write, self.group)
+            told = written.items, written.results
             new = _decide(self.told != told, any, self.group)
             if not new:
-                written = written._replace(entries={}, results=[])
+                written = written._replace(items=[], results=[])
             self.told = None  # until it has succeeded
             _decide(written, partial(self._complete, temporary, manifest, new), self.group)
             self.told = told
@@ -220,24 +217,21 @@ class Saver:
         return problems
 
     def _write_part(
-        self, temporary: Path, tensors: dict[str, Tensor], planner: _Planner
+        self, temporary: Path, tensors: dict[str, Tensor], pieces: list[Piece]
     ) -> Written:
         """Write this rank's part of the tensors, with DCP as if there were no other rank."""
         with _as_failure():
             writer = dcp.FileSystemWriter(temporary)
             if self.thread:
                 writer.per_thread_copy_ahead = 0  # nothing is left to copy from a GPU
+            writer.set_up_storage_writer(True, rank=dist.get_rank(), use_collectives=False)
+            planner = _Planner(pieces)
             planner.set_up_planner(tensors, is_coordinator=True)
-            writer.set_up_storage_writer(is_coordinator=True)
-            plan = writer.prepare_local_plan(planner.create_local_plan())
-            plans, index = create_default_global_save_plan([plan])
-            plan = writer.prepare_global_plan(plans)[0]
-            plan.storage_data.prefix = f"__{dist.get_rank()}_"  # of the file's name
-            results = writer.write_data(planner.finish_plan(plan), planner).wait()
+            plan = writer.prepare_local_plan(SavePlan([piece.item for piece in pieces]))
+            results = writer.write_data(plan, planner).wait()
             names = {result.storage_data.relative_path for result in results}
             files = {name: _size_and_crc(temporary / name) for name in names}
-        entries: Any = index.state_dict_metadata
-        return Written(entries, results, files, planner.fingerprint())
+        return Written(plan.items, results, files)
 
     def _complete(
         self, temporary: Path, manifest: dict[str, Any], new: bool, parts: list[Written]
@@ -330,12 +324,13 @@ def load(
 
 def find_newest(folder: str | Path) -> Path | None:
     """Return the newest checkpoint in a folder, the one that rank 0 finds, or None. Collective."""
-    found: list[Path | None] = [None]
-    if dist.get_rank() == 0:
-        found.extend(list_checkpoints(folder))
-    newest = found[-1:]
-    dist.broadcast_object_list(newest, src=0)  # a shared file system may show ranks different lists
-    return newest[0]
+
+    def find_on_first_rank(_: list[None]) -> Path | None:
+        found = list_checkpoints(folder)
+        return found[-1] if found else None
+
+    # a shared file system may show ranks different lists
+    return _decide(None, find_on_first_rank, None)
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
@@ -361,18 +356,17 @@ def _decide(own: Any, decide: Callable[[list[Any]], T], group: dist.ProcessGroup
 
     What `decide` raises there is raised on all ranks.
     """
-    first = 0 if group is None else dist.get_global_rank(group, 0)
+    gathered: list[Any] | None = None
+    if dist.get_rank(group) == 0:
+        gathered = [None] * dist.get_world_size(group)
+    dist.gather_object(own, gathered, group=group, group_dst=0)
     outcome: list[Any] = [None, None]  # the decision, an error
-    if dist.get_rank() == first:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.gather_object(own, gathered, dst=first, group=group)
+    if gathered is not None:
         try:
             outcome[0] = decide(gathered)
         except Exception as raised:
             outcome[1] = _to_send(raised)
-    else:
-        dist.gather_object(own, dst=first, group=group)
-    dist.broadcast_object_list(outcome, src=first, group=group)
+    dist.broadcast_object_list(outcome, group=group, group_src=0)
     if outcome[1]:
         raise outcome[1]
     return outcome[0]
@@ -386,17 +380,10 @@ def _on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         result = work()
     except Exception as raised:
         error = _to_send(raised)
-    error = _decide(error, _first_error, group)
-    if error:
-        raise error
+    errors = [e for e in _decide(error, list, group) if e]
+    if errors:
+        raise errors[0]
     return result
-
-
-def _first_error(errors: list[Exception | None]) -> Exception | None:
-    for error in errors:
-        if error:
-            return error
-    return None
 
 
 def _to_send(error: Exception) -> Exception:
@@ -409,8 +396,6 @@ def _to_send(error: Exception) -> Exception:
 
 # --- The training state as named tensors, the same in every mode
 
-# what activation checkpointing, FSDP1 and torch.compile put into the names of parameters
-WRAPPER_NAMES = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
 # of an optimizer's implementation here, not of its arithmetic: they stay as they were built
 NOT_SAVED = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 
@@ -425,40 +410,18 @@ def named_tensors(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
     return _TrainingState(model, optimizer).tensors()
 
 
-@contextmanager
-def _sharded_states(model: nn.Module) -> Iterator[None]:
-    """Let the state dicts of FSDP1 hold sharded tensors, of their original names and shapes."""
+def _sharded_states(model: nn.Module) -> AbstractContextManager[Any]:
+    """Enter to let the state dicts of FSDP1 hold sharded tensors, of original names and shapes."""
     if not FSDP1.fsdp_modules(model):
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "FSDP.state_dict_type", FutureWarning)
-        with FSDP1.state_dict_type(
-            model,
-            StateDictType.SHARDED_STATE_DICT,
-            ShardedStateDictConfig(),
-            ShardedOptimStateDictConfig(),
-        ):
-            yield
+        return nullcontext()
+    kind = StateDictType.SHARDED_STATE_DICT
+    options = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    return FSDP1.state_dict_type(model, kind, *options)
 
 
-def _original_names(
-    model: nn.Module, names: Iterable[str], wrapper_names: Collection[str] = WRAPPER_NAMES
-) -> dict[str, str]:
-    """Return the name that each parameter or buffer had before parts of the model were wrapped."""
-    inside_ddp = set()
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, DDP):
-            inside_ddp.add(f"{prefix}.module".removeprefix("."))
-    originals = {}
-    for name in names:
-        parts = name.split(".")
-        kept = []
-        for depth, part in enumerate(parts, start=1):
-            if part not in wrapper_names and ".".join(parts[:depth]) not in inside_ddp:
-                kept.append(part)
-        originals[name] = ".".join(kept)
-    return originals
+def _original_name(model: nn.Module, name: str, skip_compiler_prefix: bool = True) -> str:
+    """Return the name that a parameter or buffer had before parts of the model were wrapped."""
+    return next(iter(_get_fqns(model, name, skip_compiler_prefix=skip_compiler_prefix)))
 
 
 def _stateful(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -499,12 +462,12 @@ class _TrainingState:
         elif optimizer is not None:
             self.optimizers = list(optimizer)
         self.fsdp1 = bool(FSDP1.fsdp_modules(model))
-        parameters = dict(model.named_parameters())
-        originals = _original_names(model, parameters)
-        self.names = {p: originals[name] for name, p in parameters.items()}
+        self.names = {p: _original_name(model, name) for name, p in model.named_parameters()}
         self.owners: dict[nn.Parameter, torch.optim.Optimizer] = {}
-        # of each optimizer, of each of its parameter groups: what `read_settings` has found
-        self.settings: list[list[dict[str, Any]]] = []
+        # of each of the `tensors`: "parameter", "buffer", "optimizer 0", ...
+        self.origins: dict[str, str] = {}
+        # of each parameter group of each optimizer: what `read_settings` has found
+        self.settings: list[dict[str, Any]] = []
         for each in self.optimizers:
             self._check(each)
 
@@ -532,71 +495,64 @@ class _TrainingState:
         """Return the model's state dict as it is, and with the names of `named_tensors`."""
         with _sharded_states(self.model):
             state = self.model.state_dict()
-        originals = _original_names(self.model, state)
-        return state, {f"model.{originals[name]}": value for name, value in state.items()}
+        return state, {f"model.{_original_name(self.model, n)}": t for n, t in state.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what `named_tensors` does. Collective."""
+        """Return what `named_tensors` does, and note the `origins`. Collective."""
         _, tensors = self.model_state()  # first: FSDP2 shards again what was left gathered
-        for optimizer in self.optimizers:
+        self.origins = dict.fromkeys(tensors, "parameter")
+        for name, _ in self.model.named_buffers(remove_duplicate=False):
+            self.origins[f"model.{_original_name(self.model, name)}"] = "buffer"
+        for number, optimizer in enumerate(self.optimizers):
             for name, leaves in self._states_of(optimizer).items():
                 for leaf, value in leaves.items():
+                    entry = f"optim.state.{name}.{leaf}"
                     if isinstance(value, bool | int | float):
+                        entry = f"optim.number.{name}.{leaf}"
                         dtype = torch.float64 if isinstance(value, float) else None
-                        tensors[f"optim.number.{name}.{leaf}"] = torch.tensor(value, dtype=dtype)
-                    elif value is not None:
-                        tensors[f"optim.state.{name}.{leaf}"] = value
+                        value = torch.tensor(value, dtype=dtype)
+                    if value is not None:
+                        tensors[entry] = value
+                        self.origins[entry] = f"optimizer {number}"
         for name, value in tensors.items():
             if not isinstance(value, Tensor):
                 kind = type(value).__name__
                 raise _Refused(f"{name} is {kind}, but only tensors and numbers are saved")
             if name.startswith("optim.state."):
-                _check_shape(name, value.shape, tensors[f"model.{_split_entry(name)[0]}"])
+                parameter, _ = _split_entry(name)
+                _check_shape(name, value.shape, tensors[f"model.{parameter}"])
         return tensors
 
     def _states_of(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
         """Return the states {parameter: {leaf: value}} that this rank holds. Collective."""
-        if not self.fsdp1:
-            stateful = _stateful(optimizer)
-            states = stateful.state_dict()["state"]  # its hooks may change them, as with --tp
-            names = [self.names[p] for p in _parameters_of(stateful)]
-            return {names[number]: leaves for number, leaves in states.items()}
-        # FSDP1 converts states of all parameters that are trained, and no others: those that this
-        # optimizer does not have get one of zeros, which is left out of what is returned.
+        if self.fsdp1:
+            return self._fsdp1_states_of(optimizer)
+        stateful = _stateful(optimizer)
+        states = stateful.state_dict()["state"]  # its hooks may change them, as with --tp
+        names = [self.names[p] for p in _parameters_of(stateful)]
+        return {names[number]: leaves for number, leaves in states.items()}
+
+    def _fsdp1_states_of(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        """Return the states in the shapes that the parameters had before they were flattened.
+
+        FSDP1 converts states of all parameters that are trained, and no others: those that this
+        optimizer does not have get one of zeros, which is left out of what is returned.
+        """
+        leaves = set()
+        for state in optimizer.state.values():
+            leaves |= {leaf for leaf, t in state.items() if isinstance(t, Tensor) and t.ndim > 0}
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, leaves)  # a rank may hold no piece of its parameters
         every = torch.optim.SGD(self.model.parameters())
         every.state.update(optimizer.state)
-        others = []
         for p in self.names:
-            if p.requires_grad and self.owners.get(p) is not optimizer:
-                others.append(p)
-        if others:
-            leaves = set()
-            for state in optimizer.state.values():
-                leaves |= {leaf for leaf, t in state.items() if isinstance(t, Tensor) and t.ndim}
-            found: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(found, leaves)  # a rank may hold no piece of its parameters
-            for p in others:
-                if p.numel() > 0:
-                    every.state[p] = {leaf: torch.zeros_like(p) for leaf in set().union(*found)}
+            if p.requires_grad and p.numel() > 0 and self.owners.get(p) is not optimizer:
+                every.state[p] = {leaf: torch.zeros_like(p) for leaf in set().union(*found)}
         with _sharded_states(self.model):
             converted = FSDP1.optim_state_dict(self.model, every)["state"]
-        originals = _original_names(self.model, converted)
         own = {self.names[p] for p in _parameters_of(optimizer)}
-        return {originals[n]: state for n, state in converted.items() if originals[n] in own}
-
-    def held_by_one_rank(self, tensors: Iterable[str]) -> set[str]:
-        """Return which of the named tensors no other rank holds: the states of ZeRO-1."""
-        divided = set()
-        for p, optimizer in self.owners.items():
-            if isinstance(optimizer, ZeroRedundancyOptimizer):
-                divided.add(self.names[p])
-        states = {name for name in tensors if name.startswith("optim.")}
-        return {name for name in states if _split_entry(name)[0] in divided}
-
-    def buffers(self) -> set[str]:
-        """Return the names of the buffers, as among the named tensors."""
-        names = [name for name, _ in self.model.named_buffers()]
-        return {f"model.{name}" for name in _original_names(self.model, names).values()}
+        named = {_original_name(self.model, name): state for name, state in converted.items()}
+        return {name: state for name, state in named.items() if name in own}
 
     def describe_groups(self) -> list[dict[str, Any]]:
         """Describe each parameter group: its optimizer, parameters, settings (learning rate, ...).
@@ -622,34 +578,27 @@ class _TrainingState:
     def read_settings(self, saved: Sequence[dict[str, Any]]) -> None:
         """Find the settings of each parameter group in what `describe_groups` had said.
 
-        Groups may be cut otherwise now, but _Refused where parameters of one had different
-        settings, or not each is trained by the same kind of optimizer as before.
+        Groups may be cut otherwise now, as by --tp, but _Refused where parameters of one had
+        different settings, or not each is trained by the same kind of optimizer as before.
         """
-        settings_of = {}
-        then = {}
-        for group in saved:
-            for name in group["params"]:
-                settings_of[name] = group["settings"]
-                then[name] = group["optimizer"]
-        now = {self.names[p]: _kind(optimizer) for p, optimizer in self.owners.items()}
+        groups = self.describe_groups()
+        then = _group_of_each(saved)
+        now = _group_of_each(groups)
         for name in sorted(then.keys() | now.keys()):
-            if self.optimizers and then.get(name) != now.get(name):
-                where = f"{name} was trained by {then.get(name, 'no optimizer')}"
-                where += f", now by {now.get(name, 'no optimizer')}"
+            before = then[name]["optimizer"] if name in then else "no optimizer"
+            after = now[name]["optimizer"] if name in now else "no optimizer"
+            if self.optimizers and before != after:
+                where = f"{name} was trained by {before}, now by {after}"
                 raise _Refused(f"{where}: give None to load the model alone")
-        for optimizer in self.optimizers:
-            groups = []
-            for group in optimizer.param_groups:
-                names = [self.names[p] for p in group["params"]]
-                settings: dict[str, Any] = {}
-                if names:
-                    settings = settings_of[names[0]]
-                for name in names:
-                    if settings_of[name] != settings:
-                        where = f"{name} and {names[0]} had different settings"
-                        raise _Refused(f"{where}, but are in one parameter group now")
-                groups.append({key: _like(group.get(key), v) for key, v in settings.items()})
-            self.settings.append(groups)
+        for group in groups:
+            settings: dict[str, Any] = {}
+            for name in group["params"]:
+                first = group["params"][0]
+                settings = then[first]["settings"]
+                if then[name]["settings"] != settings:
+                    where = f"{name} and {first} had different settings"
+                    raise _Refused(f"{where}, but are in one parameter group now")
+            self.settings.append(settings)
 
     def empty_states(
         self, tensors: Mapping[str, Tensor], entries: Mapping[str, Any]
@@ -661,9 +610,12 @@ class _TrainingState:
             own |= {self.names[p] for p in _parameters_of(_stateful(optimizer))}
         found = {}
         for entry, saved in entries.items():
-            if not entry.startswith("optim.") or _split_entry(entry)[0] not in own:
+            if not entry.startswith("optim."):
                 continue
-            parameter = tensors[f"model.{_split_entry(entry)[0]}"]
+            name, _ = _split_entry(entry)
+            if name not in own:
+                continue
+            parameter = tensors[f"model.{name}"]
             _check_shape(entry, saved.size, parameter)
             if saved.size == parameter.shape:
                 found[entry] = torch.empty_like(parameter, dtype=saved.properties.dtype)
@@ -683,35 +635,41 @@ class _TrainingState:
             states = self._cut_for_fsdp1(named)
         else:
             states = {p: named[name] for p, name in self.names.items() if name in named}
-        for optimizer, settings in zip(self.optimizers, self.settings, strict=True):
+        remaining = iter(self.settings)
+        for optimizer in self.optimizers:
             stateful = _stateful(optimizer)
-            numbers = {p: number for number, p in enumerate(_parameters_of(stateful))}
-            groups = []
-            for group, loaded in zip(stateful.param_groups, settings, strict=True):
-                groups.append({**group, **loaded, "params": [numbers[p] for p in group["params"]]})
-            state = {number: states[p] for p, number in numbers.items() if p in states}
+            order = _parameters_of(stateful)
+            state = {number: states[p] for number, p in enumerate(order) if p in states}
+            groups = stateful.state_dict()["param_groups"]
+            for group, shown in zip(groups, optimizer.param_groups, strict=True):
+                settings = {key: _like(shown.get(key), v) for key, v in next(remaining).items()}
+                group.update(settings)
+                shown.update(settings)  # ZeRO-1 shows all parameters, steps those of this rank
             stateful.load_state_dict({"state": state, "param_groups": groups})
-            if stateful is not optimizer:  # ZeRO-1 shows all parameters, steps those of this rank
-                for group, loaded in zip(optimizer.param_groups, settings, strict=True):
-                    group.update(loaded)
 
     def _cut_for_fsdp1(
         self, named: Mapping[str, dict[str, Any]]
     ) -> dict[nn.Parameter, dict[str, Any]]:
         """Return the states, by parameter, as FSDP1 holds them. Collective."""
         every = torch.optim.SGD(self.model.parameters())
-        parameters = dict(self.model.named_parameters())
-        # FSDP1 leaves torch.compile's prefix in its names
-        of_fsdp1 = _original_names(self.model, parameters, WRAPPER_NAMES - {"_orig_mod"})
-        its_names = {self.names[p]: of_fsdp1[name] for name, p in parameters.items()}
-        given = {
-            "state": {its_names[name]: leaves for name, leaves in named.items()},
-            "param_groups": [{"params": list(its_names.values())}],
-        }
+        given = {}
+        for name, p in self.model.named_parameters():
+            if self.names[p] in named:
+                # FSDP1 leaves torch.compile's prefix in its names
+                its_name = _original_name(self.model, name, skip_compiler_prefix=False)
+                given[its_name] = named[self.names[p]]
         with _sharded_states(self.model):
-            found = FSDP1.optim_state_dict_to_load(self.model, every, given)["state"]
+            found = FSDP1.optim_state_dict_to_load(self.model, every, {"state": given})["state"]
         order = _parameters_of(every)
         return {order[number]: leaves for number, leaves in found.items()}
+
+
+def _group_of_each(groups: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the description of the parameter group that each parameter is in."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        found |= dict.fromkeys(group["params"], group)
+    return found
 
 
 def _check_shape(entry: str, size: torch.Size, parameter: Tensor) -> None:
@@ -747,26 +705,19 @@ def _like(own: Any, value: Any) -> Any:
 KEYED = "not an object of JSON"
 
 
-def _to_manifest(run_state: dict[str, Any], step: int) -> dict[str, Any]:
-    """Begin the manifest of a step; _Refused for names that it has itself."""
-    taken = RESERVED & run_state.keys()
-    if taken:
-        raise _Refused(f"run_state has the name {taken.pop()}, which a checkpoint has itself")
-    return {**_to_json(run_state, "run_state"), "step": step}
-
-
 def _to_json(value: Any, where: str) -> Any:
     """Return what JSON can hold and `_from_json` turns back; _Refused for what it would change.
 
-    Keys that are no strings are kept, by pairs: a scheduler's milestones. A tuple becomes a list.
+    Keys that are numbers are kept, by pairs: a scheduler's milestones. A tuple becomes a list.
     """
     if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value):
-            return {key: _to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
-        pairs = []
-        for key, item in value.items():
-            pairs.append([_to_json(key, where), _to_json(item, f"{where}[{key!r}]")])
-        return {KEYED: type(value).__name__, "pairs": pairs}
+        items = {key: _to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+        if all(isinstance(key, str) for key in items):
+            return items
+        for key in items:
+            if not isinstance(key, str | bool | int | float):
+                raise _Refused(f"{where} has the key {key!r:.40}, which JSON cannot hold")
+        return {KEYED: type(value).__name__, "pairs": [*items.items()]}
     if isinstance(value, list | tuple):
         return [_to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
@@ -774,16 +725,12 @@ def _to_json(value: Any, where: str) -> Any:
     raise _Refused(f"{where} is {type(value).__name__}, which JSON cannot hold: save numbers")
 
 
-def _from_json(value: Any) -> Any:
-    """Return what `_to_json` was given."""
-    if isinstance(value, list):
-        return [_from_json(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if KEYED not in value:
-        return {key: _from_json(item) for key, item in value.items()}
-    pairs = {_from_json(key): _from_json(item) for key, item in value["pairs"]}
-    return Counter(pairs) if value[KEYED] == "Counter" else pairs
+def _from_json(found: dict[str, Any]) -> dict[Any, Any]:
+    """Return the dictionary that `_to_json` was given, for an object that was read."""
+    if KEYED not in found:
+        return found
+    pairs = dict(found["pairs"])
+    return Counter(pairs) if found[KEYED] == "Counter" else pairs
 
 
 def _manifest_checksum(manifest: dict[str, Any]) -> int:
@@ -794,95 +741,62 @@ def _manifest_checksum(manifest: dict[str, Any]) -> int:
 # --- Which rank writes what
 
 
-class _Holders(NamedTuple):
-    """The ranks that hold the same chunk of a tensor, and so may share the work of writing it."""
+class Written(NamedTuple):
+    """What one rank has written."""
 
-    who: Hashable  # the same on each of them, for all that they hold together
-    number: int  # of this rank among them, from 0
-    ranks: int
+    items: list[WriteItem] = []
+    results: list[WriteResult] = []  # in which file each item is, and where
+    files: dict[str, list[int]] = {}  # size and CRC-32 of each file
 
 
-class _Planner(dcp.DefaultSavePlanner):
-    """Plan what this rank writes: its part of what it and other ranks hold.
+Held = dict[str, list[WriteItem]]  # by a checksum, which is the same on all that hold the same
 
-    The ranks that hold the same chunks lay them end to end and cut them into equal parts. All of
-    them do the same arithmetic, so no rank needs the plan of another.
+
+def group_by_holders(tensors: dict[str, Tensor], origins: Mapping[str, str]) -> Held:
+    """Group what this rank holds so that each other rank holds all of a group, or nothing of it.
+
+    The replicas of a mesh hold the same shards, and all ranks what is not sharded, but for the
+    states of ZeRO-1.
     """
-
-    def __init__(self, own: set[str], group: dist.ProcessGroup | None) -> None:
-        """Plan for the ranks of `group`; `own` names the tensors that this rank alone writes."""
-        super().__init__(flatten_state_dict=False)
-        self.own = own
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self.whole: dict[MetadataIndex, WriteItem] = {}  # of each piece: what it was cut from
-
-    def create_local_plan(self) -> SavePlan:
-        """Return what this rank writes."""
-        plan = super().create_local_plan()
-        held: dict[_Holders, list[WriteItem]] = defaultdict(list)
-        for item in plan.items:
-            held[self._holders(item)].append(item)
-        items: list[WriteItem] = []
-        for holders, together in held.items():
-            for item, piece in equal_part(together, holders.number, holders.ranks):
-                items.append(piece)
-                if piece is not item:
-                    self.whole[piece.index] = item
-        self.plan = replace(plan, items=items)
-        return self.plan
-
-    def _holders(self, item: WriteItem) -> _Holders:
-        tensor = self.state_dict[item.index.fqn]
-        if item.index.fqn in self.own:
-            return _Holders("this rank", 0, 1)
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(tensors)
+    alike = defaultdict(list)
+    for item in planner.create_local_plan().items:
+        tensor = tensors[item.index.fqn]
+        layout: list[Any] = [origins[item.index.fqn], item.type]
         if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            copies = []  # (mesh, dimension) over which each rank has the same
-            for d, placement in enumerate(tensor.placements):
-                if placement.is_replicate():
-                    copies.append((mesh, d))
-            root = mesh._get_root_mesh()  # --tp: what is not split is on a mesh without "tp"
-            members = set(mesh.mesh.flatten().tolist())
-            for d in range(root.ndim):
-                line = dist.get_process_group_ranks(root.get_group(d))
-                if len(members.intersection(line)) == 1:  # this rank's
-                    copies.append((root, d))
-            number = 0
-            count = 1
-            for grid, d in copies:
-                number = number * grid.size(d) + grid.get_local_rank(d)
-                count *= grid.size(d)
-            return _Holders((mesh, *copies), number, count)
-        if item.type != WriteItemType.TENSOR:  # a shard of FSDP1
-            return _Holders("this rank", 0, 1)
-        return _Holders("all ranks", self.rank, self.world_size)
-
-    def fingerprint(self) -> int:
-        """Return a number that is the same on all ranks if these hold the same tensors."""
-        names = sorted(self.state_dict.keys() - self.own)
-        shapes = [(n, tuple(self.state_dict[n].shape), self.state_dict[n].dtype) for n in names]
-        return zlib.crc32(repr(shapes).encode())
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return the data of a piece: rows of what this rank holds."""
-        if write_item.index not in self.whole:
-            return super().resolve_data(write_item)
-        whole = self.whole[write_item.index]
-        tensor: Any = super().resolve_data(whole)
-        held: Any = whole.tensor_data
-        piece: Any = write_item.tensor_data
-        begin = piece.chunk.offsets[0] - held.chunk.offsets[0]
-        return tensor.narrow(0, begin, piece.chunk.sizes[0])
+            layout += [tensor.device_mesh.mesh_dim_names, tensor.placements]
+        alike[str(layout)].append(item)
+    held = {}
+    for layout_name, items in alike.items():
+        places = [(item.index.fqn, item.tensor_data) for item in items]
+        key = hashlib.blake2b(f"{layout_name} {places}".encode(), digest_size=16)
+        held[key.hexdigest()] = items
+    return held
 
 
-def equal_part(
-    items: Sequence[WriteItem], part: int, parts: int
-) -> Iterator[tuple[WriteItem, WriteItem]]:
-    """Yield what lies in one of `parts` equal parts of the bytes of `items`: (item, its piece).
+def share(held: Held, keys_by_rank: Sequence[Sequence[str]], rank: int) -> list[Piece]:
+    """Return the pieces that a rank writes: of each group an equal part for each of its holders."""
+    pieces: list[Piece] = []
+    for key, items in held.items():
+        holders = [other for other, keys in enumerate(keys_by_rank) if key in keys]
+        pieces += equal_part(items, holders.index(rank), len(holders))
+    return pieces
 
-    A piece is the item itself or some of its rows: a row belongs to the part in which it begins.
-    Scalars and vectors are not cut. A chunk without elements is left out, an empty tensor not.
+
+class Piece(NamedTuple):
+    """What one rank writes of an item that it holds."""
+
+    item: WriteItem
+    whole: WriteItem  # what it was cut from
+    rows: slice | None  # of that; None: all of it
+
+
+def equal_part(items: Sequence[WriteItem], part: int, parts: int) -> Iterator[Piece]:
+    """Yield what lies in one of `parts` equal parts of the bytes of `items`, laid end to end.
+
+    A row belongs to the part in which it begins. Scalars and vectors are not cut. A chunk without
+    elements is left out, an empty tensor not.
     """
     sizes = [item_bytes(item) for item in items]
     begin = sum(sizes) * part // parts
@@ -895,14 +809,14 @@ def equal_part(
             rows = data.chunk.sizes[0]
         if size == 0:
             if part == 0 and math.prod(data.size) == 0:
-                yield item, item
+                yield Piece(item, item, None)
             continue
         first = _rows_before(begin - start, size, rows)
         last = _rows_before(end - start, size, rows)
         if last - first == rows:
-            yield item, item
+            yield Piece(item, item, None)
         elif last > first:
-            yield item, _rows_of(item, first, last - first)
+            yield Piece(_rows_of(item, first, last), item, slice(first, last))
         start += size
 
 
@@ -918,11 +832,11 @@ def item_bytes(item: WriteItem) -> int:
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-def _rows_of(item: WriteItem, first: int, count: int) -> WriteItem:
-    """Return the item of so many rows of an item."""
+def _rows_of(item: WriteItem, first: int, last: int) -> WriteItem:
+    """Return the item of some rows of an item."""
     data: Any = item.tensor_data
     offsets = torch.Size((data.chunk.offsets[0] + first, *data.chunk.offsets[1:]))
-    sizes = torch.Size((count, *data.chunk.sizes[1:]))
+    sizes = torch.Size((last - first, *data.chunk.sizes[1:]))
     chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
     return WriteItem(
         index=MetadataIndex(item.index.fqn, offsets),
@@ -931,39 +845,42 @@ def _rows_of(item: WriteItem, first: int, count: int) -> WriteItem:
     )
 
 
-class Written(NamedTuple):
-    """What one rank has written."""
+class _Planner(dcp.DefaultSavePlanner):
+    """Let DCP write pieces of what this rank holds."""
 
-    entries: dict[str, TensorStorageMetadata] = {}  # by name; with the chunks of this rank
-    results: list[WriteResult] = []  # in which file each chunk is, and where
-    files: dict[str, list[int]] = {}  # size and CRC-32 of each file
-    fingerprint: int = 0  # of all tensors that this rank holds
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        """Take the pieces that are written."""
+        super().__init__(flatten_state_dict=False)
+        self.pieces = {piece.item.index: piece for piece in pieces}
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Return the data of a piece."""
+        piece = self.pieces[write_item.index]
+        data: Any = super().resolve_data(piece.whole)
+        if piece.rows is None:
+            return data
+        return data[piece.rows]
 
 
 def merge_index(parts: Sequence[Written]) -> Metadata:
-    """Make the index of what all ranks have written.
-
-    ValueError where they do not hold the same tensors, or a part of one is missing or there twice.
-    """
-    entries: dict[str, TensorStorageMetadata] = {}
-    for rank, part in enumerate(parts):
-        if part.fingerprint != parts[0].fingerprint:
-            raise ValueError(f"ranks 0 and {rank} hold different tensors, so no rank could load it")
-        for name, entry in part.entries.items():
-            if name in entries:
-                entries[name].chunks.extend(entry.chunks)
-            else:
-                entries[name] = replace(entry, chunks=list(entry.chunks))
+    """Make the index of what all ranks have written; ValueError where a tensor is not whole."""
+    entries: dict[str, Any] = {}
+    storage_data = {}
+    for part in parts:
+        for item in part.items:
+            name = item.index.fqn
+            data: Any = item.tensor_data
+            if name not in entries:
+                entries[name] = TensorStorageMetadata(data.properties, data.size, [])
+            entries[name].chunks.append(data.chunk)
+        for result in part.results:
+            storage_data[result.index] = result.storage_data
     for name, entry in entries.items():
         elements = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
         places = {chunk.offsets for chunk in entry.chunks}
         if elements != math.prod(entry.size) or (elements and len(places) < len(entry.chunks)):
-            raise ValueError(f"the ranks hold different parts of {name}, which is not whole")
-    storage_data = {}
-    for part in parts:
-        for result in part.results:
-            storage_data[result.index] = result.storage_data
-    return Metadata(dict(entries), storage_data=storage_data)
+            raise ValueError(f"{name} would not be whole: the ranks do not hold the same tensors")
+    return Metadata(entries, storage_data=storage_data)
 
 
 # --- Files: what is written, and checked before it is read
@@ -1048,9 +965,10 @@ class _Unpickler(pickle.Unpickler):
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a complete checkpoint; Damaged where it is none, or was changed."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        content = (folder / MANIFEST).read_bytes()
+        manifest = json.loads(content)
         if manifest["checksum"] == _manifest_checksum(manifest):
-            return _from_json(manifest)
+            return json.loads(content, object_hook=_from_json)
     except (FileNotFoundError, NotADirectoryError):
         raise Damaged(f"{folder}: not a checkpoint (it contains no {MANIFEST})") from None
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -1138,11 +1056,9 @@ def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
     with replacing(out) as file:  # opened before minutes of reading
         weights = Weights(Path(folder))
         model = weights.read(weights)
-        run_state = dict(weights.manifest)
-        for key in RESERVED & run_state.keys():  # of the checkpoint, not of the model
-            del run_state[key]
-        step = weights.manifest["step"]
-        torch.save({"model": model, "step": step, "run_state": run_state}, file)
+        manifest = weights.manifest
+        run_state = {key: value for key, value in manifest.items() if key not in RESERVED}
+        torch.save({"model": model, "step": manifest["step"], "run_state": run_state}, file)
     return model
 
 

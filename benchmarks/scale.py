@@ -157,16 +157,14 @@ def shares_of(state: State, grid: Grid) -> list[list[WriteItem]]:
             rank = replica * grid.shards + place
             pieces = [*checkpoint.equal_part(held, replica, grid.replicas)]
             pieces += checkpoint.equal_part(plain, rank, grid.ranks)
-            shares[rank] = [piece for _, piece in pieces]
+            shares[rank] = [piece.item for piece in pieces]
     return shares
 
 
 def written_by(rank: int, items: Sequence[WriteItem]) -> checkpoint.Written:
     """Return what a rank tells of what it has written."""
-    _, index = create_default_global_save_plan([SavePlan(list(items))])
-    entries: dict = index.state_dict_metadata
     name = f"__{rank}_0.distcp"
-    return checkpoint.Written(entries, results_of(rank, items), {name: [1, 1]}, 0)
+    return checkpoint.Written([*items], results_of(rank, items), {name: [1, 1]})
 
 
 def balance_of(plans: Sequence[Sequence[WriteItem]]) -> float:
@@ -188,9 +186,10 @@ def our_save(state: State, grid: Grid) -> tuple[Cost, Cost]:
     shares = shares_of(state, grid)
     balance = balance_of(shares)
     sent = [pickle.dumps(written_by(rank, items)) for rank, items in enumerate(shares)]
-    later = [pickle.dumps(pickle.loads(one)._replace(entries={}, results=[])) for one in sent]
-    # no error in describing, none in writing; and whether the index is new
-    votes = [pickle.dumps(None), pickle.dumps(None), pickle.dumps(True)] * grid.ranks
+    later = [pickle.dumps(pickle.loads(one)._replace(items=[], results=[])) for one in sent]
+    # no error in describing, none in writing; whether the index is new; checksums of what it holds
+    keys = ["0" * 32] * 3  # of shards, of their steps, of buffers
+    votes = [pickle.dumps(vote) for vote in (None, None, True, keys)] * grid.ranks
     seconds: list[float] = []
     with clock(seconds):
         for vote in votes:

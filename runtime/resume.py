@@ -21,6 +21,7 @@ from runtime.run import Run
 from runtime.session import Session
 
 PAUSES = (1.0, 3.0, 8.0, 20.0)  # seconds before each new attempt at a read that failed
+MOST_FAILURES = 2  # saves in a row: one disk that is full for a while is no reason to end a run
 Say = Callable[[str], None]  # prints a line, on rank 0
 
 
@@ -197,7 +198,7 @@ class CheckpointSchedule:
         if self.saver.saved > before:  # in the background: the one before is on disk by now
             self.log.write("save", step=self.saver.saved, seconds=self.since - start)
         fatal = None
-        if self.saver.hopeless or (self.saver.failures and wait):
+        if self.saver.failures >= MOST_FAILURES or (self.saver.failures and wait):
             fatal = problems.pop()
         for problem in problems:
             self.log.warn(f"{problem}; the run continues, the older checkpoints are kept")

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import ROOT
 from ranks import Run, join, on_ranks, run_ranks
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import checkpoint
 import mesh
@@ -37,8 +38,8 @@ def test_the_parts_of_replicas_are_the_whole_and_nothing_twice(parts):
     items = [scale.item_of(n, torch.Size(s), 0, None, kind) for n, s in shapes.items()]
     written = set()
     for part in range(parts):
-        pieces = [piece for _, piece in checkpoint.equal_part(items, part, parts)]
-        for name, first, count in rows_of(pieces):
+        pieces = checkpoint.equal_part(items, part, parts)
+        for name, first, count in rows_of([piece.item for piece in pieces]):
             rows = {(name, row) for row in range(first, first + count)} or {(name, None)}
             assert not rows & written
             written |= rows
@@ -53,12 +54,15 @@ def test_the_parts_of_replicas_are_the_whole_and_nothing_twice(parts):
 @pytest.mark.parametrize("model", ["3b", "15b"])
 @pytest.mark.parametrize("group", [2, 8])
 def test_at_1024_ranks_no_share_is_larger_than_13_tenths_of_the_mean(model, group):
-    state, grid = scale.State(model), scale.grid_of(f"hybrid:{group}", 1024)
-    held, plain, shares = state.shards_of(0, group), state.replicated(), []
+    state = scale.State(model)
+    grid = scale.grid_of(f"hybrid:{group}", 1024)
+    held = state.shards_of(0, group)
+    plain = state.replicated()
+    shares = []
     for replica in range(0, grid.replicas, 16):
-        pieces = [p for _, p in checkpoint.equal_part(held, replica, grid.replicas)]
-        pieces += [p for _, p in checkpoint.equal_part(plain, group * replica, 1024)]
-        shares.append(sum(map(checkpoint.item_bytes, pieces)))
+        pieces = [*checkpoint.equal_part(held, replica, grid.replicas)]
+        pieces += checkpoint.equal_part(plain, group * replica, 1024)
+        shares.append(sum(checkpoint.item_bytes(piece.item) for piece in pieces))
     whole = sum(map(checkpoint.item_bytes, held)) + sum(map(checkpoint.item_bytes, plain)) / group
     assert max(shares) < 1.3 * whole / grid.replicas < 1.7 * min(shares)
 
@@ -123,7 +127,8 @@ def save_twice_in_every_mode() -> list:
 @pytest.mark.slow
 def test_each_replica_writes_an_equal_part_and_dcp_reads_it(tmp_path):
     """Both saves of a run, of which the second sends no index."""
-    for mode, state in on_ranks(4, save_twice_in_every_mode, tmp_path)[0]:
+    found, *_ = on_ranks(4, save_twice_in_every_mode, tmp_path)
+    for mode, state in found:
         folder = tmp_path / mode / "step_00000002"
         sizes = [path.stat().st_size for path in folder.glob("__*_0.distcp")]
         assert len(sizes) == 4 and max(sizes) < 1.5 * sum(sizes) / 4, (mode, sizes)
@@ -149,6 +154,13 @@ def save_what_differs_by_rank() -> list[str]:
     problems = saver.save(1, {})
     momentum.pop("extra", None)
     problems += saver.save(2, {})
+    # what all ranks hold beside shards of FSDP1, which a program of its own has made
+    sharded_by_fsdp1 = FullyShardedDataParallel(
+        nn.Linear(64, 64), device_id=torch.device("cpu"), use_orig_params=True
+    )
+    mixed = nn.ModuleDict({"sharded": sharded_by_fsdp1, "plain": nn.Linear(64, 64)})
+    saved = checkpoint.save(os.environ["FOLDER"], 3, mixed, None)
+    checkpoint.load(saved, mixed, None)
     dist.destroy_process_group()
     return problems
 
@@ -157,8 +169,10 @@ def save_what_differs_by_rank() -> list[str]:
 def test_what_no_rank_could_load_is_not_saved(tmp_path):
     first, second = on_ranks(2, save_what_differs_by_rank, tmp_path)
     assert first == second and len(first) == 1
-    assert "step 1 was not saved: ValueError: ranks 0 and 1 hold different tensors" in first[0]
-    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step_00000002"]
+    assert "step 1 was not saved: ValueError: optim.state." in first[0]
+    assert "would not be whole: the ranks do not hold the same tensors" in first[0]
+    saved = [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)]
+    assert saved == [2, 3]
 
 
 # --- 32 real ranks
@@ -210,7 +224,8 @@ def create_default_local_items(name, tensor):
 
 def test_rank_0_does_a_tenth_of_what_dcp_asks_of_it():
     """In a world of 64 ranks; make benchmarks/scale.py print 1,024."""
-    state, grid = scale.State("tiny"), scale.grid_of("hybrid:2", 64)
+    state = scale.State("tiny")
+    grid = scale.grid_of("hybrid:2", 64)
     first, later = scale.our_save(state, grid)
     theirs = scale.dcp_save(state, grid)
     assert 10 * first.received < theirs.received and 100 * later.received < theirs.received
