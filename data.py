@@ -6,9 +6,9 @@ a run is, and any number of ranks and workers sees the same images, crops, flips
 Copy this one file: `for batch in build_loader(scan("tiles"), img_size=96, ...)` needs nothing else.
 Shapes: B images of a local batch, C channels, H x W pixels, L patches.
 
-Importing this file changes three settings of the process: `Image.MAX_IMAGE_PIXELS` of Pillow is
-raised to 2**29, Pillow's log of TIFF files is switched off, and PyTorch's warning that an array is
-not writable is ignored.
+Importing this file changes four settings of the process: `Image.MAX_IMAGE_PIXELS` of Pillow is
+raised to 2**29 and `ImageFile.MAXBLOCK` to 2**20, Pillow's log of TIFF files is switched off, and
+PyTorch's warning that an array is not writable is ignored.
 """
 
 import errno
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, TiffImagePlugin, UnidentifiedImageError
+from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -38,6 +38,7 @@ SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # of crops, width : height
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
 Image.MAX_IMAGE_PIXELS = 2**29  # Pillow refuses images of twice as many: 4 GiB decoded
+ImageFile.MAXBLOCK = 2**20  # or Pillow decodes and converts 64 KiB at a time, which is slower
 TiffImagePlugin.logger.setLevel("CRITICAL")  # it prints what `open_image` raises
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
 
@@ -496,7 +497,6 @@ def open_picture(content: bytes) -> Image.Image:
                 "TIFF that is not an image to Pillow: broken, or for `prepare.py pack`"
             ) from None
         raise ValueError("not an image that Pillow reads") from None
-    image.decodermaxblock = len(content)  # or Pillow decodes 64 KiB at a time
     # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without an
     # error. The last end marker must follow the last start of a scan (ITU-T T.81, B.1).
     zeros = image.format == "JPEG" and content.endswith(b"\0")
