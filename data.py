@@ -17,7 +17,7 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -28,12 +28,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
+from PIL.ExifTags import Base as Tag
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".jp2", ".j2k", ".npy")
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 LARGEST_IMAGE = 2**32  # bytes of the decoded pixels of one image
+NUMPY_START = b"\x93NUMPY"
+TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # of TIFF and BigTIFF
 SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # of crops, width : height
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
@@ -417,18 +420,7 @@ class NotAPictureError(ValueError):
 
 # What of an image Pillow shows completely. Its other modes are deeper than 8 bits, or not RGB.
 PICTURE_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-# Tags of TIFF 6.0
-SUBFILE_TYPE = 254
-IMAGE_WIDTH = 256
-IMAGE_LENGTH = 257
-BITS_PER_SAMPLE = 258
-STRIP_OFFSETS = 273
-SAMPLES_PER_PIXEL = 277
-STRIP_BYTES = 279
-TILE_OFFSETS = 324
-TILE_BYTES = 325
-SAMPLE_FORMAT = 339
-UNSIGNED = 1  # a sample format
+UNSIGNED = 1  # a sample format of TIFF
 REDUCED_OR_MASK = 1 | 4  # bits of a subfile type: an overview, or a mask, of another page
 
 
@@ -462,7 +454,7 @@ def open_image(
     image: AnyImage
     if not isinstance(content, bytes):
         image = content
-    elif content.startswith(b"\x93NUMPY"):
+    elif content.startswith(NUMPY_START):
         image = open_array(content)
     else:
         image = open_picture(content)
@@ -492,7 +484,7 @@ def open_picture(content: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(content))
     except UnidentifiedImageError:  # which names an object in memory
-        if content[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+        if content.startswith(TIFF_STARTS):
             raise NotAPictureError(
                 "TIFF that is not an image to Pillow: broken, or for `prepare.py pack`"
             ) from None
@@ -525,17 +517,31 @@ def check_array(image: np.ndarray) -> None:
     """ValueError where it is not (C, H, W) of a type that training takes, or shows nothing."""
     if image.ndim != 3 or not image.size or image.dtype.name not in ARRAY_DTYPES:
         raise ValueError(describe_wrong_array(image))
-    if image.shape[2] <= 4 < min(image.shape[:2]):  # a picture of four columns is none
+    check_shape(image.shape)
+    if image.dtype.kind == "f":
+        check_pixels(image)
+
+
+def check_shape(shape: tuple[int, ...]) -> None:
+    """ValueError where three sizes look like those of (H, W, C)."""
+    height, width, channels = shape
+    if channels <= 4 < min(height, width):  # a picture of four columns is none
         raise NotAPictureError(
-            f"{image.shape} looks like (H, W, C): `prepare.py pack` makes (C, H, W) of it"
+            f"{shape} looks like (H, W, C): `prepare.py pack` makes (C, H, W) of it"
         )
-    if 3 * image.shape[2] <= min(image.shape[:2]):
-        raise ValueError(f"{image.shape} looks like (H, W, C): save it as (C, H, W)")
-    if image.dtype.kind == "f" and not np.isfinite(image).all():
-        if np.isinf(image).any():
+    if 3 * channels <= min(height, width):
+        raise ValueError(f"{shape} looks like (H, W, C): save it as (C, H, W)")
+
+
+def check_pixels(channels: Iterable[np.ndarray]) -> None:
+    """ValueError where a pixel of the channels (H, W) is infinite, or all are NaN."""
+    empty = True
+    for channel in channels:
+        if np.isinf(channel).any():
             raise ValueError("infinite pixels")
-        if np.isnan(image).all():
-            raise ValueError("nodata (NaN) in all pixels")
+        empty = empty and np.isnan(channel).all()
+    if empty:
+        raise ValueError("nodata (NaN) in all pixels")
 
 
 def describe_wrong_array(image: np.ndarray) -> str:
@@ -569,9 +575,9 @@ def check_picture(image: Image.Image) -> None:
 def describe_tiff(image: Any) -> str | None:
     """Say what an opened TIFF holds beyond a picture; None where there is nothing."""
     tags = image.tag_v2
-    samples = tags.get(SAMPLES_PER_PIXEL, 1)
-    bits = max(tags.get(BITS_PER_SAMPLE, (1,)))
-    if set(tags.get(SAMPLE_FORMAT, (UNSIGNED,))) != {UNSIGNED}:
+    samples = tags.get(Tag.SamplesPerPixel, 1)
+    bits = max(tags.get(Tag.BitsPerSample, (1,)))
+    if set(tags.get(Tag.SampleFormat, (UNSIGNED,))) != {UNSIGNED}:
         return f"TIFF of {samples} bands of signed, floating-point or complex numbers"
     shown = image.mode in PICTURE_MODES and samples == len(image.getbands())
     if bits > 8 or not shown:
@@ -586,19 +592,17 @@ def describe_tiff(image: Any) -> str | None:
 
 def leaves_out_tiles(tags: Any) -> bool:
     """Tell whether a TIFF is sparse: there Pillow shows other bytes of the file, or fails."""
-    for tag in (STRIP_OFFSETS, TILE_OFFSETS, STRIP_BYTES, TILE_BYTES):
-        if 0 in tags.get(tag, ()):
-            return True
-    return False
+    places = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
+    return any(0 in tags.get(tag, ()) for tag in places)
 
 
 def count_pages(image: Any) -> int:
     """Count the pages of a TIFF that have the size of the first, without overviews and masks."""
-    size = image.tag_v2.get(IMAGE_WIDTH), image.tag_v2.get(IMAGE_LENGTH)
+    size = image.tag_v2.get(Tag.ImageWidth), image.tag_v2.get(Tag.ImageLength)
     pages = 1
     for page in other_pages(image):
-        same = (page.get(IMAGE_WIDTH), page.get(IMAGE_LENGTH)) == size
-        if same and not page.get(SUBFILE_TYPE, 0) & REDUCED_OR_MASK:
+        same = (page.get(Tag.ImageWidth), page.get(Tag.ImageLength)) == size
+        if same and not page.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK:
             pages += 1
     return pages
 

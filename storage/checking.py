@@ -3,14 +3,14 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -18,9 +18,10 @@ from PIL import Image
 import data
 from checkpoint import replacing
 from runtime import process
-from storage.arrays import declares_missing, read_image
+from storage.arrays import Bands, declares_missing, read_image
 from storage.image_list import ImageList
 from storage.paths import stats_file
+from storage.stacking import SceneList
 
 PART = 64  # images that a process reads before it reports
 LARGE = 2**22  # pixels of an image, beyond which some of its rows and columns are enough
@@ -65,6 +66,12 @@ class Report:
     sums: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
     values: int = 0  # of arrays of float32
     missing: int = 0  # of these, NaN: nodata
+
+    def count(self, kind: Kind, path: str, declaring: bool) -> None:
+        """Count an image that can be read."""
+        self.kinds[kind] += 1
+        self.first.setdefault(kind, path)
+        self.declaring += declaring
 
     def add(self, other: "Report") -> None:
         self.problems += other.problems
@@ -129,82 +136,85 @@ def for_each(
 
 
 def read_part(nodata: float | None, files: ImageList) -> Report:
-    """Read images as `read_image` does, and measure them.
+    """Read images as `read_image` does, and measure them; raises as `noting_problems`.
 
-    Of a large image every k-th row and column is measured. Raises any error that is not a file's.
+    Of a large image every k-th row and column is measured.
     """
     report = Report()
     for index in range(len(files)):
-        path = files.path(index)
-        try:
-            with naming_memory_errors(path):
-                measure_image(files.read(index), path, nodata, report)
-        except Exception as error:  # Pillow raises many kinds for a broken file
-            if not data.is_file_error(error) and not isinstance(error, ImportError):
-                raise
-            report.problems.append(f"{path}: {data.describe_file_error(error)}")
+        with noting_problems(report, files, index), files.open(index) as file:
+            measure_image(file, files.path(index), nodata, report)
     return report
 
 
 @contextmanager
-def naming_memory_errors(path: str) -> Iterator[None]:
-    """Say in a MemoryError which image was too large."""
+def noting_problems(report: Report, files: ImageList | SceneList, index: int) -> Iterator[None]:
+    """Note that an image cannot be read; raise any error that is not the file's own."""
+    path = files.path(index)
     try:
         yield
     except MemoryError:
         raise MemoryError(f"{path}: out of memory: use fewer --workers") from None
+    except ImportError as error:
+        raise ImportError(f"{path}: {error}") from None
+    except Exception as error:  # Pillow raises many kinds for a broken file
+        lost = isinstance(error, FileNotFoundError) and files.sizes[index] > 0
+        if lost or not data.is_file_error(error):
+            raise  # a file system that goes away is no broken image
+        report.problems.append(f"{path}: {data.describe_file_error(error)}")
 
 
-def measure_image(content: bytes, path: str, nodata: float | None, report: Report) -> None:
+def measure_image(file: IO[bytes], path: str, nodata: float | None, report: Report) -> None:
     """Add what is found in one image to a report; raises where it cannot be read."""
-    image = read_image(content, nodata)
+    image = read_image(file, nodata)
+    kind = kind_of(image)
     deep = False
     declaring = False
-    mode = ""
+    channels: Iterable[np.ndarray]
     if isinstance(image, Image.Image):
         deep = image.mode.startswith("I;16")
         declaring = declares_missing(image)
-        mode = picture_mode(image)
-        pixels = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
-        packed_only = False
+        channels = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
     else:
-        pixels = image
-        packed_only = not trains_from_tree(content, pixels)
-    if pixels.dtype.kind == "f":
-        report.values += pixels.size
-        report.missing += int(np.isnan(pixels).sum())
-    channels, height, width = pixels.shape
-    every = max(1, math.isqrt(width * height // LARGE))
-    sums = measure_pixels(pixels[:, ::every, ::every])
+        channels = image
+    sums, values, missing = measure_channels(channels)
     # All of it is read: only now is the image counted.
+    report.count(kind, path, declaring)
     report.deep_grey += deep
-    report.declaring += declaring
-    kind = Kind(channels, pixels.dtype.name, packed_only, mode)
-    report.kinds[kind] += 1
-    report.first.setdefault(kind, path)
-    key = (channels, pixels.dtype.name)
+    key = (kind.channels, kind.dtype)
     report.sums[key] = report.sums.get(key, 0) + sums
+    report.values += values
+    report.missing += missing
 
 
-def trains_from_tree(content: bytes, packed: np.ndarray) -> bool:
-    """Tell whether training reads this file where it is, as an array of the same type."""
-    try:
-        image, _ = data.open_image(content)
-    except ValueError:
-        return False
-    return isinstance(image, np.ndarray) and image.dtype == packed.dtype
+def kind_of(image: Image.Image | Bands) -> Kind:
+    """Return what training takes an image for."""
+    if isinstance(image, Bands):
+        return Kind(len(image), image.dtype.name, image.packed_only)
+    return Kind(3, "uint8", packed_only=False, mode=picture_mode(image))
 
 
-def measure_pixels(pixels: np.ndarray) -> np.ndarray:
-    """Measure (C, H, W) -> (4, C): 1, mean, squared mean, variance; 0 where a channel is NaN."""
-    sums = np.zeros((4, len(pixels)))
-    for i, channel in enumerate(pixels):
+def measure_channels(channels: Iterable[np.ndarray]) -> tuple[np.ndarray, int, int]:
+    """Measure channels (H, W) -> (4, C), and how many float32 values there are, and NaN of these.
+
+    Of each channel 1, mean, squared mean, variance; 0 where it is NaN.
+    """
+    found = []
+    values = 0
+    missing = 0
+    for channel in channels:
+        every = max(1, math.isqrt(channel.size // LARGE))
+        some = channel[::every, ::every]
         if channel.dtype.kind == "f":
-            channel = channel[~np.isnan(channel)]
-        if channel.size:
-            mean = channel.mean(dtype=np.float64)
-            sums[:, i] = 1, mean, mean**2, channel.var(dtype=np.float64)
-    return sums
+            values += channel.size
+            missing += int(np.isnan(channel).sum())
+            some = some[~np.isnan(some)]
+        if some.size:
+            mean = some.mean(dtype=np.float64)
+            found.append((1, mean, mean**2, some.var(dtype=np.float64)))
+        else:
+            found.append((0, 0, 0, 0))
+    return np.array(found).T, values, missing
 
 
 def read_folder(files: ImageList, workers: int, say: Say, nodata: float | None = None) -> Report:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 import data
-from storage.arrays import read_bands
+from storage.arrays import Band, Bands, check_bands, read_bands
 from storage.image_list import ImageList
 
 RESOLUTION_FOLDER = re.compile(r"R?\d+m")
@@ -31,6 +31,11 @@ class SceneList:
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def sizes(self) -> np.ndarray:
+        """Return the bytes of the files of each scene (N,)."""
+        return self.files["size"].sum(axis=1)
+
     def part(self, first: int, last: int) -> "SceneList":
         """Return the scenes from `first` to before `last`."""
         return replace(self, names=self.names[first:last], files=self.files[first:last])
@@ -43,42 +48,28 @@ class SceneList:
         """Return a scene's path for messages."""
         return os.path.join(self.root, self.names[index])
 
-    def read(self, index: int, nodata: float | None) -> np.ndarray:
-        """Read the bands of a scene (C, H, W), each as large as the first one's.
-
-        A band of another resolution is resampled to that of the first by the nearest pixel.
-        ValueError where one is missing, or what reading raises.
-        """
+    def read(self, index: int, nodata: float | None) -> Bands:
+        """Read the bands of a scene; ValueError where one is missing, or what reading raises."""
         rows = self.files[index]
         missing = [band for band, row in zip(self.bands, rows, strict=True) if not row["name"]]
         if missing:
             raise ValueError(f"no file of band {', '.join(missing)}")
-        parts: list[np.ndarray] = []
+        bands: list[Band] = []
         for row in rows:
-            bands = self.read_band(os.fsdecode(row["name"]), nodata)
-            if parts:
-                bands = resample_nearest(bands, parts[0].shape[1], parts[0].shape[2])
-            parts.append(bands)
-        stacked = np.concatenate(parts)  # of uint8 and uint16 uint16; of any and float32 that
-        data.check_array(stacked)
-        return stacked
+            bands += self.read_file(os.fsdecode(row["name"]), nodata).bands
+        scene = Bands(bands)
+        check_bands(scene)
+        return scene
 
-    def read_band(self, name: str, nodata: float | None) -> np.ndarray:
+    def read_file(self, name: str, nodata: float | None) -> Bands:
         """Read the file of one band; a ValueError names it."""
         try:
-            with open(os.path.join(self.root, name), "rb") as file:
-                return read_bands(file.read(), nodata)
+            with open(os.path.join(self.root, name), "rb", buffering=0) as file:
+                return read_bands(file, nodata)
         except Exception as error:  # Pillow raises many kinds for a broken file
             if not data.is_file_error(error):
                 raise
             raise ValueError(f"{os.path.basename(name)}: {error}") from None
-
-
-def resample_nearest(bands: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Give (C, h, w) the size (C, height, width): each pixel is that nearest to its centre."""
-    rows = np.floor((np.arange(height) + 0.5) * bands.shape[1] / height).astype(int)
-    columns = np.floor((np.arange(width) + 0.5) * bands.shape[2] / width).astype(int)
-    return bands[:, rows[:, None], columns]
 
 
 def find_scenes(files: ImageList, bands: Sequence[str], say: Callable[[str], None]) -> SceneList:
