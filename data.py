@@ -582,18 +582,13 @@ def describe_tiff(image: Any) -> str | None:
     shown = image.mode in PICTURE_MODES and samples == len(image.getbands())
     if bits > 8 or not shown:
         return f"TIFF of {samples} bands of {bits} bits"
-    if leaves_out_tiles(tags):
+    places = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
+    if any(0 in tags.get(tag, ()) for tag in places):  # Pillow would show other bytes of the file
         return "TIFF that leaves out tiles without a value"
     pages = count_pages(image)
     if pages > 1:
         return f"TIFF of {pages} pages of one size"
     return None
-
-
-def leaves_out_tiles(tags: Any) -> bool:
-    """Tell whether a TIFF is sparse: there Pillow shows other bytes of the file, or fails."""
-    places = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
-    return any(0 in tags.get(tag, ()) for tag in places)
 
 
 def count_pages(image: Any) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 from PIL.ExifTags import Base as Tag
 
 import data
@@ -105,13 +105,10 @@ def read_start(file: IO[bytes]) -> bytes:
 
 def declares_missing(image: Image.Image) -> bool:
     """Tell whether a picture, not decoded yet, says that some of its pixels are missing."""
-    tags = getattr(image, "tag_v2", None)
-    if image.format != "TIFF" or tags is None:
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
         return False
-    if GDAL_NODATA in tags:
-        return True
-    masks = [page for page in data.other_pages(image) if page.get(Tag.NewSubfileType, 0) & MASK]
-    return len(masks) > 0
+    masks = [page.get(Tag.NewSubfileType, 0) & MASK for page in data.other_pages(image)]
+    return GDAL_NODATA in image.tag_v2 or any(masks)
 
 
 def read_bands(file: IO[bytes], nodata: float | None = None) -> Bands:

@@ -25,6 +25,7 @@ from storage.stacking import SceneList
 
 PART = 64  # images that a process reads before it reports
 LARGE = 2**22  # pixels of an image, beyond which some of its rows and columns are enough
+DEEP_GREY = "16-bit grey"
 Say = Callable[[str], None]
 
 
@@ -34,7 +35,7 @@ class Kind(NamedTuple):
     channels: int
     dtype: str
     packed_only: bool  # training reads such a file from a pack only
-    mode: str = ""  # of a picture, which training takes as RGB: Pillow's name, or "grey"
+    mode: str = ""  # of a picture, which training takes as RGB: as `picture_mode`
 
     def __str__(self) -> str:
         text = f"{self.channels} channels of {self.dtype}"
@@ -44,8 +45,10 @@ class Kind(NamedTuple):
 
 
 def picture_mode(image: Image.Image) -> str:
-    """Name what the pixels of a picture are: "grey" of any depth, "palette", or Pillow's mode."""
-    if image.mode in ("1", "L", "LA") or image.mode.startswith("I;16"):
+    """Name what the pixels of a picture are: grey, palette, or Pillow's mode."""
+    if image.mode.startswith("I;16"):
+        return DEEP_GREY
+    if image.mode in ("1", "L", "LA"):
         return "grey"
     if image.mode in ("P", "PA"):
         return "palette"
@@ -59,7 +62,6 @@ class Report:
     problems: list[str] = field(default_factory=list)  # of each image that cannot be read
     kinds: Counter[Kind] = field(default_factory=Counter)  # how many images
     first: dict[Kind, str] = field(default_factory=dict)  # the path of one
-    deep_grey: int = 0  # 16-bit pictures, which training scales to 8 bits
     declaring: int = 0  # pictures that say which of their pixels are missing
     # By (channels, dtype) (4, C) float64: sums over images of their number, mean, squared mean and
     # variance, each of the pixels that are not nodata.
@@ -77,7 +79,6 @@ class Report:
         self.problems += other.problems
         self.kinds.update(other.kinds)
         self.first = other.first | self.first
-        self.deep_grey += other.deep_grey
         self.declaring += other.declaring
         for key, sums in other.sums.items():
             self.sums[key] = self.sums.get(key, 0) + sums
@@ -105,8 +106,8 @@ class Report:
             say(
                 f"{what}: they are taken as stored; `pack --nodata NUMBER` makes NaN of that number"
             )
-        if self.deep_grey:
-            say(f"{self.deep_grey} images have 16 bits: training divides their values by 257")
+        if any(kind.mode == DEEP_GREY for kind in self.kinds):
+            say(f"{DEEP_GREY} pictures: training divides their values by 257")
         if self.missing:
             share = self.missing / self.values
             say(f"nodata: {self.missing} of {self.values} values ({share:.2%}), not measured")
@@ -168,11 +169,9 @@ def measure_image(file: IO[bytes], path: str, nodata: float | None, report: Repo
     """Add what is found in one image to a report; raises where it cannot be read."""
     image = read_image(file, nodata)
     kind = kind_of(image)
-    deep = False
     declaring = False
     channels: Iterable[np.ndarray]
     if isinstance(image, Image.Image):
-        deep = image.mode.startswith("I;16")
         declaring = declares_missing(image)
         channels = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
     else:
@@ -180,7 +179,6 @@ def measure_image(file: IO[bytes], path: str, nodata: float | None, report: Repo
     sums, values, missing = measure_channels(channels)
     # All of it is read: only now is the image counted.
     report.count(kind, path, declaring)
-    report.deep_grey += deep
     key = (kind.channels, kind.dtype)
     report.sums[key] = report.sums.get(key, 0) + sums
     report.values += values

@@ -221,15 +221,11 @@ def split_into_shards(files: ImageList | SceneList) -> list[ImageList | SceneLis
 
 def index_members(folder: Path, shard_members: Sequence[Sequence[Member]]) -> ImageList:
     """Make the list of a pack from the members of its shards."""
-    members = list(chain.from_iterable(shard_members))
-    names = [member.name for member in members]
+    names, sizes, starts = zip(*chain.from_iterable(shard_members), strict=True)
+    counts = [len(members) for members in shard_members]
+    shard_numbers = np.repeat(np.arange(len(counts)), counts)
     labels, classes = data.classes_by_folder(names)
-    table = make_table(
-        [os.fsencode(name) for name in names],
-        labels,
-        [member.size for member in members],
-        np.repeat(np.arange(len(shard_members)), [len(some) for some in shard_members]),
-        [member.start for member in members],
-    )
-    shards = tuple(f"shard-{i:06}.tar" for i in range(len(shard_members)))
+    encoded = [os.fsencode(name) for name in names]
+    table = make_table(encoded, labels, sizes, shard_numbers, starts)
+    shards = tuple(f"shard-{i:06}.tar" for i in range(len(counts)))
     return ImageList(str(folder), table, classes, shards)
