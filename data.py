@@ -6,9 +6,9 @@ a run is, and any number of ranks and workers sees the same images, crops, flips
 Copy this one file: `for batch in build_loader(scan("tiles"), img_size=96, ...)` needs nothing else.
 Shapes: B images of a local batch, C channels, H x W pixels, L patches.
 
-Importing this file changes three settings of the process: `Image.MAX_IMAGE_PIXELS` of Pillow is
-raised to 2**29, Pillow's log of TIFF files is switched off, and PyTorch's warning that an array is
-not writable is ignored.
+Importing this file changes four settings of the process: `Image.MAX_IMAGE_PIXELS` of Pillow is
+raised to 2**29 and `ImageFile.MAXBLOCK` to 2**20, Pillow's log of TIFF files is switched off, and
+PyTorch's warning that an array is not writable is ignored.
 """
 
 import errno
@@ -17,7 +17,7 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -27,17 +27,21 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, TiffImagePlugin, UnidentifiedImageError
+from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
+from PIL.ExifTags import Base as Tag
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".jp2", ".j2k", ".npy")
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 LARGEST_IMAGE = 2**32  # bytes of the decoded pixels of one image
+NUMPY_START = b"\x93NUMPY"
+TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # of TIFF and BigTIFF
 SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # of crops, width : height
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
 Image.MAX_IMAGE_PIXELS = 2**29  # Pillow refuses images of twice as many: 4 GiB decoded
+ImageFile.MAXBLOCK = 2**20  # or Pillow decodes and converts 64 KiB at a time, which is slower
 TiffImagePlugin.logger.setLevel("CRITICAL")  # it prints what `open_image` raises
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
 
@@ -416,18 +420,7 @@ class NotAPictureError(ValueError):
 
 # What of an image Pillow shows completely. Its other modes are deeper than 8 bits, or not RGB.
 PICTURE_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-# Tags of TIFF 6.0
-SUBFILE_TYPE = 254
-IMAGE_WIDTH = 256
-IMAGE_LENGTH = 257
-BITS_PER_SAMPLE = 258
-STRIP_OFFSETS = 273
-SAMPLES_PER_PIXEL = 277
-STRIP_BYTES = 279
-TILE_OFFSETS = 324
-TILE_BYTES = 325
-SAMPLE_FORMAT = 339
-UNSIGNED = 1  # a sample format
+UNSIGNED = 1  # a sample format of TIFF
 REDUCED_OR_MASK = 1 | 4  # bits of a subfile type: an overview, or a mask, of another page
 
 
@@ -461,7 +454,7 @@ def open_image(
     image: AnyImage
     if not isinstance(content, bytes):
         image = content
-    elif content.startswith(b"\x93NUMPY"):
+    elif content.startswith(NUMPY_START):
         image = open_array(content)
     else:
         image = open_picture(content)
@@ -491,12 +484,11 @@ def open_picture(content: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(content))
     except UnidentifiedImageError:  # which names an object in memory
-        if content[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+        if content.startswith(TIFF_STARTS):
             raise NotAPictureError(
                 "TIFF that is not an image to Pillow: broken, or for `prepare.py pack`"
             ) from None
         raise ValueError("not an image that Pillow reads") from None
-    image.decodermaxblock = len(content)  # or Pillow decodes 64 KiB at a time
     # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without an
     # error. The last end marker must follow the last start of a scan (ITU-T T.81, B.1).
     zeros = image.format == "JPEG" and content.endswith(b"\0")
@@ -525,17 +517,31 @@ def check_array(image: np.ndarray) -> None:
     """ValueError where it is not (C, H, W) of a type that training takes, or shows nothing."""
     if image.ndim != 3 or not image.size or image.dtype.name not in ARRAY_DTYPES:
         raise ValueError(describe_wrong_array(image))
-    if image.shape[2] <= 4 < min(image.shape[:2]):  # a picture of four columns is none
+    check_shape(image.shape)
+    if image.dtype.kind == "f":
+        check_pixels(image)
+
+
+def check_shape(shape: tuple[int, ...]) -> None:
+    """ValueError where three sizes look like those of (H, W, C)."""
+    height, width, channels = shape
+    if channels <= 4 < min(height, width):  # a picture of four columns is none
         raise NotAPictureError(
-            f"{image.shape} looks like (H, W, C): `prepare.py pack` makes (C, H, W) of it"
+            f"{shape} looks like (H, W, C): `prepare.py pack` makes (C, H, W) of it"
         )
-    if 3 * image.shape[2] <= min(image.shape[:2]):
-        raise ValueError(f"{image.shape} looks like (H, W, C): save it as (C, H, W)")
-    if image.dtype.kind == "f" and not np.isfinite(image).all():
-        if np.isinf(image).any():
+    if 3 * channels <= min(height, width):
+        raise ValueError(f"{shape} looks like (H, W, C): save it as (C, H, W)")
+
+
+def check_pixels(channels: Iterable[np.ndarray]) -> None:
+    """ValueError where a pixel of the channels (H, W) is infinite, or all are NaN."""
+    empty = True
+    for channel in channels:
+        if np.isinf(channel).any():
             raise ValueError("infinite pixels")
-        if np.isnan(image).all():
-            raise ValueError("nodata (NaN) in all pixels")
+        empty = empty and np.isnan(channel).all()
+    if empty:
+        raise ValueError("nodata (NaN) in all pixels")
 
 
 def describe_wrong_array(image: np.ndarray) -> str:
@@ -569,14 +575,15 @@ def check_picture(image: Image.Image) -> None:
 def describe_tiff(image: Any) -> str | None:
     """Say what an opened TIFF holds beyond a picture; None where there is nothing."""
     tags = image.tag_v2
-    samples = tags.get(SAMPLES_PER_PIXEL, 1)
-    bits = max(tags.get(BITS_PER_SAMPLE, (1,)))
-    if set(tags.get(SAMPLE_FORMAT, (UNSIGNED,))) != {UNSIGNED}:
+    samples = tags.get(Tag.SamplesPerPixel, 1)
+    bits = max(tags.get(Tag.BitsPerSample, (1,)))
+    if set(tags.get(Tag.SampleFormat, (UNSIGNED,))) != {UNSIGNED}:
         return f"TIFF of {samples} bands of signed, floating-point or complex numbers"
     shown = image.mode in PICTURE_MODES and samples == len(image.getbands())
     if bits > 8 or not shown:
         return f"TIFF of {samples} bands of {bits} bits"
-    if leaves_out_tiles(tags):
+    places = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
+    if any(0 in tags.get(tag, ()) for tag in places):  # Pillow would show other bytes of the file
         return "TIFF that leaves out tiles without a value"
     pages = count_pages(image)
     if pages > 1:
@@ -584,21 +591,13 @@ def describe_tiff(image: Any) -> str | None:
     return None
 
 
-def leaves_out_tiles(tags: Any) -> bool:
-    """Tell whether a TIFF is sparse: there Pillow shows other bytes of the file, or fails."""
-    for tag in (STRIP_OFFSETS, TILE_OFFSETS, STRIP_BYTES, TILE_BYTES):
-        if 0 in tags.get(tag, ()):
-            return True
-    return False
-
-
 def count_pages(image: Any) -> int:
     """Count the pages of a TIFF that have the size of the first, without overviews and masks."""
-    size = image.tag_v2.get(IMAGE_WIDTH), image.tag_v2.get(IMAGE_LENGTH)
+    size = image.tag_v2.get(Tag.ImageWidth), image.tag_v2.get(Tag.ImageLength)
     pages = 1
     for page in other_pages(image):
-        same = (page.get(IMAGE_WIDTH), page.get(IMAGE_LENGTH)) == size
-        if same and not page.get(SUBFILE_TYPE, 0) & REDUCED_OR_MASK:
+        same = (page.get(Tag.ImageWidth), page.get(Tag.ImageLength)) == size
+        if same and not page.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK:
             pages += 1
     return pages
 

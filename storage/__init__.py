@@ -1,1 +1,1 @@
-"""Images on disk: paths, image_list, arrays; above them checking, then stacking and packing."""
+"""Images on disk: paths, image_list, arrays; above them stacking, then checking, then packing."""

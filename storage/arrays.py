@@ -1,4 +1,4 @@
-"""Read what is no picture as an array (C, H, W): TIFF of any bands, JPEG 2000, .npy of any type.
+"""Read what is no picture as bands: TIFF of any bands, JPEG 2000, .npy of any type.
 
 TIFF is read by the package tifffile. Training reads what comes out of here from a pack.
 """
@@ -6,16 +6,18 @@ TIFF is read by the package tifffile. Training reads what comes out of here from
 import io
 import logging
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, TiffImagePlugin, UnidentifiedImageError
+from PIL.ExifTags import Base as Tag
 
 import data
 
 GDAL_NODATA = 42113  # tag of TIFF: the number that stands for a missing pixel, as text
-TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 MASK = 4  # a bit of a page's subfile type
+READ_AT_ONCE = 2**22  # bytes of a TIFF that are held beside its pixels
 INSTALL = "pip install tifffile imagecodecs"
 EXACT_IN_FLOAT32 = 2**24  # every whole number up to it
 
@@ -24,63 +26,116 @@ class TooLargeError(ValueError):
     """A header promises more pixels than are read."""
 
 
-def read_image(content: bytes, nodata: float | None = None) -> data.AnyImage:
-    """Read a file as `pack` does -> a picture, not decoded yet, or an array (C, H, W).
+class Band(NamedTuple):
+    """One band as a file stores it, and which of its pixels are missing."""
 
-    Arrays are of a type that training takes. Pixels of `nodata`, or of what the file calls so, are
-    NaN in float32. ValueError, or what a decoder raises, where it cannot be read; ImportError where
-    tifffile is missing.
+    stored: np.ndarray  # (h, w)
+    nodata: float | None = None  # the number for a missing pixel
+    mask: np.ndarray | None = None  # (h, w) bool, False where a pixel is missing
+
+
+class Bands:
+    """An image (C, H, W) of a type that training takes, made channel by channel when it is used.
+
+    So what is held is what the files store, and one channel more. A band of another resolution is
+    resampled to the first one's, by the nearest pixel; what is missing is NaN. ValueError for
+    numbers that no type of training holds.
     """
-    if not content.startswith(b"\x93NUMPY"):
-        try:
-            image, _ = data.open_image(content)
-            assert isinstance(image, Image.Image)
-            if image.format in ("TIFF", "JPEG2000") and image.has_transparency_data:
-                data.check_alpha(image)
-            if nodata is None or not can_hold(image, nodata):
-                return image
-        except data.NotAPictureError:
-            pass
-    bands = read_bands(content, nodata)
-    data.check_array(bands)
+
+    packed_only = True  # training reads such a file from a pack only
+
+    def __init__(self, bands: Sequence[Band]) -> None:
+        self.bands = bands
+        self.shape = (len(bands), *bands[0].stored.shape)
+        self.dtype = np.result_type(*[type_for_training(band) for band in bands])
+        for band in bands:
+            check_range(band)
+
+    def __len__(self) -> int:
+        return len(self.bands)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """Yield each channel (H, W)."""
+        _, height, width = self.shape
+        for band in self.bands:
+            yield resample_nearest(pixels_for_training(band, self.dtype), height, width)
+
+
+def read_image(file: IO[bytes], nodata: float | None = None) -> Image.Image | Bands:
+    """Read a file as `pack` does -> a picture, not decoded yet, or bands.
+
+    Pixels of `nodata`, or of what the file calls so, are NaN. ValueError, or what a decoder raises,
+    where it cannot be read; ImportError where tifffile is missing.
+    """
+    image = open_whole_picture(file)
+    if image:
+        dtype = np.dtype(np.uint16 if image.mode.startswith("I") else np.uint8)
+        if not can_store(dtype, nodata):
+            return image
+    bands = read_bands(file, nodata)
+    check_bands(bands)
     return bands
 
 
-def can_hold(image: Image.Image, nodata: float) -> bool:
-    """Tell whether a pixel of a picture can have this value."""
-    largest = 2**16 if image.mode.startswith("I") else 2**8
-    return nodata.is_integer() and 0 <= nodata < largest
+def open_whole_picture(file: IO[bytes]) -> Image.Image | None:
+    """Open what is a picture to training; None for what is more, or no picture at all."""
+    start = read_start(file)
+    if start.startswith(data.NUMPY_START):
+        return None
+    try:
+        if start.startswith(data.TIFF_STARTS):
+            image: Any = Image.open(file)  # which reads its header only
+            data.check_picture(image)
+        else:
+            image, _ = data.open_image(file.read())
+        if image.format in ("TIFF", "JPEG2000") and image.has_transparency_data:
+            data.check_alpha(image)
+    except (data.NotAPictureError, UnidentifiedImageError):
+        return None
+    return image
+
+
+def read_start(file: IO[bytes]) -> bytes:
+    """Read the bytes that tell the format of a file, and go back."""
+    file.seek(0)
+    start = file.read(len(data.NUMPY_START))
+    file.seek(0)
+    return start
 
 
 def declares_missing(image: Image.Image) -> bool:
     """Tell whether a picture, not decoded yet, says that some of its pixels are missing."""
-    tags = getattr(image, "tag_v2", None)
-    if image.format != "TIFF" or tags is None:
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
         return False
-    if GDAL_NODATA in tags:
-        return True
-    masks = [page for page in data.other_pages(image) if page.get(data.SUBFILE_TYPE, 0) & MASK]
-    return len(masks) > 0
+    masks = [page.get(Tag.NewSubfileType, 0) & MASK for page in data.other_pages(image)]
+    return GDAL_NODATA in image.tag_v2 or any(masks)
 
 
-def read_bands(content: bytes, nodata: float | None = None) -> np.ndarray:
-    """Read any image file as an array (C, H, W) of the values that it stores, as `read_image`.
-
-    All its pixels may be nodata.
-    """
-    if content.startswith(TIFF_STARTS):
-        tiff = read_tiff(content)
-        if nodata is None:
-            nodata = tiff.nodata
-        return to_training_type(tiff.bands, nodata, tiff.mask)
-    if content.startswith(b"\x93NUMPY"):
-        return to_training_type(channels_first(data.open_array(content)), nodata)
+def read_bands(file: IO[bytes], nodata: float | None = None) -> Bands:
+    """Read any image file as the bands that it stores, as `read_image`; all may be nodata."""
+    start = read_start(file)
+    if start.startswith(data.TIFF_STARTS):
+        return Bands(read_tiff(file, nodata))
+    content = file.read()
+    if start.startswith(data.NUMPY_START):
+        array = data.open_array(content)
+        bands = Bands(split_bands(array, nodata))
+        bands.packed_only = (array.shape, array.dtype.name) != (bands.shape, bands.dtype.name)
+        return bands
     image = data.open_picture(content)
     if image.format == "JPEG2000":
-        return to_training_type(read_jpeg2000(image, content), nodata)
+        return Bands(split_bands(read_jpeg2000(image, content), nodata))
     if image.mode in ("1", "P", "PA"):  # of bits, and of colours in a table
         image = image.convert("RGB")
-    return to_training_type(channels_first(np.asarray(image)), nodata)
+    return Bands(split_bands(np.asarray(image), nodata))
+
+
+def split_bands(array: np.ndarray, nodata: float | None) -> list[Band]:
+    """Take an array (C, H, W), (H, W), or (H, W, C) apart; ValueError for any other."""
+    array = channels_first(array)
+    if array.ndim != 3 or not array.size:
+        raise ValueError(data.describe_wrong_array(array))
+    return [Band(channel, nodata) for channel in array]
 
 
 def channels_first(array: np.ndarray) -> np.ndarray:
@@ -92,15 +147,7 @@ def channels_first(array: np.ndarray) -> np.ndarray:
     return array
 
 
-class Tiff(NamedTuple):
-    """What a TIFF holds."""
-
-    bands: np.ndarray  # (C, H, W), as stored
-    nodata: float | None  # the number for missing pixels, if it has one
-    mask: np.ndarray | None  # (H, W) bool, False where a pixel is missing
-
-
-def read_tiff(content: bytes) -> Tiff:
+def read_tiff(file: IO[bytes], nodata: float | None) -> list[Band]:
     """Decode all bands of a TIFF; ValueError where it is broken, ImportError without a package.
 
     Bands are in the order of the file: page by page, and in a page sample by sample.
@@ -111,8 +158,9 @@ def read_tiff(content: bytes) -> Tiff:
         raise ImportError(f"this TIFF needs a package: type `{INSTALL}`") from None
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what it logs names no file
     try:
-        with tifffile.TiffFile(io.BytesIO(content)) as file:
-            return decode_tiff(file)
+        # Pillow may have moved the file's position: a new reader does not rely on the former one.
+        with tifffile.TiffFile(io.BufferedReader(file)) as tiff:  # type: ignore[type-var]
+            return decode_tiff(tiff, nodata)
     except Exception as error:  # tifffile raises many kinds for a broken file
         if "imagecodecs" in str(error):
             raise ImportError(f"{error}: type `{INSTALL}`") from None
@@ -121,29 +169,29 @@ def read_tiff(content: bytes) -> Tiff:
         raise ValueError(f"broken TIFF, which tifffile cannot read ({error})") from None
 
 
-def decode_tiff(file: Any) -> Tiff:
+def decode_tiff(tiff: Any, nodata: float | None) -> list[Band]:
     """Decode an open tifffile.TiffFile; raises whatever tifffile does."""
-    every = [series for series in file.series if not is_reduced_or_mask(series)]
-    first = every[0]
-    same = [series for series in every if plane_size(series) == plane_size(first)]
+    reduced_or_mask = data.REDUCED_OR_MASK
+    every = [series for series in tiff.series if not series.keyframe.subfiletype & reduced_or_mask]
+    size_of_first = plane_size(every[0])
+    same = [series for series in every if plane_size(series) == size_of_first]
     size = sum(series.size * series.dtype.itemsize for series in same)
     if size > data.LARGEST_IMAGE:
         raise TooLargeError(f"{size / 2**30:.1f} GiB of pixels by its header: more than 4 GiB")
-    parts = [bands_first(series.asarray(maxworkers=1), series.axes) for series in same]
-    bands = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    tag = file.pages.first.tags.get(GDAL_NODATA)
-    nodata = read_nodata(tag.value) if tag else None
+    tag = tiff.pages.first.tags.get(GDAL_NODATA)
+    if nodata is None and tag:
+        nodata = read_nodata(tag.value)
     mask = None
-    for page in file.pages:
-        if page.subfiletype & MASK and page.shape[:2] == bands.shape[1:]:
+    for page in tiff.pages:
+        if page.subfiletype & MASK and page.shape[:2] == size_of_first:
             shown = page.asarray() != 0
             mask = shown if mask is None else mask & shown
-    return Tiff(bands, nodata, mask)
-
-
-def is_reduced_or_mask(series: Any) -> bool:
-    """Tell whether a series of pages shows another one smaller, or which of its pixels count."""
-    return bool(series.keyframe.subfiletype & data.REDUCED_OR_MASK)
+    bands = []
+    for series in same:
+        # In one thread, or each would hold a part of its own.
+        pixels = series.asarray(maxworkers=1, buffersize=READ_AT_ONCE)
+        bands += [Band(band, nodata, mask) for band in split_planes(pixels, series.axes)]
+    return bands
 
 
 def plane_size(series: Any) -> tuple[int, int]:
@@ -151,13 +199,10 @@ def plane_size(series: Any) -> tuple[int, int]:
     return series.keyframe.imagelength, series.keyframe.imagewidth
 
 
-def bands_first(pixels: np.ndarray, axes: str) -> np.ndarray:
-    """Make (C, H, W) of an array whose axes tifffile names by letters."""
-    rows = axes.index("Y")
-    columns = axes.index("X")
-    others = [i for i in range(pixels.ndim) if i not in (rows, columns)]
-    height, width = pixels.shape[rows], pixels.shape[columns]
-    return pixels.transpose(*others, rows, columns).reshape(-1, height, width)
+def split_planes(pixels: np.ndarray, axes: str) -> list[np.ndarray]:
+    """Take an array, whose axes tifffile names by letters, apart into (h, w), without a copy."""
+    planes = np.moveaxis(pixels, (axes.index("Y"), axes.index("X")), (-2, -1))
+    return [planes[index] for index in np.ndindex(planes.shape[:-2])]
 
 
 def read_nodata(text: Any) -> float | None:
@@ -184,42 +229,74 @@ def read_jpeg2000(image: Image.Image, content: bytes) -> np.ndarray:
     return channels_first(pixels)
 
 
-def to_training_type(
-    bands: np.ndarray, nodata: float | None = None, mask: np.ndarray | None = None
-) -> np.ndarray:
-    """Convert (C, H, W) to a type that training takes; `nodata` and what is not in `mask` to NaN.
-
-    uint8, uint16 and float32 stay as they are, but for nodata; all else becomes float32. ValueError
-    for complex numbers, and for whole numbers that float32 would round.
-    """
-    if bands.dtype.kind not in "biuf":
-        raise ValueError(f"pixels of {bands.dtype}: store real numbers, such as the magnitude")
-    if bands.dtype == bool:
-        bands = bands.astype(np.uint8)
-    missing = find_nodata(bands, nodata)
-    if mask is not None:
-        outside = np.broadcast_to(~mask, bands.shape)
-        missing = outside if missing is None else missing | outside
-    if bands.dtype.name not in data.ARRAY_DTYPES or missing is not None:
-        if bands.dtype.kind in "iu" and bands.dtype.itemsize > 2 and bands.size:
-            valid = bands if missing is None else bands[~missing]
-            largest = max(abs(int(valid.min(initial=0))), abs(int(valid.max(initial=0))))
-            if largest > EXACT_IN_FLOAT32:
-                raise ValueError(f"numbers up to {largest}, which float32 would round")
-        with np.errstate(over="ignore"):  # what becomes infinite is refused below
-            bands = bands.astype(np.float32)
-    if missing is not None:
-        bands[missing] = np.nan
-    return bands
+def type_for_training(band: Band) -> np.dtype:
+    """Return the type of a band in training: its own, or float32; ValueError for complex."""
+    dtype = band.stored.dtype
+    if dtype.kind not in "biuf":
+        raise ValueError(f"pixels of {dtype}: store real numbers, such as the magnitude")
+    if may_miss_pixels(band):
+        return np.dtype(np.float32)
+    if dtype.kind == "b":
+        return np.dtype(np.uint8)
+    return np.dtype(dtype.name if dtype.name in data.ARRAY_DTYPES else np.float32)
 
 
-def find_nodata(bands: np.ndarray, nodata: float | None) -> np.ndarray | None:
-    """Find the pixels of nodata (C, H, W) bool; None where the type cannot hold that number."""
+def may_miss_pixels(band: Band) -> bool:
+    """Tell whether there is a mask, or a number for missing pixels that the type can hold."""
+    return band.mask is not None or can_store(band.stored.dtype, band.nodata)
+
+
+def can_store(dtype: np.dtype, nodata: float | None) -> bool:
+    """Tell whether a pixel of this type can be `nodata`; NaN is nodata in any case."""
     if nodata is None or math.isnan(nodata):
-        return None  # NaN is nodata in any case
-    if bands.dtype.kind in "iu":
-        limits = np.iinfo(bands.dtype)
-        if not nodata.is_integer() or not limits.min <= nodata <= limits.max:
-            return None
-    with np.errstate(over="ignore"):
-        return bands == bands.dtype.type(nodata)
+        return False
+    if dtype.kind == "f":
+        return True
+    limits = np.iinfo(np.uint8 if dtype.kind == "b" else dtype)
+    return nodata.is_integer() and limits.min <= nodata <= limits.max
+
+
+def find_missing(band: Band) -> np.ndarray:
+    """Find the missing pixels of a band (h, w) bool."""
+    missing = np.zeros(band.stored.shape, bool)
+    if band.nodata is not None:
+        missing |= band.stored == band.nodata
+    if band.mask is not None:
+        missing |= ~band.mask
+    return missing
+
+
+def pixels_for_training(band: Band, dtype: np.dtype) -> np.ndarray:
+    """Convert a band to a type of training (h, w), missing pixels to NaN."""
+    with np.errstate(over="ignore"):  # what becomes infinite is refused by `check_bands`
+        if not may_miss_pixels(band):
+            return band.stored.astype(dtype, copy=False)
+        pixels = band.stored.astype(dtype)
+        pixels[find_missing(band)] = np.nan
+    return pixels
+
+
+def resample_nearest(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Give (h, w) the size (height, width): each pixel is that nearest to its centre."""
+    if pixels.shape == (height, width):
+        return pixels
+    rows = np.floor((np.arange(height) + 0.5) * pixels.shape[0] / height).astype(int)
+    columns = np.floor((np.arange(width) + 0.5) * pixels.shape[1] / width).astype(int)
+    return pixels[rows[:, None], columns]
+
+
+def check_bands(bands: Bands) -> None:
+    """ValueError where training could not take an image of these bands, or all is nodata."""
+    data.check_shape(bands.shape)
+    if bands.dtype.kind == "f":
+        data.check_pixels(bands)
+
+
+def check_range(band: Band) -> None:
+    """ValueError for whole numbers that float32 would round."""
+    dtype = band.stored.dtype
+    if dtype.kind in "iu" and dtype.itemsize > 2:
+        valid = band.stored[~find_missing(band)].astype(np.float64)
+        largest = abs(valid).max(initial=0)
+        if largest > EXACT_IN_FLOAT32:
+            raise ValueError(f"numbers up to {largest:.0f}, which float32 would round")

@@ -3,14 +3,14 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -18,12 +18,14 @@ from PIL import Image
 import data
 from checkpoint import replacing
 from runtime import process
-from storage.arrays import declares_missing, read_image
+from storage.arrays import Bands, declares_missing, read_image
 from storage.image_list import ImageList
 from storage.paths import stats_file
+from storage.stacking import SceneList
 
 PART = 64  # images that a process reads before it reports
 LARGE = 2**22  # pixels of an image, beyond which some of its rows and columns are enough
+DEEP_GREY = "16-bit grey"
 Say = Callable[[str], None]
 
 
@@ -33,7 +35,7 @@ class Kind(NamedTuple):
     channels: int
     dtype: str
     packed_only: bool  # training reads such a file from a pack only
-    mode: str = ""  # of a picture, which training takes as RGB: Pillow's name, or "grey"
+    mode: str = ""  # of a picture, which training takes as RGB: as `picture_mode`
 
     def __str__(self) -> str:
         text = f"{self.channels} channels of {self.dtype}"
@@ -43,8 +45,10 @@ class Kind(NamedTuple):
 
 
 def picture_mode(image: Image.Image) -> str:
-    """Name what the pixels of a picture are: "grey" of any depth, "palette", or Pillow's mode."""
-    if image.mode in ("1", "L", "LA") or image.mode.startswith("I;16"):
+    """Name what the pixels of a picture are: grey, palette, or Pillow's mode."""
+    if image.mode.startswith("I;16"):
+        return DEEP_GREY
+    if image.mode in ("1", "L", "LA"):
         return "grey"
     if image.mode in ("P", "PA"):
         return "palette"
@@ -58,7 +62,6 @@ class Report:
     problems: list[str] = field(default_factory=list)  # of each image that cannot be read
     kinds: Counter[Kind] = field(default_factory=Counter)  # how many images
     first: dict[Kind, str] = field(default_factory=dict)  # the path of one
-    deep_grey: int = 0  # 16-bit pictures, which training scales to 8 bits
     declaring: int = 0  # pictures that say which of their pixels are missing
     # By (channels, dtype) (4, C) float64: sums over images of their number, mean, squared mean and
     # variance, each of the pixels that are not nodata.
@@ -66,11 +69,16 @@ class Report:
     values: int = 0  # of arrays of float32
     missing: int = 0  # of these, NaN: nodata
 
+    def count(self, kind: Kind, path: str, declaring: bool) -> None:
+        """Count an image that can be read."""
+        self.kinds[kind] += 1
+        self.first.setdefault(kind, path)
+        self.declaring += declaring
+
     def add(self, other: "Report") -> None:
         self.problems += other.problems
         self.kinds.update(other.kinds)
         self.first = other.first | self.first
-        self.deep_grey += other.deep_grey
         self.declaring += other.declaring
         for key, sums in other.sums.items():
             self.sums[key] = self.sums.get(key, 0) + sums
@@ -98,8 +106,8 @@ class Report:
             say(
                 f"{what}: they are taken as stored; `pack --nodata NUMBER` makes NaN of that number"
             )
-        if self.deep_grey:
-            say(f"{self.deep_grey} images have 16 bits: training divides their values by 257")
+        if any(kind.mode == DEEP_GREY for kind in self.kinds):
+            say(f"{DEEP_GREY} pictures: training divides their values by 257")
         if self.missing:
             share = self.missing / self.values
             say(f"nodata: {self.missing} of {self.values} values ({share:.2%}), not measured")
@@ -129,82 +137,82 @@ def for_each(
 
 
 def read_part(nodata: float | None, files: ImageList) -> Report:
-    """Read images as `read_image` does, and measure them.
+    """Read images as `read_image` does, and measure them; raises as `noting_problems`.
 
-    Of a large image every k-th row and column is measured. Raises any error that is not a file's.
+    Of a large image every k-th row and column is measured.
     """
     report = Report()
     for index in range(len(files)):
-        path = files.path(index)
-        try:
-            with naming_memory_errors(path):
-                measure_image(files.read(index), path, nodata, report)
-        except Exception as error:  # Pillow raises many kinds for a broken file
-            if not data.is_file_error(error) and not isinstance(error, ImportError):
-                raise
-            report.problems.append(f"{path}: {data.describe_file_error(error)}")
+        with noting_problems(report, files, index), files.open(index) as file:
+            measure_image(file, files.path(index), nodata, report)
     return report
 
 
 @contextmanager
-def naming_memory_errors(path: str) -> Iterator[None]:
-    """Say in a MemoryError which image was too large."""
+def noting_problems(report: Report, files: ImageList | SceneList, index: int) -> Iterator[None]:
+    """Note that an image cannot be read; raise any error that is not the file's own."""
+    path = files.path(index)
     try:
         yield
     except MemoryError:
         raise MemoryError(f"{path}: out of memory: use fewer --workers") from None
+    except ImportError as error:
+        raise ImportError(f"{path}: {error}") from None
+    except Exception as error:  # Pillow raises many kinds for a broken file
+        lost = isinstance(error, FileNotFoundError) and files.sizes[index] > 0
+        if lost or not data.is_file_error(error):
+            raise  # a file system that goes away is no broken image
+        report.problems.append(f"{path}: {data.describe_file_error(error)}")
 
 
-def measure_image(content: bytes, path: str, nodata: float | None, report: Report) -> None:
+def measure_image(file: IO[bytes], path: str, nodata: float | None, report: Report) -> None:
     """Add what is found in one image to a report; raises where it cannot be read."""
-    image = read_image(content, nodata)
-    deep = False
+    image = read_image(file, nodata)
+    kind = kind_of(image)
     declaring = False
-    mode = ""
+    channels: Iterable[np.ndarray]
     if isinstance(image, Image.Image):
-        deep = image.mode.startswith("I;16")
         declaring = declares_missing(image)
-        mode = picture_mode(image)
-        pixels = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
-        packed_only = False
+        channels = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
     else:
-        pixels = image
-        packed_only = not trains_from_tree(content, pixels)
-    if pixels.dtype.kind == "f":
-        report.values += pixels.size
-        report.missing += int(np.isnan(pixels).sum())
-    channels, height, width = pixels.shape
-    every = max(1, math.isqrt(width * height // LARGE))
-    sums = measure_pixels(pixels[:, ::every, ::every])
+        channels = image
+    sums, values, missing = measure_channels(channels)
     # All of it is read: only now is the image counted.
-    report.deep_grey += deep
-    report.declaring += declaring
-    kind = Kind(channels, pixels.dtype.name, packed_only, mode)
-    report.kinds[kind] += 1
-    report.first.setdefault(kind, path)
-    key = (channels, pixels.dtype.name)
+    report.count(kind, path, declaring)
+    key = (kind.channels, kind.dtype)
     report.sums[key] = report.sums.get(key, 0) + sums
+    report.values += values
+    report.missing += missing
 
 
-def trains_from_tree(content: bytes, packed: np.ndarray) -> bool:
-    """Tell whether training reads this file where it is, as an array of the same type."""
-    try:
-        image, _ = data.open_image(content)
-    except ValueError:
-        return False
-    return isinstance(image, np.ndarray) and image.dtype == packed.dtype
+def kind_of(image: Image.Image | Bands) -> Kind:
+    """Return what training takes an image for."""
+    if isinstance(image, Bands):
+        return Kind(len(image), image.dtype.name, image.packed_only)
+    return Kind(3, "uint8", packed_only=False, mode=picture_mode(image))
 
 
-def measure_pixels(pixels: np.ndarray) -> np.ndarray:
-    """Measure (C, H, W) -> (4, C): 1, mean, squared mean, variance; 0 where a channel is NaN."""
-    sums = np.zeros((4, len(pixels)))
-    for i, channel in enumerate(pixels):
+def measure_channels(channels: Iterable[np.ndarray]) -> tuple[np.ndarray, int, int]:
+    """Measure channels (H, W) -> (4, C), and how many float32 values there are, and NaN of these.
+
+    Of each channel 1, mean, squared mean, variance; 0 where it is NaN.
+    """
+    found = []
+    values = 0
+    missing = 0
+    for channel in channels:
+        every = max(1, math.isqrt(channel.size // LARGE))
+        some = channel[::every, ::every]
         if channel.dtype.kind == "f":
-            channel = channel[~np.isnan(channel)]
-        if channel.size:
-            mean = channel.mean(dtype=np.float64)
-            sums[:, i] = 1, mean, mean**2, channel.var(dtype=np.float64)
-    return sums
+            values += channel.size
+            missing += int(np.isnan(channel).sum())
+            some = some[~np.isnan(some)]
+        if some.size:
+            mean = some.mean(dtype=np.float64)
+            found.append((1, mean, mean**2, some.var(dtype=np.float64)))
+        else:
+            found.append((0, 0, 0, 0))
+    return np.array(found).T, values, missing
 
 
 def read_folder(files: ImageList, workers: int, say: Say, nodata: float | None = None) -> Report:

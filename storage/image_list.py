@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -51,6 +51,11 @@ class ImageList:
         """Return indices into `classes` (N,) int32; -1 for images that lie in root itself."""
         return self.table["label"]
 
+    @property
+    def sizes(self) -> np.ndarray:
+        """Return the bytes of each file (N,)."""
+        return self.table["size"]
+
     def name(self, index: int) -> str:
         """Return an image's path relative to the folder, or within the pack."""
         return os.fsdecode(self.table[index]["name"])
@@ -64,13 +69,17 @@ class ImageList:
 
     def read(self, index: int) -> bytes:
         """Read a whole image file; OSError."""
+        with self.open(index) as file:
+            return file.read()
+
+    def open(self, index: int) -> IO[bytes]:
+        """Open an image file, of which parts may be read; that of a pack is in memory; OSError."""
         if not self.shards:
-            with open(self.path(index), "rb", buffering=0) as file:
-                return file.read()
+            return open(self.path(index), "rb", buffering=0)
         row = self.table[index]
         file = self.open_shard(self.shards[row["shard"]])
         # Not mapped: a parallel file system would be asked for one page at a time.
-        return read_range(file.fileno(), int(row["start"]), int(row["size"]))
+        return io.BytesIO(read_range(file.fileno(), int(row["start"]), int(row["size"])))
 
     def open_shard(self, name: str) -> io.FileIO:
         """Open a shard of the pack, or take it from those that are open.

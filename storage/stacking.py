@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 import data
-from storage.arrays import read_bands
+from storage.arrays import Band, Bands, check_bands, read_bands
 from storage.image_list import ImageList
 
+NO_FILE = -1
 RESOLUTION_FOLDER = re.compile(r"R?\d+m")
 
 
@@ -31,6 +32,11 @@ class SceneList:
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def sizes(self) -> np.ndarray:
+        """Return the bytes of the files of each scene (N,)."""
+        return self.files["size"].sum(axis=1)
+
     def part(self, first: int, last: int) -> "SceneList":
         """Return the scenes from `first` to before `last`."""
         return replace(self, names=self.names[first:last], files=self.files[first:last])
@@ -43,42 +49,28 @@ class SceneList:
         """Return a scene's path for messages."""
         return os.path.join(self.root, self.names[index])
 
-    def read(self, index: int, nodata: float | None) -> np.ndarray:
-        """Read the bands of a scene (C, H, W), each as large as the first one's.
-
-        A band of another resolution is resampled to that of the first by the nearest pixel.
-        ValueError where one is missing, or what reading raises.
-        """
+    def read(self, index: int, nodata: float | None) -> Bands:
+        """Read the bands of a scene; ValueError where one is missing, or what reading raises."""
         rows = self.files[index]
         missing = [band for band, row in zip(self.bands, rows, strict=True) if not row["name"]]
         if missing:
             raise ValueError(f"no file of band {', '.join(missing)}")
-        parts: list[np.ndarray] = []
+        bands: list[Band] = []
         for row in rows:
-            bands = self.read_band(os.fsdecode(row["name"]), nodata)
-            if parts:
-                bands = resample_nearest(bands, parts[0].shape[1], parts[0].shape[2])
-            parts.append(bands)
-        stacked = np.concatenate(parts)  # of uint8 and uint16 uint16; of any and float32 that
-        data.check_array(stacked)
-        return stacked
+            bands += self.read_file(os.fsdecode(row["name"]), nodata).bands
+        scene = Bands(bands)
+        check_bands(scene)
+        return scene
 
-    def read_band(self, name: str, nodata: float | None) -> np.ndarray:
+    def read_file(self, name: str, nodata: float | None) -> Bands:
         """Read the file of one band; a ValueError names it."""
         try:
-            with open(os.path.join(self.root, name), "rb") as file:
-                return read_bands(file.read(), nodata)
+            with open(os.path.join(self.root, name), "rb", buffering=0) as file:
+                return read_bands(file, nodata)
         except Exception as error:  # Pillow raises many kinds for a broken file
             if not data.is_file_error(error):
                 raise
             raise ValueError(f"{os.path.basename(name)}: {error}") from None
-
-
-def resample_nearest(bands: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Give (C, h, w) the size (C, height, width): each pixel is that nearest to its centre."""
-    rows = np.floor((np.arange(height) + 0.5) * bands.shape[1] / height).astype(int)
-    columns = np.floor((np.arange(width) + 0.5) * bands.shape[2] / width).astype(int)
-    return bands[:, rows[:, None], columns]
 
 
 def find_scenes(files: ImageList, bands: Sequence[str], say: Callable[[str], None]) -> SceneList:
@@ -89,7 +81,8 @@ def find_scenes(files: ImageList, bands: Sequence[str], say: Callable[[str], Non
     """
     if files.shards:
         raise ValueError(f"{files.root} is a pack: --stack needs the folder of the band files")
-    rows: dict[tuple[str, str], dict[str, int]] = {}
+    scenes: dict[tuple[str, str], list[int]] = {}  # by folder and name: the file of each band
+    found = set()
     others: Counter[str] = Counter()
     for index in range(len(files)):
         folder, file = os.path.split(files.name(index))
@@ -98,20 +91,27 @@ def find_scenes(files: ImageList, bands: Sequence[str], say: Callable[[str], Non
         if band is None:
             others[guess_band(stem)] += 1
             continue
+        found.add(band)
         parts = [part for part in folder.split("/") if not RESOLUTION_FOLDER.fullmatch(part)]
         scene = ("/".join(parts), stem.removesuffix(band).rstrip("_.-"))
-        found = rows.setdefault(scene, {})
-        if band in found:
-            both = f"{files.path(found[band])} and {files.path(index)}"
+        rows = scenes.setdefault(scene, [NO_FILE] * len(bands))
+        number = bands.index(band)
+        if rows[number] != NO_FILE:
+            both = f"{files.path(rows[number])} and {files.path(index)}"
             raise ValueError(f"two files of band {band} in one scene: {both}")
-        found[band] = index
-    absent = [band for band in bands if not any(band in found for found in rows.values())]
+        rows[number] = index
+    absent = [band for band in bands if band not in found]
     if absent:
         seen = data.describe_counts(dict(others.most_common(12)))
         raise ValueError(f"no file of band {', '.join(absent)}; other names end with: {seen}")
     if others:
         say(f"left out, being of no band: {sum(others.values())} files")
-    return tabulate(files, rows, bands)
+    named = name_scenes(scenes)
+    names = sorted(named, key=os.fsencode)
+    rows_of_scenes = np.array([named[name] for name in names])
+    table = files.table[rows_of_scenes]
+    table[rows_of_scenes == NO_FILE] = np.zeros((), table.dtype)
+    return SceneList(files.root, names, table, tuple(bands))
 
 
 def guess_band(stem: str) -> str:
@@ -130,19 +130,9 @@ def find_band(stem: str, bands: Sequence[str]) -> str | None:
     return None
 
 
-def tabulate(
-    files: ImageList, rows: dict[tuple[str, str], dict[str, int]], bands: Sequence[str]
-) -> SceneList:
-    """Make the list of scenes, sorted by name: by folder, if each has one of its own."""
-    folders = [folder for folder, _ in rows]
-    own_folders = len(set(folders)) == len(rows) and "" not in folders
-    named = {}
-    for (folder, start), found in rows.items():
-        named[folder if own_folders else os.path.join(folder, start)] = found
-    names = sorted(named, key=os.fsencode)
-    table = np.zeros((len(names), len(bands)), files.table.dtype)
-    for i, name in enumerate(names):
-        for j, band in enumerate(bands):
-            if band in named[name]:
-                table[i, j] = files.table[named[name][band]]
-    return SceneList(files.root, names, table, tuple(bands))
+def name_scenes(scenes: dict[tuple[str, str], list[int]]) -> dict[str, list[int]]:
+    """Name scenes by their folder, if each has one of its own, or by folder and name."""
+    folders = [folder for folder, _ in scenes]
+    if len(set(folders)) == len(scenes) and "" not in folders:
+        return {folder: rows for (folder, _), rows in scenes.items()}
+    return {os.path.join(folder, start): rows for (folder, start), rows in scenes.items()}

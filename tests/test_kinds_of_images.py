@@ -8,6 +8,7 @@ import resource
 import struct
 import sys
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from ranks import Run, run_ranks
 import data
 import prepare
 from runtime import image_source
-from storage import arrays, checking, classes, image_list, paths
+from storage import arrays, checking, classes, image_list, packing, paths, stacking
 
 rasterio = pytest.importorskip("rasterio")
 # The images have no place on Earth.
@@ -43,6 +44,12 @@ def write_by_gdal(path, pixels, driver="GTiff", **options):
 def read_by_gdal(path):
     with rasterio.open(path) as file:
         return file.read()
+
+
+def read_packed(content, nodata=None):
+    """What a pack holds of a file: a picture, or an array (C, H, W)."""
+    image = arrays.read_image(io.BytesIO(content), nodata)
+    return image if isinstance(image, Image.Image) else np.stack([*image])
 
 
 def complex_blocks():
@@ -87,7 +94,7 @@ def test_what_is_no_picture_is_refused_in_a_tree_and_whole_in_a_pack(name, tmp_p
     with pytest.raises(data.NotAPictureError, match=r"`prepare\.py pack`"):
         image, _ = data.open_image(content)
         data.decode(image)
-    packed = arrays.read_image(content)
+    packed = read_packed(content)
     np.testing.assert_array_equal(packed, read_by_gdal(path))
     assert packed.dtype == (pixels.dtype if pixels.dtype.name in data.ARRAY_DTYPES else "float32")
 
@@ -98,17 +105,17 @@ def test_pages_of_one_size_are_bands_but_masks_and_overviews_are_none(tmp_path):
     tifffile.imwrite(path, twelve, photometric="minisblack")  # a page each
     with pytest.raises(data.NotAPictureError, match="12 pages"):
         data.open_image(path.read_bytes())
-    np.testing.assert_array_equal(arrays.read_image(path.read_bytes()), twelve)
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), twelve)
     colours = np.moveaxis(twelve[:6].reshape(2, 3, 32, 32), 1, -1)
     tifffile.imwrite(path, colours, photometric="rgb")  # two pages of three bands
-    np.testing.assert_array_equal(arrays.read_image(path.read_bytes()), twelve[:6])
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), twelve[:6])
     for count in (3, 5):
         with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True):
             write_by_gdal(path, twelve[:count], photometric="RGB" if count == 3 else "MINISBLACK")
             with rasterio.open(path, "r+") as file:
                 file.write_mask(np.full((32, 32), 255, np.uint8))
                 file.build_overviews([2, 4])
-        image = arrays.read_image(path.read_bytes())
+        image = read_packed(path.read_bytes())
         if count == 3:
             image = np.moveaxis(np.asarray(data.decode(image)), -1, 0)
         np.testing.assert_array_equal(image, twelve[:count])
@@ -120,7 +127,7 @@ def test_pictures_stay_pictures(tmp_path):
         path = tmp_path / f"{bands}.tif"
         pixels = blocks(0, bands, 0, 255, "uint8")
         write_by_gdal(path, pixels)
-        for image in data.open_image(path.read_bytes())[0], arrays.read_image(path.read_bytes()):
+        for image in data.open_image(path.read_bytes())[0], read_packed(path.read_bytes()):
             found = np.moveaxis(np.asarray(data.decode(image)), -1, 0)
             np.testing.assert_array_equal(found, np.broadcast_to(pixels, (3, 32, 32)))
     pixels = blocks(0, 4, 0, 255, "uint8")
@@ -146,7 +153,7 @@ def test_jpeg_2000_as_gdal_reads_it(bands, bits, dtype, tmp_path):
     truth = read_by_gdal(path)
     np.testing.assert_array_equal(truth, pixels)
     content = path.read_bytes()
-    found = arrays.read_image(content)
+    found = read_packed(content)
     if bits == 8:
         found = np.moveaxis(np.asarray(data.decode(found)), -1, 0)[:bands]
     else:
@@ -164,15 +171,15 @@ def npy(array):
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "bool", "float16", "float64"])
 def test_arrays_of_any_numbers_are_packed(dtype):
     array = blocks(0, 5, 0, 100).astype(dtype)
-    found = arrays.read_image(npy(array))
+    found = read_packed(npy(array))
     np.testing.assert_array_equal(found, array.astype(float))
     assert found.dtype == ("uint8" if dtype == "bool" else "float32")
 
 
 def test_arrays_of_other_shapes():
     grey, colour = blocks(0, 1, 0, 100)[0], np.moveaxis(blocks(0, 3, 0, 100, "uint8"), 0, -1)
-    np.testing.assert_array_equal(arrays.read_image(npy(grey)), grey[None])
-    np.testing.assert_array_equal(arrays.read_image(npy(colour)), np.moveaxis(colour, -1, 0))
+    np.testing.assert_array_equal(read_packed(npy(grey)), grey[None])
+    np.testing.assert_array_equal(read_packed(npy(colour)), np.moveaxis(colour, -1, 0))
     with pytest.raises(ValueError, match=r"looks like \(H, W, C\): `prepare.py pack`"):
         data.open_image(npy(colour))
     by_columns = np.asfortranarray(blocks(0, 5, 0, 100))
@@ -194,13 +201,13 @@ def test_arrays_of_other_shapes():
 )
 def test_what_no_array_can_show_gets_a_sentence(array, sentence):
     with pytest.raises(ValueError, match=sentence):
-        arrays.read_image(npy(array), nodata=-9999.0)
+        read_packed(npy(array), nodata=-9999.0)
 
 
 def test_complex_tiff_is_refused(tmp_path):
     write_by_gdal(tmp_path / "1.tif", complex_blocks())
     with pytest.raises(ValueError, match="real numbers"):
-        arrays.read_image((tmp_path / "1.tif").read_bytes())
+        read_packed((tmp_path / "1.tif").read_bytes())
 
 
 def huge_tiff():
@@ -235,7 +242,7 @@ def run_prepare(*argv):
 def test_without_memory_one_sentence_names_the_image(tmp_path, monkeypatch, capsys):
     write_by_gdal(tmp_path / "tree/1.tif", blocks(0, 5, 1, 200))
 
-    def fail(content):
+    def fail(file, nodata):
         raise MemoryError
 
     monkeypatch.setattr(arrays, "read_tiff", fail)
@@ -244,6 +251,42 @@ def test_without_memory_one_sentence_names_the_image(tmp_path, monkeypatch, caps
         assert run_prepare(*command, tmp_path / "tree", *more) == 1
         error = capsys.readouterr().err
         assert "1.tif: out of memory: use fewer --workers" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("nodata", [None, 0], ids=["plain", "nodata"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"interleave": "band"},
+        {"interleave": "pixel"},
+        {"interleave": "band", "compress": "deflate"},
+        {"interleave": "pixel", "compress": "deflate", "tiled": True},
+        None,  # a file for each band
+    ],
+    ids=["raw", "raw by pixel", "strips", "tiles by pixel", "stack"],
+)
+def test_pack_holds_an_image_once(options, nodata, tmp_path):
+    """As the file stores it, and besides some channels and what is read at once."""
+    pixels = blocks(0, 13, 0, 3000, side=1024)
+    bands = ()
+    if options is None:
+        bands = tuple(f"B{i:02}" for i in range(13))
+        for i, band in enumerate(bands):
+            path = tmp_path / f"tree/T_{band}.tif"
+            write_by_gdal(path, pixels[i : i + 1], nodata=nodata, compress="deflate")
+    else:
+        write_by_gdal(tmp_path / "tree/1.tif", pixels, nodata=nodata, **options)
+    files = image_list.list_images(str(tmp_path / "tree"), print)
+    if bands:
+        files = stacking.find_scenes(files, bands, print)
+    tracemalloc.start()
+    try:
+        packing.write_shard(packing.PackOptions(bands=bands), tmp_path / "shard.tar", files)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    channel = 4 * 1024**2  # bytes in float32: one is written, the next is made, with its mask
+    assert peak < pixels.nbytes + 3 * channel + arrays.READ_AT_ONCE
 
 
 # --- nodata
@@ -279,18 +322,18 @@ def test_nodata_is_not_measured_and_filled_with_the_mean(tmp_path, capsys):
 def test_nodata_that_is_typed(nodata, dtype):
     array = blocks(0, 2, 1, 200).astype(dtype)
     array[0, :8] = nodata
-    found = arrays.read_image(npy(array), nodata=nodata)
+    found = read_packed(npy(array), nodata=nodata)
     np.testing.assert_array_equal(np.isnan(found), array == nodata)
     assert np.isnan(found).sum() == 8 * 32
     # A number that the type cannot hold is nowhere, and changes nothing.
-    assert arrays.read_image(npy(blocks(0, 2, 1, 9)), nodata=-9999.0).dtype == np.uint16
+    assert read_packed(npy(blocks(0, 2, 1, 9)), nodata=-9999.0).dtype == np.uint16
 
 
-def with_mask(path, pixels, **options):
-    """Write pixels by GDAL with a mask in the file: the first four rows are missing."""
+def with_mask(path, pixels, internal=True, **options):
+    """Write pixels by GDAL with a mask, in the file or beside it: four rows are missing."""
     mask = np.full(pixels.shape[1:], 255, "uint8")
     mask[:4] = 0
-    with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True):
+    with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=internal):
         write_by_gdal(path, pixels, **options)
         with rasterio.open(path, "r+") as file:
             file.write_mask(mask)
@@ -305,9 +348,17 @@ def read_masked(path):
 def test_a_mask_inside_a_geotiff_says_what_is_missing(dtype, tmp_path):
     path = tmp_path / "1.tif"
     with_mask(path, blocks(0, 5, 1, 200, dtype))
-    found = arrays.read_image(path.read_bytes())
+    found = read_packed(path.read_bytes())
     assert np.isnan(found).sum() == 5 * 4 * 32
     np.testing.assert_array_equal(found, read_masked(path))
+
+
+def test_a_mask_beside_a_geotiff_is_no_image_and_said_to_be_left_out(tmp_path, capsys):
+    with_mask(tmp_path / "tree/1.tif", blocks(0, 5, 1, 200), internal=False)
+    assert sorted(os.listdir(tmp_path / "tree")) == ["1.tif", "1.tif.msk"]
+    assert run_prepare("scan", tmp_path / "tree") == 0
+    said = capsys.readouterr().out
+    assert "1 images; left out 1 .msk" in said and "1 images: 5 channels of uint16" in said
 
 
 def test_nodata_of_pictures_is_named_and_made_nan_where_it_is_typed(tmp_path, capsys):
@@ -327,7 +378,7 @@ def test_nodata_of_pictures_is_named_and_made_nan_where_it_is_typed(tmp_path, ca
     for i in range(3):
         np.testing.assert_array_equal(data.open_array(files.read(i)), truth)
     # A number that no pixel of 8 bits can have leaves pictures as they are.
-    kept = arrays.read_image((root / "plain.png").read_bytes(), nodata=-9999.0)
+    kept = read_packed((root / "plain.png").read_bytes(), nodata=-9999.0)
     assert isinstance(kept, Image.Image)
 
 
@@ -336,7 +387,7 @@ def test_the_range_of_numbers_is_that_of_valid_pixels(tmp_path):
     pixels = blocks(0, 2, 1, 200, "int32")
     pixels[:, :8] = -(2**31)
     write_by_gdal(path, pixels, nodata=-(2**31))
-    np.testing.assert_array_equal(arrays.read_image(path.read_bytes()), read_masked(path))
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), read_masked(path))
 
 
 # --- TIFF that leaves out tiles, or is broken
@@ -358,7 +409,7 @@ def test_what_a_sparse_tiff_leaves_out_is_zero(bands, options, tmp_path):
         data.open_image(path.read_bytes())
     truth = read_by_gdal(path)
     assert not truth[:, 256:].any()
-    np.testing.assert_array_equal(arrays.read_image(path.read_bytes()), truth)
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), truth)
 
 
 def test_a_broken_tiff_gets_one_true_sentence(tmp_path):
@@ -366,7 +417,7 @@ def test_a_broken_tiff_gets_one_true_sentence(tmp_path):
     content = (tmp_path / "1.tif").read_bytes()
     for broken in (b"II*\0junk", content[:300], content[: len(content) // 2]):
         with pytest.raises(ValueError, match="broken TIFF") as raised:
-            arrays.read_image(broken)
+            read_packed(broken)
         assert "prepare.py" not in str(raised.value)
 
 
@@ -374,7 +425,7 @@ def test_a_missing_package_is_named_with_what_to_type(tmp_path, monkeypatch):
     write_by_gdal(tmp_path / "1.tif", blocks(0, 5, 1, 200))
     monkeypatch.setitem(sys.modules, "tifffile", None)  # as if it were not there
     with pytest.raises(ImportError, match="pip install tifffile imagecodecs"):
-        arrays.read_image((tmp_path / "1.tif").read_bytes())
+        read_packed((tmp_path / "1.tif").read_bytes())
 
 
 # --- which files, which kinds
@@ -527,7 +578,7 @@ def test_out_of_open_files_is_no_broken_image(tmp_path, monkeypatch):
     def fail(self, index):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(image_list.ImageList, "read", fail)
+    monkeypatch.setattr(image_list.ImageList, "open", fail)
     with pytest.raises(OSError, match="Too many open files"):
         checking.read_part(None, files)
 

@@ -135,7 +135,9 @@ def test_scan_names_every_broken_image_once(tmp_path, capsys):
     expected = broken_tree(root)
     for workers in ("2", "1"):
         assert prepare.main(["scan", str(root), "--workers", workers]) == 1
-        *lines, kind, last = capsys.readouterr().out.splitlines()
+        said = capsys.readouterr().out.splitlines()
+        # A busy machine takes more than the seconds after which progress is told.
+        *lines, kind, last = [line for line in said if not line.startswith("reading: ")]
         assert last == f"{len(expected)} of 32 images cannot be read"
         assert kind == "27 images: 3 channels of uint8 (RGB pictures)"
         found = dict(line.split(": ", 1) for line in lines)
@@ -246,8 +248,8 @@ def test_a_pack_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
     gone = FileNotFoundError(errno.ENOENT, "")  # a file system that went away
     for error in (KeyboardInterrupt(), OSError(errno.EIO, ""), gone):
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
-            contained = Mock(side_effect=[b"x" * 2**17] * 20 + [error])
-            patch.setattr(image_list.ImageList, "read", contained)
+            opened = Mock(side_effect=[io.BytesIO(b"x" * 2**17) for _ in range(20)] + [error])
+            patch.setattr(image_list.ImageList, "open", opened)
             assert prepare.main(command) == 1
         assert not target.exists()
     assert prepare.main(command) == 0 and contents(listed(target)) == contents(files)
@@ -360,9 +362,9 @@ def test_without_tifffile_one_sentence_says_what_to_type(tmp_path, monkeypatch, 
 
     monkeypatch.setitem(sys.modules, "tifffile", None)
     folder, pack = str(path.parent), str(tmp_path / "pack")
-    for command, status in (["stats", folder], 2), (["pack", folder, pack], 1):
-        assert prepare.main([*command, "--workers", "1"]) == status
-        assert "tifffile" in capsys.readouterr().err
+    for command in (["stats", folder], ["pack", folder, pack]):
+        assert prepare.main([*command, "--workers", "1"]) == 1
+        assert f"{path}: this TIFF needs a package" in capsys.readouterr().err
     prepared("pack", TILES, tmp_path / "plain")  # which is needed for nothing else
 
 
