@@ -20,8 +20,9 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 FULL = "TEST_ALL" in os.environ  # make test-all: whole matrices, and the tests marked `full`
 # A shell's background job ignores Ctrl-C, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-for name in list(os.environ):  # of a launcher
-    if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_")
+for name in list(os.environ):  # so that each test is one process, until it says otherwise
+    if name.startswith(LAUNCHERS):
         del os.environ[name]
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
@@ -80,9 +81,9 @@ def run(once: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str
     def train(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
         argv = [*ranks.NANO_ARGV, "--mode", "full_shard", "--steps", "2", "--save-every", "1"]
         argv += ["--mask-ratio", "0.5"]  # not the default
-        made = [ranks.Run(argv, to=str(folder / "out"))]
-        (result,) = ranks.run_ranks(2, made, folder / "ranks")
-        return folder / "out", result.params
+        made = ranks.Run(argv, to=str(folder / "out"))
+        results = ranks.run_ranks(2, [made], folder / "ranks")
+        return folder / "out", results[0].params
 
     monkeypatch.setitem(vit.MODELS, "nano", ranks.NANO)
     return once("pretrained", train)
