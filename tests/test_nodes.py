@@ -69,7 +69,8 @@ def test_the_ranks_agree_that_nodes_differ_and_say_what_to_type(tmp_path):
         assert result.errors.count("error: ") == 1 and SENTENCE in result.errors, result.errors
         assert "one of 1, 2, 4, or start as many ranks on each node" in result.errors
     for launcher in ("as_torchrun2", "as_srun2"):
-        assert read_log(tmp_path / launcher / "log.jsonl")[0]["mesh"]["shard"] == 2
+        start, _, _ = read_log(tmp_path / launcher / "log.jsonl")
+        assert start["mesh"]["shard"] == 2
 
 
 def test_what_needs_no_node_is_not_refused():

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import time
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import TILES
-from ranks import fork_server, join, on_ranks
+from ranks import TINY_ARGV, fork_server, join, on_ranks
 
 import mesh
 import train_fsdp
@@ -73,8 +74,8 @@ def test_what_takes_long_is_said_once(capsys):
     watch.clock += 9.99
     time.sleep(0.3)
     watch.stop()
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("rank 0: still listing images, on "), told
+    told = capsys.readouterr().err
+    assert told.startswith("rank 0: still listing images, on ") and told.count("\n") == 1, told
 
 
 # --- the folder of a run
@@ -101,10 +102,11 @@ def test_of_runs_that_start_at_once_one_has_the_folder(before, tmp_path):
             assert "in use by another run" in str(error)
 
     with ThreadPoolExecutor(8) as pool:
-        (lock,) = [lock for lock in pool.map(start, range(8)) if lock]
+        locks = [lock for lock in pool.map(start, range(8)) if lock]
+    assert len(locks) == 1
     with pytest.raises(ValueError, match=f"process {os.getpid()} on {platform.node()}"):
         process.lock_folder(folder)
-    lock.close()
+    locks[0].close()
     process.lock_folder(folder).close()
 
 
@@ -119,12 +121,10 @@ def test_a_requeued_job_waits_for_what_is_left_of_itself(tmp_path, monkeypatch):
     process.lock_folder(str(tmp_path)).close()
 
 
-def test_a_run_in_a_folder_in_use_is_refused_before_it_writes(tmp_path, capsys, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
-        monkeypatch.delenv(name)
+def test_a_run_in_a_folder_in_use_is_refused_before_it_writes(tmp_path, capsys):
     lock = process.lock_folder(str(tmp_path))
-    flags = f"--model tiny --img-size 32 --device cpu --run io --steps 1 --batch 4 --data {TILES}"
-    argv = [*flags.split(), "--workers", "0", "--out", str(tmp_path)]
+    flags = shlex.split("--run io --steps 1 --batch 4 --data")
+    argv = [*TINY_ARGV, *flags, TILES, "--out", str(tmp_path)]
     assert train_fsdp.main(argv) == 2
     printed = capsys.readouterr().err
     assert "in use by another run" in printed and printed.count("\n") == 1
