@@ -1,4 +1,9 @@
-"""Makes the scripts importable from the tests, and the tests independent of the caller's shell."""
+"""Makes the scripts importable from the tests, and the tests independent of the caller's shell.
+
+PyTorch is imported late: the process that only controls those that run tests does without.
+"""
+
+from __future__ import annotations
 
 import fcntl
 import os
@@ -7,11 +12,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
-import torch
-from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,16 +31,17 @@ LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_
 for name in list(os.environ):  # so that each test is one process, until it says otherwise
     if name.startswith(LAUNCHERS):
         del os.environ[name]
-torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the fork server of this process before any test does: Python has one, and the first
     to start it decides what it has imported."""
     if not getattr(session.config.option, "numprocesses", None):  # not the one that only controls
+        import torch
         from ranks import fork_server
 
         fork_server()
+        torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,6 +64,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture
 def single() -> Iterator[DeviceMesh]:
     """A process group of this process alone, and its mesh."""
+    import torch
+
     import mesh
 
     mesh.init_ranks(mesh.read_ranks({}), torch.device("cpu"))

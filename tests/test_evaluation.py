@@ -24,7 +24,7 @@ ARGV = [*NANO_ARGV, "--global-batch", "12", "--blr", "0.01", "--steps", "2", "--
 ARGV += ["--log-every", "1", "--warmup-steps", "0"]
 MODES = [  # where parameters stay gathered between two forward passes, and where they do not
     (2, "shard_grad_op --fsdp 1"),
-    (2, "full_shard --tp 2 --exact-decode --no-norm-pix-loss"),
+    (2, "full_shard --exact-decode --no-norm-pix-loss"),
 ]
 MORE = [
     *((2, mode) for mode in ("zero1", "no_shard", "hybrid", "full_shard --fsdp 1")),
@@ -33,6 +33,7 @@ MORE = [
     (2, "shard_grad_op --workers 1 --async-save"),
     (1, "ddp"),
     (1, "ddp --exact-decode --no-norm-pix-loss"),
+    (2, "full_shard --tp 2"),
 ]
 
 

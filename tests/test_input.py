@@ -59,6 +59,7 @@ def test_folders_that_are_wrong_are_refused_before_anything_starts(flags, what, 
     image_source.check_folder("images", out="images-out")  # beside them
 
 
+@pytest.mark.full
 def test_a_loader_worker_imports_no_more_than_it_needs(tmp_path):
     code = """
 import sys

@@ -152,6 +152,7 @@ def test_the_table_of_promises_names_files_that_exist():
     assert len(named) > 20 and not [name for name in named if not (ROOT / "tests" / name).exists()]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_import_changes_nothing(tmp_path):
     code = """
@@ -261,7 +262,7 @@ assert plan.main([*mine, "0.5", "--machine", "mine"]) == 0
 """
 TRAIN = (
     "--model tiny --img-size 32 --batch 4 --steps 3 --log-every 1 --workers 0 --device cpu "
-    f"--precision fp32 --out out --data {ROOT / 'examples' / 'tiles' / 'train'}"
+    f"--precision fp32 --out out --data {ROOT / 'examples' / 'tiles' / 'train' / 'desert'}"
 ).split()
 
 
@@ -279,6 +280,7 @@ def test_the_trainer_needs_only_what_it_is_copied_with(tmp_path):
     python("-c", JOB, *TRAIN, cwd=tmp_path, alone=True)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_one_of_each_is_added_to_a_copy_as_the_manual_says(tmp_path):
     copy(tmp_path, [*READ, "checkpoint", "plan"], ["runtime", "storage", "planner"])
