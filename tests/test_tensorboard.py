@@ -68,7 +68,7 @@ def test_a_line_has_the_rate_of_its_own_steps_and_the_memory_of_the_device(monke
     monkeypatch.setattr(log, "time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(log, "peak_flops", Mock(return_value=(1e12, "made up")))
     monkeypatch.setattr(log, "device_memory", Mock(return_value={"peak_allocated_gib": 3.0}))
-    config = Config("tiny", 32, mode="ddp", batch=4, steps=8)
+    config = Config("tiny", 32, mode="ddp", batch=4, steps=8, tensorboard=True)
     run = with_images(resolve(config, 1, 1), ImageFacts(100))
     written = log.Log(0)
     written.run = run
