@@ -18,6 +18,10 @@ from runtime.run import Run
 from runtime.run_plan import plan_run
 from runtime.session import Session
 
+# Of the matrices that are multiplied to time a CPU: large enough to be multiplied at full speed,
+# and small enough for a CPU that emulates bf16 or fp16, where a product of 768 takes a second.
+PRODUCT_SIDE = 384
+
 
 def start_record(
     run: Run, device: torch.device | None, warn: Callable[[str], None]
@@ -52,10 +56,10 @@ def cpu_step_seconds(run: Run, device: torch.device | None) -> float | None:
     flops = run.flops_per_image()
     if flops is None:
         return None
-    a = torch.ones(768, 768, dtype=run.dtype)
-    seconds = min(timeit.repeat("a @ a", globals={"a": a}, number=3, repeat=2)) / 3
+    a = torch.ones(PRODUCT_SIDE, PRODUCT_SIDE, dtype=run.dtype)
+    seconds = min(timeit.repeat("a @ a", globals={"a": a}, number=1, repeat=3))
     images = run.local_batch * run.config.accum
-    return 2 * seconds * flops * images / run.config.tp / (2 * 768**3)
+    return 2 * seconds * flops * images / run.config.tp / (2 * PRODUCT_SIDE**3)
 
 
 def versions() -> dict[str, str | None]:

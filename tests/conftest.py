@@ -1,4 +1,9 @@
-"""Makes the scripts importable from the tests, and the tests independent of the caller's shell."""
+"""Makes the scripts importable from the tests, and the tests independent of the caller's shell.
+
+PyTorch is imported late: the process that only controls those that run tests does without.
+"""
+
+from __future__ import annotations
 
 import fcntl
 import os
@@ -7,11 +12,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
-import torch
-from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,19 +27,21 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 FULL = "TEST_ALL" in os.environ  # make test-all: whole matrices, and the tests marked `full`
 # A shell's background job ignores Ctrl-C, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-for name in list(os.environ):  # of a launcher
-    if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_")
+for name in list(os.environ):  # so that each test is one process, until it says otherwise
+    if name.startswith(LAUNCHERS):
         del os.environ[name]
-torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the fork server of this process before any test does: Python has one, and the first
     to start it decides what it has imported."""
     if not getattr(session.config.option, "numprocesses", None):  # not the one that only controls
+        import torch
         from ranks import fork_server
 
         fork_server()
+        torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -55,6 +64,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture
 def single() -> Iterator[DeviceMesh]:
     """A process group of this process alone, and its mesh."""
+    import torch
+
     import mesh
 
     mesh.init_ranks(mesh.read_ranks({}), torch.device("cpu"))
@@ -80,9 +91,9 @@ def run(once: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str
     def train(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
         argv = [*ranks.NANO_ARGV, "--mode", "full_shard", "--steps", "2", "--save-every", "1"]
         argv += ["--mask-ratio", "0.5"]  # not the default
-        made = [ranks.Run(argv, to=str(folder / "out"))]
-        (result,) = ranks.run_ranks(2, made, folder / "ranks")
-        return folder / "out", result.params
+        made = ranks.Run(argv, to=str(folder / "out"))
+        results = ranks.run_ranks(2, [made], folder / "ranks")
+        return folder / "out", results[0].params
 
     monkeypatch.setitem(vit.MODELS, "nano", ranks.NANO)
     return once("pretrained", train)

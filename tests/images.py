@@ -1,10 +1,13 @@
 """Images for tests, and what data.py must make of them."""
 
 import io
+import shutil
 import zlib
 from collections import namedtuple
+from functools import partial
 
 import numpy as np
+from conftest import ROOT
 from PIL import Image
 from torchvision.transforms.v2 import functional as v2
 
@@ -15,6 +18,14 @@ def noise_image(seed, width=40, height=40):
     """Draw an image of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def copy_tiles(folder, count):
+    """Make a folder with the first of the tiles to train on, as 00.jpg, 01.jpg, and so on."""
+    folder.mkdir()
+    tiles = sorted((ROOT / "examples" / "tiles" / "train").glob("*/*.jpg"))
+    for i in range(count):
+        shutil.copy(tiles[i], folder / f"{i:02d}.jpg")
 
 
 def saved(kind, image, **options):
@@ -42,18 +53,19 @@ def sample_at(dataset, position):
 
 def stream(files, *, ranks=1, accum=1, global_batch=48, steps=range(6), **options):
     """List what all ranks read, sorted by position."""
-    given = {"global_batch": global_batch, "local_batch": global_batch // (ranks * accum)}
-    given |= {"img_size": 32, "patches": 16, "seed": 0, "steps": steps} | options
+    given = {"img_size": 32, "patches": 16, "seed": 0} | options
+    build = partial(data.build_loader, files, global_batch=global_batch, steps=steps, **given)
     rows = []
     for rank in range(ranks):
-        loader = data.build_loader(files, rank=rank, world_size=ranks, **given)
+        loader = build(local_batch=global_batch // (ranks * accum), rank=rank, world_size=ranks)
         places = list(loader.batch_sampler)
         batches = list(loader)
         assert len(places) == len(batches) == len(steps) * accum
         for i, (place, batch) in enumerate(zip(places, batches, strict=True)):
             samples = zip(place, batch.image, batch.noise, batch.image_ids, strict=True)
             for (position, _), image, noise, image_id in samples:
-                order, pixels = tuple(noise.argsort().tolist()), zlib.crc32(image.numpy())
+                order = tuple(noise.argsort().tolist())
+                pixels = zlib.crc32(image.numpy())
                 path = files.path(image_id)
                 rows.append(Row(position, steps[i // accum], path, order, pixels))
     return sorted(rows)

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from ranks import environment, free_port, processes_of, read_log  # noqa: E402
+from ranks import environment, free_port, processes_of, read_records  # noqa: E402
 
 import checkpoint  # noqa: E402
 
@@ -31,23 +31,25 @@ ARGV = (
     "--steps 100000 --log-every 1 --save-every 3 --precision fp32 --device cpu --workers 1 "
     "--clip 1 --blr 1e-2 --timeout 12"
 ).split()
-MODES = ["ddp", "zero1"] + [
-    f"{mode} --fsdp {fsdp}"
-    for fsdp in (1, 2)
-    for mode in ("no_shard", "shard_grad_op", "full_shard", "hybrid --group 1")
-]
+SHARDED = ("no_shard", "shard_grad_op", "full_shard", "hybrid --group 1")
+MODES = ["ddp", "zero1"]
+MODES += [f"{mode} --fsdp 1" for mode in SHARDED]
+MODES += [f"{mode} --fsdp 2" for mode in SHARDED]
 
 
 def all_steps(out: Path) -> list[dict]:
     """The step lines of all rounds; those before the first checkpoint have logs of their own."""
-    return [step for log in out.glob("log*.jsonl") for step in read_log(log)[1]]
+    found = []
+    for log in out.glob("log*.jsonl"):
+        found += read_records(log, "step")
+    return found
 
 
-def strike(ranks: list[subprocess.Popen], name: str, hit: list[subprocess.Popen]) -> str:
-    """Send the signal, wait for the end; what was wrong about it, or nothing."""
+def strike(ranks: list[subprocess.Popen], name: str, hit: list[subprocess.Popen]) -> list[str]:
+    """Send the signal, wait for the end; return what was wrong about it."""
     early = [p.returncode for p in ranks if p.poll() is not None]
     if early:
-        return f"ended by itself, status {early}"
+        return [f"ended by itself, status {early}"]
     for p in hit:
         p.send_signal(getattr(signal, name))
     deadline = time.monotonic() + 90
@@ -55,67 +57,102 @@ def strike(ranks: list[subprocess.Popen], name: str, hit: list[subprocess.Popen]
         time.sleep(0.05)
     status = [p.poll() for p in ranks]
     if None in status or (name != "SIGKILL" and any(status)):
-        return f"status {status}"
-    return ""
+        return [f"status {status}"]
+    return []
 
 
-def one_round(out: Path, choose: random.Random) -> list[str]:
-    """Start ranks, strike them, look at what is left; what was wrong."""
-    world, mode = choose.choice([1, 2, 3, 4]), choose.choice(MODES)
-    behind = choose.choice([[], ["--async-save"]])
-    command = [sys.executable, "train_fsdp.py", *ARGV, "--mode", *mode.split(), *behind]
-    begin = len(all_steps(out))
-    known, port = bool(checkpoint.list_checkpoints(out)), free_port()
+def start(out: Path, world: int, flags: list[str]) -> list[subprocess.Popen]:
+    """Start ranks that append what they print to OUT/output.txt."""
+    command = [sys.executable, "train_fsdp.py", *ARGV, *flags, "--out", str(out)]
+    port = free_port()
+    ranks = []
     with open(out / "output.txt", "ab") as output:
-        ranks = [
-            subprocess.Popen(
-                [*command, "--out", str(out)],
+        for rank in range(world):
+            process = subprocess.Popen(
+                command,
                 cwd=ROOT,
                 stdout=output,
                 env=environment(rank, world, port),
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            for rank in range(world)
-        ]
-    if choose.random() < 0.2:
-        moment = "start-up"
-        time.sleep(choose.uniform(0.5, 8))
-    else:
-        moment, deadline = "training", time.monotonic() + 90
-        while time.monotonic() < deadline and all(p.poll() is None for p in ranks):
-            if len(all_steps(out)) > begin:
-                break
-            time.sleep(0.1)
-        time.sleep(choose.uniform(0, 3))
-    name = choose.choice(["SIGKILL", "SIGKILL", "SIGTERM", "SIGUSR1"])
-    hit = choose.choice([ranks, [choose.choice(ranks)]])
-    what = f"{world} ranks, {mode}, {name} to {len(hit)} in {moment}"
-    problems = [problem] if (problem := strike(ranks, name, hit)) else []
+            ranks.append(process)
+    return ranks
+
+
+def wait_for_a_step(out: Path, begin: int, ranks: list[subprocess.Popen]) -> None:
+    """Wait until the logs have more than `begin` steps, a rank has ended, or 90 s are over."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and all(p.poll() is None for p in ranks):
+        if len(all_steps(out)) > begin:
+            return
+        time.sleep(0.1)
+
+
+def processes_left(ranks: list[subprocess.Popen]) -> list[str]:
+    """Wait until the ranks and their workers are gone; kill and return those that are not."""
     grace = time.monotonic() + 30  # loader workers end a moment after their rank
     while any(processes_of(p.pid) for p in ranks) and time.monotonic() < grace:
         time.sleep(0.1)
+    found = []
     for p in ranks:
-        if left := processes_of(p.pid):
-            problems.append(f"processes left: {left}")
+        left = processes_of(p.pid)
+        if left:
+            found += left
             os.killpg(p.pid, signal.SIGKILL)
         p.wait()
+    return found
+
+
+def wrong_checkpoints(out: Path, fewest: int) -> list[str]:
+    """Return what is wrong about the checkpoints in a folder, of which at least so many remain."""
+    problems = []
     found = checkpoint.list_checkpoints(out)
-    if not known <= len(found) <= 3 or len(list(out.glob(".step_*"))) > 1:
+    unfinished = list(out.glob(".step_*"))
+    if not fewest <= len(found) <= 3 or len(unfinished) > 1:
         problems.append(f"found {sorted(p.name for p in out.iterdir())}")
     for path in found:
         try:
             checkpoint.check(path)
         except checkpoint.Damaged as error:
             problems.append(str(error))
-    print(what, [p.name for p in found], problems or "", flush=True)
+    return problems
+
+
+def one_round(out: Path, choose: random.Random) -> list[str]:
+    """Start ranks, strike them, look at what is left; what was wrong."""
+    world = choose.choice([1, 2, 3, 4])
+    mode = choose.choice(MODES)
+    behind = choose.choice([[], ["--async-save"]])
+    begin = len(all_steps(out))
+    fewest = min(1, len(checkpoint.list_checkpoints(out)))
+    ranks = start(out, world, ["--mode", *mode.split(), *behind])
+    if choose.random() < 0.2:
+        moment = "start-up"
+        time.sleep(choose.uniform(0.5, 8))
+    else:
+        moment = "training"
+        wait_for_a_step(out, begin, ranks)
+        time.sleep(choose.uniform(0, 3))
+    name = choose.choice(["SIGKILL", "SIGKILL", "SIGTERM", "SIGUSR1"])
+    hit = choose.choice([ranks, [choose.choice(ranks)]])
+    what = f"{world} ranks, {mode}, {name} to {len(hit)} in {moment}"
+
+    problems = strike(ranks, name, hit)
+    left = processes_left(ranks)
+    if left:
+        problems.append(f"processes left: {left}")
+    problems += wrong_checkpoints(out, fewest)
+    print(what, [p.name for p in checkpoint.list_checkpoints(out)], problems, flush=True)
     return [f"{what}: {problem}" for problem in problems]
 
 
 def kill(rounds: int, seed: int, out: Path) -> list[str]:
     """So many rounds in one folder; what was wrong."""
     choose = random.Random(seed)
-    problems = [problem for _ in range(rounds) for problem in one_round(out, choose)]
+    problems = []
+    for _ in range(rounds):
+        problems += one_round(out, choose)
     answers = defaultdict(list)
     for step in all_steps(out):
         answers[step["step"]].append(step["loss"])
@@ -135,7 +172,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         problems = kill(args.rounds, args.seed, Path(folder))
         if problems:
-            print((Path(folder) / "output.txt").read_text()[-4000:])
+            output = Path(folder, "output.txt").read_text()
+            print(output[-4000:])
     print(f"{args.rounds} rounds, {len(problems)} problems", *problems, sep="\n")
     return int(bool(problems))
 

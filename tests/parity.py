@@ -30,7 +30,11 @@ SPLIT = {
     "nano:decoder_heads=4": replace(NANO, decoder_heads=4),
     "nano:decoder_heads=4,gated_mlp=1": replace(NANO, decoder_heads=4, gated_mlp=True),
 }
-STEPS, BATCH, SIZE, CLIP, BLR = 4, 48, 48, 1.0, 5e-3
+STEPS = 4
+BATCH = 48
+SIZE = 48
+CLIP = 1.0
+BLR = 5e-3
 ARGV = (
     f"--model nano --img-size {SIZE} --data {TILES} --global-batch {BATCH} --steps {STEPS} "
     f"--log-every 1 --clip {CLIP} --blr {BLR} --warmup-steps 2 --precision fp32 --workers 0 "
@@ -64,20 +68,19 @@ def modes(ranks: int, groups: list[int]) -> list[Case]:
     cases = [Case(ranks, mode) for mode in ("ddp", "zero1")]
     for fsdp in (1, 2):
         cases += [Case(ranks, m, fsdp) for m in ("no_shard", "shard_grad_op", "full_shard")]
-        cases += [Case(ranks, m, fsdp, g) for m in ("hybrid", "hybrid_grad_op") for g in groups]
+        for group in groups:
+            cases += [Case(ranks, m, fsdp, group) for m in ("hybrid", "hybrid_grad_op")]
     return cases
 
 
 def grid() -> list[Case]:
     """Four ranks with and without checkpointing and accumulation; six in groups of three; --tp."""
-    cases = [
-        replace(case, ac=ac, accum=accum)
-        for case in modes(4, [1, 2, 4])
-        for ac in ("none", "full")
-        for accum in (1, 2)
-    ]
+    cases = []
+    for case in modes(4, [1, 2, 4]):
+        for ac in ("none", "full"):
+            cases += [replace(case, ac=ac, accum=accum) for accum in (1, 2)]
     cases += [case for case in modes(6, [3]) if case.group]
-    plain, gated = list(SPLIT)[1:]
+    _, plain, gated = SPLIT
     for tp, shard, replicate in ((2, 1, 1), (2, 1, 2), (2, 2, 1), (2, 2, 2), (4, 1, 2), (4, 2, 1)):
         ranks = tp * shard * replicate
         cases.append(Case(ranks, "hybrid", 2, shard, "selective", 1, tp=tp, model=gated))
@@ -109,7 +112,8 @@ def reference(
         local_batch=BATCH,
         steps=range(STEPS),
     )
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step, batch in enumerate(loader):
         peak = BLR * BATCH / 256
         cosine = 0.5 * peak * (1 + math.cos(math.pi * (step - 2) / (STEPS - 2)))
@@ -154,7 +158,8 @@ def difference(result: Result, expected: tuple) -> Difference:  # type: ignore[t
 
 def compare(cases: list[Case], folder: Path) -> dict[Case, Difference]:
     """Run the cases, ordered by world size, and measure each against the reference."""
-    found, expected = {}, {name: reference(SPLIT[name]) for name in {c.model for c in cases}}
+    expected = {name: reference(SPLIT[name]) for name in {c.model for c in cases}}
+    found = {}
     for ranks in sorted({c.ranks for c in cases}):
         these = [c for c in cases if c.ranks == ranks]
         results = run_ranks(ranks, [Run(c.argv()) for c in these], folder / str(ranks), 3600)

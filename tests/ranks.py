@@ -18,6 +18,7 @@ import pickle
 import random
 import resource
 import runpy
+import shlex
 import signal
 import socket
 import subprocess
@@ -51,6 +52,8 @@ NANO_ARGV = (
     "--model nano --img-size 32 --global-batch 8 --workers 0 --precision fp32 --device cpu "
     f"--data {ROOT}/examples/tiles/train"
 ).split()
+# the start of a command for one process, of made-up images
+TINY_ARGV = shlex.split("--model tiny --img-size 32 --device cpu --precision fp32 --workers 0")
 
 
 @dataclass
@@ -91,8 +94,9 @@ def free_port() -> int:
     """Below what the system hands out: nobody is given it while the ranks still import torch."""
     while True:
         with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", random.SystemRandom().randrange(20000, 32000)))
-            return s.getsockname()[1]
+            port = random.SystemRandom().randrange(20000, 32000)
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def processes_of(group: int) -> list[str]:
@@ -100,10 +104,11 @@ def processes_of(group: int) -> list[str]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # gone meanwhile
-            name, _, rest = entry.read_text().partition("(")[2].rpartition(")")
-            state, _, pgrp = rest.split()[:3]
-            if int(pgrp) == group and state != "Z":
-                found.append(f"{entry.parent.name} {name}")
+            pid, _, named = entry.read_text().partition(" (")
+            name, _, rest = named.rpartition(") ")
+            state, _, process_group, *_ = rest.split()
+            if int(process_group) == group and state != "Z":
+                found.append(f"{pid} {name}")
     return found
 
 
@@ -147,7 +152,8 @@ def run_ranks(world: int, runs: list[Run], folder: Path, timeout: float = 600) -
     by_rank = on_ranks(world, partial(_all_runs, runs, folder), folder, timeout)
     for i, (run, result) in enumerate(zip(runs, by_rank[0], strict=True)):
         result.status = [results[i].status[0] for results in by_rank]
-        log = Path(run.to or folder / str(i), "log.jsonl")
+        out = Path(run.to) if run.to else folder / str(i)
+        log = out / "log.jsonl"
         if log.exists():
             result.start, result.steps, result.end = read_log(log)
     return by_rank[0]
@@ -180,8 +186,9 @@ def start_ranks(
             time.sleep(0.05)
         failed = [r for r, p in enumerate(processes) if p.exitcode != 0]
         if failed:
-            texts = [(folder / f"rank{r}.txt").read_text()[-3000:] for r in failed]
-            raise RuntimeError(f"ranks {failed} failed or time was up:\n" + "\n".join(texts))
+            texts = [(folder / f"rank{r}.txt").read_text() for r in failed]
+            ends = "\n".join(text[-3000:] for text in texts)
+            raise RuntimeError(f"ranks {failed} failed or time was up:\n{ends}")
     finally:
         for p in processes:
             if p.is_alive():
@@ -207,7 +214,12 @@ def freeze_imports() -> None:
     Each run begins with one, which would go through 350,000 objects of imported modules: 0.15 s.
     """
     gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None
+    gc.freeze = do_nothing
+    gc.unfreeze = do_nothing
+
+
+def do_nothing() -> None:
+    """Stand in the place of gc.freeze and gc.unfreeze."""
 
 
 def _become(environ: dict[str, str], output: Path, work: Callable[[], None]) -> None:
@@ -254,15 +266,33 @@ def _call(function: Callable[[], Any], folder: Path) -> None:
     (folder / f"rank{os.environ['RANK']}").write_bytes(pickle.dumps(function()))
 
 
-def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
-    """(start, steps, end) of a log.jsonl; strict JSON, so NaN is an error."""
+def read_records(path: Path, event: str = "") -> list[dict[str, Any]]:
+    """Read a log.jsonl, or its records of one event; strict JSON, so NaN is an error."""
 
     def refuse(text: str) -> None:
         raise ValueError(f"{text} is not JSON")
 
-    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-    by = {event: [r for r in lines if r["event"] == event] for event in ("start", "step", "end")}
-    return (by["start"] or [{}])[-1], by["step"], (by["end"] or [{}])[-1]
+    lines = path.read_bytes().splitlines()
+    records = [json.loads(line, parse_constant=refuse) for line in lines]
+    return [record for record in records if event in ("", record["event"])]
+
+
+def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    """Read a log.jsonl: its last start, its steps, its last end."""
+    starts = read_records(path, "start")
+    ends = read_records(path, "end")
+    start = starts[-1] if starts else {}
+    end = ends[-1] if ends else {}
+    return start, read_records(path, "step"), end
+
+
+def status_of(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Call a program's main; return the status that the program would end with."""
+    try:
+        return main(argv)
+    except SystemExit as leave:  # argparse refuses
+        assert isinstance(leave.code, int), leave
+        return leave.code
 
 
 # --------------------------------------------------------------------------------------------- #
@@ -308,9 +338,11 @@ class Seen:
 
     def look_at(self, model) -> None:
         """Gather the parameters, and compare them with those of other ranks and before."""
-        self.params, before = full_parameters(model), self.flat
+        before = self.flat
+        self.params = full_parameters(model)
         self.flat = torch.cat([v.flatten() for v in self.params.values()])
-        low, high = self.flat.clone(), self.flat.clone()
+        low = self.flat.clone()
+        high = self.flat.clone()
         dist.all_reduce(low, op=dist.ReduceOp.MIN)
         dist.all_reduce(high, op=dist.ReduceOp.MAX)
         self.replicas_differ = max(self.replicas_differ, (high - low).max().item())
@@ -333,7 +365,8 @@ def watched_step(run: Run, rank: int, seen: Seen, train_step: Callable) -> Calla
 
 def poisoned(run: Run, seen: Seen) -> Any:
     """A patch by which the loss or its gradient is not finite in some steps."""
-    normalize, forward = data.normalize, vit.ViTMAE.forward
+    normalize = data.normalize
+    forward = vit.ViTMAE.forward
 
     def bad_images(images, stats):
         x = normalize(images, stats)
@@ -342,8 +375,11 @@ def poisoned(run: Run, seen: Seen) -> Any:
     def bad_gradient(self, *args, **kwargs):
         loss, pred, mask = forward(self, *args, **kwargs)
         if seen.step in run.poison_steps:
-            loss.register_hook(lambda g: g * float("inf"))
+            loss.register_hook(make_infinite)
         return loss, pred, mask
+
+    def make_infinite(gradient):
+        return gradient * float("inf")
 
     if run.poison == "loss":
         return patch.object(data, "normalize", bad_images)
@@ -363,7 +399,8 @@ def lost_images(run: Run) -> Any:
 
 def saves_on_a_full_disk(run: Run) -> Any:
     """A patch by which some saves cannot write whole files."""
-    attempts, write = itertools.count(), checkpoint.Saver._write
+    attempts = itertools.count()
+    write = checkpoint.Saver._write
 
     def limited(self, *work):
         full = next(attempts) in run.full_saves
@@ -381,7 +418,7 @@ def hooks(run: Run, rank: int, seen: Seen) -> Iterator[Any]:
         yield lost_images(run)
     if run.due_rank >= 0:
         due = run.due_rank == rank
-        yield patch.object(resume.CheckpointSchedule, "due_by_clock", lambda self: due)
+        yield patch.object(resume.CheckpointSchedule, "due_by_clock", return_value=due)
     if run.full_saves and rank == 1:
         yield saves_on_a_full_disk(run)
     if run.poison and run.poison_rank == rank:
@@ -391,25 +428,27 @@ def hooks(run: Run, rank: int, seen: Seen) -> Iterator[Any]:
 def one_run(run: Run, out: Path, rank: int) -> Result:
     """Call train_fsdp.main with the hooks that the run asks for; what came of it on this rank."""
     vit.MODELS["nano"] = NANO
-    seen, output, errors = Seen(), io.StringIO(), io.StringIO()
+    seen = Seen()
+    output = io.StringIO()
+    errors = io.StringIO()
     out.mkdir(exist_ok=True)
     os.environ["MASTER_PORT"] = agreed_port(out, rank)
-    argv = [*run.argv, "--out", run.to or str(out)]
+    argv = [*run.argv, "--out", run.to if run.to else str(out)]
     if "--save-every" not in argv and not run.plain:  # saving takes time
         argv += ["--save-every", "none"]
+    main = partial(train_fsdp.main, signals=seen.received)
     try:
         with contextlib.ExitStack() as stack:
             for hook in hooks(run, rank, seen):
                 stack.enter_context(hook)
             stack.enter_context(contextlib.redirect_stdout(output))
             stack.enter_context(contextlib.redirect_stderr(errors))
-            status = train_fsdp.main(argv, signals=seen.received)
-    except SystemExit as leave:
-        status = int(leave.code or 0)
+            status = status_of(main, argv)
     finally:
         sys.stderr.write(output.getvalue() + errors.getvalue())
     result = Result([status], output=output.getvalue(), errors=errors.getvalue())
     if rank == 0:
-        result.params, result.moved = seen.params, seen.moved
+        result.params = seen.params
+        result.moved = seen.moved
         result.replicas_differ = seen.replicas_differ
     return result

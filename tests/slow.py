@@ -31,7 +31,8 @@ class Links(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in ("c10d", "_c10d_functional"):
             time.sleep(0.1)
-        return func(*args, **(kwargs or {}))
+        kwargs = {} if kwargs is None else kwargs
+        return func(*args, **kwargs)
 
 
 def slowed(cause: str) -> Any:
@@ -39,7 +40,9 @@ def slowed(cause: str) -> Any:
 
     Only for a loader without workers: those are processes of their own.
     """
-    step, forward, index = train_fsdp.train_step, vit.Block.forward, data.ImageOrder.image_at
+    step = train_fsdp.train_step
+    forward = vit.Block.forward
+    index = data.ImageOrder.image_at
 
     def over_slow_links(*args, **kwargs):
         with Links():
@@ -62,12 +65,18 @@ def slowed(cause: str) -> Any:
 
 def slow_runs() -> None:
     """Run real, syn and io for each cause on several ranks, syn on one."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
+    if world == 1:
+        mode = "no_shard"
+        kinds = ["syn"]
+    else:
+        mode = "full_shard"
+        kinds = ["real", "syn", "io"]
     for cause in CAUSES:
-        for run in ("real", "syn", "io") if world > 1 else ("syn",):
+        for run in kinds:
             out = Path(os.environ["SLOW_RUNS"], cause, f"{world}-{run}", "1")
             os.environ["MASTER_PORT"] = agreed_port(out, rank)
-            mode = "full_shard" if world > 1 else "no_shard"
             with slowed(cause):
                 argv = [*FLAGS, "--mode", mode, "--run", run, "--out", str(out)]
                 assert train_fsdp.main(argv) == 0

@@ -18,7 +18,8 @@ def result_or_error(work):
 
 
 def two_ranks():
-    rank, calls = join(), []
+    rank = join()
+    calls = []
 
     def work():
         calls.append(rank)

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT
 from images import by_torchvision, dataset_of, noise_image, sample_at, saved
 from PIL import Image
-from ranks import python
+from ranks import TINY_ARGV, python
 
 import data
 import plan
@@ -58,7 +58,7 @@ def encoded(array):
 def test_augmentation_of_arrays_equals_torchvisions(dtype, channels, change):
     """From a hook and from a .npy file: the same pixels as by v2 on the same draws."""
     arrays = [change(noise_array(i, channels, dtype=dtype)) for i in range(6)]
-    stats = data.ChannelStats((0.0,) * channels, (1.0,) * channels, dtype)
+    stats = data.ChannelStats(tuple(np.zeros(channels)), tuple(np.ones(channels)), dtype)
     for images in (arrays, [encoded(array) for array in arrays]):
         dataset = dataset_of(Own(images), 32, 16, seed=3, global_batch=6, stats=stats)
         for position in range(12):
@@ -76,21 +76,32 @@ def test_a_pillow_image_is_treated_as_its_file():
     mine = dataset_of(Own(pictures), 32, 16, 0, 4)
     same = dataset_of(Own(files), 32, 16, 0, 4, exact=True)
     for position in range(12):
-        a, b = sample_at(mine, position), sample_at(same, position)
-        assert torch.equal(a.image, b.image) and a.image_id == b.image_id and not a.bad
+        sample = sample_at(mine, position)
+        expected = sample_at(same, position)
+        assert torch.equal(sample.image, expected.image) and not sample.bad
+        assert sample.image_id == expected.image_id
 
 
-WHOLE = encoded(noise_array(0))
-INT32, FLAT, EMPTY = noise_array(0).astype(np.int32), noise_array(0)[0], noise_array(0)[:, :0]
-NAN, PICKLE = np.full((12, 8, 8), np.nan, np.float32), np.array([{}], object)
-BROKEN = [WHOLE[:-100], WHOLE[:6], *map(encoded, (INT32, FLAT, EMPTY, NAN, PICKLE))]
+GOOD = noise_array(0)
+WHOLE = encoded(GOOD)
+BROKEN = [
+    WHOLE[:-100],
+    WHOLE[:6],
+    encoded(GOOD.astype(np.int32)),
+    encoded(GOOD[0]),  # two dimensions
+    encoded(GOOD[:, :0]),  # no rows
+    encoded(np.full((12, 8, 8), np.nan, np.float32)),
+    encoded(np.array([{}], object)),  # a pickle
+]
 OTHER = [(4, "uint16"), (12, "float32"), (3, "uint8")]
 
 
 def test_broken_arrays_and_those_of_another_kind_are_replaced_and_say_why():
     images = [*BROKEN, noise_array(2, 4), noise_array(3, dtype="float32"), noise_image(6), WHOLE]
     dataset = dataset_of(Own(images), 32, 16, 0, len(images), stats=STATS)
-    found = {i: r for p in range(len(images)) for i, r in sample_at(dataset, p).bad}
+    found = {}
+    for position in range(len(images)):
+        found |= dict(sample_at(dataset, position).bad)
     assert found.keys() == set(range(10))
     for i, (channels, dtype) in enumerate(OTHER, start=len(BROKEN)):
         what = f"{channels} channels of {dtype}, not 12 of uint16: see `prepare.py stats`"
@@ -102,8 +113,9 @@ def test_broken_arrays_and_those_of_another_kind_are_replaced_and_say_why():
 
 @pytest.mark.parametrize(("channels", "dtype"), [(3, "uint8"), (12, "float32")])
 def test_normalize_equals_numpy(channels, dtype):
-    pixels = noise_array(0, channels, dtype=dtype)[None]
-    mean, std = np.arange(channels) + 0.4, np.arange(channels) + 0.2
+    pixels = np.expand_dims(noise_array(0, channels, dtype=dtype), 0)
+    mean = np.arange(channels) + 0.4
+    std = np.arange(channels) + 0.2
     stats = data.ChannelStats(tuple(mean.tolist()), tuple(std.tolist()), dtype)
     images = torch.from_numpy(pixels.copy())
     scaled = pixels / (255 if dtype == "uint8" else 1)
@@ -111,7 +123,7 @@ def test_normalize_equals_numpy(channels, dtype):
     x = data.normalize(images, stats)
     assert x.dtype == torch.float32
     np.testing.assert_allclose(x.numpy(), expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(images.numpy(), pixels)  # --run-mode syn takes them again
+    np.testing.assert_array_equal(images.numpy(), pixels)  # --run syn takes them again
     with pytest.raises(ValueError):
         data.normalize(images, data.ChannelStats((0.0,), (1.0,)))
 
@@ -119,8 +131,7 @@ def test_normalize_equals_numpy(channels, dtype):
 # --- the model and the scripts
 
 
-SMALL = ["--model", "tiny", "--img-size", "32", "--device", "cpu", "--precision", "fp32"]
-SMALL += ["--batch", "4", "--steps", "1", "--workers", "0"]
+SMALL = [*TINY_ARGV, "--batch", "4", "--steps", "1"]
 
 
 def test_the_model_and_its_plan_know_the_channels(capsys):

@@ -27,10 +27,14 @@ from runtime import config, devices
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("docs/*.md")}
 README = PAGES["README.md"] = (ROOT / "README.md").read_text()
-MANUAL, CLUSTER = PAGES["docs/manual.md"], PAGES["docs/cluster.md"]
+MANUAL = PAGES["docs/manual.md"]
+CLUSTER = PAGES["docs/cluster.md"]
 LAUNCH = (ROOT / "launch_frontier.sh").read_text()
-ROOMS = ("runtime", "storage", "planner", "sweeps", "downstream", "benchmarks", "")
-SOURCE = LAUNCH + "".join(path.read_text() for room in ROOMS for path in (ROOT / room).glob("*.py"))
+ROOMS = ("runtime", "storage", "planner", "sweeps", "downstream", "benchmarks")
+SCRIPTS = [*ROOT.glob("*.py")]
+for room in ROOMS:
+    SCRIPTS += ROOT.glob(f"{room}/*.py")
+SOURCE = LAUNCH + "".join(path.read_text() for path in SCRIPTS)
 
 
 def prose(text: str) -> str:
@@ -55,17 +59,27 @@ def commands(text: str) -> list[str]:
     shell = "".join(content for language, content in blocks(text) if language == "bash")
     lines = shell.replace("\\\n", " ").splitlines()
     lines += [code for code in re.findall(r"`([^`]+)`", prose(text)) if len(code.split()) > 1]
-    return [" ".join(line.split(" #")[0].split()) for line in lines if line.strip()]
+    return [without_comment(line) for line in lines if line.strip()]
 
 
-COMMANDS = [(page, command) for page, text in PAGES.items() for command in commands(text)]
+def without_comment(line: str) -> str:
+    """A command without the comment behind it, its words one space apart."""
+    command, _, _ = line.partition(" #")
+    return " ".join(command.split())
+
+
+COMMANDS: list[tuple[str, str]] = []  # page, command
+for page, text in PAGES.items():
+    COMMANDS += [(page, command) for command in commands(text)]
 
 
 def started(program: str) -> list[str]:
     """The arguments of a program, wherever a page starts it."""
     start = r"^" if program == "torchrun" else r"\b(?:python|sbatch|torchrun)\b.* "
-    found = [re.search(rf"{start}{re.escape(program)} (.+)", command) for _, command in COMMANDS]
-    return [re.split(r" (?:>|\|+) ", match[1])[0] for match in found if match]
+    end = r"(?: (?:>|\|+) .*)?$"  # a pipe, or a file
+    pattern = re.compile(rf"{start}{re.escape(program)} (.+?){end}")
+    found = [pattern.search(command) for _, command in COMMANDS]
+    return [match[1] for match in found if match]
 
 
 # --- pages and tables
@@ -120,13 +134,13 @@ def test_variables_are_those_of_the_launch_script():
     callers = {"LD_LIBRARY_PATH", "CRAY_LD_LIBRARY_PATH", "TMPDIR", "LMOD_SYSTEM_NAME"}
     callers |= {"MODULESHOME", "CONDA_EXE"}  # not for the user to set
     read = {name for name in re.findall(r"\$\{([A-Z_]+):?[-=]", LAUNCH) if name[:6] != "SLURM_"}
-    rows = {
-        row[0].strip("`"): row[1].split(";")[0].strip("`") for row in table(CLUSTER, "variable")
-    }
+    rows = {name.strip("`"): default for name, default, *_ in table(CLUSTER, "variable")}
     assert {*rows} == read - callers
-    for name, default in rows.items():
-        if constant := re.search(rf"\$\{{{name}:?[-=]([a-z0-9]+)\}}", LAUNCH):
-            assert default == constant[1], name
+    for name, shown in rows.items():
+        default, _, _ = shown.partition(";")
+        constant = re.search(rf"\$\{{{name}:?[-=]([a-z0-9]+)\}}", LAUNCH)
+        if constant:
+            assert default.strip("`") == constant[1], name
 
 
 def test_messages_are_those_of_the_code():
@@ -143,11 +157,12 @@ def test_messages_are_those_of_the_code():
 def test_first_hour(tmp_path):
     env = clone(tmp_path)
     first_screen, rest = README.split("\n## Your first hour\n")
-    _, shell = blocks(first_screen)[0]
+    (_, shell), *_ = blocks(first_screen)
     one_process = next(line for line in shell.splitlines() if line.startswith("python train"))
     execute("bash", one_process.replace("--model", "--steps 2 --model"), tmp_path, env)
-    section = rest.split("\n## ")[0]
-    for step in section.split("\n### ")[1:]:
+    section, _, _ = rest.partition("\n## ")
+    _, *hour = section.split("\n### ")
+    for step in hour:
         output = ""
         for language, content in blocks(step):
             if language:
@@ -199,16 +214,12 @@ def test_every_command_runs(tmp_path):
     ranks = "torchrun --standalone --nproc-per-node 2 train_fsdp.py --mode full_shard"
     run(f"{ranks} --model {SMALL} --data out/tiles --out out/demo")
     ran = 0
-    for text in (
-        PAGES["docs/downstream.md"],
-        PAGES["docs/images.md"],
-        MANUAL,
-        README.split("\n## The code\n")[1],
-    ):
+    _, after_first_hour = README.split("\n## The code\n")
+    for text in (PAGES["docs/downstream.md"], PAGES["docs/images.md"], MANUAL, after_first_hour):
         run("rm -rf out/step_* out/done out/pack")  # of a page before
         for shell in [content for language, content in blocks(text) if language == "bash"]:
             lines = shell.replace("\\\n", " ").splitlines()
-            here = [small(s.split(" #")[0]) for s in lines if s and not ELSEWHERE.search(s)]
+            here = [small(without_comment(s)) for s in lines if s and not ELSEWHERE.search(s)]
             run("\n".join(here))  # in one shell: one of them changes the folder
             ran += len(here)
     assert ran >= 20
@@ -235,18 +246,23 @@ def test_commands_are_valid(tmp_path, monkeypatch, capsys):
     for parse, found in parsers.items():
         assert found
         for argv in found:  # SystemExit if it is not valid
-            parse(shlex.split(argv.split(" -- ")[0].replace('--sbatch "', '"--sbatch=')))
+            own, _, _ = argv.partition(" -- ")
+            parse(shlex.split(own.replace('--sbatch "', '"--sbatch=')))
     for argv in started("checkpoint.py"):
         with pytest.raises(SystemExit):
             checkpoint.main(argv.split())
         assert "there is no folder" in capsys.readouterr().err
     makefile = (ROOT / "Makefile").read_text()
     for page, command in COMMANDS:
-        if match := re.match(r"make ([a-z-]+)$", command):
-            assert f"\n{match[1]}:" in makefile, (page, command)
-        if match := re.search(r"(?:^|\s)python (-m )?([a-z_/.]+)", command):
-            name = match[2].replace(".", "/") + ".py" if match[1] else match[2]
-            assert name == "pip.py" or (ROOT / name).exists(), (page, command)
+        target = re.match(r"make ([a-z-]+)$", command)
+        if target:
+            assert f"\n{target[1]}:" in makefile, (page, command)
+        module = re.search(r"(?:^|\s)python -m ([a-z_.]+)", command)
+        if module and module[1] != "pip":
+            assert Path(ROOT, module[1].replace(".", "/") + ".py").exists(), (page, command)
+        script = re.search(r"(?:^|\s)python ([a-z_/.]+)", command)
+        if script:
+            assert (ROOT / script[1]).exists(), (page, command)
 
 
 def test_torchrun_takes_all_flags_without_two_dashes():
@@ -285,7 +301,8 @@ def test_plans_are_what_is_printed(page, count, capsys):
     assert len(found) == count
     for (_, shell), (_, shown) in found:
         for line in shell.splitlines():
-            plan.main(line.partition(" | sed -n 2p")[0].split()[2:])
+            _, _, *argv = line.removesuffix(" | sed -n 2p").split()  # python plan.py
+            plan.main(argv)
         assert find_printed(shown, capsys.readouterr().out) == shown.splitlines()
 
 

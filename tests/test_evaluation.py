@@ -1,7 +1,6 @@
 """--eval-data: one number for any mode and number of ranks, and a training that does not notice."""
 
 import errno
-import json
 import shutil
 import signal
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from ranks import NANO, NANO_ARGV, Run, run_ranks
+from ranks import NANO, NANO_ARGV, Run, read_records, run_ranks
 
 import data
 import train_fsdp
@@ -25,8 +24,7 @@ ARGV = [*NANO_ARGV, "--global-batch", "12", "--blr", "0.01", "--steps", "2", "--
 ARGV += ["--log-every", "1", "--warmup-steps", "0"]
 MODES = [  # where parameters stay gathered between two forward passes, and where they do not
     (2, "shard_grad_op --fsdp 1"),
-    (2, "full_shard --tp 2"),
-    (1, "ddp --exact-decode --no-norm-pix-loss"),
+    (2, "full_shard --exact-decode --no-norm-pix-loss"),
 ]
 MORE = [
     *((2, mode) for mode in ("zero1", "no_shard", "hybrid", "full_shard --fsdp 1")),
@@ -34,6 +32,8 @@ MORE = [
     (2, "ddp --compile --accum 2"),
     (2, "shard_grad_op --workers 1 --async-save"),
     (1, "ddp"),
+    (1, "ddp --exact-decode --no-norm-pix-loss"),
+    (2, "full_shard --tp 2"),
 ]
 
 
@@ -59,9 +59,8 @@ LOSSES = ("eval_loss", "loss_of_zero", "loss_of_mean_colour")
 
 def evaluations(log: Path) -> list[tuple[int, tuple[float, ...], int]]:
     """(step, losses of the model, of zero and of the mean colour, images) of each."""
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    evals = [r for r in records if r["event"] == "eval"]
-    return [(r["step"], tuple(r[key] for key in LOSSES), r["images"]) for r in evals]
+    found = read_records(log, "eval")
+    return [(r["step"], tuple(r[key] for key in LOSSES), r["images"]) for r in found]
 
 
 def guessed(image: np.ndarray, noise: np.ndarray, norm_pix: bool) -> tuple[float, float]:
@@ -70,8 +69,10 @@ def guessed(image: np.ndarray, noise: np.ndarray, norm_pix: bool) -> tuple[float
     if norm_pix:
         patches = patches - patches.mean(1, keepdims=True)
         patches /= np.sqrt((patches**2).sum(1, keepdims=True) / 191 + 1e-6)
-    pixels, order = patches.reshape(16, 64, 3), noise.argsort()
-    hidden, colour = pixels[order[4:]], pixels[order[:4]].mean((0, 1))
+    pixels = patches.reshape(16, 64, 3)
+    order = noise.argsort()
+    hidden = pixels[order[4:]]
+    colour = pixels[order[:4]].mean((0, 1))
     return float((hidden**2).mean()), float(((hidden - colour) ** 2).mean())
 
 
@@ -79,13 +80,15 @@ def guessed(image: np.ndarray, noise: np.ndarray, norm_pix: bool) -> tuple[float
 def by_hand(checkpoint: Path, folder: Path, exact: bool = False) -> tuple[float, ...]:
     """The loss of vit.ViTMAE on one image after the other, each with its mask; of the guesses."""
     model = build_pretrained(read_pretrained(checkpoint), torch.device("cpu"))
-    files, losses = data.scan(str(folder)), []
+    files = data.scan(str(folder))
+    losses = []
     for i, name in enumerate(files.names):
         if "broken" not in name:
             pixels = data.normalize(EvalImages(files, 32, data.IMAGENET, exact)[[i]].images)
             noise = fixed_noise(0, [i], 16)
-            own = model(pixels, 0.75, noise)[0].item()
-            losses.append((own, *guessed(pixels[0].numpy(), noise[0].numpy(), model.norm_pix_loss)))
+            own, _, _ = model(pixels, 0.75, noise)
+            guesses = guessed(pixels[0].numpy(), noise[0].numpy(), model.norm_pix_loss)
+            losses.append((own.item(), *guesses))
     return tuple(np.mean(losses, axis=0))
 
 
@@ -95,12 +98,15 @@ def compare(cases: list[tuple[int, str]], folder: Path) -> None:
     baselines = []
     for world in {world for world, _ in cases}:
         chosen = [["--mode", *mode.split()] for size, mode in cases if size == world]
-        runs = [Run([*ARGV, *argv, *more]) for argv in chosen for more in (given, [])]
+        runs = []
+        for i, argv in enumerate(chosen):
+            out = folder / f"{world}-{i}"
+            runs += [Run([*ARGV, *argv, *given], to=str(out)), Run([*ARGV, *argv])]
         results = run_ranks(world, runs, folder / str(world))
         for i, argv in enumerate(chosen):
             watched, alone = results[2 * i : 2 * i + 2]
-            assert watched.status == alone.status == [0] * world, watched.errors
-            out = folder / str(world) / str(2 * i)
+            assert not any(watched.status) and not any(alone.status), watched.errors
+            out = folder / f"{world}-{i}"
             found = evaluations(out / "log.jsonl")
             assert [(step, images) for step, _, images in found] == [(1, 13), (2, 13)]
             for step, losses, _ in found:
@@ -139,12 +145,15 @@ def test_no_held_out_image_ends_a_run(broken, code, used, tmp_path, monkeypatch,
     lost = range(broken) if not code else []
     line = [*ARGV, *held_out(tmp_path, 18, lost), "--out", str(tmp_path / "out")]
     assert train_fsdp.main(line) == 0
-    printed, found = capsys.readouterr().out, evaluations(tmp_path / "out" / "log.jsonl")
+    printed = capsys.readouterr().out
+    found = evaluations(tmp_path / "out" / "log.jsonl")
     assert f"{18 - used} of 18 held-out images cannot be read: {tmp_path}/held/" in printed
-    assert [(step, images) for step, _, images in found] == [(1, used), (2, used)][: 2 * (used > 0)]
+    expected = [(1, used), (2, used)] if used else []
+    assert [(step, images) for step, _, images in found] == expected
     if used == 2:
-        expected = by_hand(tmp_path / "out" / "step_00000002", tmp_path / "held")
-        assert found[1][1] == pytest.approx(expected, abs=1e-6)
+        _, losses, _ = found[-1]
+        by_one_process = by_hand(tmp_path / "out" / "step_00000002", tmp_path / "held")
+        assert losses == pytest.approx(by_one_process, abs=1e-6)
 
 
 def test_a_run_that_is_asked_to_stop_leaves_without_evaluating(tmp_path):

@@ -3,11 +3,13 @@
 import torch
 import torch.distributed as dist
 from conftest import FULL
-from ranks import NANO_ARGV, Run, join, on_ranks, run_ranks
+from ranks import NANO, NANO_ARGV, Run, Seen, join, on_ranks, poisoned, read_log
 from torch import nn
 
 import mesh
 import shard
+import train_fsdp
+import vit
 from runtime.agreement import SCALE_EXHAUSTED, StepGuard
 
 CPU = torch.device("cpu")
@@ -18,34 +20,40 @@ if FULL:
 
 def scales_after_one_bad_rank() -> list[list[float]]:
     """On every rank: its scale after each step; rank 1 alone has an infinite gradient in step 1."""
-    rank, found = join(), []
-    for mode, fsdp in ROWS:
-        grid = mesh.build_mesh(shard.mesh_shape(mode, 2, 2 if mode == "hybrid" else None), CPU)
-        given = {"fsdp": fsdp} if shard.STRATEGIES[mode].engine == "fsdp" else {}
-        options = shard.ShardingOptions(param_dtype=torch.float16, **given)
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-        model = shard.apply(model, mode, grid, block_classes=set(), options=options)
-        optimizer = shard.build_optimizer(model, mode, set(), lr=1e-3, weight_decay=0.0)
-        scaler = shard.build_scaler(model, CPU, torch.float16)
-        guard = StepGuard(CPU)
-        scales = []
-        for step in range(3):
-            with shard.autocast(model, CPU, torch.float16):
-                loss = model(torch.ones(2, 4)).float().square().mean()
-            if (rank, step) == (1, 1):
-                loss = loss * float("inf")
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            norm = shard.clip_grad_norm(model)
-            skip = guard.check_step(loss, norm, scaled=True)
-            shard.optimizer_step(optimizer, skip)
-            scaler.update()
-            optimizer.zero_grad()
-            scales.append(scaler.get_scale())
-        found.append(scales)
+    rank = join()
+    found = [scales_of_training(rank, mode, fsdp) for mode, fsdp in ROWS]
     dist.destroy_process_group()
     return found
+
+
+def scales_of_training(rank: int, mode: str, fsdp: int) -> list[float]:
+    """Train a small model for three steps in one mode -> the scale after each."""
+    grid = mesh.build_mesh(shard.mesh_shape(mode, 2, 2 if mode == "hybrid" else None), CPU)
+    if shard.STRATEGIES[mode].engine == "fsdp":
+        options = shard.ShardingOptions(param_dtype=torch.float16, fsdp=fsdp)
+    else:
+        options = shard.ShardingOptions(param_dtype=torch.float16)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model = shard.apply(model, mode, grid, block_classes=set(), options=options)
+    optimizer = shard.build_optimizer(model, mode, set(), lr=1e-3, weight_decay=0.0)
+    scaler = shard.build_scaler(model, CPU, torch.float16)
+    guard = StepGuard(CPU)
+    scales = []
+    for step in range(3):
+        with shard.autocast(model, CPU, torch.float16):
+            loss = model(torch.ones(2, 4)).float().square().mean()
+        if (rank, step) == (1, 1):
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = shard.clip_grad_norm(model)
+        skip = guard.check_step(loss, norm, scaled=True)
+        shard.optimizer_step(optimizer, skip)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
 
 
 def test_all_ranks_have_the_same_scale(tmp_path):
@@ -58,11 +66,14 @@ def test_all_ranks_have_the_same_scale(tmp_path):
 def test_infinite_norms_are_bad_once_the_scale_is_at_its_end(single):
     """A good step between them begins a new search."""
     guard = StepGuard(CPU, max_skips=1)
-    one, nan = torch.tensor(1.0), torch.tensor(float("nan"))
-    for norm in [nan] * SCALE_EXHAUSTED + [one] + [nan] * SCALE_EXHAUSTED:
+    one = torch.tensor(1.0)
+    nan = torch.tensor(float("nan"))
+    searching = [nan for _ in range(SCALE_EXHAUSTED)]
+    for norm in [*searching, one, *searching]:
         guard.check_step(one, norm, scaled=True)
-        (result,) = guard.read_results()
-        assert result.consecutive == 0 and not guard.end_reason
+        for result in guard.read_results():
+            assert result.consecutive == 0
+        assert not guard.end_reason
     done = guard.done
     for _ in range(2):
         assert not guard.end_reason
@@ -71,9 +82,13 @@ def test_infinite_norms_are_bad_once_the_scale_is_at_its_end(single):
     assert guard.end_reason == "nan" and guard.done == done + 1
 
 
-def test_gradients_that_stay_nan_end_the_run(tmp_path):
+def test_gradients_that_stay_nan_end_the_run(tmp_path, monkeypatch):
+    """In one process; tests/test_train.py has a bad step of one rank."""
+    monkeypatch.setitem(vit.MODELS, "nano", NANO)
     argv = [*NANO_ARGV, "--steps", "60", "--precision", "fp16", "--global-batch", "2"]
-    poisoned = Run(argv, poison="gradient", poison_steps=tuple(range(60)), params=False)
-    (result,) = run_ranks(2, [poisoned], tmp_path)
-    assert result.status == [1, 1] and result.end["reason"] == "nan"
-    assert result.end["steps"] == SCALE_EXHAUSTED
+    always = Run([], poison="gradient", poison_steps=(0,))
+    with poisoned(always, Seen(step=0)):
+        status = train_fsdp.main([*argv, "--save-every", "none", "--out", str(tmp_path)])
+    _, _, end = read_log(tmp_path / "log.jsonl")
+    assert status == 1 and end["reason"] == "nan"
+    assert end["steps"] == SCALE_EXHAUSTED

@@ -1,4 +1,4 @@
-"""What a GPU will do, counted on a CPU: fake tensors on a cuda device, a profiler, mocked names."""
+"""What a GPU will do, counted on a CPU: fake tensors on a cuda device, a profiler."""
 
 import math
 import types
@@ -19,7 +19,6 @@ from planner.host import host_bytes
 from planner.machines import MACHINES
 from planner.memory import block_memory
 from planner.traffic import PlannedRun, model_units
-from runtime import devices
 from runtime.agreement import StepGuard
 from runtime.config import Config
 from runtime.dry_run import fake_world
@@ -50,7 +49,8 @@ class NormDtypes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.native_layer_norm.default:
             self.found.append({a.dtype for a in args if isinstance(a, Tensor)})
-        return func(*args, **(kwargs or {}))
+        kwargs = {} if kwargs is None else kwargs
+        return func(*args, **kwargs)
 
 
 # --- norms
@@ -59,27 +59,30 @@ class NormDtypes(TorchDispatchMode):
 def test_autocast_on_a_gpu_keeps_norms_in_bf16(cuda_autocast):
     """A bf16 GPU kernel, whose input is saved as it is: no fp32 copy of a token anywhere."""
     saved: list[Tensor] = []
-    batch, tokens, width = 2, 10, 64
 
     def keep(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
+    def restore(tensor: Tensor) -> Tensor:
+        return tensor
+
     with FakeTensorMode(), NormDtypes() as norms:
         with torch.device("cuda"):
-            block = vit.Block(width, 4, 256)
-            x = torch.empty(batch, tokens, width, dtype=torch.bfloat16, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            block = vit.Block(64, 4, 256)
+            x = torch.empty(2, 10, 64, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, restore):
             x = x + block.mlp(block.norm2(x + block.norm1(x)))  # without attention's own copies
     assert norms.found == [{torch.bfloat16}] * 2 and x.dtype == torch.bfloat16
-    fp32 = [t.shape for t in saved if t.dtype == torch.float32 and t.numel() > batch * tokens]
-    assert fp32 == []
+    fp32 = [t.shape for t in saved if t.dtype == torch.float32]
+    assert all(shape.numel() <= 2 * 10 for shape in fp32), fp32  # a number for each token at most
 
 
 def test_norms_are_pytorchs_in_fp32_and_fsdps_in_bf16():
     """The values are those of nn.LayerNorm; of bf16 tokens, with its weights in bf16."""
     torch.manual_seed(0)
-    mine, theirs = vit.LayerNorm(64, eps=1e-6), torch.nn.LayerNorm(64, eps=1e-6)
+    mine = vit.LayerNorm(64, eps=1e-6)
+    theirs = torch.nn.LayerNorm(64, eps=1e-6)
     for p in mine.parameters():
         torch.nn.init.normal_(p)
     theirs.load_state_dict(mine.state_dict())
@@ -94,7 +97,8 @@ def test_norms_are_pytorchs_in_fp32_and_fsdps_in_bf16():
 def test_the_plan_counts_no_fp32_copies_for_autocast():
     def saved(mode: str) -> int:
         run = PlannedRun(SMALL, mode, 1, 8, 64, 0.75)
-        return block_memory(run, model_units(SMALL, False)[1], MACHINES["dgx-h100"]).saved
+        _, block, *_ = model_units(SMALL, False)
+        return block_memory(run, block, MACHINES["dgx-h100"]).saved
 
     assert saved("ddp") == saved("full_shard")
 
@@ -170,8 +174,8 @@ def gpu_guard(monkeypatch):
     """A guard that believes in a GPU."""
     zeros = torch.zeros
 
-    def on_a_cpu(*shape, pin_memory=False, **options):
-        return zeros(*shape, **options | {"device": "cpu"})
+    def on_a_cpu(*shape, pin_memory=False, device=None, **options):
+        return zeros(*shape, device="cpu", **options)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch, "zeros", on_a_cpu)
@@ -213,36 +217,16 @@ def test_a_run_says_once_what_it_waits_for(gpu_guard, monkeypatch, waiting, gpu_
         assert part in text
 
 
-# --- names
-
-
-@pytest.mark.parametrize(
-    ("name", "architecture", "units", "peak"),
-    [
-        ("AMD Radeon Graphics", "gfx90a:sramecc+:xnack-", 110, 191.5e12),
-        ("AMD Radeon Graphics", "gfx90a:sramecc+:xnack-", 104, None),  # MI250 or MI210
-        ("AMD Radeon Graphics", "gfx1103", 12, None),  # in a laptop
-        ("NVIDIA H100 80GB HBM3", "", 132, 989e12),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "", 16, None),
-        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "", 42, None),
-    ],
-)
-def test_peaks_of_nameless_and_divided_gpus(monkeypatch, name, architecture, units, peak):
-    found = types.SimpleNamespace(gcnArchName=architecture, multi_processor_count=units)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    assert devices.peak_flops(torch.device("cuda", 0))[0] == peak
-
-
 # --- pinned memory
 
 
 @pytest.mark.parametrize(("mode", "fsdp"), [("full_shard", 2), ("full_shard", 1), ("zero1", 2)])
 def test_pinned_blocks_are_rounded_up_to_powers_of_two(mode, fsdp):
     """Parameters 4 bytes, gradients 4, two moments 8; the first two of --cpu-offload are pinned."""
-    asked = {"cpu_offload": mode != "zero1", "async_save": True, "fsdp": fsdp}
-    run = PlannedRun(vit.MODELS["tiny"], mode, 4, 8, 96, 0.75, **asked)
-    model = vit.ViTMAE(vit.MODELS["tiny"], 96)
+    tiny = vit.MODELS["tiny"]
+    offload = mode != "zero1"
+    run = PlannedRun(tiny, mode, 4, 8, 96, 0.75, cpu_offload=offload, async_save=True, fsdp=fsdp)
+    model = vit.ViTMAE(tiny, 96)
     shapes = [p.shape for p in model.parameters()]
     if mode == "zero1":
         sizes = [4 * shape.numel() for shape in shapes]

@@ -115,7 +115,7 @@ def test_a_run_that_torchrun_restarts_is_one_run(trouble, nodes, tmp_path):
     agents = [torchrun(tmp_path, "--max-restarts", "3", *flags) for flags in where]
     statuses = [agent.wait(timeout=500) for agent in agents]
     output = (tmp_path / "output").read_text()
-    assert statuses == [0] * nodes and (tmp_path / "out" / "done").exists(), output[-3000:]
+    assert not any(statuses) and (tmp_path / "out" / "done").exists(), output[-3000:]
     _, steps, end = read_log(tmp_path / "out" / "log.jsonl")
     assert end["reason"] == "done" and steps[-1]["step"] == 12
 
@@ -158,7 +158,8 @@ def test_one_task_of_srun_in_a_larger_job_is_one_process():
 
 def test_a_folder_that_is_another_on_this_node_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "SHOWN_AFTER_SECONDS", 0.2)
-    shared, other = tmp_path / "shared", tmp_path / "other"
+    shared = tmp_path / "shared"
+    other = tmp_path / "other"
     lock = process.lock_folder(str(shared))
     owner = process.read_owner(str(shared))
     process.check_shared(str(shared), owner)

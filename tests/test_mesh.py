@@ -1,6 +1,7 @@
 """mesh.py: launchers' variables, devices, the mesh's groups."""
 
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -106,10 +107,11 @@ def test_what_srun_did_not_start_in_blocks_is_refused(environ, sentence):
 
 def test_loader_workers(monkeypatch):
     """Slurm binds a rank to cores of its own; other launchers leave it all of the node's."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)), raising=False)
+    cores = Mock(return_value=set(range(24)))
+    monkeypatch.setattr(os, "sched_getaffinity", cores, raising=False)
     workers = [worker_count(None, mesh.read_ranks(environ)) for environ in (SRUN, TORCHRUN, {})]
     assert workers == [16, 5, 16]  # 4 ranks on the node
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    cores.return_value = {0, 1}
     assert worker_count(None, mesh.read_ranks(TORCHRUN)) == 0
 
 
@@ -125,7 +127,7 @@ def test_loader_workers(monkeypatch):
     ],
 )
 def test_pick_device(name, gpus, picked, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", Mock(return_value=gpus))
     ranks = mesh.read_ranks(TORCHRUN)  # local rank 2 of 4
     if isinstance(picked, str):
         assert mesh.pick_device(name, ranks) == torch.device(picked)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from ranks import python, read_log, single_environment
+from ranks import python, read_records, single_environment
 
 
 def why_not() -> str:
@@ -62,7 +62,7 @@ def hosts() -> Iterator[list[str]]:
 
 
 def losses(out: Path) -> list[float]:
-    return [s["loss"] for s in read_log(out / "log.jsonl")[1]]
+    return [step["loss"] for step in read_records(out / "log.jsonl", "step")]
 
 
 def start(host: int, name: str, train: list[str]) -> subprocess.Popen[str]:
@@ -89,8 +89,11 @@ def start(host: int, name: str, train: list[str]) -> subprocess.Popen[str]:
 def test_two_hosts_train_as_one_process_does(hosts, tmp_path):
     train = ["train_fsdp.py", *TRAIN, "--mode", "hybrid", "--group", "2", "--out"]
     running = [start(i, name, [*train, str(tmp_path / "two")]) for i, name in enumerate(hosts)]
+    output = ""
     try:
-        output = "".join(process.communicate(timeout=120)[0] for process in running)
+        for process in running:
+            printed, _ = process.communicate(timeout=120)
+            output += printed
     finally:
         for process in running:
             with contextlib.suppress(ProcessLookupError):

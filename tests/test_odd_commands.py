@@ -1,14 +1,15 @@
 """What is mistyped on a command line: one sentence and status 2, before anything starts."""
 
-import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from conftest import ROOT
+from ranks import read_log, status_of
 
 import plan
 import prepare
@@ -27,22 +28,15 @@ PROGRAMS = {
 
 
 @pytest.fixture(autouse=True)
-def one_process(monkeypatch, tmp_path):
-    """No launcher's variables from the shell that runs the tests; a folder of its own."""
-    for name in list(os.environ):
-        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            monkeypatch.delenv(name)
+def own_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
 def refused(program: str, argv: list[str], capsys) -> str:
     """The sentence by which a program refuses a command."""
     started = AssertionError("a process group was started")
-    try:
-        with patch.object(dist, "init_process_group", side_effect=started):
-            status = PROGRAMS[program].main(argv)
-    except SystemExit as leave:
-        status = leave.code
+    with patch.object(dist, "init_process_group", side_effect=started):
+        status = status_of(PROGRAMS[program].main, argv)
     printed = capsys.readouterr()
     assert status == 2 and printed.out == "" and not os.listdir(), (argv, status, printed)
     usage, _, sentence = printed.err.rpartition(": error: ")
@@ -51,12 +45,17 @@ def refused(program: str, argv: list[str], capsys) -> str:
     return sentence
 
 
+BETAS = ("0.9", "0.9,1", "0.9,0.95,0.99", "a,b", "-0.1,0.9", "nan,0.9", "")
 # flags of train_fsdp.py, and what the sentence has
 TRAINING = [
     ("--mode full_shard --group 2", "--group is for --mode hybrid, hybrid_grad_op"),
     ("--cpu-offload", "but this run is on the CPU"),
     ("--group 2", "1 ranks cannot be split into shard groups of 2"),
     ("--tp 2", "--tp 2 must divide 1 ranks, "),
+    ("--tp 3 --dry-run --world-size 8", "--tp 3 must divide 8 ranks"),
+    ("--tp 2 --mode ddp --dry-run --world-size 8", "ddp"),
+    ("--tp 2 --precision fp16 --dry-run --world-size 8", "--tp is not for fp16"),
+    ("--cpu-offload --precision fp16 --device cuda", "--cpu-offload is not for fp16"),
     ("--mask-ratio 0", "--mask-ratio 0.0 removes no patch"),
     ("--batch 8 --global-batch 64", "--batch and --global-batch: give one of them"),
     ("--global-batch 9 --accum 2", "is not a multiple of 1 ranks x 2 accumulation steps"),
@@ -66,6 +65,8 @@ TRAINING = [
     ("--save-every 30h", "--save-every takes steps (500), minutes (30m), none: '30h'"),
     ("--batch 0", "argument --batch: '0' is not a whole number from 1 up"),
     ("--blr nan", "argument --blr: 'nan' is not a number"),
+    ("--lr 1e-3 --blr 1.5e-4", "--blr and --lr: give one of them"),  # a default's value too
+    *((f"--betas={betas}", "is not two numbers from 0 to below 1") for betas in BETAS),
     ("--data=", "argument --data: '' is empty: is a shell variable unset?"),
     ("--ste 5", "unrecognized arguments: --ste 5"),  # no abbreviations
 ]
@@ -127,21 +128,23 @@ def test_precision_is_what_the_device_computes_in(flags, cpu_flags, precision, m
     def read_text(path):
         return f"processor: 0\nflags: {cpu_flags}\n"
 
-    monkeypatch.setattr(devices.Path, "exists", lambda path: cpu_flags is not None)
+    def exists(path):
+        return cpu_flags is not None
+
+    monkeypatch.setattr(devices.Path, "exists", exists)
     monkeypatch.setattr(devices.Path, "read_text", read_text)
     assert config.parse(flags.split()).precision == precision
 
 
-def test_the_start_and_a_refused_resume_name_the_precision(monkeypatch, capsys):
+def test_the_start_and_a_refused_resume_name_the_precision(capsys):
     argv = ["--model", "tiny:depth=1", "--img-size", "32", "--device", "cpu", "--workers", "0"]
     argv += ["--batch", "2", "--steps", "1"]
-    for default in ("bf16", "fp32"):
-        monkeypatch.setattr(devices, "default_precision", lambda gpu, n=default: (n, "why"))
-        status = train_fsdp.main([*argv, "--out", "out"])
-        printed = capsys.readouterr()
-        if default == "bf16":
-            assert status == 0 and "precision: bf16 (default here bf16: why)" in printed.out
-            with open("out/log.jsonl") as file:
-                start = json.loads(file.readline())
-            assert start["precision_default"] == "bf16: why"
-    assert status == 2 and "precision bf16 -> fp32" in printed.err
+    argv += ["--out", "out"]
+    with patch.object(devices, "default_precision", return_value=("bf16", "why")):
+        assert train_fsdp.main(argv) == 0
+    assert "precision: bf16 (default here bf16: why)" in capsys.readouterr().out
+    start, _, _ = read_log(Path("out/log.jsonl"))
+    assert start["precision_default"] == "bf16: why"
+    with patch.object(devices, "default_precision", return_value=("fp32", "why")):
+        assert train_fsdp.main(argv) == 2
+    assert "precision bf16 -> fp32" in capsys.readouterr().err

@@ -8,12 +8,13 @@ import statistics
 import sys
 import time
 from dataclasses import fields, replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from ranks import join, on_ranks
+from ranks import join, on_ranks, status_of
 from simulated import AS_A_CPU, ROWS, Watch, hold_against_plan, planned_traffic, simulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -42,7 +43,6 @@ GATED = (
     "decoder_width=12,decoder_depth=1,decoder_heads=2"
 )
 FRONTIER = machines.MACHINES["frontier"]
-IMAGES = {"img_size": 224, "mask_ratio": 0.75, "batch": 32}
 GROUPS = {"hybrid": 4, "hybrid_grad_op": 4}
 
 
@@ -53,14 +53,16 @@ def as_on_a_gpu(monkeypatch):
 
 
 def planned(model: str, world: int, machine: machines.Machine = FRONTIER, **case) -> estimate.Plan:
-    run = traffic.PlannedRun(model_config(model), world_size=world, **IMAGES | case)
+    run = traffic.PlannedRun(
+        model_config(model), world_size=world, img_size=224, mask_ratio=0.75, batch=32, **case
+    )
     return estimate.Plan(run, machine)
 
 
 def run_of(model: str, world: int, **case) -> Run:
     """The run of the trainer, of bf16 on GPUs if not said otherwise."""
-    mode = {"precision": "bf16", "group": GROUPS.get(case["mode"])}
-    return resolve(Config(model, device="cuda", **mode | case), world, 8)
+    given = {"precision": "bf16", "group": GROUPS.get(case["mode"])} | case
+    return resolve(Config(model, device="cuda", **given), world, 8)
 
 
 def plan_of(run: Run, machine: machines.Machine = FRONTIER) -> estimate.Plan:
@@ -136,10 +138,10 @@ SHALLOW = "base:depth=3,decoder_depth=2"  # a step takes a quarter of base's
     [
         (SHALLOW, 8, "full_shard", {"accum": 2, "reduce_dtype": "bf16"}),
         (SHALLOW, 8, "shard_grad_op", {"ac": "selective"}),
-        (SHALLOW, 512, "hybrid", {"ac": "full"}),
         (f"{SHALLOW},gated_mlp=1", 8, "full_shard", {}),
         (SHALLOW, 8, "full_shard", {"wrap": "root", "ac": "full"}),
         *full_only(
+            (SHALLOW, 512, "hybrid", {"ac": "full"}),
             ("base", 8, "hybrid", {"wrap": "root"}),
             # with fewer blocks: they are alike, and the tracker takes long
             ("15b:depth=6,decoder_depth=2", 512, "shard_grad_op", {"ac": "full"}),
@@ -171,7 +173,8 @@ def test_what_a_rank_keeps_is_what_arithmetic_says(ranks, flags, group):
     assert peak["OptState"] == 8 * sum(rows) + 4 * len(rows)
     tables = 4 * (1 + 4 * 4) * (192 + 128)  # positions of 16 patches and cls, both widths
     assert after["Buffer"] == tables
-    images, noise = 2 * 3 * 32 * 32, 4 * 2 * 16  # uint8, fp32
+    images = 2 * 3 * 32 * 32  # uint8
+    noise = 4 * 2 * 16  # fp32
     assert after["Inputs"] == flags.get("accum", 1) * (images + noise)
     whole = [n for n in ("Unsharded Param", "All Gather", "Reduce Scatter") if after[n]]
     assert not whole and sum(after.values()) + peak["OptState"] < sum(peak.values())
@@ -181,14 +184,14 @@ def test_what_a_rank_keeps_is_what_arithmetic_says(ranks, flags, group):
 
 def test_the_plan_of_fine_tuning_is_of_whole_images_and_no_decoder(monkeypatch):
     """What the log begins with, against PyTorch's tracker; the linear layer is small."""
-    given = {"test": "x", "mode": "full_shard", "batch": 32, "precision": "bf16"}
-    run = resolve(finetune.Tuning(SHALLOW, **given), 8, 8)
+    config = finetune.Tuning(SHALLOW, test="x", mode="full_shard", batch=32, precision="bf16")
+    run = resolve(config, 8, 8)
     known = {row.name: getattr(run, row.name) for row in fields(run)}
     tuning = finetune.TuningRun(**known, classes=4)
     found = run_plan.plan_run(tuning, CPU, pytest.fail)["memory_gib"]
     with dry_run.fake_world(8):
         grid = mesh.build_mesh(run.mesh_shape, CPU)
-        monkeypatch.setattr(mesh, "build_mesh", lambda *_: grid)  # not of fake tensors
+        monkeypatch.setattr(mesh, "build_mesh", Mock(return_value=grid))  # not of fake tensors
         with dry_run.fake_tensors():
             training = finetune.build_tuning(tuning, None, CPU, resuming=True)
             images = torch.empty(32, 3, 224, 224, dtype=torch.uint8)
@@ -240,10 +243,10 @@ def test_ddp_holds_all_states_and_zero1_its_share():
     with dry_run.fake_world(4):
         decay = shard.weight_decay_names(model)
         optimizer = shard.build_optimizer(model, "zero1", decay, lr=1.0, weight_decay=0.1)
-        load = [
-            sum(p.numel() for group in part for p in group["params"])
-            for part in optimizer._partition_parameters()
-        ]
+        load = []
+        for groups in optimizer._partition_parameters():
+            params = itertools.chain(*(group["params"] for group in groups))
+            load.append(sum(p.numel() for p in params))
     zero1 = planned("tiny", 4, mode="zero1").peak.bytes["optimizer"]
     assert zero1 == pytest.approx(8 * max(load), rel=0.05)
 
@@ -254,13 +257,15 @@ def test_ddp_holds_all_states_and_zero1_its_share():
 def test_blocks_that_are_alike_need_not_be_walked_through(mode, flags, depths):
     model = "base:depth={},decoder_depth={}".format(*depths)
     run = planned(model, 16, mode=mode, group=GROUPS.get(mode), **flags).run
-    found = []
-    for ends in (None, range(sum(depths))):
-        walk = memory.StepMemory(run, FRONTIER)
-        walk.ends = ends or walk.ends
+
+    def peaks(walk: memory.StepMemory) -> list[float]:
         moments = list(walk.snapshots())
-        found.append([max(s.total for s in moments), max(s.total + s.pending for s in moments)])
-    assert found[0] == pytest.approx(found[1], rel=1e-12)
+        return [max(s.total for s in moments), max(s.total + s.pending for s in moments)]
+
+    some = memory.StepMemory(run, FRONTIER)
+    every = memory.StepMemory(run, FRONTIER)
+    every.ends = range(sum(depths))
+    assert peaks(some) == pytest.approx(peaks(every), rel=1e-12)
 
 
 def test_published_memory():
@@ -289,7 +294,7 @@ def test_full_shard_over_the_machine_is_no_tie_where_it_collapsed():
         best = plans[0]
         tied = [p.run.mode for p in plans if p.images_per_second > 0.95 * best.images_per_second]
         assert "full_shard" not in tied, model
-        (full,) = [p for p in plans if p.run.mode == "full_shard"]
+        full = next(p for p in plans if p.run.mode == "full_shard")
         assert full.seconds["exposed"] > 2 * best.seconds["exposed"]
 
 
@@ -323,8 +328,8 @@ def test_a_ring_splits_its_bytes_by_the_placement_of_ranks():
     ],
 )
 def test_a_device_finds_its_machine(device, gib, machine, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", Mock(return_value=device))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", Mock(return_value=(0, gib * 2**30)))
     run = resolve(Config("tiny", mode="ddp"), 1, 1)
     found = run_plan.plan_run(run, torch.device("cuda", 0), pytest.fail)
     assert found["machine"] == machine and found["available_gib"] == pytest.approx(gib)
@@ -385,11 +390,15 @@ def test_keys_that_other_programs_rely_on(capsys):
 
 
 def test_compare_sorts_every_mode(capsys):
-    lines = printed("--model 15b --world-size 1024 --batch 32 --compare --ac full", capsys)[1:]
-    assert {line.split()[0] for line in lines} == {*shard.STRATEGIES}
-    order = [estimate.VERDICTS.index(line[19:26].strip()) for line in lines]
+    command = "--model 15b --world-size 1024 --batch 32 --compare --ac full"
+    _, *lines = printed(command, capsys)
+    _, run_plan = plan.read_command(command.split())
+    plans = estimate.compare(run_plan)
+    assert [line[:18].strip() for line in lines] == [p.label for p in plans]
+    assert {p.run.mode for p in plans} == {*shard.STRATEGIES}
+    order = [estimate.VERDICTS.index(p.verdict) for p in plans]
     assert order == sorted(order) and len({*order}) > 1
-    speeds = [float(line.split()[-5]) for line in lines if "FITS" in line]
+    speeds = [p.images_per_second for p in plans if p.verdict == "FITS"]
     assert speeds == sorted(speeds, reverse=True)
 
 
@@ -398,12 +407,13 @@ def test_bytes_per_parameter(flags, kept):
     """--cpu-offload takes them off the GPU where it exists: not under DDP and ZeRO-1."""
     _, plan_ = plan.read_command(f"--model 1b --world-size 16 --group 4{flags}".split())
     found = {}
-    for other in estimate.compare(plan_):
+    plans = estimate.compare(plan_)
+    assert {other.run.mode for other in plans} == {*shard.STRATEGIES}
+    for other in plans:
         numel = other.json()["params"]
         held = other.snapshots[-1].bytes
         parts = ("parameters", "gradients", "optimizer")
         found[other.label] = [held[part] / numel for part in parts]
-    assert {name.split()[0] for name in found} == {*shard.STRATEGIES}
     assert found["ddp"] == [4, 4, 8] and found["zero1"][:2] == [4, 4]
     for mode, group in ("no_shard", 1), ("full_shard", 16), ("hybrid 4", 4):
         expected = [kept * size / group for size in (4, 4, 8)]
@@ -439,20 +449,24 @@ def test_training_and_plan_refuse_and_default_alike(command, monkeypatch, capsys
     """By the dry run, which is the trainer's own reading of a command that no launcher started."""
     planned_with = []
     original = estimate.StepMemory
-    monkeypatch.setattr(
-        estimate, "StepMemory", lambda run, *a: planned_with.append(run) or original(run, *a)
-    )
-    monkeypatch.setattr(dry_run, "simulate", lambda *a: None)
-    for world in (1, 8):
-        found = []
-        for program, more in ((train_fsdp, ["--dry-run", "--out", "never-made"]), (plan, [])):
-            try:
-                status = program.main([*command.split(), "--world-size", str(world), *more])
-            except SystemExit as leave:
-                status = leave.code
-            error = capsys.readouterr().err.partition("error: ")[2]
-            found.append((status, error, planned_with[:1]))
-            planned_with.clear()
-        assert found[0] == found[1]  # and the plan in the log of a run is that of the command
-        status, error, runs = found[0]
+
+    def watched(run, *args):
+        planned_with.append(run)
+        return original(run, *args)
+
+    monkeypatch.setattr(estimate, "StepMemory", watched)
+    monkeypatch.setattr(dry_run, "simulate", Mock(return_value=None))
+
+    def what_comes(program, *flags: str) -> tuple:
+        """The status, the sentence, and the first run that is planned."""
+        planned_with.clear()
+        status = status_of(program.main, [*command.split(), *flags])
+        _, _, error = capsys.readouterr().err.partition("error: ")
+        return status, error, planned_with[:1]
+
+    for world in ("1", "8"):
+        found = what_comes(plan, "--world-size", world)
+        dry = what_comes(train_fsdp, "--world-size", world, "--dry-run", "--out", "never-made")
+        assert dry == found  # and the plan in the log of a run is that of the command
+        status, error, runs = found
         assert status in (0, 2) and (status == 0) == (error == "") == bool(runs)

@@ -2,20 +2,20 @@
 
 import errno
 import itertools
-import json
+import shlex
 import signal
+from unittest.mock import Mock
 
 import pytest
-from conftest import ROOT
 from images import noise_image
+from parity import TILES
+from ranks import TINY_ARGV, read_log, read_records
 
 import data
 import train_fsdp
 
-ARGV = (
-    f"--run-mode io --model tiny --img-size 32 --batch 2 --steps 6 --log-every 1 --workers 0 "
-    f"--device cpu --data {ROOT}/examples/tiles/train"
-).split()
+FLAGS = shlex.split("--run-mode io --batch 2 --steps 6 --log-every 1")
+ARGV = [*TINY_ARGV, *FLAGS, "--data", TILES]
 
 
 @pytest.fixture
@@ -25,16 +25,19 @@ def read(tmp_path, capsys):
     def run(*flags, received=()):
         out = tmp_path / "out"
         status = train_fsdp.main([*ARGV, "--out", str(out), *flags], signals=received)
-        lines = (out / "log.jsonl").read_text().splitlines()
-        return status, json.loads(lines[-1]), capsys.readouterr().err
+        records = read_records(out / "log.jsonl")
+        return status, records[-1], capsys.readouterr().err
 
     return run
 
 
-def test_it_reads_every_step_and_has_no_loss(read):
+def test_it_reads_every_step_and_has_no_model_and_no_loss(read, monkeypatch, tmp_path):
+    monkeypatch.setattr("shard.apply", Mock(side_effect=AssertionError("a model was sharded")))
     status, end, _ = read()
     assert (status, end["event"], end["reason"], end["steps"]) == (0, "end", "done", 6)
     assert "loss" not in end and end["images_per_second"] > 0
+    _, steps, _ = read_log(tmp_path / "out" / "log.jsonl")
+    assert [step["loss"] for step in steps] == [None, None, None, None, None, None]
 
 
 def test_a_signal_ends_it(read):

@@ -1,9 +1,11 @@
 """probe.py reconstruct: what the picture shows, and that nothing of a removed patch leaks."""
 
+import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,11 +27,12 @@ TILES = ROOT / "examples" / "tiles" / "heldout"
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_crop_is_that_of_torchvision_and_the_images_come_in_order(exact):
-    files, chosen = data.scan(str(TILES)), [*range(64)]
+    files = data.scan(str(TILES))
     batches = [*images.open_eval_loader(files, 24, 30, 0, exact=exact)]
     assert [len(b.images) for b in batches] == [30, 30, 4] and not any(b.bad for b in batches)
-    assert [i for b in batches for i in b.indices] == chosen
-    for pixels, i in zip(torch.cat([b.images for b in batches]), chosen, strict=True):
+    indices = list(itertools.chain(*(b.indices for b in batches)))
+    assert indices == [*range(64)]
+    for pixels, i in zip(torch.cat([b.images for b in batches]), indices, strict=True):
         whole = v2.functional.pil_to_tensor(Image.open(files.path(i)))
         crop = images.centre_crop(whole.shape[2], whole.shape[1])
         expected = v2.functional.resized_crop(whole, *crop, [24, 24], v2.InterpolationMode.BICUBIC)
@@ -44,21 +47,35 @@ def test_a_broken_image_is_left_out_and_workers_and_ranks_change_nothing(tmp_pat
     (tmp_path / "2.jpg").write_bytes(b"not an image")
     np.save(tmp_path / "1.npy", np.zeros((4, 9, 9), np.uint8))
     files = data.scan(str(tmp_path))
-    one, two = ([*images.open_eval_loader(files, 32, 2, n)] for n in (0, 2))
-    broken = {files.names[i]: reason for b in one for i, reason in b.bad.items()}
+    alone = [*images.open_eval_loader(files, 32, 2, workers=0)]
+    by_workers = [*images.open_eval_loader(files, 32, 2, workers=2)]
+    broken = {}
+    for batch in alone:
+        broken |= {files.names[i]: reason for i, reason in batch.bad.items()}
     assert broken.keys() == {"2.jpg", "1.npy"} and "4 channels" in broken["1.npy"]
-    assert sum(len(b.indices) for b in one) == len(files) - 2
-    for left, right in zip(one, two, strict=True):
-        assert torch.equal(left.images, right.images) and left[1:] == right[1:]
+    assert sum(len(batch.indices) for batch in alone) == len(files) - 2
+    for left, right in zip(alone, by_workers, strict=True):
+        assert torch.equal(left.images, right.images)
+        assert (left.indices, left.bad) == (right.indices, right.bad)
+
     ranks = [images.open_eval_loader(files, 32, 2, 0, share=(rank, 3)) for rank in range(3)]
-    dealt = [batch[1:] for step in zip(*ranks, strict=True) for batch in step]
-    assert dealt == [batch[1:] for batch in one] + [([], {})] * (-len(one) % 3)
+    dealt = []
+    for step in zip(*ranks, strict=True):  # the last ones may have an empty batch
+        dealt += [batch for batch in step if batch.indices or batch.bad]
+    assert len(dealt) == len(alone)
+    for left, right in zip(alone, dealt, strict=True):
+        assert (left.indices, left.bad) == (right.indices, right.bad)
 
 
 def columns(pixels: torch.Tensor, prediction: torch.Tensor | None, norm_pix: bool = False):
     """The columns, for a prediction or the right one, and where patches are removed (as pixels)."""
-    rgb, c = pixels.dtype == torch.uint8, pixels.shape[1]
-    stats = data.IMAGENET if rgb else data.ChannelStats((0.3,) * c, (2.0,) * c, "float32")
+    if pixels.dtype == torch.uint8:
+        stats = data.IMAGENET
+    else:
+        channels = range(pixels.shape[1])
+        mean = tuple(0.3 for _ in channels)
+        std = tuple(2.0 for _ in channels)
+        stats = data.ChannelStats(mean, std, "float32")
     removed = (torch.arange(16).expand(2, -1) % 5 > 0).float()
     if prediction is None:
         prediction = vit.patchify(data.normalize(pixels, stats), 8)
@@ -92,7 +109,8 @@ def test_nothing_of_a_removed_patch_is_in_the_picture(norm_pix):
 
 def test_a_removed_patch_gets_the_mean_of_visible_ones_nearby():
     """Weighted by 1 / distance^4; mean colours are enlarged as by Pillow."""
-    target, removed = torch.randn(1, 16, 192), torch.ones(1, 16)
+    target = torch.randn(1, 16, 192)
+    removed = torch.ones(1, 16)
     removed[0, [0, 15]] = 0
     rows, places = np.divmod(np.arange(16), 4)
     distance = np.hypot(rows[:, None] - rows[[0, 15]], places[:, None] - places[[0, 15]])
@@ -103,7 +121,8 @@ def test_a_removed_patch_gets_the_mean_of_visible_ones_nearby():
     filled = reconstruct.fill_from_visible(target, removed)
     torch.testing.assert_close(filled[0], share @ shown)
     grid = (share @ shown.reshape(2, 64, 3).mean(1)).numpy()
-    for c, plane in enumerate(reconstruct.interpolate(target, removed, 8)[0].numpy()):
+    interpolated = reconstruct.interpolate(target, removed, 8)
+    for c, plane in enumerate(interpolated.squeeze(0).numpy()):
         small = Image.fromarray(grid[:, c].reshape(4, 4))
         larger = np.asarray(small.resize((32, 32), Image.Resampling.BILINEAR))
         np.testing.assert_allclose(plane, larger, atol=1e-5)
@@ -113,9 +132,12 @@ def test_the_picture_has_the_psnr_of_the_model_and_of_interpolation(run, tmp_pat
     out = tmp_path / "picture.png"
     line = ["reconstruct", str(run[0]), "--data", str(TILES), "--images", "4", "--seed", "7"]
     assert probe.main([*line, "--out", str(out)]) == 0
-    picture, zoom, gap = Image.open(out), 256 // 32, 16
+    picture = Image.open(out)
+    zoom = 256 // 32
+    gap = 16
     assert picture.format == "PNG" and picture.width == 4 * (256 + gap) + gap
-    files, chosen = data.scan(str(TILES)), [0, 16, 32, 48]
+    files = data.scan(str(TILES))
+    chosen = [0, 16, 32, 48]
     batch = images.EvalImages(files, 32, data.IMAGENET)[chosen]
     model = build_pretrained(read_pretrained(run[0]), torch.device("cpu"))
     with torch.no_grad():
@@ -154,5 +176,5 @@ def test_errors_are_one_sentence_and_leave_the_picture_before(run, tmp_path, cap
     with files_limited(10_000):  # as on a full disk
         refused(line, "File too large", status=1)
     encoder = replace(random_weights(read_pretrained(run[0])), weights={})
-    monkeypatch.setattr(reconstruct, "read_pretrained", lambda path: encoder)
+    monkeypatch.setattr(reconstruct, "read_pretrained", Mock(return_value=encoder))
     refused(line, "an encoder without a decoder")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from ranks import Run, free_port, read_log, run_ranks
+from ranks import Run, free_port, read_records, run_ranks
 
 sys.path.insert(0, str(ROOT / "tests" / "slurm"))
 from rig import ENDED, Rig, clean_environment, missing
@@ -52,7 +52,9 @@ class Case:
     """Submits launch_frontier.sh in a folder of its own."""
 
     def __init__(self, rig: Rig, folder: Path) -> None:
-        self.rig, self.folder, self.out = rig, folder, folder / "out"
+        self.rig = rig
+        self.folder = folder
+        self.out = folder / "out"
         self.python = folder / "python"
         self.environ = {
             **STUBS,
@@ -78,7 +80,10 @@ class Case:
     def ended(self, job: int, seconds: float = 60) -> tuple[str, str]:
         """Wait until the job is over, in whatever way: its state, its output."""
         deadline = time.monotonic() + 3 * seconds  # of a busy machine
-        while (state := self.rig.job(job)["JobState"]) not in ENDED:
+        while True:
+            state = self.rig.job(job)["JobState"]
+            if state in ENDED:
+                break
             assert time.monotonic() < deadline, (state, self.rig.output(job))
             time.sleep(0.1)
         assert self.rig.run("squeue", "-h", "--steps") == ""  # no step hangs
@@ -96,7 +101,7 @@ def case(rig, tmp_path):
 
 
 def losses(out: Path) -> list[float]:
-    steps = read_log(out / "log.jsonl")[1]
+    steps = read_records(out / "log.jsonl", "step")
     assert [s["step"] for s in steps] == list(range(1, len(steps) + 1))
     return [s["loss"] for s in steps]
 
@@ -131,14 +136,16 @@ def test_from_sbatch_to_a_finished_run(case, tmp_path):
 def test_a_run_that_is_cut_is_one_run(case, tmp_path):
     """The signal of --signal, by scancel: the true one needs minutes of walltime."""
     job = case.submit(*TRAIN, "--mode", "full_shard", "--steps", "60", TASKS_PER_NODE="1")
-    log, deadline = case.out / "log.jsonl", time.monotonic() + 270
+    log = case.out / "log.jsonl"
+    deadline = time.monotonic() + 270
     while not log.exists() or '"step": 2,' not in log.read_text():
         assert time.monotonic() < deadline, case.rig.output(job)
         time.sleep(0.05)
     case.rig.run("scancel", "--signal=USR1", str(job))
     state, output = case.ended(job, 300)
-    (saved,) = map(int, re.findall(r"resumed \S+ at step (\d+)", output))
-    assert state == "COMPLETED" and (case.out / "done").exists() and 0 < saved < 60, output
+    assert state == "COMPLETED" and (case.out / "done").exists(), output
+    saved = [int(step) for step in re.findall(r"resumed \S+ at step (\d+)", output)]
+    assert len(saved) == 1 and 0 < saved[0] < 60, output
     assert case.rig.job(job)["Restarts"] == "1" and output.count(": requeued") == 1
     assert losses(case.out) == pytest.approx(alone(tmp_path / "uncut", 60), rel=1e-5)
 
@@ -147,7 +154,8 @@ def test_a_run_that_is_cut_is_one_run(case, tmp_path):
 def test_a_dead_rank_ends_the_job_though_the_others_wait(case):
     """Ranks on gloo notice a death by themselves; those inside a GPU's collective do not."""
     case.stands_in("if [ $SLURM_PROCID = 1 ]; then kill -9 $$; fi; sleep 300")
-    state, output = case.ended(job := case.submit(TASKS_PER_NODE="1"))
+    job = case.submit(TASKS_PER_NODE="1")
+    state, output = case.ended(job)
     assert state == "FAILED" and "frontier00002: task 1: Killed" in output
     assert re.search(r"error: the run ended with status \d+", output)
     assert case.rig.job(job)["Restarts"] == "0"
@@ -167,7 +175,8 @@ def test_a_refused_flag_ends_the_job_with_2(case):
 def test_an_environment_is_staged_to_the_nodes(case, tmp_path, trouble):
     """An archive as conda-pack makes it. If it cannot be unpacked the run goes on without."""
     case.stands_in(f"mkdir -p {case.out} && touch {case.out}/done")
-    packed, disk = tmp_path / "packed", tmp_path / "nvme"
+    packed = tmp_path / "packed"
+    disk = tmp_path / "nvme"
     (packed / "bin").mkdir(parents=True)
     shutil.copy(case.python, packed / "bin" / "python")
     (packed / "bin" / "conda-unpack").touch()
@@ -192,13 +201,13 @@ def test_the_ranks_of_another_cluster(case, gpus):
     asked = ["--gpus-per-node=4", "--cpus-per-gpu=2"] if gpus else ["-c2"]
     sbatch = ("-N2", "-A", "physics", "-p", "shared", *asked)
     state, output = case.ended(case.submit("--run", "syn", sbatch=sbatch))
-    ranks = 2 * (gpus or 1)
+    ranks = 8 if gpus else 2
     assert state == "COMPLETED" and f"MACHINE is slurm: 2 x {ranks // 2} ranks" in output, output
     seen = re.findall(rf"rank (\d) of {ranks}: (.*), GPUs (\S+), by", output)
     assert sorted(int(rank) for rank, _, _ in seen) == [*range(ranks)]
-    assert {("--device cuda" in flags, len(own.split(","))) for _, flags, own in seen} == (
-        {(True, 4)} if gpus else {(False, 1)}
-    )
+    for _, flags, own in seen:
+        assert ("--device cuda" in flags) == (gpus > 0)
+        assert len(own.split(",")) == max(1, gpus)
     assert ("warning: no GPU in this job" in output) == (gpus == 0)
 
 
@@ -206,9 +215,11 @@ def test_the_ranks_of_another_cluster(case, gpus):
 def test_the_ranks_have_their_address_though_sbatch_exports_a_list(case):
     """As some sites ask for: srun hands the list on, and what the script sets would be lost."""
     case.stands_in('echo "meets at <$MASTER_ADDR:$MASTER_PORT>, threads <$OMP_NUM_THREADS>"')
-    environ = {"MACHINE": "slurm", "TASKS_PER_NODE": "1", "AGAIN": "no"}
     exported = "--export=PYTHON,PREFLIGHT,MASTER_PORT,MACHINE,TASKS_PER_NODE,AGAIN"
-    job = case.submit("--run", "syn", sbatch=("-N2", "-c2", exported), **environ)
+    sbatch = ("-N2", "-c2", exported)
+    job = case.submit(
+        "--run", "syn", sbatch=sbatch, MACHINE="slurm", TASKS_PER_NODE="1", AGAIN="no"
+    )
     state, output = case.ended(job)
     assert state == "COMPLETED", output
     addresses = re.findall(r"meets at <([^:>]+):(\d+)>, threads <\d+>", output)
@@ -224,7 +235,7 @@ case "$*" in *--dry-run*) exit "${DRY:-0}" ;; esac
 """
 
 
-def pretend(folder: Path, *flags: str, **environ: str) -> tuple[int, str]:
+def pretend(folder: Path, environ: dict[str, str], *flags: str) -> tuple[int, str]:
     """Status and output of the script in a job that is pretended."""
     (folder / "bin").mkdir(exist_ok=True)
     for name, text in {"srun": SRUN, "scontrol": '#!/bin/bash\necho "scontrol $*"\n'}.items():
@@ -255,7 +266,7 @@ def pretend(folder: Path, *flags: str, **environ: str) -> tuple[int, str]:
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(environ, sentence, tmp_path):
-    status, output = pretend(tmp_path, **environ)
+    status, output = pretend(tmp_path, environ)
     assert status == 1 and f"launch_frontier.sh: error: {sentence}" in output, output
     assert "train_fsdp.py --" not in re.sub(r".*--dry-run.*", "", output)
 
@@ -276,18 +287,19 @@ def test_what_is_wrong_is_said_before_anything_runs(environ, sentence, tmp_path)
     ],
 )
 def test_what_is_started_again(flags, environ, word, tmp_path):
-    status, output = pretend(tmp_path, *flags, **environ)
+    status, output = pretend(tmp_path, environ, *flags)
     assert status == 0 and word in output
     assert ("scontrol requeue" in output) == ("requeue" in word)
 
 
 def test_two_rounds_without_progress_are_the_last(tmp_path):
     """Started again by hand, in another job, it has two more."""
-    rounds = [pretend(tmp_path, AGAIN="requeue") for _ in range(3)]
+    rounds = [pretend(tmp_path, {"AGAIN": "requeue"}) for _ in range(3)]
     assert [status for status, _ in rounds] == [0, 0, 1]
     assert "error: two rounds without a new checkpoint" in rounds[-1][1]
     assert "train_fsdp.py" not in rounds[-1][1]
-    assert pretend(tmp_path, AGAIN="requeue", SLURM_JOB_ID="8")[0] == 0
+    status, _ = pretend(tmp_path, {"AGAIN": "requeue", "SLURM_JOB_ID": "8"})
+    assert status == 0
 
 
 @pytest.mark.parametrize(
@@ -298,5 +310,5 @@ def test_an_address_that_other_nodes_can_use(names, address, tmp_path):
     local = f'() {{ if [ "$1" = -i ]; then echo 127.0.1.1; else echo "{names}"; fi; }}'
     named = {"BASH_FUNC_hostname%%": local, "BASH_FUNC_uname%%": "() { echo node7; }"}
     for machine, port, net in (("slurm", "20007", "unset"), ("frontier", "3442", "Socket")):
-        output = pretend(tmp_path, MACHINE=machine, **named)[1]
+        _, output = pretend(tmp_path, named | {"MACHINE": machine})
         assert f", at {address}:{port}, NCCL_NET {net}\n" in output

@@ -9,7 +9,8 @@ from ranks import join, on_ranks
 from runtime.agreement import StepGuard, StepRequests
 
 CPU = torch.device("cpu")
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 # name: (max_skips, scaled, {(rank, step): loss}, {step: norm on all ranks},
 #        steps skipped, of 0 to 6; consecutive bad steps after each)
 FINITE = {
@@ -33,7 +34,8 @@ FLAGS = {  # (rank, step)
 
 def three_ranks():
     """By name: whether each step is skipped, and its verdict."""
-    rank, found = join(), {}
+    rank = join()
+    found = {}
     for name, (max_skips, scaled, losses, norms, *_) in FINITE.items():
         guard = StepGuard(CPU, max_skips)
         found[name] = []
@@ -41,12 +43,18 @@ def three_ranks():
             loss = torch.tensor(losses.get((rank, step), float(rank)))
             norm = torch.tensor(norms.get(step, 1.0))
             requests = StepRequests(
-                **{flag: (rank, step) in where for flag, where in FLAGS.items()}
+                stop=(rank, step) in FLAGS["stop"],
+                save=(rank, step) in FLAGS["save"],
+                no_batch=(rank, step) in FLAGS["no_batch"],
+                bad_images=(rank, step) in FLAGS["bad_images"],
             )
             skip = guard.check_step(loss, norm, requests, scaled=scaled)
-            (verdict,) = guard.read_results()
-            found[name].append((skip.item(), verdict))
-            guard.done, guard.end_reason = guard.checked, ""  # the host of a GPU would read late
+            verdicts = guard.read_results()
+            assert len(verdicts) == 1
+            found[name].append((skip.item(), verdicts[0]))
+            # the host of a GPU would read late
+            guard.done = guard.checked
+            guard.end_reason = ""
     return found
 
 
@@ -85,7 +93,8 @@ def test_a_late_reader_settles_the_same_steps(late):
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     guard = StepGuard(CPU, max_skips=1)
-    guard.late, guard.copied = late, [Event(), Event()]
+    guard.late = late
+    guard.copied = [Event(), Event()]
 
     def settled(loss: float | None = None, wait: bool = False, **flags: bool) -> list[int]:
         if loss is not None:

@@ -1,5 +1,6 @@
 """--tp: checkpoints in both directions, bytes and memory. The same training: tests/parity.py."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from runtime.image_source import SyntheticImages
 from runtime.run import resolve
 
 CPU = torch.device("cpu")
-PLAIN = list(SPLIT)[1]
+_, PLAIN, _ = SPLIT
 
 
 MESHES = [
@@ -39,9 +40,10 @@ def test_a_checkpoint_moves_between_meshes(meshes, tmp_path):
     found = []
     for i, (world, flags) in enumerate(meshes):
         argv = [*ARGV, "--model", PLAIN, *flags.split(), "--save-every", "1", "--keep", "9"]
+        argv += ["--global-batch", "16"]
         argv += ["--resume", str(tmp_path / f"out{i - 1}" / f"step_{i:08d}")] if i else []
         found += run_ranks(world, [Run(argv, to=str(tmp_path / f"out{i}"))], tmp_path / str(i))
-        assert found[-1].status == [0] * world, found[-1].errors
+        assert not any(found[-1].status), found[-1].errors
         pairs = zip(found[-1].steps, found[0].steps[i:], strict=True)
         for step, expected in pairs:
             for key in ("loss", "grad_norm"):
@@ -53,14 +55,15 @@ def test_a_checkpoint_moves_between_meshes(meshes, tmp_path):
 # --- the plan
 
 
-def run_of(tp: int, mode: str, gated: bool = False, world: int = 4, **more):
-    """What a command line with these flags comes to."""
-    model = f"tiny:heads=4,depth=3,gated_mlp={int(gated)}"
-    config = Config(model, 32, mode=mode, fsdp=2, tp=tp, batch=2, **{"precision": "fp32", **more})
+def run_of(world: int, **more):
+    """The run of a tiny model in groups of two."""
+    config = Config(
+        "tiny:heads=4,depth=3", 32, mode="full_shard", tp=2, batch=2, precision="fp32", **more
+    )
     return resolve(config, world, world)
 
 
-SHALLOW = "15b:depth=4,decoder_depth=1"  # as wide as 15b
+SHALLOW = "15b:depth=2,decoder_depth=1"  # as wide as 15b
 
 
 @pytest.mark.parametrize(
@@ -75,16 +78,17 @@ def test_memory_and_bytes_are_those_of_the_dry_run(model, tp, world, ac):
 
 def share_inputs() -> list[float]:
     """On every rank: the loss of a step on images of its own."""
-    rank, run = join(), run_of(2, "full_shard")
+    rank = join()
+    run = run_of(world=4)
     grid = mesh.build_mesh(run.mesh_shape, CPU)
     model = train_fsdp.build_training(run, grid).model
     draw = torch.Generator().manual_seed(rank)
     images = torch.randn(2, 3, 32, 32, generator=draw)
     noise = torch.rand(2, 16, generator=draw)
-    alone = vit.ViTMAE(run.model, 32)(images.clone(), 0.75, noise.clone())[0].item()
-    loss = model(images, 0.75, noise)[0].item()
+    alone, _, _ = vit.ViTMAE(run.model, 32)(images.clone(), 0.75, noise.clone())
+    loss, _, _ = model(images, 0.75, noise)
     dist.destroy_process_group()
-    return [alone, loss]
+    return [alone.item(), loss.item()]
 
 
 def test_a_group_computes_with_the_images_of_its_first_rank(tmp_path):
@@ -96,30 +100,13 @@ def test_a_group_computes_with_the_images_of_its_first_rank(tmp_path):
 
 def test_ranks_of_a_group_read_the_same_images():
     """Each image of a step once per tensor-parallel group."""
-    run = run_of(2, "full_shard", world=8, workers=0)
+    run = run_of(world=8, workers=0)
     assert (run.data_ranks, run.global_batch) == (4, 8)
     seen = []
     for rank in range(8):
         session = SimpleNamespace(ranks=mesh.Ranks(rank, 8, rank, 8, 0, "srun", {}), device=CPU)
-        (batch,) = open_batches(run, session, SyntheticImages(0), range(1))
-        seen.append(batch.image_ids)
-    assert seen[::2] == seen[1::2] and len({i for ids in seen for i in ids}) == 8
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--tp 2 --mode ddp", "ddp"),
-        ("--tp 2 --precision fp16", "--tp is not for fp16"),
-        ("--cpu-offload --precision fp16 --device cuda", "--cpu-offload is not for fp16"),
-        ("--tp 3", "--tp 3 must divide"),
-    ],
-)
-def test_what_cannot_be_split_is_refused(flags, named, capsys, tmp_path):
-    argv = [*flags.split(), "--dry-run", "--world-size", "8", "--out", str(tmp_path)]
-    try:
-        status = train_fsdp.main(argv)
-    except SystemExit as error:
-        status = error.code
-    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
-    assert status == 2 and named in line
+        batches = list(open_batches(run, session, SyntheticImages(0), range(1)))
+        assert len(batches) == 1
+        seen.append(batches[0].image_ids)
+    assert seen[::2] == seen[1::2]
+    assert len(set(itertools.chain(*seen))) == 8

@@ -1,6 +1,5 @@
 """What is behind stdout ends no program; signals are answered at once."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from PIL import Image
-from ranks import environment, fork_server, free_port, run_script
+from ranks import environment, fork_server, free_port, read_log, run_script
 
 BAD = [b"b\xe4d.jpg", "壊れた.jpg".encode()]  # no UTF-8; not latin-1
 
@@ -65,9 +64,9 @@ def test_whatever_stdout_is_the_work_is_done(behind, images, tmp_path):
     argv = [*TRAIN.split(), "--data", str(images), "--out", str(tmp_path)]
     status, errors = ended(tmp_path, argv, behind)
     assert status == 0, errors
-    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_bytes().splitlines()]
-    assert [r["step"] for r in records if r["event"] == "step"] == [1, 2, 3, 4]
-    assert records[-1]["event"] == "end" and records[-1]["reason"] == "done"
+    _, steps, end = read_log(tmp_path / "log.jsonl")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert end["reason"] == "done"
     listed = (tmp_path / "bad_images.csv").read_bytes()
     assert [listed.count(os.fsencode(images) + b"/" + name) for name in BAD] == [1, 1]
     assert ended(tmp_path, ["plan.py", "--model", "tiny"], behind) == (0, "")
@@ -81,10 +80,15 @@ BUSY = "import ctypes; ctypes.CDLL(None).sleep(60); ctypes.CDLL(None).sleep(60)"
 
 
 def start(code, **environ):
-    command = [sys.executable, "-c", WAIT.format(code)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environ = environment(0, 1, 0) | environ
-    job = subprocess.Popen(command, cwd=ROOT, env=environ, **pipes)
+    """Start a process that waits as `code` says, once it listens for signals."""
+    job = subprocess.Popen(
+        [sys.executable, "-c", WAIT.format(code)],
+        cwd=ROOT,
+        env=environment(0, 1, 0) | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert job.stdout.readline() == "1\n"
     return job
 
@@ -95,20 +99,32 @@ def test_ctrl_c_answers_at_once_and_the_second_ends_the_process():
     job.send_signal(signal.SIGUSR1)
     job.send_signal(signal.SIGTERM)
     job.send_signal(signal.SIGINT)
-    assert [job.stderr.readline() for _ in range(2)][1].startswith("stopping after this step; pre")
+    job.stderr.readline()
+    assert job.stderr.readline().startswith("stopping after this step; press")
     job.send_signal(signal.SIGINT)
-    text = job.communicate(timeout=20)[1]
+    _, text = job.communicate(timeout=20)
     assert "ended without saving" in text and "Traceback" not in text and job.returncode == 130
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "a shell"])
-def test_a_rank_leaves_with_torchrun_and_outlives_a_shell(launcher):
-    torchrun = launcher == "torchrun"
-    code = BUSY if torchrun else "import time; time.sleep(4); print('done')"
+def printed_by_child(code, **environ):
+    """Kill a process whose child waits as `code` says; return what the child prints until its end.
+
+    Its standard output and its standard error.
+    """
     child = f"[sys.executable, '-c', {WAIT.format(code)!r}]"
     parent = f"import subprocess, sys, time; subprocess.Popen({child}); time.sleep(60)"
-    job = start(parent, **{"TORCHELASTIC_RUN_ID": "x"} if torchrun else {})
+    job = start(parent, **environ)
     assert job.stdout.readline() == "1\n"
     job.kill()
-    output, text = job.communicate(timeout=20)  # both ends: the child has left
-    assert ("torchrun is gone" in text) == torchrun and output == "done\n" * (not torchrun)
+    return job.communicate(timeout=20)  # both are open until the child has left
+
+
+def test_a_rank_leaves_with_torchrun():
+    output, errors = printed_by_child(BUSY, TORCHELASTIC_RUN_ID="x")
+    assert output == "" and "torchrun is gone" in errors
+
+
+def test_a_rank_outlives_a_shell():
+    code = "import time; time.sleep(2.5); print('done')"  # it looks for torchrun every second
+    output, errors = printed_by_child(code)
+    assert output == "done\n" and "torchrun is gone" not in errors

@@ -54,12 +54,11 @@ class Rig:
             names = ("key-file", "socket", "pid-file", "log-file", "seed-file")
             # --force: the folder may lie below one that only its owner may enter
             self.start("munged", "-F", "--force", *(f"--{n}={munge}/{n}" for n in names))
-            self.until(lambda: (munge / "socket").exists())
+            self.until((munge / "socket").exists)
             self.start("slurmctld", "-D", "-i")
             for node in self.nodes:
                 self.start("slurmd", "-D", "-N", node)
-            idle = ("sinfo", "-hN", "-p", "batch", "-t", "idle")
-            self.until(lambda: self.run(*idle).count("\n") == len(self.nodes))
+            self.until(self.all_idle)
         except BaseException:
             self.__exit__()
             raise
@@ -67,8 +66,8 @@ class Rig:
 
     def __exit__(self, *_: object) -> None:
         deadline = time.monotonic() + 20
-        while (found := self.processes()) and time.monotonic() < deadline:
-            for process in found:
+        while self.processes() and time.monotonic() < deadline:
+            for process in self.processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.05)
@@ -82,27 +81,35 @@ class Rig:
                 command, env=self.environ, stdout=log, stderr=log, start_new_session=True
             )
 
+    def all_idle(self) -> bool:
+        """Tell whether all nodes wait for a job."""
+        nodes = self.run("sinfo", "-hN", "-p", "batch", "-t", "idle")
+        return nodes.count("\n") == len(self.nodes)
+
     def until(self, ready) -> None:
+        """Wait until `ready()` is true; RuntimeError with the daemons' logs after a minute."""
         deadline = time.monotonic() + 60
         while True:
             with contextlib.suppress(RuntimeError):  # the controller does not answer yet
                 if ready():
                     return
             if time.monotonic() > deadline:
-                logs = [path.read_text()[-1500:] for path in self.root.glob("*.log")]
-                raise RuntimeError("\n".join(["Slurm did not come up", *logs]))
+                logs = [path.read_text() for path in self.root.glob("*.log")]
+                ends = [log[-1500:] for log in logs]
+                raise RuntimeError("\n".join(["Slurm did not come up", *ends]))
             time.sleep(0.1)
 
     def write_files(self) -> None:
         """The configuration, the key and the pretended GPUs."""
         names = f"frontier[{self.nodes[0][-5:]}-{self.nodes[-1][-5:]}]"
-        host = socket.gethostname().split(".")[0]
+        host, _, _ = socket.gethostname().partition(".")
         values = {"ROOT": str(self.root), "HOST": host, "USER": getpass.getuser(), "NODES": names}
         ports = ",".join(str(free_port()) for _ in self.nodes)
         values |= {"PORT": str(free_port()), "PORTS": f"[{ports}]"}
         for name in ("slurm.conf", "gres.conf"):
             text = (HERE / name).read_text()
-            text = re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], text)
+            for word, value in values.items():
+                text = text.replace(f"@{word}@", value)
             (self.root / name).write_text(text)
         for name in ("state", "gpu", "munge", *(f"spool.{node}" for node in self.nodes)):
             (self.root / name).mkdir()
@@ -115,7 +122,8 @@ class Rig:
 
     def processes(self) -> list[int]:
         """Everything of this Slurm that still runs: daemons, steps, tasks."""
-        mark, found = f"SLURM_CONF={self.root}/slurm.conf".encode(), []
+        mark = f"SLURM_CONF={self.root}/slurm.conf".encode()
+        found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # gone meanwhile, or not ours
                 if mark in (folder / "environ").read_bytes().split(b"\0"):
@@ -126,7 +134,7 @@ class Rig:
         """What a command that talks to this Slurm prints; RuntimeError if it fails."""
         done = subprocess.run(
             command,
-            env=self.environ | (env or {}),
+            env=self.environ if env is None else self.environ | env,
             cwd=cwd,
             capture_output=True,
             text=True,
