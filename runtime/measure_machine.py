@@ -28,7 +28,7 @@ from planner import estimate, fitting, machines
 from planner.machines import BlockSpeed, LinkSpeed, Machine
 from planner.traffic import PlannedRun
 from runtime import devices
-from runtime.agreement import StepGuard, run_on_rank0
+from runtime.agreement import StepGuard, run_on_all_ranks, run_on_rank0
 from runtime.config import DTYPES
 from runtime.run import Run
 from runtime.session import Session
@@ -74,8 +74,7 @@ GPU_SIZES = Sizes(
 def measure_machine(run: Run, session: Session, path: str) -> None:
     """Measure, write the file and print what was found. Collective; AgreedError where it fails."""
     ranks = session.ranks
-    if ranks.world_size % ranks.local_world_size:
-        raise ValueError(f"{ranks.world_size} ranks are not the same number on each node")
+    run_on_all_ranks(lambda: check_node(ranks.local_world_size, run.node_ranks))
     run_on_rank0(lambda: check_path(path))
     measurement = Measurement(run, session)
     changes = measurement.all()
@@ -91,6 +90,15 @@ def measure_machine(run: Run, session: Session, path: str) -> None:
 
     run_on_rank0(write)
     session.log.say(f"written to {path}: use --machine {path}")
+
+
+def check_node(own: int, most: int) -> None:
+    """Raise ValueError if this node has fewer ranks than another."""
+    if own < most:
+        raise ValueError(
+            f"a node has {own} ranks where another has {most}: start --measure with as many ranks "
+            "on each node"
+        )
 
 
 def check_path(path: str) -> None:
@@ -354,6 +362,8 @@ class Measurement:
         grid = mesh.build_mesh((1, self.ranks.world_size), self.device)
         # PyTorch warns that the output is a view that must not be written to; nobody does
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+        # the plain copy is trained beside it, on each rank alone, to compare their times
+        warnings.filterwarnings("ignore", "an optimizer trains parameters of no model", UserWarning)
         options = shard.ShardingOptions(param_dtype=torch.float32)
         return shard.apply(model, "full_shard", grid, block_classes={vit.Block}, options=options)
 

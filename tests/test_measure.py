@@ -136,6 +136,24 @@ def measure_small() -> tuple[int, dict]:
     return status, vars(machines.read_machine(path))
 
 
+def measure_uneven_nodes() -> int:
+    """On every rank of three nodes, which have 2, 1 and 1 ranks."""
+    node = (0, 0, 1, 2)[int(os.environ["RANK"])]
+    ranks = (2, 1, 1)[node]
+    os.environ.update(LOCAL_WORLD_SIZE=str(ranks), GROUP_RANK=str(node), LOCAL_RANK="0")
+    path = os.environ["FOLDER"] + "/mine.json"
+    words = ["--measure", path, "--device", "cpu", "--mode", "full_shard", "--timeout", "60"]
+    return plan.main(words)
+
+
+@pytest.mark.slow
+def test_nodes_that_differ_are_not_measured(tmp_path):
+    assert on_ranks(4, measure_uneven_nodes, tmp_path) == [2] * 4
+    said = (tmp_path / "rank0.txt").read_text()
+    assert "as many ranks on each node" in said and "Traceback" not in said
+    assert not (tmp_path / "mine.json").exists()
+
+
 @pytest.mark.slow
 def test_four_ranks_measure_node_and_network(tmp_path, capsys):
     """As two nodes of two ranks; the file plans runs of any number of ranks."""
