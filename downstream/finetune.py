@@ -27,7 +27,7 @@ from runtime.device_batches import Batch, open_batches
 from runtime.eval_images import open_eval_loader
 from runtime.evaluation import average_over
 from runtime.monitor import Monitor
-from runtime.pretrained import Pretrained, describe_assumptions, read_pretrained, value_of
+from runtime.pretrained import Pretrained, read_pretrained, say_assumed, value_of
 from runtime.resume import list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
@@ -296,9 +296,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     start = run.record() | {"peak_lr": run.peak_lr, "epoch_steps": run.epoch_steps}
     start["begin"] = checkpoints.begin
     log.write("start", **start, pretrained=pretrained.name, versions=versions())
-    note = describe_assumptions(pretrained, "img_size", "stats")
-    if note:
-        log.say(note)
+    say_assumed(pretrained, "img_size", "stats", say=log.say)
     for line in classes:
         log.say(line)
     monitor.evaluate_every = run.epoch_steps

@@ -18,7 +18,7 @@ from checkpoint import replacing
 from runtime.config import int_in_range, nonempty, number
 from runtime.eval_images import EvalImages, fixed_noise
 from runtime.image_source import list_folder
-from runtime.pretrained import Pretrained, build_pretrained, describe_assumptions, read_pretrained
+from runtime.pretrained import Pretrained, build_pretrained, read_pretrained, say_assumed
 from runtime.run import check_masking
 
 HELP = "a picture: removed patches, filled in"
@@ -83,9 +83,7 @@ def read_for_pictures(args: argparse.Namespace) -> Pretrained:
         unknown.append("norm_pix_loss")
     else:
         pretrained = replace(pretrained, norm_pix_loss=args.norm_pix_loss)
-    note = describe_assumptions(pretrained, *unknown)
-    if note:
-        print(note)
+    say_assumed(pretrained, *unknown)
     return pretrained
 
 

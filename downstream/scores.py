@@ -27,9 +27,9 @@ from runtime.image_source import check_folder, list_folder
 from runtime.pretrained import (
     Pretrained,
     build_pretrained,
-    describe_assumptions,
     random_weights,
     read_pretrained,
+    say_assumed,
 )
 from runtime.process import throttled_progress
 from storage.classes import describe_classes
@@ -89,9 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Encode all images by each source, then score each -> exit status; ValueError or OSError."""
     pretrained = read_pretrained(args.run)
-    note = describe_assumptions(pretrained, "img_size", "stats")
-    if note:
-        print(note)
+    say_assumed(pretrained, "img_size", "stats")
     check_folder(args.data, "--data")
     train, _ = list_folder(args.data, None, print, include=args.include, exclude=args.exclude)
     test = train
