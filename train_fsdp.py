@@ -249,7 +249,7 @@ def run_training(run: Run, session: Session) -> None:
     session.lock_folder(config.out)  # against a second run
     # rank 0 lists the images for all
     session.heartbeat("listing images")
-    find = partial(find_images, config, config.out, run.global_batch)
+    find = partial(find_images, config, run.global_batch)
     files, facts = run_on_rank0(find)
     run = with_images(run, facts)
     existing = list_newest_first(run, log.say)

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,6 @@ def run(args: argparse.Namespace) -> int:
     """Encode all images by each source, then score each -> exit status; ValueError or OSError."""
     pretrained = read_pretrained(args.run)
     say_assumed(pretrained, "img_size", "stats")
-    check_folder(args.data, "--data")
     train, _ = list_folder(args.data, None, print, include=args.include, exclude=args.exclude)
     test = train
     if args.test:
@@ -378,7 +378,8 @@ def report_scores(
     means: dict[str, dict[str, float]] = {}
     for source in dict.fromkeys(score["source"] for score in scores):
         own = [score for score in scores if score["source"] == source]
-        mean = means[source] = mean_scores(own)
+        mean = {key: fmean(score[key] for score in own) for key in MEASURES if key in own[0]}
+        means[source] = mean
         numbers = ", ".join(f"{key.replace('_', ' ')} {value:.4g}" for key, value in mean.items())
         each = " ".join(f"{score['top1']:.1f}" for score in own)
         print(f"  {source:14}  {numbers}; top1 of each seed {each}")
@@ -400,12 +401,3 @@ def report_scores(
     with replacing(path) as file:
         file.write(json.dumps(found, indent=2).encode())
     print(f"{path}: each seed", flush=True)
-
-
-def mean_scores(scores: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Average the MEASURES over the seeds of one source."""
-    means: dict[str, float] = {}
-    for measure_name in MEASURES:
-        if measure_name in scores[0]:
-            means[measure_name] = sum(s[measure_name] for s in scores) / len(scores)
-    return means

@@ -41,21 +41,14 @@ class LimitWarning:
         waiting = (meter.waited - self.waited) / (meter.seconds - self.seconds)
         early = (guard.arrived_before_host - self.early) / steps
         if waiting > MOST_WAITING:
-            self.session.log.warn(self.data_sentence(waiting))
+            workers = worker_count(self.run.config.workers, self.session.ranks)
+            self.session.log.warn(
+                f"{waiting:.0%} of the time goes by waiting for images, with {workers} loader "
+                "workers per rank: raise --workers, one core for each, or pack loose files with "
+                "prepare.py pack"
+            )
         elif early > HOST_BOUND:
-            self.session.log.warn(self.host_sentence())
-
-    def data_sentence(self, waiting: float) -> str:
-        """Say how much of the time goes by without images, and what helps."""
-        workers = worker_count(self.run.config.workers, self.session.ranks)
-        return (
-            f"{waiting:.0%} of the time goes by waiting for images, with {workers} loader workers "
-            "per rank: raise --workers, one core for each, or pack loose files with prepare.py pack"
-        )
-
-    def host_sentence(self) -> str:
-        """Say that the GPU could do more in the same time."""
-        return (
-            "the GPU finishes each step before the host has started the next: a larger --batch "
-            f"(now {self.run.local_batch}) costs little time; --compile starts fewer kernels"
-        )
+            self.session.log.warn(
+                "the GPU finishes each step before the host has started the next: a larger --batch "
+                f"(now {self.run.local_batch}) costs little time; --compile starts fewer kernels"
+            )

@@ -186,7 +186,11 @@ class CheckpointSchedule:
         return time.monotonic() - self.since > self.seconds
 
     def save(self, step: int, wait: bool) -> str | None:
-        """Save after so many steps; return why the run cannot continue, if so. Collective."""
+        """Save after so many steps; return why the run cannot continue, if so. Collective.
+
+        A checkpoint holds the model, the optimizer and the step, which `checkpoint.Saver` takes
+        itself, and the flags and the gradient scaler. What comes next follows from the step.
+        """
         if not self.saver:
             return None
         start = time.monotonic()

@@ -55,7 +55,7 @@ def test_a_line_has_the_rate_of_its_own_steps_and_the_memory_of_the_device(monke
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    config = Config("tiny", 32, mode="ddp", batch=4, steps=8)
+    config = Config("tiny", 32, mode="ddp", batch=4, steps=8, tensorboard=True)
     written, run = log.Log(0), with_images(resolve(config, 1, 1), ImageFacts(100))
     written.run, written.device, written.file = run, torch.device("cuda", 3), io.StringIO()
     written.tensorboard = SimpleNamespace(add_scalar=full)
