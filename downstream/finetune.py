@@ -24,7 +24,6 @@ from runtime import image_source, process
 from runtime.agreement import run_on_rank0
 from runtime.config import Config, Parser, add_flags, flag, make_config, number, pair_below_one
 from runtime.device_batches import Batch, open_batches
-from runtime.eval_images import open_eval_loader
 from runtime.evaluation import Evaluation
 from runtime.monitor import Monitor
 from runtime.pretrained import Pretrained, read_pretrained, say_assumed, value_of
@@ -225,11 +224,11 @@ def labelled(run: TuningRun, files: Any, batches: Iterable[Batch]) -> Iterator[B
 # --- Scores
 
 
-def check_classes(train: Any, test: Any, img_size: int, stats: data.ChannelStats) -> list[int]:
-    """Return what `class_numbers` does; ValueError also where no test image can be read."""
-    if not any(batch.indices for batch in open_eval_loader(test, img_size, 16, 0, stats)):
-        raise ValueError(f"none of the {len(test)} images in --test {test.root} can be read")
-    return class_numbers(test, train)
+def find_test_images(config: Tuning, train: Any, stats: data.ChannelStats) -> tuple[Any, list[int]]:
+    """List the images of --test -> them, and the number in training of each of their classes."""
+    test = image_source.list_eval_images(config.test, config)
+    image_source.check_some_images(test, stats)
+    return test, class_numbers(test, train)
 
 
 @dataclass
@@ -269,8 +268,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     # normalised as in pretraining, whatever the mean of these images is
     find = partial(image_source.find_images, config, plain_run.global_batch, stats)
     files, facts = run_on_rank0(find)
-    test = run_on_rank0(partial(image_source.list_eval_images, config.test, config))
-    numbers = run_on_rank0(partial(check_classes, files, test, config.img_size, stats))
+    test, numbers = run_on_rank0(partial(find_test_images, config, files, stats))
     classes = run_on_rank0(partial(describe_classes, files))
     run = TuningRun(**vars(with_images(plain_run, facts)), classes=len(files.classes))
     session.run = run

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     device = mesh.pick_device(args.device, mesh.read_ranks({}))
     model = build_pretrained(pretrained, device, args.img_size)
     patches = check_masking(pretrained.config, model.img_size, pretrained.mask_ratio)
-    files, _ = list_folder(args.data, None, print, include=args.include, exclude=args.exclude)
+    files = list_folder(args.data, args.include, args.exclude)
     count = min(args.images, len(files))
     chosen = [len(files) * i // count for i in range(count)]
     batch = EvalImages(files, model.img_size, pretrained.stats)[chosen]

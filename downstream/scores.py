@@ -91,11 +91,11 @@ def run(args: argparse.Namespace) -> int:
     """Encode all images by each source, then score each -> exit status; ValueError or OSError."""
     pretrained = read_pretrained(args.run)
     say_assumed(pretrained, "img_size", "stats")
-    train, _ = list_folder(args.data, None, print, include=args.include, exclude=args.exclude)
+    train = list_folder(args.data, args.include, args.exclude)
     test = train
     if args.test:
         check_folder(args.test, "--test")
-        test, _ = list_folder(args.test, None, print, include=args.include, exclude=args.exclude)
+        test = list_folder(args.test, args.include, args.exclude)
     numbers = torch.tensor(class_numbers(test, train))
     for line in describe_classes(train):
         print(line)

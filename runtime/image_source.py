@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +17,7 @@ from storage.paths import stats_file
 if TYPE_CHECKING:  # a loader worker imports this file for SyntheticImages
     from runtime.config import Config
 
+Patterns = Sequence[str] | None  # of the names of images, as in data.scan
 SIDE = 256  # pixels
 SAMPLED = 16  # images that are tried before training starts
 
@@ -74,24 +75,15 @@ def check_folders(config: "Config") -> None:
 
 
 def list_folder(
-    folder: str,
-    out: str | None,
-    say: Callable[[str], None],
-    *,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-) -> tuple[Any, str]:
-    """List a folder or pack, kept in `out` if given -> (images, checksum of names and sizes).
-
-    `include` and `exclude` are patterns as in `data.scan`. ValueError where there is no image.
-    """
+    folder: str, include: Patterns = None, exclude: Patterns = None, out: str | None = None
+) -> Any:
+    """List a folder or pack, in `out` if given -> data.ImageSource; ValueError without an image."""
     check_folder(folder)
     if include is None:
         include = ()
     if exclude is None:
         exclude = ()
-    files = image_list.find_list(folder, out, say, include=include, exclude=exclude)
-    return files, image_list.fingerprint(files)
+    return image_list.find_list(folder, out, print, include=include, exclude=exclude)
 
 
 def find_images(
@@ -108,9 +100,8 @@ def find_images(
     names = None
     if config.data != "synthetic":
         out = None if config.dry_run else config.out
-        files, names = list_folder(
-            config.data, out, print, include=config.include, exclude=config.exclude
-        )
+        files = list_folder(config.data, config.include, config.exclude, out)
+        names = image_list.fingerprint(files)
     data.steps_per_epoch(len(files), global_batch)  # raises where there is not one
     notes = "as in pretraining"
     if stats is None:
@@ -143,8 +134,7 @@ def list_eval_images(folder: str, config: "Config") -> Any:
     out = None
     if not config.dry_run:
         out = os.path.join(config.out, "eval")
-    files, _ = list_folder(folder, out, print, include=config.include, exclude=config.exclude)
-    return files
+    return list_folder(folder, config.include, config.exclude, out)
 
 
 def find_stats(folder: str, channels: int) -> tuple[data.ChannelStats, str]:

@@ -116,7 +116,15 @@ def make_pretrained(
         stats, assumed["stats"] = default_stats(config.channels)
     check_said(config, norm_pix_loss, mask_ratio, stats)
     return Pretrained(
-        name, config, img_size, norm_pix_loss, mask_ratio, stats, weights, said.get("step"), assumed
+        name=name,
+        config=config,
+        img_size=img_size,
+        norm_pix_loss=norm_pix_loss,
+        mask_ratio=mask_ratio,
+        stats=stats,
+        weights=weights,
+        step=said.get("step"),
+        assumed=assumed,
     )
 
 

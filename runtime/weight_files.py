@@ -247,7 +247,8 @@ def check_epsilon(epsilon: float, folder: Path) -> None:
 
 def read_image_processor(config: Said, channels: int) -> Said:
     """Return the statistics in a preprocessor_config.json, for pixels from 0 to 1."""
-    mean, std = 0.0, 1.0
+    mean = 0.0
+    std = 1.0
     if config.get("do_normalize", True):
         mean = config["image_mean"]  # one number, or one per channel
         std = config["image_std"]
