@@ -181,12 +181,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             size = model_config(args.model)
         pretrained = read_pretrained(args.source, size)
         write_pretrained(pretrained, Path(args.out), args.to)
-    except ValueError as error:
+    except (ValueError, ImportError, OSError) as error:
         process.print_error(str(error), "convert.py")
-        return 2
-    except (ImportError, OSError) as error:
-        process.print_error(str(error), "convert.py")
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     say_assumed(pretrained, "img_size", "norm_pix_loss", "mask_ratio", "stats")
     print(f"{args.out}: {args.to}, from {args.source}")
     if args.to == "timm":

@@ -151,9 +151,7 @@ def encode_folder(
 
     Names the others. ValueError where no image can be read.
     """
-    size = args.img_size
-    if size is None:
-        size = pretrained.img_size
+    size = models[0].img_size
     stats = pretrained.stats
     workers = worker_count(args.workers, mesh.read_ranks({}))
     progress = throttled_progress(print, f"features of {files.root}")
