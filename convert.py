@@ -14,6 +14,7 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch import Tensor
 from checkpoint import replacing
 from runtime import process
 from runtime.config import Parser, model_config, nonempty
-from runtime.pretrained import DECODER, Pretrained, describe_assumptions, read_pretrained
-from runtime.weight_files import CONFIG, NAMES, NORM_EPS, NOTE, Facts, note_of
+from runtime.pretrained import DECODER, Pretrained, read_pretrained, say_assumed
+from runtime.weight_files import CONFIG, NAMES, NORM_EPS, NOTE, Said
 
 
 def write_pretrained(pretrained: Pretrained, out: Path, layout: str) -> None:
@@ -38,7 +39,7 @@ def write_pretrained(pretrained: Pretrained, out: Path, layout: str) -> None:
         raise ValueError(f"{pretrained.name} has a gated MLP, which only timm has: --to timm")
     if out.exists():
         raise ValueError(f"{out} is there already: give another name, or remove it")
-    note = note_of(known_facts(pretrained))
+    note = note_of(pretrained)
     weights: dict[str, Tensor] = {}
     for name, tensor in pretrained.weights.items():
         if layout != "timm" or not name.startswith(DECODER):
@@ -56,16 +57,17 @@ def write_pretrained(pretrained: Pretrained, out: Path, layout: str) -> None:
         new.rename(out)
 
 
-def known_facts(pretrained: Pretrained) -> Facts:
-    """Return what is known of a model; what was assumed must not be read as known later."""
-    facts = Facts(config=pretrained.config, step=pretrained.step)
-    if "norm_pix_loss" not in pretrained.assumed:
-        facts.norm_pix_loss = pretrained.norm_pix_loss
-    if "mask_ratio" not in pretrained.assumed:
-        facts.mask_ratio = pretrained.mask_ratio
+def note_of(pretrained: Pretrained) -> Said:
+    """Describe a model as weight_files.py reads it, without what was assumed."""
+    note: Said = {"config": asdict(pretrained.config), "step": pretrained.step}
+    for field in "img_size", "norm_pix_loss", "mask_ratio":
+        if field not in pretrained.assumed:
+            note[field] = getattr(pretrained, field)
     if "stats" not in pretrained.assumed:
-        facts.stats = pretrained.stats
-    return facts
+        note["channel_mean"] = pretrained.stats.mean
+        note["channel_std"] = pretrained.stats.std
+        note["image_dtype"] = pretrained.stats.dtype
+    return note
 
 
 def write_json(content: dict[str, Any], path: Path) -> None:
@@ -179,15 +181,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             size = model_config(args.model)
         pretrained = read_pretrained(args.source, size)
         write_pretrained(pretrained, Path(args.out), args.to)
-    except ValueError as error:
+    except (ValueError, ImportError, OSError) as error:
         process.print_error(str(error), "convert.py")
-        return 2
-    except (ImportError, OSError) as error:
-        process.print_error(str(error), "convert.py")
-        return 1
-    note = describe_assumptions(pretrained, "img_size", "norm_pix_loss", "mask_ratio", "stats")
-    if note:
-        print(note)
+        return 2 if isinstance(error, ValueError) else 1
+    say_assumed(pretrained, "img_size", "norm_pix_loss", "mask_ratio", "stats")
     print(f"{args.out}: {args.to}, from {args.source}")
     if args.to == "timm":
         print(f"load it with\n{timm_line(pretrained, args.out)}")

@@ -67,12 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = read_subcommand(argv)
     try:
         return args.start(args)
-    except ValueError as error:
+    except (ValueError, ImportError, OSError) as error:
         process.usage_error(str(error), program="probe.py")
-        return 2
-    except (ImportError, OSError) as error:
-        process.usage_error(str(error), program="probe.py")
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ def plan_point(point: Point, machine: str | None) -> Row:
     row["words"] = point.words
     row["nodes"] = point.nodes
     row["ranks"] = point.ranks
-    row["batch"] = row["batch"] or config.DEFAULT_BATCH
+    if row["batch"] is None:
+        row["batch"] = config.DEFAULT_BATCH
     row["planned_gib"] = planned.peak_gib
     row["fit"] = planned.fit
     if machine:
@@ -218,7 +219,8 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     machine = args.machine
     if in_slurm and not machine:
         machine = "frontier"
-    out = (args.out or Path(f"sweep_{args.what}")).resolve()
+    out = Path(f"sweep_{args.what}") if args.out is None else args.out
+    out = out.resolve()
     rows = [plan_point(point, machine) for point in choose_points(args, words)]
     if not rows:
         raise ValueError("one rank gathers nothing: options need several")

@@ -268,7 +268,7 @@ def run_training(run: Run, session: Session) -> None:
     log = session.log
     session.lock_folder(config.out)  # keeps a second run out of it
     session.heartbeat("listing images")
-    find = partial(find_images, config, config.out, run.global_batch)
+    find = partial(find_images, config, run.global_batch)
     images, image_facts = run_on_rank0(find)  # all ranks get what rank 0 finds
     run = with_images(run, image_facts)
     existing = list_newest_first(run, log.say)  # checkpoints to resume from

@@ -24,10 +24,9 @@ from runtime import image_source, process
 from runtime.agreement import run_on_rank0
 from runtime.config import Config, Parser, add_flags, flag, make_config, number, pair_below_one
 from runtime.device_batches import Batch, open_batches
-from runtime.eval_images import open_eval_loader
-from runtime.evaluation import average_over
+from runtime.evaluation import Evaluation
 from runtime.monitor import Monitor
-from runtime.pretrained import Pretrained, describe_assumptions, read_pretrained, value_of
+from runtime.pretrained import Pretrained, read_pretrained, say_assumed, value_of
 from runtime.resume import list_newest_first, resume
 from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
@@ -225,35 +224,20 @@ def labelled(run: TuningRun, files: Any, batches: Iterable[Batch]) -> Iterator[B
 # --- Scores
 
 
-def check_classes(train: Any, test: Any, img_size: int, stats: data.ChannelStats) -> list[int]:
-    """Return what `class_numbers` does; ValueError also where no test image can be read."""
-    if not any(batch.indices for batch in open_eval_loader(test, img_size, 16, 0, stats)):
-        raise ValueError(f"none of the {len(test)} images in --test {test.root} can be read")
-    return class_numbers(test, train)
+def find_test_images(config: Tuning, train: Any, stats: data.ChannelStats) -> tuple[Any, list[int]]:
+    """List the images of --test -> them, and the number in training of each of their classes."""
+    test = image_source.list_eval_images(config.test, config)
+    image_source.check_some_images(test, stats)
+    return test, class_numbers(test, train)
 
 
 @dataclass
-class Scores:
+class Scores(Evaluation):
     """Score a model on the test images."""
 
-    run: TuningRun
-    session: Session
-    model: nn.Module
-    files: Any
     numbers: list[int]  # as of `class_numbers`
 
-    def __call__(self, step: int) -> None:
-        """Log number of images, loss, top-1 and top-5 after so many steps. Collective."""
-        log = self.session.log
-        count, means = average_over(
-            self.files, self.run, self.session, self.model, step, self.classify
-        )
-        loss, top1, top5 = means
-        log.write("scores", step=step, test_images=count, test_loss=loss, top1=top1, top5=top5)
-        text = f"test loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
-        log.say(f"epoch {step // self.run.epoch_steps}: {text}")
-
-    def classify(self, images: Tensor, indices: list[int]) -> Tensor:
+    def values_of(self, images: Tensor, indices: list[int]) -> Tensor:
         """Classify images (B, C, H, W) -> loss, hit, hit in five (3, B). Collective."""
         numbers = [self.numbers[self.files.labels[i]] for i in indices]
         labels = torch.tensor(numbers, device=images.device)
@@ -262,6 +246,14 @@ class Scores:
         hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]  # (B, 5)
         losses = F.cross_entropy(logits, labels, reduction="none")
         return torch.stack([losses, hits[:, 0].float(), hits.any(dim=1).float()])
+
+    def report(self, step: int, count: int, means: list[float]) -> None:
+        """Log loss, top-1 and top-5 of so many images."""
+        log = self.session.log
+        loss, top1, top5 = means
+        log.write("scores", step=step, test_images=count, test_loss=loss, top1=top1, top5=top5)
+        text = f"test loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
+        log.say(f"epoch {step // self.run.epoch_steps}: {text}")
 
 
 # --- The run
@@ -274,10 +266,9 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     stats = pretrained.stats
     session.lock_folder(config.out)
     # normalised as in pretraining, whatever the mean of these images is
-    find = partial(image_source.find_images, config, config.out, plain_run.global_batch, stats)
+    find = partial(image_source.find_images, config, plain_run.global_batch, stats)
     files, facts = run_on_rank0(find)
-    test = run_on_rank0(partial(image_source.list_eval_images, config.test, config.out, config))
-    numbers = run_on_rank0(partial(check_classes, files, test, config.img_size, stats))
+    test, numbers = run_on_rank0(partial(find_test_images, config, files, stats))
     classes = run_on_rank0(partial(describe_classes, files))
     run = TuningRun(**vars(with_images(plain_run, facts)), classes=len(files.classes))
     session.run = run
@@ -296,9 +287,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     start = run.record() | {"peak_lr": run.peak_lr, "epoch_steps": run.epoch_steps}
     start["begin"] = checkpoints.begin
     log.write("start", **start, pretrained=pretrained.name, versions=versions())
-    note = describe_assumptions(pretrained, "img_size", "stats")
-    if note:
-        log.say(note)
+    say_assumed(pretrained, "img_size", "stats", say=log.say)
     for line in classes:
         log.say(line)
     monitor.evaluate_every = run.epoch_steps

@@ -18,7 +18,7 @@ from checkpoint import replacing
 from runtime.config import int_in_range, nonempty, number
 from runtime.eval_images import EvalImages, fixed_noise
 from runtime.image_source import list_folder
-from runtime.pretrained import Pretrained, build_pretrained, describe_assumptions, read_pretrained
+from runtime.pretrained import Pretrained, build_pretrained, read_pretrained, say_assumed
 from runtime.run import check_masking
 
 HELP = "a picture: removed patches, filled in"
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     device = mesh.pick_device(args.device, mesh.read_ranks({}))
     model = build_pretrained(pretrained, device, args.img_size)
     patches = check_masking(pretrained.config, model.img_size, pretrained.mask_ratio)
-    files, _ = list_folder(args.data, None, print, include=args.include, exclude=args.exclude)
+    files = list_folder(args.data, args.include, args.exclude)
     count = min(args.images, len(files))
     chosen = [len(files) * i // count for i in range(count)]
     batch = EvalImages(files, model.img_size, pretrained.stats)[chosen]
@@ -83,9 +83,7 @@ def read_for_pictures(args: argparse.Namespace) -> Pretrained:
         unknown.append("norm_pix_loss")
     else:
         pretrained = replace(pretrained, norm_pix_loss=args.norm_pix_loss)
-    note = describe_assumptions(pretrained, *unknown)
-    if note:
-        print(note)
+    say_assumed(pretrained, *unknown)
     return pretrained
 
 

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,9 @@ from runtime.image_source import check_folder, list_folder
 from runtime.pretrained import (
     Pretrained,
     build_pretrained,
-    describe_assumptions,
     random_weights,
     read_pretrained,
+    say_assumed,
 )
 from runtime.process import throttled_progress
 from storage.classes import describe_classes
@@ -89,15 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Encode all images by each source, then score each -> exit status; ValueError or OSError."""
     pretrained = read_pretrained(args.run)
-    note = describe_assumptions(pretrained, "img_size", "stats")
-    if note:
-        print(note)
-    check_folder(args.data, "--data")
-    train, _ = list_folder(args.data, None, print, include=args.include, exclude=args.exclude)
+    say_assumed(pretrained, "img_size", "stats")
+    train = list_folder(args.data, args.include, args.exclude)
     test = train
     if args.test:
         check_folder(args.test, "--test")
-        test, _ = list_folder(args.test, None, print, include=args.include, exclude=args.exclude)
+        test = list_folder(args.test, args.include, args.exclude)
     numbers = torch.tensor(class_numbers(test, train))
     for line in describe_classes(train):
         print(line)
@@ -153,9 +151,7 @@ def encode_folder(
 
     Names the others. ValueError where no image can be read.
     """
-    size = args.img_size
-    if size is None:
-        size = pretrained.img_size
+    size = models[0].img_size
     stats = pretrained.stats
     workers = worker_count(args.workers, mesh.read_ranks({}))
     progress = throttled_progress(print, f"features of {files.root}")
@@ -380,7 +376,8 @@ def report_scores(
     means: dict[str, dict[str, float]] = {}
     for source in dict.fromkeys(score["source"] for score in scores):
         own = [score for score in scores if score["source"] == source]
-        mean = means[source] = mean_scores(own)
+        mean = {key: fmean(score[key] for score in own) for key in MEASURES if key in own[0]}
+        means[source] = mean
         numbers = ", ".join(f"{key.replace('_', ' ')} {value:.4g}" for key, value in mean.items())
         each = " ".join(f"{score['top1']:.1f}" for score in own)
         print(f"  {source:14}  {numbers}; top1 of each seed {each}")
@@ -402,12 +399,3 @@ def report_scores(
     with replacing(path) as file:
         file.write(json.dumps(found, indent=2).encode())
     print(f"{path}: each seed", flush=True)
-
-
-def mean_scores(scores: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Average the MEASURES over the seeds of one source."""
-    means: dict[str, float] = {}
-    for measure_name in MEASURES:
-        if measure_name in scores[0]:
-            means[measure_name] = sum(s[measure_name] for s in scores) / len(scores)
-    return means

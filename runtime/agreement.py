@@ -107,7 +107,8 @@ class StepGuard:
     One small all-reduce per step gives all ranks the same answer. A bad step (loss or norm not
     finite) is not applied, nor is any after more than `max_skips` consecutive ones: the host reads
     the result of a GPU one step late, when it has long arrived. A step without some rank's batch
-    is not applied either, and does not count as bad.
+    is not applied either, and does not count as bad. The trainer's Monitor logs each bad step, and
+    once `ended` is "nan" saves the weights before the first of the last ones and ends the run.
     """
 
     def __init__(self, device: torch.device, max_skips: int = 0, begin: int = 0) -> None:

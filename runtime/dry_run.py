@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -87,7 +88,7 @@ def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | Non
     """Print what a real run would, in its order and with its errors; return run and plan."""
     config = run.config
     print(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
-    _, facts = image_source.find_images(config, None, run.global_batch)
+    _, facts = image_source.find_images(config, run.global_batch)
     run = with_images(run, facts)
     read_run_state(list_newest_first(run, print), run, print)
     device = None  # that of the machine
@@ -95,14 +96,9 @@ def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | Non
         device = CPU
     elif torch.cuda.is_available() and not config.machine:
         device = torch.device("cuda")  # which the job will have too
-    start = start_record(run, device, warn)
+    start = start_record(run, device, partial(print, "warning:"))
     print(*describe(start), sep="\n")
     return run, start["planned"]
-
-
-def warn(text: str) -> None:
-    """Print a warning."""
-    print(f"warning: {text}")
 
 
 def print_peak(how: str, gib: Mapping[str, float]) -> None:

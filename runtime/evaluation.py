@@ -1,11 +1,10 @@
-"""Evaluate a model on held-out images, all ranks together; the loss of --eval-data.
+"""Evaluate a model on held-out images, all ranks together; the losses that it has to beat.
 
 The numbers are the same for any mode and any number of ranks: crop and mask of an image depend on
 the seed and its index alone, and the values of single images are summed over all ranks.
 """
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,105 +15,117 @@ from torch import Tensor, nn
 import data
 import shard
 import vit
-from runtime.agreement import gather_to_rank0, run_on_rank0
-from runtime.baselines import baseline_losses
-from runtime.device_batches import worker_count
+from runtime.agreement import gather_to_rank0
+from runtime.device_batches import Batch, worker_count
 from runtime.eval_images import fixed_noise, open_eval_loader
-from runtime.image_source import list_eval_images
 from runtime.run import Run
 from runtime.session import Session
 
 
-@torch.no_grad()
-def average_over(
-    files: Any,
-    run: Run,
-    session: Session,
-    model: nn.Module,
-    step: int,
-    values_of: Callable[[Tensor, list[int]], Tensor],
-) -> tuple[int, list[float]]:
-    """Average the values of all images of `files` -> number of images, means (V,). Collective.
+def baseline_losses(run: Run, images: Tensor, mask: Tensor) -> Tensor:
+    """Compute what a model has to beat (2, B): the losses of predicting zero and a mean colour.
 
-    `values_of` calls the model on normalised images (B, C, H, W) with these indices, and returns
-    their values (V, B). All ranks call it equally often, on whole local batches, after
-    training `step` steps. Images that cannot be read are left out, named and counted.
+    The colour, one number per channel, is the mean of the patches that the image shows, as the loss
+    sees them: with --norm-pix-loss each is normalised before, so that zero is its own mean grey.
+    `images` (B, C, H, W) are normalised; of the `mask` (B, L) 1 is removed.
     """
-    config = run.config
-    device = session.device
+    patch = run.model.patch
+    norm_pix = run.config.norm_pix_loss
+    target = vit.reconstruction_target(vit.patchify(images, patch), norm_pix)  # (B, L, P*P*C)
+    shown = (1 - mask)[..., None] / (1 - mask[0]).sum()  # all images show equally many
+    mean_patch = (target * shown).sum(1, keepdim=True)  # (B, 1, P*P*C)
+    mean_pixels = mean_patch.unflatten(-1, (-1, images.shape[1]))  # (B, 1, P*P, C)
+    mean_colour = mean_pixels.mean(2).repeat(1, 1, patch**2)  # (B, 1, P*P*C), alike in all patches
+    zero = torch.zeros_like(mean_colour)
+    loss_of_zero = vit.loss_of_each(images, zero, mask, patch, norm_pix)
+    loss_of_mean_colour = vit.loss_of_each(images, mean_colour, mask, patch, norm_pix)
+    return torch.stack([loss_of_zero, loss_of_mean_colour])
+
+
+def average_baselines(run: Run, batch: Batch) -> dict[str, float]:
+    """Average `baseline_losses` over a step's batch of all ranks, with its masks. Collective."""
     stats = run.pixel_stats
-    size = run.local_batch
-    loader = open_eval_loader(
-        files,
-        config.img_size,
-        size,
-        worker_count(config.workers, session.ranks),
-        stats,
-        exact=config.exact_decode,
-        any_error=True,  # no disk that fails for a moment ends a training run
-        share=(session.ranks.rank // config.tp, run.data_ranks),
-    )
-    # a rank with fewer images than the others calls the model on those of the batch before
-    images = torch.zeros(size, run.model.channels, config.img_size, config.img_size, device=device)
-    sums = torch.zeros((), dtype=torch.float64, device=device)
-    bad: list[tuple[int, str]] = []
-    model.eval()
-    for batch in loader:
-        session.heartbeat("evaluating", step - 1)
-        bad += batch.bad.items()
-        count = len(batch.indices)
-        if count:
-            images[:count] = data.normalize(batch.images.to(device), stats)
-        values = values_of(images, batch.indices + [0] * (size - count))[:, :count]
-        sums = sums + F.pad(values.double().sum(1), (1, 0), value=count)  # (1 + V,)
-    model.train()
-    dist.all_reduce(sums)
-    # the ranks of a tensor-parallel group have the same images, and the same bad ones
-    left_out: set[tuple[int, str]] = set()
-    every = gather_to_rank0(bad)
-    if every:  # on rank 0
-        left_out.update(*every)
-    if left_out:
-        first = sorted(left_out)[:5]
-        some = ", ".join(f"{files.path(i)} ({why})" for i, why in first)
-        session.log.warn(f"{len(left_out)} of {len(files)} held-out images cannot be read: {some}")
-    return int(sums[0]) // config.tp, (sums[1:] / sums[0]).tolist()
+    losses = []
+    for images, noise in batch.micro_batches:
+        _, mask = vit.random_masking(noise, run.config.mask_ratio)
+        found = baseline_losses(run, data.normalize(images, stats), mask)  # (2, B)
+        losses.append(found.mean(1))
+    mean = torch.stack(losses).mean(0) / run.world_size
+    dist.all_reduce(mean)
+    loss_of_zero, loss_of_mean_colour = mean.tolist()
+    return {"loss_of_zero": loss_of_zero, "loss_of_mean_colour": loss_of_mean_colour}
 
 
+@dataclass
 class Evaluation:
-    """Evaluate a model on the images of --eval-data, all ranks together."""
+    """Evaluate a model on the images of --eval-data, all ranks together.
 
-    def __init__(self, run: Run, session: Session, model: nn.Module) -> None:
-        """List the images; AgreedError where there are none. Collective."""
-        self.run = run
-        self.session = session
-        self.model = model
-        folder = str(run.config.eval_data)
-        self.files = run_on_rank0(partial(list_eval_images, folder, run.config.out, run.config))
+    Another evaluation has its own `values_of` and `report`.
+    """
 
+    run: Run
+    session: Session
+    model: nn.Module
+    files: Any
+
+    @torch.no_grad()
     def __call__(self, step: int) -> None:
-        """Log the mean loss after so many steps, where an image can be read. Collective."""
-        log = self.session.log
-        count, means = average_over(
-            self.files, self.run, self.session, self.model, step, self.losses_of
-        )
-        if count:
-            loss, zero, colour = means
-            log.write(
-                "eval",
-                step=step,
-                eval_loss=loss,
-                loss_of_zero=zero,
-                loss_of_mean_colour=colour,
-                images=count,
-            )
-            log.say(
-                f"evaluation: loss {loss:.4f} (predicting zero {zero:.4f}, the mean colour of the "
-                f"visible patches {colour:.4f}) over {count} of {len(self.files)} images"
-            )
+        """Report the means over all images after training `step` steps. Collective.
 
-    def losses_of(self, images: Tensor, indices: list[int]) -> Tensor:
-        """Compute the losses (3, B) of the model and of `baseline_losses`. Collective."""
+        All ranks call the model equally often, on whole local batches. Images that cannot be read
+        are left out, named and counted; nothing is reported where none can be.
+        """
+        run = self.run
+        config = run.config
+        device = self.session.device
+        stats = run.pixel_stats
+        size = run.local_batch
+        loader = open_eval_loader(
+            self.files,
+            config.img_size,
+            size,
+            worker_count(config.workers, self.session.ranks),
+            stats,
+            exact=config.exact_decode,
+            any_error=True,  # no disk that fails for a moment ends a training run
+            share=(self.session.ranks.rank // config.tp, run.data_ranks),
+        )
+        # a rank with fewer images than the others calls the model on those of the batch before
+        shape = (size, run.model.channels, config.img_size, config.img_size)
+        images = torch.zeros(shape, device=device)
+        sums = torch.zeros((), dtype=torch.float64, device=device)
+        bad: list[tuple[int, str]] = []
+        self.model.eval()
+        for batch in loader:
+            self.session.heartbeat("evaluating", step - 1)
+            bad += batch.bad.items()
+            count = len(batch.indices)
+            if count:
+                images[:count] = data.normalize(batch.images.to(device), stats)
+            values = self.values_of(images, batch.indices + [0] * (size - count))[:, :count]
+            sums = sums + F.pad(values.double().sum(1), (1, 0), value=count)  # (1 + V,)
+        self.model.train()
+        dist.all_reduce(sums)
+        self.name_bad(bad)
+        if sums[0] > 0:  # the ranks of a tensor-parallel group have the same images
+            self.report(step, int(sums[0]) // config.tp, (sums[1:] / sums[0]).tolist())
+
+    def name_bad(self, bad: list[tuple[int, str]]) -> None:
+        """Name the images that some rank could not read. Collective."""
+        every = gather_to_rank0(bad)
+        if every is None:  # rank 0 says it
+            return
+        left_out = {image for found in every for image in found}
+        if left_out:
+            some = ", ".join(f"{self.files.path(i)} ({why})" for i, why in sorted(left_out)[:5])
+            count = f"{len(left_out)} of {len(self.files)} held-out images"
+            self.session.log.warn(f"{count} cannot be read: {some}")
+
+    def values_of(self, images: Tensor, indices: list[int]) -> Tensor:
+        """Compute what is averaged (V, B) of normalised images (B, C, H, W). Collective.
+
+        Here the losses of the model and of `baseline_losses`.
+        """
         run = self.run
         config = run.config
         device = self.session.device
@@ -123,3 +134,20 @@ class Evaluation:
             _, prediction, mask = self.model(images, config.mask_ratio, noise)
         losses = vit.loss_per_image(images, prediction, mask, run.model.patch, config.norm_pix_loss)
         return torch.cat([losses[None], baseline_losses(run, images, mask)])
+
+    def report(self, step: int, count: int, means: list[float]) -> None:
+        """Log the means (V) of `values_of` over so many images."""
+        log = self.session.log
+        loss, zero, colour = means
+        log.write(
+            "eval",
+            step=step,
+            eval_loss=loss,
+            loss_of_zero=zero,
+            loss_of_mean_colour=colour,
+            images=count,
+        )
+        log.say(
+            f"evaluation: loss {loss:.4f} (predicting zero {zero:.4f}, the mean colour of the "
+            f"visible patches {colour:.4f}) over {count} of {len(self.files)} images"
+        )

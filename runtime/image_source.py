@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +17,7 @@ from storage.paths import stats_file
 if TYPE_CHECKING:  # a loader worker imports this file for SyntheticImages
     from runtime.config import Config
 
+Patterns = Sequence[str] | None  # of the names of images, as in data.scan
 SIDE = 256  # pixels
 SAMPLED = 16  # images that are tried before training starts
 
@@ -74,46 +75,39 @@ def check_folders(config: "Config") -> None:
 
 
 def list_folder(
-    folder: str,
-    out: str | None,
-    say: Callable[[str], None],
-    *,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-) -> tuple[Any, str]:
-    """List a folder or pack, kept in `out` if given -> (images, checksum of names and sizes).
-
-    `include` and `exclude` are patterns as in `data.scan`. ValueError where there is no image.
-    """
+    folder: str, include: Patterns = None, exclude: Patterns = None, out: str | None = None
+) -> Any:
+    """List a folder or pack, in `out` if given -> data.ImageSource; ValueError without an image."""
     check_folder(folder)
     if include is None:
         include = ()
     if exclude is None:
         exclude = ()
-    files = image_list.find_list(folder, out, say, include=include, exclude=exclude)
-    return files, image_list.fingerprint(files)
+    return image_list.find_list(folder, out, print, include=include, exclude=exclude)
 
 
 def find_images(
-    config: "Config", out: str | None, global_batch: int, stats: data.ChannelStats | None = None
+    config: "Config", global_batch: int, stats: data.ChannelStats | None = None
 ) -> tuple[Any, ImageFacts]:
-    """List --data as `list_folder` does -> (images, what a run needs to know of them).
+    """List --data, in OUT -> (images, what a run needs to know of them); a dry run writes nothing.
 
-    ValueError too where there are too few images for a step, where none of some images can be read,
-    or as `find_stats` without `stats`.
+    ValueError where there are too few images for a step, where none of some images can be read, or
+    as `find_stats` without `stats`.
     """
     if config.eval_data:
-        list_eval_images(config.eval_data, out, config)  # refused now, if at all
+        list_eval_images(config.eval_data, config)  # refused now, if at all
     files: Any = SyntheticImages(config.seed, config.channels)
     names = None
     if config.data != "synthetic":
-        files, names = list_folder(
-            config.data, out, print, include=config.include, exclude=config.exclude
-        )
+        out = None if config.dry_run else config.out
+        files = list_folder(config.data, config.include, config.exclude, out)
+        names = image_list.fingerprint(files)
     data.steps_per_epoch(len(files), global_batch)  # raises where there is not one
-    notes = describe_pixels(config, files, pretrained=stats is not None)
+    notes = "as in pretraining"
     if stats is None:
-        stats = find_stats(config.data, config.channels)
+        stats, notes = find_stats(config.data, config.channels)
+    if config.channels == 3 and has_png(files):
+        notes += "; 16-bit PNG divided by 257"
     check_some_images(files, stats)
     return files, ImageFacts(len(files), names, stats, notes)
 
@@ -135,59 +129,35 @@ def check_some_images(files: Any, stats: data.ChannelStats) -> None:
     raise ValueError(f"none of {count} images can be read, the last: {last}")
 
 
-def list_eval_images(folder: str, out: str | None, config: "Config | None" = None) -> Any:
-    """List held-out images, in `out`/eval if `out` is given, as `list_folder`.
-
-    The patterns of `config` choose among them too.
-    """
-    if out is not None:
-        out = os.path.join(out, "eval")
-    if config is None:
-        files, _ = list_folder(folder, out, print)
-    else:
-        files, _ = list_folder(folder, out, print, include=config.include, exclude=config.exclude)
-    return files
+def list_eval_images(folder: str, config: "Config") -> Any:
+    """List held-out images as those of --data, in OUT/eval; a dry run writes nothing."""
+    out = None
+    if not config.dry_run:
+        out = os.path.join(config.out, "eval")
+    return list_folder(folder, config.include, config.exclude, out)
 
 
-def find_stats(folder: str, channels: int) -> data.ChannelStats:
-    """Read the statistics of the images in `folder`, ImageNet's for RGB images without any.
+def find_stats(folder: str, channels: int) -> tuple[data.ChannelStats, str]:
+    """Read the statistics of the images in `folder` -> ImageNet's for RGB without any, and whose.
 
     ValueError where there are none for so many channels.
     """
+    path = stats_file(folder)
     if folder == "synthetic":
         if channels == 3:
-            return data.IMAGENET
-        return data.ChannelStats(mean=(0.5,) * channels, std=(0.25,) * channels)
-    path = stats_file(folder)
+            return data.IMAGENET, ""
+        return data.ChannelStats(mean=(0.5,) * channels, std=(0.25,) * channels), ""
     if os.path.exists(path):
         found = json.loads(Path(path).read_text())
         count = len(found["mean"])
         if count != channels:
             raise ValueError(f"{path} is of {count} channels, not {channels}: see --channels")
-        return data.ChannelStats(tuple(found["mean"]), tuple(found["std"]), found["dtype"])
+        stats = data.ChannelStats(tuple(found["mean"]), tuple(found["std"]), found["dtype"])
+        return stats, f"of {path}"
     if channels == 3:
-        return data.IMAGENET
+        return data.IMAGENET, "ImageNet's"
     command = f"`python prepare.py stats {folder}`"
     raise ValueError(f"--channels {channels} needs statistics: type {command}")
-
-
-def describe_pixels(config: "Config", files: Any, pretrained: bool) -> str:
-    """Say whose statistics normalise the images, and what training does with 16-bit pictures.
-
-    With `pretrained` they are those of the weights to begin with.
-    """
-    path = stats_file(config.data)
-    if pretrained:
-        notes = "as in pretraining"
-    elif config.data == "synthetic":
-        return ""
-    elif os.path.exists(path):
-        notes = f"of {path}"
-    else:
-        notes = "ImageNet's"
-    if config.channels == 3 and has_png(files):
-        notes += "; 16-bit PNG divided by 257"
-    return notes
 
 
 def has_png(files: Any) -> bool:

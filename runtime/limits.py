@@ -1,5 +1,7 @@
 """Say once in a run what slows it down besides its arithmetic: reading images, or the host."""
 
+import numpy as np
+
 from runtime.agreement import StepGuard
 from runtime.device_batches import worker_count
 from runtime.log import Meter
@@ -19,43 +21,28 @@ class LimitWarning:
         self.run = run
         self.session = session
         self.done = run.config.run_mode == "io"  # which shows how fast images are read
-        self.begin: int | None = None  # steps, seconds and counts after the warm-up
-        self.seconds = 0.0
-        self.waited = 0.0
-        self.early = 0
+        self.start: tuple[float, ...] | None = None  # what `check` looks at, after the warm-up
 
     def check(self, step: int, meter: Meter, guard: StepGuard) -> None:
         """Look at the steps since the warm-up, after the log line of `step`."""
         if self.done or step < meter.first + WARM_UP:
             return
-        if self.begin is None:
-            self.begin = step
-            self.seconds = meter.seconds
-            self.waited = meter.waited
-            self.early = guard.arrived_before_host
-            return
-        steps = step - self.begin
+        now = (step, meter.seconds, meter.waited, guard.arrived_before_host)
+        if self.start is None:
+            self.start = now
+        steps, seconds, waited, early = np.subtract(now, self.start).tolist()
         if steps < COUNTED:
             return
         self.done = True
-        waiting = (meter.waited - self.waited) / (meter.seconds - self.seconds)
-        early = (guard.arrived_before_host - self.early) / steps
-        if waiting > MOST_WAITING:
-            self.session.log.warn(self.data_sentence(waiting))
-        elif early > HOST_BOUND:
-            self.session.log.warn(self.host_sentence())
-
-    def data_sentence(self, waiting: float) -> str:
-        """Say how much of the time goes by without images, and what helps."""
-        workers = worker_count(self.run.config.workers, self.session.ranks)
-        return (
-            f"{waiting:.0%} of the time goes by waiting for images, with {workers} loader workers "
-            "per rank: raise --workers, one core for each, or pack loose files with prepare.py pack"
-        )
-
-    def host_sentence(self) -> str:
-        """Say that the GPU could do more in the same time."""
-        return (
-            "the GPU finishes each step before the host has started the next: a larger --batch "
-            f"(now {self.run.local_batch}) costs little time; --compile starts fewer kernels"
-        )
+        if waited > MOST_WAITING * seconds:
+            workers = worker_count(self.run.config.workers, self.session.ranks)
+            self.session.log.warn(
+                f"{waited / seconds:.0%} of the time goes by waiting for images, with {workers} "
+                "loader workers per rank: raise --workers, one core for each, or pack loose files "
+                "with prepare.py pack"
+            )
+        elif early > HOST_BOUND * steps:
+            self.session.log.warn(
+                "the GPU finishes each step before the host has started the next: a larger --batch "
+                f"(now {self.run.local_batch}) costs little time; --compile starts fewer kernels"
+            )

@@ -116,21 +116,18 @@ class Log:
         try:
             self.file.write(json.dumps({"event": event} | record) + "\n")
             self.file.flush()
-            if event == "start" and self.run.config.tensorboard:
-                self._open_tensorboard(record["begin"])
-            elif self.tensorboard and "step" in record:
+            if self.run.config.tensorboard and "step" in record:
                 self._write_tensorboard(event, record)
         except OSError as error:  # a full disk: no run ends for want of a line or a curve
             self.warn(f"the log cannot be written now: {error}")
 
-    def _open_tensorboard(self, begin: int) -> None:
+    def _write_tensorboard(self, event: str, record: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = Path(self.run.config.out, "tensorboard", self.run.config.run_mode)
-        # an earlier launch of this run may have written later steps: they are hidden
-        self.tensorboard = SummaryWriter(folder, purge_step=begin + 1)
-
-    def _write_tensorboard(self, event: str, record: dict[str, Any]) -> None:
+        if not self.tensorboard:
+            folder = Path(self.run.config.out, "tensorboard", self.run.config.run_mode)
+            # an earlier launch of this run may have written later steps: they are hidden
+            self.tensorboard = SummaryWriter(folder, purge_step=record["step"])
         for key, value in record.items():
             if type(value) in (int, float) and key != "step":
                 self.tensorboard.add_scalar(f"{event}/{key}", value, record["step"])

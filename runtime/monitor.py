@@ -4,6 +4,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,14 +21,14 @@ from runtime.agreement import (
     gather_to_rank0,
     run_on_rank0,
 )
-from runtime.baselines import average_baselines
 from runtime.device_batches import Batch
+from runtime.evaluation import Evaluation, average_baselines
+from runtime.image_source import list_eval_images
 from runtime.limits import LimitWarning
 from runtime.log import BadImageLog, Meter
 from runtime.profiling import WARM, RunProfile
 from runtime.resume import CheckpointSchedule, mark_done
 from runtime.run import Run
-from runtime.run_plan import beside_plan
 from runtime.session import Session, cause_of
 
 
@@ -69,9 +70,8 @@ class Monitor:
         with self.meter.paused():
             self.baselines = average_baselines(self.run, self.batch)
         if config.eval_data and config.run_mode == "real":
-            from runtime.evaluation import Evaluation
-
-            self.evaluation = Evaluation(self.run, self.session, model)
+            files = run_on_rank0(partial(list_eval_images, config.eval_data, config))
+            self.evaluation = Evaluation(self.run, self.session, model, files)
         if config.profile and self.session.ranks.rank == 0:
             if self.checkpoints.begin + WARM < self.run.steps:
                 self.profile = RunProfile(self.run, self.session, self.meter, config.profile)
@@ -230,3 +230,20 @@ class Monitor:
             f"{rate:.1f} img/s, {end['data_wait_fraction']:.1%} of the time waiting for data; "
             f"log in {self.run.config.out}/log.jsonl"
         )
+
+
+def beside_plan(
+    planned: dict[str, Any], step_seconds: float, peak_gib: float | None
+) -> tuple[str, dict[str, float]]:
+    """Set a run's median step and peak memory beside its plan -> a sentence, values for the log.
+
+    `peak_gib` is None on a CPU, whose memory is not measured.
+    """
+    seconds = planned["seconds"]["step"]
+    values = {"step_seconds": step_seconds, "planned_step_seconds": seconds}
+    text = f"step {step_seconds:.3g} s, planned {seconds:.3g} s ({step_seconds / seconds - 1:+.0%})"
+    if peak_gib is not None:
+        gib = planned["memory_gib"]["peak"]
+        values["planned_peak_gib"] = gib
+        text += f"; peak {peak_gib:.2f} GiB, planned {gib:.2f} GiB ({peak_gib / gib - 1:+.0%})"
+    return f"measured beside the plan for {planned['machine']}: {text}", values

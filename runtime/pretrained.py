@@ -6,7 +6,7 @@ official MAE, timm or convert.py, a folder of transformers or timm. No code in a
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from torch import Tensor
 import checkpoint
 import data
 import vit
-from runtime.weight_files import Facts, facts_of, read_weight_file
+from runtime.config import model_config
+from runtime.weight_files import Said, read_weight_file
 
 DECODER = ("decoder_", "mask_token")  # how the names of a decoder's weights begin
 OFFICIAL_LARGE = vit.ViTConfig(1024, 24, 4096, 16, 16)  # released too, but no row of vit.MODELS
@@ -55,10 +56,10 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
     try:
         weights: Mapping[str, Tensor]
         if path.is_dir() and not (path / "config.json").exists():
-            weights, facts = read_run(path)
+            weights, said = read_run(path)
         else:
-            weights, facts = read_weight_file(path)
-        return make_pretrained(str(path), weights, facts, size)
+            weights, said = read_weight_file(path)
+        return make_pretrained(str(path), weights, said, size)
     except (OSError, checkpoint.Damaged):
         raise
     except KeyError as error:
@@ -68,7 +69,7 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
         raise ValueError(f"{path}: {what}") from None
 
 
-def read_run(run: Path) -> tuple[checkpoint.Weights, Facts]:
+def read_run(run: Path) -> tuple[checkpoint.Weights, Said]:
     """Open a checkpoint, or the newest one of a run -> its weights, and what its flags say."""
     folders = [run]
     if not (run / checkpoint.MANIFEST).exists():
@@ -76,13 +77,11 @@ def read_run(run: Path) -> tuple[checkpoint.Weights, Facts]:
     if not folders:
         raise ValueError("it contains no step_... and no config.json")
     weights = checkpoint.Weights(folders[-1])
-    facts = facts_of(weights.manifest["flags"])
-    facts.step = weights.manifest["step"]
-    return weights, facts
+    return weights, weights.manifest["flags"] | {"step": weights.manifest["step"]}
 
 
 def make_pretrained(
-    name: str, weights: Mapping[str, Tensor], facts: Facts, size: vit.ViTConfig | None
+    name: str, weights: Mapping[str, Tensor], said: Said, size: vit.ViTConfig | None
 ) -> Pretrained:
     """Check the weights of a model, and assume what is not said of them; KeyError, ValueError."""
     shapes: Shapes = {}
@@ -92,45 +91,58 @@ def make_pretrained(
             raise ValueError(f"{key} is of type {tensor.dtype}, not floating-point")
         if not tensor.isfinite().all():
             raise ValueError(f"{key} is not finite")
-    config = choose_config(shapes, facts, size)
-    assumed: dict[str, str] = {}
-    if not facts.image_size and not facts.config and not is_square_grid(weights["pos_embed"]):
-        assumed["img_size"] = "its images were square"
-    img_size = image_side(shapes["pos_embed"][1], config.patch, facts)
+    config = choose_config(shapes, said, size)
+    img_size = image_side(shapes["pos_embed"][1], config.patch, said)
     check_shapes(shapes, config, img_size)
 
-    norm_pix_loss = facts.norm_pix_loss
+    assumed: dict[str, str] = {}
+    if "img_size" not in said:
+        square = vit.sincos_positions(config.width, img_size // config.patch)
+        if not torch.allclose(weights["pos_embed"].float(), square, atol=1e-2):
+            assumed["img_size"] = "its images were square"
+    norm_pix_loss = said.get("norm_pix_loss")
     if norm_pix_loss is None:
         norm_pix_loss = True  # as in the paper
         assumed["norm_pix_loss"] = "it predicts normalised patches"
-    mask_ratio = facts.mask_ratio
+    mask_ratio = said.get("mask_ratio")
     if mask_ratio is None:
         mask_ratio = 0.75
         assumed["mask_ratio"] = "its mask ratio was 0.75"
-    stats = facts.stats
-    if stats is None:
+    if said.get("channel_mean"):
+        mean = tuple(said["channel_mean"])
+        std = tuple(said["channel_std"])
+        stats = data.ChannelStats(mean, std, said["image_dtype"])
+    else:
         stats, assumed["stats"] = default_stats(config.channels)
-    check_facts(config, norm_pix_loss, mask_ratio, stats)
+    check_said(config, norm_pix_loss, mask_ratio, stats)
     return Pretrained(
-        name, config, img_size, norm_pix_loss, mask_ratio, stats, weights, facts.step, assumed
+        name=name,
+        config=config,
+        img_size=img_size,
+        norm_pix_loss=norm_pix_loss,
+        mask_ratio=mask_ratio,
+        stats=stats,
+        weights=weights,
+        step=said.get("step"),
+        assumed=assumed,
     )
 
 
-def choose_config(shapes: Shapes, facts: Facts, size: vit.ViTConfig | None) -> vit.ViTConfig:
+def choose_config(shapes: Shapes, said: Said, size: vit.ViTConfig | None) -> vit.ViTConfig:
     """Return the configuration that is said, or a known one of these shapes, which hide the heads.
 
     KeyError where a weight is missing, ValueError where no known size has such shapes.
     """
-    if facts.config:
-        return facts.config
-    width, channels, patch, other = shapes["patch_embed.proj.weight"]
-    if patch != other:
-        raise ValueError(f"its patches have {patch} x {other} pixels: they must be square")
+    if "config" in said:
+        return vit.ViTConfig(**said["config"])
+    if "model" in said:  # the flags of a run
+        return replace(model_config(said["model"]), channels=said["channels"])
+    width, channels, patch, _ = shapes["patch_embed.proj.weight"]
     depth = sum(bool(re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)) for name in shapes)
-    if facts.heads and not size:
+    if "heads" in said and not size:
         mlp_width = shapes["blocks.0.mlp.fc2.weight"][1]
         gated = "blocks.0.mlp.fc1_g.weight" in shapes
-        return vit.ViTConfig(width, depth, mlp_width, facts.heads, patch, gated, channels)
+        return vit.ViTConfig(width, depth, mlp_width, said["heads"], patch, gated, channels)
     for row in *vit.MODELS.values(), OFFICIAL_LARGE:
         if not size and (row.width, row.depth) == (width, depth):
             size = row
@@ -140,58 +152,32 @@ def choose_config(shapes: Shapes, facts: Facts, size: vit.ViTConfig | None) -> v
     return replace(size, patch=patch, channels=channels)
 
 
-def is_square_grid(table: Tensor) -> bool:
-    """Tell whether positions (1, 1+L, D) are the fixed ones of a square; False if they are learned.
-
-    ValueError where they are fixed ones of another grid: then the image was not square.
-    """
-    width = table.shape[2]
-    first = table[0, 1].float()  # of row 0 and column 0: sin 0 and cos 0
-    ones_and_zeros = torch.tensor([0.0, 1.0, 0.0, 1.0]).repeat_interleave(width // 4)
-    if not torch.allclose(first, ones_and_zeros, atol=1e-2):
-        return False
-    side = math.isqrt(table.shape[1] - 1)
-    if side**2 == table.shape[1] - 1:
-        grid = table[0, 1:].float().reshape(side, side, 2, width // 2)
-        one = grid[:, :, 0]  # one half of D depends on the column alone, the other on the row
-        other = grid[:, :, 1]
-        for by_row, by_column in (one, other), (other, one):
-            rows_agree = torch.allclose(by_row, by_row[:, :1].expand_as(by_row), atol=1e-2)
-            columns_agree = torch.allclose(by_column, by_column[:1].expand_as(by_column), atol=1e-2)
-            if rows_agree and columns_agree:
-                return True
-    raise ValueError(f"its {table.shape[1] - 1} positions are not those of a square image")
-
-
-def image_side(positions: int, patch: int, facts: Facts) -> int:
+def image_side(positions: int, patch: int, said: Said) -> int:
     """Return the side in pixels of the images that positions belong to; ValueError if not square.
 
     `positions` counts the class token's.
     """
-    if facts.image_size:
-        height, width = facts.image_size
-        if height != width:
-            raise ValueError(f"its images have {height} x {width} pixels: they must be square")
-        if height % patch or positions != 1 + (height // patch) ** 2:
-            what = f"{positions} positions for images of {height} pixels and patches of {patch}"
-            raise ValueError(f"{what}: {1 + (height // patch) ** 2} are needed")
-        return height
-    side = math.isqrt(positions - 1)
-    if side**2 != positions - 1:
-        what = "one for the class token and one for each patch of a square image are needed"
-        raise ValueError(f"it has {positions} positions: {what}")
-    return side * patch
+    side = patch * math.isqrt(max(0, positions - 1))
+    size = said.get("img_size", side)
+    height, width = (size, size) if isinstance(size, int) else size
+    if height != width:
+        raise ValueError(f"its images have {height} x {width} pixels: they must be square")
+    if height % patch or positions != 1 + (height // patch) ** 2:
+        what = f"it has {positions} positions, for images of {height} pixels in patches of {patch}"
+        raise ValueError(f"{what}: one for the class token and one for each patch are needed")
+    return height
 
 
 def default_stats(channels: int) -> tuple[data.ChannelStats, str]:
     """Return the statistics for a model that says none, and what they are, in words."""
     if channels == 3:
         return data.IMAGENET, "its images were normalised by the mean and deviation of ImageNet"
-    unchanged = data.ChannelStats(mean=(0.0,) * channels, std=(1.0,) * channels, dtype="float32")
-    return unchanged, "its images were not normalised"
+    mean = (0.0,) * channels
+    std = (1.0,) * channels
+    return data.ChannelStats(mean, std, "float32"), "its images were not normalised"
 
 
-def check_facts(
+def check_said(
     config: vit.ViTConfig, norm_pix_loss: bool, mask_ratio: float, stats: data.ChannelStats
 ) -> None:
     """Raise ValueError for a statement about the weights that cannot be true."""
@@ -204,7 +190,7 @@ def check_facts(
         raise ValueError(f"the deviation of a channel is {min(stats.std)}: it must be above 0")
     if not isinstance(norm_pix_loss, bool):
         raise ValueError(f"norm_pix_loss is {norm_pix_loss!r}: true or false is needed")
-    if not isinstance(mask_ratio, int | float) or not 0 <= mask_ratio < 1:
+    if not 0 <= mask_ratio < 1:
         raise ValueError(f"mask_ratio is {mask_ratio!r}: 0 or more and less than 1 is needed")
 
 
@@ -225,12 +211,11 @@ def check_shapes(shapes: Shapes, config: vit.ViTConfig, img_size: int) -> None:
             raise ValueError(f"{name} is {found}, {tuple(tensor.shape)} in the model")
 
 
-def describe_assumptions(pretrained: Pretrained, *names: str) -> str | None:
-    """Return a sentence on these fields, as far as they were assumed; None if all were said."""
+def say_assumed(pretrained: Pretrained, *names: str, say: Callable[[str], None] = print) -> None:
+    """Say what was assumed for these fields, because nothing is said of them."""
     assumed = [pretrained.assumed[name] for name in names if name in pretrained.assumed]
-    if not assumed:
-        return None
-    return f"note: {pretrained.name} does not say it, so it is assumed that {', '.join(assumed)}"
+    if assumed:
+        say(f"note: {pretrained.name} does not say it, so it is assumed that {', '.join(assumed)}")
 
 
 # --- A model with these weights

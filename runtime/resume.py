@@ -16,7 +16,7 @@ import vit
 from runtime.agreement import AgreedError, run_on_rank0
 from runtime.config import names, save_interval
 from runtime.log import Log
-from runtime.pretrained import Pretrained, check_fits, read_pretrained, value_of
+from runtime.pretrained import Pretrained, check_fits, read_pretrained, say_assumed, value_of
 from runtime.run import Run
 from runtime.session import Session
 
@@ -40,6 +40,7 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
     def read_file() -> None:
         found.append(read_pretrained(path, model))
         check_fits(found[0], model)
+        say_assumed(found[0], "img_size")
 
     def value(name: str, shape: torch.Size, device: torch.device) -> Tensor:
         whole = torch.empty(shape, device=device)
@@ -186,7 +187,11 @@ class CheckpointSchedule:
         return time.monotonic() - self.since > self.seconds
 
     def save(self, step: int, wait: bool) -> str | None:
-        """Save after so many steps; return why the run cannot continue, if so. Collective."""
+        """Save after so many steps; return why the run cannot continue, if so. Collective.
+
+        A checkpoint holds the model, the optimizer and the step, which `checkpoint.Saver` takes
+        itself, and the flags and the gradient scaler. What comes next follows from the step.
+        """
         if not self.saver:
             return None
         start = time.monotonic()

@@ -1,6 +1,7 @@
 """What follows from the flags, the ranks and the data: `Run`, the same on every rank."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -178,3 +179,25 @@ def check_masking(config: vit.ViTConfig, img_size: int, mask_ratio: float) -> in
     if vit.kept_patches(patches, mask_ratio) == patches:
         raise ValueError(f"--mask-ratio {mask_ratio} removes no patch: nothing to learn")
     return patches
+
+
+def plan_run(
+    run: Run, device: torch.device | None, warn: Callable[[str], None], ran_out: bool = False
+) -> dict[str, Any] | None:
+    """Plan a run, as of `plan_this_run`; None without a model and, with a warning, if it fails."""
+    if run.config.run_mode == "io":
+        return None
+    try:
+        from planner.this_run import plan_this_run  # the trainer does without planner/
+
+        return plan_this_run(
+            run.model,
+            run.record(),
+            device,
+            run.node_ranks,
+            by_global_batch=run.config.global_batch is not None,
+            ran_out=ran_out,
+        )
+    except Exception as error:  # an estimate decides nothing: no run ends for want of it
+        warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
+        return None

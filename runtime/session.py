@@ -19,8 +19,7 @@ from runtime.config import Config
 from runtime.devices import is_out_of_memory
 from runtime.image_source import check_folders
 from runtime.log import Log
-from runtime.run import Run, resolve, resolve_on_nodes
-from runtime.run_plan import plan_run
+from runtime.run import Run, plan_run, resolve, resolve_on_nodes
 from runtime.watchdog import STARTUP_FACTOR, Watchdog
 
 

@@ -14,8 +14,7 @@ import vit
 from runtime import devices
 from runtime.agreement import gather_to_rank0
 from runtime.device_batches import worker_count
-from runtime.run import Run
-from runtime.run_plan import plan_run
+from runtime.run import Run, plan_run
 from runtime.session import Session
 
 # Of the matrices that are multiplied to time a CPU: large enough to be multiplied at full speed,

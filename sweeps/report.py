@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,6 @@ def series_labels(rows: Sequence[Row], *left_out: str) -> list[str]:
     return labels
 
 
-def by_world_size(row: Row) -> int:
-    """Return what the rows of a figure are sorted by."""
-    return row["world_size"]
-
-
 def device_axis(panel: Any, world_sizes: Iterable[int]) -> None:
     """Label the x axis with numbers of devices, in powers of two."""
     ticks = sorted(set(world_sizes))
@@ -84,7 +80,7 @@ def draw_throughput(rows: Sequence[Row]) -> Any:
     legend: dict[str, Any] = {}
     for panel, (model, of_model) in zip(panels, lines.items(), strict=True):
         for label, line in of_model.items():
-            line.sort(key=by_world_size)
+            line.sort(key=itemgetter("world_size"))
             legend[label] = draw_line(panel, line, numbers[label])
         device_axis(panel, [row["world_size"] for row in rows if row["model"] == model])
         panel.set(title=model, ylabel="images/s per rank", xlabel="ranks", ylim=(0, None))
@@ -119,7 +115,7 @@ def draw_bars(rows: Sequence[Row]) -> Any:
     """Draw a bar for the seconds per step of each row, and by how much they are uncertain."""
     from matplotlib.figure import Figure
 
-    rows = sorted(rows, key=by_world_size)
+    rows = sorted(rows, key=itemgetter("world_size"))
     seconds = np.array([step_seconds(row) for row in rows])
     errors = seconds * [uncertainty(row) for row in rows]
     figure = Figure(figsize=(6, 0.6 + 0.2 * len(rows)), layout="constrained")

@@ -8,6 +8,8 @@ which alone is enough for another report.
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +89,7 @@ def read_log(path: Path) -> dict[str, list[Row]]:
     """Read the records of a log.jsonl by event; none where there is no such file."""
     if not path.exists():
         return {}
-    return group_by(read_lines(path), lambda record: record["event"])
+    return group_by(read_lines(path), itemgetter("event"))
 
 
 def classify_end(code: int, log: dict[str, list[Row]], output: str, late: bool) -> tuple[str, str]:
@@ -101,7 +103,9 @@ def classify_end(code: int, log: dict[str, list[Row]], output: str, late: bool) 
     if end.get("reason") == "done":
         return "done", ""
     lines = output.splitlines()
-    lines.append(end.get("problem") or f"exit status {code}: see output.txt")
+    lines.append(f"exit status {code}: see output.txt")
+    if end.get("problem"):
+        lines.append(end["problem"])
     # before the time limit: if one rank runs out of memory, the others wait for it until then
     for line in lines:
         if OUT_OF_MEMORY.search(line):
@@ -219,7 +223,7 @@ def find_bottlenecks(rows: Sequence[Row]) -> list[tuple[list[Row], Bottleneck]]:
         if known and row["studies"] != ["options"] and not row.get("caveat"):
             ended.append(row)
     columns = ("source", "world_size", "nodes", *SETTINGS)
-    settings = group_by(ended, lambda row: values_of(row, columns))
+    settings = group_by(ended, partial(values_of, columns=columns))
     return [(group, find_bottleneck(group)) for group in settings.values()]
 
 
@@ -264,7 +268,7 @@ def find_bottleneck(rows: Sequence[Row]) -> Bottleneck:
         compute = syn * min(row["efficiency"], 1)
         reason += f", syn without communication {compute:.3g}"
     parts = {"compute": compute, "communication": syn - compute, "input": waited}
-    largest = max(parts, key=lambda name: parts[name])
+    largest = max(parts, key=parts.__getitem__)
     if slow_input:
         largest = "input"
     if largest == "compute" and 1 < ideal_ranks < world_size:

@@ -11,13 +11,14 @@ import pytest
 import torch
 from conftest import ROOT
 from parity import TILES
-from ranks import environment, fork_server, free_port
+from ranks import NANO, environment, fork_server, free_port
 
 import train_fsdp
+import vit
 
 TRAIN = (
-    f"--model tiny --img-size 32 --batch 2 --steps 3 --log-every 1 --workers 0 --device cpu "
-    f"--mode full_shard --timeout 9 --data {TILES}"
+    f"--model nano --img-size 32 --batch 2 --steps 3 --log-every 1 --workers 0 --device cpu "
+    f"--mode full_shard --timeout 6 --data {TILES}"
 ).split()
 
 
@@ -69,6 +70,7 @@ def become(environ, output, fault, argv):
         os.dup2(os.open(f"{output}.{number}", os.O_WRONLY | os.O_CREAT), number)
     os.environ.update(environ)
     os.chdir(ROOT)
+    vit.MODELS["nano"] = NANO
     in_second_step(pytest.MonkeyPatch(), fault)
     sys.exit(train_fsdp.main(argv))
 
@@ -84,7 +86,9 @@ def test_a_fault_of_one_rank_ends_all(tmp_path):
             given = *given, [*TRAIN, "--save-every", "1", "--out", str(own / "out")]
             ranks[fault, rank] = fork_server().Process(target=become, args=given)
             ranks[fault, rank].start()
-    for (_, rank), process in ranks.items():
+    for (fault, rank), process in ranks.items():
+        if fault is stopped and rank:
+            process.kill()  # a stopped process cannot end
         process.join(15 if rank else 100)  # after rank 0 has ended
         process.kill()
         process.join()
@@ -108,6 +112,7 @@ def test_memory_that_has_run_out_is_a_sentence_with_advice(tmp_path, monkeypatch
     for name in list(os.environ):
         if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name)
+    monkeypatch.setitem(vit.MODELS, "nano", NANO)
     in_second_step(monkeypatch, gpu_error)
     assert train_fsdp.main([*TRAIN, "--save-every", "none", "--out", str(tmp_path)]) == 1
     error = capsys.readouterr().err

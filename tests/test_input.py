@@ -65,7 +65,7 @@ def test_a_loader_worker_imports_no_more_than_it_needs(tmp_path):
 import sys
 from runtime import image_source
 assert {"shard", "mesh", "vit", "checkpoint", "runtime.config"}.isdisjoint(sys.modules)
-files, fingerprint = image_source.list_folder(sys.argv[1], None, print)
+files = image_source.list_folder(sys.argv[1])
 assert len(files) == 192 and files.read(0)
 assert image_source.SyntheticImages(0, 5).read(0).shape == (5, 256, 256)
 """

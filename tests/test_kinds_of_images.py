@@ -306,7 +306,7 @@ def test_nodata_is_not_measured_and_filled_with_the_mean(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "nodata: 3072 of 6144 values (50.00%)" in said and "nodata (NaN) in all pixels" in said
     assert run_prepare("pack", root, tmp_path / "pack") == 0
-    stats = image_source.find_stats(str(tmp_path / "pack"), 2)
+    stats, _ = image_source.find_stats(str(tmp_path / "pack"), 2)
     means = [[image[c].mean() for image in truth] for c in range(2)]
     np.testing.assert_allclose(stats.mean, np.mean(means, axis=1), rtol=1e-6)
     every = np.ma.stack([image.astype("float64") for image in truth])
@@ -545,7 +545,7 @@ def test_statistics_are_found_under_every_spelling_of_a_folder(tmp_path, monkeyp
     for spelling in (".", "../link", "../images/.", "../images/", str(root)):
         assert run_prepare("stats", spelling) == 0
         for other in (".", str(tmp_path / "link"), str(root)):
-            assert image_source.find_stats(other, 3) != data.IMAGENET
+            assert image_source.find_stats(other, 3)[0] != data.IMAGENET
         measured.unlink()
         assert sorted(os.listdir(tmp_path)) == ["images", "link"]
 

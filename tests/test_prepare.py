@@ -275,7 +275,7 @@ def test_on_a_full_disk_what_was_there_stays(tmp_path, monkeypatch):
 def measured(root):
     prepared("stats", root)
     channels = json.loads(Path(paths.stats_file(str(root))).read_text())["mean"]
-    return image_source.find_stats(str(root), len(channels))
+    return image_source.find_stats(str(root), len(channels))[0]
 
 
 def test_statistics_are_those_of_numpy_in_full_precision(tmp_path):
@@ -294,7 +294,7 @@ def test_statistics_are_those_of_numpy_in_full_precision(tmp_path):
     np.testing.assert_allclose(found.std[:2], whole.std((0, 2, 3))[:2], rtol=1e-4)
     assert found.std[2] == 1 and found.dtype == "float32"  # a constant is not divided by zero
     assert prepare.main(["stats", str(root), "--workers", "2"]) == 0
-    assert image_source.find_stats(f"{root}/", 3) == found
+    assert image_source.find_stats(f"{root}/", 3)[0] == found
 
 
 def test_a_pack_takes_the_statistics_of_its_source_along(tmp_path):
@@ -304,11 +304,11 @@ def test_a_pack_takes_the_statistics_of_its_source_along(tmp_path):
     expected = measured(files.root)
     np.testing.assert_allclose(expected.mean, np.mean(pixels, (0, 1, 2)) / 255, rtol=1e-9)
     prepared("pack", files.root, tmp_path / "pack")
-    assert image_source.find_stats(str(tmp_path / "pack"), 3) == expected
+    assert image_source.find_stats(str(tmp_path / "pack"), 3)[0] == expected
     (tmp_path / "arrays").mkdir()
     np.save(tmp_path / "arrays/a.npy", np.arange(2 * 30, dtype=np.uint16).reshape(2, 5, 6))
     prepared("pack", tmp_path / "arrays", tmp_path / "packed")
-    assert image_source.find_stats(str(tmp_path / "packed"), 2).mean == (14.5, 44.5)
+    assert image_source.find_stats(str(tmp_path / "packed"), 2)[0].mean == (14.5, 44.5)
 
 
 # --- TIFF of many bands
