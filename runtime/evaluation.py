@@ -37,8 +37,8 @@ def baseline_losses(run: Run, images: Tensor, mask: Tensor) -> Tensor:
     mean_pixels = mean_patch.unflatten(-1, (-1, images.shape[1]))  # (B, 1, P*P, C)
     mean_colour = mean_pixels.mean(2).repeat(1, 1, patch**2)  # (B, 1, P*P*C), alike in all patches
     zero = torch.zeros_like(mean_colour)
-    loss_of_zero = vit.loss_of_each(images, zero, mask, patch, norm_pix)
-    loss_of_mean_colour = vit.loss_of_each(images, mean_colour, mask, patch, norm_pix)
+    loss_of_zero = vit.loss_per_image(images, zero, mask, patch, norm_pix)
+    loss_of_mean_colour = vit.loss_per_image(images, mean_colour, mask, patch, norm_pix)
     return torch.stack([loss_of_zero, loss_of_mean_colour])
 
 
