@@ -63,7 +63,9 @@ class EvalImages(Dataset[EvalBatch]):
         bad: dict[int, str] = {}
         for index in indices:
             try:
-                good[index] = self.load(index)
+                image, (width, height) = data.open_image(self.files.read(index), self.stats)
+                crop = centre_crop(width, height)
+                good[index] = data.crop_and_resize(image, crop, self.img_size, self.exact)
             except Exception as error:  # Pillow raises many kinds for a broken file
                 if not self.any_error and not data.is_file_error(error):
                     raise
@@ -72,12 +74,6 @@ class EvalImages(Dataset[EvalBatch]):
         if good:
             images = torch.stack([*good.values()])
         return EvalBatch(images, [*good], bad)
-
-    def load(self, index: int) -> Tensor:
-        """Load the centre of one image; raises what reading and decoding raise."""
-        image, (width, height) = data.open_image(self.files.read(index), self.stats)
-        crop = centre_crop(width, height)
-        return data.crop_and_resize(image, crop, self.img_size, self.exact)
 
 
 def open_eval_loader(

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from conftest import FULL, ROOT
 from parity import TILES
-from ranks import NANO, Run, agreed_port, on_ranks, one_run, python, read_log
+from ranks import Run, agreed_port, on_ranks, python, run_ranks
 
 import shard
-import vit
 
 GROUPS = {"group": [1, 2]}  # of the hybrid modes
 ALL = [
@@ -23,30 +22,24 @@ ALL = [
 ]
 MODES = ALL if FULL else [("ddp", None), ("hybrid", 2)]
 STEPS = 3
-TRAINER = (
-    f"--model nano --img-size 32 --data {TILES} --batch 4 --steps {STEPS} --workers 0 "
-    "--log-every 1 --device cpu --precision fp32"
-).split()
 
 
-def losses_in_each_mode() -> list[tuple[list[float], list[float]]]:
-    """Train as one rank in each mode, one after another: rank 0's losses, and the trainer's."""
+def losses_of_minimal() -> list[list[float]]:
+    """Train as one rank in each mode, one after another; the losses that rank 0 prints."""
     sys.path.append(str(ROOT / "examples"))
     import minimal
 
-    vit.MODELS["nano"] = NANO
-    folder = Path(os.environ["FOLDER"])
-    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    folder, world = Path(os.environ["FOLDER"]), int(os.environ["WORLD_SIZE"])
     found = []
     for i, (mode, group) in enumerate(MODES):
         if group and world % group:
             continue
         (folder / f"port{i}").mkdir(exist_ok=True)
-        os.environ["MASTER_PORT"] = agreed_port(folder / f"port{i}", rank)
+        os.environ["MASTER_PORT"] = agreed_port(folder / f"port{i}", int(os.environ["RANK"]))
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             args = Namespace(
                 data=TILES,
-                model="nano",
+                model="tiny",
                 img_size=32,
                 mode=mode,
                 group=group,
@@ -56,18 +49,25 @@ def losses_in_each_mode() -> list[tuple[list[float], list[float]]]:
                 workers=0,
             )
             minimal.train(args)
-        losses = [float(text) for text in re.findall(r"loss (\S+)", printed.getvalue())]
-        flags = [*TRAINER, "--mode", mode, *(["--group", str(group)] if group else [])]
-        one_run(Run(flags, params=False), folder / f"trainer{i}", rank)
-        _, steps, _ = read_log(folder / f"trainer{i}" / "log.jsonl")
-        found.append((losses, [step["loss"] for step in steps]))
+        found.append([float(text) for text in re.findall(r"loss (\S+)", printed.getvalue())])
     return found
 
 
 @pytest.mark.parametrize("world", [2, *([1, 4] if FULL else [])])
 def test_its_losses_are_those_of_the_trainer_in_every_mode(world, tmp_path):
-    for losses, expected in on_ranks(world, losses_in_each_mode, tmp_path)[0]:
-        assert losses == expected and len(losses) == STEPS
+    found = on_ranks(world, losses_of_minimal, tmp_path / "minimal")[0]
+    base = ["--data", TILES, "--model", "tiny", "--img-size", "32", "--steps", str(STEPS)]
+    base += ["--batch", "4", "--workers", "0", "--log-every", "1", "--device", "cpu"]
+    base += ["--precision", "fp32"]
+    runs = []
+    for mode, group in MODES:
+        if not group:
+            runs.append(Run([*base, "--mode", mode]))
+        elif world % group == 0:
+            runs.append(Run([*base, "--mode", mode, "--group", str(group)]))
+    results = run_ranks(world, runs, tmp_path / "trainer")
+    assert found == [[step["loss"] for step in result.steps] for result in results]
+    assert all(len(losses) == STEPS for losses in found)
 
 
 @pytest.mark.slow
