@@ -26,7 +26,7 @@ from runtime import process, watchdog
 def watched(rank: int) -> watchdog.Watchdog:
     """A watchdog of two ranks that waits for two seconds."""
     watch = watchdog.Watchdog(rank, 2, seconds=2)
-    watch.connect(mesh.read_ranks(os.environ).init)
+    watch.connect(mesh.read_ranks(os.environ).rendezvous)
     return watch
 
 
