@@ -318,8 +318,7 @@ WRONG: list[tuple[Callable, str, dict, str]] = [
     (Language, "full_shard", {"values": zeros}, "to a model on meta, and to no other"),
     (lambda: Language().bfloat16(), "hybrid", {}, r"are stored in fp32: .float\(\)"),
     (named_module, "ddp", {}, "rename the submodule module"),
-    (batch_norm, "hybrid", options(ac="full", param_dtype=FP32), "BatchNorm needs ac none"),
-    (batch_norm, "hybrid", {}, "and, in FSDP, param_dtype fp32: use GroupNorm"),
+    (batch_norm, "hybrid", {}, "keeps statistics, in fp32: use param_dtype fp32 or GroupNorm"),
     (Language, "ddp", options(cpu_offload=True), "hybrid_grad_op, not ddp: leave"),
 ]
 
