@@ -211,9 +211,9 @@ def apply(
     units: Mapping[str, nn.Module] = {}
     if strategy.engine == "fsdp" and options.wrap == "block":
         units = blocks
-    _check_model(model, blocks, strategy, options)
+    _check_model(model, strategy, options)
     _check_units(model, units)
-    before = list(model.parameters())
+    before = set(model.parameters())
     values = _InitialValues(model, _device(mesh), init_fn, uninitialized)
     values.share(f"{mode} {list(blocks)} {options}")
 
@@ -228,7 +228,7 @@ def apply(
     else:
         fill(model)
         sharded = _ddp(model.to(_device(mesh)), mesh, options)
-    _mark_parameters(before, sharded)
+    _check_optimizers(replaced=before - set(sharded.parameters()))
     return sharded
 
 
@@ -252,7 +252,7 @@ def _prepare_blocks(
                 block, preserve_rng_state=options.preserve_rng_state, context_fn=context
             )
             _replace(model, {block: wrapper})
-            _ForwardCheck(wrapper, _own_tensors(block, "_buffers"), CHANGED_BUFFER)
+            _check_forward(wrapper, wrapper.named_buffers, CHANGED_BUFFER)
     if options.compile:
         # Dynamo would cut each block into graphs that end with DDP's buckets, so that all-reduces
         # start early within a block; DDP starts them between the blocks, and one graph is faster.
@@ -287,9 +287,8 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
     """DDP: whole parameters on every rank, gradients all-reduced in buckets during backward."""
     if mesh.size() == 1:
         return model  # nobody to communicate with: no buckets, a second copy of the gradients
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    if not trained:
-        _before_each_call(model, partial(_check_frozen, model, trained, True))
+    if not any(p.requires_grad for p in model.parameters()):
+        _LoopChecks(model, [], mesh, unused_allowed=True)
         return model  # a teacher, which DDP would refuse
     group = mesh.get_group("replicate")
     sharded = DDP(
@@ -305,11 +304,7 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
         sharded.register_comm_hook(group, default_hooks.bf16_compress_hook)
     elif options.reduce_dtype == torch.float16:
         sharded.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    check_frozen = partial(_check_frozen, model, trained, options.find_unused_parameters)
-    _before_each_call(sharded, check_frozen)
-    _AverageCheck(sharded, model.parameters())
-    _WeightsCheck(sharded, [])
-    _ReplicaCheck(sharded, group)
+    _LoopChecks(sharded, [], mesh, unused_allowed=options.find_unused_parameters)
     return sharded
 
 
@@ -343,9 +338,11 @@ def _fsdp(
     reshard = torch.compiler.disable(_reshard_without_backward)
     for unit in [*units, sharded]:
         unit.register_forward_hook(reshard)
-    _check_fsdp([*units, sharded], options, _device(mesh))
-    if mesh["replicate"].size() > 1 and dist.get_backend() != "fake":
-        _ReplicaCheck(sharded, mesh.get_group("replicate"))
+        if options.fsdp == 2:  # FSDP1 raises an error by itself
+            _check_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
+    if dist.get_backend() != "fake":
+        allowed = options.find_unused_parameters
+        _LoopChecks(sharded, [*units, sharded], mesh, unused_allowed=allowed)
     return sharded
 
 
@@ -432,16 +429,12 @@ def _reshard_without_backward(module: Any, args: Any, output: Any) -> None:
     with those values when the sharded ones change, and FSDP2's parameters would not be the
     optimizer's.
     """
-    if not (torch.is_grad_enabled() and _may_need_backward(output)):
-        _reshard(module)
-
-
-def _reshard(module: Any) -> None:
-    """Free what a unit of FSDP gathered."""
+    if torch.is_grad_enabled() and _may_need_backward(output):
+        return
     if isinstance(module, FSDPModule):
         module.reshard()
     elif module._handle is not None and module._handle.uses_sharded_strategy:
-        reshard_fsdp1(module, module._handle, True)
+        reshard_fsdp1(module, module._handle, True)  # FSDP1 has no public name for it
 
 
 def _may_need_backward(output: Any) -> bool:
@@ -469,9 +462,6 @@ def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Ite
     defer = uses_all and not last
     with ExitStack() as stack:
         for module in model.modules():
-            check = getattr(module, "used_check", None)
-            if uses_all and isinstance(check, _UsedCheck):
-                check.all_used = True
             if isinstance(module, FSDPModule) and defer:
                 module.set_requires_all_reduce(False, recurse=False)
                 # or a later backward pass, outside of this function, would not be averaged
@@ -508,8 +498,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
     are not averaged yet.
     """
     for module in model.modules():
-        check = getattr(module, "average_check", None)
-        if check is not None and not check.averaged:
+        checks = getattr(module, "loop_checks", None)
+        if checks is not None and not checks.averaged:
             raise RuntimeError(
                 "the gradients are not averaged over ranks yet: clip them after the micro-batch "
                 "that is the last"
@@ -656,70 +646,45 @@ def _check_arguments(
     return STRATEGIES[mode]
 
 
-def _check_model(
-    model: nn.Module, blocks: Mapping[str, nn.Module], strategy: Strategy, options: ShardingOptions
-) -> None:
+def _check_model(model: nn.Module, strategy: Strategy, options: ShardingOptions) -> None:
     """Raise ValueError for a model with which training would go wrong."""
     sharded = strategy.engine == "fsdp"
     if sharded and options.fsdp == 1 and hasattr(model, "_orig_mod"):
         raise ValueError("FSDP1 cannot save a compiled model: compile it after shard.apply")
     if "module" in dict(model.named_children()):
         raise ValueError("rename the submodule module: DDP uses this name")
-    recomputed: set[nn.Module] = set()
-    if options.ac != "none":
-        for block in blocks.values():
-            recomputed |= set(block.modules())
     low_precision = sharded and options.param_dtype != torch.float32
     for name, module in model.named_modules():
-        _check_statistics(module, module in recomputed, low_precision)
+        if isinstance(module, _NormBase) and module.track_running_stats and low_precision:
+            raise ValueError(f"{name} keeps statistics, in fp32: use param_dtype fp32 or GroupNorm")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            _check_embedding(name, module, sharded)
+            if module.max_norm is not None:
+                raise ValueError(
+                    f"{name} has max_norm, which changes weights in forward(), on each rank "
+                    "others: renormalise them between two steps"
+                )
+            if module.sparse and sharded:
+                raise ValueError(f"{name} has sparse gradients, unknown to FSDP: sparse=False")
     for name, p in model.named_parameters():
-        _check_parameter(original_name(name), p, sharded)
+        for wrong, sentence in _parameter_table(p, sharded):
+            if wrong:
+                raise ValueError(f"{original_name(name)} {sentence}")
 
 
-def _check_statistics(module: nn.Module, recomputed: bool, low_precision: bool) -> None:
-    """Raise ValueError for a module that keeps statistics of its forward passes."""
-    running = isinstance(module, _NormBase) and module.track_running_stats
-    if running and (recomputed or low_precision):
-        # recomputation would count each batch twice; FSDP leaves the statistics in fp32
-        raise ValueError("BatchNorm needs ac none and, in FSDP, param_dtype fp32: use GroupNorm")
-    hooks = module._forward_pre_hooks.values()
-    names = {type(part).__name__ for part in [module, *hooks]}
-    if recomputed and names & {"_SpectralNorm", "SpectralNorm"}:
-        raise ValueError("spectral_norm needs ac none: recomputation would iterate it twice")
-
-
-def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag, sharded: bool) -> None:
-    """Raise ValueError for an embedding that several ranks cannot train."""
-    if module.max_norm is not None:
-        raise ValueError(
-            f"{name} has max_norm, which changes weights in forward(), on each rank others: "
-            "renormalise them between two steps"
-        )
-    if module.sparse and sharded:
-        raise ValueError(f"{name} has sparse gradients, which FSDP cannot use: sparse=False")
-
-
-def _check_parameter(name: str, p: nn.Parameter, sharded: bool) -> None:
-    """Raise ValueError for a parameter that cannot be sharded."""
+def _parameter_table(p: nn.Parameter, sharded: bool) -> list[tuple[bool, str]]:
+    """Return (condition, sentence) of each reason why a parameter cannot be sharded."""
     if isinstance(p, nn.parameter.UninitializedParameter):
-        raise ValueError(f"{name} has no shape yet: call the model once before shard.apply")
-    if p.is_complex():
-        raise ValueError(
-            f"{name} is {p.dtype}: store its real and imaginary part, as torch.view_as_real does"
-        )
-    if not p.is_floating_point():
-        raise ValueError(f"{name} is {p.dtype}, which is not trained: register it as a buffer")
-    if p.dtype != torch.float32:
-        raise ValueError(f"{name} is {p.dtype}, but parameters are stored in fp32: .float()")
-    if sharded and p.ndim == 0:
-        raise ValueError(f"{name} () cannot be sharded: give it one element, the shape (1,)")
-    if sharded and p.numel() == 0:
-        shape = tuple(p.shape)
-        raise ValueError(f"{name} {shape} cannot be sharded, for it is empty: make it a buffer")
-    if p._backward_hooks or p._post_accumulate_grad_hooks:
-        raise ValueError(f"the hook on {name} would be lost: register it after shard.apply")
+        return [(True, "has no shape yet: call the model once before shard.apply")]
+    imaginary = "store its real and imaginary part, as torch.view_as_real does"
+    shape = tuple(p.shape)
+    return [
+        (p.is_complex(), f"is {p.dtype}: {imaginary}"),
+        (not p.is_floating_point(), f"is {p.dtype}, which is not trained: make it a buffer"),
+        (p.dtype != torch.float32, f"is {p.dtype}, but parameters are stored in fp32: .float()"),
+        (sharded and p.ndim == 0, "() cannot be sharded: give it one element, the shape (1,)"),
+        (sharded and p.numel() == 0, f"{shape} cannot be sharded, it is empty: make it a buffer"),
+        (_has_hook(p, True), "has a hook, which would be lost: register it after shard.apply"),
+    ]
 
 
 def _check_units(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
@@ -844,29 +809,261 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
     return extremes.sum().item() == 0
 
 
-# --- Checks: what sharding would make wrong without an error raises one
+# --- Checks of a running loop: what sharding would make wrong in silence raises RuntimeError
+#
+# 1. before each call and step, of every parameter: replaced, edited in vain, a hook that is not
+#    called, frozen or unfrozen too late;
+# 2. in a forward pass: tensors that a module changes itself;
+# 3. after each gradient: a backward pass that belongs to no call;
+# 4. before each step: an optimizer of other parameters; and, in the first three steps (it makes a
+#    GPU wait), ranks that used other parameters, and replicas that are no longer the same.
+# A simulation (the backend "fake") has no values, and none of 1, 3 and 4.
+
+REPLACED = (
+    "was replaced after shard.apply, and would not be trained together: replace it "
+    "before, or write into it, by copy_() or load_state_dict() without assign=True"
+)
+EDITED_IN_VAIN = (
+    "was changed after a forward pass with gradients that no backward() followed, and FSDP2 loses "
+    "that: evaluate in torch.no_grad()"
+)
+OTHER_MEMORY = (
+    "has other memory or another dtype than before, which FSDP2 does not see: write into it, by "
+    "copy_() or mul_(), not into .data"
+)
+LOST_HOOK = (
+    "has a hook that FSDP does not call: change its .grad between backward() and the step, or use "
+    "register_post_accumulate_grad_hook with FSDP2"
+)
+OTHER_DTYPE = "is no longer fp32, which DDP averages: use shard.autocast for lower precision"
+UNFROZEN = (
+    "was frozen at shard.apply, and DDP does not average its gradient: freeze it after "
+    "shard.apply, or use mode no_shard"
+)
+FROZEN = (
+    "was frozen after shard.apply, and DDP waits for its gradient: use find_unused_parameters=True"
+)
 
 
-def _before_each_call(model: nn.Module, check: Callable[[nn.Module, Any], None]) -> None:
-    """Have `check(model, args)` called before each forward pass, and before FSDP's own hooks."""
-    model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True)
+class _LoopChecks:
+    """What a loop can do wrong with a sharded model."""
+
+    def __init__(
+        self, model: Any, units: list[Any], mesh: DeviceMesh, *, unused_allowed: bool
+    ) -> None:
+        self.model = model
+        self.units = units  # of FSDP; DDP has none
+        self.fsdp1 = isinstance(model, FSDP1)
+        self.fsdp2 = isinstance(model, FSDPModule)
+        self.device = _device(mesh)
+        self.replicas = mesh.get_group("replicate")  # ranks that hold the same values
+        self.unused_allowed = unused_allowed
+        self.owners = _owners(model)
+        self.trained = {p for *_, p in self.owners if p.requires_grad}
+        self.memory: dict[str, Any] = {}  # of each parameter at its first check
+        self.gathered: dict[str, tuple[Any, int]] = {}  # left so by a forward pass; its version
+        self.calls = 0  # with gradients
+        self.last_call: dict[Tensor, int] = {}  # of which each tensor has its gradient
+        self.averaged = True  # the last gradients, over ranks
+        self.used = 0  # checksum of which parameters have a gradient after each micro-batch
+        self.steps = 0
+        for *_, p in self.owners:
+            p.loop_checks = self  # for an optimizer
+        model.loop_checks = self  # for clip_grad_norm
+        model.register_load_state_dict_pre_hook(_refuse_assign)
+        # before FSDP's own hooks
+        model.register_forward_pre_hook(torch.compiler.disable(self.before_call), prepend=True)
+        if units:
+            model.__deepcopy__ = _refuse_copy
+        if self.fsdp2:
+            model.register_forward_hook(torch.compiler.disable(self.after_call))
+        for tensor in _averaged_in_hooks(model, units):
+            tensor.register_post_accumulate_grad_hook(self.after_gradient)
+
+    def __deepcopy__(self, memo: Any) -> "_LoopChecks":
+        """Stay with this model: its copy by DDP, an average of weights, is not trained."""
+        return self
+
+    def before_call(self, module: nn.Module, args: Any) -> None:
+        """Check the parameters before a forward pass."""
+        if self.units and torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "FSDP could not train afterwards: use torch.no_grad(), no inference_mode"
+            )
+        self.check_parameters()
+        if torch.is_grad_enabled():
+            self.calls += 1
+            self.note_used()
+
+    def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Remember what FSDP2 keeps gathered for a backward pass to come, in place of a shard."""
+        self.gathered = {}
+        for name, owner, leaf, p in self.owners:
+            now = getattr(owner, leaf, None)
+            if isinstance(now, Tensor) and now is not p:
+                self.gathered[name] = (now, now._version)
+
+    def after_gradient(self, tensor: Tensor) -> None:
+        """Raise RuntimeError for a gradient that belongs to no call: it would not be averaged."""
+        self.averaged = _averages(self.model)
+        if self.averaged and self.last_call.get(tensor, 0) == self.calls:
+            raise RuntimeError(
+                f"{type(self.model).__name__} averages the gradient of one backward() after each "
+                "call: call the model, not its methods or parts, and call backward() once"
+            )
+        self.last_call[tensor] = self.calls
+
+    def before_step(self) -> None:
+        """Check the parameters before a step of an optimizer, and compare the ranks."""
+        if _in_backward():  # a step in a hook
+            if not self.units:
+                raise RuntimeError("DDP has not averaged this gradient: step after backward()")
+            return  # other units may still need what they gathered
+        self.check_parameters()
+        self.note_used()
+        if self.gathered:
+            for unit in self.units:
+                unit.reshard()  # as the backward pass would have done that did not come
+        self.gathered = {}
+        self.steps += 1
+        if self.steps <= 3:
+            self.compare_ranks()
+        self.used = 0
+
+    def check_parameters(self) -> None:
+        """Raise RuntimeError for the first parameter with which something is wrong."""
+        trains = torch.is_grad_enabled() and any(p.requires_grad for *_, p in self.owners)
+        if self.fsdp1 and any(_fsdp1_waits_for_backward(unit) for unit in self.units):
+            raise RuntimeError(
+                "FSDP1 needs a backward() after each call with gradients, before it is called "
+                "again: evaluate in torch.no_grad(), give two batches to one call, or use fsdp 2"
+            )
+        for name, owner, leaf, p in self.owners:
+            now: Any = getattr(owner, leaf, None)
+            gathered, version = self.gathered.get(name, (p, 0))
+            edited_in_vain = now is not p and now is gathered and gathered._version != version
+            memory = _memory_of_fsdp2(p)
+            late = trains and not p.requires_grad and p in self.trained
+            ddp = not self.units
+            for wrong, sentence in (
+                (now is not p and now is not gathered, REPLACED),
+                (edited_in_vain, EDITED_IN_VAIN),
+                (self.memory.setdefault(name, memory) != memory, OTHER_MEMORY),
+                (not ddp and _has_hook(p, post_accumulate=self.fsdp1), LOST_HOOK),
+                (ddp and p.dtype != torch.float32, OTHER_DTYPE),
+                (ddp and p.requires_grad and p not in self.trained, UNFROZEN),
+                (ddp and late and not self.unused_allowed, FROZEN),
+            ):
+                if wrong:
+                    raise RuntimeError(f"{name} {sentence}")
+
+    def note_used(self) -> None:
+        """Note which parameters have a gradient after a micro-batch."""
+        if self.steps < 3:
+            used = [p.grad is not None for *_, p in self.owners]
+            self.used = zlib.crc32(f"{self.used} {used}".encode())
+
+    def compare_ranks(self) -> None:
+        """Raise RuntimeError for ranks that are about to make different steps. Collective."""
+        compares_used = self.fsdp2 and not self.unused_allowed
+        if compares_used and not _same_on_all_ranks(str(self.used), self.device):
+            raise RuntimeError(
+                "the ranks used different parameters, and FSDP2 mixes up their gradients: "
+                "use find_unused_parameters=True (torch 2.14), or mode ddp with it"
+            )
+        trained = [p for *_, p in self.owners if p.requires_grad]
+        values = _bits([*trained, *(p.grad for p in trained)])
+        if not _same_on_all_ranks(values, self.device, self.replicas):
+            raise RuntimeError(
+                "the ranks hold different weights or gradients: change both in the same way on "
+                "all ranks, and take gradients by backward()"
+            )
+        loose = str(_loose_gradients)
+        _loose_gradients.clear()
+        if not _same_on_all_ranks(loose, self.device):
+            raise RuntimeError(
+                "an optimizer trains parameters of no model that shard.apply returned, and their "
+                "gradients differ by rank: put them into the model before shard.apply, or set "
+                "optimizer.of_one_rank = True"
+            )
 
 
-def _check_fsdp(units: list[Any], options: ShardingOptions, device: torch.device) -> None:
-    """Start the checks of a model of FSDP, whose root is the last of its units."""
-    root = units[-1]
-    real = dist.get_backend() != "fake"  # a simulation has no memory that could be replaced
-    if real:
-        _WeightsCheck(root, units)
-    _before_each_call(root, partial(_check_hooks, list(root.named_parameters())))
-    if options.fsdp == 1:
-        handles = [unit._handle for unit in units]
-        _AverageCheck(root, [handle.flat_param for handle in handles if handle is not None])
-        return
-    for unit in units:  # FSDP1 raises an error by itself
-        _ForwardCheck(unit, _own_tensors(unit, "_parameters"), CHANGED_PARAMETER)
-    if real and dist.get_world_size() > 1 and not options.find_unused_parameters:
-        _UsedCheck(root, device)
+def _owners(model: nn.Module) -> list[tuple[str, nn.Module, str, Any]]:
+    """List (original name, module, name in this module, parameter) of a model."""
+    found: list[tuple[str, nn.Module, str, Any]] = []
+    for path, module in model.named_modules():
+        for leaf, p in module._parameters.items():
+            if p is not None:
+                found.append((original_name(f"{path}.{leaf}".lstrip(".")), module, leaf, p))
+    return found
+
+
+def _bits(tensors: Iterable[Any]) -> str:
+    """Return sums of the bits of tensors: exact on any device, and the same for NaN."""
+    sums = []
+    for tensor in tensors:
+        if tensor is not None:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            sums.append(local.detach().float().view(torch.int32).sum(dtype=torch.int64))
+    return str(torch.stack(sums).tolist()) if sums else ""
+
+
+def _refuse_assign(module: Any, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+    """Raise RuntimeError for load_state_dict(assign=True), whose parameters are other ones."""
+    if metadata.get("assign_to_params_buffers"):
+        raise RuntimeError(
+            "assign=True would replace the parameters of a sharded model: load_state_dict "
+            "without it"
+        )
+
+
+def _refuse_copy(memo: Any) -> None:
+    """Raise RuntimeError for deepcopy."""
+    raise RuntimeError(
+        "a model sharded by FSDP cannot be copied, nor given to AveragedModel: build the model "
+        "twice, and give each to shard.apply"
+    )
+
+
+def _check_forward(
+    module: nn.Module, named: Callable[[], Iterable[tuple[str, Tensor]]], message: str
+) -> None:
+    """Raise RuntimeError if a module changes the tensors that `named` lists in a forward pass.
+
+    In the first three passes of a training only: sums of values make a GPU wait.
+    """
+    before: dict[str, Any] = {}
+    further_passes = iter(range(2))
+
+    def values() -> Iterator[tuple[str, Any]]:
+        for name, tensor in named():
+            # of a frozen one the sum: averages are often written to `.data`, without a new version
+            if not isinstance(tensor, DTensor):  # of another unit, which has not gathered it
+                changes = tensor._version if tensor.requires_grad else f"{tensor.detach().sum()}"
+                yield name, (tensor.shape, changes)
+
+    def remember(module: nn.Module, args: Any) -> None:
+        before.clear()
+        if torch.is_grad_enabled() and module.training:
+            before.update(values())
+
+    def compare(module: nn.Module, args: Any, output: Any) -> None:
+        if not before:
+            return
+        for name, new in values():
+            old = before.get(name, new)
+            # another shape: a table that is built when it is first needed
+            if old[0] == new[0] and old != new:
+                raise RuntimeError(message.format(name=original_name(name)))
+        if next(further_passes, None) is None:
+            for hook in hooks:
+                hook.remove()
+
+    # after FSDP has gathered the tensors, and before it frees them
+    hooks = [
+        module.register_forward_pre_hook(torch.compiler.disable(remember)),
+        module.register_forward_hook(torch.compiler.disable(compare), prepend=True),
+    ]
 
 
 CHANGED_PARAMETER = (
@@ -878,392 +1075,116 @@ CHANGED_BUFFER = (
     "second time: use ac none, or other block_classes"
 )
 
-
-def _own_tensors(
-    unit: nn.Module, kind: Literal["_parameters", "_buffers"]
-) -> list[tuple[str, nn.Module, str]]:
-    """List (name, module, name in this module) of the tensors of a unit, not of units inside."""
-    inner: set[nn.Module] = set()
-    for module in unit.modules():
-        if isinstance(module, FSDPModule) and module is not unit:
-            inner |= set(module.modules())
-    found = []
-    for path, module in unit.named_modules():
-        if module not in inner:
-            for leaf in getattr(module, kind):
-                found.append((original_name(f"{path}.{leaf}").lstrip("."), module, leaf))
-    return found
-
-
-class _ForwardCheck:
-    """Raise RuntimeError if a module changes tensors of its own in a forward pass.
-
-    In the first three passes of a training only: sums of values make a GPU wait.
-    """
-
-    def __init__(
-        self, module: nn.Module, owners: list[tuple[str, nn.Module, str]], message: str
-    ) -> None:
-        self.owners = owners  # of each tensor, as `_own_tensors` lists them
-        self.message = message
-        self.before: list[Any] = []
-        self.passes = 0
-        self.hooks: list[Any] = []
-        if owners:
-            # after FSDP has gathered the tensors, and before it frees them
-            before = torch.compiler.disable(self.before_forward)
-            after = torch.compiler.disable(self.after_forward)
-            self.hooks.append(module.register_forward_pre_hook(before))
-            self.hooks.append(module.register_forward_hook(after, prepend=True))
-
-    def describe(self) -> list[Any]:
-        """Return (shape, what differs if the values do) of each tensor."""
-        found: list[Any] = []
-        for _, module, leaf in self.owners:
-            tensor: Any = getattr(module, leaf)
-            if tensor is None:
-                found.append((None, None))
-            elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                found.append((tensor.shape, tensor._version))
-            else:  # an average of other weights is often written to `.data`: no new version
-                found.append((tensor.shape, str(tensor.detach().sum().item())))
-        return found
-
-    def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Remember the tensors."""
-        self.before = []
-        if torch.is_grad_enabled() and module.training:
-            self.before = self.describe()
-
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Compare the tensors."""
-        if not self.before:
-            return
-        for (name, _, _), old, new in zip(self.owners, self.before, self.describe(), strict=True):
-            # another shape: a table that is built when it is first needed
-            if old[0] == new[0] and old != new:
-                raise RuntimeError(self.message.format(name=name))
-        self.passes += 1
-        if self.passes == 3:
-            for hook in self.hooks:
-                hook.remove()
-
-
-def _check_hooks(parameters: list[tuple[str, Any]], model: nn.Module, args: Any) -> None:
-    """Raise RuntimeError for inference mode, and for hooks on parameters that FSDP never calls."""
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "FSDP could not train afterwards: use torch.no_grad(), no inference_mode"
-        )
-    if not torch.is_grad_enabled():
-        return
-    fsdp1 = isinstance(model, FSDP1)
-    for name, p in parameters:
-        if p._backward_hooks or (fsdp1 and p._post_accumulate_grad_hooks):
-            raise RuntimeError(
-                f"FSDP does not call the hook on {original_name(name)}: change its .grad between "
-                "backward() and the step, or use register_post_accumulate_grad_hook with FSDP2"
-            )
-
-
-def _check_frozen(
-    model: nn.Module, averaged: set[str], unused_allowed: bool, ddp: nn.Module, args: Any
-) -> None:
-    """Raise RuntimeError if DDP would not notice that a parameter was frozen, or is no longer.
-
-    DDP averages the gradients of the parameters of `model` that are named in `averaged`.
-    """
-    if not torch.is_grad_enabled():
-        return
-    if not any(p.requires_grad for p in model.parameters()):
-        return  # there is no backward pass
-    for name, p in model.named_parameters():
-        if p.requires_grad and name not in averaged:
-            raise RuntimeError(
-                f"DDP does not average the gradient of {name}, which was frozen at "
-                "shard.apply: freeze it after shard.apply, or use mode no_shard"
-            )
-        if name in averaged and not p.requires_grad and not unused_allowed:
-            raise RuntimeError(
-                f"DDP waits for a gradient of {name}, which was frozen after shard.apply: "
-                "use find_unused_parameters=True"
-            )
-
-
-class _AverageCheck:
-    """Raise RuntimeError for a gradient that DDP, or FSDP1, does not average over ranks."""
-
-    def __init__(self, model: Any, tensors: Iterable[Tensor]) -> None:
-        self.model = model
-        self.calls = 0  # of the model, with gradients
-        self.last_call: dict[Tensor, int] = {}  # of which each tensor has its gradient
-        self.averaged = True  # the last gradients, over ranks
-        model.average_check = self  # for clip_grad_norm
-        _before_each_call(model, self.before_forward)
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(self.after_gradient)
-
-    def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Count a call."""
-        if torch.is_grad_enabled():
-            self.calls += 1
-
-    def after_gradient(self, tensor: Tensor) -> None:
-        """Check that there was a call since the last gradient."""
-        if isinstance(self.model, DDP):
-            averages = self.model.require_backward_grad_sync
-        else:
-            averages = self.model._sync_gradients
-        if averages and self.last_call.get(tensor, 0) == self.calls:
-            raise RuntimeError(
-                f"{type(self.model).__name__} averages the gradient of one backward() after each "
-                "call: call the model, not its methods or parts, and call backward() once"
-            )
-        self.last_call[tensor] = self.calls
-        self.averaged = averages
-
-
-class _UsedCheck:
-    """Raise RuntimeError if ranks use different parameters, whose gradients FSDP2 would mix up.
-
-    In the first three steps, unless `accumulation` is told that all are used.
-    """
-
-    def __init__(self, model: Any, device: torch.device) -> None:
-        self.parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
-        self.device = device
-        self.all_used = False  # as the caller says
-        self.steps = 0
-        _before_each_call(model, self.before_forward)
-        model.used_check = self
-        _check_before_step(self.parameters, self)
-
-    def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Compare the ranks after a micro-batch, before the next one. Collective."""
-        if torch.is_grad_enabled():
-            self.compare()
-
-    def before_step(self) -> None:
-        """Compare the ranks after the last micro-batch. Collective."""
-        self.compare()
-        self.steps += 1
-
-    def compare(self) -> None:
-        """Compare the ranks by which parameters have gradients. Collective."""
-        if self.all_used or self.steps >= 3:
-            return
-        used = [p.grad is not None for p in self.parameters]
-        if not _same_on_all_ranks(str(used), self.device):
-            raise RuntimeError(
-                "the ranks used different parameters, and FSDP2 mixes up their gradients: "
-                "use find_unused_parameters=True (torch 2.14), or mode ddp with it"
-            )
-
-
-class _WeightsCheck:
-    """Raise RuntimeError for weights that were replaced, or changed where the engine loses that."""
-
-    def __init__(self, model: nn.Module, units: list[Any]) -> None:
-        self.units = units  # of FSDP
-        self.owners: list[tuple[str, nn.Module, str, Any]] = []
-        for path, module in model.named_modules():
-            for leaf, p in module._parameters.items():
-                if p is not None:
-                    name = original_name(f"{path}.{leaf}".lstrip("."))
-                    self.owners.append((name, module, leaf, p))
-        self.storage: dict[str, Any] = {}
-        self.gathered: dict[str, tuple[Any, int]] = {}  # left so by a forward pass: its version
-        self.fsdp1 = isinstance(model, FSDP1)
-        _before_each_call(model, self.before_forward)
-        if units:
-            model.register_forward_hook(torch.compiler.disable(self.after_forward))
-        if self.fsdp1:
-            model.register_load_state_dict_pre_hook(_check_assign)
-        _check_before_step(model.parameters(), self)
-
-    def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Compare the parameters with those of shard.apply."""
-        self.compare()
-
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Remember what is gathered still, for a backward pass to come."""
-        self.gathered = {}
-        for name, owner, leaf, p in self.owners:
-            now = getattr(owner, leaf, None)
-            if self.fsdp1:  # which shows the sharded parameter, and keeps the gathered one
-                self.storage[name] = _storage(p)
-            if isinstance(now, Tensor) and (self.fsdp1 or now is not p):
-                self.gathered[name] = (now, now._version)
-
-    def before_step(self) -> None:
-        """Compare, and free what waits for a backward pass that did not come."""
-        self.compare()
-        for unit in self.units:
-            if self.gathered and _is_gathered(unit):
-                _reshard(unit)
-        self.gathered = {}
-
-    def compare(self) -> None:
-        """Compare the parameters with what they were."""
-        may_lose = False  # FSDP1 shows the sharded parameters all the time
-        if self.gathered:
-            may_lose = any(_is_gathered(unit) for unit in self.units)
-        for i, (name, owner, leaf, p) in enumerate(self.owners):
-            now: Any = getattr(owner, leaf, None)
-            gathered: Any
-            gathered, version = self.gathered.get(name, (None, None))
-            if may_lose and now is not None and now is gathered and now._version != version:
-                raise RuntimeError(
-                    f"{name} was changed after a forward pass with gradients that no "
-                    "backward() followed, and FSDP loses that: evaluate in torch.no_grad()"
-                )
-            if now is p:
-                self.compare_storage(name, p)
-            elif isinstance(now, DTensor):  # load_state_dict(assign=True), which FSDP2 follows
-                self.owners[i] = (name, owner, leaf, now)
-                self.storage.pop(name, None)
-                _mark_parameters([p], owner)
-                _check_before_step([now], self)
-            elif now is not gathered or now is None:
-                raise RuntimeError(
-                    f"{name} was replaced after shard.apply, and would not be trained together: "
-                    "replace it before, or write into it, with copy_() or load_state_dict()"
-                )
-
-    def compare_storage(self, name: str, p: Any) -> None:
-        """Compare where a parameter is stored; FSDP1 settles this in its first forward pass."""
-        if name not in self.storage and not self.fsdp1:
-            self.storage[name] = _storage(p)
-        if name in self.storage and self.storage[name] != _storage(p):
-            raise RuntimeError(
-                f"{name} has other memory or another dtype than before, which its engine "
-                "does not see: write into it, with copy_() or mul_(), not into .data"
-            )
-
-
-def _is_gathered(unit: Any) -> bool:
-    """Tell whether a unit of FSDP may be gathered; always for FSDP2, which frees nothing twice."""
-    if isinstance(unit, FSDPModule):
-        return True
-    handle = unit._handle
-    if handle is None or not handle.uses_sharded_strategy:
-        return False
-    return not handle.needs_unshard()
-
-
-def _storage(p: Any) -> Any:
-    """Return what differs when memory of a parameter is replaced; under DDP, only its dtype."""
-    if isinstance(p, DTensor):
-        return p.dtype, p.untyped_storage()._cdata
-    if p.flat:
-        return p.dtype, p.untyped_storage().data_ptr()
-    return p.dtype
-
-
-def _check_assign(module: Any, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
-    """Raise RuntimeError for load_state_dict(assign=True) into FSDP1, which would load nothing."""
-    if metadata.get("assign_to_params_buffers"):
-        raise RuntimeError("FSDP1 would load nothing: load_state_dict without assign=True")
-
-
-class _ReplicaCheck:
-    """Raise RuntimeError if replicas are about to make different steps.
-
-    In the first three steps of an optimizer only: sums of values make a GPU wait.
-    """
-
-    def __init__(self, model: Any, group: Any) -> None:
-        self.parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
-        self.group = group
-        self.model = model
-        self.steps = 0
-        _check_before_step(self.parameters, self)
-
-    def before_step(self) -> None:
-        """Compare the values and the gradients. Collective."""
-        self.steps += 1
-        if self.steps > 3:
-            return
-        sums = []
-        for p in self.parameters:
-            for tensor in (p, p.grad):
-                if tensor is not None:
-                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                    # of bits: exact on any device, and the same for NaN
-                    bits = local.detach().view(torch.int32)
-                    sums.append(bits.sum(dtype=torch.int64))
-        if not sums:
-            return
-        found = torch.stack(sums).cpu().numpy().tobytes().hex()
-        if not _same_on_all_ranks(found, self.parameters[0].device, self.group):
-            raise RuntimeError(
-                "the ranks hold different weights or gradients: change both in the same way on "
-                "all ranks, and take gradients by backward()"
-            )
-
-
-def _check_before_step(parameters: Iterable[Any], check: Any) -> None:
-    """Have `check.before_step()` called before a step of an optimizer of these parameters."""
-    for p in parameters:
-        p.sharding_checks = [*getattr(p, "sharding_checks", []), check]
-
-
-def _mark_parameters(before: Iterable[nn.Parameter], sharded: nn.Module) -> None:
-    """Mark the parameters that may be trained, and those that a model has no longer."""
-    now = set(sharded.parameters())
-    for p in before:
-        if p not in now:
-            p.replaced_by_sharding = True  # type: ignore[attr-defined]
-    for p in now:
-        p.sharding_checks = getattr(p, "sharding_checks", [])  # type: ignore[attr-defined]
-        p.flat = isinstance(sharded, FSDP1)  # type: ignore[attr-defined]
-    _check_optimizers()
-
-
-@cache
-def _check_optimizers() -> None:
-    """Have every optimizer checked at its steps."""
-    register_optimizer_step_pre_hook(_check_optimizer)
+_loose_gradients: list[str] = []  # of optimizers of other parameters, since the last comparison
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise RuntimeError for an optimizer that would train nothing, or apart on each rank."""
-    checks: dict[Any, None] = {}  # in the same order on all ranks
+    if hasattr(optimizer, "part_of_zero1"):
+        return  # of this rank alone: the whole was checked
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.optim.part_of_zero1 = True
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in parameters:
-        if hasattr(p, "replaced_by_sharding"):
-            raise RuntimeError(
-                "the optimizer was built before shard.apply, which replaced the parameters, or "
-                "before load_state_dict(assign=True): build it afterwards"
-            )
-        for check in getattr(p, "sharding_checks", []):
-            checks[check] = None
-    _check_membership(optimizer, parameters)
-    for check in checks:
-        check.before_step()
-
-
-def _check_membership(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> None:
-    """Raise RuntimeError for parameters that no engine averages, or that a shard cannot train."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    outside = [p for p in parameters if not hasattr(p, "sharding_checks")]
-    if outside and len(outside) < len(parameters):
+    if any(hasattr(p, "replaced_by_sharding") for p in parameters):
         raise RuntimeError(
-            f"a parameter {tuple(outside[0].shape)} is in no model that shard.apply returned, and "
+            "the optimizer was built before shard.apply, which replaced the parameters: build it "
+            "afterwards"
+        )
+    loose = [p for p in parameters if not hasattr(p, "loop_checks")]
+    if loose and dist.is_initialized() and dist.get_world_size() > 1:
+        _check_loose(optimizer, loose, len(parameters))
+    models = dict.fromkeys(p.loop_checks for p in parameters if hasattr(p, "loop_checks"))
+    _check_whole_tensors(optimizer, any(checks.fsdp1 for checks in models))
+    for checks in models:  # in the same order on all ranks
+        checks.before_step()
+
+
+def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int) -> None:
+    """Raise RuntimeError for a parameter that no engine averages, beside others that one does.
+
+    Gradients of an optimizer of loose parameters alone are compared with the next sharded step.
+    """
+    if len(loose) < count:
+        raise RuntimeError(
+            f"a parameter {tuple(loose[0].shape)} is in no model that shard.apply returned, and "
             "each rank would train its own: put it into the model before shard.apply"
         )
-    if outside and not hasattr(optimizer, "warned"):
-        optimizer.warned = True  # type: ignore[attr-defined]
-        warnings.warn(
-            "an optimizer trains parameters of no model that shard.apply returned: their "
-            "gradients are not averaged over ranks by it",
-            stacklevel=4,
-        )
-    whole_tensors = isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor)
-    if whole_tensors and any(getattr(p, "flat", False) for p in parameters):
+    if not hasattr(optimizer, "of_one_rank") and len(_loose_gradients) < 3:
+        _loose_gradients.append(_bits(p.grad for p in loose if not isinstance(p, DTensor)))
+
+
+def _check_whole_tensors(optimizer: torch.optim.Optimizer, fsdp1: bool) -> None:
+    """Raise RuntimeError for an optimizer that computes with more than an engine shows it."""
+    zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
+    inner: Any = getattr(optimizer, "optim", optimizer)  # ZeRO's
+    refused: set[type] = set()
+    if fsdp1:
+        refused = {torch.optim.LBFGS, torch.optim.Adafactor}
+    elif zero1:
+        refused = {torch.optim.LBFGS}
+    if type(inner) in refused:
         raise RuntimeError(
-            f"{type(optimizer).__name__} needs whole tensors, of which FSDP1 gives it pieces: "
+            f"{type(inner).__name__} needs whole tensors, of which zero1 and FSDP1 give it a part: "
             "use fsdp 2, mode ddp, or an elementwise optimizer such as AdamW"
         )
+
+
+def _check_optimizers(replaced: Iterable[nn.Parameter]) -> None:
+    """Have every optimizer checked at its steps, also for parameters that were replaced."""
+    for p in replaced:
+        p.replaced_by_sharding = True  # type: ignore[attr-defined]
+    _register_once()
+
+
+@cache
+def _register_once() -> None:
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+# --- What torch (2.10 to 2.14) tells by private names alone, most of it about FSDP1
+
+
+def _fsdp1_waits_for_backward(unit: Any) -> bool:
+    """Tell whether FSDP1 was called, and its backward pass has not come.
+
+    Until then it keeps what it gathered and, in low precision, loses the gradient of a next call.
+    """
+    if unit._handle is None or not unit._handle.flat_param.requires_grad:
+        return False
+    return hasattr(unit._handle.flat_param, "_post_backward_hook_state")
+
+
+def _memory_of_fsdp2(p: Any) -> Any:
+    """Return what differs if `.data` of a parameter is replaced; DDP and FSDP1 notice that."""
+    if isinstance(p, DTensor):
+        return p.dtype, p.untyped_storage()._cdata  # it has no address
+    return None
+
+
+def _has_hook(p: Any, post_accumulate: bool) -> bool:
+    """Tell whether a parameter has a hook on its gradient, perhaps of the second kind."""
+    if post_accumulate and p._post_accumulate_grad_hooks:
+        return True
+    return bool(p._backward_hooks)
+
+
+def _averaged_in_hooks(model: Any, units: list[Any]) -> list[Any]:
+    """List the tensors whose gradients DDP, or FSDP1, averages when they are computed."""
+    tensors: list[Any] = []
+    if isinstance(model, DDP):
+        tensors = [*model.parameters()]
+    elif isinstance(model, FSDP1):
+        tensors = [unit._handle.flat_param for unit in units if unit._handle is not None]
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _averages(model: Any) -> bool:
+    """Tell whether DDP, or FSDP1, averages the gradients of a backward pass: not in `no_sync`."""
+    if isinstance(model, DDP):
+        return model.require_backward_grad_sync
+    return model._sync_gradients
+
+
+def _in_backward() -> bool:
+    """Tell whether this is called in a backward pass, by a hook."""
+    return torch._C._current_graph_task_id() != -1
