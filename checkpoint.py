@@ -8,8 +8,9 @@ model. No rank plans for the others: rank 0 gathers only the index of what was w
                   .metadata          DCP's index: which tensor is where
                   __0_0.distcp       what rank 0 wrote
 
-Written under a temporary name, synced to the disk and renamed: a folder with the final name is
-complete. Loading raises Damaged (for good) or an OSError (which may pass).
+A checkpoint is written under a temporary name, synced to the disk and renamed: a folder with the
+final name is complete. Loading raises CorruptCheckpointError (permanent) or an OSError (which may
+pass).
 
     python checkpoint.py verify DIR             check every checksum
     python checkpoint.py consolidate DIR OUT    write the model to one file
@@ -74,7 +75,7 @@ warnings.filterwarnings("ignore", "When using ``NO_SHARD|FSDP.state_dict_type")
 warnings.filterwarnings("ignore", "torch.distributed is dis|TypedStorage is")
 
 
-class Damaged(ValueError):
+class CorruptCheckpointError(ValueError):
     """A checkpoint that cannot be loaded, and why, in one sentence."""
 
 
@@ -132,7 +133,7 @@ class Saver:
         self.failures = 0  # saves that failed in a row, up to the newest
         self.saved = 0  # the step of the newest that is on disk
         # what this rank has told of the newest save for its index; the index itself on rank 0
-        self.told: tuple[list[WriteItem], list[WriteResult]] | None = None
+        self.sent_entries: tuple[list[WriteItem], list[WriteResult]] | None = None
         self.index = b""
         self.thread = ThreadPoolExecutor(1) if background else None
         # on a GPU one copy, in pinned memory, serves all saves: slow to allocate, fast to fill
@@ -152,7 +153,7 @@ class Saver:
         _remove_leftovers(self.folder)  # of a killed run, before any rank writes
         describe = partial(self._describe, step, run_state)
         manifest, tensors, held = _on_all_ranks(describe, self.group)
-        keys_by_rank = _decide([*held], list, self.group)
+        keys_by_rank = _gather_decide_broadcast([*held], list, self.group)
         pieces = share(held, keys_by_rank, dist.get_rank(self.group))
         if self.thread is None:
             return problems + self._write(tensors, manifest, pieces)
@@ -201,13 +202,14 @@ class Saver:
         try:
             write = partial(self._write_part, temporary, tensors, pieces)
             written = _on_all_ranks(write, self.group)
-            told = written.items, written.results
-            new = _decide(self.told != told, any, self.group)
+            entries = written.items, written.results
+            new = _gather_decide_broadcast(entries != self.sent_entries, any, self.group)
             if not new:
                 written = written._replace(items=[], results=[])
-            self.told = None  # until it has succeeded
-            _decide(written, partial(self._complete, temporary, manifest, new), self.group)
-            self.told = told
+            self.sent_entries = None  # until the save has succeeded
+            complete = partial(self._complete, temporary, manifest, new)
+            _gather_decide_broadcast(written, complete, self.group)
+            self.sent_entries = entries
             self.failures = 0
             self.saved = step
         except OSError as error:
@@ -218,23 +220,23 @@ class Saver:
 
     def _write_part(
         self, temporary: Path, tensors: dict[str, Tensor], pieces: list[Piece]
-    ) -> Written:
+    ) -> WrittenPart:
         """Write this rank's part of the tensors, with DCP as if there were no other rank."""
         with _as_failure():
             writer = dcp.FileSystemWriter(temporary)
             if self.thread:
                 writer.per_thread_copy_ahead = 0  # nothing is left to copy from a GPU
             writer.set_up_storage_writer(True, rank=dist.get_rank(), use_collectives=False)
-            planner = _Planner(pieces)
+            planner = _PiecePlanner(pieces)
             planner.set_up_planner(tensors, is_coordinator=True)
             plan = writer.prepare_local_plan(SavePlan([piece.item for piece in pieces]))
             results = writer.write_data(plan, planner).wait()
             names = {result.storage_data.relative_path for result in results}
             files = {name: _size_and_crc(temporary / name) for name in names}
-        return Written(plan.items, results, files)
+        return WrittenPart(plan.items, results, files)
 
     def _complete(
-        self, temporary: Path, manifest: dict[str, Any], new: bool, parts: list[Written]
+        self, temporary: Path, manifest: dict[str, Any], new: bool, parts: list[WrittenPart]
     ) -> None:
         """Write index and manifest of all ranks' files, rename the folder, remove older ones."""
         files: dict[str, list[int]] = {}
@@ -248,18 +250,18 @@ class Saver:
                     raise OSError(f"{where}: save to a folder that all nodes share")
             if new:
                 self.index = pickle.dumps(merge_index(parts))
-            with replacing(temporary / INDEX) as file:
+            with atomic_write(temporary / INDEX) as file:
                 file.write(self.index)
             files[INDEX] = [len(self.index), zlib.crc32(self.index)]
             manifest["files"] = files
             manifest["checksum"] = _manifest_checksum(manifest)
-            with replacing(temporary / MANIFEST) as file:
+            with atomic_write(temporary / MANIFEST) as file:
                 file.write(json.dumps(manifest, indent=1).encode())
             final = self.folder / f"step_{manifest['step']:08d}"
             if final.exists():
                 _rename_for_removal(final)
             temporary.rename(final)
-            with replacing(self.folder / "latest") as file:
+            with atomic_write(self.folder / "latest") as file:
                 file.write(f"{final.name}\n".encode())
         with suppress(OSError):
             steps = [p for p in list_checkpoints(self.folder) if step_of(p) <= manifest["step"]]
@@ -290,10 +292,11 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint into a sharded model and its optimizers; return its manifest. Collective.
 
-    That is the saved `run_state`, and the "step". `optimizer` is one, several, or None, which loads
-    the model alone. States and settings (learning rate, ...) become those of the checkpoint, as by
-    Optimizer.load_state_dict. Every file is checked first, by one of the ranks: Damaged or OSError,
-    the same on all, leaves the model as it was. A later error does not.
+    The manifest is the saved `run_state`, plus the "step". `optimizer` is one, several, or None,
+    which loads the model alone. States and settings (learning rate, ...) become those of the
+    checkpoint, as with Optimizer.load_state_dict. The ranks share the work of checking every file
+    first: CorruptCheckpointError or OSError, the same on all ranks, leaves the model unchanged.
+    After a later error it may be partly loaded.
     """
     folder = Path(folder)
 
@@ -308,12 +311,12 @@ def load(
             state.read_settings(manifest["optimizers"])
             tensors.update(state.empty_states(tensors, index.state_dict_metadata))
         except _Refused as error:
-            raise Damaged(f"{folder}: {error}") from None
+            raise CorruptCheckpointError(f"{folder}: {error}") from None
         return index
 
     state = _on_all_ranks(partial(_TrainingState, model, optimizer), group)
     model_state, tensors = state.model_state()
-    manifest, pickled = _decide(None, read_on_first_rank, group)
+    manifest, pickled = _gather_decide_broadcast(None, read_on_first_rank, group)
     index = _on_all_ranks(check_all, group)
     _on_all_ranks(partial(read_tensors, folder, index, tensors), group)
     with _sharded_states(model):
@@ -330,7 +333,7 @@ def find_newest(folder: str | Path) -> Path | None:
         return found[-1] if found else None
 
     # a shared file system may show ranks different lists
-    return _decide(None, find_on_first_rank, None)
+    return _gather_decide_broadcast(None, find_on_first_rank, None)
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
@@ -351,7 +354,9 @@ def step_of(folder: Path) -> int:
 # --- What ranks tell each other: rank 0 hears all, and all hear what it decided
 
 
-def _decide(own: Any, decide: Callable[[list[Any]], T], group: dist.ProcessGroup | None) -> T:
+def _gather_decide_broadcast(
+    own: Any, decide: Callable[[list[Any]], T], group: dist.ProcessGroup | None
+) -> T:
     """Gather what every rank has at the first rank of `group`; return its decision. Collective.
 
     What `decide` raises there is raised on all ranks.
@@ -380,7 +385,7 @@ def _on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         result = work()
     except Exception as raised:
         error = _to_send(raised)
-    errors = [e for e in _decide(error, list, group) if e]
+    errors = [e for e in _gather_decide_broadcast(error, list, group) if e]
     if errors:
         raise errors[0]
     return result
@@ -388,7 +393,7 @@ def _on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 def _to_send(error: Exception) -> Exception:
     """Return an error as it is sent to all ranks; the traceback of a bug is printed here."""
-    if isinstance(error, Damaged | _Refused | OSError):
+    if isinstance(error, CorruptCheckpointError | _Refused | OSError):
         return error
     traceback.print_exception(error)
     return RuntimeError(f"{type(error).__name__}: {error}")  # its own type may be unknown there
@@ -632,7 +637,7 @@ class _TrainingState:
                 number = entry.startswith("optim.number.")
                 named.setdefault(name, {})[leaf] = tensor.item() if number else tensor
         if self.fsdp1 and self.optimizers:
-            states = self._cut_for_fsdp1(named)
+            states = self._shard_for_fsdp1(named)
         else:
             states = {p: named[name] for p, name in self.names.items() if name in named}
         remaining = iter(self.settings)
@@ -647,7 +652,7 @@ class _TrainingState:
                 shown.update(settings)  # ZeRO-1 shows all parameters, steps those of this rank
             stateful.load_state_dict({"state": state, "param_groups": groups})
 
-    def _cut_for_fsdp1(
+    def _shard_for_fsdp1(
         self, named: Mapping[str, dict[str, Any]]
     ) -> dict[nn.Parameter, dict[str, Any]]:
         """Return the states, by parameter, as FSDP1 holds them. Collective."""
@@ -741,7 +746,7 @@ def _manifest_checksum(manifest: dict[str, Any]) -> int:
 # --- Which rank writes what
 
 
-class Written(NamedTuple):
+class WrittenPart(NamedTuple):
     """What one rank has written."""
 
     items: list[WriteItem] = []
@@ -845,7 +850,7 @@ def _rows_of(item: WriteItem, first: int, last: int) -> WriteItem:
     )
 
 
-class _Planner(dcp.DefaultSavePlanner):
+class _PiecePlanner(dcp.DefaultSavePlanner):
     """Let DCP write pieces of what this rank holds."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
@@ -862,7 +867,7 @@ class _Planner(dcp.DefaultSavePlanner):
         return data[piece.rows]
 
 
-def merge_index(parts: Sequence[Written]) -> Metadata:
+def merge_index(parts: Sequence[WrittenPart]) -> Metadata:
     """Make the index of what all ranks have written; ValueError where a tensor is not whole."""
     entries: dict[str, Any] = {}
     storage_data = {}
@@ -887,7 +892,7 @@ def merge_index(parts: Sequence[Written]) -> Metadata:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[io.BufferedWriter]:
+def atomic_write(path: Path) -> Iterator[io.BufferedWriter]:
     """Open a new file that replaces `path`, durably, once its block has ended without error."""
     new = path.with_name(f".{path.name}.writing")
     try:
@@ -959,48 +964,55 @@ class _Unpickler(pickle.Unpickler):
         """Return what is named, if it may be."""
         if f"{module}.{name}" in INDEX_TYPES:
             return super().find_class(module, name)
-        raise Damaged(f"{INDEX} contains '{module}.{name}', which this code never writes")
+        raise CorruptCheckpointError(
+            f"{INDEX} contains '{module}.{name}', which this code never writes"
+        )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a complete checkpoint; Damaged where it is none, or was changed."""
+    """Read the manifest of a checkpoint; CorruptCheckpointError if it is missing or was altered."""
     try:
         content = (folder / MANIFEST).read_bytes()
         manifest = json.loads(content)
         if manifest["checksum"] == _manifest_checksum(manifest):
             return json.loads(content, object_hook=_from_json)
     except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(f"{folder}: not a checkpoint (it contains no {MANIFEST})") from None
+        raise CorruptCheckpointError(
+            f"{folder}: not a checkpoint (it contains no {MANIFEST})"
+        ) from None
     except (ValueError, LookupError, TypeError, AttributeError):
         pass  # no JSON, or no object
-    raise Damaged(f"{folder}: checksum mismatch in {MANIFEST}")
+    raise CorruptCheckpointError(f"{folder}: checksum mismatch in {MANIFEST}")
 
 
 def read_index(folder: Path) -> tuple[dict[str, Any], bytes]:
-    """Read the manifest and the index, still pickled, of a checkpoint; Damaged or OSError."""
+    """Read and check the manifest and the index of a checkpoint; the index stays pickled.
+
+    CorruptCheckpointError if one is damaged, OSError if one cannot be read.
+    """
     manifest = read_manifest(folder)
     index = (folder / INDEX).read_bytes()
     if [len(index), zlib.crc32(index)] != manifest["files"][INDEX]:
-        raise Damaged(f"{folder}: checksum mismatch in {INDEX}")
+        raise CorruptCheckpointError(f"{folder}: checksum mismatch in {INDEX}")
     return manifest, index
 
 
 def check_files(folder: Path, manifest: dict[str, Any], part: int = 0, parts: int = 1) -> None:
-    """Check every `parts`-th shard file of a checkpoint; Damaged or OSError."""
+    """Check every `parts`-th shard file of a checkpoint; CorruptCheckpointError or OSError."""
     files = manifest["files"]
     names = sorted(files.keys() - {INDEX})
     for name in names[part::parts]:
         if _size_and_crc(folder / name) != files[name]:
-            raise Damaged(f"{folder}: checksum mismatch in {name}")
+            raise CorruptCheckpointError(f"{folder}: checksum mismatch in {name}")
 
 
 def unpickle_index(index: bytes) -> Metadata:
-    """Return the index that was pickled; Damaged where it names what it cannot consist of."""
+    """Unpickle an index; CorruptCheckpointError if it contains a class that is not allowed."""
     return _Unpickler(io.BytesIO(index)).load()
 
 
 def check(folder: Path) -> tuple[dict[str, Any], Metadata]:
-    """Check every file of a checkpoint -> manifest and index; Damaged or OSError."""
+    """Check every file of a checkpoint -> manifest and index; CorruptCheckpointError or OSError."""
     manifest, index = read_index(folder)
     check_files(folder, manifest)
     return manifest, unpickle_index(index)
@@ -1025,7 +1037,7 @@ class Weights(UserDict[str, Any]):
     """The model of a checkpoint, without ranks: a tensor is read when it is asked for, by name."""
 
     def __init__(self, folder: Path) -> None:
-        """Check every file; Damaged or OSError."""
+        """Check every file; CorruptCheckpointError or OSError."""
         super().__init__()
         self.folder = folder
         self.manifest, self.index = check(folder)
@@ -1048,12 +1060,13 @@ def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
     """Write the whole model to a new file, for `torch.load(out)["model"]`, and return it.
 
     The file also has the "step" and the "run_state" that was saved with the model: what it was
-    trained on. One process, without ranks. ValueError where `out` exists, Damaged, or OSError.
+    trained on. Needs one process only. ValueError if `out` exists; CorruptCheckpointError or
+    OSError if the checkpoint cannot be read.
     """
     out = Path(out)
     if os.path.lexists(out):
         raise ValueError(f"{out} exists: give the name of a new file")
-    with replacing(out) as file:  # opened before minutes of reading
+    with atomic_write(out) as file:  # opened before minutes of reading
         weights = Weights(Path(folder))
         model = weights.read(weights)
         manifest = weights.manifest
@@ -1079,7 +1092,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{args.dir} is complete: {len(index.state_dict_metadata)} tensors")
         else:
             print(f"{args.out}: {len(consolidate(args.dir, args.out))} parameters and buffers")
-    except (Damaged, OSError) as error:
+    except (CorruptCheckpointError, OSError) as error:
         print(f"checkpoint.py: error: {error}", file=sys.stderr)
         return 1
     except ValueError as error:

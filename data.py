@@ -37,7 +37,7 @@ ARRAY_DTYPES = ("uint8", "uint16", "float32")
 LARGEST_IMAGE = 2**32  # bytes of the decoded pixels of one image
 NUMPY_START = b"\x93NUMPY"
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # of TIFF and BigTIFF
-SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
+MAX_UNREADABLE_IN_A_ROW = 16  # images; after so many the run is stopped
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # of crops, width : height
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
 Image.MAX_IMAGE_PIXELS = 2**29  # Pillow refuses images of twice as many: 4 GiB decoded
@@ -325,11 +325,11 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
     def __getitem__(self, place: tuple[int, int]) -> Sample:
         """Load an image, or if it is unreadable the next one of the order, with the same draws.
 
-        OSError after SUBSTITUTES in a row; raises any error that is not the file's own.
+        OSError after MAX_UNREADABLE_IN_A_ROW; errors that are not the file's fault are passed on.
         """
         position, index = place
         bad: list[tuple[int, str]] = []
-        while len(bad) < SUBSTITUTES:
+        while len(bad) < MAX_UNREADABLE_IN_A_ROW:
             try:
                 image, noise = self.load(position, index)
                 return Sample(image, noise, index, bad)
@@ -340,7 +340,7 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
             index = self.order.image_at(position + len(bad))
         last_index, reason = bad[-1]
         last = f"{self.files.path(last_index)} ({reason})"
-        raise OSError(f"{SUBSTITUTES} images in a row could not be read, the last: {last}")
+        raise OSError(f"{len(bad)} images in a row could not be read, the last: {last}")
 
     def load(self, position: int, index: int) -> tuple[Tensor, Tensor]:
         """Load one image as it looks at this position -> its pixels and noise, as in `Sample`.

@@ -264,7 +264,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     config: Any = plain_run.config
     device = session.device
     stats = pretrained.stats
-    session.lock_folder(config.out)
+    session.claim_folder(config.out)
     # normalised as in pretraining, whatever the mean of these images is
     find = partial(image_source.find_images, config, plain_run.global_batch, stats)
     files, facts = run_on_rank0(find)

@@ -14,7 +14,7 @@ from torchvision.utils import make_grid
 import data
 import mesh
 import vit
-from checkpoint import replacing
+from checkpoint import atomic_write
 from runtime.config import int_in_range, nonempty, number
 from runtime.eval_images import EvalImages, fixed_noise
 from runtime.image_source import list_folder
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     with torch.inference_mode():
         loss, prediction, mask = model(images, pretrained.mask_ratio, noise)
     panels = reconstructions(pretrained, batch.images, prediction, mask)
-    with replacing(Path(args.out)) as file:
+    with atomic_write(Path(args.out)) as file:
         draw_rows(panels).save(file, "PNG", optimize=True)
     print(f"{args.out}: {len(panels)} images; loss of the removed patches {loss.item():.4f}")
     print_psnr(panels, [files.path(i) for i in batch.indices])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import data
 import mesh
 import vit
-from checkpoint import replacing
+from checkpoint import atomic_write
 from runtime.config import int_in_range, nonempty, number
 from runtime.device_batches import worker_count
 from runtime.eval_images import open_eval_loader
@@ -396,6 +396,6 @@ def report_scores(
     }
     path = Path(args.out, f"{args.command}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(json.dumps(found, indent=2).encode())
     print(f"{path}: each seed", flush=True)

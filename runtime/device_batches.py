@@ -14,7 +14,7 @@ from runtime import process
 from runtime.run import Run
 from runtime.session import Session
 
-MOST_WORKERS = 16  # by default; each holds a few hundred MB and batches that are ready
+MAX_WORKERS = 16  # by default; each holds a few hundred MB and batches that are ready
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
     # srun binds a rank to cores of its own; other launchers leave it those of the node
     share = 1 if ranks.launcher == "srun" else ranks.local_world_size
     cores = max(1, mesh.process_cores() // share)
-    return min(MOST_WORKERS, cores - 1)
+    return min(MAX_WORKERS, cores - 1)
 
 
 def open_batches(

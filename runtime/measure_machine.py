@@ -34,7 +34,7 @@ from runtime.run import Run
 from runtime.session import Session
 
 ROUND_SECONDS = 0.15  # that the repetitions of one measurement take, about
-MOST_REPEATS = 50
+MAX_REPEATS = 50
 LONG_SECONDS = 0.5  # what takes longer is not repeated
 
 
@@ -177,7 +177,7 @@ class Measurement:
         first = self.round_seconds(work, 1)
         if first > LONG_SECONDS:
             return first
-        repeats = max(1, min(MOST_REPEATS, int(ROUND_SECONDS / first)))
+        repeats = max(1, min(MAX_REPEATS, int(ROUND_SECONDS / first)))
         rounds = [self.round_seconds(work, repeats) for _ in range(3)]
         return median(rounds)
 

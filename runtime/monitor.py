@@ -218,7 +218,9 @@ class Monitor:
         plan_is_of_device = self.run.config.machine or self.session.device.type == "cuda"
         if self.session.planned and end["images_per_second"] and plan_is_of_device:
             seconds = self.run.global_batch / end["images_per_second"]
-            text, values = beside_plan(self.session.planned, seconds, end["peak_allocated_gib"])
+            text, values = compare_with_plan(
+                self.session.planned, seconds, end["peak_allocated_gib"]
+            )
             log.say(text)
             end |= values
         log.write("end", **end)
@@ -232,7 +234,7 @@ class Monitor:
         )
 
 
-def beside_plan(
+def compare_with_plan(
     planned: dict[str, Any], step_seconds: float, peak_gib: float | None
 ) -> tuple[str, dict[str, float]]:
     """Set a run's median step and peak memory beside its plan -> a sentence, values for the log.

@@ -60,7 +60,7 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
         else:
             weights, said = read_weight_file(path)
         return make_pretrained(str(path), weights, said, size)
-    except (OSError, checkpoint.Damaged):
+    except (OSError, checkpoint.CorruptCheckpointError):
         raise
     except KeyError as error:
         raise ValueError(f"{path}: {error.args[0]} is missing") from None

@@ -20,8 +20,8 @@ from runtime.pretrained import Pretrained, check_fits, read_pretrained, say_assu
 from runtime.run import Run
 from runtime.session import Session
 
-PAUSES = (1.0, 3.0, 8.0, 20.0)  # seconds before each new attempt at a read that failed
-MOST_FAILURES = 2  # saves in a row: one disk that is full for a while is no reason to end a run
+RETRY_DELAYS = (1.0, 3.0, 8.0, 20.0)  # seconds before each retry of a failed read
+MAX_CONSECUTIVE_FAILURES = 2  # of saves; fewer, as on a disk that is full for a while, are warnings
 Say = Callable[[str], None]  # prints a line, on rank 0
 
 
@@ -101,9 +101,10 @@ def read_run_state(
             state = run_on_rank0(partial(read, path))
             if load:
                 _retry(say, load, path)
-        except (AgreedError, checkpoint.Damaged, OSError) as raised:  # the same on all ranks
-            error: Any = getattr(raised, "error", raised)
-            if run.config.resume != "auto" or not isinstance(error, checkpoint.Damaged):
+        except (AgreedError, checkpoint.CorruptCheckpointError, OSError) as raised:
+            error: Any = getattr(raised, "error", raised)  # the same on all ranks
+            corrupt = isinstance(error, checkpoint.CorruptCheckpointError)
+            if run.config.resume != "auto" or not corrupt:
                 raise AgreedError(str(raised), error=error) from raised
             say(f"warning: skipping unreadable checkpoint {raised}")
             damaged.append(path)
@@ -124,13 +125,13 @@ def _rename_damaged(paths: Sequence[Path]) -> None:
 
 
 def _retry(say: Say, work: Callable[[Any], Any], path: Any) -> Any:
-    """Return work(path); after an OSError, which may pass, try again after each of the PAUSES."""
-    for pause in PAUSES:
+    """Return work(path); retry after an OSError, which may pass, with the RETRY_DELAYS."""
+    for delay in RETRY_DELAYS:
         try:
             return work(path)
         except OSError as error:
-            say(f"warning: {error}: trying again in {pause:.0f} s")
-            time.sleep(pause)
+            say(f"warning: {error}: trying again in {delay:.0f} s")
+            time.sleep(delay)
     return work(path)
 
 
@@ -203,7 +204,7 @@ class CheckpointSchedule:
         if self.saver.saved > before:  # in the background: the one before is on disk by now
             self.log.write("save", step=self.saver.saved, seconds=self.since - start)
         fatal = None
-        if self.saver.failures >= MOST_FAILURES or (self.saver.failures and wait):
+        if self.saver.failures >= MAX_CONSECUTIVE_FAILURES or (self.saver.failures and wait):
             fatal = problems.pop()
         for problem in problems:
             self.log.warn(f"{problem}; the run continues, the older checkpoints are kept")

@@ -181,7 +181,7 @@ def check_masking(config: vit.ViTConfig, img_size: int, mask_ratio: float) -> in
     return patches
 
 
-def plan_run(
+def try_plan(
     run: Run, device: torch.device | None, warn: Callable[[str], None], ran_out: bool = False
 ) -> dict[str, Any] | None:
     """Plan a run, as of `plan_this_run`; None without a model and, with a warning, if it fails."""

@@ -19,7 +19,7 @@ from runtime.config import Config
 from runtime.devices import is_out_of_memory
 from runtime.image_source import check_folders
 from runtime.log import Log
-from runtime.run import Run, plan_run, resolve, resolve_on_nodes
+from runtime.run import Run, resolve, resolve_on_nodes, try_plan
 from runtime.watchdog import STARTUP_FACTOR, Watchdog
 
 
@@ -58,7 +58,7 @@ class Session:
             self.watchdog.stop()
             raise ConnectionError(f"could not join the process group: {cause_of(error)}") from error
 
-    def lock_folder(self, out: str) -> None:
+    def claim_folder(self, out: str) -> None:
         """Keep other runs out of `out`; AgreedError, status 2, where one is there. Collective."""
         self.heartbeat(f"preparing {out} for this run alone")
 
@@ -100,7 +100,7 @@ class Session:
         """
         cause = cause_of(error)
         if is_out_of_memory(error):
-            plan = plan_run(self.run, self.device, self.log.warn, ran_out=True)
+            plan = try_plan(self.run, self.device, self.log.warn, ran_out=True)
             advice = f"plan: {plan['fit']}" if plan else "try a smaller --batch, or fewer --workers"
             cause = f"out of memory; {advice}; {cause}"
         elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):

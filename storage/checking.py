@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 import data
-from checkpoint import replacing
+from checkpoint import atomic_write
 from runtime import process
 from storage.arrays import Bands, declares_missing, read_image
 from storage.image_list import ImageList
@@ -269,6 +269,6 @@ def save_stats(files: ImageList, report: Report, say: Say, bands: Sequence[str] 
     if bands:
         text["bands"] = list(bands)
     path = stats_file(files.root)
-    with replacing(Path(path)) as stream:
+    with atomic_write(Path(path)) as stream:
         stream.write(json.dumps(text).encode())
     say(f"{path}: {measured} of {len(files)} images, {channels} channels of {dtype}")

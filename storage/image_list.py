@@ -164,9 +164,9 @@ def choose(files: ImageList, include: Sequence[str], exclude: Sequence[str]) -> 
 
 def save_index(files: ImageList, path: str) -> ImageList:
     """Write a list to one file, and return it mapped from there."""
-    from checkpoint import replacing  # not above: a loader worker needs no DCP
+    from checkpoint import atomic_write  # not above: a loader worker needs no DCP
 
-    with replacing(Path(path)) as stream:
+    with atomic_write(Path(path)) as stream:
         np.save(stream, files.table)
         stream.write(json.dumps([files.classes, files.shards]).encode())
     return load_index(os.path.abspath(path), files.root)

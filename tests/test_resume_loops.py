@@ -432,7 +432,9 @@ def of_student_and_teacher(before: tuple[str, int], after: tuple[str, int], out:
     found = [apart(both["student"], plain_student), apart(both["teacher"], plain_teacher)]
     both, _ = build(6, before)
     checkpoint.load(alone, both["teacher"], None)
-    with pytest.raises(checkpoint.Damaged, match="was trained by no optimizer, now by SGD"):
+    with pytest.raises(
+        checkpoint.CorruptCheckpointError, match="was trained by no optimizer, now by SGD"
+    ):
         checkpoint.load(alone, both["student"], torch.optim.SGD(both["student"].parameters(), 0.1))
     return max(*found, apart(both["teacher"], plain_teacher))
 
@@ -637,7 +639,7 @@ def test_other_optimizers_than_those_saved_are_refused(single, tmp_path):
         (saved, torch.optim.SGD(parts[:3], 0.1), "2.bias was trained by SGD, now by no optimizer"),
         (two_rates, torch.optim.SGD(parts, 0.1), "had different settings, but are in one param"),
     ):
-        with pytest.raises(checkpoint.Damaged, match=words):
+        with pytest.raises(checkpoint.CorruptCheckpointError, match=words):
             checkpoint.load(folder, model, optimizer)
     checkpoint.load(saved, model, None)
 
