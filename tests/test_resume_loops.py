@@ -567,7 +567,7 @@ def with_global_state(model: nn.Module) -> torch.optim.Optimizer:
 REFUSED: list[tuple[Callable, str]] = [
     (of_another_model, r"parameter \(6, 6\) that the model does not have: build .* sharding"),
     (lambda m: [with_state(m), with_state(m)], "0.weight is in two optimizers"),
-    (lambda m: Outer(m.parameters()), "Outer keeps states in its base: give that optimizer"),
+    (lambda m: Outer(m.parameters()), "Outer keeps its states in .base: give that optimizer"),
     (lambda m: with_state(m, history=[1.0]), "weight.history is list, but only tensors and numb"),
     (lambda m: with_state(m, row=torch.ones(6)), r"row is \(6,\), its parameter \(6, 6\): .* ddp"),
     (with_callable, "rule of a parameter group of SGD is builtin_function_or_method"),
@@ -620,7 +620,7 @@ def test_a_run_state_comes_back_as_it_was(single, tmp_path):
     assert type(loaded["milestones"]) is Counter and type(loaded["position"]) is dict
     for wrong, words in (
         ({"a": {"b": torch.ones(1)}}, r"run_state\['a'\]\['b'\] is Tensor, which JSON cannot hold"),
-        ({"files": 1}, "run_state has the name files, which a checkpoint has itself"),
+        ({"files": 1}, "run_state has the key files, which the manifest itself uses"),
         ({"rule": print}, r"run_state\['rule'\] is builtin_function_or_method"),
     ):
         with pytest.raises(ValueError, match=words):
