@@ -1,4 +1,9 @@
-"""Open the loader of a run, and copy its batches to the device."""
+"""Open the loader of a run, and copy its batches to the device.
+
+The way of an image: `ImageList.read` -> bytes; `data.Images.load` -> data.Sample; `data.collate` ->
+data.MicroBatch, a local batch, on the CPU; `device_batches` -> Batch, the images and noise of all
+accumulation steps of one step, on the device; `Monitor.next_batch` hands it to the training loop.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -26,9 +26,9 @@ Say = Callable[[str], None]  # prints a line, on rank 0
 
 
 def initial_values(run: Run) -> Callable[..., Tensor]:
-    """Return the function (name, shape, device) -> whole initial value that shard.apply takes.
+    """Return the init_fn of shard.apply: (name, shape, device) -> unsharded initial value.
 
-    With --init-from both are collective: rank 0 reads the file, AgreedError on all.
+    With --init-from both are collective: rank 0 reads the file; if that fails, AgreedError on all.
     """
     path = run.config.init_from
     model = run.model
@@ -56,7 +56,7 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
 def list_newest_first(run: Run, say: Say) -> list[Path]:
     """List the checkpoints that --resume allows, the furthest first. Collective.
 
-    AgreedError where --out must not hold any, or holds some further than the one to begin at.
+    AgreedError if --out must not hold any, or holds one further than the one to begin at.
     """
     what = run.config.resume
     out = run.config.out
@@ -83,11 +83,11 @@ def list_newest_first(run: Run, say: Say) -> list[Path]:
 def read_run_state(
     found: Sequence[Path], run: Run, say: Say, load: Callable[[Path], object] | None = None
 ) -> dict[str, Any]:
-    """`load` the first whole checkpoint of `found`; return its run state. Collective.
+    """`load` the first undamaged checkpoint of `found`; return its run state. Collective.
 
-    That is "step", "flags" and "scaler"; step 0 if `found` is empty. A damaged one is renamed, so
-    that none is ever overwritten, unless `load` is None. AgreedError for changed flags; where the
-    one asked for, or all, are damaged; where one cannot be read now.
+    That is "step", "flags" and "scaler"; step 0 if `found` is empty. Damaged checkpoints before it
+    are renamed, so none is ever overwritten, unless `load` is None. AgreedError if flags have
+    changed, if the one checkpoint asked for, or all, are damaged, or if one cannot be read now.
     """
     new = {"step": 0, "flags": {}, "scaler": None}
     damaged: list[Path] = []
@@ -136,7 +136,7 @@ def _retry(say: Say, work: Callable[[Any], Any], path: Any) -> Any:
 
 
 def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
-    """List the flags that differ from the checkpoint's; ValueError where they must not."""
+    """List the flags that differ from the checkpoint's; ValueError for one that must not."""
     now = json.loads(json.dumps(run.record()))
     # not the path of --data: the same images may lie elsewhere by now
     images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
@@ -160,10 +160,10 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
 
 
 class CheckpointSchedule:
-    """Save the checkpoints of a run, when one is due, and remember where the weights are.
+    """Save the checkpoints of a run when they are due, and remember where the weights are.
 
-    Made by `resume`, with the run state of the checkpoint that was resumed; nothing is saved
-    without a saver: with --save-every none, --run-mode syn or io.
+    `resume` makes it, with the run state of the checkpoint that was resumed. Without a saver
+    (--save-every none, --run-mode syn or io) nothing is saved.
     """
 
     saver: checkpoint.Saver | None = None
@@ -223,7 +223,7 @@ class CheckpointSchedule:
             self.log.warn(problem)
 
     def finished(self) -> bool:
-        """Tell, and say, that no step is left to train."""
+        """Tell whether no step is left to train, and if so print it."""
         done = self.begin >= self.run.steps
         if done:
             self.log.say(f"already finished: all {self.run.steps} steps; {self.where(True)}")
@@ -245,8 +245,8 @@ class CheckpointSchedule:
 def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> CheckpointSchedule:
     """Load the first whole checkpoint of `found` into a train_fsdp.Training. Collective.
 
-    Returns the schedule of the saves to come, from the step to `begin` at. AgreedError as
-    `read_run_state` raises it.
+    Returns the schedule of the saves to come, from the step to `begin` at. AgreedError as in
+    `read_run_state`.
     """
     config = run.config
     log = session.log
