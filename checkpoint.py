@@ -552,14 +552,14 @@ class _TrainingState:
         leaves = set()
         for state in optimizer.state.values():
             leaves |= {leaf for leaf, t in state.items() if isinstance(t, Tensor) and t.ndim > 0}
-        found: list[Any] = [None] * dist.get_world_size()
+        leaves_by_rank: list[Any] = [None] * dist.get_world_size()
         # from all ranks, because one may hold no part of these parameters
-        dist.all_gather_object(found, leaves)
+        dist.all_gather_object(leaves_by_rank, leaves)
         optimizer_of_all = torch.optim.SGD(self.model.parameters())
         optimizer_of_all.state.update(optimizer.state)
         for p in self.names:
             if p.requires_grad and p.numel() > 0 and self.owners.get(p) is not optimizer:
-                zeros = {leaf: torch.zeros_like(p) for leaf in set().union(*found)}
+                zeros = {leaf: torch.zeros_like(p) for leaf in set().union(*leaves_by_rank)}
                 optimizer_of_all.state[p] = zeros
         with _sharded_states(self.model):
             converted = FSDP1.optim_state_dict(self.model, optimizer_of_all)["state"]
@@ -815,9 +815,9 @@ def equal_part(items: Sequence[WriteItem], part: int, parts: int) -> Iterator[Pi
     chunk is skipped, unless its whole tensor is empty.
     """
     sizes = [item_bytes(item) for item in items]
-    begin = sum(sizes) * part // parts
+    begin = sum(sizes) * part // parts  # this part, in bytes: from `begin` to before `end`
     end = sum(sizes) * (part + 1) // parts
-    start = 0  # where the item begins
+    start = 0  # where the item begins, in bytes
     for item, size in zip(items, sizes, strict=True):
         data: Any = item.tensor_data
         rows = 1

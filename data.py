@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".jp2", ".j2k", ".npy")
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
-LARGEST_IMAGE = 2**32  # bytes of the decoded pixels of one image
+LARGEST_IMAGE = 2**32  # one image, decoded, may take at most so many bytes
 NUMPY_START = b"\x93NUMPY"
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # of TIFF and BigTIFF
 MAX_UNREADABLE_IN_A_ROW = 16  # so many unreadable images in a row end the run
@@ -567,12 +567,12 @@ def check_shape(shape: tuple[int, ...]) -> None:
 
 def check_pixels(channels: Iterable[np.ndarray]) -> None:
     """Raise ValueError if a pixel of the channels (H, W) is infinite, or if all are NaN."""
-    empty = True
+    only_nodata = True
     for channel in channels:
         if np.isinf(channel).any():
             raise ValueError("infinite pixels")
-        empty = empty and np.isnan(channel).all()
-    if empty:
+        only_nodata = only_nodata and np.isnan(channel).all()
+    if only_nodata:
         raise ValueError("nodata (NaN) in all pixels")
 
 
@@ -611,12 +611,12 @@ def describe_tiff(image: Any) -> str | None:
     bits = max(tags.get(Tag.BitsPerSample, (1,)))
     if set(tags.get(Tag.SampleFormat, (UNSIGNED,))) != {UNSIGNED}:
         return f"TIFF of {samples} bands of signed, floating-point or complex numbers"
-    shown = image.mode in PICTURE_MODES and samples == len(image.getbands())
-    if bits > 8 or not shown:
+    all_shown = image.mode in PICTURE_MODES and samples == len(image.getbands())
+    if bits > 8 or not all_shown:
         return f"TIFF of {samples} bands of {bits} bits"
-    places = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
+    offsets_and_sizes = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
     # For an omitted tile Pillow would decode unrelated bytes of the file.
-    if any(0 in tags.get(tag, ()) for tag in places):
+    if any(0 in tags.get(tag, ()) for tag in offsets_and_sizes):
         return "sparse TIFF (it omits empty tiles)"
     pages = count_pages(image)
     if pages > 1:
