@@ -1,15 +1,17 @@
 """Sharded checkpoints: saved by any mode, engine and world size, loaded by any.
 
-Built on `torch.distributed.checkpoint` (DCP): what several ranks hold is written once, each of them
-writes an equal part of it, and each rank reads what it needs, under the names of the unwrapped
-model. No rank plans for the others: rank 0 gathers only the index of what was written.
+Built on `torch.distributed.checkpoint` (DCP). Tensors have the names of the unwrapped model. What
+several ranks hold is deduplicated: each of them writes an equal part. Each rank reads what it
+needs. No rank plans for the others: rank 0 gathers only the index of what was written.
 
-    step_00000100/checkpoint.json    the manifest: step, flags, size and CRC-32 of all other files
+    step_00000100/checkpoint.json    the manifest: step, run state, settings of the optimizers, size
+                                     and CRC-32 of all other files, its own checksum
                   .metadata          DCP's index: which tensor is where
-                  __0_0.distcp       what rank 0 wrote
+                  __R_0.distcp       what rank R wrote
 
-Written under a temporary name, synced to the disk and renamed: a folder with the final name is
-complete. Loading raises Damaged (for good) or an OSError (which may pass).
+A checkpoint is written under a temporary name, synced to the disk and renamed: a folder with the
+final name is complete. Loading raises CorruptCheckpointError (permanent) or an OSError (which may
+pass).
 
     python checkpoint.py verify DIR             check every checksum
     python checkpoint.py consolidate DIR OUT    write the model to one file
@@ -69,17 +71,18 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 MANIFEST = "checkpoint.json"
 INDEX = ".metadata"
 RESERVED = {"step", "files", "checksum", "optimizers"}  # names in a manifest
-# PyTorch warns of FSDP1's own ways, of reading without ranks and (2.10) of its own code
+# Silence PyTorch's warnings about FSDP1, about loading without a process group and (2.10) about
+# code of its own that is deprecated.
 warnings.filterwarnings("ignore", "When using ``NO_SHARD|FSDP.state_dict_type")
 warnings.filterwarnings("ignore", "torch.distributed is dis|TypedStorage is")
 
 
-class Damaged(ValueError):
-    """A checkpoint that cannot be loaded, and why, in one sentence."""
+class CorruptCheckpointError(ValueError):
+    """A checkpoint cannot be loaded; the message says why, in one sentence."""
 
 
 class _Refused(ValueError):
-    """A training state that cannot be saved so that it can be loaded, and why, in one sentence."""
+    """A training state cannot be saved and restored; the message says why, in one sentence."""
 
 
 # --- Save
@@ -96,9 +99,10 @@ def save(
 ) -> Path:
     """Save one checkpoint and return its folder. Collective.
 
-    `optimizer` is one, several, or None; of several models make one: nn.ModuleDict. The parameter
-    groups are saved as they are, learning rates included; a scheduler's state_dict() belongs in
-    `run_state`. On all ranks OSError if it failed, ValueError for what could not be loaded again.
+    `optimizer` is one, several, or None. To save several models, put them into one nn.ModuleDict.
+    The settings of the parameter groups are saved too, learning rates included; put a scheduler's
+    state_dict() into `run_state`. Raises on all ranks: OSError if the save failed, ValueError for a
+    state that could not be restored.
     """
     problems = Saver(folder, model, optimizer, keep=keep).save(step, run_state or {})
     if problems:
@@ -109,9 +113,9 @@ def save(
 class Saver:
     """Save the checkpoints of one run as `folder`/step_XXXXXXXX and keep the newest `keep`.
 
-    `group` coordinates: a gloo group, or objects are gathered in GPU memory. With `background` a
-    thread writes from a copy in host memory, and training waits only for the copy; `group` must
-    then serve nothing else, because two threads in one group deadlock.
+    The ranks coordinate through `group`: give a gloo group, because NCCL would gather objects in
+    GPU memory. With `background` a thread writes from a copy in host memory, and training waits
+    only for the copy. Nothing else may use `group` then: two threads in one group deadlock.
     """
 
     def __init__(
@@ -129,34 +133,34 @@ class Saver:
         self.optimizer = optimizer
         self.keep = keep
         self.group = group
-        self.failures = 0  # saves that failed in a row, up to the newest
-        self.saved = 0  # the step of the newest that is on disk
-        # what this rank has told of the newest save for its index; the index itself on rank 0
-        self.told: tuple[list[WriteItem], list[WriteResult]] | None = None
+        self.failures = 0  # consecutive failed saves; 0 after a save that succeeded
+        self.saved = 0  # the step of the newest checkpoint on disk
+        # the index entries that this rank last sent to rank 0, which also keeps the index
+        self.sent_entries: tuple[list[WriteItem], list[WriteResult]] | None = None
         self.index = b""
         self.thread = ThreadPoolExecutor(1) if background else None
-        # on a GPU one copy, in pinned memory, serves all saves: slow to allocate, fast to fill
+        # With a GPU all saves reuse one copy in pinned memory: slow to allocate, fast to fill.
         self.stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         self.pending: Future[list[str]] | None = None
 
     def save(self, step: int, run_state: dict[str, Any], wait: bool = True) -> list[str]:
-        """Save, and store `run_state` (as JSON) in the manifest; `wait` for its end. Collective.
+        """Save, with `run_state` (as JSON) in the manifest; `wait` until it is done. Collective.
 
-        Returns a sentence per failed save, the same on all ranks: this one and, in the background,
-        the one before. A failed save leaves the older checkpoints as they were. Raises ValueError,
-        on all ranks, for what could not be loaded again.
+        Returns one sentence per failed save, the same on all ranks: for this save and, if saves run
+        in the background, for the one before. A failed save leaves the older checkpoints as they
+        were. Raises ValueError, on all ranks, for a state that could not be restored.
         """
-        if step < 0 or self.keep < 1:  # it would not be found again, or removed at once
+        if step < 0 or self.keep < 1:  # the checkpoint would not be found, or be removed at once
             raise ValueError("give step 0 or more, keep 1 or more")
         problems = self.finish()
-        _remove_leftovers(self.folder)  # of a killed run, before any rank writes
+        _remove_leftovers(self.folder)  # left by a killed run; before any rank writes
         describe = partial(self._describe, step, run_state)
         manifest, tensors, held = _on_all_ranks(describe, self.group)
-        keys_by_rank = _decide([*held], list, self.group)
+        keys_by_rank = _gather_decide_broadcast([*held], list, self.group)
         pieces = share(held, keys_by_rank, dist.get_rank(self.group))
         if self.thread is None:
             return problems + self._write(tensors, manifest, pieces)
-        tensors = self.stager.stage(tensors)  # training changes the originals meanwhile
+        tensors = self.stager.stage(tensors)  # a copy: training goes on to change the originals
         self.pending = self.thread.submit(self._write, tensors, manifest, pieces)
         if wait:
             problems += self.finish()
@@ -165,22 +169,22 @@ class Saver:
     def _describe(
         self, step: int, run_state: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Tensor], Held]:
-        """Return the manifest, this rank's tensors, and these as `group_by_holders` does."""
+        """Return the manifest, this rank's tensors, and these grouped by `group_by_holders`."""
         taken = RESERVED & run_state.keys()
         if taken:
-            raise _Refused(f"run_state has the name {taken.pop()}, which a checkpoint has itself")
+            raise _Refused(f"run_state has the key {taken.pop()}, which the manifest itself uses")
         manifest = _to_json(run_state, "run_state")
         manifest["step"] = step
         state = _TrainingState(self.model, self.optimizer)
         manifest["optimizers"] = state.describe_groups()
         tensors = state.tensors()
-        # Each rank may have its own buffers, as of BatchNorm: those of the first rank are saved.
+        # Buffers may differ between ranks (BatchNorm statistics): the first rank's are saved.
         if dist.get_rank(self.group) != 0:
             tensors = {name: t for name, t in tensors.items() if state.origins[name] != "buffer"}
         return manifest, tensors, group_by_holders(tensors, state.origins)
 
     def finish(self) -> list[str]:
-        """Wait for the save in the background, if any, and return as `save` does. Collective."""
+        """Wait for a save in the background, if any; return what `save` returns. Collective."""
         if self.pending is None:
             return []
         pending = self.pending
@@ -192,8 +196,8 @@ class Saver:
     ) -> list[str]:
         """Write one checkpoint; return why it failed, the same sentence on all ranks.
 
-        The index of one save is that of the next, unless a rank has written something else. So the
-        ranks send what they have to tell for it once, and afterwards only the checksums of files.
+        The index seldom changes between saves. So the ranks send their entries only if those of
+        some rank have changed, and otherwise just the sizes and checksums of their files.
         """
         step = manifest["step"]
         temporary = self.folder / f".step_{step:08d}.writing"
@@ -201,13 +205,14 @@ class Saver:
         try:
             write = partial(self._write_part, temporary, tensors, pieces)
             written = _on_all_ranks(write, self.group)
-            told = written.items, written.results
-            new = _decide(self.told != told, any, self.group)
+            entries = written.items, written.results
+            new = _gather_decide_broadcast(entries != self.sent_entries, any, self.group)
             if not new:
                 written = written._replace(items=[], results=[])
-            self.told = None  # until it has succeeded
-            _decide(written, partial(self._complete, temporary, manifest, new), self.group)
-            self.told = told
+            self.sent_entries = None  # until the save has succeeded
+            complete = partial(self._complete, temporary, manifest, new)
+            _gather_decide_broadcast(written, complete, self.group)
+            self.sent_entries = entries
             self.failures = 0
             self.saved = step
         except OSError as error:
@@ -218,25 +223,25 @@ class Saver:
 
     def _write_part(
         self, temporary: Path, tensors: dict[str, Tensor], pieces: list[Piece]
-    ) -> Written:
-        """Write this rank's part of the tensors, with DCP as if there were no other rank."""
+    ) -> WrittenPart:
+        """Write this rank's pieces of the tensors, with DCP as if there were no other rank."""
         with _as_failure():
             writer = dcp.FileSystemWriter(temporary)
             if self.thread:
-                writer.per_thread_copy_ahead = 0  # nothing is left to copy from a GPU
+                writer.per_thread_copy_ahead = 0  # the tensors are in host memory already
             writer.set_up_storage_writer(True, rank=dist.get_rank(), use_collectives=False)
-            planner = _Planner(pieces)
+            planner = _PiecePlanner(pieces)
             planner.set_up_planner(tensors, is_coordinator=True)
             plan = writer.prepare_local_plan(SavePlan([piece.item for piece in pieces]))
             results = writer.write_data(plan, planner).wait()
             names = {result.storage_data.relative_path for result in results}
             files = {name: _size_and_crc(temporary / name) for name in names}
-        return Written(plan.items, results, files)
+        return WrittenPart(plan.items, results, files)
 
     def _complete(
-        self, temporary: Path, manifest: dict[str, Any], new: bool, parts: list[Written]
+        self, temporary: Path, manifest: dict[str, Any], new: bool, parts: list[WrittenPart]
     ) -> None:
-        """Write index and manifest of all ranks' files, rename the folder, remove older ones."""
+        """On rank 0 write index and manifest, rename the folder, remove the oldest checkpoints."""
         files: dict[str, list[int]] = {}
         for part in parts:
             files.update(part.files)
@@ -244,22 +249,22 @@ class Saver:
             for name, (size, _) in files.items():
                 path = temporary / name
                 if not path.is_file() or path.stat().st_size != size:
-                    where = f"{path} is not there, though a rank has written it"
+                    where = f"rank 0 does not find {path}, which another rank has written"
                     raise OSError(f"{where}: save to a folder that all nodes share")
             if new:
                 self.index = pickle.dumps(merge_index(parts))
-            with replacing(temporary / INDEX) as file:
+            with atomic_write(temporary / INDEX) as file:
                 file.write(self.index)
             files[INDEX] = [len(self.index), zlib.crc32(self.index)]
             manifest["files"] = files
             manifest["checksum"] = _manifest_checksum(manifest)
-            with replacing(temporary / MANIFEST) as file:
+            with atomic_write(temporary / MANIFEST) as file:
                 file.write(json.dumps(manifest, indent=1).encode())
             final = self.folder / f"step_{manifest['step']:08d}"
             if final.exists():
                 _rename_for_removal(final)
             temporary.rename(final)
-            with replacing(self.folder / "latest") as file:
+            with atomic_write(self.folder / "latest") as file:
                 file.write(f"{final.name}\n".encode())
         with suppress(OSError):
             steps = [p for p in list_checkpoints(self.folder) if step_of(p) <= manifest["step"]]
@@ -269,7 +274,7 @@ class Saver:
 
 @contextmanager
 def _as_failure() -> Iterator[None]:
-    """Raise an error of the block as an OSError that says what it is, and on which rank."""
+    """Re-raise any exception of the block as an OSError that names it and this rank."""
     try:
         yield
     except Exception as error:
@@ -278,7 +283,7 @@ def _as_failure() -> Iterator[None]:
         raise OSError(where) from error
 
 
-# --- Load: every file is checked before the model is touched
+# --- Load: every file is checked before the model is changed
 
 
 def load(
@@ -290,15 +295,16 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint into a sharded model and its optimizers; return its manifest. Collective.
 
-    That is the saved `run_state`, and the "step". `optimizer` is one, several, or None, which loads
-    the model alone. States and settings (learning rate, ...) become those of the checkpoint, as by
-    Optimizer.load_state_dict. Every file is checked first, by one of the ranks: Damaged or OSError,
-    the same on all, leaves the model as it was. A later error does not.
+    The manifest is the saved `run_state`, plus the "step". `optimizer` is one, several, or None,
+    which loads the model alone. States and settings (learning rate, ...) become those of the
+    checkpoint, as with Optimizer.load_state_dict. The ranks share the work of checking every file
+    first: CorruptCheckpointError or OSError, the same on all ranks, leaves the model unchanged.
+    After a later error it may be partly loaded.
     """
     folder = Path(folder)
 
     def read_on_first_rank(_: list[None]) -> tuple[dict[str, Any], bytes]:
-        return read_index(folder)  # a thousand ranks that open one file wait for each other
+        return read_index(folder)  # only there: a thousand ranks would wait for one file
 
     def check_all() -> Metadata:
         check_files(folder, manifest, dist.get_rank(group), dist.get_world_size(group))
@@ -308,12 +314,12 @@ def load(
             state.read_settings(manifest["optimizers"])
             tensors.update(state.empty_states(tensors, index.state_dict_metadata))
         except _Refused as error:
-            raise Damaged(f"{folder}: {error}") from None
+            raise CorruptCheckpointError(f"{folder}: {error}") from None
         return index
 
     state = _on_all_ranks(partial(_TrainingState, model, optimizer), group)
     model_state, tensors = state.model_state()
-    manifest, pickled = _decide(None, read_on_first_rank, group)
+    manifest, pickled = _gather_decide_broadcast(None, read_on_first_rank, group)
     index = _on_all_ranks(check_all, group)
     _on_all_ranks(partial(read_tensors, folder, index, tensors), group)
     with _sharded_states(model):
@@ -323,18 +329,18 @@ def load(
 
 
 def find_newest(folder: str | Path) -> Path | None:
-    """Return the newest checkpoint in a folder, the one that rank 0 finds, or None. Collective."""
+    """Return the newest checkpoint that rank 0 finds in a folder, or None. Collective."""
 
     def find_on_first_rank(_: list[None]) -> Path | None:
         found = list_checkpoints(folder)
         return found[-1] if found else None
 
-    # a shared file system may show ranks different lists
-    return _decide(None, find_on_first_rank, None)
+    # A shared file system may show different lists to different ranks.
+    return _gather_decide_broadcast(None, find_on_first_rank, None)
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
-    """List the checkpoints in a folder by step, damaged ones too; OSError if it is unreadable."""
+    """List the checkpoints in a folder by step, even damaged ones; OSError if it is unreadable."""
     try:
         with os.scandir(folder) as entries:
             named = [e for e in entries if re.fullmatch(r"step_[0-9]{8,}", e.name)]
@@ -348,13 +354,15 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-# --- What ranks tell each other: rank 0 hears all, and all hear what it decided
+# --- Communication between ranks: gather on the first rank, broadcast its decision
 
 
-def _decide(own: Any, decide: Callable[[list[Any]], T], group: dist.ProcessGroup | None) -> T:
-    """Gather what every rank has at the first rank of `group`; return its decision. Collective.
+def _gather_decide_broadcast(
+    own: Any, decide: Callable[[list[Any]], T], group: dist.ProcessGroup | None
+) -> T:
+    """Gather every rank's `own` on the first rank of `group` and call `decide` there. Collective.
 
-    What `decide` raises there is raised on all ranks.
+    All ranks return its decision, or raise the error that it raised.
     """
     gathered: list[Any] | None = None
     if dist.get_rank(group) == 0:
@@ -373,45 +381,47 @@ def _decide(own: Any, decide: Callable[[list[Any]], T], group: dist.ProcessGroup
 
 
 def _on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run `work` on every rank; raise, on all, the error of the first that has one. Collective."""
+    """Run `work` on every rank; if any fails, raise the first one's error on all. Collective."""
     result: Any = None
     error: Exception | None = None
     try:
         result = work()
     except Exception as raised:
         error = _to_send(raised)
-    errors = [e for e in _decide(error, list, group) if e]
+    errors = [e for e in _gather_decide_broadcast(error, list, group) if e]
     if errors:
         raise errors[0]
     return result
 
 
 def _to_send(error: Exception) -> Exception:
-    """Return an error as it is sent to all ranks; the traceback of a bug is printed here."""
-    if isinstance(error, Damaged | _Refused | OSError):
+    """Return an error that can be sent to all ranks; print the traceback of a bug here."""
+    if isinstance(error, CorruptCheckpointError | _Refused | OSError):
         return error
     traceback.print_exception(error)
-    return RuntimeError(f"{type(error).__name__}: {error}")  # its own type may be unknown there
+    # not the error itself: another rank may not be able to unpickle its type
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 # --- The training state as named tensors, the same in every mode
 
-# of an optimizer's implementation here, not of its arithmetic: they stay as they were built
+# Keys of a parameter group that are not settings, or that choose an implementation, not the
+# arithmetic: those keep the values that the optimizer was built with.
 NOT_SAVED = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 
 
 def named_tensors(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
-    """Return every tensor of the training state as this rank holds it. Collective.
+    """Return this rank's tensors of the training state, by name. Collective.
 
-    The names are "model.NAME", "optim.state.NAME.LEAF" and, for what is a Python number,
-    "optim.number.NAME.LEAF"; sharded tensors are DTensors. `optimizer` is one, several or None.
-    ValueError where a state could not be loaded again.
+    The names are "model.NAME", "optim.state.NAME.LEAF" and, for a Python number,
+    "optim.number.NAME.LEAF", where LEAF is a key in the state of a parameter. Sharded tensors are
+    DTensors. `optimizer` is one, several or None. ValueError if a state could not be restored.
     """
     return _TrainingState(model, optimizer).tensors()
 
 
 def _sharded_states(model: nn.Module) -> AbstractContextManager[Any]:
-    """Enter to let the state dicts of FSDP1 hold sharded tensors, of original names and shapes."""
+    """Inside, state dicts of FSDP1 hold sharded tensors with their original names and shapes."""
     if not FSDP1.fsdp_modules(model):
         return nullcontext()
     kind = StateDictType.SHARDED_STATE_DICT
@@ -420,12 +430,12 @@ def _sharded_states(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def _original_name(model: nn.Module, name: str, skip_compiler_prefix: bool = True) -> str:
-    """Return the name that a parameter or buffer had before parts of the model were wrapped."""
+    """Return the name that a parameter or buffer had before the model was wrapped."""
     return next(iter(_get_fqns(model, name, skip_compiler_prefix=skip_compiler_prefix)))
 
 
 def _stateful(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that holds the states: of ZeRO-1 the one of this rank's part."""
+    """Return the optimizer that holds the states: inside ZeRO-1 the one of this rank's part."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
@@ -448,12 +458,12 @@ def _split_entry(entry: str) -> tuple[str, str]:
 
 
 class _TrainingState:
-    """A model and its optimizers: what is saved of them, and how they are given it back."""
+    """A model and its optimizers: collects their state for saving, and restores it."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizers) -> None:
-        """Take none, one or several optimizers; _Refused where a checkpoint has no place for one.
+        """Take no, one or several optimizers; _Refused if the states of one cannot be saved.
 
-        A tied parameter has the first of its names.
+        A tied parameter is known by the first of its names.
         """
         self.model = model
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -464,9 +474,9 @@ class _TrainingState:
         self.fsdp1 = bool(FSDP1.fsdp_modules(model))
         self.names = {p: _original_name(model, name) for name, p in model.named_parameters()}
         self.owners: dict[nn.Parameter, torch.optim.Optimizer] = {}
-        # of each of the `tensors`: "parameter", "buffer", "optimizer 0", ...
+        # the name of each of the `tensors` -> "parameter", "buffer", "optimizer 0", ...
         self.origins: dict[str, str] = {}
-        # of each parameter group of each optimizer: what `read_settings` has found
+        # what `read_settings` has found, for each parameter group of each optimizer
         self.settings: list[dict[str, Any]] = []
         for each in self.optimizers:
             self._check(each)
@@ -475,7 +485,7 @@ class _TrainingState:
         kind = type(optimizer).__name__
         for attribute, value in vars(_stateful(optimizer)).items():
             if isinstance(value, torch.optim.Optimizer):
-                raise _Refused(f"{kind} keeps states in its {attribute}: give that optimizer")
+                raise _Refused(f"{kind} keeps its states in .{attribute}: give that optimizer")
         for p in _parameters_of(optimizer):
             if p not in self.names:
                 raise _Refused(
@@ -483,23 +493,24 @@ class _TrainingState:
                     "build the optimizer from model.parameters(), after sharding"
                 )
             if self.owners.setdefault(p, optimizer) is not optimizer:
-                raise _Refused(f"{self.names[p]} is in two optimizers: one of them must leave it")
+                raise _Refused(f"{self.names[p]} is in two optimizers: remove it from one of them")
         key: Any
         for key in _stateful(optimizer).state:
             if self.owners.get(key) is not optimizer:
                 raise _Refused(f"{kind} has a state of {key!r:.40}, which it does not train")
 
-    # what is saved
+    # saving
 
     def model_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the model's state dict as it is, and with the names of `named_tensors`."""
+        """Return the model's state dict twice: as it is, and by the names of `named_tensors`."""
         with _sharded_states(self.model):
             state = self.model.state_dict()
         return state, {f"model.{_original_name(self.model, n)}": t for n, t in state.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what `named_tensors` does, and note the `origins`. Collective."""
-        _, tensors = self.model_state()  # first: FSDP2 shards again what was left gathered
+        """Return what `named_tensors` does, and fill in `origins`. Collective."""
+        # must come first: it makes FSDP2 reshard parameters that were left gathered
+        _, tensors = self.model_state()
         self.origins = dict.fromkeys(tensors, "parameter")
         for name, _ in self.model.named_buffers(remove_duplicate=False):
             self.origins[f"model.{_original_name(self.model, name)}"] = "buffer"
@@ -528,28 +539,30 @@ class _TrainingState:
         if self.fsdp1:
             return self._fsdp1_states_of(optimizer)
         stateful = _stateful(optimizer)
-        states = stateful.state_dict()["state"]  # its hooks may change them, as with --tp
+        states = stateful.state_dict()["state"]  # a hook may reorder them, as with --tp
         names = [self.names[p] for p in _parameters_of(stateful)]
         return {names[number]: leaves for number, leaves in states.items()}
 
     def _fsdp1_states_of(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-        """Return the states in the shapes that the parameters had before they were flattened.
+        """Return the states in the shapes that the parameters had before FSDP1 flattened them.
 
-        FSDP1 converts states of all parameters that are trained, and no others: those that this
-        optimizer does not have get one of zeros, which is left out of what is returned.
+        FSDP1 converts the states of exactly the parameters that are trained. So the ones that this
+        optimizer does not have are given states of zeros, which are left out of the result.
         """
         leaves = set()
         for state in optimizer.state.values():
             leaves |= {leaf for leaf, t in state.items() if isinstance(t, Tensor) and t.ndim > 0}
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, leaves)  # a rank may hold no piece of its parameters
-        every = torch.optim.SGD(self.model.parameters())
-        every.state.update(optimizer.state)
+        leaves_by_rank: list[Any] = [None] * dist.get_world_size()
+        # from all ranks, because one may hold no part of these parameters
+        dist.all_gather_object(leaves_by_rank, leaves)
+        optimizer_of_all = torch.optim.SGD(self.model.parameters())
+        optimizer_of_all.state.update(optimizer.state)
         for p in self.names:
             if p.requires_grad and p.numel() > 0 and self.owners.get(p) is not optimizer:
-                every.state[p] = {leaf: torch.zeros_like(p) for leaf in set().union(*found)}
+                zeros = {leaf: torch.zeros_like(p) for leaf in set().union(*leaves_by_rank)}
+                optimizer_of_all.state[p] = zeros
         with _sharded_states(self.model):
-            converted = FSDP1.optim_state_dict(self.model, every)["state"]
+            converted = FSDP1.optim_state_dict(self.model, optimizer_of_all)["state"]
         own = {self.names[p] for p in _parameters_of(optimizer)}
         named = {_original_name(self.model, name): state for name, state in converted.items()}
         return {name: state for name, state in named.items() if name in own}
@@ -557,7 +570,7 @@ class _TrainingState:
     def describe_groups(self) -> list[dict[str, Any]]:
         """Describe each parameter group: its optimizer, parameters, settings (learning rate, ...).
 
-        _Refused for a setting that JSON cannot hold.
+        _Refused if JSON cannot hold a setting.
         """
         described = []
         for optimizer in self.optimizers:
@@ -567,19 +580,19 @@ class _TrainingState:
                 for key in group.keys() - NOT_SAVED:
                     value = group[key]
                     if isinstance(value, Tensor) and value.numel() == 1:
-                        value = value.item()  # a learning rate that a compiled step reads
+                        value = value.item()  # the learning rate of a compiled optimizer step
                     settings[key] = _to_json(value, f"{key} of a parameter group of {kind}")
                 names = [self.names[p] for p in group["params"]]
                 described.append({"optimizer": kind, "params": names, "settings": settings})
         return described
 
-    # what is loaded
+    # loading
 
     def read_settings(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Find the settings of each parameter group in what `describe_groups` had said.
+        """Find the settings of each parameter group in what `describe_groups` returned at the save.
 
-        Groups may be cut otherwise now, as by --tp, but _Refused where parameters of one had
-        different settings, or not each is trained by the same kind of optimizer as before.
+        Parameters may be grouped differently now, as by --tp, but _Refused if those of one group
+        had different settings, or if one is trained by another kind of optimizer than before.
         """
         groups = self.describe_groups()
         then = _group_of_each(saved)
@@ -603,10 +616,10 @@ class _TrainingState:
     def empty_states(
         self, tensors: Mapping[str, Tensor], entries: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """Allocate this rank's states that a checkpoint has, each cut as its parameter."""
+        """Allocate this rank's part of the saved optimizer states, sharded like the parameters."""
         own = set()
         for optimizer in self.optimizers:
-            # with ZeRO-1 the others are of other ranks
+            # with ZeRO-1 only those that this rank updates
             own |= {self.names[p] for p in _parameters_of(_stateful(optimizer))}
         found = {}
         for entry, saved in entries.items():
@@ -624,7 +637,7 @@ class _TrainingState:
         return found
 
     def load_states(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give the optimizers the states that were read, and their settings. Collective."""
+        """Restore the states that were read, and the settings, of the optimizers. Collective."""
         named: dict[str, dict[str, Any]] = {}
         for entry, tensor in tensors.items():
             if entry.startswith("optim."):
@@ -632,7 +645,7 @@ class _TrainingState:
                 number = entry.startswith("optim.number.")
                 named.setdefault(name, {})[leaf] = tensor.item() if number else tensor
         if self.fsdp1 and self.optimizers:
-            states = self._cut_for_fsdp1(named)
+            states = self._shard_for_fsdp1(named)
         else:
             states = {p: named[name] for p, name in self.names.items() if name in named}
         remaining = iter(self.settings)
@@ -641,31 +654,32 @@ class _TrainingState:
             order = _parameters_of(stateful)
             state = {number: states[p] for number, p in enumerate(order) if p in states}
             groups = stateful.state_dict()["param_groups"]
-            for group, shown in zip(groups, optimizer.param_groups, strict=True):
-                settings = {key: _like(shown.get(key), v) for key, v in next(remaining).items()}
+            for group, own_group in zip(groups, optimizer.param_groups, strict=True):
+                settings = {k: _like(own_group.get(k), v) for k, v in next(remaining).items()}
                 group.update(settings)
-                shown.update(settings)  # ZeRO-1 shows all parameters, steps those of this rank
+                # also in ZeRO-1's wrapper, which lists all parameters but updates only this rank's
+                own_group.update(settings)
             stateful.load_state_dict({"state": state, "param_groups": groups})
 
-    def _cut_for_fsdp1(
+    def _shard_for_fsdp1(
         self, named: Mapping[str, dict[str, Any]]
     ) -> dict[nn.Parameter, dict[str, Any]]:
-        """Return the states, by parameter, as FSDP1 holds them. Collective."""
-        every = torch.optim.SGD(self.model.parameters())
+        """Return the states by parameter, flattened and sharded as FSDP1 holds them. Collective."""
+        optimizer_of_all = torch.optim.SGD(self.model.parameters())  # FSDP1 wants one
         given = {}
         for name, p in self.model.named_parameters():
             if self.names[p] in named:
-                # FSDP1 leaves torch.compile's prefix in its names
-                its_name = _original_name(self.model, name, skip_compiler_prefix=False)
-                given[its_name] = named[self.names[p]]
+                # FSDP1's names keep the prefix of torch.compile
+                fsdp1_name = _original_name(self.model, name, skip_compiler_prefix=False)
+                given[fsdp1_name] = named[self.names[p]]
         with _sharded_states(self.model):
-            found = FSDP1.optim_state_dict_to_load(self.model, every, {"state": given})["state"]
-        order = _parameters_of(every)
-        return {order[number]: leaves for number, leaves in found.items()}
+            found = FSDP1.optim_state_dict_to_load(self.model, optimizer_of_all, {"state": given})
+        order = _parameters_of(optimizer_of_all)
+        return {order[number]: leaves for number, leaves in found["state"].items()}
 
 
 def _group_of_each(groups: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the description of the parameter group that each parameter is in."""
+    """Return for each parameter the description of its group."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
         found |= dict.fromkeys(group["params"], group)
@@ -673,16 +687,16 @@ def _group_of_each(groups: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]
 
 
 def _check_shape(entry: str, size: torch.Size, parameter: Tensor) -> None:
-    """Raise _Refused for a state that cannot be cut as its parameter is."""
+    """Raise _Refused for a state that cannot be sharded like its parameter."""
     if isinstance(parameter, DTensor) and len(size) > 0 and size != parameter.shape:
         raise _Refused(
-            f"{entry} is {tuple(size)}, its parameter {tuple(parameter.shape)}: a sharded "
-            "parameter can have states of its own shape and scalars only: use mode ddp"
+            f"{entry} is {tuple(size)}, its parameter {tuple(parameter.shape)}: states of a "
+            "sharded parameter must have its shape or be scalars: use mode ddp"
         )
 
 
 def _check_model(tensors: Mapping[str, Tensor], entries: Mapping[str, Any]) -> None:
-    """Raise _Refused if the model of a checkpoint has other names or shapes than `tensors`."""
+    """Raise _Refused unless the model in a checkpoint has the names and shapes of `tensors`."""
     saved = {name for name in entries if name.startswith("model.")}
     for name in sorted(tensors.keys() | saved):
         then = tuple(entries[name].size) if name in entries else "missing"
@@ -692,7 +706,7 @@ def _check_model(tensors: Mapping[str, Tensor], entries: Mapping[str, Any]) -> N
 
 
 def _like(own: Any, value: Any) -> Any:
-    """Return a saved setting as the type that an optimizer has."""
+    """Return a saved setting in the type of the optimizer's own value."""
     if isinstance(own, Tensor):
         return torch.full_like(own, value)
     if isinstance(own, tuple):
@@ -702,13 +716,14 @@ def _like(own: Any, value: Any) -> Any:
 
 # --- The manifest, as JSON
 
-KEYED = "not an object of JSON"
+KEYED = "not a JSON object"  # a key that marks a dictionary stored as pairs
 
 
 def _to_json(value: Any, where: str) -> Any:
-    """Return what JSON can hold and `_from_json` turns back; _Refused for what it would change.
+    """Return a form that JSON can hold and `_from_json` restores; _Refused if there is none.
 
-    Keys that are numbers are kept, by pairs: a scheduler's milestones. A tuple becomes a list.
+    A dictionary whose keys are numbers (a scheduler's milestones) is stored as pairs. A tuple
+    becomes a list.
     """
     if isinstance(value, dict):
         items = {key: _to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
@@ -726,7 +741,7 @@ def _to_json(value: Any, where: str) -> Any:
 
 
 def _from_json(found: dict[str, Any]) -> dict[Any, Any]:
-    """Return the dictionary that `_to_json` was given, for an object that was read."""
+    """Restore the dictionary that `_to_json` was given from a JSON object that was read."""
     if KEYED not in found:
         return found
     pairs = dict(found["pairs"])
@@ -734,41 +749,42 @@ def _from_json(found: dict[str, Any]) -> dict[Any, Any]:
 
 
 def _manifest_checksum(manifest: dict[str, Any]) -> int:
-    """Return the CRC-32 of a manifest without its own checksum."""
+    """Return the CRC-32 of a manifest, leaving out its own checksum."""
     return zlib.crc32(json.dumps(manifest | {"checksum": 0}, sort_keys=True).encode())
 
 
-# --- Which rank writes what
+# --- Which rank writes what (an item is a shard of a tensor that a rank holds, or a whole tensor)
 
 
-class Written(NamedTuple):
+class WrittenPart(NamedTuple):
     """What one rank has written."""
 
     items: list[WriteItem] = []
-    results: list[WriteResult] = []  # in which file each item is, and where
-    files: dict[str, list[int]] = {}  # size and CRC-32 of each file
+    results: list[WriteResult] = []  # the file of each item, and its place in that file
+    files: dict[str, list[int]] = {}  # name of a file -> its size and CRC-32
 
 
-Held = dict[str, list[WriteItem]]  # by a checksum, which is the same on all that hold the same
+# What a rank holds, by a checksum that is the same on all ranks that hold the same items
+Held = dict[str, list[WriteItem]]
 
 
 def group_by_holders(tensors: dict[str, Tensor], origins: Mapping[str, str]) -> Held:
-    """Group what this rank holds so that each other rank holds all of a group, or nothing of it.
+    """Group what this rank holds, so that any other rank holds all of a group or nothing of it.
 
-    The replicas of a mesh hold the same shards, and all ranks what is not sharded, but for the
-    states of ZeRO-1.
+    Replicas in a mesh hold the same shards. All ranks hold what is not sharded, except for the
+    states of ZeRO-1: each of those is on one rank.
     """
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(tensors)
-    alike = defaultdict(list)
+    by_layout = defaultdict(list)
     for item in planner.create_local_plan().items:
         tensor = tensors[item.index.fqn]
         layout: list[Any] = [origins[item.index.fqn], item.type]
         if isinstance(tensor, DTensor):
             layout += [tensor.device_mesh.mesh_dim_names, tensor.placements]
-        alike[str(layout)].append(item)
+        by_layout[str(layout)].append(item)
     held = {}
-    for layout_name, items in alike.items():
+    for layout_name, items in by_layout.items():
         places = [(item.index.fqn, item.tensor_data) for item in items]
         key = hashlib.blake2b(f"{layout_name} {places}".encode(), digest_size=16)
         held[key.hexdigest()] = items
@@ -776,7 +792,7 @@ def group_by_holders(tensors: dict[str, Tensor], origins: Mapping[str, str]) -> 
 
 
 def share(held: Held, keys_by_rank: Sequence[Sequence[str]], rank: int) -> list[Piece]:
-    """Return the pieces that a rank writes: of each group an equal part for each of its holders."""
+    """Return the pieces that a rank writes: an equal share of each group among its holders."""
     pieces: list[Piece] = []
     for key, items in held.items():
         holders = [other for other, keys in enumerate(keys_by_rank) if key in keys]
@@ -785,23 +801,23 @@ def share(held: Held, keys_by_rank: Sequence[Sequence[str]], rank: int) -> list[
 
 
 class Piece(NamedTuple):
-    """What one rank writes of an item that it holds."""
+    """The part of an item that one rank writes."""
 
     item: WriteItem
-    whole: WriteItem  # what it was cut from
-    rows: slice | None  # of that; None: all of it
+    whole: WriteItem  # the item that this is a part of
+    rows: slice | None  # the rows of `whole` in this part; None: all of it
 
 
 def equal_part(items: Sequence[WriteItem], part: int, parts: int) -> Iterator[Piece]:
-    """Yield what lies in one of `parts` equal parts of the bytes of `items`, laid end to end.
+    """Yield the pieces in one of `parts` equal parts of the bytes of `items`, laid end to end.
 
-    A row belongs to the part in which it begins. Scalars and vectors are not cut. A chunk without
-    elements is left out, an empty tensor not.
+    A row belongs to the part in which it begins. Scalars and vectors are not divided. An empty
+    chunk is skipped, unless its whole tensor is empty.
     """
     sizes = [item_bytes(item) for item in items]
-    begin = sum(sizes) * part // parts
+    begin = sum(sizes) * part // parts  # this part, in bytes: from `begin` to before `end`
     end = sum(sizes) * (part + 1) // parts
-    start = 0  # of the item
+    start = 0  # where the item begins, in bytes
     for item, size in zip(items, sizes, strict=True):
         data: Any = item.tensor_data
         rows = 1
@@ -821,19 +837,19 @@ def equal_part(items: Sequence[WriteItem], part: int, parts: int) -> Iterator[Pi
 
 
 def _rows_before(place: int, size: int, rows: int) -> int:
-    """Count the rows that begin before a place in a tensor of so many bytes and rows."""
+    """Count the rows that begin before byte `place` of a tensor of `size` bytes and `rows` rows."""
     count = (place * rows + size - 1) // size  # rounded up
     return min(max(count, 0), rows)
 
 
 def item_bytes(item: WriteItem) -> int:
-    """Return how many bytes an item holds, which DCP's own count takes for the whole tensor's."""
+    """Return how many bytes an item holds. DCP's own count gives those of the whole tensor."""
     data: Any = item.tensor_data
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 def _rows_of(item: WriteItem, first: int, last: int) -> WriteItem:
-    """Return the item of some rows of an item."""
+    """Return the part of an item from row `first` to before row `last`, as an item."""
     data: Any = item.tensor_data
     offsets = torch.Size((data.chunk.offsets[0] + first, *data.chunk.offsets[1:]))
     sizes = torch.Size((last - first, *data.chunk.sizes[1:]))
@@ -845,11 +861,11 @@ def _rows_of(item: WriteItem, first: int, last: int) -> WriteItem:
     )
 
 
-class _Planner(dcp.DefaultSavePlanner):
-    """Let DCP write pieces of what this rank holds."""
+class _PiecePlanner(dcp.DefaultSavePlanner):
+    """Let DCP write pieces of what this rank holds, instead of all of it."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
-        """Take the pieces that are written."""
+        """Take the pieces to write."""
         super().__init__(flatten_state_dict=False)
         self.pieces = {piece.item.index: piece for piece in pieces}
 
@@ -862,8 +878,8 @@ class _Planner(dcp.DefaultSavePlanner):
         return data[piece.rows]
 
 
-def merge_index(parts: Sequence[Written]) -> Metadata:
-    """Make the index of what all ranks have written; ValueError where a tensor is not whole."""
+def merge_index(parts: Sequence[WrittenPart]) -> Metadata:
+    """Make the index of what all ranks have written; ValueError if a tensor is incomplete."""
     entries: dict[str, Any] = {}
     storage_data = {}
     for part in parts:
@@ -879,16 +895,16 @@ def merge_index(parts: Sequence[Written]) -> Metadata:
         elements = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
         places = {chunk.offsets for chunk in entry.chunks}
         if elements != math.prod(entry.size) or (elements and len(places) < len(entry.chunks)):
-            raise ValueError(f"{name} would not be whole: the ranks do not hold the same tensors")
+            raise ValueError(f"{name} would be incomplete: the ranks do not hold the same tensors")
     return Metadata(entries, storage_data=storage_data)
 
 
-# --- Files: what is written, and checked before it is read
+# --- Files: written durably, checked before they are read
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[io.BufferedWriter]:
-    """Open a new file that replaces `path`, durably, once its block has ended without error."""
+def atomic_write(path: Path) -> Iterator[io.BufferedWriter]:
+    """Write `path` atomically and durably: a new file replaces it only if the block succeeds."""
     new = path.with_name(f".{path.name}.writing")
     try:
         with new.open("wb") as file:
@@ -904,7 +920,7 @@ def replacing(path: Path) -> Iterator[io.BufferedWriter]:
 
 
 def _cause(error: Exception) -> BaseException:
-    """Return what made torch.save fail, which then fails once more as it closes its file."""
+    """Return the original cause: after a failed write, torch.save raises again on closing."""
     if isinstance(error, RuntimeError) and error.__context__:
         return error.__context__
     return error
@@ -922,12 +938,12 @@ def _size_and_crc(path: Path) -> list[int]:
 
 
 def _rename_for_removal(checkpoint: Path) -> None:
-    """Rename a checkpoint: a kill while it is removed must not leave half of it under its name."""
+    """Rename a checkpoint: a kill during its removal must not leave half of it under its name."""
     checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.removed"))
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove, on rank 0, partial and renamed checkpoints: no reason for a save to fail."""
+    """Remove, on rank 0, partial and renamed checkpoints; a save goes on if that fails."""
     if dist.get_rank() != 0:
         return
     with suppress(OSError):
@@ -936,7 +952,8 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 TORCH_TYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
-INDEX_TYPES = {  # not BytesStorageMetadata, of which DCP would unpickle an object too
+# Without BytesStorageMetadata: for it DCP would unpickle arbitrary objects from another file.
+INDEX_TYPES = {
     "collections.OrderedDict",
     "torch.Size",
     "torch.serialization._get_layout",
@@ -953,63 +970,70 @@ INDEX_TYPES = {  # not BytesStorageMetadata, of which DCP would unpickle an obje
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickle DCP's index, which may name what it consists of, and no code."""
+    """Unpickle DCP's index safely: only classes of an allow-list, so no code is run."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what is named, if it may be."""
+        """Return the class if it is allowed."""
         if f"{module}.{name}" in INDEX_TYPES:
             return super().find_class(module, name)
-        raise Damaged(f"{INDEX} contains '{module}.{name}', which this code never writes")
+        raise CorruptCheckpointError(
+            f"{INDEX} contains '{module}.{name}', which this code never writes"
+        )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a complete checkpoint; Damaged where it is none, or was changed."""
+    """Read the manifest of a checkpoint; CorruptCheckpointError if it is missing or was altered."""
     try:
         content = (folder / MANIFEST).read_bytes()
         manifest = json.loads(content)
         if manifest["checksum"] == _manifest_checksum(manifest):
             return json.loads(content, object_hook=_from_json)
     except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(f"{folder}: not a checkpoint (it contains no {MANIFEST})") from None
+        raise CorruptCheckpointError(
+            f"{folder}: not a checkpoint (it contains no {MANIFEST})"
+        ) from None
     except (ValueError, LookupError, TypeError, AttributeError):
-        pass  # no JSON, or no object
-    raise Damaged(f"{folder}: checksum mismatch in {MANIFEST}")
+        pass  # not JSON, or not the JSON object that was written
+    raise CorruptCheckpointError(f"{folder}: checksum mismatch in {MANIFEST}")
 
 
 def read_index(folder: Path) -> tuple[dict[str, Any], bytes]:
-    """Read the manifest and the index, still pickled, of a checkpoint; Damaged or OSError."""
+    """Read and check the manifest and the index of a checkpoint; the index stays pickled.
+
+    CorruptCheckpointError if one is damaged, OSError if one cannot be read.
+    """
     manifest = read_manifest(folder)
     index = (folder / INDEX).read_bytes()
     if [len(index), zlib.crc32(index)] != manifest["files"][INDEX]:
-        raise Damaged(f"{folder}: checksum mismatch in {INDEX}")
+        raise CorruptCheckpointError(f"{folder}: checksum mismatch in {INDEX}")
     return manifest, index
 
 
 def check_files(folder: Path, manifest: dict[str, Any], part: int = 0, parts: int = 1) -> None:
-    """Check every `parts`-th shard file of a checkpoint; Damaged or OSError."""
+    """Check every `parts`-th shard file, from number `part`; CorruptCheckpointError or OSError."""
     files = manifest["files"]
     names = sorted(files.keys() - {INDEX})
     for name in names[part::parts]:
         if _size_and_crc(folder / name) != files[name]:
-            raise Damaged(f"{folder}: checksum mismatch in {name}")
+            raise CorruptCheckpointError(f"{folder}: checksum mismatch in {name}")
 
 
 def unpickle_index(index: bytes) -> Metadata:
-    """Return the index that was pickled; Damaged where it names what it cannot consist of."""
+    """Unpickle an index; CorruptCheckpointError if it contains a class that is not allowed."""
     return _Unpickler(io.BytesIO(index)).load()
 
 
 def check(folder: Path) -> tuple[dict[str, Any], Metadata]:
-    """Check every file of a checkpoint -> manifest and index; Damaged or OSError."""
+    """Check every file of a checkpoint -> manifest and index; CorruptCheckpointError or OSError."""
     manifest, index = read_index(folder)
     check_files(folder, manifest)
     return manifest, unpickle_index(index)
 
 
 def read_tensors(folder: Path, index: Metadata, tensors: dict[str, Tensor]) -> None:
-    """Read tensors in place with DCP: what this rank holds of them, without the other ranks.
+    """Read this rank's part of the tensors, in place, with DCP but without the other ranks.
 
-    The `index` was checked: DCP itself would unpickle anything.
+    Give an `index` that `unpickle_index` has checked: DCP itself would unpickle anything.
     """
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     reader = dcp.FileSystemReader(folder)
@@ -1018,14 +1042,14 @@ def read_tensors(folder: Path, index: Metadata, tensors: dict[str, Tensor]) -> N
     reader.read_data(planner.create_local_plan(), planner).wait()
 
 
-# --- Without ranks
+# --- Without a process group
 
 
 class Weights(UserDict[str, Any]):
-    """The model of a checkpoint, without ranks: a tensor is read when it is asked for, by name."""
+    """The model in a checkpoint: a tensor is read when it is looked up, by its name."""
 
     def __init__(self, folder: Path) -> None:
-        """Check every file; Damaged or OSError."""
+        """Check every file; CorruptCheckpointError or OSError."""
         super().__init__()
         self.folder = folder
         self.manifest, self.index = check(folder)
@@ -1036,7 +1060,7 @@ class Weights(UserDict[str, Any]):
         return self.read([name])[name]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read several tensors at once: each file is opened once."""
+        """Read several tensors at once, so that each file is opened only once."""
         entries = {name: self.data[name] for name in names}
         found = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
         tensors = {f"model.{name}": tensor for name, tensor in found.items()}
@@ -1048,12 +1072,13 @@ def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
     """Write the whole model to a new file, for `torch.load(out)["model"]`, and return it.
 
     The file also has the "step" and the "run_state" that was saved with the model: what it was
-    trained on. One process, without ranks. ValueError where `out` exists, Damaged, or OSError.
+    trained on. Needs one process only. ValueError if `out` exists; CorruptCheckpointError or
+    OSError if the checkpoint cannot be read.
     """
     out = Path(out)
     if os.path.lexists(out):
         raise ValueError(f"{out} exists: give the name of a new file")
-    with replacing(out) as file:  # opened before minutes of reading
+    with atomic_write(out) as file:  # opened first: it may fail, and reading takes minutes
         weights = Weights(Path(folder))
         model = weights.read(weights)
         manifest = weights.manifest
@@ -1063,7 +1088,7 @@ def consolidate(folder: str | Path, out: str | Path) -> dict[str, Tensor]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 1 for a damaged checkpoint, exit with 2 for bad usage."""
+    """Run one command; return 1 if the checkpoint is damaged, exit with 2 for bad usage."""
     parser = argparse.ArgumentParser(description="Verify or consolidate a checkpoint.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("verify", help="check every file of a checkpoint").add_argument("dir")
@@ -1079,7 +1104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{args.dir} is complete: {len(index.state_dict_metadata)} tensors")
         else:
             print(f"{args.out}: {len(consolidate(args.dir, args.out))} parameters and buffers")
-    except (Damaged, OSError) as error:
+    except (CorruptCheckpointError, OSError) as error:
         print(f"checkpoint.py: error: {error}", file=sys.stderr)
         return 1
     except ValueError as error:

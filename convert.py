@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint import replacing
+from checkpoint import atomic_write
 from runtime import process
 from runtime.config import Parser, model_config, nonempty
 from runtime.pretrained import DECODER, Pretrained, read_pretrained, say_assumed
@@ -86,7 +86,7 @@ def write_weights(weights: dict[str, Tensor], path: Path, note: dict[str, Any]) 
             own[name] = tensor.clone(memory_format=torch.contiguous_format)
         path.write_bytes(save(own, {"format": "pt", NOTE: json.dumps(note)}))
         return
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         torch.save({"model": weights, NOTE: note}, file)
 
 

@@ -1,10 +1,11 @@
 """Load images: file listing, assignment to ranks, crops, batches, decoding.
 
-Every random draw is a function of (seed, position), where the position counts the samples of the
-whole job since its first step. So no rank, worker or sampler keeps a state: one integer says where
-a run is, and any number of ranks and workers sees the same images, crops, flips and masks.
+Every random draw is a function of (seed, position), where `position` is the number of a sample in
+the whole job, from 0. So no rank, worker or sampler keeps any state: the step number says where a
+run is, and any number of ranks and workers gives the same images, crops, flips and masks.
 Copy this one file: `for batch in build_loader(scan("tiles"), img_size=96, ...)` needs nothing else.
-Shapes: B images of a local batch, C channels, H x W pixels, L patches.
+Shapes: B images of a local batch (one rank, one accumulation step), C channels, H x W pixels,
+L patches. In docstrings `a -> b` means: takes a, returns b.
 
 Importing this file changes four settings of the process: `Image.MAX_IMAGE_PIXELS` of Pillow is
 raised to 2**29 and `ImageFile.MAXBLOCK` to 2**20, Pillow's log of TIFF files is switched off, and
@@ -34,37 +35,42 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".jp2", ".j2k", ".npy")
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
-LARGEST_IMAGE = 2**32  # bytes of the decoded pixels of one image
+LARGEST_IMAGE = 2**32  # one image, decoded, may take at most so many bytes
 NUMPY_START = b"\x93NUMPY"
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # of TIFF and BigTIFF
-SUBSTITUTES = 16  # unreadable images in a row before the run is stopped
-LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # of crops, width : height
+MAX_UNREADABLE_IN_A_ROW = 16  # so many unreadable images in a row end the run
+LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # log of the limits of width / height
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
-Image.MAX_IMAGE_PIXELS = 2**29  # Pillow refuses images of twice as many: 4 GiB decoded
-ImageFile.MAXBLOCK = 2**20  # or Pillow decodes and converts 64 KiB at a time, which is slower
-TiffImagePlugin.logger.setLevel("CRITICAL")  # it prints what `open_image` raises
+# Pillow raises an error above twice this, where RGBA pixels take 4 GiB (LARGEST_IMAGE).
+Image.MAX_IMAGE_PIXELS = 2**29
+ImageFile.MAXBLOCK = 2**20  # Pillow's default, 64 KiB at a time, decodes more slowly
+TiffImagePlugin.logger.setLevel("CRITICAL")  # it would print what `open_image` raises anyway
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
 
 
 class ChannelStats(NamedTuple):
-    """Mean and deviation per channel of a data set: of values as stored, of uint8 in [0, 1]."""
+    """Mean and standard deviation of each channel of a data set.
 
-    mean: tuple[float, ...]  # C of them
+    uint8 values are first scaled to [0, 1]; uint16 and float32 values are taken as stored.
+    """
+
+    mean: tuple[float, ...]  # C numbers
     std: tuple[float, ...]
-    dtype: str = "uint8"  # of all images, one of ARRAY_DTYPES
+    dtype: str = "uint8"  # the dtype of every image, one of ARRAY_DTYPES
 
 
 IMAGENET = ChannelStats((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # as in the MAE recipe
 
-# --- Which files there are
+# --- Finding the image files
 
 
 class ImageSource(Protocol):
-    """What a loader needs of a data set: an `ImageFolder`, or a class of your own."""
+    """What a loader needs from a data set: use `ImageFolder` or a class of your own."""
 
     def __len__(self) -> int: ...
     def path(self, index: int) -> str: ...  # a name for messages
-    def read(self, index: int) -> bytes | AnyImage: ...  # a whole file, or decoded; OSError
+    # the bytes of a file, or an image that is open already; raises OSError if it cannot be read
+    def read(self, index: int) -> bytes | AnyImage: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class ImageFolder:
     names: list[str]  # paths relative to root
     labels: list[int]  # indices into classes; -1 for an image that lies in root itself
     classes: tuple[str, ...]
-    left_out: dict[str, int] = field(default_factory=dict)  # why: how many files
+    left_out: dict[str, int] = field(default_factory=dict)  # reason -> number of files
 
     def __len__(self) -> int:
         return len(self.names)
@@ -97,13 +103,13 @@ def scan(
 ) -> ImageFolder:
     """List the images below `root`: a class tree of any depth, a flat folder, or a mixture.
 
-    Skips what is hidden; follows symbolic links, but lists no folder twice. With `include` only the
-    images that match one of these patterns, and none that matches one of `exclude`, as `matches`
-    says. Tells `progress` how many images are listed. OSError where a folder cannot be listed,
-    ValueError where there is no image.
+    Skips hidden files and folders; follows symbolic links, but lists no folder twice. If `include`
+    is given, lists only images that match one of its patterns; never lists one that matches a
+    pattern of `exclude` (see `matches`). Calls `progress(count)` after each image. OSError if a
+    folder cannot be listed, ValueError if there is no image.
     """
     names: list[str] = []
-    # A pattern that excludes nothing is listed too: it may be misspelt.
+    # Report a pattern that excluded nothing too, with a count of 0: it may be misspelt.
     left_out = Counter({f"excluded by {pattern}": 0 for pattern in exclude})
     for name in walk_files(root):
         reason = reason_to_leave_out(name, include, exclude)
@@ -118,7 +124,7 @@ def scan(
         if left_out:
             message += f"; left out {describe_counts(left_out)}"
         if include:
-            message += ": a pattern is a whole name of a file or folder, or *part_of_it*"
+            message += ": a pattern must match a whole file or folder name; *part* matches a part"
         raise ValueError(message)
     names.sort(key=os.fsencode)  # the same order in every locale
     labels, classes = classes_by_folder(names)
@@ -126,13 +132,13 @@ def scan(
 
 
 def walk_files(root: str) -> Iterator[str]:
-    """Yield the relative path of each file below `root` that is not hidden; OSError."""
+    """Yield the relative path of each visible file below `root`; OSError if one is unreadable."""
 
     def fail(error: OSError) -> None:
-        raise error  # a folder skipped in silence would renumber the classes
+        raise error  # a folder skipped silently would change class numbers and image order
 
     listed = set()
-    # The folders above count as listed, so that a link upwards lists nothing.
+    # Count the folders above `root` as listed, so that a link to one of them lists nothing.
     for folder in Path(root).resolve().parents:
         info = os.stat(folder)
         listed.add((info.st_ino, info.st_dev))
@@ -150,7 +156,7 @@ def walk_files(root: str) -> Iterator[str]:
 
 
 def reason_to_leave_out(name: str, include: Sequence[str], exclude: Sequence[str]) -> str | None:
-    """Say why a file, by its relative path, is not listed; None for an image that is."""
+    """Return why the file with this relative path is left out, or None if it is to be listed."""
     if not name.lower().endswith(EXTENSIONS):
         _, ending = os.path.splitext(name)
         return ending.lower() if ending else "without an ending"
@@ -165,8 +171,8 @@ def reason_to_leave_out(name: str, include: Sequence[str], exclude: Sequence[str
 def matches(name: str, pattern: str) -> bool:
     """Tell whether a relative path matches a pattern of *, ? and [abc].
 
-    A pattern without a slash is compared with the name of the file and of each folder above it, one
-    with a slash with the whole path, in which * matches slashes too.
+    A pattern without a slash is compared with the file's name and with each folder's name. A
+    pattern with a slash is compared with the whole path; its * matches slashes too.
     """
     if "/" in pattern:
         return fnmatchcase(name, pattern)
@@ -174,54 +180,56 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def describe_counts(counts: dict[str, int]) -> str:
-    """List what was counted, the most frequent first: `8 .xml, 2 excluded by masks`."""
+    """List counts, the largest first: `8 .xml, 2 excluded by masks`."""
     return ", ".join(f"{count} {what}" for what, count in Counter(counts).most_common())
 
 
 def classes_by_folder(names: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:
-    """Number the classes of images by their relative paths -> labels, class names.
+    """Derive the classes of images from their relative paths -> labels, class names.
 
-    The class is the name of the folder that an image lies in; folders of one name are one class.
-    Where all folders have the same name (CLASS/images/x.jpg), it is the folder above. The label is
-    -1 for an image that lies in no folder.
+    An image's class is the name of its folder; folders with the same name form one class. If all
+    folders have the same name (CLASS/images/x.jpg), the folder above names the class. A label is an
+    index into the class names, or -1 for an image that lies in no folder.
     """
     folders = [os.path.dirname(name) for name in names]
-    class_folder = {folder: folder for folder in folders if folder}
-    while len(set(class_folder.values())) > 1:
-        leaves = {os.path.basename(folder) for folder in class_folder.values()}
-        above = {folder: os.path.dirname(own) for folder, own in class_folder.items()}
-        if len(leaves) > 1 or "" in above.values():
+    # each folder of images -> the folder that names its class: itself, or one above it
+    named_by = {folder: folder for folder in folders if folder}
+    # While all of these have the same last name, climb by one level.
+    while len(set(named_by.values())) > 1:
+        last_names = {os.path.basename(namer) for namer in named_by.values()}
+        parents = {folder: os.path.dirname(namer) for folder, namer in named_by.items()}
+        if len(last_names) > 1 or "" in parents.values():
             break
-        class_folder = above
-    leaf = {folder: os.path.basename(own) for folder, own in class_folder.items()}
-    classes = tuple(sorted(set(leaf.values())))
+        named_by = parents
+    class_name = {folder: os.path.basename(namer) for folder, namer in named_by.items()}
+    classes = tuple(sorted(set(class_name.values())))
     number = {name: i for i, name in enumerate(classes)}
-    labels = [number[leaf[folder]] if folder else -1 for folder in folders]
+    labels = [number[class_name[folder]] if folder else -1 for folder in folders]
     return labels, classes
 
 
-# --- Which rank reads which image when
+# --- Which rank reads which image, and when
 
 
 def steps_per_epoch(images: int, global_batch: int) -> int:
-    """Count the whole global batches of an epoch; ValueError if there is not even one."""
+    """Count the whole global batches in an epoch; ValueError if there is not even one."""
     if global_batch > images:
         raise ValueError(f"global batch {global_batch} is larger than the data set of {images}")
     return images // global_batch
 
 
 class ImageOrder:
-    """The image at each position: an epoch is a permutation, less its last incomplete batch."""
+    """The order of images: every epoch is a new permutation, cut to whole global batches."""
 
     def __init__(self, images: int, global_batch: int, seed: int) -> None:
         self.images = images
         self.seed = seed
         self.epoch_samples = steps_per_epoch(images, global_batch) * global_batch
-        self.epoch = -1  # none yet
+        self.epoch = -1  # the epoch of `permutation`; none is drawn yet
         self.permutation = np.empty(0, np.int64)
 
     def image_at(self, position: int) -> int:
-        """Return the index of the image at `position`."""
+        """Return the index of the image that is sample number `position` of the job."""
         epoch, offset = divmod(position, self.epoch_samples)
         if epoch != self.epoch:
             self.permutation = np.random.default_rng((self.seed, epoch)).permutation(self.images)
@@ -232,9 +240,9 @@ class ImageOrder:
 def step_positions(step: int, global_batch: int, local_batch: int, world_size: int) -> np.ndarray:
     """Assign the positions of one step to ranks -> (accumulation steps, world_size, B) int64.
 
-    Each rank in turn gets one local batch, then again for the next accumulation step. All ranks
-    together read each position once, in every sharding mode: a hybrid group shards parameters,
-    never the batch.
+    The ranks take one local batch each, in rank order; then one more each for every further
+    accumulation step. Steps count from 0. All ranks together read each position once, in every
+    sharding mode: a hybrid group shards parameters, never the batch.
     """
     positions = np.arange(step * global_batch, (step + 1) * global_batch)
     return positions.reshape(-1, world_size, local_batch)
@@ -247,15 +255,18 @@ class RankBatchSampler:
     order: ImageOrder
     global_batch: int
     local_batch: int
-    rank: int
-    world_size: int
+    rank: int  # among ranks that read different images: tensor-parallel ones count once
+    world_size: int  # counted in the same way
     steps: range
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in self.steps:
-            every = step_positions(step, self.global_batch, self.local_batch, self.world_size)
-            for positions in every[:, self.rank].tolist():  # B integers
-                # Looked up here, so that no worker needs to hold the permutation.
+            positions_by_rank = step_positions(
+                step, self.global_batch, self.local_batch, self.world_size
+            )
+            for positions in positions_by_rank[:, self.rank].tolist():  # B integers
+                # Looked up here, in the main process: a worker draws the permutation only if it
+                # has to replace an unreadable image.
                 yield [(position, self.order.image_at(position)) for position in positions]
 
 
@@ -265,16 +276,23 @@ class RankBatchSampler:
 def draw_augmentation(
     seed: int, position: int, patches: int, width: int, height: int
 ) -> tuple[Tensor, bool, tuple[int, int, int, int]]:
-    """Draw masking noise (L,), flip and crop (top, left, height, width) as in MAE, appendix A.1."""
-    word = np.random.SeedSequence((seed, position)).generate_state(1)[0]
-    generator = torch.Generator().manual_seed(int(word))
+    """Draw the masking noise (L,), the flip and the crop (top, left, height, width) of a sample.
+
+    As in appendix A.1 of MAE.
+    """
+    # a hash of both, so that neighbouring positions draw unrelated numbers
+    sample_seed = np.random.SeedSequence((seed, position)).generate_state(1)[0]
+    generator = torch.Generator().manual_seed(int(sample_seed))
     noise = torch.randperm(patches, generator=generator).float()  # the smallest stay visible
     flip = torch.rand((), generator=generator).item() < 0.5
     return noise, flip, draw_crop(generator, width, height)
 
 
 def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int, int, int, int]:
-    """Draw a crop (top, left, height, width) of 3:4 to 4:3, as torchvision's RandomResizedCrop."""
+    """Draw a crop (top, left, height, width) like torchvision's RandomResizedCrop.
+
+    It has 20% to 100% of the area, and a width : height from 3:4 to 4:3.
+    """
     for _ in range(10):
         area = width * height * torch.empty(1).uniform_(0.2, 1.0, generator=generator).item()
         aspect = torch.empty(1).uniform_(*LOG_ASPECT, generator=generator).exp().item()
@@ -284,7 +302,7 @@ def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int,
             top = int(torch.randint(height - h + 1, (), generator=generator))
             left = int(torch.randint(width - w + 1, (), generator=generator))
             return top, left, h, w
-    # None fits: the largest one in the middle.
+    # After ten crops that do not fit: the largest one in the middle.
     w = min(width, round(height * 4 / 3))
     h = min(height, round(width * 4 / 3))
     return (height - h) // 2, (width - w) // 2, h, w
@@ -294,42 +312,44 @@ def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int,
 
 
 class Sample(NamedTuple):
-    """One image as it looks at its position."""
+    """One training sample: an image after crop, resize and flip."""
 
-    image: Tensor  # (C, H, W) uint8; float32 where the images are uint16 or float32
+    image: Tensor  # (C, H, W) uint8; float32 if the images are uint16 or float32
     noise: Tensor  # (L,) float32, masking noise: a random permutation of 0 .. L-1
     image_id: int  # index in the data set
     bad: list[tuple[int, str]]  # (image_id, reason): unreadable images that it replaces
 
 
 class MicroBatch(NamedTuple):
-    """The samples of one rank in one accumulation step."""
+    """The samples of one rank in one accumulation step: a local batch."""
 
-    image: Tensor  # (B, C, H, W) uint8; float32 where the images are uint16 or float32
+    image: Tensor  # (B, C, H, W) uint8; float32 if the images are uint16 or float32
     noise: Tensor  # (B, L) float32, masking noise: random permutations of 0 .. L-1
     image_ids: list[int]  # B indices in the data set
     bad: list[tuple[int, str]]  # (image_id, reason): unreadable images that these replace
 
 
 @dataclass(eq=False)
-class Images(Dataset[Any]):  # so that the loader may be annotated by its batches
-    """The samples by (position, image index); `exact` as in `crop_and_resize`."""
+class Images(Dataset[Any]):  # Any: the type of the DataLoader names its batches, not the samples
+    """Load a `Sample` by its (position, image index); for `exact` see `crop_and_resize`."""
 
     files: ImageSource
     order: ImageOrder
     img_size: int
     patches: int
     exact: bool = False
-    stats: ChannelStats = IMAGENET  # an image of other channels or type counts as unreadable
+    stats: ChannelStats = IMAGENET  # an image with other channels or dtype counts as unreadable
 
-    def __getitem__(self, place: tuple[int, int]) -> Sample:
-        """Load an image, or if it is unreadable the next one of the order, with the same draws.
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        """Load an image; if it is unreadable, load the next one in the order instead.
 
-        OSError after SUBSTITUTES in a row; raises any error that is not the file's own.
+        That one gets the same noise and flip, and its crop from the same random numbers. `bad` of
+        the sample names what was replaced. OSError after MAX_UNREADABLE_IN_A_ROW unreadable images;
+        errors that are not the file's fault are passed on.
         """
-        position, index = place
+        position, index = key
         bad: list[tuple[int, str]] = []
-        while len(bad) < SUBSTITUTES:
+        while len(bad) < MAX_UNREADABLE_IN_A_ROW:
             try:
                 image, noise = self.load(position, index)
                 return Sample(image, noise, index, bad)
@@ -340,16 +360,17 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
             index = self.order.image_at(position + len(bad))
         last_index, reason = bad[-1]
         last = f"{self.files.path(last_index)} ({reason})"
-        raise OSError(f"{SUBSTITUTES} images in a row could not be read, the last: {last}")
+        raise OSError(f"{len(bad)} images in a row could not be read, the last: {last}")
 
     def load(self, position: int, index: int) -> tuple[Tensor, Tensor]:
-        """Load one image as it looks at this position -> its pixels and noise, as in `Sample`.
+        """Load one image as sample number `position` -> pixels and noise, as in `Sample`.
 
-        Raises what reading and decoding raise.
+        Errors from reading and decoding are passed on.
         """
         content = self.files.read(index)
         image, size = open_image(content, self.stats)
         noise, flip, crop = draw_augmentation(self.order.seed, position, self.patches, *size)
+        # A source's own opened image is decoded at full size: Pillow's draft() would change it.
         exact = self.exact or not isinstance(content, bytes)
         pixels = crop_and_resize(image, crop, self.img_size, exact)
         if flip:
@@ -358,7 +379,7 @@ class Images(Dataset[Any]):  # so that the loader may be annotated by its batche
 
 
 def collate(samples: Sequence[Sample]) -> MicroBatch:
-    """Stack samples; in a worker into shared memory, as PyTorch's default does with tensors."""
+    """Stack samples into a batch; a worker's default_collate stacks directly in shared memory."""
     return MicroBatch(
         image=default_collate([sample.image for sample in samples]),
         noise=default_collate([sample.noise for sample in samples]),
@@ -383,10 +404,10 @@ def build_loader(
     exact: bool = False,
     stats: ChannelStats = IMAGENET,
 ) -> DataLoader[MicroBatch]:
-    """Make the DataLoader of one rank: a batch per accumulation step of each of `steps`, in turn.
+    """Make one rank's DataLoader, which yields one local batch per accumulation step of `steps`.
 
     One iterator covers all steps, so workers start once, not once per epoch. Images must have the
-    channels and type of `stats`. ValueError where the global batch is larger than the data set.
+    channels and dtype of `stats`. ValueError if the global batch is larger than the data set.
     """
     order = ImageOrder(len(files), global_batch, seed)
     return DataLoader(
@@ -394,41 +415,52 @@ def build_loader(
         batch_sampler=RankBatchSampler(order, global_batch, local_batch, rank, world_size, steps),
         num_workers=workers,
         collate_fn=collate,
-        # A forked worker would inherit the threads, locks and devices of this process; one from the
-        # fork server has imported modules only.
+        # A forked worker would inherit this process's threads, locks and devices. A worker from the
+        # fork server has only imported modules.
         multiprocessing_context="forkserver" if workers else None,
-        generator=torch.Generator(),  # or each iterator would draw from the global one
+        # without it each new iterator would draw from, and so change, PyTorch's global generator
+        generator=torch.Generator(),
         pin_memory=pin_memory,
         prefetch_factor=4 if workers else None,
     )
 
 
 def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
-    """Normalise (B, C, H, W) as loaded -> float32; ValueError where `stats` is of other C."""
+    """Normalise loaded images (B, C, H, W) -> float32; ValueError if `stats` has another C."""
+    # a copy in both cases: it is normalised in place
     x = images.float() / 255 if images.dtype == torch.uint8 else images.clone()
     for channel, mean, std in zip(x.unbind(1), stats.mean, stats.std, strict=True):
-        channel.sub_(mean).div_(std)  # by numbers: a tensor of them would stall the device
+        # Python numbers: copying a tensor of them to a GPU would make the host wait
+        channel.sub_(mean).div_(std)
     return x
 
 
-# --- One image: files and arrays to pixels
+# --- One image: from a file or array to pixels
+#
+# A *picture* is what 8-bit RGB can show: a photo, a JPEG, most PNGs. Any other raster (more bands,
+# more bits, several pages) must be an *array* (C, H, W): a .npy file, or what `prepare.py pack`
+# makes of it.
 
 
 class NotAPictureError(ValueError):
-    """The file holds more than a picture: `prepare.py pack` makes an array of it."""
+    """The file is not just a picture: convert it with `prepare.py pack`."""
 
 
-# What of an image Pillow shows completely. Its other modes are deeper than 8 bits, or not RGB.
+# Pillow's modes that convert to 8-bit RGB without losing bands or bits
 PICTURE_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-UNSIGNED = 1  # a sample format of TIFF
-REDUCED_OR_MASK = 1 | 4  # bits of a subfile type: an overview, or a mask, of another page
+UNSIGNED = 1  # a value of TIFF's tag SampleFormat
+# Bits of TIFF's tag NewSubfileType: the page is an overview (1) or a mask (4) of another page.
+REDUCED_OR_MASK = 1 | 4
+START_OF_SCAN = b"\xff\xda"  # these two are markers in a JPEG (ITU-T T.81, B.1)
+END_OF_IMAGE = b"\xff\xd9"
 
 
 def is_file_error(error: Exception) -> bool:
-    """Tell whether a file is to blame: it cannot be decoded, found or read.
+    """Tell whether an error is the file's fault: it cannot be found, read or decoded.
 
-    Any other error is this node's, and another rank may not have it.
+    Any other error comes from this node (memory, disk, software); other ranks may not see it.
     """
+    # PyTorch names its allocator in the RuntimeError that it raises without memory on the host.
     if isinstance(error, (MemoryError, ImportError)) or "DefaultCPUAllocator" in str(error):
         return False
     number = getattr(error, "errno", None)
@@ -445,11 +477,11 @@ def describe_file_error(error: Exception) -> str:
 def open_image(
     content: bytes | AnyImage, stats: ChannelStats | None = None
 ) -> tuple[AnyImage, tuple[int, int]]:
-    """Open what a source has read -> it, not decoded yet, and its (width, height).
+    """Open what `ImageSource.read` returned -> the image, not decoded yet; its (width, height).
 
-    NaN of an array is nodata: with `stats` it is filled with the mean of the channel. ValueError,
-    or what Pillow and numpy raise, where it is damaged, too large or not as `stats`;
-    NotAPictureError where it holds what training on a tree does not read.
+    NaN in an array means nodata; if `stats` is given, it is replaced by the channel's mean.
+    ValueError, or an error of Pillow or numpy, if the image is damaged, too large, or has other
+    channels or another dtype than `stats`. NotAPictureError if it must be packed first.
     """
     image: AnyImage
     if not isinstance(content, bytes):
@@ -480,41 +512,41 @@ def open_image(
 
 
 def open_picture(content: bytes) -> Image.Image:
-    """Open a file by Pillow, not decoded yet; ValueError where it is none or cut off."""
+    """Open a file with Pillow without decoding; ValueError if it is no image or is truncated."""
     try:
         image = Image.open(io.BytesIO(content))
-    except UnidentifiedImageError:  # which names an object in memory
+    except UnidentifiedImageError:  # its message names only an object in memory
         if content.startswith(TIFF_STARTS):
             raise NotAPictureError(
-                "TIFF that is not an image to Pillow: broken, or for `prepare.py pack`"
+                "TIFF that Pillow cannot open: try `prepare.py pack`, unless it is broken"
             ) from None
-        raise ValueError("not an image that Pillow reads") from None
-    # Zeros at the end are what an interrupted copy leaves: decoded, the rest is grey, without an
-    # error. The last end marker must follow the last start of a scan (ITU-T T.81, B.1).
+        raise ValueError("not an image that Pillow can open") from None
+    # An interrupted copy leaves zeros at the end of the file. Pillow would decode the missing rest
+    # as grey, without an error. In a whole file an end of image follows the last start of a scan.
     zeros = image.format == "JPEG" and content.endswith(b"\0")
-    if zeros and content.rfind(b"\xff\xd9") <= content.rfind(b"\xff\xda"):
+    if zeros and content.rfind(END_OF_IMAGE) <= content.rfind(START_OF_SCAN):
         raise ValueError("truncated: zeros where the end of the JPEG should be")
     return image
 
 
 def open_array(content: bytes) -> np.ndarray:
-    """Map the array of a .npy file, without a copy; ValueError where it is damaged."""
+    """Return the array in a .npy file, without copying it; ValueError if it is damaged."""
     file = io.BytesIO(content)
     version = np.lib.format.read_magic(file)
     if version == (1, 0):
-        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
+        shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
     else:
-        shape, by_columns, dtype = np.lib.format.read_array_header_2_0(file)
+        shape, fortran_order, dtype = np.lib.format.read_array_header_2_0(file)
     count = math.prod(shape)
     if count * dtype.itemsize > LARGEST_IMAGE:
         raise ValueError(f"an array of {shape} {dtype} is larger than 4 GiB")
-    # Objects, and more values than the file has, are ValueErrors too.
+    # frombuffer raises ValueError for an array of objects and for a file that is too short.
     values = np.frombuffer(content, dtype, count, file.tell())
-    return values.reshape(shape, order="F" if by_columns else "C")
+    return values.reshape(shape, order="F" if fortran_order else "C")
 
 
 def check_array(image: np.ndarray) -> None:
-    """ValueError where it is not (C, H, W) of a type that training takes, or shows nothing."""
+    """Raise ValueError unless an array is (C, H, W), of ARRAY_DTYPES, with a valid pixel."""
     if image.ndim != 3 or not image.size or image.dtype.name not in ARRAY_DTYPES:
         raise ValueError(describe_wrong_array(image))
     check_shape(image.shape)
@@ -523,29 +555,29 @@ def check_array(image: np.ndarray) -> None:
 
 
 def check_shape(shape: tuple[int, ...]) -> None:
-    """ValueError where three sizes look like those of (H, W, C)."""
+    """Raise ValueError if the shape of an array looks like (H, W, C) rather than (C, H, W)."""
     height, width, channels = shape
-    if channels <= 4 < min(height, width):  # a picture of four columns is none
-        raise NotAPictureError(
-            f"{shape} looks like (H, W, C): `prepare.py pack` makes (C, H, W) of it"
-        )
+    # No image is only 4 pixels wide: these are bands, which `prepare.py pack` moves to the front.
+    if channels <= 4 and min(height, width) > 4:
+        raise NotAPictureError(f"{shape} looks like (H, W, C): convert it with `prepare.py pack`")
+    # A last axis that is so much shorter than the others is probably bands, not columns.
     if 3 * channels <= min(height, width):
         raise ValueError(f"{shape} looks like (H, W, C): save it as (C, H, W)")
 
 
 def check_pixels(channels: Iterable[np.ndarray]) -> None:
-    """ValueError where a pixel of the channels (H, W) is infinite, or all are NaN."""
-    empty = True
+    """Raise ValueError if a pixel of the channels (H, W) is infinite, or if all are NaN."""
+    only_nodata = True
     for channel in channels:
         if np.isinf(channel).any():
             raise ValueError("infinite pixels")
-        empty = empty and np.isnan(channel).all()
-    if empty:
+        only_nodata = only_nodata and np.isnan(channel).all()
+    if only_nodata:
         raise ValueError("nodata (NaN) in all pixels")
 
 
 def describe_wrong_array(image: np.ndarray) -> str:
-    """Say what an array has instead of (C, H, W) of a type that training takes, and what to do."""
+    """Say how an array differs from the (C, H, W) that training takes, and what to do."""
     kind = f"an array {image.shape} of {image.dtype}"
     if image.ndim not in (2, 3) or not image.size:
         return f"{kind} is not one image: save each image as (C, H, W) in a file of its own"
@@ -553,7 +585,7 @@ def describe_wrong_array(image: np.ndarray) -> str:
 
 
 def fill_nodata(image: np.ndarray, stats: ChannelStats) -> np.ndarray:
-    """Replace NaN in (C, H, W) float32 by the mean of its channel; a copy where there is any."""
+    """Replace NaN in (C, H, W) float32 with its channel's mean; copies if there is any NaN."""
     missing = np.isnan(image)
     if not missing.any():
         return image
@@ -562,29 +594,30 @@ def fill_nodata(image: np.ndarray, stats: ChannelStats) -> np.ndarray:
 
 
 def check_picture(image: Image.Image) -> None:
-    """NotAPictureError where an opened file holds more than its pixels in RGB would show."""
+    """Raise NotAPictureError if converting an opened file to 8-bit RGB would lose something."""
     found = None
     if image.format == "TIFF" and getattr(image, "tag_v2", None):
         found = describe_tiff(image)
     elif image.format == "JPEG2000":
         found = describe_jpeg2000(image)
     if found:
-        raise NotAPictureError(f"{found}: no picture, `prepare.py pack` makes an array of it")
+        raise NotAPictureError(f"{found} is not an RGB picture: convert it with `prepare.py pack`")
 
 
 def describe_tiff(image: Any) -> str | None:
-    """Say what an opened TIFF holds beyond a picture; None where there is nothing."""
+    """Describe an opened TIFF that holds more than a picture; None if it is a picture."""
     tags = image.tag_v2
     samples = tags.get(Tag.SamplesPerPixel, 1)
     bits = max(tags.get(Tag.BitsPerSample, (1,)))
     if set(tags.get(Tag.SampleFormat, (UNSIGNED,))) != {UNSIGNED}:
         return f"TIFF of {samples} bands of signed, floating-point or complex numbers"
-    shown = image.mode in PICTURE_MODES and samples == len(image.getbands())
-    if bits > 8 or not shown:
+    all_shown = image.mode in PICTURE_MODES and samples == len(image.getbands())
+    if bits > 8 or not all_shown:
         return f"TIFF of {samples} bands of {bits} bits"
-    places = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
-    if any(0 in tags.get(tag, ()) for tag in places):  # Pillow would show other bytes of the file
-        return "TIFF that leaves out tiles without a value"
+    offsets_and_sizes = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
+    # For an omitted tile Pillow would decode unrelated bytes of the file.
+    if any(0 in tags.get(tag, ()) for tag in offsets_and_sizes):
+        return "sparse TIFF (it omits empty tiles)"
     pages = count_pages(image)
     if pages > 1:
         return f"TIFF of {pages} pages of one size"
@@ -592,7 +625,7 @@ def describe_tiff(image: Any) -> str | None:
 
 
 def count_pages(image: Any) -> int:
-    """Count the pages of a TIFF that have the size of the first, without overviews and masks."""
+    """Count a TIFF's pages of the same size as the first, leaving out overviews and masks."""
     size = image.tag_v2.get(Tag.ImageWidth), image.tag_v2.get(Tag.ImageLength)
     pages = 1
     for page in other_pages(image):
@@ -606,15 +639,15 @@ def other_pages(image: Any) -> Iterator[Any]:
     """Yield the tags of each page of a TIFF after the first."""
     file = image.fp
     directory = image.tag_v2
-    if file is None:  # decoded already, by who made the image
+    if file is None:  # already decoded, by whoever opened the image
         return
     file.seek(0)
     header = file.read(16)
-    if header[2] != 43 and header[3] != 43:  # no BigTIFF, whose header is twice as long
+    if header[2] != 43 and header[3] != 43:  # not a BigTIFF (43), whose header has 16 bytes
         header = header[:8]
     seen = set()
     while directory.next and directory.next not in seen:
-        seen.add(directory.next)  # a chain may end in a circle
+        seen.add(directory.next)  # a damaged file may link its pages in a circle
         file.seek(directory.next)
         directory = TiffImagePlugin.ImageFileDirectory_v2(header)
         directory.load(file)
@@ -622,7 +655,7 @@ def other_pages(image: Any) -> Iterator[Any]:
 
 
 def describe_jpeg2000(image: Any) -> str | None:
-    """Say what an opened JPEG 2000 file holds beyond a picture; None where there is nothing."""
+    """Describe an opened JPEG 2000 file that holds more than a picture; None if it is one."""
     if image.fp is None:
         return None
     image.fp.seek(0)
@@ -634,11 +667,13 @@ def describe_jpeg2000(image: Any) -> str | None:
 
 
 def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
-    """Read how many components a JPEG 2000 file has, the bits of the first, whether it is signed.
+    """Read JPEG 2000 -> number of components; bits of the first; whether the first is signed.
 
-    By the marker of its sizes (ITU-T T.800, A.5.1), behind that of the start of the codestream.
+    They are in the marker segment "image and tile size" (ITU-T T.800, A.5.1), which directly
+    follows the marker "start of codestream". Counted from that, bytes 40 and 41 hold the number of
+    components; bit 7 of byte 42 says whether the first is signed, the other bits its bits minus 1.
     """
-    start = content.find(b"\xff\x4f\xff\x51")
+    start = content.find(b"\xff\x4f\xff\x51")  # both markers
     if start < 0:
         raise ValueError("JPEG 2000 without a codestream")
     components = int.from_bytes(content[start + 40 : start + 42], "big")
@@ -647,11 +682,11 @@ def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
 
 
 def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
-    """Decode to RGB, a JPEG at 1/1, 1/2, 1/4 or 1/8 of its size (`reduce`).
+    """Decode to RGB, a JPEG at 1/1, 1/2, 1/4 or 1/8 of its size (`reduce` is 1, 2, 4 or 8).
 
-    Scales 16-bit grey to 8 bits, blends transparent pixels with black. Raises whatever Pillow
-    raises for a broken image, ValueError for 32-bit pixels; NotAPictureError where the last band of
-    a TIFF or JPEG 2000 is infrared, say, and only called transparency.
+    Scales 16-bit grey to 8 bits and blends transparent pixels with black. Raises whatever Pillow
+    raises for a broken image; ValueError for 32-bit pixels; NotAPictureError if a TIFF or JPEG 2000
+    labels a data band, such as infrared, as transparency.
     """
     if reduce > 1:
         image.draft(None, (image.width // reduce, image.height // reduce))
@@ -672,31 +707,33 @@ def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
 
 
 def check_alpha(image: Image.Image) -> None:
-    """NotAPictureError where transparency has values other than 0 and 255."""
+    """Raise NotAPictureError if alpha has values other than 0 and 255: it is probably data."""
     counts = image.convert("RGBA").getchannel("A").histogram()
     if any(counts[1:255]):
-        bands = f"{len(image.getbands())} bands, the last called transparency, which it is not"
-        raise NotAPictureError(f"{image.format} of {bands}: `prepare.py pack` makes an array of it")
+        found = f"{image.format} of {len(image.getbands())} bands, the last wrongly called alpha,"
+        raise NotAPictureError(f"{found} is not an RGB picture: convert it with `prepare.py pack`")
 
 
 def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool = False) -> Tensor:
-    """Decode, cut out (top, left, height, width), resize -> (C, side, side) uint8 or float32.
+    """Decode, crop to (top, left, height, width), resize -> (C, side, side) uint8 or float32.
 
-    Bicubic with antialiasing, as by torchvision's v2.functional.resized_crop of a tensor. A JPEG
-    is decoded at the smallest scale that its crop allows: faster than at full size, as torchvision
-    does and `exact` too, and on average less than 1 of 255 different.
+    Resizes bicubically with antialiasing, like torchvision's v2.functional.resized_crop on a
+    tensor. A JPEG is decoded at the smallest scale at which its crop still covers the output: that
+    is faster, and on average less than 1 grey level (of 255) different. torchvision decodes at full
+    size, and so does `exact`.
     """
     top, left, height, width = crop
     if isinstance(image, Image.Image):
         reduce = 1
         if image.format == "JPEG" and not exact:
-            fits = max(1, min(height, width) // side)
-            reduce = max(scale for scale in (1, 2, 4, 8) if scale <= fits)
+            largest_reduction = max(1, min(height, width) // side)
+            reduce = max(factor for factor in (1, 2, 4, 8) if factor <= largest_reduction)
         edges = (left, top, left + width, top + height)
         x0, y0, x1, y1 = [round(n / reduce) for n in edges]
         pixels = np.asarray(decode(image, reduce).crop((x0, y0, x1, y1)))  # (H, W, C)
-        part = torch.from_numpy(pixels).permute(2, 0, 1)  # channels last, PyTorch's fastest here
-    else:  # few of PyTorch's kernels take uint16, all take float32
+        # (C, H, W) as a view, channels last in memory: the fastest layout for interpolate
+        part = torch.from_numpy(pixels).permute(2, 0, 1)
+    else:  # uint16 becomes float32: few of PyTorch's kernels take uint16
         dtype = np.uint8 if image.dtype == np.uint8 else np.float32
         pixels = image[:, top : top + height, left : left + width]
         part = torch.from_numpy(pixels.astype(dtype, order="C"))

@@ -266,7 +266,7 @@ def run_training(run: Run, session: Session) -> None:
     """Do one run, on every rank; AgreedError (runtime/agreement.py) on all of them if it fails."""
     config = run.config
     log = session.log
-    session.lock_folder(config.out)  # keeps a second run out of it
+    session.claim_folder(config.out)  # keeps a second run out of it
     session.heartbeat("listing images")
     find = partial(find_images, config, run.global_batch)
     images, image_facts = run_on_rank0(find)  # all ranks get what rank 0 finds

@@ -161,10 +161,10 @@ def shares_of(state: State, grid: Grid) -> list[list[WriteItem]]:
     return shares
 
 
-def written_by(rank: int, items: Sequence[WriteItem]) -> checkpoint.Written:
+def written_by(rank: int, items: Sequence[WriteItem]) -> checkpoint.WrittenPart:
     """Return what a rank tells of what it has written."""
     name = f"__{rank}_0.distcp"
-    return checkpoint.Written([*items], results_of(rank, items), {name: [1, 1]})
+    return checkpoint.WrittenPart([*items], results_of(rank, items), {name: [1, 1]})
 
 
 def balance_of(plans: Sequence[Sequence[WriteItem]]) -> float:

@@ -1,7 +1,7 @@
 """Fine-tune a pretrained encoder as a classifier, in any sharding mode, on any number of ranks.
 
-Flags shared with train_fsdp.py keep their meaning, and its training loop is used, so that ranks,
-log, checkpoints, bad steps and stops work alike. The same command continues an interrupted run.
+Flags shared with train_fsdp.py keep their meaning, and its training loop is used, so ranks, log,
+checkpoints, bad steps and stops work alike. The same command continues an interrupted run.
 Shapes: B images, L patches, D width, as in vit.py.
 """
 
@@ -35,7 +35,7 @@ from storage.classes import describe_classes
 from train_fsdp import Training, train
 
 HELP = "train the encoder as a classifier"
-# Flags of train_fsdp.py that only pretraining has, or that all subcommands of probe.py have.
+# Flags of train_fsdp.py that make sense only in pretraining, or that probe.py itself defines.
 LEFT_OUT = {
     "channels",
     "data",
@@ -87,11 +87,11 @@ class TuningRun(Run):
     classes: int = 0
 
     def flops_per_image(self) -> int | None:
-        """Return None: the log shows the FLOPs of pretraining, and these are others."""
+        """Return None: the log counts FLOPs of pretraining, and fine-tuning has other ones."""
         return None
 
     def record(self) -> dict[str, Any]:
-        """Return the flags and what follows from them; the plan is that of a ViT without masks."""
+        """Return the flags and what follows from them; the plan is for an encoder without masks."""
         return super().record() | {"encoder_only": True, "mask_ratio": 0.0}
 
 
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     flags = argparse.Namespace()
     for row in fields(Tuning):
         setattr(flags, row.name, getattr(args, row.name, row.default))
-    # the model of other code may have a shape of its own
+    # spelled out, because a model of other code may have any shape
     shape = ",".join(f"{name}={value:d}" for name, value in vars(pretrained.config).items())
     flags.model = f"base:{shape}"
     flags.channels = pretrained.config.channels
@@ -130,7 +130,7 @@ class Classifier(vit.ViTMAE):
         for name in ("embed", "blocks", "norm", "pred", "pos_embed"):
             delattr(self, f"decoder_{name}")
         del self.mask_token
-        self.fc_norm = self.norm  # after the mean, not before
+        self.fc_norm = self.norm  # applied after the mean, not before it
         self.norm = cast(Any, nn.Identity())
         self.head = nn.Linear(config.width, classes)
 
@@ -143,14 +143,14 @@ class Classifier(vit.ViTMAE):
 def classifier_value(
     pretrained: Pretrained, seed: int, name: str, shape: torch.Size, device: torch.device
 ) -> Tensor:
-    """Return the initial value of a parameter or buffer: the pretrained one, but for the head."""
-    if name.startswith("head."):  # small, and so are the first gradients of the encoder
+    """Return the initial value of a parameter or buffer: pretrained, except for the head."""
+    if name.startswith("head."):  # small, so the encoder's first gradients are small too
         return vit.initial_value(pretrained.config, name, shape, seed, device) * 0.01
     return value_of(pretrained, name.removeprefix("fc_"), shape)
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """List the parameters that weight decay applies to, as timm and MAE's recipe do."""
+    """List the parameters that weight decay applies to, as in timm and in MAE's recipe."""
     return shard.weight_decay_names(model) - {"cls_token", "pos_embed"}
 
 
@@ -225,7 +225,7 @@ def labelled(run: TuningRun, files: Any, batches: Iterable[Batch]) -> Iterator[B
 
 
 def find_test_images(config: Tuning, train: Any, stats: data.ChannelStats) -> tuple[Any, list[int]]:
-    """List the images of --test -> them, and the number in training of each of their classes."""
+    """List the images of --test -> them, and `class_numbers` of their classes."""
     test = image_source.list_eval_images(config.test, config)
     image_source.check_some_images(test, stats)
     return test, class_numbers(test, train)
@@ -235,10 +235,10 @@ def find_test_images(config: Tuning, train: Any, stats: data.ChannelStats) -> tu
 class Scores(Evaluation):
     """Score a model on the test images."""
 
-    numbers: list[int]  # as of `class_numbers`
+    numbers: list[int]  # what `class_numbers` returns
 
     def values_of(self, images: Tensor, indices: list[int]) -> Tensor:
-        """Classify images (B, C, H, W) -> loss, hit, hit in five (3, B). Collective."""
+        """Classify images (B, C, H, W) -> loss, top-1 hit, top-5 hit (3, B). Collective."""
         numbers = [self.numbers[self.files.labels[i]] for i in indices]
         labels = torch.tensor(numbers, device=images.device)
         with shard.autocast(self.model, images.device, self.run.dtype):
@@ -248,7 +248,7 @@ class Scores(Evaluation):
         return torch.stack([losses, hits[:, 0].float(), hits.any(dim=1).float()])
 
     def report(self, step: int, count: int, means: list[float]) -> None:
-        """Log loss, top-1 and top-5 of so many images."""
+        """Log the means of loss, top-1 and top-5 over `count` images."""
         log = self.session.log
         loss, top1, top5 = means
         log.write("scores", step=step, test_images=count, test_loss=loss, top1=top1, top5=top5)
@@ -260,12 +260,12 @@ class Scores(Evaluation):
 
 
 def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None:
-    """Make one run, on every rank; AgreedError where it has failed."""
+    """Do one run, on every rank; AgreedError, the same on all ranks, if it fails."""
     config: Any = plain_run.config
     device = session.device
     stats = pretrained.stats
-    session.lock_folder(config.out)
-    # normalised as in pretraining, whatever the mean of these images is
+    session.claim_folder(config.out)
+    # `stats`: images are normalised as in pretraining, whatever their own mean is
     find = partial(image_source.find_images, config, plain_run.global_batch, stats)
     files, facts = run_on_rank0(find)
     test, numbers = run_on_rank0(partial(find_test_images, config, files, stats))

@@ -1,4 +1,4 @@
-"""Draw what a model fills in, beside what interpolation does without any model."""
+"""Draw what a model fills in for removed patches, beside plain interpolation."""
 
 import argparse
 from dataclasses import replace
@@ -14,7 +14,7 @@ from torchvision.utils import make_grid
 import data
 import mesh
 import vit
-from checkpoint import replacing
+from checkpoint import atomic_write
 from runtime.config import int_in_range, nonempty, number
 from runtime.eval_images import EvalImages, fixed_noise
 from runtime.image_source import list_folder
@@ -23,8 +23,8 @@ from runtime.run import check_masking
 
 HELP = "a picture: removed patches, filled in"
 COLUMNS = ("original", "masked", "interpolation", "prediction")
-SIDE = 256  # pixels that an image has in the picture, about; smaller ones are enlarged
-GAP = 16  # pixels between images, for the names of the columns
+SIDE = 256  # smaller images are enlarged to about so many pixels
+GAP = 16  # pixels between images; the names of the columns stand there
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the picture; ValueError or OSError, one sentence, where that is not possible."""
+    """Write the picture; ValueError or OSError, one sentence, if that is not possible."""
     pretrained = read_for_pictures(args)
     device = mesh.pick_device(args.device, mesh.read_ranks({}))
     model = build_pretrained(pretrained, device, args.img_size)
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     with torch.inference_mode():
         loss, prediction, mask = model(images, pretrained.mask_ratio, noise)
     panels = reconstructions(pretrained, batch.images, prediction, mask)
-    with replacing(Path(args.out)) as file:
+    with atomic_write(Path(args.out)) as file:
         draw_rows(panels).save(file, "PNG", optimize=True)
     print(f"{args.out}: {len(panels)} images; loss of the removed patches {loss.item():.4f}")
     print_psnr(panels, [files.path(i) for i in batch.indices])
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_for_pictures(args: argparse.Namespace) -> Pretrained:
-    """Read a model with its decoder, changed as the flags say; say what is assumed. ValueError."""
+    """Read a model with its decoder, apply the flags, say what is assumed; ValueError."""
     pretrained = read_pretrained(args.run)
     if not pretrained.has_decoder:
         raise ValueError(f"{args.run} is an encoder without a decoder: it predicts no pixels")
@@ -96,19 +96,16 @@ def print_psnr(panels: Tensor, names: list[str]) -> None:
 
 
 def unpatchify(patches: Tensor, patch: int) -> Tensor:
-    """Put the patches (B, L, P*P*C) of square images together -> (B, C, H, W).
-
-    The inverse of vit.patchify.
-    """
+    """Join the patches (B, L, P*P*C) of square images -> (B, C, H, W); inverts vit.patchify."""
     side = patch * round(patches.shape[1] ** 0.5)
     columns = patches.unflatten(2, (patch**2, -1)).permute(0, 3, 2, 1)  # (B, C, P*P, L)
     return F.fold(columns.flatten(1, 2), side, patch, stride=patch)
 
 
 def fill_from_visible(values: Tensor, removed: Tensor) -> Tensor:
-    """Replace the values (B, L, V) of removed patches by a mean of those that are visible.
+    """Replace the values (B, L, V) of removed patches with a weighted mean of the visible ones.
 
-    `removed` (B, L) is 1 where a patch is removed. A visible patch has the weight 1 / distance^4
+    `removed` (B, L) is 1 for a removed patch. A visible patch has the weight 1 / distance^4
     (Shepard 1968).
     """
     side = round(values.shape[1] ** 0.5)
@@ -133,15 +130,15 @@ def reconstructions(
 ) -> Tensor:
     """Make the COLUMNS of images (B, C, H, W) as loaded -> (B, 4, 3, H, W) uint8, on the CPU.
 
-    `prediction` (B, L, P*P*C) and `removed` (B, L) are what the model returned. Visible patches are
-    those of the original.
+    `prediction` (B, L, P*P*C) and `removed` (B, L) are what the model returned. Every column
+    shows the visible patches of the original.
     """
     patch = pretrained.config.patch
     prediction = prediction.float().cpu()
     removed = removed.float().cpu()
     target = vit.patchify(data.normalize(images.cpu(), pretrained.stats), patch)  # (B, L, P*P*C)
     if pretrained.norm_pix_loss:
-        # The mean and deviation of a removed patch are estimated too: nothing of it is shown.
+        # The mean and deviation of a removed patch are estimated, too: nothing of it may show.
         variance, mean = torch.var_mean(target, dim=-1, keepdim=True)  # (B, L, 1)
         prediction = prediction * fill_from_visible((variance + 1e-6).sqrt(), removed)
         prediction = prediction + fill_from_visible(mean, removed)
@@ -161,8 +158,8 @@ def reconstructions(
 def to_rgb(x: Tensor, stats: data.ChannelStats) -> Tensor:
     """Turn normalised images (B, N, C, H, W) into RGB from 0 to 1 (B, N, 3, H, W).
 
-    The first of N is the original. Images that cannot be shown as they are have their first three
-    channels stretched to the range of the original.
+    The first of N is the original. If the images are not 8-bit RGB, their first three channels are
+    stretched to the range of the original.
     """
     channels = len(stats.mean)
     x = x[:, :, [min(i, channels - 1) for i in range(3)]]
@@ -178,7 +175,7 @@ def to_rgb(x: Tensor, stats: data.ChannelStats) -> Tensor:
 def draw_rows(panels: Tensor) -> Image.Image:
     """Arrange panels (B, 4, 3, H, W) below the names of the columns."""
     zoom = max(1, SIDE // panels.shape[-1])
-    big = F.interpolate(panels.flatten(0, 1), scale_factor=zoom)  # nearest: pixel by pixel
+    big = F.interpolate(panels.flatten(0, 1), scale_factor=zoom)  # mode nearest: repeats pixels
     picture = to_pil_image(make_grid(big, len(COLUMNS), padding=GAP, pad_value=255))
     for i, name in enumerate(COLUMNS):
         left = GAP + i * (big.shape[-1] + GAP)

@@ -1,7 +1,7 @@
 """Score the frozen features of a model beside two baselines: its random weights, and raw pixels.
 
 `probe.py knn` lets the most similar training images vote, `probe.py linear` trains a linear layer.
-Shapes: N images to train on, Q to test on, D width of a feature; B images of a batch, L patches.
+Shapes: N images to train on, Q to test on, D width of a feature, B images of a batch, L patches.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import data
 import mesh
 import vit
-from checkpoint import replacing
+from checkpoint import atomic_write
 from runtime.config import int_in_range, nonempty, number
 from runtime.device_batches import worker_count
 from runtime.eval_images import open_eval_loader
@@ -38,10 +38,10 @@ from storage.classes import describe_classes
 HELP = "score frozen features: knn without training, linear by a linear classifier"
 BATCH = 64  # images
 PIXELS_SIDE = 16  # pixels; the images of the raw-pixel baseline are resized to it
-TEMPERATURE = 0.07  # of k-NN votes
-SIMILARITIES = 2**27  # computed at once, 512 MiB
+TEMPERATURE = 0.07  # of the weights of k-NN votes
+SIMILARITIES = 2**27  # at most so many are computed at once: 512 MiB
 EPOCHS = 90
-SAMPLES = 2**21  # images that training sees at least: 90 epochs of 1,000 images train nothing
+SAMPLES = 2**21  # training sees at least so many images: 90 epochs of 1,000 are far too few
 WARMUP_SHARE = 1 / 9  # of the steps: 10 of 90 epochs
 LARS_MOMENTUM = 0.9
 LARS_TRUST = 0.001
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Encode all images by each source, then score each -> exit status; ValueError or OSError."""
+    """Encode all images with each model, then score each -> exit status; ValueError, OSError."""
     pretrained = read_pretrained(args.run)
     say_assumed(pretrained, "img_size", "stats")
     train = list_folder(args.data, args.include, args.exclude)
@@ -127,9 +127,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def class_numbers(test: Any, train: Any) -> list[int]:
-    """Return the number in training of each class of the test images.
+    """Return the number that each class of the test images has among the training images.
 
-    ValueError where there is none, or an image has no class.
+    ValueError if it is not among them, or if an image has no class.
     """
     for files in train, test:
         if min(files.labels) < 0:
@@ -147,9 +147,9 @@ def class_numbers(test: Any, train: Any) -> list[int]:
 def encode_folder(
     args: argparse.Namespace, pretrained: Pretrained, models: Sequence[Any], files: Any
 ) -> tuple[list[Tensor], Tensor]:
-    """Encode the images that can be read -> features (N, D) of each model, labels (N,), on the CPU.
+    """Encode the readable images -> features (N, D) of each model, labels (N,), on the CPU.
 
-    Names the others. ValueError where no image can be read.
+    Names the other images. ValueError if no image can be read.
     """
     size = models[0].img_size
     stats = pretrained.stats
@@ -177,8 +177,8 @@ def encode_folder(
 def encode(model: vit.ViTMAE | None, images: Tensor, cls: bool) -> Tensor:
     """Compute the features (B, D) fp32 of normalised images (B, C, H, W), on the CPU.
 
-    They are the class token after the final norm, or the mean of the patch tokens, with all patches
-    visible; without a model, small pixels. A GPU computes in bf16.
+    They are the class token after the final norm, or the mean of the patch tokens; all patches are
+    visible. Without a model they are the pixels of a smaller image. A GPU computes in bf16.
     """
     if model is None:
         return F.adaptive_avg_pool2d(images, PIXELS_SIDE).flatten(1).cpu()
@@ -195,8 +195,8 @@ def encode(model: vit.ViTMAE | None, images: Tensor, cls: bool) -> Tensor:
 def nearest_vote(bank: Tensor, labels: Tensor, queries: Tensor, classes: int, k: int) -> Tensor:
     """Let the k rows of `bank` (N, D) most similar to each query (Q, D) vote -> (Q, classes) fp64.
 
-    By cosine similarity, each with the weight exp(similarity / 0.07) (Wu et al., arXiv 1805.01978,
-    section 3.4, as DINO and others do since). -inf for a class without a vote.
+    The similarity is the cosine, the weight of a vote exp(similarity / 0.07), as in Wu et al.
+    (arXiv 1805.01978, section 3.4), DINO and others. A class without a vote has -inf.
     """
     bank = F.normalize(bank, dim=1)
     queries = F.normalize(queries, dim=1)
@@ -213,14 +213,14 @@ def nearest_vote(bank: Tensor, labels: Tensor, queries: Tensor, classes: int, k:
 
 @torch.no_grad()
 def lars_step(p: Any, velocity: Tensor, lr: float) -> None:
-    """Apply the gradient of a parameter, scaled by the norm of the parameter over its own.
+    """Take one step of LARS: the gradient times the parameter's norm over the gradient's norm.
 
-    You, Gitman, Ginsburg, arXiv 1708.03888, algorithm 1, with momentum and without weight decay;
-    vectors (biases) are trained as by SGD.
+    As in You, Gitman, Ginsburg (arXiv 1708.03888, algorithm 1), with momentum and without weight
+    decay; vectors (biases) are trained with plain SGD.
     """
     gradient = p.grad
     if p.ndim > 1:
-        norm = gradient.norm()  # 0 if its squares underflow, as they do once the loss is almost 0
+        norm = gradient.norm()  # may be 0: its squares underflow once the loss is almost 0
         gradient = gradient * torch.where(norm > 0, LARS_TRUST * p.norm() / norm, 1.0)
     velocity.mul_(LARS_MOMENTUM).add_(gradient)
     p.sub_(velocity, alpha=lr)
@@ -228,7 +228,7 @@ def lars_step(p: Any, velocity: Tensor, lr: float) -> None:
 
 
 def rate_at(step: int, steps: int, peak: float) -> float:
-    """Return the learning rate of a step: a linear warm-up, then half a cosine down to 0."""
+    """Return the learning rate of a step: a linear warm-up, then a half cosine down to 0."""
     warmup = int(WARMUP_SHARE * steps)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -247,9 +247,9 @@ def train_linear(
 ) -> tuple[nn.Module, Tensor]:
     """Train BatchNorm without affine and a linear layer -> the model, the loss of each step (S,).
 
-    The protocol of MAE (arXiv 2111.06377, A.1) on features (N, D) with labels (N,): LARS, no
-    weight decay, 90 epochs of which 10 warm up, then a cosine; more on a small set. The seed
-    decides initial values and order.
+    This is the protocol of MAE (arXiv 2111.06377, A.1) on features (N, D) with labels (N,): LARS,
+    no weight decay, 90 epochs (more on a small set), of which 10 warm up, then a cosine. The seed
+    decides the initial values and the order.
     """
     generator = torch.Generator().manual_seed(seed)
     count, width = features.shape
@@ -271,7 +271,7 @@ def train_linear(
     inputs = features
     target = labels
     for step in range(steps):
-        if batch < count:  # else a batch is all of them, in any order
+        if batch < count:  # otherwise each batch is all images, and their order does not matter
             if step % epoch_steps == 0:
                 order = torch.randperm(count, generator=generator).to(features.device)
             first = step % epoch_steps * batch
@@ -289,9 +289,10 @@ def train_linear(
 
 
 def has_converged(losses: Tensor) -> bool:
-    """Tell from the losses (S,) of a training whether a longer one would hardly change them.
+    """Tell from the losses (S,) of a training whether longer training would hardly change them.
 
-    It would where more than a tenth of their fall came in the second half, or they did not fall.
+    It would change them if more than a tenth of their fall was in the second half, or if they did
+    not fall.
     """
     tenth = max(1, len(losses) // 10)
     middle = len(losses) // 2
@@ -307,7 +308,8 @@ def has_converged(losses: Tensor) -> bool:
 def split_per_class(labels: Tensor, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Split rows by their labels (N,) into training and test rows, each sorted.
 
-    Each class gives the same share, rounded, but one image at least to either; a single one trains.
+    The training rows are the same share of each class, rounded, but each side gets at least one
+    image. The only image of a class is for training.
     """
     generator = np.random.default_rng(seed)
     train: list[np.ndarray] = []
@@ -322,7 +324,7 @@ def split_per_class(labels: Tensor, share: float, seed: int) -> tuple[np.ndarray
 def score_features(
     args: argparse.Namespace, train: Labelled, test: Labelled, classes: int, seed: int
 ) -> dict[str, Any]:
-    """Train a classifier on features (N, D) with labels (N,), and test it on others -> its scores.
+    """Train a classifier on features (N, D) with labels (N,), test it on others -> its scores.
 
     With --split both are taken from `train`.
     """
@@ -352,7 +354,7 @@ def score_features(
 def top_accuracies(values: Tensor, labels: Tensor) -> dict[str, float]:
     """Compare scores (Q, classes) with labels (Q,) -> top-1 and top-5 in percent.
 
-    Of equal scores the class listed first counts; a class with the score -inf is never a hit.
+    Among equal scores the class listed first counts; a class with the score -inf is never a hit.
     """
     ranked, order = values.sort(dim=1, descending=True, stable=True)
     hits = (order == labels[:, None]) & (ranked > -torch.inf)  # (Q, classes)
@@ -396,6 +398,6 @@ def report_scores(
     }
     path = Path(args.out, f"{args.command}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(json.dumps(found, indent=2).encode())
     print(f"{path}: each seed", flush=True)

@@ -37,7 +37,7 @@ from planner.traffic import (
 CONTEXT_GIB = 1.5
 FRAGMENTATION = 0.04
 VERDICTS = ("FITS", "TIGHT", "NO")  # fits with the whole margin, only with the context, not at all
-MOST_IMAGES = 2**20  # largest local batch that is tried
+MAX_IMAGES = 2**20  # largest local batch that is tried
 
 
 def fit_verdict(peak_gib: float, memory_gib: float) -> str:
@@ -262,7 +262,7 @@ class Plan:
             run = replace(self.run, batch=batch)
             return Plan(run, self.machine, self.memory_gib).verdict != "FITS"
 
-        return bisect_left(range(1, MOST_IMAGES), True, key=too_large)
+        return bisect_left(range(1, MAX_IMAGES), True, key=too_large)
 
     @property
     def fit(self) -> str:

@@ -1,6 +1,6 @@
-"""What all ranks decide together: work that one does for all, and whether a step is applied.
+"""What all ranks decide together: work that one rank does for all, whether a step is applied.
 
-Where one fails, every rank raises the same AgreedError. Copy this one file: it needs torch alone.
+If one rank fails, every rank raises the same AgreedError. Copy this one file: it needs only torch.
 """
 
 import traceback
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class AgreedError(Exception):
     """An error that every rank raises at the same place; `error` is what one rank raised.
 
-    The exit status is 2 for a ValueError, which is the user's to mend, else 1.
+    The exit status is 2 for a ValueError, which the user can mend, otherwise 1.
     """
 
     def __init__(self, text: str, error: Exception | None = None) -> None:
@@ -40,7 +40,10 @@ def run_on_rank0(work: Callable[[], T]) -> T:
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:
-    """Run `work` on every rank; AgreedError on all if one raises, of the lowest. Collective."""
+    """Run `work` on every rank and return this rank's result. Collective.
+
+    If any rank raises, all raise an AgreedError with the error of the lowest such rank.
+    """
     result, error = _attempt(work)
     errors: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
@@ -71,12 +74,12 @@ def gather_to_rank0(value: T) -> list[T] | None:
 
 
 class StepResult(NamedTuple):
-    """What the ranks found in one step; the same on all of them but for `local_loss_nonfinite`."""
+    """What the ranks found in one step; the same on all but for `local_loss_nonfinite`."""
 
     step: int  # from 0
     loss: float  # mean over all ranks
     norm: float  # of the gradient
-    consecutive: int  # bad steps up to this one without a good one between; 0 after a good one
+    consecutive: int  # length of the current streak of bad steps; 0 after a good one
     local_loss_nonfinite: bool  # this rank's loss was not finite
     bad_loss: bool  # some rank's loss was not finite
     stop: bool  # a signal asked some rank to stop
@@ -86,7 +89,7 @@ class StepResult(NamedTuple):
 
 
 class StepRequests(NamedTuple):
-    """What one rank tells all others in a step, as in `StepResult`."""
+    """What one rank asks of all others in a step; the fields are those of `StepResult`."""
 
     stop: bool = False
     save: bool = False
@@ -96,19 +99,25 @@ class StepRequests(NamedTuple):
 
 NO_REQUESTS = StepRequests()
 
-# A gradient scaler begins at 2**16 and halves its scale after an infinite norm: after so many in a
-# row the scale is 2**-24, and the gradients of fp16 are not finite for another reason.
+# A gradient scaler begins at 2**16 and halves its scale after an infinite norm. After so many in a
+# row the scale is 2**-24, so the overflow of fp16 must have another cause.
 SCALE_EXHAUSTED = 40
 
 
 class StepGuard:
-    """Check in each step, on all ranks, whether it is applied, and remember how the run stands.
+    """Decide for each step, the same on all ranks, whether it is applied; count the steps.
 
-    One small all-reduce per step gives all ranks the same answer. A bad step (loss or norm not
-    finite) is not applied, nor is any after more than `max_skips` consecutive ones: the host reads
-    the result of a GPU one step late, when it has long arrived. A step without some rank's batch
-    is not applied either, and does not count as bad. The trainer's Monitor logs each bad step, and
-    once `ended` is "nan" saves the weights before the first of the last ones and ends the run.
+    One small all-reduce per step gives all ranks the same answer. If on any rank
+
+    - the loss is not finite, or the gradient norm is not finite, the step is bad: it is not
+      applied, but counts as done. More than `max_skips` bad steps in a row end the run ("nan");
+    - only the norm is not finite, and a gradient scaler is used (fp16): the step is not applied
+      either, but not bad, unless it is one of more than SCALE_EXHAUSTED in a row;
+    - there is no batch: the step is not applied, not done and not bad ("loader_error").
+
+    The host reads a GPU's result one step late, when it has long arrived. So the GPU itself skips
+    what follows the bad step that ends the run. The trainer's Monitor logs each bad step; once
+    `end_reason` is "nan", it saves the weights from before the last streak of bad steps.
     """
 
     def __init__(self, device: torch.device, max_skips: int = 0, begin: int = 0) -> None:
@@ -123,7 +132,7 @@ class StepGuard:
         self.copied: list[torch.cuda.Event] = []
         if self.late:  # blocking: the host sleeps while it waits, and loaders have its core
             self.copied = [torch.cuda.Event(blocking=True), torch.cuda.Event(blocking=True)]
-        # results of a GPU that were there when the host asked: the GPU was waiting for the host
+        # results that a GPU had ready when the host asked: the GPU was waiting for the host
         self.arrived_before_host = 0
         self.checked = begin  # steps checked
         self.done = begin  # steps whose result was read
@@ -142,11 +151,10 @@ class StepGuard:
         *,
         scaled: bool = False,
     ) -> Tensor:
-        """Agree after backward on a step: () fp32, 1 where it must not be applied. Collective.
+        """Agree on a step after its backward pass; return () fp32, 1 to skip it. Collective.
 
-        `loss` and `norm` () are of this rank, and so are the `requests`. A gradient scaler
-        (`scaled`) finds its scale by infinite norms: such a step is skipped, but is not bad before
-        SCALE_EXHAUSTED in a row.
+        `loss` and `norm` () and the `requests` are those of this rank. `scaled`: a gradient scaler
+        is used.
         """
         device = self.bad_so_far.device
         loss = loss.detach().to(device).double()
@@ -187,14 +195,14 @@ class StepGuard:
         return (bad | any_infinite | any_no_batch).float()
 
     def read_results(self, wait: bool = False) -> list[StepResult]:
-        """Read the results that are new, in order; of a GPU's last step only with `wait`.
+        """Read the new results, in order; that of a GPU's last step only with `wait`.
 
-        None follows one that ends the run (`end_reason`).
+        A result that ends the run (`end_reason`) is the last one.
         """
         results: list[StepResult] = []
         while not self.end_reason:
             ready = self.checked
-            # all of them, once a stop or a save is asked for: it concerns every step made so far
+            # Once a stop or a save is asked for, read all: it concerns every step made so far.
             if self.late and not (wait or self.stop or self.save):
                 ready -= 1
             if self.done >= ready:
@@ -218,7 +226,7 @@ class StepGuard:
         return results
 
     def _read(self, step: int) -> StepResult:
-        """Return the result of a step from the host's copy, once that has arrived."""
+        """Return the result of a step from the host's copy, as soon as that has arrived."""
         slot = step % 2
         if self.late:
             if self.copied[slot].query():

@@ -22,7 +22,7 @@ import vit
 from runtime import devices, process
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DEFAULT_STEPS = 100  # where neither --steps nor --epochs is given
+DEFAULT_STEPS = 100  # if neither --steps nor --epochs is given
 DEFAULT_BATCH = 32
 DEFAULT_BLR = 1.5e-4  # of MAE's pretraining
 
@@ -229,7 +229,7 @@ class Config:
 
 
 def names(*marks: str, table: type[Config] = Config) -> tuple[str, ...]:
-    """List the flags that have one of these marks of `flag`, in the order of the table."""
+    """List the flags that `flag` has given one of these marks, in the order of the table."""
     found = []
     for row in fields(table):
         if any(row.metadata[mark] for mark in marks):
@@ -238,7 +238,7 @@ def names(*marks: str, table: type[Config] = Config) -> tuple[str, ...]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Print an error as one sentence, by rank 0 alone; exit status 2. Flags are written out.
+    """Print errors as one sentence, on rank 0 only; exit status 2. Reject abbreviated flags.
 
     --help begins and ends with the first two paragraphs of a command's docstring, `doc`: what it
     does, and examples.
@@ -321,7 +321,7 @@ def reading_options(hint: Any, default: Any) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None, doc: str | None = None) -> Config:
-    """Read the flags of a training run; one sentence and exit status 2 where they clash."""
+    """Read the flags of a training run; one sentence and exit status 2 if they clash."""
     parser = training_parser(doc=doc)
     config = make_config(parser, parser.parse_args(argv))
     if config.dry_run != bool(config.world_size):
@@ -332,9 +332,9 @@ def parse(argv: Sequence[str] | None, doc: str | None = None) -> Config:
 
 
 def make_config(parser: Parser, args: argparse.Namespace, table: type[Config] = Config) -> Config:
-    """Make a Config, or a table that extends it, of what was parsed, its defaults filled in.
+    """Make a Config (or a subclass, `table`) from parsed arguments; fill in its defaults.
 
-    From here on the errors of the run name the program of `parser`.
+    From here on the run's error messages begin with the program of `parser`.
     """
     process.PROGRAM = parser.prog
     values = {row.name: getattr(args, row.name) for row in fields(table)}
@@ -353,7 +353,7 @@ def flag_name(option: str) -> str:
 
 
 def fill_defaults(c: Config) -> Config:
-    """Add the defaults that follow from mode and device; ValueError where flags clash."""
+    """Add the defaults that follow from mode and device; ValueError if flags clash."""
     model_config(c.model)
     save_interval(c.save_every)
     if c.machine:
@@ -382,7 +382,7 @@ def fill_defaults(c: Config) -> Config:
     known: dict[str, Any] = {"mode": mode}
     if c.precision is None:
         known["precision"], _ = devices.default_precision(gpu)
-    # What has no meaning in this run or mode stays None, so that the log does not claim it.
+    # A flag without meaning in this mode stays None, so the log does not claim that it was used.
     if c.lr is None and c.blr is None:
         known["blr"] = c.default_blr
     for name in ("fsdp", "wrap", "prefetch", "limit_all_gathers"):
@@ -404,7 +404,7 @@ def default_mode(world_size: int | None, given: Mapping[str, Any]) -> str:
 
 
 def save_interval(text: str) -> tuple[int | None, float | None]:
-    """Parse --save-every into (steps, seconds); None for what is not given; ValueError."""
+    """Parse --save-every into (steps, seconds), at most one of which is not None; ValueError."""
     try:
         if text.endswith("m"):
             return None, 60 * number(0.001)(text[:-1])

@@ -1,4 +1,9 @@
-"""Open the loader of a run, and copy its batches to the device."""
+"""Open the loader of a run, and copy its batches to the device.
+
+The way of an image: `ImageList.read` -> bytes; `data.Images.load` -> data.Sample; `data.collate` ->
+data.MicroBatch, a local batch, on the CPU; `device_batches` -> Batch, the images and noise of all
+accumulation steps of one step, on the device; `Monitor.next_batch` hands it to the training loop.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +19,7 @@ from runtime import process
 from runtime.run import Run
 from runtime.session import Session
 
-MOST_WORKERS = 16  # by default; each holds a few hundred MB and batches that are ready
+MAX_WORKERS = 16  # by default; each holds a few hundred MB and batches that are ready
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
     # srun binds a rank to cores of its own; other launchers leave it those of the node
     share = 1 if ranks.launcher == "srun" else ranks.local_world_size
     cores = max(1, mesh.process_cores() // share)
-    return min(MOST_WORKERS, cores - 1)
+    return min(MAX_WORKERS, cores - 1)
 
 
 def open_batches(

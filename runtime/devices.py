@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-# Dense bf16 peak of one device as torch numbers them, in FLOP/s. One MI250X is two devices (GCDs).
-# The first part that occurs in torch's name of it counts: longer names before their beginnings.
+# Dense bf16 peak, in FLOP/s, of what torch counts as one device: one MI250X is two (GCDs).
+# The first key contained in torch's device name wins, so longer names come before their prefixes.
 PEAK_FLOPS = {
     "MI250X": (191.5e12, "OLCF Frontier user guide, per GCD"),
     "MI300A": (980.6e12, "AMD MI300A data sheet"),
@@ -28,10 +28,10 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device | None) -> tuple[float | None, str | None]:
-    """Return the device's peak dense bf16 FLOP/s and its source, or twice None if unknown."""
+    """Return the device's peak dense bf16 FLOP/s and its source; (None, None) if unknown."""
     if device and device.type == "cuda":
         name = device_name(device)
-        # slower than the whole GPU of the name: one in a laptop, and an instance of MIG
+        # a laptop's GPU and an instance of MIG are slower than the whole GPU of that name
         if "Laptop" in name or " MIG " in name:
             return None, None
         for part, known in PEAK_FLOPS.items():
@@ -41,7 +41,7 @@ def peak_flops(device: torch.device | None) -> tuple[float | None, str | None]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU; of an MI250X also where ROCm does not know it.
+    """Return the name of a GPU; that of an MI250X even if ROCm does not know it.
 
     Without the file amdgpu.ids, as in many containers, every GPU is an "AMD Radeon Graphics".
     """
@@ -50,7 +50,7 @@ def device_name(device: torch.device) -> str:
         return name
     found = torch.cuda.get_device_properties(device)
     architecture = getattr(found, "gcnArchName", "")  # "gfx90a:sramecc+:xnack-"
-    # of this architecture only the GCD of an MI250X has 110 compute units: MI250 and MI210 have 104
+    # In this architecture only a GCD of an MI250X has 110 compute units; MI250 and MI210 have 104.
     if architecture.startswith("gfx90a") and found.multi_processor_count == 110:
         return "AMD Instinct MI250X"
     return name

@@ -1,11 +1,11 @@
-"""Step a job's command once in one CPU process that simulates its rank 0, before it is queued.
+"""Simulate rank 0 of a job in one CPU process, forward and backward once, before it is queued.
 
     python train_fsdp.py --model 15b --mode hybrid --group 4 --dry-run --world-size 512
 
 The process group is fake and sends nothing; the tensors are fake: they have shapes but no memory.
-Flags, mesh, wrapping, forward and backward are those of the real run. The result is what a rank
-holds at its peak, beside what is planned. Only FSDP2 is simulated, not DDP or FSDP1. Four imports
-are private parts of PyTorch, there in torch 2.10 to 2.15.
+Flags, mesh, wrapping, forward and backward are those of the real run; the optimizer's states are
+added by arithmetic. The result is the peak memory of a rank, beside the planned one. Only FSDP2 is
+simulated, not DDP or FSDP1. Four imports are private parts of PyTorch, there in torch 2.10 to 2.15.
 """
 
 import os
@@ -55,7 +55,7 @@ def dry_run(
     """Run the command up to one step on fake tensors; print a plan, train and write nothing.
 
     `build` and `forward_backward` are the trainer's `build_training` and `forward_backward`.
-    Returns the exit status: 0, 2 refused, 3 where the plan says NO to its memory.
+    Returns the exit status: 0, 2 if refused, 3 if the plan says that the memory does not suffice.
     """
     world = 0 if config.world_size is None else config.world_size
     try:

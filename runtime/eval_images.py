@@ -42,10 +42,10 @@ def fixed_noise(seed: int, indices: Sequence[int], patches: int) -> Tensor:
 
 @dataclass(eq=False)
 class EvalImages(Dataset[EvalBatch]):
-    """Batches by the indices of their images; `exact` as in `data.crop_and_resize`.
+    """Load an `EvalBatch` by the indices of its images; for `exact` see `data.crop_and_resize`.
 
-    With `any_error` an error that is not the file's own, as of a failing disk, leaves out the image
-    too, instead of ending the evaluation.
+    With `any_error` even an error that is not the file's fault, such as one of a failing disk, only
+    leaves out the image, instead of ending the evaluation.
     """
 
     files: data.ImageSource
@@ -55,9 +55,10 @@ class EvalImages(Dataset[EvalBatch]):
     any_error: bool = False
 
     def __getitem__(self, indices: Sequence[int]) -> EvalBatch:
-        """Read, decode and crop images, without augmentation; say why where it is not possible.
+        """Read, decode and crop images, without augmentation; say why one is left out.
 
-        Without `any_error`, raises what is not the file's own fault, such as too many open files.
+        Errors that are not the file's fault, such as too many open files, are passed on, unless
+        `any_error` is set.
         """
         good: dict[int, Tensor] = {}
         bad: dict[int, str] = {}
@@ -109,5 +110,5 @@ def open_eval_loader(
         num_workers=workers,
         multiprocessing_context=context,
         worker_init_fn=process.start_worker,
-        generator=torch.Generator(),  # or it would draw from the global one
+        generator=torch.Generator(),  # without it, it would draw from the global one
     )

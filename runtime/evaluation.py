@@ -1,7 +1,9 @@
 """Evaluate a model on held-out images, all ranks together; the losses that it has to beat.
 
-The numbers are the same for any mode and any number of ranks: crop and mask of an image depend on
-the seed and its index alone, and the values of single images are summed over all ranks.
+Pretraining does so after each save and after the last step, but not when a signal stops the run. It
+takes each image of --eval-data that matches --include and --exclude once. The numbers are the same
+for any mode and any number of ranks: an image's crop is its centre, its mask depends only on the
+seed and its index, and the values of single images are summed over all ranks.
 """
 
 from dataclasses import dataclass
@@ -25,9 +27,9 @@ from runtime.session import Session
 def baseline_losses(run: Run, images: Tensor, mask: Tensor) -> Tensor:
     """Compute what a model has to beat (2, B): the losses of predicting zero and a mean colour.
 
-    The colour, one number per channel, is the mean of the patches that the image shows, as the loss
-    sees them: with --norm-pix-loss each is normalised before, so that zero is its own mean grey.
-    `images` (B, C, H, W) are normalised; of the `mask` (B, L) 1 is removed.
+    The colour, one number per channel, is the mean of the visible patches, as the loss sees them:
+    with --norm-pix-loss each patch is normalised first, so zero stands for its own mean grey.
+    `images` (B, C, H, W) are normalised; `mask` (B, L) is 1 for a removed patch.
     """
     patch = run.model.patch
     norm_pix = run.config.norm_pix_loss
@@ -73,7 +75,7 @@ class Evaluation:
         """Report the means over all images after training `step` steps. Collective.
 
         All ranks call the model equally often, on whole local batches. Images that cannot be read
-        are left out, named and counted; nothing is reported where none can be.
+        are left out, named and counted; if none can be read, nothing is reported.
         """
         run = self.run
         config = run.config
@@ -87,10 +89,10 @@ class Evaluation:
             worker_count(config.workers, self.session.ranks),
             stats,
             exact=config.exact_decode,
-            any_error=True,  # no disk that fails for a moment ends a training run
+            any_error=True,  # a momentary disk error must not end training
             share=(self.session.ranks.rank // config.tp, run.data_ranks),
         )
-        # a rank with fewer images than the others calls the model on those of the batch before
+        # A rank that runs out of images calls the model again on its previous batch.
         shape = (size, run.model.channels, config.img_size, config.img_size)
         images = torch.zeros(shape, device=device)
         sums = torch.zeros((), dtype=torch.float64, device=device)
@@ -122,9 +124,9 @@ class Evaluation:
             self.session.log.warn(f"{count} cannot be read: {some}")
 
     def values_of(self, images: Tensor, indices: list[int]) -> Tensor:
-        """Compute what is averaged (V, B) of normalised images (B, C, H, W). Collective.
+        """Compute V values of each normalised image (B, C, H, W) -> (V, B). Collective.
 
-        Here the losses of the model and of `baseline_losses`.
+        Here they are the loss of the model and the two of `baseline_losses`.
         """
         run = self.run
         config = run.config

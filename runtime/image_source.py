@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a loader worker imports this file for SyntheticImages
 
 Patterns = Sequence[str] | None  # of the names of images, as in data.scan
 SIDE = 256  # pixels
-SAMPLED = 16  # images that are tried before training starts
+SAMPLED = 16  # at most so many images are read to check a data set before training
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ImageFacts(NamedTuple):
 
 
 def check_folder(folder: str, flag: str = "--data", out: str | None = None) -> None:
-    """Raise ValueError where this rank does not see a folder of images, or `out` lies in it."""
+    """Raise ValueError if this rank does not see a folder of images, or if `out` lies in it."""
     if not os.path.isdir(folder):
         raise ValueError(f"there is no folder {folder}: give {flag} the folder of images")
     if out and Path(out).resolve().is_relative_to(Path(folder).resolve()):
@@ -77,7 +77,7 @@ def check_folders(config: "Config") -> None:
 def list_folder(
     folder: str, include: Patterns = None, exclude: Patterns = None, out: str | None = None
 ) -> Any:
-    """List a folder or pack, in `out` if given -> data.ImageSource; ValueError without an image."""
+    """List a folder or pack, in `out` if given -> data.ImageSource; ValueError if it is empty."""
     check_folder(folder)
     if include is None:
         include = ()
@@ -91,18 +91,18 @@ def find_images(
 ) -> tuple[Any, ImageFacts]:
     """List --data, in OUT -> (images, what a run needs to know of them); a dry run writes nothing.
 
-    ValueError where there are too few images for a step, where none of some images can be read, or
-    as `find_stats` without `stats`.
+    ValueError if there are too few images for a step, if `check_some_images` can read none, or, if
+    `stats` are not given, as in `find_stats`.
     """
     if config.eval_data:
-        list_eval_images(config.eval_data, config)  # refused now, if at all
+        list_eval_images(config.eval_data, config)  # fail early if the folder is unusable
     files: Any = SyntheticImages(config.seed, config.channels)
     names = None
     if config.data != "synthetic":
         out = None if config.dry_run else config.out
         files = list_folder(config.data, config.include, config.exclude, out)
         names = image_list.fingerprint(files)
-    data.steps_per_epoch(len(files), global_batch)  # raises where there is not one
+    data.steps_per_epoch(len(files), global_batch)  # raises if there is not even one
     notes = "as in pretraining"
     if stats is None:
         stats, notes = find_stats(config.data, config.channels)
@@ -113,7 +113,7 @@ def find_images(
 
 
 def check_some_images(files: Any, stats: data.ChannelStats) -> None:
-    """Read images until one is as `stats`; ValueError where none of some from all over is."""
+    """Read up to SAMPLED images from all over until one fits `stats`; ValueError if none does."""
     count = min(SAMPLED, len(files))
     for i in range(count):
         index = len(files) * i // count
@@ -130,7 +130,7 @@ def check_some_images(files: Any, stats: data.ChannelStats) -> None:
 
 
 def list_eval_images(folder: str, config: "Config") -> Any:
-    """List held-out images as those of --data, in OUT/eval; a dry run writes nothing."""
+    """List held-out images like those of --data, in OUT/eval; a dry run writes nothing."""
     out = None
     if not config.dry_run:
         out = os.path.join(config.out, "eval")
@@ -138,9 +138,9 @@ def list_eval_images(folder: str, config: "Config") -> Any:
 
 
 def find_stats(folder: str, channels: int) -> tuple[data.ChannelStats, str]:
-    """Read the statistics of the images in `folder` -> ImageNet's for RGB without any, and whose.
+    """Read the statistics of the images in `folder` -> them, and a note on their origin.
 
-    ValueError where there are none for so many channels.
+    RGB images without statistics get ImageNet's. ValueError if none fit so many channels.
     """
     path = stats_file(folder)
     if folder == "synthetic":
@@ -161,6 +161,6 @@ def find_stats(folder: str, channels: int) -> tuple[data.ChannelStats, str]:
 
 
 def has_png(files: Any) -> bool:
-    """Tell whether there is a PNG among listed images, by about a thousand of them."""
+    """Tell whether there is a PNG among about a thousand of the listed images."""
     every = len(files) // 1000 + 1
     return any(files.path(i).lower().endswith(".png") for i in range(0, len(files), every))

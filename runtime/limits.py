@@ -10,12 +10,12 @@ from runtime.session import Session
 
 WARM_UP = 10  # steps before the first that counts
 COUNTED = 10  # steps that count, at least
-MOST_WAITING = 0.1  # share of the time spent waiting for data without a warning
+MAX_WAITING = 0.1  # share of the time spent waiting for data that gets no warning
 HOST_BOUND = 0.9  # share of the steps for which the GPU waited for the host
 
 
 class LimitWarning:
-    """Warn where a run waits for its data, or a GPU for its host; once, on the terminal."""
+    """Warn if a run waits for its data, or a GPU for its host; once, on the terminal."""
 
     def __init__(self, run: Run, session: Session) -> None:
         self.run = run
@@ -34,7 +34,7 @@ class LimitWarning:
         if steps < COUNTED:
             return
         self.done = True
-        if waited > MOST_WAITING * seconds:
+        if waited > MAX_WAITING * seconds:
             workers = worker_count(self.run.config.workers, self.session.ranks)
             self.session.log.warn(
                 f"{waited / seconds:.0%} of the time goes by waiting for images, with {workers} "

@@ -1,4 +1,4 @@
-"""The log of a run, by rank 0: log.jsonl for programs, lines on the terminal for people.
+"""The log of a run, on rank 0: log.jsonl for programs, lines on the terminal for people.
 
 With --tensorboard the numbers of every record that has a step also go to OUT/tensorboard. `Meter`
 takes the times that the log shows; `BadImageLog` lists the unreadable images of all ranks.
@@ -40,7 +40,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time inside out of the seconds per step: it saves, evaluates, exports."""
+        """Leave the time of the block (a save, an evaluation) out of the seconds per step."""
         start = time.perf_counter()
         yield
         self.interval_start += time.perf_counter() - start
@@ -61,7 +61,7 @@ class Meter:
     def summary(self) -> dict[str, float | None]:
         """Return the numbers of the whole loop, by their keys in the log's end record."""
         seconds = time.perf_counter() - self.started
-        # the first interval has the warm-up of caches, buckets and compilers
+        # the first interval includes the warm-up of caches, buckets and compilers
         measured = self.rates
         if len(measured) > 1:
             measured = measured[1:]
@@ -84,7 +84,7 @@ class Log:
         self.rank = rank
 
     def open(self, run: Run, device: torch.device) -> None:
-        """Append to the log of the runs in --out. Collective; AgreedError if it cannot be."""
+        """Open the log in --out, to append to it. Collective; AgreedError if that fails."""
         self.run = run
         self.device = device
         path = Path(run.config.out, "log.jsonl")
@@ -107,7 +107,7 @@ class Log:
         self.say(f"warning: {text}")
 
     def write(self, event: str, **record: Any) -> None:
-        """Add a line to log.jsonl; one that the disk refuses waits in memory."""
+        """Add a line to log.jsonl; if the disk refuses it, it waits in memory."""
         if not self.file:
             return
         for key, value in record.items():
@@ -118,7 +118,7 @@ class Log:
             self.file.flush()
             if self.run.config.tensorboard and "step" in record:
                 self._write_tensorboard(event, record)
-        except OSError as error:  # a full disk: no run ends for want of a line or a curve
+        except OSError as error:  # a full disk: a missing line or curve must not end a run
             self.warn(f"the log cannot be written now: {error}")
 
     def _write_tensorboard(self, event: str, record: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ class Log:
 
         if not self.tensorboard:
             folder = Path(self.run.config.out, "tensorboard", self.run.config.run_mode)
-            # an earlier launch of this run may have written later steps: they are hidden
+            # hide the later steps that an earlier launch of this run may have written
             self.tensorboard = SummaryWriter(folder, purge_step=record["step"])
         for key, value in record.items():
             if type(value) in (int, float) and key != "step":
@@ -134,7 +134,7 @@ class Log:
         self.tensorboard.flush()
 
     def step(self, result: StepResult, lr: float, meter: Meter) -> None:
-        """Log a step and end the meter's interval; the numbers are of all ranks.
+        """Log a step and end the meter's interval; the numbers are those of all ranks.
 
         A run that only reads images has no loss, no norm and no FLOPs.
         """
@@ -194,19 +194,19 @@ class BadImageLog:
                 self.known = {row["path"] for row in csv.DictReader(file)}
 
     def open(self, mode: str) -> TextIO:
-        """Open the list, in which a path may have any bytes."""
+        """Open the list; a path in it may have any bytes."""
         return cast(
             TextIO, open(self.path, mode, newline="", encoding="utf-8", errors="surrogateescape")
         )
 
     def sync(self) -> None:
-        """Collect the bad images of all ranks; set `too_many` on all where they are. Collective."""
+        """Collect the bad images of all ranks; on all, set `too_many` if they are. Collective."""
         every = gather_to_rank0(self.unreported)
         self.unreported = []
         self.too_many = run_on_rank0(partial(self._list, every))
 
     def _list(self, every: Any) -> str | None:
-        """List on rank 0 the images that are new; return an error message if they are too many."""
+        """List the new images, on rank 0; return an error message if there are too many in all."""
         new = {}
         for rows in every:
             for path, reason, step in rows:
@@ -222,7 +222,7 @@ class BadImageLog:
                     if file.tell() == 0:
                         table.writerow(["path", "reason", "step"])
                     table.writerows(new.values())
-            except OSError as error:  # a full disk: the run continues, as without a line of the log
+            except OSError as error:  # a full disk: the run continues, as in Log.write
                 self.log.warn(f"{self.path} cannot be written now: {error}")
             self.known |= new.keys()
         count = len(self.known)

@@ -1,9 +1,9 @@
 """Measure the machine that these ranks run on, in about a minute: `plan.py --measure FILE`.
 
 All ranks compute at once, because those of a node may share cores, power or memory; a collective
-is measured in all groups of its size at once. Parts: blocks, the optimizer, copies, collectives,
-and a small model with and without FSDP, for what the sum of the parts leaves over. What one
-process, or one node, cannot show comes from the nearest known machine.
+is measured in all groups of its size at once. Measured are blocks, the optimizer, copies,
+collectives, and a small model with and without FSDP, for what these parts do not account for. What
+one process, or one node, cannot show is taken from the most similar known machine.
 """
 
 import copy
@@ -33,9 +33,9 @@ from runtime.config import DTYPES
 from runtime.run import Run
 from runtime.session import Session
 
-ROUND_SECONDS = 0.15  # that the repetitions of one measurement take, about
-MOST_REPEATS = 50
-LONG_SECONDS = 0.5  # what takes longer is not repeated
+ROUND_SECONDS = 0.15  # the repetitions of one measurement take about so long
+MAX_REPEATS = 50
+LONG_SECONDS = 0.5  # a measurement that takes longer is not repeated
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ GPU_SIZES = Sizes(
 
 
 def measure_machine(run: Run, session: Session, path: str) -> None:
-    """Measure, write the file and print what was found. Collective; AgreedError where it fails."""
+    """Measure, write the file and print what was found. Collective; AgreedError if it fails."""
     ranks = session.ranks
     run_on_all_ranks(lambda: check_node(ranks.local_world_size, run.node_ranks))
     run_on_rank0(lambda: check_path(path))
@@ -177,7 +177,7 @@ class Measurement:
         first = self.round_seconds(work, 1)
         if first > LONG_SECONDS:
             return first
-        repeats = max(1, min(MOST_REPEATS, int(ROUND_SECONDS / first)))
+        repeats = max(1, min(MAX_REPEATS, int(ROUND_SECONDS / first)))
         rounds = [self.round_seconds(work, repeats) for _ in range(3)]
         return median(rounds)
 
@@ -488,7 +488,7 @@ def not_measured(measurement: Measurement) -> list[str]:
 def report_lines(
     measurement: Measurement, changes: dict[str, Any], missing: Sequence[str]
 ) -> list[str]:
-    """Format what was found, beside the data sheet where the device is known."""
+    """Format what was found, beside the data sheet if the device is known."""
     like = measurement.like
     lines = [f"measured: {changes['measured']}"]
     for precision, rate in measurement.products.items():

@@ -58,14 +58,15 @@ class Monitor:
         self.problem: str | None = None  # the last bad step, in a sentence
         self.losses: deque[float] = deque(maxlen=10)  # of the last good steps
         self.baselines: dict[str, float] = {}
-        self.evaluation: Any = None  # called with the number of steps done ...
-        self.evaluate_every = 0  # ... each time that so many are; 0: at each save
+        self.evaluation: Any = None  # called with the number of steps done
+        # steps between two evaluations; 0, as always in pretraining: evaluate at each save
+        self.evaluate_every = 0
         self.profile: RunProfile | None = None  # on rank 0, with --profile
         self.limits = LimitWarning(run, session)
         self.meter = Meter(checkpoints.begin, run.global_batch)  # its clock starts here
 
     def watch(self, model: nn.Module) -> None:
-        """Compute the baselines; evaluate, and profile the steps, where asked for. Collective."""
+        """Compute the baselines; evaluate, and profile the steps, if asked for. Collective."""
         config = self.run.config
         with self.meter.paused():
             self.baselines = average_baselines(self.run, self.batch)
@@ -79,9 +80,9 @@ class Monitor:
                 self.session.log.warn("--profile: too few steps are left")
 
     def next_batch(self, step: int) -> Batch:
-        """Take the batch of a step; once the loader has failed, the last one again.
+        """Return the batch of a step; once the loader has failed, the last batch again.
 
-        All ranks learn of the failure together, as the step is checked: none waits for this one.
+        All ranks learn of the failure together, when the step is checked: none waits for this one.
         """
         self.session.heartbeat("reading data", step)
         start = time.perf_counter()
@@ -101,7 +102,7 @@ class Monitor:
         return self.batch
 
     def requests(self) -> StepRequests:
-        """Return what this rank tells the others in a step."""
+        """Return what this rank asks of the others in a step."""
         return StepRequests(
             stop=bool(self.session.signals),
             save=self.checkpoints.due_by_clock(),
@@ -110,9 +111,10 @@ class Monitor:
         )
 
     def finished_steps(self, wait: bool) -> Iterator[StepResult]:
-        """Yield the results of the steps that were applied, after reporting bad steps. Collective.
+        """Yield the result of each step that does not end the run. Collective.
 
-        With `wait` up to the last step, otherwise those that need no waiting.
+        A bad step is reported first. With `wait` it goes up to the last step, otherwise as far as
+        results are there.
         """
         for result in self.guard.read_results(wait):
             if result.consecutive and not result.no_batch:
@@ -122,11 +124,11 @@ class Monitor:
             if not result.consecutive:
                 self.losses.append(result.loss)
             yield result
-        if self.bad_images.too_many and not wait:  # the run ends: save what is applied by now
+        if self.bad_images.too_many and not wait:  # the run ends, and saves all steps
             yield from self.finished_steps(wait=True)
 
     def log_skip(self, result: StepResult) -> str:
-        """Log a step that was not applied; return a message. Collective."""
+        """Log a bad step, which was not applied; return a message. Collective."""
         ranks = []  # on rank 0, which writes the log
         nonfinite = gather_to_rank0(result.local_loss_nonfinite)
         if nonfinite:
@@ -134,7 +136,7 @@ class Monitor:
         what = "loss" if result.bad_loss else "gradient norm"
         step = result.step + 1
         text = f"the {what} is not finite at step {step}"
-        if ranks:  # none for a gradient norm, which is that of all ranks
+        if ranks:  # for a loss: all ranks have the same gradient norm
             text += f" on rank {', '.join(map(str, ranks))}"
         self.session.log.write(
             "skip", step=step, what=what, ranks=ranks, consecutive_bad=result.consecutive
@@ -144,7 +146,7 @@ class Monitor:
         return f"{text}: lower {rate} or add --clip 1, with --allow-changes"
 
     def log_step(self, result: StepResult, lr: float) -> None:
-        """Log a step that has a line, and the bad images of all ranks since. Collective."""
+        """Log a step if it is due, and the bad images of all ranks up to it. Collective."""
         done = result.step + 1
         if done == self.run.steps or done % self.run.config.log_every == 0:
             with self.meter.paused():
@@ -157,7 +159,7 @@ class Monitor:
         """Save, and log how the loop has ended; AgreedError if it failed. Collective."""
         guard = self.guard
         self.session.heartbeat("saving")
-        if reason == "nan":  # before the first of the bad steps, which the same command meets again
+        if reason == "nan":  # from before the bad steps, which the same command would meet again
             self.checkpoints.save_last(guard.done + 1 - guard.consecutive)
         if reason == "loader_error":
             problem = self.loader_error()
@@ -165,7 +167,7 @@ class Monitor:
         self.bad_images.sync()  # what was found since the last log line
         self.report_end(reason, problem)
         if self.run.config.run_mode == "real":
-            # after a NaN or too many bad images something is to be changed first
+            # after a NaN or too many bad images the user must change something first
             finished = reason in ("done", "nan", "bad_images")
             self.session.log.say(self.checkpoints.where(finished))
             if reason == "done":
@@ -218,7 +220,9 @@ class Monitor:
         plan_is_of_device = self.run.config.machine or self.session.device.type == "cuda"
         if self.session.planned and end["images_per_second"] and plan_is_of_device:
             seconds = self.run.global_batch / end["images_per_second"]
-            text, values = beside_plan(self.session.planned, seconds, end["peak_allocated_gib"])
+            text, values = compare_with_plan(
+                self.session.planned, seconds, end["peak_allocated_gib"]
+            )
             log.say(text)
             end |= values
         log.write("end", **end)
@@ -232,7 +236,7 @@ class Monitor:
         )
 
 
-def beside_plan(
+def compare_with_plan(
     planned: dict[str, Any], step_seconds: float, peak_gib: float | None
 ) -> tuple[str, dict[str, float]]:
     """Set a run's median step and peak memory beside its plan -> a sentence, values for the log.

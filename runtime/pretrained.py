@@ -47,8 +47,8 @@ class Pretrained:
 def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pretrained:
     """Read a run (its newest checkpoint), one checkpoint, or weights in another layout.
 
-    Tensors are read when they are used. `size` is that of the model where a file does not say.
-    ValueError or OSError, one sentence, where there is no such model, or a weight is not finite.
+    Tensors are read when they are used. `size` is the size of the model, if a file does not say it.
+    ValueError or OSError, one sentence, if there is no such model or a weight is not finite.
     """
     path = Path(path)
     if not path.exists():
@@ -60,7 +60,7 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
         else:
             weights, said = read_weight_file(path)
         return make_pretrained(str(path), weights, said, size)
-    except (OSError, checkpoint.Damaged):
+    except (OSError, checkpoint.CorruptCheckpointError):
         raise
     except KeyError as error:
         raise ValueError(f"{path}: {error.args[0]} is missing") from None
@@ -83,7 +83,7 @@ def read_run(run: Path) -> tuple[checkpoint.Weights, Said]:
 def make_pretrained(
     name: str, weights: Mapping[str, Tensor], said: Said, size: vit.ViTConfig | None
 ) -> Pretrained:
-    """Check the weights of a model, and assume what is not said of them; KeyError, ValueError."""
+    """Check a model's weights; assume what the source does not state. KeyError, ValueError."""
     shapes: Shapes = {}
     for key, tensor in weights.items():
         shapes[key] = tuple(tensor.shape)
@@ -129,9 +129,11 @@ def make_pretrained(
 
 
 def choose_config(shapes: Shapes, said: Said, size: vit.ViTConfig | None) -> vit.ViTConfig:
-    """Return the configuration that is said, or a known one of these shapes, which hide the heads.
+    """Return the stated configuration, or the known one that has these shapes.
 
-    KeyError where a weight is missing, ValueError where no known size has such shapes.
+    A shape does not show the number of heads.
+
+    KeyError if a weight is missing, ValueError if no known size has such shapes.
     """
     if "config" in said:
         return vit.ViTConfig(**said["config"])
@@ -212,7 +214,7 @@ def check_shapes(shapes: Shapes, config: vit.ViTConfig, img_size: int) -> None:
 
 
 def say_assumed(pretrained: Pretrained, *names: str, say: Callable[[str], None] = print) -> None:
-    """Say what was assumed for these fields, because nothing is said of them."""
+    """Say which of these fields had to be assumed; say nothing if the source stated them all."""
     assumed = [pretrained.assumed[name] for name in names if name in pretrained.assumed]
     if assumed:
         say(f"note: {pretrained.name} does not say it, so it is assumed that {', '.join(assumed)}")
@@ -261,7 +263,7 @@ def build_pretrained(
 ) -> vit.ViTMAE:
     """Build the whole model with these weights on one device, for images of `img_size` pixels.
 
-    ValueError where patches do not fill the image.
+    ValueError if patches do not fill the image.
     """
     if img_size is None:
         img_size = pretrained.img_size

@@ -1,4 +1,4 @@
-"""What a process of a run is to its surroundings: terminal, signals, folder, children.
+"""How a process deals with its environment: terminal, signals, folder lock, child processes.
 
 Copy this one file: it needs nothing else.
 """
@@ -24,7 +24,7 @@ from typing import Any, TextIO, cast
 
 
 class Lossy(io.FileIO):
-    """A file whose writes succeed: what cannot be written is lost."""
+    """A file whose writes always succeed: what cannot be written is lost."""
 
     def write(self, content: Any, /) -> int:
         try:
@@ -37,7 +37,7 @@ class Lossy(io.FileIO):
 
 
 def ignore_output_errors() -> None:
-    """Let no write to stdout or stderr fail, whatever the characters; write each line at once."""
+    """Let no write to stdout or stderr fail, whatever its characters; write each line at once."""
     for name in ("stdout", "stderr"):
         with suppress(AttributeError, OSError):  # closed by the caller, or no file at all
             stream = getattr(sys, name)
@@ -47,7 +47,7 @@ def ignore_output_errors() -> None:
 
 
 def throttled_progress(say: Callable[[str], None], doing: str) -> Callable[[int], None]:
-    """Make a progress function that prints a count every few seconds, nothing for short work."""
+    """Make a progress function that prints a count every few seconds; short work prints none."""
     last = time.monotonic()
 
     def progress(count: int) -> None:
@@ -62,7 +62,7 @@ def throttled_progress(say: Callable[[str], None], doing: str) -> Callable[[int]
 # --- Errors of the whole run
 
 PROGRAM = "train_fsdp.py"  # in error messages; `config.make_config` sets it
-RANK0_REPORT_GRACE_SECONDS = 5.0  # that the other ranks leave to rank 0 for its error message
+RANK0_REPORT_GRACE_SECONDS = 5.0  # how long the other ranks let rank 0 print its error first
 
 
 def print_error(message: str, program: str | None = None) -> None:
@@ -75,8 +75,8 @@ def print_error(message: str, program: str | None = None) -> None:
 def usage_error(message: str, local: bool = False, program: str | None = None) -> int:
     """Print why a command is refused before any rank waits for another; return exit status 2.
 
-    Rank 0 prints it. The others wait a little, because a rank that leaves first makes its launcher
-    end rank 0 before it has printed; then they print what may be theirs alone (`local`: a GPU).
+    Rank 0 prints it. The others wait a little first: if one exits early, the launcher may kill
+    rank 0 before it has printed. Then they print an error that may be theirs alone (`local`).
     """
     rank = _rank()
     if rank != "0":
@@ -94,7 +94,7 @@ def _rank() -> str:
     return "0"
 
 
-# --- Signals, and a launcher that is gone
+# --- Signals, and what to do if the launcher is gone
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}  # they ask a run to stop
 
@@ -102,8 +102,8 @@ STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}  # they ask a run
 def listen_for_signals() -> list[int]:
     """Collect SIGTERM, SIGUSR1 and SIGINT in the list returned; a second Ctrl-C ends the process.
 
-    A thread does so, at once: Python calls a signal handler only when the main thread is back from
-    what it computes or waits for. The thread also ends a process whose torchrun is gone.
+    A thread does so, at once: Python would call a signal handler only after the main thread has
+    finished what it computes or waits for. The thread also ends a process whose torchrun is gone.
     """
     received: list[int] = []
     read, write = os.pipe()
@@ -128,7 +128,7 @@ def _listen(pipe: int, received: list[int], launcher: int) -> None:
 
     while True:
         ready, _, _ = select.select([pipe], [], [], 1.0)
-        # a shell may end before the run that it started; torchrun is the ranks' own
+        # only under torchrun: a shell may well end before the run that it started
         if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher:
             say(f"{PROGRAM}: error: torchrun is gone: this run ends without saving")
             os._exit(1)
@@ -148,12 +148,12 @@ def _listen(pipe: int, received: list[int], launcher: int) -> None:
 
 # A requeued job may find its own lock: a file system notices late that a node is lost.
 REQUEUE_WAIT_SECONDS = 300.0
-# A network file system may show a node late what another has written.
+# On a network file system one node may see another's writes late.
 SHOWN_AFTER_SECONDS = 30.0
 
 
 def read_owner(folder: str) -> str:
-    """Return what `lock_folder` has written of its process; empty where there is no lock."""
+    """Return what `lock_folder` wrote about its process; an empty text if there is no lock."""
     try:
         with open(os.path.join(folder, ".lock")) as file:
             return file.read()
@@ -174,9 +174,9 @@ def check_shared(folder: str, owner: str) -> None:
 def lock_folder(folder: str) -> TextIO:
     """Make `folder`, and keep other runs out of it until the file returned is closed.
 
-    The lock is flock's, on FOLDER/.lock: it ends with this process, whatever ends that. ValueError
-    where another run has it, with its process, or where the folder cannot be written. A lock that
-    this Slurm job took before it was requeued is waited for.
+    The lock is an flock on FOLDER/.lock: it is released when this process ends, however it ends. A
+    lock that this Slurm job took before it was requeued is waited for. ValueError if another run
+    has the lock (it says which process), or if the folder cannot be written.
     """
     job = os.environ.get("SLURM_JOB_ID")
     job_suffix = f", Slurm job {job}" if job else ""
@@ -217,7 +217,7 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
     them: the server is started with them blocked, and its processes inherit that.
     """
     context = multiprocessing.get_context("forkserver")
-    # what the server imports is shared by all workers; older Pythons' finds only what is installed
+    # All workers share what the server imports. Older Pythons' servers find only installed modules.
     context.set_forkserver_preload(["torch", "PIL.Image"])
     resource_tracker.ensure_running()  # first: its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

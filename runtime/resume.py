@@ -20,15 +20,15 @@ from runtime.pretrained import Pretrained, check_fits, read_pretrained, say_assu
 from runtime.run import Run
 from runtime.session import Session
 
-PAUSES = (1.0, 3.0, 8.0, 20.0)  # seconds before each new attempt at a read that failed
-MOST_FAILURES = 2  # saves in a row: one disk that is full for a while is no reason to end a run
+RETRY_DELAYS = (1.0, 3.0, 8.0, 20.0)  # seconds before each retry of a failed read
+MAX_CONSECUTIVE_FAILURES = 2  # of saves; fewer, as on a disk that is full for a while, are warnings
 Say = Callable[[str], None]  # prints a line, on rank 0
 
 
 def initial_values(run: Run) -> Callable[..., Tensor]:
-    """Return the function (name, shape, device) -> whole initial value that shard.apply takes.
+    """Return the init_fn of shard.apply: (name, shape, device) -> unsharded initial value.
 
-    With --init-from both are collective: rank 0 reads the file, AgreedError on all.
+    With --init-from both are collective: rank 0 reads the file; if that fails, AgreedError on all.
     """
     path = run.config.init_from
     model = run.model
@@ -56,7 +56,7 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
 def list_newest_first(run: Run, say: Say) -> list[Path]:
     """List the checkpoints that --resume allows, the furthest first. Collective.
 
-    AgreedError where --out must not hold any, or holds some further than the one to begin at.
+    AgreedError if --out must not hold any, or holds one further than the one to begin at.
     """
     what = run.config.resume
     out = run.config.out
@@ -83,11 +83,11 @@ def list_newest_first(run: Run, say: Say) -> list[Path]:
 def read_run_state(
     found: Sequence[Path], run: Run, say: Say, load: Callable[[Path], object] | None = None
 ) -> dict[str, Any]:
-    """`load` the first whole checkpoint of `found`; return its run state. Collective.
+    """`load` the first undamaged checkpoint of `found`; return its run state. Collective.
 
-    That is "step", "flags" and "scaler"; step 0 if `found` is empty. A damaged one is renamed, so
-    that none is ever overwritten, unless `load` is None. AgreedError for changed flags; where the
-    one asked for, or all, are damaged; where one cannot be read now.
+    That is "step", "flags" and "scaler"; step 0 if `found` is empty. Damaged checkpoints before it
+    are renamed, so none is ever overwritten, unless `load` is None. AgreedError if flags have
+    changed, if the one checkpoint asked for, or all, are damaged, or if one cannot be read now.
     """
     new = {"step": 0, "flags": {}, "scaler": None}
     damaged: list[Path] = []
@@ -101,9 +101,10 @@ def read_run_state(
             state = run_on_rank0(partial(read, path))
             if load:
                 _retry(say, load, path)
-        except (AgreedError, checkpoint.Damaged, OSError) as raised:  # the same on all ranks
-            error: Any = getattr(raised, "error", raised)
-            if run.config.resume != "auto" or not isinstance(error, checkpoint.Damaged):
+        except (AgreedError, checkpoint.CorruptCheckpointError, OSError) as raised:
+            error: Any = getattr(raised, "error", raised)  # the same on all ranks
+            corrupt = isinstance(error, checkpoint.CorruptCheckpointError)
+            if run.config.resume != "auto" or not corrupt:
                 raise AgreedError(str(raised), error=error) from raised
             say(f"warning: skipping unreadable checkpoint {raised}")
             damaged.append(path)
@@ -124,18 +125,18 @@ def _rename_damaged(paths: Sequence[Path]) -> None:
 
 
 def _retry(say: Say, work: Callable[[Any], Any], path: Any) -> Any:
-    """Return work(path); after an OSError, which may pass, try again after each of the PAUSES."""
-    for pause in PAUSES:
+    """Return work(path); retry after an OSError, which may pass, with the RETRY_DELAYS."""
+    for delay in RETRY_DELAYS:
         try:
             return work(path)
         except OSError as error:
-            say(f"warning: {error}: trying again in {pause:.0f} s")
-            time.sleep(pause)
+            say(f"warning: {error}: trying again in {delay:.0f} s")
+            time.sleep(delay)
     return work(path)
 
 
 def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
-    """List the flags that differ from the checkpoint's; ValueError where they must not."""
+    """List the flags that differ from the checkpoint's; ValueError for one that must not."""
     now = json.loads(json.dumps(run.record()))
     # not the path of --data: the same images may lie elsewhere by now
     images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
@@ -159,10 +160,10 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
 
 
 class CheckpointSchedule:
-    """Save the checkpoints of a run, when one is due, and remember where the weights are.
+    """Save the checkpoints of a run when they are due, and remember where the weights are.
 
-    Made by `resume`, with the run state of the checkpoint that was resumed; nothing is saved
-    without a saver: with --save-every none, --run-mode syn or io.
+    `resume` makes it, with the run state of the checkpoint that was resumed. Without a saver
+    (--save-every none, --run-mode syn or io) nothing is saved.
     """
 
     saver: checkpoint.Saver | None = None
@@ -203,7 +204,7 @@ class CheckpointSchedule:
         if self.saver.saved > before:  # in the background: the one before is on disk by now
             self.log.write("save", step=self.saver.saved, seconds=self.since - start)
         fatal = None
-        if self.saver.failures >= MOST_FAILURES or (self.saver.failures and wait):
+        if self.saver.failures >= MAX_CONSECUTIVE_FAILURES or (self.saver.failures and wait):
             fatal = problems.pop()
         for problem in problems:
             self.log.warn(f"{problem}; the run continues, the older checkpoints are kept")
@@ -222,7 +223,7 @@ class CheckpointSchedule:
             self.log.warn(problem)
 
     def finished(self) -> bool:
-        """Tell, and say, that no step is left to train."""
+        """Tell whether no step is left to train, and if so print it."""
         done = self.begin >= self.run.steps
         if done:
             self.log.say(f"already finished: all {self.run.steps} steps; {self.where(True)}")
@@ -244,8 +245,8 @@ class CheckpointSchedule:
 def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> CheckpointSchedule:
     """Load the first whole checkpoint of `found` into a train_fsdp.Training. Collective.
 
-    Returns the schedule of the saves to come, from the step to `begin` at. AgreedError as
-    `read_run_state` raises it.
+    Returns the schedule of the saves to come, from the step to `begin` at. AgreedError as in
+    `read_run_state`.
     """
     config = run.config
     log = session.log

@@ -77,7 +77,7 @@ class Run:
         return vit.flops_per_image(self.model, self.config.img_size, self.config.mask_ratio)
 
     def sharding_options(self) -> shard.ShardingOptions:
-        """Return the options of shard.apply: the flags of the same names, where they are given."""
+        """Return the options of shard.apply: the flags of the same names that are given."""
         given: dict[str, Any] = {}
         for option in fields(shard.ShardingOptions):
             value = getattr(self.config, option.name, None)
@@ -174,17 +174,17 @@ def with_images(run: Run, facts: "ImageFacts") -> Run:
 
 
 def check_masking(config: vit.ViTConfig, img_size: int, mask_ratio: float) -> int:
-    """Count the patches of an image; ValueError where none is left to predict."""
+    """Count the patches of an image; ValueError if none is left to predict."""
     patches = vit.patch_count(config, img_size)
     if vit.kept_patches(patches, mask_ratio) == patches:
         raise ValueError(f"--mask-ratio {mask_ratio} removes no patch: nothing to learn")
     return patches
 
 
-def plan_run(
+def try_plan(
     run: Run, device: torch.device | None, warn: Callable[[str], None], ran_out: bool = False
 ) -> dict[str, Any] | None:
-    """Plan a run, as of `plan_this_run`; None without a model and, with a warning, if it fails."""
+    """Plan a run with `plan_this_run`; None without a model or, with a warning, if that fails."""
     if run.config.run_mode == "io":
         return None
     try:
@@ -198,6 +198,6 @@ def plan_run(
             by_global_batch=run.config.global_batch is not None,
             ran_out=ran_out,
         )
-    except Exception as error:  # an estimate decides nothing: no run ends for want of it
+    except Exception as error:  # the plan is only an estimate: a run must not fail without it
         warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
         return None

@@ -19,7 +19,7 @@ from runtime.config import Config
 from runtime.devices import is_out_of_memory
 from runtime.image_source import check_folders
 from runtime.log import Log
-from runtime.run import Run, plan_run, resolve, resolve_on_nodes
+from runtime.run import Run, resolve, resolve_on_nodes, try_plan
 from runtime.watchdog import STARTUP_FACTOR, Watchdog
 
 
@@ -29,9 +29,9 @@ class Session:
     def __init__(
         self, ranks: mesh.Ranks, device: torch.device, run: Run, signals: Sequence[int]
     ) -> None:
-        """Connect to the other ranks and watch them; ConnectionError where it fails. Collective.
+        """Connect to the other ranks and watch them; ConnectionError if that fails. Collective.
 
-        `signals` grows by each signal that asks this process to stop.
+        `signals` is the list of `process.listen_for_signals`: it grows while the run goes on.
         """
         self.ranks = ranks
         self.device = device
@@ -58,8 +58,8 @@ class Session:
             self.watchdog.stop()
             raise ConnectionError(f"could not join the process group: {cause_of(error)}") from error
 
-    def lock_folder(self, out: str) -> None:
-        """Keep other runs out of `out`; AgreedError, status 2, where one is there. Collective."""
+    def claim_folder(self, out: str) -> None:
+        """Keep other runs out of `out`; AgreedError, status 2, if one is in there. Collective."""
         self.heartbeat(f"preparing {out} for this run alone")
 
         def lock() -> str:
@@ -72,7 +72,7 @@ class Session:
         self.heartbeat("preparing the run")
 
     def agree_on_nodes(self) -> Run:
-        """Return the run, whose default --group is a node; AgreedError, status 2. Collective.
+        """Return the run, with a node as its default --group; AgreedError, status 2. Collective.
 
         torchrun tells a rank only how many ranks its own node has, and nodes may differ.
         """
@@ -89,18 +89,18 @@ class Session:
         return self.run
 
     def give_up(self, text: str) -> None:
-        """Print and log why the run is ended from outside the training loop."""
+        """Print and log why the run ends, if not by the training loop itself."""
         process.print_error(f"{text}; {self.where_saved(False)}" if self.where_saved else text)
         self.log.write("end", reason="failed", problem=text)
 
     def fail(self, error: Exception) -> None:
-        """Say what has failed on this rank alone, and exit at once if there are other ranks.
+        """Say what has failed on this rank alone; exit at once if there are other ranks.
 
-        Their collectives fail then, or the watchdog ends them.
+        Then their collectives fail, or the watchdog ends them.
         """
         cause = cause_of(error)
         if is_out_of_memory(error):
-            plan = plan_run(self.run, self.device, self.log.warn, ran_out=True)
+            plan = try_plan(self.run, self.device, self.log.warn, ran_out=True)
             advice = f"plan: {plan['fit']}" if plan else "try a smaller --batch, or fewer --workers"
             cause = f"out of memory; {advice}; {cause}"
         elif isinstance(error, dist.DistError) or "third_party/gloo" in str(error):
@@ -115,7 +115,7 @@ class Session:
 
 
 def cause_of(error: Exception) -> str:
-    """Return the line of an error that names its cause, also of NCCL and of a loader worker."""
+    """Return the line that names the cause of an error, even one of NCCL or a loader worker."""
     text = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
     if "Traceback" in text:
         _, _, last_line = text.strip().rpartition("\n")
@@ -137,7 +137,7 @@ def run_session(
     except (ValueError, RuntimeError) as error:
         return process.usage_error(str(error), local=True)
     try:
-        # what is wrong on any nodes is said before the ranks meet, and the same on all of them
+        # flags that are wrong on any nodes are refused before the ranks meet, by all alike
         run = resolve(config, ranks.world_size, node_ranks=ranks.world_size)
     except ValueError as error:
         return process.usage_error(str(error))
@@ -161,16 +161,16 @@ def run_session(
     session.watchdog.stop()
     for lock in session.locks:
         lock.close()
-    dist.barrier(session.gloo)  # rank 0 serves the store: it leaves when nobody needs it any more
+    dist.barrier(session.gloo)  # rank 0 serves the store, so it must not leave before the others
     dist.destroy_process_group()
     return status
 
 
 @contextmanager
 def manual_gc() -> Iterator[None]:
-    """Collect garbage only where the loop calls gc.collect(): on one rank it stalls all others."""
+    """Collect garbage only when the loop calls gc.collect(): a rank that collects stalls all."""
     gc.collect()
-    gc.freeze()  # what exists now stays: never to be looked at again
+    gc.freeze()  # objects that exist now are permanent: keep the collector from scanning them
     gc.disable()
     try:
         yield

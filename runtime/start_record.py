@@ -14,11 +14,11 @@ import vit
 from runtime import devices
 from runtime.agreement import gather_to_rank0
 from runtime.device_batches import worker_count
-from runtime.run import Run, plan_run
+from runtime.run import Run, try_plan
 from runtime.session import Session
 
-# Of the matrices that are multiplied to time a CPU: large enough to be multiplied at full speed,
-# and small enough for a CPU that emulates bf16 or fp16, where a product of 768 takes a second.
+# The side of the matrices that are multiplied to time a CPU: large enough for full speed, and small
+# enough for a CPU that emulates bf16 or fp16, where a product of 768 takes a second.
 PRODUCT_SIDE = 384
 
 
@@ -31,9 +31,9 @@ def start_record(
     with torch.device("meta"):
         model = vit.ViTMAE(run.model, run.config.img_size)
     mesh_shape = dict.fromkeys(mesh.DIMENSIONS, 1)
-    mesh_shape |= zip(mesh.DIMENSIONS, run.mesh_shape, strict=False)  # without tp where it is 1
+    mesh_shape |= zip(mesh.DIMENSIONS, run.mesh_shape, strict=False)  # without tp if it is 1
     return run.record() | {
-        "planned": plan_run(run, device, warn),
+        "planned": try_plan(run, device, warn),  # memory, traffic and time: computed, not measured
         "peak_lr": run.peak_lr,
         "epoch_steps": run.epoch_steps,
         "device": "cuda" if on_gpu else "cpu",

@@ -1,12 +1,12 @@
 """Split each block over the ranks of a tensor-parallel group, as in Megatron-LM (arXiv 1909.08053).
 
-Of n ranks each computes 1/n of the heads of the attention and 1/n of the features inside of the
-MLP, for the same images, and holds only these rows or columns of the matrices:
+Each of n ranks computes 1/n of the attention's heads and 1/n of the features inside the MLP, for
+the same images, and holds only the rows or columns of the matrices that belong to them:
 
     x -> qkv, fc1 (split by rows) -> heads, GELU -> proj, fc2 (split by columns) -> all-reduce -> x
 
-Two all-reduces of the activations (B, T, D) in forward and two in backward, per block. Norms and
-what is outside of the blocks are computed by every rank of the group.
+A block has two all-reduces of the activations (B, T, D) in forward and two in backward. Every rank
+of the group computes the norms and what is outside the blocks.
 
 `split_block` edits a block of vit.py before FSDP2 shards it; `finish_split` needs an optimizer.
 """
@@ -60,9 +60,9 @@ def split_block(block: vit.Block, grid: DeviceMesh) -> None:
 def finish_split(model: nn.Module, optimizer: torch.optim.Optimizer, grid: DeviceMesh) -> None:
     """Share the inputs of a sharded model with split blocks; order the states of its optimizer.
 
-    All ranks of a tensor-parallel group compute with the inputs of its first rank: if a disk fails
-    one of them, it reads other images, and no collective sums the gradients of norms and embeddings
-    over the group. In state dicts of the optimizer too qkv has its usual order of rows.
+    All ranks of a tensor-parallel group compute with the inputs of its first rank. Otherwise a rank
+    whose disk fails would take other images, and no collective averages the gradients of norms and
+    embeddings over the group. qkv has its usual order of rows in the optimizer's state dicts, too.
     """
     group = grid["tp"].get_group()
 
@@ -72,7 +72,8 @@ def finish_split(model: nn.Module, optimizer: torch.optim.Optimizer, grid: Devic
                 dist.broadcast(tensor, group=group, group_src=0)
 
     model.register_forward_pre_hook(broadcast)
-    # It warns, at every use, of two collectives where one would do: of a few numbers, or in a save.
+    # DTensor warns each time it uses two collectives where one would do; here they are tiny, or
+    # only in a save.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     split: set[Tensor] = set()
     for module in model.modules():
@@ -100,8 +101,9 @@ def finish_split(model: nn.Module, optimizer: torch.optim.Optimizer, grid: Devic
     optimizer.register_load_state_dict_pre_hook(before_load)
 
 
-# The rows of qkv. Whole, they are q, k, v, each head by head. A part must have its heads' q, k and
-# v, and DTensor cuts a tensor into contiguous parts, so that the order is another while split.
+# The rows of qkv: in the usual order they are q, k, v, each head by head. A rank's part must hold
+# q, k and v of its heads, and DTensor shards a tensor into contiguous parts. So the order of the
+# rows is a different one while they are split.
 
 
 def _heads_by_rank(whole: Tensor, tp: int) -> Tensor:

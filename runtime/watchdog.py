@@ -13,7 +13,8 @@ from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-STARTUP_FACTOR = 4  # what is done for the first time, and each save, may take so many times as long
+# multiplies the time limit of a phase that runs for the first time, and of every save
+STARTUP_FACTOR = 4
 
 
 class Beat(NamedTuple):
@@ -29,10 +30,10 @@ class Watchdog:
     """End a run whose ranks wait for one that makes no progress, and name that rank.
 
     The main thread calls `heartbeat` when it begins something; a thread publishes that through the
-    ranks' store. When one has waited for `seconds`, rank 0 names the ranks that are silent or
-    behind; these print their stacks, and all exit. A second thread, which no store can block, says
-    what takes long and ends a rank that rank 0 does not answer; should Python itself hang,
-    faulthandler does so.
+    ranks' store. When a rank has waited for `seconds`, rank 0 names the ranks that are silent or
+    behind; these print their stacks, and all exit. A second thread, which the store cannot block,
+    says what takes long, and ends this rank if rank 0 does not answer. If Python itself hangs,
+    faulthandler ends it.
     """
 
     def __init__(

@@ -1,12 +1,13 @@
 """Open the weights that other programs have saved, and read what they say of them.
 
-A file of the official MAE, of timm or of convert.py, a folder of transformers or of timm's
-`save_for_hf`. No code in a file is run. Where a configuration asks for something that vit.ViTMAE
-does not have, and that the shapes of the weights do not show, it is refused by name.
+That is a file of the official MAE, of timm or of convert.py, or a folder of transformers or of
+timm's `save_for_hf`. vit.ViTMAE uses the names of the official MAE and of timm, so only weights of
+transformers are renamed. No code in a file is run. If a configuration asks for something that
+vit.ViTMAE does not have, and that the shapes of the weights do not show, it is refused by name.
 
-What is said of weights is a dictionary by the names of the flags and records of a run: img_size,
-norm_pix_loss, mask_ratio, channel_mean, channel_std, image_dtype, step; instead of a run's model
-and channels, `config` may hold the fields of vit.ViTConfig, and `heads` one of them.
+What a source says of its weights (`Said`) is a dictionary whose keys are flags and records of a
+run: img_size, norm_pix_loss, mask_ratio, channel_mean, channel_std, image_dtype, step. Instead of a
+run's model and channels it may have `config`, with the fields of vit.ViTConfig, or only `heads`.
 """
 
 import argparse
@@ -26,9 +27,9 @@ Weights = dict[str, Tensor]
 Said = dict[str, Any]
 NOTE = "pretrained"  # the key in a file under which convert.py describes the model
 NORM_EPS = 1e-6  # of vit.ViTMAE and of the official release; transformers' default is 1e-12
-LARGEST_EPS = 1e-5  # beyond it features are not those of the model that was trained
+LARGEST_EPS = 1e-5  # with a larger one features are not those of the model that was trained
 
-# Our names and those in transformers' files: parts of names, replaced from the first to the last.
+# Parts of our names and of those in transformers' files, replaced in this order.
 NAMES = (
     ("cls_token", "vit.embeddings.cls_token"),
     ("pos_embed", "vit.embeddings.position_embeddings"),
@@ -59,7 +60,7 @@ CONFIG = {
     "decoder_depth": "decoder_num_hidden_layers",
     "decoder_heads": "decoder_num_attention_heads",
 }
-# What a config.json of transformers may say where this model has no choice: the first value is
+# The values in a config.json of transformers that vit.ViTMAE supports, by key; the first is
 # transformers' default.
 TRANSFORMERS_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("gelu", "gelu_python"),  # the same function; the other GELUs are approximations
@@ -67,7 +68,7 @@ TRANSFORMERS_VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "auto_map": (None,),  # a model with code of its own
 }
-# Arguments of timm's models that the shapes of weights show, or that change no weight.
+# Arguments of timm's models that show in the shapes of the weights, or that change no weight.
 TIMM_ARGUMENTS = {
     "depth",
     "embed_dim",
@@ -84,9 +85,9 @@ TIMM_ARGUMENTS = {
 
 
 def read_weight_file(path: Path) -> tuple[Weights, Said]:
-    """Read a file or a folder -> weights by the names of vit.ViTMAE, and what is said of them.
+    """Read a file or a folder -> weights by the names of vit.ViTMAE, what is said of them.
 
-    ValueError, OSError, or what reading a file of other content raises.
+    ValueError, OSError, or any other error that a file of another kind causes.
     """
     said: Said = {}
     files = [path]
@@ -114,8 +115,7 @@ def list_weight_files(folder: Path) -> list[Path]:
     """List the files that hold a folder's weights, as transformers and timm choose them.
 
     One file before its shards, safetensors before torch.save; other files, such as
-    model.fp16.safetensors or shards of an earlier save, are not read. ValueError where there is
-    none.
+    model.fp16.safetensors or shards of an earlier save, are not read. ValueError if there is none.
     """
     for name in "model.safetensors", "pytorch_model.bin":
         single = folder / name
@@ -131,7 +131,7 @@ def list_weight_files(folder: Path) -> list[Path]:
 def read_torch_file(path: Path) -> tuple[Weights, Said]:
     """Read a file of torch.save -> its tensors by name, and what it says of them.
 
-    Where it has a moving average of the weights too, that is read, as timm does.
+    If it also has a moving average of the weights, that is read instead, as timm does.
     """
     try:  # the official training code saves its arguments, a Namespace
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -171,7 +171,7 @@ def read_safetensors(path: Path) -> tuple[Weights, Said]:
 
 
 def clean_names(weights: Mapping[str, Tensor]) -> Weights:
-    """Return the weights without a classifier's head, and without what DDP and compile prepend."""
+    """Drop a classifier's head, and the prefixes of DDP and torch.compile."""
     found: Weights = {}
     for name, tensor in weights.items():
         clean = re.sub(r"^(module\.|_orig_mod\.)+", "", name)
@@ -201,7 +201,7 @@ def from_transformers(weights: Mapping[str, Tensor]) -> Weights:
 
 
 def read_config(folder: Path) -> Said:
-    """Read the config.json of transformers or timm, and what lies beside it; ValueError."""
+    """Read the config.json of transformers or timm, and files beside it; ValueError."""
     config = json.loads((folder / "config.json").read_bytes())
     if config.get("model_type") == "vit_mae":
         said = read_transformers_config(config, folder)
@@ -217,7 +217,7 @@ def read_config(folder: Path) -> Said:
 def read_transformers_config(config: Said, folder: Path) -> Said:
     """Return what the config.json of a vit_mae model says; KeyError, ValueError.
 
-    The widths that it has besides CONFIG are checked by the shapes of the weights.
+    The shapes of the weights check the widths that are not in CONFIG.
     """
     for key, values in TRANSFORMERS_VALUES.items():
         found = config.get(key, values[0])
@@ -236,7 +236,7 @@ def read_transformers_config(config: Said, folder: Path) -> Said:
 
 
 def check_epsilon(epsilon: float, folder: Path) -> None:
-    """Warn where the epsilon of the norms differs from ours; ValueError where it is large."""
+    """Warn if the epsilon of the norms differs from ours; ValueError if it is large."""
     if epsilon == NORM_EPS:
         return
     what = f"the norms of {folder} have an epsilon of {epsilon:g}, here {NORM_EPS:g}"

@@ -1,1 +1,1 @@
-"""Images on disk: paths, image_list, arrays; above them stacking, then checking, then packing."""
+"""Images on disk: paths, image_list, arrays; stacking uses them, checking that, packing all."""

@@ -1,6 +1,6 @@
-"""Read what is no picture as bands: TIFF of any bands, JPEG 2000, .npy of any type.
+"""Read rasters that are no pictures (see data.py) as bands: TIFF, JPEG 2000, .npy of any type.
 
-TIFF is read by the package tifffile. Training reads what comes out of here from a pack.
+The package tifffile reads TIFF. `prepare.py pack` writes these bands into a pack, as arrays.
 """
 
 import io
@@ -15,15 +15,15 @@ from PIL.ExifTags import Base as Tag
 
 import data
 
-GDAL_NODATA = 42113  # tag of TIFF: the number that stands for a missing pixel, as text
-MASK = 4  # a bit of a page's subfile type
-READ_AT_ONCE = 2**22  # bytes of a TIFF that are held beside its pixels
+GDAL_NODATA = 42113  # a tag of TIFF: the number that stands for a missing pixel, as text
+MASK = 4  # the bit of TIFF's tag NewSubfileType that says that a page is a mask
+READ_AT_ONCE = 2**22  # bytes of a TIFF that are held in addition to its pixels
 INSTALL = "pip install tifffile imagecodecs"
-EXACT_IN_FLOAT32 = 2**24  # every whole number up to it
+EXACT_IN_FLOAT32 = 2**24  # float32 holds every whole number up to this one
 
 
 class TooLargeError(ValueError):
-    """A header promises more pixels than are read."""
+    """A header promises more pixels than we read."""
 
 
 class Band(NamedTuple):
@@ -31,18 +31,18 @@ class Band(NamedTuple):
 
     stored: np.ndarray  # (h, w)
     nodata: float | None = None  # the number for a missing pixel
-    mask: np.ndarray | None = None  # (h, w) bool, False where a pixel is missing
+    mask: np.ndarray | None = None  # (h, w) bool, False for a missing pixel
 
 
 class Bands:
-    """An image (C, H, W) of a type that training takes, made channel by channel when it is used.
+    """An image (C, H, W) of a dtype that training takes, made channel by channel when it is used.
 
-    So what is held is what the files store, and one channel more. A band of another resolution is
-    resampled to the first one's, by the nearest pixel; what is missing is NaN. ValueError for
-    numbers that no type of training holds.
+    So memory holds only what the files store, and one channel more. A band of another resolution is
+    resampled to that of the first band, by the nearest pixel; missing pixels become NaN. ValueError
+    for numbers that no dtype of training holds.
     """
 
-    packed_only = True  # training reads such a file from a pack only
+    packed_only = True  # training can read such a file only from a pack
 
     def __init__(self, bands: Sequence[Band]) -> None:
         self.bands = bands
@@ -64,8 +64,9 @@ class Bands:
 def read_image(file: IO[bytes], nodata: float | None = None) -> Image.Image | Bands:
     """Read a file as `pack` does -> a picture, not decoded yet, or bands.
 
-    Pixels of `nodata`, or of what the file calls so, are NaN. ValueError, or what a decoder raises,
-    where it cannot be read; ImportError where tifffile is missing.
+    A pixel becomes NaN if it equals `nodata` (by default the file's own nodata value), or if a mask
+    in the file hides it. ValueError, or an error of a decoder, if the file cannot be read;
+    ImportError without tifffile.
     """
     image = open_whole_picture(file)
     if image:
@@ -78,13 +79,13 @@ def read_image(file: IO[bytes], nodata: float | None = None) -> Image.Image | Ba
 
 
 def open_whole_picture(file: IO[bytes]) -> Image.Image | None:
-    """Open what is a picture to training; None for what is more, or no picture at all."""
+    """Open a file that training takes as a picture; None if it is more, or no picture at all."""
     start = read_start(file)
     if start.startswith(data.NUMPY_START):
         return None
     try:
         if start.startswith(data.TIFF_STARTS):
-            image: Any = Image.open(file)  # which reads its header only
+            image: Any = Image.open(file)  # reads only the header
             data.check_picture(image)
         else:
             image, _ = data.open_image(file.read())
@@ -112,7 +113,7 @@ def declares_missing(image: Image.Image) -> bool:
 
 
 def read_bands(file: IO[bytes], nodata: float | None = None) -> Bands:
-    """Read any image file as the bands that it stores, as `read_image`; all may be nodata."""
+    """Read any image file as the bands that it stores; `nodata` as in `read_image`."""
     start = read_start(file)
     if start.startswith(data.TIFF_STARTS):
         return Bands(read_tiff(file, nodata))
@@ -125,13 +126,13 @@ def read_bands(file: IO[bytes], nodata: float | None = None) -> Bands:
     image = data.open_picture(content)
     if image.format == "JPEG2000":
         return Bands(split_bands(read_jpeg2000(image, content), nodata))
-    if image.mode in ("1", "P", "PA"):  # of bits, and of colours in a table
+    if image.mode in ("1", "P", "PA"):  # bits, or indices into a table of colours
         image = image.convert("RGB")
     return Bands(split_bands(np.asarray(image), nodata))
 
 
 def split_bands(array: np.ndarray, nodata: float | None) -> list[Band]:
-    """Take an array (C, H, W), (H, W), or (H, W, C) apart; ValueError for any other."""
+    """Split an array (C, H, W), (H, W) or (H, W, C) into its bands; ValueError for any other."""
     array = channels_first(array)
     if array.ndim != 3 or not array.size:
         raise ValueError(data.describe_wrong_array(array))
@@ -139,7 +140,7 @@ def split_bands(array: np.ndarray, nodata: float | None) -> list[Band]:
 
 
 def channels_first(array: np.ndarray) -> np.ndarray:
-    """Make (C, H, W) of (H, W), and of (H, W, C) with at most four channels."""
+    """Turn (H, W), or (H, W, C) with at most four channels, into (C, H, W)."""
     if array.ndim == 2:
         return array[None]
     if array.ndim == 3 and array.shape[2] <= 4 < min(array.shape[:2]):
@@ -148,9 +149,9 @@ def channels_first(array: np.ndarray) -> np.ndarray:
 
 
 def read_tiff(file: IO[bytes], nodata: float | None) -> list[Band]:
-    """Decode all bands of a TIFF; ValueError where it is broken, ImportError without a package.
+    """Decode all bands of a TIFF; ValueError if it is broken, ImportError without a package.
 
-    Bands are in the order of the file: page by page, and in a page sample by sample.
+    The bands are in the order of the file: page by page, and in a page sample by sample.
     """
     try:
         import tifffile
@@ -158,7 +159,7 @@ def read_tiff(file: IO[bytes], nodata: float | None) -> list[Band]:
         raise ImportError(f"this TIFF needs a package: type `{INSTALL}`") from None
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what it logs names no file
     try:
-        # Pillow may have moved the file's position: a new reader does not rely on the former one.
+        # Pillow may have moved the position in the file: a new reader starts afresh.
         with tifffile.TiffFile(io.BufferedReader(file)) as tiff:  # type: ignore[type-var]
             return decode_tiff(tiff, nodata)
     except Exception as error:  # tifffile raises many kinds for a broken file
@@ -188,7 +189,7 @@ def decode_tiff(tiff: Any, nodata: float | None) -> list[Band]:
             mask = shown if mask is None else mask & shown
     bands = []
     for series in same:
-        # In one thread, or each would hold a part of its own.
+        # In one thread: each further one would hold a part of its own.
         pixels = series.asarray(maxworkers=1, buffersize=READ_AT_ONCE)
         bands += [Band(band, nodata, mask) for band in split_planes(pixels, series.axes)]
     return bands
@@ -200,13 +201,13 @@ def plane_size(series: Any) -> tuple[int, int]:
 
 
 def split_planes(pixels: np.ndarray, axes: str) -> list[np.ndarray]:
-    """Take an array, whose axes tifffile names by letters, apart into (h, w), without a copy."""
+    """Split an array into planes (h, w), without copying; tifffile names its axes by letters."""
     planes = np.moveaxis(pixels, (axes.index("Y"), axes.index("X")), (-2, -1))
     return [planes[index] for index in np.ndindex(planes.shape[:-2])]
 
 
 def read_nodata(text: Any) -> float | None:
-    """Read GDAL's tag; None where it holds no number."""
+    """Read GDAL's tag; None if it holds no number."""
     try:
         return float(str(text).strip("\0 "))
     except ValueError:
@@ -214,7 +215,7 @@ def read_nodata(text: Any) -> float | None:
 
 
 def read_jpeg2000(image: Image.Image, content: bytes) -> np.ndarray:
-    """Decode JPEG 2000 (C, H, W), as stored; ValueError for what Pillow does not keep."""
+    """Decode JPEG 2000 (C, H, W), as stored; ValueError if Pillow would lose bits or signs."""
     components, bits, signed = data.jpeg2000_kind(content)
     if signed:
         raise ValueError("JPEG 2000 of signed numbers")
@@ -224,13 +225,13 @@ def read_jpeg2000(image: Image.Image, content: bytes) -> np.ndarray:
             "convert it to GeoTIFF (gdal_translate)"
         )
     pixels = np.asarray(image)
-    # Pillow moves the bits up until they fill the type.
+    # Pillow shifts the bits up until they fill the dtype; this undoes it.
     pixels = pixels >> (8 * pixels.dtype.itemsize - bits)
     return channels_first(pixels)
 
 
 def type_for_training(band: Band) -> np.dtype:
-    """Return the type of a band in training: its own, or float32; ValueError for complex."""
+    """Return the dtype of a band in training: its own, or float32; ValueError if it is complex."""
     dtype = band.stored.dtype
     if dtype.kind not in "biuf":
         raise ValueError(f"pixels of {dtype}: store real numbers, such as the magnitude")
@@ -242,12 +243,12 @@ def type_for_training(band: Band) -> np.dtype:
 
 
 def may_miss_pixels(band: Band) -> bool:
-    """Tell whether there is a mask, or a number for missing pixels that the type can hold."""
+    """Tell whether there is a mask, or a number for missing pixels that the dtype can hold."""
     return band.mask is not None or can_store(band.stored.dtype, band.nodata)
 
 
 def can_store(dtype: np.dtype, nodata: float | None) -> bool:
-    """Tell whether a pixel of this type can be `nodata`; NaN is nodata in any case."""
+    """Tell whether a pixel of this dtype can be `nodata`; False for NaN, nodata in any case."""
     if nodata is None or math.isnan(nodata):
         return False
     if dtype.kind == "f":
@@ -267,8 +268,8 @@ def find_missing(band: Band) -> np.ndarray:
 
 
 def pixels_for_training(band: Band, dtype: np.dtype) -> np.ndarray:
-    """Convert a band to a type of training (h, w), missing pixels to NaN."""
-    with np.errstate(over="ignore"):  # what becomes infinite is refused by `check_bands`
+    """Convert a band to a dtype of training (h, w), and missing pixels to NaN."""
+    with np.errstate(over="ignore"):  # `check_bands` refuses pixels that become infinite
         if not may_miss_pixels(band):
             return band.stored.astype(dtype, copy=False)
         pixels = band.stored.astype(dtype)
@@ -277,7 +278,7 @@ def pixels_for_training(band: Band, dtype: np.dtype) -> np.ndarray:
 
 
 def resample_nearest(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Give (h, w) the size (height, width): each pixel is that nearest to its centre."""
+    """Resample (h, w) to (height, width): each new pixel takes the one nearest to its centre."""
     if pixels.shape == (height, width):
         return pixels
     rows = np.floor((np.arange(height) + 0.5) * pixels.shape[0] / height).astype(int)
@@ -286,14 +287,14 @@ def resample_nearest(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def check_bands(bands: Bands) -> None:
-    """ValueError where training could not take an image of these bands, or all is nodata."""
+    """Raise ValueError if training cannot take an image of these bands, or all is nodata."""
     data.check_shape(bands.shape)
     if bands.dtype.kind == "f":
         data.check_pixels(bands)
 
 
 def check_range(band: Band) -> None:
-    """ValueError for whole numbers that float32 would round."""
+    """Raise ValueError for whole numbers that float32 would round."""
     dtype = band.stored.dtype
     if dtype.kind in "iu" and dtype.itemsize > 2:
         valid = band.stored[~find_missing(band)].astype(np.float64)

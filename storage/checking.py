@@ -1,4 +1,4 @@
-"""Read every image of a folder in several processes: which are broken, mean and deviation."""
+"""Read all images of a folder in several processes: find broken ones, measure the others."""
 
 import json
 import math
@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 import data
-from checkpoint import replacing
+from checkpoint import atomic_write
 from runtime import process
 from storage.arrays import Bands, declares_missing, read_image
 from storage.image_list import ImageList
@@ -24,7 +24,7 @@ from storage.paths import stats_file
 from storage.stacking import SceneList
 
 PART = 64  # images that a process reads before it reports
-LARGE = 2**22  # pixels of an image, beyond which some of its rows and columns are enough
+LARGE = 2**22  # pixels; of a larger image only some rows and columns are measured
 DEEP_GREY = "16-bit grey"
 Say = Callable[[str], None]
 
@@ -34,8 +34,8 @@ class Kind(NamedTuple):
 
     channels: int
     dtype: str
-    packed_only: bool  # training reads such a file from a pack only
-    mode: str = ""  # of a picture, which training takes as RGB: as `picture_mode`
+    packed_only: bool  # training can read such a file only from a pack
+    mode: str = ""  # of a picture, which training takes as RGB: see `picture_mode`
 
     def __str__(self) -> str:
         text = f"{self.channels} channels of {self.dtype}"
@@ -59,15 +59,15 @@ def picture_mode(image: Image.Image) -> str:
 class Report:
     """What was found in some images; `add` joins two reports."""
 
-    problems: list[str] = field(default_factory=list)  # of each image that cannot be read
-    kinds: Counter[Kind] = field(default_factory=Counter)  # how many images
-    first: dict[Kind, str] = field(default_factory=dict)  # the path of one
+    problems: list[str] = field(default_factory=list)  # a sentence for each unreadable image
+    kinds: Counter[Kind] = field(default_factory=Counter)  # kind -> number of images
+    first: dict[Kind, str] = field(default_factory=dict)  # kind -> path of one image
     declaring: int = 0  # pictures that say which of their pixels are missing
-    # By (channels, dtype) (4, C) float64: sums over images of their number, mean, squared mean and
-    # variance, each of the pixels that are not nodata.
+    # (channels, dtype) -> (4, C) float64: the number of images, and the sums over them of mean,
+    # squared mean and variance, all without pixels that are nodata
     sums: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
-    values: int = 0  # of arrays of float32
-    missing: int = 0  # of these, NaN: nodata
+    values: int = 0  # number of values in float32 arrays
+    missing: int = 0  # how many of these are NaN: nodata
 
     def count(self, kind: Kind, path: str, declaring: bool) -> None:
         """Count an image that can be read."""
@@ -86,14 +86,14 @@ class Report:
         self.missing += other.missing
 
     def count_of_most_frequent(self) -> int:
-        """Count the images of the channels and type that most have."""
+        """Count the images that have the most frequent channels and dtype."""
         counts: Counter[tuple[int, str]] = Counter()
         for kind, count in self.kinds.items():
             counts[kind.channels, kind.dtype] += count
         return max(counts.values(), default=0)
 
     def say_kinds(self, say: Say) -> None:
-        """Print how many images there are of each kind, and what to do where they differ."""
+        """Print how many images there are of each kind, and what to do if they differ."""
         several = len(self.kinds) > 1
         for kind, count in self.kinds.most_common():
             say(f"{count} images: {kind}" + (f", such as {self.first[kind]}" if several else ""))
@@ -116,9 +116,9 @@ class Report:
 def for_each(
     work: Callable[..., Any], workers: int, say: Say, *columns: Sequence[Any]
 ) -> Iterator[Any]:
-    """Yield the results of work as `map` does, in several processes; one worker is this one.
+    """Yield the results of work as `map` does, in several processes; with one worker in this one.
 
-    The last column has parts of a list of images. RuntimeError where a worker process dies.
+    The last column has parts of a list of images. RuntimeError if a worker process dies.
     """
     progress = process.throttled_progress(say, "reading")
     done = 0
@@ -137,9 +137,9 @@ def for_each(
 
 
 def read_part(nodata: float | None, files: ImageList) -> Report:
-    """Read images as `read_image` does, and measure them; raises as `noting_problems`.
+    """Read images as `read_image` does, and measure them; for errors see `noting_problems`.
 
-    Of a large image every k-th row and column is measured.
+    Only every k-th row and column of a large image is measured.
     """
     report = Report()
     for index in range(len(files)):
@@ -150,7 +150,7 @@ def read_part(nodata: float | None, files: ImageList) -> Report:
 
 @contextmanager
 def noting_problems(report: Report, files: ImageList | SceneList, index: int) -> Iterator[None]:
-    """Note that an image cannot be read; raise any error that is not the file's own."""
+    """Note that an image cannot be read; pass on errors that are not the file's fault."""
     path = files.path(index)
     try:
         yield
@@ -161,12 +161,12 @@ def noting_problems(report: Report, files: ImageList | SceneList, index: int) ->
     except Exception as error:  # Pillow raises many kinds for a broken file
         lost = isinstance(error, FileNotFoundError) and files.sizes[index] > 0
         if lost or not data.is_file_error(error):
-            raise  # a file system that goes away is no broken image
+            raise  # a file that has vanished: the file system failed, not the image
         report.problems.append(f"{path}: {data.describe_file_error(error)}")
 
 
 def measure_image(file: IO[bytes], path: str, nodata: float | None, report: Report) -> None:
-    """Add what is found in one image to a report; raises where it cannot be read."""
+    """Add what is found in one image to a report; raise if it cannot be read."""
     image = read_image(file, nodata)
     kind = kind_of(image)
     declaring = False
@@ -177,7 +177,7 @@ def measure_image(file: IO[bytes], path: str, nodata: float | None, report: Repo
     else:
         channels = image
     sums, values, missing = measure_channels(channels)
-    # All of it is read: only now is the image counted.
+    # The image is counted only now, when all of it has been read.
     report.count(kind, path, declaring)
     key = (kind.channels, kind.dtype)
     report.sums[key] = report.sums.get(key, 0) + sums
@@ -186,23 +186,23 @@ def measure_image(file: IO[bytes], path: str, nodata: float | None, report: Repo
 
 
 def kind_of(image: Image.Image | Bands) -> Kind:
-    """Return what training takes an image for."""
+    """Return the kind that an image has in training."""
     if isinstance(image, Bands):
         return Kind(len(image), image.dtype.name, image.packed_only)
     return Kind(3, "uint8", packed_only=False, mode=picture_mode(image))
 
 
 def measure_channels(channels: Iterable[np.ndarray]) -> tuple[np.ndarray, int, int]:
-    """Measure channels (H, W) -> (4, C), and how many float32 values there are, and NaN of these.
+    """Measure channels (H, W) -> (4, C), the number of float32 values, how many of them are NaN.
 
-    Of each channel 1, mean, squared mean, variance; 0 where it is NaN.
+    Each channel gives 1, mean, squared mean and variance, or zeros if all of it is NaN.
     """
     found = []
     values = 0
     missing = 0
     for channel in channels:
-        every = max(1, math.isqrt(channel.size // LARGE))
-        some = channel[::every, ::every]
+        stride = max(1, math.isqrt(channel.size // LARGE))
+        some = channel[::stride, ::stride]
         if channel.dtype.kind == "f":
             values += channel.size
             missing += int(np.isnan(channel).sum())
@@ -225,7 +225,7 @@ def read_folder(files: ImageList, workers: int, say: Say, nodata: float | None =
 
 
 def check_images(files: ImageList, workers: int, say: Say, nodata: float | None = None) -> int:
-    """Decode every image, name the unreadable ones, return their number."""
+    """Decode every image, name the unreadable ones, and return their number."""
     report = read_folder(files, workers, say, nodata)
     for problem in report.problems:
         say(problem)
@@ -237,7 +237,7 @@ def check_images(files: ImageList, workers: int, say: Say, nodata: float | None 
 def write_stats(files: ImageList, workers: int, say: Say, nodata: float | None = None) -> None:
     """Measure all images and write their statistics where training looks for them.
 
-    ValueError where no image can be read.
+    ValueError if no image can be read.
     """
     report = read_folder(files, workers, say, nodata)
     report.say_kinds(say)
@@ -247,8 +247,8 @@ def write_stats(files: ImageList, workers: int, say: Say, nodata: float | None =
 def save_stats(files: ImageList, report: Report, say: Say, bands: Sequence[str] = ()) -> None:
     """Write the statistics of the images that a report is about, and the names of their bands.
 
-    Every image has the same weight, as in training. Where images differ in channels or type, those
-    of the most frequent kind are taken. ValueError where no image can be read.
+    Every image has the same weight, as in training. If images differ in channels or dtype, those of
+    the most frequent kind are taken. ValueError if no image can be read.
     """
     if not report.sums:
         raise ValueError(f"no image in {files.root} can be read: {report.problems[0]}")
@@ -256,11 +256,11 @@ def save_stats(files: ImageList, report: Report, say: Say, bands: Sequence[str] 
     channels, dtype = key
     count, means, squares, variances = report.sums[key]  # (C,) each
     measured = int(count.max())
-    count = np.maximum(count, 1)  # of a channel that is nodata in all images
+    count = np.maximum(count, 1)  # it is 0 for a channel that is nodata in all images
     scale = 255 if dtype == "uint8" else 1
     mean = means / count
     std = np.sqrt(np.maximum((variances + squares) / count - mean**2, 0))
-    std[std <= 1e-7 * abs(mean)] = scale  # a constant: less than float32 tells apart
+    std[std <= 1e-7 * abs(mean)] = scale  # a constant channel: float32 shows no difference
     text: dict[str, Any] = {
         "mean": (mean / scale).tolist(),
         "std": (std / scale).tolist(),
@@ -269,6 +269,6 @@ def save_stats(files: ImageList, report: Report, say: Say, bands: Sequence[str] 
     if bands:
         text["bands"] = list(bands)
     path = stats_file(files.root)
-    with replacing(Path(path)) as stream:
+    with atomic_write(Path(path)) as stream:
         stream.write(json.dumps(text).encode())
     say(f"{path}: {measured} of {len(files)} images, {channels} channels of {dtype}")

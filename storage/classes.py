@@ -14,7 +14,7 @@ def describe_classes(files: Any) -> list[str]:
     """Describe the classes of a data.ImageFolder or an ImageList -> sentences, for a person.
 
     The first says how many there are, and some names with their images; the others begin with
-    "warning:". ValueError where there are fewer than two classes.
+    "warning:". ValueError if there are fewer than two classes.
     """
     counts = Counter(int(label) for label in files.labels if label >= 0)
     names = [files.classes[label] for label in sorted(counts)]
@@ -46,7 +46,7 @@ def classes_of_several_folders(files: Any) -> list[list[str]]:
         if label >= 0:
             folder = os.path.dirname(image_name(files, index))
             name = files.classes[label]
-            while os.path.basename(folder) != name:  # of CLASS/images
+            while os.path.basename(folder) != name:  # from CLASS/images to CLASS
                 folder = os.path.dirname(folder)
             folders[int(label)].add(folder)
     return [sorted(found) for _, found in sorted(folders.items()) if len(found) > 1]

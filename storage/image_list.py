@@ -23,8 +23,8 @@ from storage.paths import is_pack
 class ImageList:
     """The images below one folder, or of a pack of them: a data.ImageSource.
 
-    One array, no Python object per image. With an `index_file` a copy of the list in another
-    process is that file mapped into memory: a million images take 80 MB of a node, once.
+    It is one array, with no Python object per image. If it has an `index_file`, a copy in another
+    process maps that file into memory: a million images take 80 MB, once per node.
     """
 
     root: str
@@ -61,30 +61,30 @@ class ImageList:
         return os.fsdecode(self.table[index]["name"])
 
     def path(self, index: int) -> str:
-        """Return an image's path for messages; in a pack, that of the shard and the member."""
+        """Return an image's path for messages; in a pack, the path of the shard and the member."""
         if not self.shards:
             return os.path.join(self.root, self.name(index))
         shard = self.shards[self.table[index]["shard"]]
         return os.path.join(self.root, shard, self.name(index))
 
     def read(self, index: int) -> bytes:
-        """Read a whole image file; OSError."""
+        """Read a whole image file; OSError if it cannot be read."""
         with self.open(index) as file:
             return file.read()
 
     def open(self, index: int) -> IO[bytes]:
-        """Open an image file, of which parts may be read; that of a pack is in memory; OSError."""
+        """Open an image file, to read parts of it; from a pack, read it into memory. OSError."""
         if not self.shards:
             return open(self.path(index), "rb", buffering=0)
         row = self.table[index]
         file = self.open_shard(self.shards[row["shard"]])
-        # Not mapped: a parallel file system would be asked for one page at a time.
+        # Not mapped into memory: that would ask a parallel file system for one page at a time.
         return io.BytesIO(read_range(file.fileno(), int(row["start"]), int(row["size"])))
 
     def open_shard(self, name: str) -> io.FileIO:
-        """Open a shard of the pack, or take it from those that are open.
+        """Return an open shard of the pack; open it first if necessary.
 
-        Half of the files that a process may open are left to others, such as the loader.
+        Half of the files that a process may open are left for other uses, such as the loader's.
         """
         if name in self.opened:
             return self.opened[name]
@@ -98,7 +98,7 @@ class ImageList:
 
 
 def read_range(descriptor: int, start: int, size: int) -> bytes:
-    """Read `size` bytes of an open file, fewer at its end: Linux reads at most 2 GiB at once."""
+    """Read `size` bytes of an open file, or up to its end; Linux reads at most 2 GiB at once."""
     parts = []
     while size > 0:
         part = os.pread(descriptor, size, start)
@@ -111,7 +111,7 @@ def read_range(descriptor: int, start: int, size: int) -> bytes:
 
 
 def make_table(names: list[bytes], *columns: Any) -> np.ndarray:
-    """Make the array of a list (N,): path, class, bytes; in a pack, which shard and where in it."""
+    """Make the array of a list (N,): path, class, bytes; in a pack also its shard and place."""
     longest = max(len(name) for name in names)
     kinds = [("name", f"S{longest}"), ("label", "i4"), ("size", "i8")]
     table = np.zeros(len(names), [*kinds, ("shard", "i4"), ("start", "i8")])
@@ -130,7 +130,7 @@ def list_images(
 ) -> ImageList:
     """List a folder as `data.scan` does, and the bytes of its files; or load a pack's list.
 
-    Says how many files are left out, and why. OSError or ValueError as `data.scan`.
+    Says how many files are left out, and why. OSError or ValueError as in `data.scan`.
     """
 
     def size(name: str) -> int:
@@ -143,14 +143,14 @@ def list_images(
     found = data.scan(root, throttled_progress(say, "listing"), include=include, exclude=exclude)
     if found.left_out:
         say(f"{root}: {len(found)} images; left out {data.describe_counts(found.left_out)}")
-    with ThreadPool(16) as threads:  # a parallel file system takes long for each
+    with ThreadPool(16) as threads:  # a parallel file system takes long for each size
         sizes = threads.map(size, found.names)
     names = [os.fsencode(name) for name in found.names]
     return ImageList(root, make_table(names, found.labels, sizes), found.classes)
 
 
 def choose(files: ImageList, include: Sequence[str], exclude: Sequence[str]) -> ImageList:
-    """Return the images of a pack that match the patterns; ValueError where none does."""
+    """Return the images of a pack that match the patterns; ValueError if none does."""
     names = [files.name(index) for index in range(len(files))]
     reasons = [data.reason_to_leave_out(name, include, exclude) for name in names]
     rows = [index for index, reason in enumerate(reasons) if reason is None]
@@ -163,19 +163,19 @@ def choose(files: ImageList, include: Sequence[str], exclude: Sequence[str]) -> 
 
 
 def save_index(files: ImageList, path: str) -> ImageList:
-    """Write a list to one file, and return it mapped from there."""
-    from checkpoint import replacing  # not above: a loader worker needs no DCP
+    """Write a list to one file; return the list with that file mapped into memory."""
+    from checkpoint import atomic_write  # not above: a loader worker needs no DCP
 
-    with replacing(Path(path)) as stream:
+    with atomic_write(Path(path)) as stream:
         np.save(stream, files.table)
         stream.write(json.dumps([files.classes, files.shards]).encode())
     return load_index(os.path.abspath(path), files.root)
 
 
 def load_index(path: str, root: str) -> ImageList:
-    """Map a list that `save_index` wrote, of images that are in `root` now.
+    """Map a list that `save_index` wrote into memory; its images are in `root` now.
 
-    ValueError where it is no such file. Nothing in the file is executed.
+    ValueError if it is no such file. Nothing in the file is executed.
     """
     try:
         table = np.lib.format.open_memmap(path, mode="r")

@@ -1,6 +1,6 @@
 """Pack the images of a folder into tar shards with an index: few large files instead of a million.
 
-The folder gets its name when all of it is there; until then it is NAME.unfinished.
+The folder is called NAME.unfinished until it is complete.
 """
 
 import io
@@ -34,9 +34,9 @@ from storage.image_list import ImageList, list_images, make_table, save_index
 from storage.paths import stats_file
 from storage.stacking import SceneList, find_scenes
 
-SHARD_BYTES = 2**28  # of the source of one shard
+SHARD_BYTES = 2**28  # size of the source files that become one shard
 QUALITY = 90  # of JPEGs that are made smaller
-BLOCK = 512  # bytes, of tar
+BLOCK = 512  # bytes; tar pads headers and files to it
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Member(NamedTuple):
     """One image of a shard."""
 
     name: str
-    size: int  # bytes; 0 where it could not be read
+    size: int  # bytes; 0 if it could not be read
     start: int
 
 
@@ -60,15 +60,15 @@ class Packed(NamedTuple):
     """One image as a pack holds it."""
 
     content: bytes | Bands
-    ending: str  # of its name there: "" for that of the file
+    ending: str  # what its name must end with; "" keeps the name of the file
     kind: Kind
     declaring: bool = False  # a picture that says which of its pixels are missing
 
 
 def repack(file: IO[bytes], options: PackOptions) -> Packed:
-    """Read an image as a pack holds it; raises where it cannot be read.
+    """Read an image as a pack holds it; raise if it cannot be read.
 
-    A picture's longer side is at most `max_side`; what is no picture becomes an array (C, H, W).
+    A picture's longer side is at most `max_side`; any other image becomes an array (C, H, W).
     """
     image = read_image(file, options.nodata)
     if isinstance(image, Bands):
@@ -78,7 +78,7 @@ def repack(file: IO[bytes], options: PackOptions) -> Packed:
         declaring = declares_missing(image)
         file.seek(0)
         return Packed(file.read(), "", kind_of(image), declaring)
-    image.draft(None, (2 * max_side, 2 * max_side))  # of a JPEG: decoded no larger than needed
+    image.draft(None, (2 * max_side, 2 * max_side))  # decode a JPEG no larger than needed
     rgb = data.decode(image)
     rgb.thumbnail((max_side, max_side), Image.Resampling.BICUBIC)
     smaller = io.BytesIO()
@@ -92,7 +92,7 @@ def pack_bands(bands: Bands) -> Packed:
 
 
 def read_member(files: ImageList | SceneList, index: int, options: PackOptions) -> Packed:
-    """Read an image, or a scene, as a pack holds it; raises where it cannot be read."""
+    """Read an image, or a scene, as a pack holds it; raise if it cannot be read."""
     if isinstance(files, SceneList):
         return pack_bands(files.read(index, options.nodata))
     with files.open(index) as file:
@@ -102,11 +102,11 @@ def read_member(files: ImageList | SceneList, index: int, options: PackOptions) 
 def write_shard(
     options: PackOptions, path: Path, files: ImageList | SceneList
 ) -> tuple[list[Member], Report]:
-    """Write a shard of images, a tar file -> its members, and what they are.
+    """Write a shard of images, a tar file -> its members, and a report on them.
 
-    An image that cannot be read, or made smaller, becomes an empty file, so that it is found
-    unreadable again in training, and all others keep their numbers. Raises any error that is not
-    the file's own.
+    An image that cannot be read, or made smaller, becomes an empty file: training finds it
+    unreadable again, and all other images keep their numbers. Errors that are not the file's fault
+    are passed on.
     """
     members = []
     report = Report()
@@ -166,10 +166,10 @@ def pack(
 ) -> None:
     """Put the images of a folder into tar shards, in their order, with an index.
 
-    Pictures whose longer side is above `max_side` become JPEGs of that side; what is no picture
-    becomes arrays; all others are copied byte by byte. With `bands`, the files of a scene's bands
-    become one array. Statistics of the source come along; of arrays they are measured if there are
-    none. ValueError where the target has files already.
+    Pictures whose longer side is above `max_side` become JPEGs of that side; other pictures are
+    copied byte by byte; images that are no pictures become arrays. With `bands`, the files of a
+    scene's bands become one array. Statistics of the source are copied too; if there are none,
+    those of arrays are measured. ValueError if the target already has files.
     """
     path = Path(target)
     if path.exists() and any(path.iterdir()):
@@ -177,7 +177,7 @@ def pack(
     listed = list_images(source, say, include=include, exclude=exclude)
     files = find_scenes(listed, options.bands, say) if options.bands else listed
     folder = path.with_name(f"{path.name}.unfinished")
-    shutil.rmtree(folder, ignore_errors=True)  # of a command that was interrupted
+    shutil.rmtree(folder, ignore_errors=True)  # left by a command that was interrupted
     folder.mkdir(parents=True)
     parts = split_into_shards(files)
     shards = [folder / f"shard-{i:06}.tar" for i in range(len(parts))]
@@ -213,7 +213,7 @@ def pack(
 
 
 def split_into_shards(files: ImageList | SceneList) -> list[ImageList | SceneList]:
-    """Split a list where the files of a shard have SHARD_BYTES."""
+    """Split a list into parts whose files have about SHARD_BYTES together."""
     ends = np.cumsum(files.sizes)
     _, firsts = np.unique((ends - 1).clip(0) // SHARD_BYTES, return_index=True)
     return [files.part(first, last) for first, last in pairwise([*firsts, len(files)])]

@@ -1,7 +1,7 @@
-"""Stack scenes whose bands are files of their own: Sentinel-2, Landsat, BigEarthNet, SSL4EO.
+"""Stack scenes that have one file per band: Sentinel-2, Landsat, BigEarthNet, SSL4EO.
 
-The bands of a scene are the files whose names differ in the band alone, in one folder; folders of
-a resolution (R10m, R20m, R60m, as in a .SAFE) count as one.
+The bands of a scene are the files in one folder whose names differ only in the band; folders of a
+resolution (R10m, R20m, R60m, as in a .SAFE) count as one.
 """
 
 import os
@@ -22,11 +22,11 @@ RESOLUTION_FOLDER = re.compile(r"R?\d+m")
 
 @dataclass(frozen=True)
 class SceneList:
-    """The scenes of a folder; the files of one are those of its bands, in the order given."""
+    """The scenes of a folder; each has one file per band, in the order of `bands`."""
 
     root: str
     names: list[str]  # N, relative to root, without an ending
-    files: np.ndarray  # (N, bands) rows of an ImageList's table; one without a name is missing
+    files: np.ndarray  # (N, bands) rows of an ImageList's table; without a name if missing
     bands: tuple[str, ...]
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class SceneList:
         return os.path.join(self.root, self.names[index])
 
     def read(self, index: int, nodata: float | None) -> Bands:
-        """Read the bands of a scene; ValueError where one is missing, or what reading raises."""
+        """Read the bands of a scene; ValueError if one is missing or unreadable."""
         rows = self.files[index]
         missing = [band for band, row in zip(self.bands, rows, strict=True) if not row["name"]]
         if missing:
@@ -76,12 +76,12 @@ class SceneList:
 def find_scenes(files: ImageList, bands: Sequence[str], say: Callable[[str], None]) -> SceneList:
     """Group the files of a folder into scenes by the names of their bands.
 
-    A file is of the band that its name, without its ending, ends with: T33_B02.tif is of B02.
-    ValueError where a band has no file, or two in one scene.
+    The end of a file's name, before its ending, tells its band: T33_B02.tif belongs to B02.
+    ValueError if a band has no file at all, or two in one scene.
     """
     if files.shards:
         raise ValueError(f"{files.root} is a pack: --stack needs the folder of the band files")
-    scenes: dict[tuple[str, str], list[int]] = {}  # by folder and name: the file of each band
+    scenes: dict[tuple[str, str], list[int]] = {}  # (folder, name) -> the file of each band
     found = set()
     others: Counter[str] = Counter()
     for index in range(len(files)):
@@ -115,7 +115,7 @@ def find_scenes(files: ImageList, bands: Sequence[str], say: Callable[[str], Non
 
 
 def guess_band(stem: str) -> str:
-    """Return what --stack may call the band of a file: the last word, with a resolution behind."""
+    """Guess the band of a file: the last word of its name, or the last two with a resolution."""
     words = re.split(r"([_.-])", stem)  # with their separators
     count = 3 if RESOLUTION_FOLDER.fullmatch(words[-1]) else 1
     return "".join(words[-count:])

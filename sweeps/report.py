@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint import replacing
+from checkpoint import atomic_write
 from sweeps import results
 from sweeps.results import SETTINGS, Bottleneck, Row, find_bottlenecks, step_seconds, uncertainty
 
@@ -236,7 +236,7 @@ def write_page(folders: Sequence[Path], out: Path | None) -> Counter[str]:
             out = Path(f"sweep_{out.resolve().name}")
     figures = draw_figures(rows, out / "figures")
     results.write_lines(out / "results.jsonl", rows)
-    with replacing(out / "report.md") as stream:
+    with atomic_write(out / "report.md") as stream:
         for line in page_lines(rows, figures):
             stream.write(f"{line}\n".encode())
     print(f"report: {out / 'report.md'}")

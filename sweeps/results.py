@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from checkpoint import replacing
+from checkpoint import atomic_write
 from runtime.config import names
 
 Row = dict[str, Any]
@@ -31,7 +31,7 @@ WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, compilers
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
     """Write rows as JSON, one a line, completely or not at all."""
-    with replacing(path) as stream:
+    with atomic_write(path) as stream:
         for row in rows:
             stream.write(f"{json.dumps(row)}\n".encode())
 

@@ -114,7 +114,7 @@ def wrong_checkpoints(out: Path, fewest: int) -> list[str]:
     for path in found:
         try:
             checkpoint.check(path)
-        except checkpoint.Damaged as error:
+        except checkpoint.CorruptCheckpointError as error:
             problems.append(str(error))
     return problems
 

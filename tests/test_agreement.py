@@ -29,7 +29,7 @@ def two_ranks():
         raise FileNotFoundError(2, "No such file or directory", "/no/such/folder")
 
     def refuse():
-        raise checkpoint.Damaged("no image lies below x")
+        raise checkpoint.CorruptCheckpointError("no image lies below x")
 
     def bug():
         raise KeyError("x")
@@ -54,7 +54,7 @@ def test_all_ranks_have_one_result_or_one_error(tmp_path):
         assert found["rank 0"] == [
             {"files": ["a", "b"], "rank": 0},
             (1, FileNotFoundError, "[Errno 2] No such file or directory: '/no/such/folder'"),
-            (2, checkpoint.Damaged, "no image lies below x"),
+            (2, checkpoint.CorruptCheckpointError, "no image lies below x"),
             (1, RuntimeError, "KeyError: 'x'"),
         ]
         assert found["calls"] == (rank == 0)

@@ -185,7 +185,7 @@ def test_no_code_is_run_from_an_index(named, good, tmp_path, monkeypatch):
     manifest["checksum"] = 0  # of the manifest with this zero
     manifest["checksum"] = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
     (folder / "checkpoint.json").write_text(json.dumps(manifest))
-    with pytest.raises(checkpoint.Damaged, match=f"metadata contains '{named}'"):
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=f"metadata contains '{named}'"):
         checkpoint.check(folder)
     assert os.listdir() == [folder.name]
 
@@ -201,7 +201,7 @@ def test_no_code_is_run_from_an_index(named, good, tmp_path, monkeypatch):
 def test_names_and_shapes_must_be_those_of_the_model(config, sentence, single, tmp_path):
     folder = checkpoint.save(tmp_path, 2, *build(config=config))
     for mode in ("full_shard", "zero1"):
-        with pytest.raises(checkpoint.Damaged, match=sentence):
+        with pytest.raises(checkpoint.CorruptCheckpointError, match=sentence):
             checkpoint.load(folder, *build(mode))
 
 
@@ -238,7 +238,7 @@ def meet_trouble_on_rank_1() -> list[tuple[str, str]]:
         with patch.object(io, "open", unreadable):
             try:
                 checkpoint.load(case, model, optimizer)
-            except (checkpoint.Damaged, OSError) as error:
+            except (checkpoint.CorruptCheckpointError, OSError) as error:
                 raised.append((type(error).__name__, str(error)))
         assert all(map(torch.equal, fresh.values(), full_parameters(model).values()))
     checkpoint.load(folder, model, optimizer)
@@ -250,7 +250,7 @@ def meet_trouble_on_rank_1() -> list[tuple[str, str]]:
 @pytest.mark.slow
 def test_what_one_rank_meets_is_raised_on_all(tmp_path):
     first, second = on_ranks(2, meet_trouble_on_rank_1, tmp_path)
-    assert first == second and [kind for kind, _ in first] == ["Damaged", "OSError"]
+    assert first == second and [kind for kind, _ in first] == ["CorruptCheckpointError", "OSError"]
     damaged, unreadable = (sentence for _, sentence in first)
     assert "checksum mismatch in __1_0.distcp" in damaged
     assert "Input/output error" in unreadable
@@ -284,7 +284,7 @@ def test_every_flipped_bit_is_found_or_harmless(single, tmp_path):
             loaded = checkpoint.named_tensors(other, its)
             assert all(torch.equal(t, expected[n]) for n, t in loaded.items()), (path, bit)
             assert state == state | run_state | {"step": 4}, (path, bit)
-        except checkpoint.Damaged as error:
+        except checkpoint.CorruptCheckpointError as error:
             found.add(path.name)
             assert "\n" not in str(error)
             assert all(t.isnan().all() for t in other.parameters()), (path, bit)
@@ -298,9 +298,9 @@ def test_every_flipped_bit_is_found_or_harmless(single, tmp_path):
 # the function that kills its process, when (given its arguments), the checkpoints that are left
 POINTS = {
     "shard": (torch, "save", lambda tensor, file: file.raw.tell() > 20_000, (1, 2)),
-    "manifest": (checkpoint, "replacing", lambda path: path.name == "checkpoint.json", (1, 2)),
+    "manifest": (checkpoint, "atomic_write", lambda path: path.name == "checkpoint.json", (1, 2)),
     "rename": (Path, "rename", lambda path, to: path.name.endswith(".writing"), (1, 2)),
-    "latest": (checkpoint, "replacing", lambda path: path.name == "latest", (1, 2, 3)),
+    "latest": (checkpoint, "atomic_write", lambda path: path.name == "latest", (1, 2, 3)),
     "removal": (os, "unlink", lambda path, **_: "distcp" in str(path), (2, 3)),
 }
 

@@ -281,7 +281,7 @@ def test_the_next_good_image_stands_in_for_a_broken_one(tmp_path):
 
 
 def test_too_many_broken_images_in_a_row_stop_the_run(tmp_path):
-    most = data.SUBSTITUTES
+    most = data.MAX_UNREADABLE_IN_A_ROW
     dataset = dataset_of(flat_folder(tmp_path, most + 4), 8, 4, 0, 1)
     at = [dataset.order.image_at(p) for p in range(most + 2)]
     for index in at[1:most]:  # one less than the limit

@@ -180,7 +180,7 @@ def test_arrays_of_other_shapes():
     grey, colour = blocks(0, 1, 0, 100)[0], np.moveaxis(blocks(0, 3, 0, 100, "uint8"), 0, -1)
     np.testing.assert_array_equal(read_packed(npy(grey)), grey[None])
     np.testing.assert_array_equal(read_packed(npy(colour)), np.moveaxis(colour, -1, 0))
-    with pytest.raises(ValueError, match=r"looks like \(H, W, C\): `prepare.py pack`"):
+    with pytest.raises(ValueError, match=r"looks like .*: convert it with `prepare.py pack`"):
         data.open_image(npy(colour))
     by_columns = np.asfortranarray(blocks(0, 5, 0, 100))
     np.testing.assert_array_equal(data.open_image(npy(by_columns))[0], by_columns)

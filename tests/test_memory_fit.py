@@ -11,7 +11,7 @@ import train_fsdp
 from planner.estimate import Plan
 from runtime import devices
 from runtime.config import parse
-from runtime.run import plan_run, resolve
+from runtime.run import resolve, try_plan
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ CASES: list[tuple[str, int, float, list[str]]] = [
 def test_what_is_named_fits_and_keeps_the_global_batch(flags, world, gib, first, monkeypatch):
     monkeypatch.setattr(devices, "rank_memory_gib", Mock(return_value=gib))
     config = parse([*flags.split(), "--device", "cuda", "--dry-run", "--world-size", str(world)])
-    found = plan_run(resolve(config, world, 8), torch.device("cuda"), print)
+    found = try_plan(resolve(config, world, 8), torch.device("cuda"), print)
     before = plan_with(flags, "", world, gib)
     assert found["verdict"] == before.verdict != "FITS" and found["fit"].startswith(before.fit)
     changes = named(found["fit"])

@@ -12,7 +12,7 @@ from ranks import NANO_ARGV, Result, Run, on_ranks, one_run, read_log
 
 from runtime import devices
 from runtime.config import Config
-from runtime.run import plan_run, resolve_on_nodes
+from runtime.run import resolve_on_nodes, try_plan
 
 sys.path.insert(0, str(ROOT / "tests" / "slurm"))
 from rig import ENDED, Rig, missing
@@ -93,7 +93,7 @@ def test_the_memory_of_a_cpu_rank_is_its_part_of_the_node(monkeypatch):
     monkeypatch.setattr(devices, "rank_memory_gib", remember)
     for ranks in (1, 4):
         run = resolve_on_nodes(Config("tiny", mode="full_shard"), 4, fewest=1, most=ranks)
-        plan_run(run, torch.device("cpu"), pytest.fail)
+        try_plan(run, torch.device("cpu"), pytest.fail)
     assert seen[0] == pytest.approx(4 * seen[1])
 
 

@@ -30,7 +30,7 @@ from planner import estimate, machines, memory, traffic
 from runtime import dry_run
 from runtime.agreement import StepGuard
 from runtime.config import DTYPES, Config, model_config
-from runtime.run import Run, plan_run, resolve
+from runtime.run import Run, resolve, try_plan
 
 sys.path.append(str(ROOT / "examples" / "published"))
 import check
@@ -193,7 +193,7 @@ def test_the_plan_of_fine_tuning_is_of_whole_images_and_no_decoder(monkeypatch):
     run = resolve(config, 8, 8)
     known = {row.name: getattr(run, row.name) for row in fields(run)}
     tuning = finetune.TuningRun(**known, classes=4)
-    found = plan_run(tuning, CPU, pytest.fail)["memory_gib"]
+    found = try_plan(tuning, CPU, pytest.fail)["memory_gib"]
     with dry_run.fake_world(8):
         grid = mesh.build_mesh(run.mesh_shape, CPU)
         monkeypatch.setattr(mesh, "build_mesh", Mock(return_value=grid))  # not of fake tensors
@@ -336,7 +336,7 @@ def test_a_device_finds_its_machine(device, gib, machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", Mock(return_value=device))
     monkeypatch.setattr(torch.cuda, "mem_get_info", Mock(return_value=(0, gib * 2**30)))
     run = resolve(Config("tiny", mode="ddp"), 1, 1)
-    found = plan_run(run, torch.device("cuda", 0), pytest.fail)
+    found = try_plan(run, torch.device("cuda", 0), pytest.fail)
     assert found["machine"] == machine and found["available_gib"] == pytest.approx(gib)
 
 

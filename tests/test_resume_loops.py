@@ -432,7 +432,9 @@ def of_student_and_teacher(before: tuple[str, int], after: tuple[str, int], out:
     found = [apart(both["student"], plain_student), apart(both["teacher"], plain_teacher)]
     both, _ = build(6, before)
     checkpoint.load(alone, both["teacher"], None)
-    with pytest.raises(checkpoint.Damaged, match="was trained by no optimizer, now by SGD"):
+    with pytest.raises(
+        checkpoint.CorruptCheckpointError, match="was trained by no optimizer, now by SGD"
+    ):
         checkpoint.load(alone, both["student"], torch.optim.SGD(both["student"].parameters(), 0.1))
     return max(*found, apart(both["teacher"], plain_teacher))
 
@@ -565,7 +567,7 @@ def with_global_state(model: nn.Module) -> torch.optim.Optimizer:
 REFUSED: list[tuple[Callable, str]] = [
     (of_another_model, r"parameter \(6, 6\) that the model does not have: build .* sharding"),
     (lambda m: [with_state(m), with_state(m)], "0.weight is in two optimizers"),
-    (lambda m: Outer(m.parameters()), "Outer keeps states in its base: give that optimizer"),
+    (lambda m: Outer(m.parameters()), "Outer keeps its states in .base: give that optimizer"),
     (lambda m: with_state(m, history=[1.0]), "weight.history is list, but only tensors and numb"),
     (lambda m: with_state(m, row=torch.ones(6)), r"row is \(6,\), its parameter \(6, 6\): .* ddp"),
     (with_callable, "rule of a parameter group of SGD is builtin_function_or_method"),
@@ -618,7 +620,7 @@ def test_a_run_state_comes_back_as_it_was(single, tmp_path):
     assert type(loaded["milestones"]) is Counter and type(loaded["position"]) is dict
     for wrong, words in (
         ({"a": {"b": torch.ones(1)}}, r"run_state\['a'\]\['b'\] is Tensor, which JSON cannot hold"),
-        ({"files": 1}, "run_state has the name files, which a checkpoint has itself"),
+        ({"files": 1}, "run_state has the key files, which the manifest itself uses"),
         ({"rule": print}, r"run_state\['rule'\] is builtin_function_or_method"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -637,7 +639,7 @@ def test_other_optimizers_than_those_saved_are_refused(single, tmp_path):
         (saved, torch.optim.SGD(parts[:3], 0.1), "2.bias was trained by SGD, now by no optimizer"),
         (two_rates, torch.optim.SGD(parts, 0.1), "had different settings, but are in one param"),
     ):
-        with pytest.raises(checkpoint.Damaged, match=words):
+        with pytest.raises(checkpoint.CorruptCheckpointError, match=words):
             checkpoint.load(folder, model, optimizer)
     checkpoint.load(saved, model, None)
 

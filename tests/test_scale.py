@@ -170,7 +170,7 @@ def test_what_no_rank_could_load_is_not_saved(tmp_path):
     first, second = on_ranks(2, save_what_differs_by_rank, tmp_path)
     assert first == second and len(first) == 1
     assert "step 1 was not saved: ValueError: optim.state." in first[0]
-    assert "would not be whole: the ranks do not hold the same tensors" in first[0]
+    assert "would be incomplete: the ranks do not hold the same tensors" in first[0]
     saved = [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)]
     assert saved == [2, 3]
 
