@@ -855,6 +855,8 @@ class _LoopChecks:
         self.units = units  # of FSDP; DDP has none
         self.fsdp1 = isinstance(model, FSDP1)
         self.fsdp2 = isinstance(model, FSDPModule)
+        # of FSDP1, which then loses gradients if two calls come before a backward pass
+        self.low_precision = self.fsdp1 and model.mixed_precision.param_dtype != torch.float32
         self.device = _device(mesh)
         self.replicas = mesh.get_group("replicate")  # ranks that hold the same values
         self.unused_allowed = unused_allowed
@@ -875,7 +877,6 @@ class _LoopChecks:
         model.register_forward_pre_hook(torch.compiler.disable(self.before_call), prepend=True)
         if units:
             model.__deepcopy__ = _refuse_copy
-        if self.fsdp2:
             model.register_forward_hook(torch.compiler.disable(self.after_call))
         for tensor in _averaged_in_hooks(model, units):
             tensor.register_post_accumulate_grad_hook(self.after_gradient)
@@ -890,17 +891,20 @@ class _LoopChecks:
             raise RuntimeError(
                 "FSDP could not train afterwards: use torch.no_grad(), no inference_mode"
             )
+        if self.low_precision:
+            self.check_backward()
         self.check_parameters()
         if torch.is_grad_enabled():
             self.calls += 1
             self.note_used()
 
     def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Remember what FSDP2 keeps gathered for a backward pass to come, in place of a shard."""
+        """Remember what FSDP keeps gathered for a backward pass to come, in place of a shard."""
         self.gathered = {}
         for name, owner, leaf, p in self.owners:
             now = getattr(owner, leaf, None)
-            if isinstance(now, Tensor) and now is not p:
+            # FSDP1 shows shards that it does not read again before a backward pass
+            if isinstance(now, Tensor) and (now is not p or self.fsdp1):
                 self.gathered[name] = (now, now._version)
 
     def after_gradient(self, tensor: Tensor) -> None:
@@ -919,9 +923,10 @@ class _LoopChecks:
             if not self.units:
                 raise RuntimeError("DDP has not averaged this gradient: step after backward()")
             return  # other units may still need what they gathered
+        self.check_backward()
         self.check_parameters()
         self.note_used()
-        if self.gathered:
+        if self.gathered and self.fsdp2:
             for unit in self.units:
                 unit.reshard()  # as the backward pass would have done that did not come
         self.gathered = {}
@@ -933,15 +938,12 @@ class _LoopChecks:
     def check_parameters(self) -> None:
         """Raise RuntimeError for the first parameter with which something is wrong."""
         trains = torch.is_grad_enabled() and any(p.requires_grad for *_, p in self.owners)
-        if self.fsdp1 and any(_fsdp1_waits_for_backward(unit) for unit in self.units):
-            raise RuntimeError(
-                "FSDP1 needs a backward() after each call with gradients, before it is called "
-                "again: evaluate in torch.no_grad(), give two batches to one call, or use fsdp 2"
-            )
+        waits = self.fsdp1 and any(_fsdp1_waits_for_backward(unit) for unit in self.units)
         for name, owner, leaf, p in self.owners:
             now: Any = getattr(owner, leaf, None)
-            gathered, version = self.gathered.get(name, (p, 0))
-            edited_in_vain = now is not p and now is gathered and gathered._version != version
+            gathered, version = self.gathered.get(name, (p, p._version))
+            in_use = now is not p or waits
+            edited_in_vain = in_use and now is gathered and gathered._version != version
             memory = _memory_of_fsdp2(p)
             late = trains and not p.requires_grad and p in self.trained
             ddp = not self.units
@@ -956,6 +958,15 @@ class _LoopChecks:
             ):
                 if wrong:
                     raise RuntimeError(f"{name} {sentence}")
+
+    def check_backward(self) -> None:
+        """Raise RuntimeError if FSDP1 was called, and its backward pass has not come."""
+        if self.fsdp1 and any(_fsdp1_waits_for_backward(unit) for unit in self.units):
+            raise RuntimeError(
+                "FSDP1 needs a backward() after a call with gradients, before a step and, in low "
+                "precision, before the next call: evaluate in torch.no_grad(), give two batches "
+                "to one call, or use fsdp 2"
+            )
 
     def note_used(self) -> None:
         """Note which parameters have a gradient after a micro-batch."""
