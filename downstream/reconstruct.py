@@ -89,7 +89,7 @@ def read_for_pictures(args: argparse.Namespace) -> Pretrained:
 
 def print_psnr(panels: Tensor, names: list[str]) -> None:
     """Print the PSNR of each image of `panels` (B, 4, 3, H, W) uint8, and their mean."""
-    error = panels[:, 2:].double() - panels[:, :1]  # of interpolation and prediction
+    error = panels[:, 2:].double() - panels[:, :1]  # interpolation, prediction
     decibels = 10 * torch.log10(255**2 / error.square().mean((2, 3, 4)))  # (B, 2)
     for name, row in zip([*names, "mean"], [*decibels, decibels.mean(0)], strict=True):
         print(f"  PSNR {row[1]:.2f} dB, interpolation {row[0]:.2f} dB  {name}")

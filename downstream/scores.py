@@ -38,11 +38,11 @@ from storage.classes import describe_classes
 HELP = "score frozen features: knn without training, linear by a linear classifier"
 BATCH = 64  # images
 PIXELS_SIDE = 16  # pixels; the images of the raw-pixel baseline are resized to it
-TEMPERATURE = 0.07  # of the weights of k-NN votes
+TEMPERATURE = 0.07  # scales the weights of k-NN votes
 SIMILARITIES = 2**27  # at most so many are computed at once: 512 MiB
 EPOCHS = 90
 SAMPLES = 2**21  # training sees at least so many images: 90 epochs of 1,000 are far too few
-WARMUP_SHARE = 1 / 9  # of the steps: 10 of 90 epochs
+WARMUP_SHARE = 1 / 9  # share of the steps: 10 of 90 epochs
 LARS_MOMENTUM = 0.9
 LARS_TRUST = 0.001
 SETTINGS = ("k", "epochs", "blr", "features", "split", "seeds")  # shown beside the scores

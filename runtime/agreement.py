@@ -78,7 +78,7 @@ class StepResult(NamedTuple):
 
     step: int  # from 0
     loss: float  # mean over all ranks
-    norm: float  # of the gradient
+    norm: float  # gradient norm
     consecutive: int  # length of the current streak of bad steps; 0 after a good one
     local_loss_nonfinite: bool  # this rank's loss was not finite
     bad_loss: bool  # some rank's loss was not finite

@@ -24,7 +24,7 @@ from runtime import devices, process
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEFAULT_STEPS = 100  # if neither --steps nor --epochs is given
 DEFAULT_BATCH = 32
-DEFAULT_BLR = 1.5e-4  # of MAE's pretraining
+DEFAULT_BLR = 1.5e-4  # the base learning rate of MAE's pretraining
 
 
 def number(low: float, high: float = math.inf, kind: type = float) -> Callable[[str], Any]:
@@ -303,7 +303,7 @@ def flag_help(row: Field) -> str:
 def reading_options(hint: Any, default: Any) -> dict[str, Any]:
     """Return how argparse reads a flag with this annotation, unless it has options of its own."""
     kind = hint
-    arguments = get_args(hint)  # of X | None, or the values of a Literal
+    arguments = get_args(hint)  # X and None for X | None; the values for a Literal
     if NoneType in arguments:
         kind = arguments[0]
     if kind is bool and default is False:

@@ -19,7 +19,7 @@ from runtime import process
 from runtime.run import Run
 from runtime.session import Session
 
-MAX_WORKERS = 16  # by default; each holds a few hundred MB and batches that are ready
+MAX_WORKERS = 16  # the default is at most this: each holds a few hundred MB and loaded batches
 
 
 @dataclass(frozen=True)

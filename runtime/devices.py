@@ -63,7 +63,7 @@ def default_precision(gpu: bool) -> tuple[str, str]:
     """
     if gpu:
         return "bf16", "a GPU is fast in it"
-    flags = Path("/proc/cpuinfo")  # of Linux
+    flags = Path("/proc/cpuinfo")  # exists on Linux
     if flags.exists() and re.search(r"\b(amx_bf16|bf16)\b", flags.read_text()):  # x86, Arm
         return "bf16", "this CPU is fast in it"
     return "fp32", "this CPU is slow in bf16"
@@ -79,7 +79,7 @@ def rank_memory_gib(device: torch.device, node_ranks: int) -> float:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Tell whether an error says that a GPU or the host has no memory left."""
-    # of PyTorch's allocators for a GPU and the host, NCCL and cuBLAS: only one has its own type
+    # words of PyTorch's two allocators (GPU, host), NCCL and cuBLAS; only one has an error type
     words = r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED"
     return isinstance(error, MemoryError) or bool(re.search(words, str(error)))
 

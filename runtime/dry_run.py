@@ -154,7 +154,7 @@ def simulate(
         tracker.track_inputs(tuple(batches))
         with tracker:
 
-            def reset_tracker(*_: Any) -> None:  # or it refuses a second forward pass
+            def reset_tracker(*_: Any) -> None:  # otherwise it refuses a second forward pass
                 tracker.reset_mod_stats()
 
             model.register_forward_pre_hook(reset_tracker, prepend=True)

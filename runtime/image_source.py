@@ -17,7 +17,7 @@ from storage.paths import stats_file
 if TYPE_CHECKING:  # a loader worker imports this file for SyntheticImages
     from runtime.config import Config
 
-Patterns = Sequence[str] | None  # of the names of images, as in data.scan
+Patterns = Sequence[str] | None  # patterns for the names of images, as in data.scan
 SIDE = 256  # pixels
 SAMPLED = 16  # at most so many images are read to check a data set before training
 
@@ -28,7 +28,7 @@ class SyntheticImages:
 
     seed: int
     channels: int = 3
-    count: int = 1_000_848  # as many as Million-AID has: train 10,000 + test 990,848
+    count: int = 1_000_848  # the size of Million-AID: train 10,000 + test 990,848
 
     def __len__(self) -> int:
         return self.count
@@ -55,7 +55,7 @@ class ImageFacts(NamedTuple):
 
     images: int  # how many
     image_names_and_sizes: str | None = None  # their fingerprint; None for synthetic images
-    channel_stats: data.ChannelStats | None = None  # by which they are normalised
+    channel_stats: data.ChannelStats | None = None  # used to normalise them
     pixel_notes: str = ""  # whose statistics those are, for the log
 
 

@@ -29,12 +29,12 @@ class Meter:
     def __init__(self, begin: int, global_batch: int) -> None:
         """Begin before step `begin`; each step has `global_batch` images of all ranks."""
         self.first = begin
-        self.begin = begin  # of this interval
+        self.begin = begin  # the step before which this interval began
         self.global_batch = global_batch
-        self.seconds = 0.0  # of all intervals that have ended
+        self.seconds = 0.0  # duration of all intervals that have ended
         self.rates: list[float] = []  # images per second of each interval
-        self.waited = 0.0  # seconds without a batch, in all steps ...
-        self.waited_before = 0.0  # ... and in those before this interval
+        self.waited = 0.0  # seconds spent waiting for batches
+        self.waited_before = 0.0  # the part of them before this interval
         self.started = time.perf_counter()
         self.interval_start = self.started
 

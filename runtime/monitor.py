@@ -54,9 +54,9 @@ class Monitor:
         self.batches = chain(iter([first]), rest)
         self.guard = StepGuard(session.device, run.config.max_skips, checkpoints.begin)
         self.bad_images = BadImageLog(run, session.log, files.path)
-        self.error: Exception | None = None  # of this rank's data loader
+        self.error: Exception | None = None  # what this rank's data loader raised
         self.problem: str | None = None  # the last bad step, in a sentence
-        self.losses: deque[float] = deque(maxlen=10)  # of the last good steps
+        self.losses: deque[float] = deque(maxlen=10)  # losses of the last good steps
         self.baselines: dict[str, float] = {}
         self.evaluation: Any = None  # called with the number of steps done
         # steps between two evaluations; 0, as always in pretraining: evaluate at each save
@@ -90,7 +90,7 @@ class Monitor:
             with record_function("wait for data"):  # the name in a profiler's trace
                 if not self.error:
                     self.batch = next(self.batches)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the GPU, not the loader
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # the GPU's, not the loader's
             raise
         except Exception as error:
             self.error = error

@@ -22,7 +22,7 @@ from runtime.weight_files import Said, read_weight_file
 
 DECODER = ("decoder_", "mask_token")  # how the names of a decoder's weights begin
 OFFICIAL_LARGE = vit.ViTConfig(1024, 24, 4096, 16, 16)  # released too, but no row of vit.MODELS
-Shapes = dict[str, tuple[int, ...]]  # by the names of weights
+Shapes = dict[str, tuple[int, ...]]  # name of a weight -> its shape
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Pretrained:
     img_size: int
     norm_pix_loss: bool
     mask_ratio: float
-    stats: data.ChannelStats  # by which its images were normalised
-    weights: Mapping[str, Tensor]  # by the names of vit.ViTMAE; an encoder alone has no decoder's
+    stats: data.ChannelStats  # used to normalise its images
+    weights: Mapping[str, Tensor]  # names as in vit.ViTMAE; without a decoder if it has none
     step: int | None  # optimizer steps trained; None: not known
-    assumed: Mapping[str, str]  # by field: what was assumed, because the source does not say it
+    assumed: Mapping[str, str]  # field -> what was assumed, because the source does not say it
 
     @property
     def has_decoder(self) -> bool:
@@ -64,7 +64,7 @@ def read_pretrained(path: str | Path, size: vit.ViTConfig | None = None) -> Pret
         raise
     except KeyError as error:
         raise ValueError(f"{path}: {error.args[0]} is missing") from None
-    except Exception as error:  # of any kind: a file may contain anything
+    except Exception as error:  # any kind: a file may contain anything
         what = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{path}: {what}") from None
 

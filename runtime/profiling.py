@@ -30,7 +30,7 @@ class RunProfile:
             self.sort_by = "self_cpu_time_total"
         else:
             self.sort_by = "self_device_time_total"
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints lines of its own
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps the profiler from printing lines
         # the step before the first is its warm-up, because the profiler is slow when it begins
         plan = schedule(wait=WARM - 1, warmup=1, active=steps, repeat=1)
         self.profiler = profile(schedule=plan, on_trace_ready=self._write, acc_events=True)

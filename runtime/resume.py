@@ -21,7 +21,7 @@ from runtime.run import Run
 from runtime.session import Session
 
 RETRY_DELAYS = (1.0, 3.0, 8.0, 20.0)  # seconds before each retry of a failed read
-MAX_CONSECUTIVE_FAILURES = 2  # of saves; fewer, as on a disk that is full for a while, are warnings
+MAX_CONSECUTIVE_FAILURES = 2  # so many failed saves end a run; a disk may be full for a while
 Say = Callable[[str], None]  # prints a line, on rank 0
 
 
@@ -174,7 +174,7 @@ class CheckpointSchedule:
         self.run = run
         self.log = log
         self.begin = step
-        self.since = time.monotonic()  # of the newest save
+        self.since = time.monotonic()  # the time of the newest save
         self.steps, self.seconds = save_interval(run.config.save_every)
 
     def due_after(self, step: int) -> bool:
@@ -214,7 +214,7 @@ class CheckpointSchedule:
         """Save before a failed run ends, unless that step is saved already. Collective."""
         if not self.saver:
             return
-        problems = self.saver.finish()  # of the save in the background
+        problems = self.saver.finish()  # waits for a save in the background
         if self.saver.saved < step:
             failed = self.save(step, wait=True)
             if failed:
@@ -259,7 +259,7 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
         for parameters, weight_decay in zip(optimizer.param_groups, decays, strict=True):
             parameters["weight_decay"] = weight_decay
 
-    # as the flags say, which --allow-changes lets differ from the checkpoint's
+    # Those of the flags hold: with --allow-changes they may differ from the checkpoint's.
     decays = [parameters["weight_decay"] for parameters in optimizer.param_groups]
     state = read_run_state(found, run, log.say, load)
     schedule = CheckpointSchedule(run, log, state["step"])

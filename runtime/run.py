@@ -27,9 +27,9 @@ class Run:
     mesh_shape: tuple[int, ...]  # (replicate, shard), with --tp (replicate, shard, tp)
     local_batch: int  # images per rank and accumulation step
     global_batch: int
-    patches: int  # of an image
+    patches: int  # patches of an image
     node_ranks: int = 1  # ranks on the node that has most
-    images: int = 0  # of the data set; this and the rest are known once the images are listed
+    images: int = 0  # size of the data set; this and the rest are known once it is listed
     image_names_and_sizes: str | None = None  # their fingerprint; None for synthetic images
     channel_stats: "data.ChannelStats | None" = None
     pixel_notes: str = ""  # whose statistics those are, for the log

@@ -39,7 +39,7 @@ class Session:
         self.signals = signals
         timeout = run.config.timeout
         self.log = Log(ranks.rank)
-        self.locks: list[TextIO] = []  # of rank 0, open as long as the run uses its folder
+        self.locks: list[TextIO] = []  # on rank 0, open as long as the run uses its folder
         self.planned: dict[str, Any] | None = None  # on rank 0, once the run is described
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
         self.watchdog = Watchdog(ranks.rank, ranks.world_size, timeout, self.give_up)
@@ -120,7 +120,7 @@ def cause_of(error: Exception) -> str:
     if "Traceback" in text:
         _, _, last_line = text.strip().rpartition("\n")
         return last_line
-    _, last_error, after = text.partition("Last error:\n")  # of NCCL
+    _, last_error, after = text.partition("Last error:\n")  # in NCCL's message
     if last_error and after:
         text = after
     first_line, _, _ = text.partition("\n")

@@ -20,10 +20,10 @@ STARTUP_FACTOR = 4
 class Beat(NamedTuple):
     """What the main thread does now."""
 
-    number: int  # of this heartbeat
+    number: int  # number of this heartbeat
     phase: str
     step: int | None  # from 0
-    since: float  # by the watchdog's clock
+    since: float  # time on the watchdog's clock
 
 
 class Watchdog:
@@ -141,7 +141,7 @@ class Watchdog:
         self.ended.wait(4 * self.interval)
         self._exchange(store)
         after = [json.loads(text) for text in store.multi_get(keys)]
-        counts = [count for _, count, *_ in after]  # of heartbeats
+        counts = [count for _, count, *_ in after]  # heartbeats of each rank
         if self.ended.is_set() or counts != [count for _, count, *_ in before]:
             store.delete_key("watchdog/late")
             return

@@ -26,7 +26,7 @@ from torch import Tensor
 Weights = dict[str, Tensor]
 Said = dict[str, Any]
 NOTE = "pretrained"  # the key in a file under which convert.py describes the model
-NORM_EPS = 1e-6  # of vit.ViTMAE and of the official release; transformers' default is 1e-12
+NORM_EPS = 1e-6  # that of vit.ViTMAE and the official release; transformers' default is 1e-12
 LARGEST_EPS = 1e-5  # with a larger one features are not those of the model that was trained
 
 # Parts of our names and of those in transformers' files, replaced in this order.
@@ -151,7 +151,7 @@ def read_torch_file(path: Path) -> tuple[Weights, Said]:
     for key in "norm_pix_loss", "mask_ratio":
         if key in arguments:
             said[key] = arguments[key]
-    if "run_state" in found:  # of `checkpoint.py consolidate`
+    if "run_state" in found:  # written by `checkpoint.py consolidate`
         said |= found["run_state"].get("flags", {})
     return weights, said | found.get(NOTE, {})
 
@@ -269,7 +269,7 @@ def read_timm_config(config: Said) -> Said:
         raise ValueError(f"config.json says architecture {architecture}: timm's vit_* are read")
     arguments = config.get("model_args", {})
     for key, value in arguments.items():
-        if key not in TIMM_ARGUMENTS and not key.endswith("_rate"):  # of dropout
+        if key not in TIMM_ARGUMENTS and not key.endswith("_rate"):  # dropout rates
             raise ValueError(f"config.json says {key} {value!r}, which this model does not have")
     pretrained = config.get("pretrained_cfg", {})
     said: Said = {}

@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     channels: int
     dtype: str
     packed_only: bool  # training can read such a file only from a pack
-    mode: str = ""  # of a picture, which training takes as RGB: see `picture_mode`
+    mode: str = ""  # `picture_mode` of a picture, which training takes as RGB
 
     def __str__(self) -> str:
         text = f"{self.channels} channels of {self.dtype}"

@@ -30,7 +30,7 @@ class ImageList:
     root: str
     table: np.ndarray  # (N,) of `make_table`
     classes: tuple[str, ...]
-    shards: tuple[str, ...] = ()  # of a pack: the names of its tar files
+    shards: tuple[str, ...] = ()  # names of the tar files of a pack
     index_file: str | None = None
     opened: dict[str, io.FileIO] = field(default_factory=dict, compare=False, repr=False)
 

@@ -35,7 +35,7 @@ from storage.paths import stats_file
 from storage.stacking import SceneList, find_scenes
 
 SHARD_BYTES = 2**28  # size of the source files that become one shard
-QUALITY = 90  # of JPEGs that are made smaller
+QUALITY = 90  # JPEG quality of images that are made smaller
 BLOCK = 512  # bytes; tar pads headers and files to it
 
 
@@ -43,9 +43,9 @@ BLOCK = 512  # bytes; tar pads headers and files to it
 class PackOptions:
     """How images become members of a pack."""
 
-    max_side: int | None = None  # of pictures, in pixels
+    max_side: int | None = None  # longest side of a picture, in pixels
     nodata: float | None = None
-    bands: tuple[str, ...] = ()  # of scenes whose bands are files; () for images as they are
+    bands: tuple[str, ...] = ()  # bands of scenes that have a file per band; () without scenes
 
 
 class Member(NamedTuple):

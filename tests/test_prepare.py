@@ -62,7 +62,7 @@ def broken_tree(root):
         "cut.jpg": (whole[: len(whole) // 2], "truncated"),
         "empty.jpg": (b"", "not an image"),
         "html.jpg": (b"<!DOCTYPE html><html>404</html>", "not an image"),
-        "bands.tif": (b"II*\0" + bytes(300), "not an image"),
+        "bands.tif": (b"II*\0" + bytes(300), "TIFF that Pillow cannot open"),
     }
     folder = root / "area0/class0"
     for name, (content, _) in kinds.items():
