@@ -1,9 +1,13 @@
-"""Shard a model over ranks: the strategy table, and what each engine does with a row of it.
+"""Shard a model over ranks: a table of strategies, and how each engine carries one out.
 
 Three engines: DDP (plain, or with ZeRO-1's sharded optimizer), FSDP1 (`FullyShardedDataParallel`,
 deprecated, used by the published study) and FSDP2 (`fully_shard`, the maintained one). `apply` is
 the entry point, for any model in fp32; examples/own_model.py is a whole training loop with it.
-Copy this one file: it needs torch alone.
+Copy this one file: it needs only torch.
+
+A unit is what FSDP gathers and frees at once: a block, or the root, which is everything outside
+the blocks. "Full" values and shapes are those of an unsharded tensor. In docstrings, "Collective"
+means that every rank must call the function, or the others wait for it.
 """
 
 import warnings
@@ -37,24 +41,25 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-InitFunction = Callable[..., Tensor]  # (name, whole shape, device=device) -> whole fp32 value
+InitFunction = Callable[..., Tensor]  # (name, full shape, device=device) -> full fp32 tensor
 
 # --- The strategies
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row of the table: what is sharded, and over which ranks."""
+    """One strategy of the table: what is sharded, and over which ranks."""
 
-    engine: Literal["ddp", "zero1", "fsdp"]  # zero1: DDP; fsdp: FSDP1 or FSDP2, as asked for
-    shard_over: Literal["none", "group", "world"]  # ranks that hold one copy of the parameters
-    reshard_after_forward: bool  # free gathered parameters, gather them again in backward
+    engine: Literal["ddp", "zero1", "fsdp"]  # zero1 is DDP too; fsdp is FSDP1 or FSDP2
+    shard_over: Literal["none", "group", "world"]  # the ranks that share one copy
+    reshard_after_forward: bool  # free what was gathered, and gather again in backward
     shards: str  # what each rank holds only a part of
 
     def traffic(self, *, replicas: int = 2, one_unit: bool = False) -> str:
         """Describe the parameter-sized collectives of a step.
 
-        A model of one unit (wrap root) keeps its gathered parameters until backward.
+        With wrap root the whole model is one unit, which keeps its gathered parameters until
+        backward.
         """
         if self.engine == "zero1":
             return "1 all-reduce, 1 broadcast"
@@ -69,27 +74,33 @@ class Strategy:
         return text
 
 
-ALL = "parameters, gradients, states"
-PART = "gradients and states always; parameters between steps"
+FULL = "parameters, gradients, states"
+GRAD_OP = "gradients and states always; parameters outside of forward and backward"
 
 STRATEGIES: dict[str, Strategy] = {
     "ddp": Strategy("ddp", "none", False, "nothing"),
     "zero1": Strategy("zero1", "none", False, "optimizer states"),
     "no_shard": Strategy("fsdp", "none", False, "nothing"),
-    "shard_grad_op": Strategy("fsdp", "world", False, PART),
-    "full_shard": Strategy("fsdp", "world", True, ALL),
-    "hybrid": Strategy("fsdp", "group", True, ALL),
-    "hybrid_grad_op": Strategy("fsdp", "group", False, PART),
+    "shard_grad_op": Strategy("fsdp", "world", False, GRAD_OP),
+    "full_shard": Strategy("fsdp", "world", True, FULL),
+    "hybrid": Strategy("fsdp", "group", True, FULL),
+    "hybrid_grad_op": Strategy("fsdp", "group", False, GRAD_OP),
 }
 
 
 def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[int, int]:
-    """Return the mesh (replicas, ranks per shard group) of a mode; ValueError where they clash."""
+    """Return the mesh shape (replicas, ranks per shard group) of a mode.
+
+    ValueError if mode, world size and group do not fit together.
+    """
     if mode not in STRATEGIES:
         raise ValueError(f"there is no mode {mode}: use one of {', '.join(STRATEGIES)}")
     shard_over = STRATEGIES[mode].shard_over
     if (shard_over == "group") != bool(group):
-        raise ValueError("give `group`, the ranks that share a copy, to the hybrid modes alone")
+        raise ValueError(
+            "give `group`, the number of ranks that share one copy, to the hybrid modes, and to "
+            "the hybrid modes alone"
+        )
     if shard_over == "none":
         return world_size, 1
     if shard_over == "world" or group is None:
@@ -99,7 +110,7 @@ def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[in
     return world_size // group, group
 
 
-# The options that only some strategies have
+# Options that have a meaning for some strategies only
 FSDP_OPTIONS = {"fsdp", "wrap", "cpu_offload", "tp"}
 DDP_OPTIONS = {"bucket_cap_mb"}
 GATHER_OPTIONS = {"forward_prefetch", "limit_all_gathers"}
@@ -125,22 +136,25 @@ def invalid_options(
 ) -> Iterator[str]:
     """Yield a sentence for each option (name: value) that has no meaning in a mode.
 
-    `flag_name(name)` is what the user typed for an option.
+    `flag_name(name)` is how the sentence spells an option: `--cpu-offload` on a command line, the
+    plain name by default.
     """
     strategy = STRATEGIES[mode]
     fsdp1 = given.get("fsdp") == 1
     fp16 = given.get("precision") == "fp16" or given.get("param_dtype") == torch.float16
     for name, value in given.items():
         flag = flag_name(name)
+        fsdp1_only = name == "limit_all_gathers" or value == "backward_post"
         if not has_option(strategy, name):
             modes = [other for other, row in STRATEGIES.items() if has_option(row, name)]
             yield f"{flag} is for {flag_name('mode')} {', '.join(modes)}, not {mode}: leave it out"
-        elif not fsdp1 and (name == "limit_all_gathers" or value == "backward_post"):
-            yield f"{flag} {value} exists in FSDP1 only: add {flag_name('fsdp')} 1, or leave it"
+        elif fsdp1_only and not fsdp1:
+            add = f"add {flag_name('fsdp')} 1, or leave it out"
+            yield f"{flag} {value} exists in FSDP1 only: {add}"
         elif name == "tp" and (fsdp1 or given.get("wrap") == "root"):
             yield f"{flag} needs {flag_name('fsdp')} 2 and {flag_name('wrap')} block"
         elif name in ("tp", "cpu_offload") and fp16:
-            yield f"{flag} is not for fp16: the loss scale would miss overflows: use bf16"
+            yield f"{flag} is not for fp16, whose loss scale would miss overflows: use bf16"
         elif name == "find_unused_parameters" and strategy.engine == "fsdp":
             if fsdp1:
                 yield f"{flag} has no meaning in FSDP1, which reduces whole units: leave it out"
@@ -148,27 +162,28 @@ def invalid_options(
                 yield f"{flag} needs torch 2.14 with FSDP2, not {torch.__version__}: use mode ddp"
 
 
-# --- Applying one: values, activation checkpointing, compile, sharding
+# --- Applying a strategy: values, activation checkpointing, compile, sharding
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingOptions:
-    """What `apply` can be asked for beyond the mode, by the names of train_fsdp.py's flags."""
+    """Options of `apply` besides the mode, named like the flags of train_fsdp.py."""
 
     fsdp: Literal[1, 2] = 2  # FSDP1 or FSDP2, where the engine is fsdp
     wrap: Literal["block", "root"] = "block"  # FSDP: a unit is a block, or the whole model
-    param_dtype: torch.dtype = torch.bfloat16  # of the computation; stored parameters are fp32
-    reduce_dtype: torch.dtype = torch.float32  # in which gradients are averaged over ranks
-    cast_inputs: bool = True  # FSDP: to param_dtype, those of the model and of its blocks
-    prefetch: Literal["none", "backward_pre", "backward_post"] = "backward_pre"  # post: FSDP1 only
-    forward_prefetch: bool = False  # FSDP only
-    limit_all_gathers: bool = True  # FSDP1 only
-    cpu_offload: bool = False  # FSDP only
-    bucket_cap_mb: float | None = None  # DDP only, MiB; None is PyTorch's default
-    find_unused_parameters: bool = False  # DDP, FSDP2: some rank does not use some parameters
+    param_dtype: torch.dtype = torch.bfloat16  # for computing; parameters are stored in fp32
+    reduce_dtype: torch.dtype = torch.float32  # for averaging gradients over ranks
+    cast_inputs: bool = True  # FSDP: cast the inputs of model and blocks to param_dtype
+    # FSDP: when to gather the next unit in backward; backward_post is in FSDP1 only
+    prefetch: Literal["none", "backward_pre", "backward_post"] = "backward_pre"
+    forward_prefetch: bool = False  # FSDP: gather the next unit ahead of time in forward too
+    limit_all_gathers: bool = True  # FSDP1: keep the CPU from gathering far ahead
+    cpu_offload: bool = False  # FSDP: keep shards, gradients and states on the CPU
+    bucket_cap_mb: float | None = None  # DDP: size of a bucket in MiB; None is PyTorch's default
+    find_unused_parameters: bool = False  # DDP, FSDP2: a rank may leave parameters unused
     ac: Literal["none", "selective", "full"] = "none"  # activation checkpointing of each block
-    preserve_rng_state: bool = True  # ac: recompute with the same dropout; not needed without any
-    compile: bool = False  # each block
+    preserve_rng_state: bool = True  # ac: recompute with the same dropout masks
+    compile: bool = False  # torch.compile for each block
 
 
 def apply(
@@ -184,25 +199,24 @@ def apply(
 ) -> nn.Module:
     """Shard a model over the mesh; afterwards all ranks have the same values. Collective.
 
-    `mesh` has the dimensions ("replicate", "shard") of `mesh_shape`, and with FSDP2 perhaps "tp",
-    whose ranks share the work of a block: `split_block(block, mesh)` edits it. FSDP gathers and
-    frees unit by unit: the outermost modules of `block_classes` (set(): none), and the rest, the
-    root. Rank 0's values are kept. A tensor on meta gets its value when its unit is sharded:
-    `init_fn(name, shape, device=...)` returns the whole of it, the same on every rank. With
-    `uninitialized` it gets memory of any content, for a checkpoint to be loaded; then `init_fn` is
-    called only for buffers that no checkpoint has.
+    - `mesh`: built with the shape from `mesh_shape`; FSDP2 allows a third dimension, "tp".
+    - `block_classes`: their outermost modules are the blocks; set() for a model without blocks.
+    - `init_fn`: for a model on meta; returns the full initial value, the same on every rank.
+    - `uninitialized`: leave a model on meta without values, for a checkpoint to be loaded;
+      `init_fn` then serves only the buffers that no checkpoint has.
+    - `split_block(block, mesh)`: splits a block over "tp", in place.
 
-    The wrappers, from the inside to the outside:
+    A model that is not on meta gets rank 0's values. The wrappers, from the inside to the outside:
 
-    1. checkpoint_wrapper around each block, so that FSDP gathers a block once for both its
-       recomputation and its gradient;
-    2. torch.compile of each block;
+    1. checkpoint_wrapper around each block: inside FSDP, so that a block is gathered once for both
+       its recomputation and its gradient;
+    2. torch.compile of each block: the recomputation is in its graph, FSDP's collectives are not;
     3. DDP around the model; or FSDP around each block, then around the model.
 
     Build optimizers and register hooks on parameters afterwards. Call the model, not its parts or
-    other methods; in a step the same blocks on every rank, or some train on wrong weights without
-    an error. FSDP1 moves a parameter that a step did not use (its gradient is zero, not None) and
-    makes fp64 buffers fp32: FSDP2 does neither.
+    other methods. In a step all ranks must call the same blocks, or some train on wrong weights,
+    without an error. FSDP1, unlike FSDP2, also updates a parameter that a step did not use (its
+    gradient is zero, not None), and converts fp64 buffers to fp32.
 
     Raises ValueError for invalid arguments, RuntimeError if the ranks have different models.
     """
@@ -213,27 +227,27 @@ def apply(
         units = blocks
     _check_model(model, strategy, options)
     _check_units(model, units)
-    before = set(model.parameters())
+    unsharded = set(model.parameters())
     values = _InitialValues(model, _device(mesh), init_fn, uninitialized)
-    values.share(f"{mode} {list(blocks)} {options}")
+    values.share(arguments=f"{mode} {list(blocks)} {options}")
 
-    def fill(module: nn.Module) -> None:
+    def prepare_unit(module: nn.Module) -> None:
         values.fill(module)
         if split_block and module in blocks.values():
             split_block(module, mesh)
 
     _prepare_blocks(model, blocks, options)
     if strategy.engine == "fsdp":
-        sharded = _fsdp(model, units, strategy, mesh["replicate", "shard"], options, fill)
+        sharded = _fsdp(model, units, strategy, mesh["replicate", "shard"], options, prepare_unit)
     else:
-        fill(model)
+        prepare_unit(model)
         sharded = _ddp(model.to(_device(mesh)), mesh, options)
-    _check_optimizers(replaced=before - set(sharded.parameters()))
+    _watch_optimizers(replaced=unsharded - set(sharded.parameters()))
     return sharded
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
-    """Return the device of this rank."""
+    """Return the device that this rank computes on."""
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -242,7 +256,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
 def _prepare_blocks(
     model: nn.Module, blocks: Mapping[str, nn.Module], options: ShardingOptions
 ) -> None:
-    """Checkpoint and compile the blocks."""
+    """Wrap the blocks for activation checkpointing, and compile them."""
     context: Callable[[], Any] = noop_context_fn
     if options.ac == "selective":
         context = partial(create_selective_checkpoint_contexts, _keep_matmuls)
@@ -252,18 +266,18 @@ def _prepare_blocks(
                 block, preserve_rng_state=options.preserve_rng_state, context_fn=context
             )
             _replace(model, {block: wrapper})
-            _check_forward(wrapper, wrapper.named_buffers, CHANGED_BUFFER)
+            _watch_forward(wrapper, wrapper.named_buffers, CHANGED_BUFFER)
     if options.compile:
-        # Dynamo would cut each block into graphs that end with DDP's buckets, so that all-reduces
-        # start early within a block; DDP starts them between the blocks, and one graph is faster.
+        # By default Dynamo splits each block's graph where DDP's buckets end, so that all-reduces
+        # start within a block. One graph is faster, and DDP still starts them between blocks.
         torch._dynamo.config.optimize_ddp = False
         for name in blocks:
-            # Not dynamic: one graph for all blocks would be slower than one for each kind.
+            # Not dynamic: one graph for blocks of any shape would be slower than one per shape.
             model.get_submodule(name).compile(dynamic=False)
 
 
 def _replace(model: nn.Module, wrappers: Mapping[nn.Module, nn.Module]) -> None:
-    """Put each wrapper in the place of its module, under every name that this has."""
+    """Replace each module by its wrapper, under every name by which the model holds it."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is not None:
@@ -271,8 +285,13 @@ def _replace(model: nn.Module, wrappers: Mapping[nn.Module, nn.Module]) -> None:
 
 
 def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep attention and matrix products, but the MLP's last, whose result no gradient needs."""
+    """Save the results of attention and of matrix products, recompute all others.
+
+    Not saved are products that narrow (fewer features out than in): in a block that is the last
+    one of the MLP, whose result no gradient needs.
+    """
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        # mm(left, right) or addmm(bias, left, right), where right is (in, out)
         left, right = args[-2:]
         keep = left.shape[-1] <= right.shape[-1]
     else:  # bmm: attention without a fused kernel
@@ -284,22 +303,24 @@ def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Module:
-    """DDP: whole parameters on every rank, gradients all-reduced in buckets during backward."""
+    """DDP: full parameters on every rank, gradients all-reduced in buckets during backward."""
     if mesh.size() == 1:
-        return model  # nobody to communicate with: no buckets, a second copy of the gradients
+        return model  # a single rank averages nothing: DDP would only add its buckets
     if not any(p.requires_grad for p in model.parameters()):
         _LoopChecks(model, [], mesh, unused_allowed=True)
-        return model  # a teacher, which DDP would refuse
+        return model  # a frozen model, such as a teacher, which DDP would refuse
     group = mesh.get_group("replicate")
     sharded = DDP(
         model,
         device_ids=[_device(mesh).index] if mesh.device_type == "cuda" else None,
         process_group=group,
-        gradient_as_bucket_view=True,  # no second copy of the gradients
+        gradient_as_bucket_view=True,  # the gradients lie in the buckets: no second copy
         bucket_cap_mb=options.bucket_cap_mb,
         find_unused_parameters=options.find_unused_parameters,
     )
-    sharded.broadcast_buffers = False  # at every step; as in FSDP: most are tables
+    # DDP would broadcast the buffers at every step; FSDP does not, and most are constant tables.
+    # Set here, because the constructor's argument is deprecated (torch 2.14).
+    sharded.broadcast_buffers = False
     if options.reduce_dtype == torch.bfloat16:
         sharded.register_comm_hook(group, default_hooks.bf16_compress_hook)
     elif options.reduce_dtype == torch.float16:
@@ -310,46 +331,47 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
 
 def _fsdp(
     model: nn.Module,
-    blocks: Mapping[str, nn.Module],
+    units: Mapping[str, nn.Module],
     strategy: Strategy,
     mesh: DeviceMesh,
     options: ShardingOptions,
-    fill: Callable[[nn.Module], None],
+    prepare_unit: Callable[[nn.Module], None],
 ) -> nn.Module:
-    """FSDP1 or FSDP2: give each unit its values, then cut it; inner units first, the root last.
+    """FSDP1 or FSDP2: give each unit its values, then shard it; the root comes last.
 
-    FSDP2 cuts each parameter along dimension 0, FSDP1 all of a unit as one flat vector.
+    FSDP2 shards each parameter along dimension 0, FSDP1 a unit's parameters as one flat vector.
     """
     if options.fsdp == 1:
         wrap = _fsdp1_wrapper(strategy, mesh, options)  # returns a new module around its argument
     else:
         wrap = _fsdp2_wrapper(strategy, mesh, options)  # changes its argument, and returns it
-    for name, module in blocks.items():
-        fill(module)  # whole, until it is cut
-        unit = model.get_submodule(name)  # the module, or what checkpoints it
+    for name, module in units.items():
+        prepare_unit(module)  # full values, until wrap() shards them
+        unit = model.get_submodule(name)  # the module, or the checkpoint_wrapper around it
         _replace(model, {unit: wrap(unit)})
-    fill(model)  # the rest: what has its values already is left alone
+    prepare_unit(model)  # the root: what has its values already is left alone
     sharded = wrap(model)
-    units: list[Any] = [model.get_submodule(name) for name in blocks]
+    wrapped: list[Any] = [model.get_submodule(name) for name in units]
     if options.fsdp == 2:
-        _set_prefetch(units, sharded, options)
+        _set_prefetch(wrapped, sharded, options)
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
-    reshard = torch.compiler.disable(_reshard_without_backward)
-    for unit in [*units, sharded]:
+    reshard = torch.compiler.disable(_reshard_without_backward)  # not traced by torch.compile
+    for unit in [*wrapped, sharded]:
         unit.register_forward_hook(reshard)
-        if options.fsdp == 2:  # FSDP1 raises an error by itself
-            _check_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
-    if dist.get_backend() != "fake":
+        if options.fsdp == 2:  # FSDP1 itself raises an error
+            _watch_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
+    if dist.get_backend() != "fake":  # a simulation, whose tensors have no values to check
         allowed = options.find_unused_parameters
-        _LoopChecks(sharded, [*units, sharded], mesh, unused_allowed=allowed)
+        _LoopChecks(sharded, [*wrapped, sharded], mesh, unused_allowed=allowed)
     return sharded
 
 
 def _set_prefetch(units: list[Any], root: Any, options: ShardingOptions) -> None:
-    """Tell FSDP2 which units to gather ahead of time; by default the next one in backward."""
+    """Tell FSDP2 which units to gather ahead of time; its default is the next unit in backward."""
     if options.prefetch == "none":
-        # itself, which is gathered already: an empty list would mean the default, the next unit
+        # Each unit prefetches only itself, which is gathered already: an empty list would mean
+        # FSDP2's default, the next unit.
         for unit in [*units, root]:
             unit.set_modules_to_backward_prefetch([unit])
     if options.forward_prefetch:
@@ -360,13 +382,14 @@ def _set_prefetch(units: list[Any], root: Any, options: ShardingOptions) -> None
 def _fsdp1_wrapper(
     strategy: Strategy, mesh: DeviceMesh, options: ShardingOptions
 ) -> Callable[[nn.Module], Any]:
-    """FSDP1: the strategy is an enum, so is the prefetch; every unit is one flat parameter."""
+    """FSDP1: strategy and prefetch are enums; every unit becomes one flat parameter."""
     submesh = mesh
     if mesh["shard"].size() == 1:
-        # otherwise FSDP1 would not reduce gradients at all (pytorch#154888)
+        # any other strategy would not reduce gradients at all (pytorch#154888)
         sharding = ShardingStrategy.NO_SHARD
         submesh = mesh["replicate"]
-        warnings.filterwarnings("ignore", "The `NO_SHARD`", FutureWarning)  # "use DDP"
+        # this warning only advises to use DDP
+        warnings.filterwarnings("ignore", "The `NO_SHARD`", FutureWarning)
     elif strategy.shard_over == "world" and strategy.reshard_after_forward:
         sharding = ShardingStrategy.FULL_SHARD
         submesh = mesh["shard"]
@@ -397,37 +420,41 @@ def _fsdp1_wrapper(
         forward_prefetch=options.forward_prefetch,
         limit_all_gathers=options.limit_all_gathers,
         cpu_offload=fsdp.CPUOffload(offload_params=options.cpu_offload),
-        use_orig_params=True,  # weight decay differs by parameter
-        device_id=_device(mesh),  # needed for a CPU too
+        use_orig_params=True,  # weight decay differs between parameters of a unit
+        device_id=_device(mesh),  # without it FSDP1 looks for a GPU, even in a CPU run
     )
 
 
 def _fsdp2_wrapper(
     strategy: Strategy, mesh: DeviceMesh, options: ShardingOptions
 ) -> Callable[[nn.Module], Any]:
-    """FSDP2: the strategy is the mesh and `reshard_after_forward`; parameters become DTensors."""
+    """FSDP2: the strategy is the mesh and `reshard_after_forward`; parameters become DTensors.
+
+    On a mesh of two dimensions it shards over the second and replicates over the first. In
+    backward each unit, the last block first, reduce-scatters its gradients over "shard", then
+    all-reduces the resulting shard over "replicate".
+    """
     offload = fsdp.OffloadPolicy()
     if options.cpu_offload:
         offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     return partial(
         fully_shard,
-        # of two dimensions: replicated over the first
         mesh=mesh["shard"] if strategy.shard_over == "world" else mesh,
         mp_policy=fsdp.MixedPrecisionPolicy(
             options.param_dtype, options.reduce_dtype, cast_forward_inputs=options.cast_inputs
         ),
         offload_policy=offload,
-        # None: free all units but the root, used last in forward and first in backward
+        # None: free every unit but the root, which is last in forward and first in backward
         reshard_after_forward=None if strategy.reshard_after_forward else False,
     )
 
 
 def _reshard_without_backward(module: Any, args: Any, output: Any) -> None:
-    """Free what a unit of FSDP gathered, after a forward pass that no backward pass will follow.
+    """Free what an FSDP unit gathered, after a forward pass that no backward pass will follow.
 
-    Otherwise the root, and in the grad_op modes every unit, would stay gathered: FSDP1 would go on
-    with those values when the sharded ones change, and FSDP2's parameters would not be the
-    optimizer's.
+    Otherwise the root, and in the grad_op modes every unit, would stay gathered: FSDP1 would keep
+    using these values after the shards have changed, and the module's FSDP2 parameters would not
+    be the ones that the optimizer updates.
     """
     if torch.is_grad_enabled() and _may_need_backward(output):
         return
@@ -438,14 +465,14 @@ def _reshard_without_backward(module: Any, args: Any, output: Any) -> None:
 
 
 def _may_need_backward(output: Any) -> bool:
-    """Tell whether an output of a module contains a tensor with a gradient, or may contain one."""
+    """Tell whether a module's output contains, or may contain, a tensor that needs a gradient."""
     if isinstance(output, Tensor):
         return output.requires_grad
     if isinstance(output, Mapping):
         return any(_may_need_backward(value) for value in output.values())
     if isinstance(output, list | tuple):
         return any(_may_need_backward(value) for value in output)
-    return not isinstance(output, int | float | str | None)
+    return not isinstance(output, int | float | str | None)  # of an unknown class: it may
 
 
 # --- A step: accumulation, gradient norm, optimizer, scaler
@@ -453,18 +480,20 @@ def _may_need_backward(output: Any) -> bool:
 
 @contextmanager
 def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Iterator[None]:
-    """Enter around forward and backward of each micro-batch of a step; say which is the `last`.
+    """Enter around forward and backward of one micro-batch; `last` marks the last of a step.
 
-    Sharded gradients are reduce-scattered after every micro-batch. With `uses_all` every micro-
-    batch gives every trained parameter a gradient, on every rank: only then FSDP2 all-reduces over
-    replicas after the last one alone, and so does FSDP1's no_shard. DDP does so always.
+    Sharded gradients are reduce-scattered after every micro-batch. `uses_all=True` is your promise
+    that every micro-batch gives every trained parameter a gradient, on every rank. Then FSDP2, and
+    FSDP1 in mode no_shard, all-reduce over replicas only after the last micro-batch, as DDP always
+    does. Without that, FSDP2 would never all-reduce the gradients of a unit that gets none in the
+    last micro-batch.
     """
     defer = uses_all and not last
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, FSDPModule) and defer:
                 module.set_requires_all_reduce(False, recurse=False)
-                # or a later backward pass, outside of this function, would not be averaged
+                # a later backward pass, outside of this context, must be averaged again
                 stack.callback(module.set_requires_all_reduce, True, recurse=False)
             if isinstance(module, DDP) and not last:
                 stack.enter_context(module.no_sync())
@@ -474,77 +503,82 @@ def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Ite
 
 
 def _is_no_shard_root(module: FSDP1) -> bool:
-    """Tell whether a module is the outermost unit of FSDP1, without shards."""
+    """Tell whether a module is the root unit of a model that FSDP1 does not shard (NO_SHARD)."""
     return module.sharding_strategy == ShardingStrategy.NO_SHARD and module.check_is_root()
 
 
-def _has(model: nn.Module, kind: Any) -> bool:
-    """Tell whether a model, or a part of it, is of a kind."""
+def _contains(model: nn.Module, kind: Any) -> bool:
+    """Tell whether a model, or a module in it, is an instance of `kind`."""
     return any(isinstance(module, kind) for module in model.modules())
 
 
 def autocast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
-    """Enter around a forward pass in `dtype`: FSDP casts its units itself, the others need it."""
-    if dtype == torch.float32 or _has(model, FSDP1 | FSDPModule):
+    """Enter around a forward pass in `dtype`; it does nothing for FSDP, which casts by itself."""
+    if dtype == torch.float32 or _contains(model, FSDP1 | FSDPModule):
         return nullcontext()
     return torch.autocast(device.type, dtype)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
-    """Scale the gradients so that their norm over all parameters is at most `max_norm`.
+    """Measure the gradients' norm over all parameters, and scale it down to at most `max_norm`.
 
-    Returns the norm before, (), fp32, the same on every rank. Collective if gradients are sharded.
-    ValueError for a module that contains a model sharded by FSDP1; RuntimeError for gradients that
-    are not averaged yet.
+    Returns the norm before clipping, a scalar in fp32, the same on every rank. Collective if
+    gradients are sharded. ValueError for a module around a model that FSDP1 sharded; RuntimeError
+    if the gradients are not averaged over ranks yet.
     """
     for module in model.modules():
         checks = getattr(module, "loop_checks", None)
         if checks is not None and not checks.averaged:
             raise RuntimeError(
-                "the gradients are not averaged over ranks yet: clip them after the micro-batch "
-                "that is the last"
+                "the gradients are not averaged over ranks yet: clip them after the step's last "
+                "micro-batch"
             )
     if isinstance(model, FSDP1):
         return model.clip_grad_norm_(max_norm)  # sums over the shard group
-    if _has(model, FSDP1):
+    if _contains(model, FSDP1):
         raise ValueError("FSDP1: give clip_grad_norm the model that shard.apply returned")
     groups = by_mesh(p for p in model.parameters() if p.grad is not None)
     norms: list[Tensor] = []
     for parameters in groups:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # of all shards
-    whole = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # over all shards
+    total = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
     if max_norm != float("inf"):
         for parameters in groups:
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
-    return whole
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by their device mesh: --tp has two, PyTorch computes with one at a time."""
+    """Group parameters by their device mesh: tensor parallelism has two.
+
+    PyTorch's norms and optimizers take parameters of one mesh at a time.
+    """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for p in parameters:
         groups.setdefault(getattr(p, "device_mesh", None), []).append(p)
     return list(groups.values())
 
 
+# What activation checkpointing, FSDP1 and torch.compile insert into the names of parameters
 WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
 
 
 def original_name(name: str) -> str:
     """Return the name that a parameter had before its model was wrapped."""
-    parts = name.removeprefix("module.").split(".")  # DDP's; a submodule further down keeps it
+    parts = name.removeprefix("module.").split(".")  # DDP's; a submodule may have that name too
     return ".".join(part for part in parts if part not in WRAPPERS)
 
 
 def weight_decay_names(model: nn.Module) -> set[str]:
-    """List the original names of what decays: all parameters but biases and norms.
+    """List the original names of the parameters with weight decay: those of several dimensions.
 
-    ValueError for FSDP1, which flattens parameters: call it before `apply`.
+    So biases and norms do not decay; tokens such as `cls_token` (1, 1, D) do. The full shape
+    counts. ValueError for FSDP1, which flattens parameters: call it before `apply`.
     """
-    if _has(model, FSDP1):
+    if _contains(model, FSDP1):
         raise ValueError("call weight_decay_names before shard.apply: FSDP1 flattens parameters")
-    # a shared parameter under all of its names
+    # a tied parameter has several names: list all of them
     named = model.named_parameters(remove_duplicate=False)
     return {original_name(name) for name, p in named if p.ndim > 1}
 
@@ -556,31 +590,31 @@ def build_optimizer(
     *,
     lr: float,
     weight_decay: float,
-    betas: tuple[float, float] = (0.9, 0.95),  # of the MAE recipe
+    betas: tuple[float, float] = (0.9, 0.95),  # as in MAE
     eps: float = 1e-8,
     lr_scale: Callable[[str], float] | None = None,
 ) -> torch.optim.Optimizer:
-    """Build a fused AdamW; `decay` has the original names of what decays.
+    """Build a fused AdamW; `decay` has the original names of the parameters with weight decay.
 
-    `lr_scale` is called with an original name; what it returns is the group's "lr_scale", by which
-    the schedule multiplies the rate. Another optimizer must be elementwise, as AdamW is: a shard is
-    a piece of a tensor. ValueError if `decay` has names that the model does not have.
+    The result of `lr_scale(original name)` is stored as the group's "lr_scale", by which the
+    schedule multiplies the learning rate. An optimizer of your own must be elementwise, as AdamW
+    is: a shard is a piece of a tensor. ValueError if `decay` has names that the model lacks.
     """
     all_names = {original_name(n) for n, _ in model.named_parameters(remove_duplicate=False)}
     unknown = sorted(set(decay) - all_names)
     if unknown:
         raise ValueError(f"the model has no parameter {unknown[0]} to decay: use original names")
-    found: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    by_settings: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for wrapped_name, p in model.named_parameters():
         name = original_name(wrapped_name)
         scale = 1.0 if lr_scale is None else lr_scale(name)
         if p.requires_grad:
-            found.setdefault((name in decay, scale), []).append(p)
+            by_settings.setdefault((name in decay, scale), []).append(p)
     groups: list[dict[str, Any]] = []
-    for (decays, scale), parameters in found.items():
+    for (decays, scale), parameters in by_settings.items():
         decay_of_group = weight_decay if decays else 0.0
-        for of_mesh in by_mesh(parameters):
-            group = {"params": of_mesh, "weight_decay": decay_of_group, "lr_scale": scale}
+        for on_one_mesh in by_mesh(parameters):
+            group = {"params": on_one_mesh, "weight_decay": decay_of_group, "lr_scale": scale}
             groups.append(group)
     if STRATEGIES[mode].engine == "zero1":
         return ZeroRedundancyOptimizer(
@@ -598,7 +632,8 @@ def build_optimizer(
 def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """Make one step of any optimizer, or none if `skip` (), the same on every rank, is 1."""
     inner: Any = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-    # Not SGD: in a first step that is skipped, fused SGD makes a momentum of uninitialised memory.
+    # Only Adam is asked to skip: fused SGD, if its first step is skipped, starts its momentum from
+    # uninitialised memory.
     adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     if adam and getattr(inner, "_step_supports_amp_scaling", False):
         # Where `found_inf` is 1, fused AdamW changes nothing; it reads that on the device.
@@ -607,7 +642,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     elif skip.item():
         return
     optimizer.step()
-    inner.found_inf = None  # or a later plain step() would be skipped too
+    inner.found_inf = None  # a later plain step() must not be skipped too
 
 
 def build_scaler(
@@ -616,18 +651,18 @@ def build_scaler(
     """Build the gradient scaler that fp16 needs; None for bf16 and fp32."""
     if dtype != torch.float16:
         return None
-    if _has(model, FSDP1):
+    if _contains(model, FSDP1):
         return ShardedGradScaler(device.type)
     return torch.amp.GradScaler(device.type)
 
 
-# --- Arguments, blocks
+# --- Checks of the arguments, and the blocks
 
 
 def _check_arguments(
     mode: str, mesh: DeviceMesh, split: bool, options: ShardingOptions
 ) -> Strategy:
-    """Return the strategy; ValueError for a mesh or options with which training would go wrong."""
+    """Return the strategy; ValueError for a mesh or options that would make training go wrong."""
     tp = mesh.shape[2] if split else 1
     group = None
     if mode in STRATEGIES and STRATEGIES[mode].shard_over == "group":
@@ -635,7 +670,10 @@ def _check_arguments(
     wanted = mesh_shape(mode, dist.get_world_size() // tp, group)
     if mesh.shape[:2] != wanted:
         raise ValueError(f"mode {mode} here needs a mesh that begins with {wanted}, not {mesh}")
-    given = {n: v for n, v in vars(options).items() if v != getattr(ShardingOptions, n)}
+    given: dict[str, Any] = {}
+    for name, value in vars(options).items():
+        if value != getattr(ShardingOptions, name):  # not the default
+            given[name] = value
     if tp > 1:
         given["tp"] = tp
     problem = next(invalid_options(mode, given), None)
@@ -647,12 +685,12 @@ def _check_arguments(
 
 
 def _check_model(model: nn.Module, strategy: Strategy, options: ShardingOptions) -> None:
-    """Raise ValueError for a model with which training would go wrong."""
+    """Raise ValueError for a model whose training would go wrong."""
     sharded = strategy.engine == "fsdp"
     if sharded and options.fsdp == 1 and hasattr(model, "_orig_mod"):
         raise ValueError("FSDP1 cannot save a compiled model: compile it after shard.apply")
     if "module" in dict(model.named_children()):
-        raise ValueError("rename the submodule module: DDP uses this name")
+        raise ValueError("rename the submodule module: DDP needs this name for itself")
     low_precision = sharded and options.param_dtype != torch.float32
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and module.track_running_stats and low_precision:
@@ -660,11 +698,11 @@ def _check_model(model: nn.Module, strategy: Strategy, options: ShardingOptions)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             if module.max_norm is not None:
                 raise ValueError(
-                    f"{name} has max_norm, which changes weights in forward(), on each rank "
-                    "others: renormalise them between two steps"
+                    f"{name} has max_norm, which changes weights in forward(), differently on each "
+                    "rank: renormalise them between two steps"
                 )
             if module.sparse and sharded:
-                raise ValueError(f"{name} has sparse gradients, unknown to FSDP: sparse=False")
+                raise ValueError(f"{name} has sparse gradients, unknown to FSDP: use sparse=False")
     for name, p in model.named_parameters():
         for wrong, sentence in _parameter_table(p, sharded):
             if wrong:
@@ -672,33 +710,33 @@ def _check_model(model: nn.Module, strategy: Strategy, options: ShardingOptions)
 
 
 def _parameter_table(p: nn.Parameter, sharded: bool) -> list[tuple[bool, str]]:
-    """Return (condition, sentence) of each reason why a parameter cannot be sharded."""
+    """Return (whether it applies, sentence) for each reason not to shard a parameter."""
     if isinstance(p, nn.parameter.UninitializedParameter):
         return [(True, "has no shape yet: call the model once before shard.apply")]
-    imaginary = "store its real and imaginary part, as torch.view_as_real does"
+    imaginary = "store its real and imaginary parts, as torch.view_as_real does"
     shape = tuple(p.shape)
     return [
         (p.is_complex(), f"is {p.dtype}: {imaginary}"),
         (not p.is_floating_point(), f"is {p.dtype}, which is not trained: make it a buffer"),
         (p.dtype != torch.float32, f"is {p.dtype}, but parameters are stored in fp32: .float()"),
         (sharded and p.ndim == 0, "() cannot be sharded: give it one element, the shape (1,)"),
-        (sharded and p.numel() == 0, f"{shape} cannot be sharded, it is empty: make it a buffer"),
+        (sharded and p.numel() == 0, f"{shape} cannot be sharded; it is empty: make it a buffer"),
         (_has_hook(p, True), "has a hook, which would be lost: register it after shard.apply"),
     ]
 
 
 def _check_units(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError for a parameter in two units, which FSDP would untie."""
+    """Raise ValueError for a tied parameter in two units, which FSDP would untie."""
     inside: set[nn.Module] = set()
-    found: list[tuple[str, nn.Parameter]] = []
+    pairs: list[tuple[str, nn.Parameter]] = []
     for name, unit in units.items():
         inside |= set(unit.modules())
-        found += [(name, p) for p in unit.parameters()]
+        pairs += [(name, p) for p in unit.parameters()]
     for module in model.modules():
         if module not in inside:
-            found += [("the root", p) for p in module.parameters(recurse=False)]
+            pairs += [("the root", p) for p in module.parameters(recurse=False)]
     unit_of: dict[nn.Parameter, str] = {}
-    for name, p in found:
+    for name, p in pairs:
         first = unit_of.setdefault(p, name)
         if first != name:
             where = f"a parameter {tuple(p.shape)} is in two units, {first} and {name}"
@@ -710,27 +748,29 @@ def find_blocks(model: nn.Module, classes: Collection[type[nn.Module]]) -> dict[
     if isinstance(classes, type | str) or not all(isinstance(c, type) for c in classes):
         raise ValueError(f"block_classes is a set of classes, such as {{Block}}, not {classes!r}")
     wanted = tuple(classes)
-    found = {}
+    blocks = {}
     for name, module in model.named_modules():
         if isinstance(module, wanted) and module is not model:
-            found[name] = module
-    if wanted and not found:
+            blocks[name] = module
+    if wanted and not blocks:
         listed = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
         raise ValueError(f"block_classes match no module: use set(), or classes out of {listed}")
     inner: set[nn.Module] = set()
-    for name, block in found.items():
+    for name, block in blocks.items():
         if type(block).forward is nn.Module.forward:
             kind = type(block).__name__
-            raise ValueError(f"{name} is a {kind}, which has no forward(): name its items' class")
+            raise ValueError(
+                f"{name} is a {kind}, which has no forward(): give the class of its items instead"
+            )
         inner |= set(block.modules()) - {block}
-    return {name: block for name, block in found.items() if block not in inner}
+    return {name: block for name, block in blocks.items() if block not in inner}
 
 
 # --- Initial values
 
 
 class _InitialValues:
-    """The values of a model when it is sharded, the same on every rank."""
+    """Gives a model its values while it is being sharded, the same on every rank."""
 
     def __init__(
         self,
@@ -752,17 +792,17 @@ class _InitialValues:
 
     @torch.no_grad()
     def share(self, arguments: str) -> None:
-        """Send the values that a model has, not those on meta, from rank 0 to all. Collective.
+        """Broadcast rank 0's values of all tensors that are not on meta. Collective.
 
-        RuntimeError if the ranks have different models, or arguments.
+        RuntimeError if the models, or the `arguments` of `apply`, differ between ranks.
         """
         if self.uninitialized:
-            return  # whoever loads a checkpoint checks its names and shapes
-        found = []
+            return  # loading the checkpoint checks names and shapes
+        described = []
         for tensor, name in self.names.items():
             kind = (tensor.shape, tensor.dtype, tensor.requires_grad, _on_meta(tensor))
-            found.append((name, kind))
-        if not _same_on_all_ranks(f"{arguments} {found}", self.device):
+            described.append((name, kind))
+        if not _same_on_all_ranks(f"{arguments} {described}", self.device):
             raise RuntimeError("the ranks were given different models, modes or options")
         for tensor in self.names:
             if tensor.numel() and not _on_meta(tensor):
@@ -772,7 +812,7 @@ class _InitialValues:
 
     @torch.no_grad()
     def fill(self, unit: nn.Module) -> None:
-        """Give what is on meta in a module and below it memory and values."""
+        """Allocate all tensors on meta in a module and its submodules, and give them values."""
         made: dict[Tensor, Tensor] = {}  # tied parameters stay tied
         for module in unit.modules():
             for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -788,7 +828,7 @@ class _InitialValues:
                 setattr(module, leaf, made[tensor])
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Return the whole value of a tensor on meta; ValueError if nothing can give it one."""
+        """Return the full value of a tensor on meta; ValueError without an `init_fn`."""
         name = self.names[tensor]
         if self.init_fn is None:
             raise ValueError(
@@ -798,7 +838,7 @@ class _InitialValues:
 
 
 def _on_meta(tensor: Tensor) -> bool:
-    return tensor.device.type == "meta"  # is_meta is true for fake tensors too
+    return tensor.device.type == "meta"  # not is_meta, which is true for fake tensors too
 
 
 def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None) -> bool:
@@ -809,33 +849,34 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
     return extremes.sum().item() == 0
 
 
-# --- Checks of a running loop: what sharding would make wrong in silence raises RuntimeError
+# --- Checks of a running loop: RuntimeError for what sharding would otherwise make wrong in silence
 #
-# 1. before each call and step, of every parameter: replaced, edited in vain, a hook that is not
-#    called, frozen or unfrozen too late;
-# 2. in a forward pass: tensors that a module changes itself;
-# 3. after each gradient: a backward pass that belongs to no call;
-# 4. before each step: an optimizer of other parameters; and, in the first three steps (it makes a
-#    GPU wait), ranks that used other parameters, and replicas that are no longer the same.
-# A simulation (the backend "fake") has no values, and none of 1, 3 and 4.
+# 1. Before each call and each step, every parameter is checked: it must not be replaced, changed
+#    where the engine loses that, given a hook that is not called, or frozen or unfrozen too late.
+# 2. After a forward pass: the module must not have changed its own tensors (first three passes).
+# 3. After each gradient: its backward pass must belong to a call of the model.
+# 4. Before each step: the optimizer must have the parameters of the sharded model. In the first
+#    three steps also: all ranks must have used the same parameters, and replicas must be equal.
+# Values are compared only at the beginning, because reading them makes the CPU wait for the GPU.
+# A simulation (backend "fake") has no values: of these checks it makes only the second.
 
 REPLACED = (
-    "was replaced after shard.apply, and would not be trained together: replace it "
-    "before, or write into it, by copy_() or load_state_dict() without assign=True"
+    "was replaced after shard.apply, and each rank would train its own: replace it before, or "
+    "write into it, by copy_() or load_state_dict() without assign=True"
 )
 EDITED_IN_VAIN = (
-    "was changed after a forward pass with gradients that no backward() followed, and FSDP2 loses "
-    "that: evaluate in torch.no_grad()"
+    "was changed after a forward pass with gradients that no backward() followed, and FSDP would "
+    "lose the change: evaluate in torch.no_grad()"
 )
 OTHER_MEMORY = (
-    "has other memory or another dtype than before, which FSDP2 does not see: write into it, by "
-    "copy_() or mul_(), not into .data"
+    "has other memory or another dtype than before, which FSDP2 does not notice: write into it, "
+    "by copy_() or mul_(), and do not assign to .data"
 )
 LOST_HOOK = (
     "has a hook that FSDP does not call: change its .grad between backward() and the step, or use "
     "register_post_accumulate_grad_hook with FSDP2"
 )
-OTHER_DTYPE = "is no longer fp32, which DDP averages: use shard.autocast for lower precision"
+OTHER_DTYPE = "is no longer fp32, as DDP needs it: use shard.autocast for lower precision"
 UNFROZEN = (
     "was frozen at shard.apply, and DDP does not average its gradient: freeze it after "
     "shard.apply, or use mode no_shard"
@@ -846,34 +887,38 @@ FROZEN = (
 
 
 class _LoopChecks:
-    """What a loop can do wrong with a sharded model."""
+    """Checks what a loop does with a sharded model.
+
+    The constructor registers the methods as hooks of the model, so nobody has to call them.
+    """
 
     def __init__(
         self, model: Any, units: list[Any], mesh: DeviceMesh, *, unused_allowed: bool
     ) -> None:
         self.model = model
-        self.units = units  # of FSDP; DDP has none
+        self.units = units  # of FSDP, the root last; empty for DDP
         self.fsdp1 = isinstance(model, FSDP1)
         self.fsdp2 = isinstance(model, FSDPModule)
-        # of FSDP1, which then loses gradients if two calls come before a backward pass
+        # in low precision FSDP1 loses gradients if two calls come before a backward pass
         self.low_precision = self.fsdp1 and model.mixed_precision.param_dtype != torch.float32
         self.device = _device(mesh)
         self.replicas = mesh.get_group("replicate")  # ranks that hold the same values
         self.unused_allowed = unused_allowed
         self.owners = _owners(model)
         self.trained = {p for *_, p in self.owners if p.requires_grad}
-        self.memory: dict[str, Any] = {}  # of each parameter at its first check
-        self.gathered: dict[str, tuple[Any, int]] = {}  # left so by a forward pass; its version
-        self.calls = 0  # with gradients
-        self.last_call: dict[Tensor, int] = {}  # of which each tensor has its gradient
-        self.averaged = True  # the last gradients, over ranks
-        self.used = 0  # checksum of which parameters have a gradient after each micro-batch
+        self.memory: dict[str, Any] = {}  # name -> memory of the parameter at its first check
+        # name -> (tensor, its version) that the last forward pass left for a backward pass
+        self.gathered: dict[str, tuple[Any, int]] = {}
+        self.calls = 0  # forward passes of the model with gradients enabled
+        self.last_call: dict[Tensor, int] = {}  # tensor -> the call its last gradient came from
+        self.averaged = True  # whether the last gradients were averaged over ranks
+        self.used = 0  # checksum: which parameters had a gradient after each micro-batch
         self.steps = 0
         for *_, p in self.owners:
-            p.loop_checks = self  # for an optimizer
-        model.loop_checks = self  # for clip_grad_norm
+            p.loop_checks = self  # _check_optimizer finds the checks here
+        model.loop_checks = self  # clip_grad_norm finds them here
         model.register_load_state_dict_pre_hook(_refuse_assign)
-        # before FSDP's own hooks
+        # this hook must run before FSDP's own
         model.register_forward_pre_hook(torch.compiler.disable(self.before_call), prepend=True)
         if units:
             model.__deepcopy__ = _refuse_copy
@@ -882,14 +927,14 @@ class _LoopChecks:
             tensor.register_post_accumulate_grad_hook(self.after_gradient)
 
     def __deepcopy__(self, memo: Any) -> "_LoopChecks":
-        """Stay with this model: its copy by DDP, an average of weights, is not trained."""
+        """Return the same checks: a copy of a DDP model is an average of weights, never trained."""
         return self
 
     def before_call(self, module: nn.Module, args: Any) -> None:
         """Check the parameters before a forward pass."""
         if self.units and torch.is_inference_mode_enabled():
             raise RuntimeError(
-                "FSDP could not train afterwards: use torch.no_grad(), no inference_mode"
+                "FSDP could not train after a call in inference_mode: use torch.no_grad() instead"
             )
         if self.low_precision:
             self.check_backward()
@@ -899,16 +944,20 @@ class _LoopChecks:
             self.note_used()
 
     def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Remember what FSDP keeps gathered for a backward pass to come, in place of a shard."""
+        """Remember the tensors whose changes FSDP would lose until a backward pass comes."""
         self.gathered = {}
         for name, owner, leaf, p in self.owners:
             now = getattr(owner, leaf, None)
-            # FSDP1 shows shards that it does not read again before a backward pass
+            # FSDP2 still has gathered parameters in the module. FSDP1 has its shards there, but
+            # does not read them again before the backward pass.
             if isinstance(now, Tensor) and (now is not p or self.fsdp1):
                 self.gathered[name] = (now, now._version)
 
     def after_gradient(self, tensor: Tensor) -> None:
-        """Raise RuntimeError for a gradient that belongs to no call: it would not be averaged."""
+        """Raise RuntimeError if there was no call since this tensor's last gradient.
+
+        The new gradient would not be averaged over ranks.
+        """
         self.averaged = _averages(self.model)
         if self.averaged and self.last_call.get(tensor, 0) == self.calls:
             raise RuntimeError(
@@ -918,17 +967,17 @@ class _LoopChecks:
         self.last_call[tensor] = self.calls
 
     def before_step(self) -> None:
-        """Check the parameters before a step of an optimizer, and compare the ranks."""
-        if _in_backward():  # a step in a hook
+        """Check the parameters before an optimizer's step; compare ranks in the first three."""
+        if _in_backward():  # a hook makes the step
             if not self.units:
                 raise RuntimeError("DDP has not averaged this gradient: step after backward()")
-            return  # other units may still need what they gathered
+            return  # other units still need what they gathered
         self.check_backward()
         self.check_parameters()
         self.note_used()
         if self.gathered and self.fsdp2:
             for unit in self.units:
-                unit.reshard()  # as the backward pass would have done that did not come
+                unit.reshard()  # as the backward pass would have done, had it come
         self.gathered = {}
         self.steps += 1
         if self.steps <= 3:
@@ -936,16 +985,16 @@ class _LoopChecks:
         self.used = 0
 
     def check_parameters(self) -> None:
-        """Raise RuntimeError for the first parameter with which something is wrong."""
+        """Raise RuntimeError for the first parameter that is used in a way that goes wrong."""
         trains = torch.is_grad_enabled() and any(p.requires_grad for *_, p in self.owners)
-        waits = self.fsdp1 and any(_fsdp1_waits_for_backward(unit) for unit in self.units)
+        awaits_backward = self.awaits_backward()
         for name, owner, leaf, p in self.owners:
             now: Any = getattr(owner, leaf, None)
             gathered, version = self.gathered.get(name, (p, p._version))
-            in_use = now is not p or waits
+            in_use = now is not p or awaits_backward  # a change of `now` would be lost
             edited_in_vain = in_use and now is gathered and gathered._version != version
             memory = _memory_of_fsdp2(p)
-            late = trains and not p.requires_grad and p in self.trained
+            frozen_since = trains and not p.requires_grad and p in self.trained
             ddp = not self.units
             for wrong, sentence in (
                 (now is not p and now is not gathered, REPLACED),
@@ -954,28 +1003,32 @@ class _LoopChecks:
                 (not ddp and _has_hook(p, post_accumulate=self.fsdp1), LOST_HOOK),
                 (ddp and p.dtype != torch.float32, OTHER_DTYPE),
                 (ddp and p.requires_grad and p not in self.trained, UNFROZEN),
-                (ddp and late and not self.unused_allowed, FROZEN),
+                (ddp and frozen_since and not self.unused_allowed, FROZEN),
             ):
                 if wrong:
                     raise RuntimeError(f"{name} {sentence}")
 
+    def awaits_backward(self) -> bool:
+        """Tell whether FSDP1 was called with gradients, and its backward pass has not come yet."""
+        return self.fsdp1 and any(_fsdp1_awaits_backward(unit) for unit in self.units)
+
     def check_backward(self) -> None:
-        """Raise RuntimeError if FSDP1 was called, and its backward pass has not come."""
-        if self.fsdp1 and any(_fsdp1_waits_for_backward(unit) for unit in self.units):
+        """Raise RuntimeError if FSDP1 still awaits a backward pass."""
+        if self.awaits_backward():
             raise RuntimeError(
                 "FSDP1 needs a backward() after a call with gradients, before a step and, in low "
-                "precision, before the next call: evaluate in torch.no_grad(), give two batches "
-                "to one call, or use fsdp 2"
+                "precision, before the next call: evaluate in torch.no_grad(), pass two batches "
+                "to the model as one, or use fsdp 2"
             )
 
     def note_used(self) -> None:
-        """Note which parameters have a gradient after a micro-batch."""
+        """Add to the checksum which parameters have a gradient now, after a micro-batch."""
         if self.steps < 3:
             used = [p.grad is not None for *_, p in self.owners]
             self.used = zlib.crc32(f"{self.used} {used}".encode())
 
     def compare_ranks(self) -> None:
-        """Raise RuntimeError for ranks that are about to make different steps. Collective."""
+        """Raise RuntimeError if the ranks are about to make different steps. Collective."""
         compares_used = self.fsdp2 and not self.unused_allowed
         if compares_used and not _same_on_all_ranks(str(self.used), self.device):
             raise RuntimeError(
@@ -987,30 +1040,31 @@ class _LoopChecks:
         if not _same_on_all_ranks(values, self.device, self.replicas):
             raise RuntimeError(
                 "the ranks hold different weights or gradients: change both in the same way on "
-                "all ranks, and take gradients by backward()"
+                "all ranks, and compute gradients by backward()"
             )
         loose = str(_loose_gradients)
         _loose_gradients.clear()
         if not _same_on_all_ranks(loose, self.device):
             raise RuntimeError(
-                "an optimizer trains parameters of no model that shard.apply returned, and their "
-                "gradients differ by rank: put them into the model before shard.apply, or set "
-                "optimizer.of_one_rank = True"
+                "an optimizer trains parameters that are in no model that shard.apply returned, "
+                "and their gradients differ between ranks: put them into the model before "
+                "shard.apply, or set optimizer.of_one_rank = True"
             )
 
 
 def _owners(model: nn.Module) -> list[tuple[str, nn.Module, str, Any]]:
-    """List (original name, module, name in this module, parameter) of a model."""
-    found: list[tuple[str, nn.Module, str, Any]] = []
+    """List (original name, module, name within the module, parameter) for each parameter."""
+    owners: list[tuple[str, nn.Module, str, Any]] = []
     for path, module in model.named_modules():
         for leaf, p in module._parameters.items():
             if p is not None:
-                found.append((original_name(f"{path}.{leaf}".lstrip(".")), module, leaf, p))
-    return found
+                name = original_name(f"{path}.{leaf}".lstrip("."))
+                owners.append((name, module, leaf, p))
+    return owners
 
 
 def _bits(tensors: Iterable[Any]) -> str:
-    """Return sums of the bits of tensors: exact on any device, and the same for NaN."""
+    """Sum the bits of each tensor, not its values: exact on any device, and NaN equals NaN."""
     sums = []
     for tensor in tensors:
         if tensor is not None:
@@ -1020,36 +1074,38 @@ def _bits(tensors: Iterable[Any]) -> str:
 
 
 def _refuse_assign(module: Any, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
-    """Raise RuntimeError for load_state_dict(assign=True), whose parameters are other ones."""
+    """Raise RuntimeError for load_state_dict(assign=True), which would replace the parameters."""
     if metadata.get("assign_to_params_buffers"):
         raise RuntimeError(
-            "assign=True would replace the parameters of a sharded model: load_state_dict "
+            "assign=True would replace the parameters of a sharded model: call load_state_dict "
             "without it"
         )
 
 
 def _refuse_copy(memo: Any) -> None:
-    """Raise RuntimeError for deepcopy."""
+    """Raise RuntimeError for copy.deepcopy of a model that FSDP sharded."""
     raise RuntimeError(
         "a model sharded by FSDP cannot be copied, nor given to AveragedModel: build the model "
         "twice, and give each to shard.apply"
     )
 
 
-def _check_forward(
+def _watch_forward(
     module: nn.Module, named: Callable[[], Iterable[tuple[str, Tensor]]], message: str
 ) -> None:
-    """Raise RuntimeError if a module changes the tensors that `named` lists in a forward pass.
+    """Raise RuntimeError if a forward pass of a module changes the tensors that `named` lists.
 
-    In the first three passes of a training only: sums of values make a GPU wait.
+    Registers hooks that compare the tensors before and after the first three training passes.
     """
     before: dict[str, Any] = {}
     further_passes = iter(range(2))
 
     def values() -> Iterator[tuple[str, Any]]:
         for name, tensor in named():
-            # of a frozen one the sum: averages are often written to `.data`, without a new version
-            if not isinstance(tensor, DTensor):  # of another unit, which has not gathered it
+            # A frozen tensor may be an average of weights, often written through `.data`, which
+            # leaves `_version` as it is: compare its sum. A DTensor belongs to another unit, and
+            # is not gathered now.
+            if not isinstance(tensor, DTensor):
                 changes = tensor._version if tensor.requires_grad else f"{tensor.detach().sum()}"
                 yield name, (tensor.shape, changes)
 
@@ -1063,14 +1119,14 @@ def _check_forward(
             return
         for name, new in values():
             old = before.get(name, new)
-            # another shape: a table that is built when it is first needed
+            # the shape may change: a table may be built when it is first needed
             if old[0] == new[0] and old != new:
                 raise RuntimeError(message.format(name=original_name(name)))
         if next(further_passes, None) is None:
             for hook in hooks:
                 hook.remove()
 
-    # after FSDP has gathered the tensors, and before it frees them
+    # the hooks run after FSDP has gathered the tensors, and before it frees them
     hooks = [
         module.register_forward_pre_hook(torch.compiler.disable(remember)),
         module.register_forward_hook(torch.compiler.disable(compare), prepend=True),
@@ -1078,21 +1134,23 @@ def _check_forward(
 
 
 CHANGED_PARAMETER = (
-    "{name} was changed in forward(), and FSDP2 loses that: change parameters between two steps, "
-    "in torch.no_grad()"
+    "{name} was changed in forward(), and FSDP2 would lose the change: change parameters between "
+    "two steps, in torch.no_grad()"
 )
 CHANGED_BUFFER = (
     "the buffer {name} was changed in forward(), and activation checkpointing would change it a "
     "second time: use ac none, or other block_classes"
 )
 
-_loose_gradients: list[str] = []  # of optimizers of other parameters, since the last comparison
+# A loose parameter is in no model that `apply` returned, and nothing averages its gradient. This
+# lists checksums of the gradients of optimizers of loose parameters, since the last comparison.
+_loose_gradients: list[str] = []
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise RuntimeError for an optimizer that would train nothing, or apart on each rank."""
+    """Raise RuntimeError for an optimizer that would train nothing, or let the ranks diverge."""
     if hasattr(optimizer, "part_of_zero1"):
-        return  # of this rank alone: the whole was checked
+        return  # the inner optimizer of zero1, on one rank: the outer one was checked
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.optim.part_of_zero1 = True
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -1111,23 +1169,24 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 
 def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int) -> None:
-    """Raise RuntimeError for a parameter that no engine averages, beside others that one does.
+    """Raise RuntimeError for an optimizer that has loose and sharded parameters.
 
-    Gradients of an optimizer of loose parameters alone are compared with the next sharded step.
+    If all of its `count` parameters are loose, their gradients may be the same on all ranks; that
+    is checked at the next step of a sharded model.
     """
     if len(loose) < count:
         raise RuntimeError(
             f"a parameter {tuple(loose[0].shape)} is in no model that shard.apply returned, and "
-            "each rank would train its own: put it into the model before shard.apply"
+            "each rank would train its own copy: put it into the model before shard.apply"
         )
     if not hasattr(optimizer, "of_one_rank") and len(_loose_gradients) < 3:
         _loose_gradients.append(_bits(p.grad for p in loose if not isinstance(p, DTensor)))
 
 
 def _check_whole_tensors(optimizer: torch.optim.Optimizer, fsdp1: bool) -> None:
-    """Raise RuntimeError for an optimizer that computes with more than an engine shows it."""
+    """Raise RuntimeError for an optimizer that needs whole tensors, where it would get parts."""
     zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
-    inner: Any = getattr(optimizer, "optim", optimizer)  # ZeRO's
+    inner: Any = getattr(optimizer, "optim", optimizer)  # zero1 has an inner one
     refused: set[type] = set()
     if fsdp1:
         refused = {torch.optim.LBFGS, torch.optim.Adafactor}
@@ -1135,30 +1194,31 @@ def _check_whole_tensors(optimizer: torch.optim.Optimizer, fsdp1: bool) -> None:
         refused = {torch.optim.LBFGS}
     if type(inner) in refused:
         raise RuntimeError(
-            f"{type(inner).__name__} needs whole tensors, of which zero1 and FSDP1 give it a part: "
+            f"{type(inner).__name__} needs whole tensors, but zero1 and FSDP1 give it only parts: "
             "use fsdp 2, mode ddp, or an elementwise optimizer such as AdamW"
         )
 
 
-def _check_optimizers(replaced: Iterable[nn.Parameter]) -> None:
-    """Have every optimizer checked at its steps, also for parameters that were replaced."""
+def _watch_optimizers(replaced: Iterable[nn.Parameter]) -> None:
+    """Have every optimizer checked before each step; it must not have the `replaced` parameters."""
     for p in replaced:
         p.replaced_by_sharding = True  # type: ignore[attr-defined]
-    _register_once()
+    _register_step_check()
 
 
-@cache
-def _register_once() -> None:
+@cache  # so that it is registered only once
+def _register_step_check() -> None:
     register_optimizer_step_pre_hook(_check_optimizer)
 
 
-# --- What torch (2.10 to 2.14) tells by private names alone, most of it about FSDP1
+# --- What torch (2.10 to 2.14) tells only under private names, mostly about FSDP1
 
 
-def _fsdp1_waits_for_backward(unit: Any) -> bool:
-    """Tell whether FSDP1 was called, and its backward pass has not come.
+def _fsdp1_awaits_backward(unit: Any) -> bool:
+    """Tell whether a unit of FSDP1 was called with gradients, and its backward pass has not come.
 
-    Until then it keeps what it gathered and, in low precision, loses the gradient of a next call.
+    Until it comes, the unit keeps what it gathered and, in low precision, would lose the gradient
+    of another call.
     """
     if unit._handle is None or not unit._handle.flat_param.requires_grad:
         return False
@@ -1166,21 +1226,27 @@ def _fsdp1_waits_for_backward(unit: Any) -> bool:
 
 
 def _memory_of_fsdp2(p: Any) -> Any:
-    """Return what differs if `.data` of a parameter is replaced; DDP and FSDP1 notice that."""
+    """Return a value that changes if the `.data` of a parameter of FSDP2 is replaced.
+
+    None for the others: DDP and FSDP1 notice that by themselves.
+    """
     if isinstance(p, DTensor):
-        return p.dtype, p.untyped_storage()._cdata  # it has no address
+        return p.dtype, p.untyped_storage()._cdata  # a DTensor has no address
     return None
 
 
 def _has_hook(p: Any, post_accumulate: bool) -> bool:
-    """Tell whether a parameter has a hook on its gradient, perhaps of the second kind."""
+    """Tell whether a parameter has a hook on its gradient.
+
+    `post_accumulate` counts those of register_post_accumulate_grad_hook too.
+    """
     if post_accumulate and p._post_accumulate_grad_hooks:
         return True
     return bool(p._backward_hooks)
 
 
 def _averaged_in_hooks(model: Any, units: list[Any]) -> list[Any]:
-    """List the tensors whose gradients DDP, or FSDP1, averages when they are computed."""
+    """List the tensors whose gradients DDP or FSDP1 averages in its own hooks, in backward."""
     tensors: list[Any] = []
     if isinstance(model, DDP):
         tensors = [*model.parameters()]
@@ -1190,12 +1256,12 @@ def _averaged_in_hooks(model: Any, units: list[Any]) -> list[Any]:
 
 
 def _averages(model: Any) -> bool:
-    """Tell whether DDP, or FSDP1, averages the gradients of a backward pass: not in `no_sync`."""
+    """Tell whether DDP or FSDP1 averages gradients now, which it does not do in `no_sync`."""
     if isinstance(model, DDP):
         return model.require_backward_grad_sync
     return model._sync_gradients
 
 
 def _in_backward() -> bool:
-    """Tell whether this is called in a backward pass, by a hook."""
+    """Tell whether a hook calls this during a backward pass."""
     return torch._C._current_graph_task_id() != -1
