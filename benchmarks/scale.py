@@ -1,4 +1,4 @@
-"""Simulate what a save and a load ask of rank 0 in a world of many ranks, in one process.
+"""Simulate what a start, a save and a load ask of rank 0 in a world of many ranks, in one process.
 
     python -m benchmarks.scale                                   # 3b on 8 to 1,024 ranks
     python -m benchmarks.scale --model 15b --modes hybrid:8 --worlds 1024 8192
@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -43,6 +44,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import checkpoint
 import vit
+from runtime.start_record import rank_row
 
 STATES = ("model.{}", "optim.state.{}.exp_avg", "optim.state.{}.exp_avg_sq")
 
@@ -181,6 +183,25 @@ def write_index(index: Metadata, results: list[list[WriteResult]]) -> int:
         return Path(folder, ".metadata").stat().st_size
 
 
+def our_start(grid: Grid) -> Cost:
+    """Simulate what the ranks send before the first step: two votes, and a line of the table.
+
+    Their connections, and what rank 0 sends, are not in it.
+    """
+    run: Any = SimpleNamespace(world_size=grid.ranks, mesh_shape=(grid.replicas, grid.shards))
+    sent = []
+    for rank in range(grid.ranks):
+        ranks = SimpleNamespace(rank=rank, local_rank=rank % 8)
+        session: Any = SimpleNamespace(ranks=ranks, device=torch.device("cuda", rank % 8))
+        votes = [pickle.dumps(None), pickle.dumps(None)]  # no error in folders, none in locks
+        sent += [*votes, pickle.dumps(rank_row(run, session))]
+    seconds: list[float] = []
+    with clock(seconds):
+        for one in sent:
+            pickle.loads(one)
+    return Cost(sum(map(len, sent)), seconds[0], None)
+
+
 def our_save(state: State, grid: Grid) -> tuple[Cost, Cost]:
     """Simulate two saves of checkpoint.py: one after a start, and each that follows."""
     shares = shares_of(state, grid)
@@ -315,6 +336,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for mode in args.modes:
         for ranks in args.worlds:
             grid = grid_of(mode, ranks)
+            print(row("start", mode, ranks, our_start(grid)), flush=True)
             first, later = our_save(state, grid)
             print(row("save", mode, ranks, first), flush=True)
             print(row("save again", mode, ranks, later), flush=True)
