@@ -211,7 +211,7 @@ class Case:
     @property
     def tail_from(self) -> int:
         """The step that first uses the tail; FSDP1 steps unused parameters too, as it says."""
-        if (self.before[1], self.after[1]) == (2, 2):
+        if self.before[1] == 2:
             return CUT
         return 0
 
