@@ -256,11 +256,14 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
 
     def load(path: Path) -> None:
         checkpoint.load(path, model, optimizer, group=session.gloo)
-        for parameters, weight_decay in zip(optimizer.param_groups, decays, strict=True):
-            parameters["weight_decay"] = weight_decay
+        for group, settings in zip(optimizer.param_groups, settings_of_flags, strict=True):
+            group.update(settings)
 
-    # Those of the flags hold: with --allow-changes they may differ from the checkpoint's.
-    decays = [parameters["weight_decay"] for parameters in optimizer.param_groups]
+    # The flags hold (--betas, --weight-decay, --layer-decay), not the settings in the checkpoint:
+    # with --allow-changes they may differ.
+    settings_of_flags = []
+    for group in optimizer.param_groups:
+        settings_of_flags.append({name: group[name] for name in group if name != "params"})
     state = read_run_state(found, run, log.say, load)
     schedule = CheckpointSchedule(run, log, state["step"])
     session.where_saved = schedule.where

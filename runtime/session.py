@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any, TextIO, cast
 
@@ -47,12 +48,14 @@ class Session:
         where = ":".join(ranks.rendezvous.values())
         self.heartbeat(f"waiting for all {ranks.world_size} ranks at {where}")
         try:
-            mesh.init_ranks(ranks, device, timeout_minutes=STARTUP_FACTOR * timeout / 60)
+            minutes = STARTUP_FACTOR * timeout / 60
+            mesh.init_ranks(ranks, device, timeout_minutes=minutes)
             if ranks.world_size > 1:
                 self.watchdog.connect(os.environ)  # which have this attempt's address now
             # for what the hosts exchange; connected now, because a lost rank is noticed here
             with mesh.quiet_gloo():
-                self.gloo = cast(Any, dist.new_group(backend="gloo"))
+                group = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+                self.gloo = cast(Any, group)
             dist.barrier(self.gloo)
         except (RuntimeError, OSError, ValueError) as error:
             self.watchdog.stop()

@@ -47,6 +47,25 @@ def test_betas_reach_the_optimizer(mode):
             assert {group["betas"] for group in groups} == {betas}
 
 
+@pytest.mark.parametrize("mode", ["ddp", "full_shard"])
+def test_the_flags_of_a_resume_hold(mode, tmp_path, monkeypatch):
+    """With --allow-changes, not what the checkpoint says: it holds the optimizer's settings."""
+    seen = []
+    train = train_fsdp.train
+
+    def look(run, training, monitor):
+        for group in training.optimizer.param_groups:
+            seen.append((group["betas"], group["weight_decay"] > 0))
+        return train(run, training, monitor)
+
+    monkeypatch.setattr(train_fsdp, "train", look)
+    argv = [*TINY_ARGV, "--mode", mode, "--global-batch", "4", "--out", str(tmp_path)]
+    assert train_fsdp.main([*argv, "--steps", "1"]) == 0
+    changes = ["--betas", "0.8,0.99", "--weight-decay", "0", "--allow-changes"]
+    assert train_fsdp.main([*argv, "--steps", "2", *changes]) == 0
+    assert seen == [((0.9, 0.95), True), ((0.9, 0.95), False)] + [((0.8, 0.99), False)] * 2
+
+
 def test_fine_tuning_has_defaults_of_its_own():
     tuning = fill_defaults(
         Tuning("tiny", 32, test="x", mode="ddp", global_batch=64, precision="fp32")
