@@ -160,6 +160,13 @@ def train(
     return rates
 
 
+def evaluate(model: nn.Module) -> None:
+    """After it a model must be saved and loaded as before."""
+    x, _ = batch(0)
+    with torch.no_grad():
+        model(x, True)
+
+
 def groups_of(model: nn.Module, named: Callable[[str], bool], lr: float) -> list[dict]:
     """Two groups and an empty one."""
     found: tuple[list, list] = ([], [])
@@ -276,11 +283,13 @@ def resume_all(cases: list[Case]) -> list[tuple[list, dict[str, Tensor]]]:
         optimizer, scheduler = built(model, case.before[0], case.optimizer, case.scheduler)
         rates = train(model, optimizer, scheduler, range(CUT), part_of_rank(), case.tail_from)
         run_state = {"scheduler": scheduler.state_dict()}
+        evaluate(model)
         saved = checkpoint.save(out / str(number), CUT, model, optimizer, run_state)
 
         torch.manual_seed(9)
         model = sharded(Net(), *case.after)
         optimizer, scheduler = built(model, case.after[0], case.optimizer, case.scheduler)
+        evaluate(model)
         manifest = checkpoint.load(saved, model, optimizer)
         assert manifest["step"] == CUT
         scheduler.load_state_dict(manifest["scheduler"])
