@@ -2,10 +2,11 @@
 
 Every random draw is a function of (seed, position), where `position` is the number of a sample in
 the whole job, from 0. So no rank, worker or sampler keeps any state: the step number says where a
-run is, and any number of ranks and workers gives the same images, crops, flips and masks.
+run is, and with the same global batch any number of ranks and workers gives the same images, crops,
+flips and masks.
 Copy this one file: `for batch in build_loader(scan("tiles"), img_size=96, ...)` needs nothing else.
-Shapes: B images of a local batch (one rank, one accumulation step), C channels, H x W pixels,
-L patches. In docstrings `a -> b` means: takes a, returns b.
+A micro-batch is the images of one rank in one accumulation step. Shapes: B images of a micro-batch,
+C channels, H x W pixels, L patches. In docstrings `a -> b` means: takes a, returns b.
 
 Importing this file changes four settings of the process: `Image.MAX_IMAGE_PIXELS` of Pillow is
 raised to 2**29 and `ImageFile.MAXBLOCK` to 2**20, Pillow's log of TIFF files is switched off, and
@@ -35,13 +36,13 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".jp2", ".j2k", ".npy")
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
-LARGEST_IMAGE = 2**32  # one image, decoded, may take at most so many bytes
+LARGEST_IMAGE = 2**32  # one decoded image may take at most this many bytes
 NUMPY_START = b"\x93NUMPY"
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how TIFF and BigTIFF files start
-MAX_UNREADABLE_IN_A_ROW = 16  # so many unreadable images in a row end the run
+MAX_UNREADABLE_IN_A_ROW = 16  # this many unreadable images in a row end the run
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # log of the limits of width / height
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
-# Pillow raises an error above twice this, where RGBA pixels take 4 GiB (LARGEST_IMAGE).
+# Pillow rejects images of more than twice this: 2**30 RGBA pixels take 4 GiB, LARGEST_IMAGE.
 Image.MAX_IMAGE_PIXELS = 2**29
 ImageFile.MAXBLOCK = 2**20  # Pillow's default, 64 KiB at a time, decodes more slowly
 TiffImagePlugin.logger.setLevel("CRITICAL")  # it would print what `open_image` raises anyway
@@ -132,7 +133,7 @@ def scan(
 
 
 def walk_files(root: str) -> Iterator[str]:
-    """Yield the relative path of each visible file below `root`; OSError if one is unreadable."""
+    """Yield the path of each visible file, relative to `root`; OSError for an unreadable folder."""
 
     def fail(error: OSError) -> None:
         raise error  # a folder skipped silently would change class numbers and image order
@@ -193,15 +194,15 @@ def classes_by_folder(names: Sequence[str]) -> tuple[list[int], tuple[str, ...]]
     """
     folders = [os.path.dirname(name) for name in names]
     # each folder of images -> the folder that names its class: itself, or one above it
-    named_by = {folder: folder for folder in folders if folder}
-    # While all of these have the same last name, climb by one level.
-    while len(set(named_by.values())) > 1:
-        last_names = {os.path.basename(namer) for namer in named_by.values()}
-        parents = {folder: os.path.dirname(namer) for folder, namer in named_by.items()}
-        if len(last_names) > 1 or "" in parents.values():
+    class_folder = {folder: folder for folder in folders if folder}
+    # While all class folders have the same last name, move each up one level, not above the root.
+    while len(set(class_folder.values())) > 1:
+        last_names = {os.path.basename(path) for path in class_folder.values()}
+        one_up = {folder: os.path.dirname(path) for folder, path in class_folder.items()}
+        if len(last_names) > 1 or "" in one_up.values():
             break
-        named_by = parents
-    class_name = {folder: os.path.basename(namer) for folder, namer in named_by.items()}
+        class_folder = one_up
+    class_name = {folder: os.path.basename(path) for folder, path in class_folder.items()}
     classes = tuple(sorted(set(class_name.values())))
     number = {name: i for i, name in enumerate(classes)}
     labels = [number[class_name[folder]] if folder else -1 for folder in folders]
@@ -225,7 +226,8 @@ class ImageOrder:
         self.images = images
         self.seed = seed
         self.epoch_samples = steps_per_epoch(images, global_batch) * global_batch
-        self.epoch = -1  # the epoch of `permutation`; none is drawn yet
+        # a cache, the permutation of the epoch asked for last: the order of calls changes nothing
+        self.epoch = -1
         self.permutation = np.empty(0, np.int64)
 
     def image_at(self, position: int) -> int:
@@ -237,32 +239,37 @@ class ImageOrder:
         return int(self.permutation[offset])
 
 
-def step_positions(step: int, global_batch: int, local_batch: int, world_size: int) -> np.ndarray:
+def step_positions(
+    step: int, global_batch: int, micro_batch_size: int, world_size: int
+) -> np.ndarray:
     """Assign the positions of one step to ranks -> (accumulation steps, world_size, B) int64.
 
-    The ranks take one local batch each, in rank order; then one more each for every further
-    accumulation step. Steps count from 0. All ranks together read each position once, in every
-    sharding mode: a hybrid group shards parameters, never the batch.
+    The ranks take one micro-batch each, in rank order; then one more each for every further
+    accumulation step. Steps count from 0. Without accumulation, rank 3 reads the B positions from
+    step * global_batch + 3 * B on, whichever ranks made the steps before. All ranks together read
+    each position once, in every sharding mode: a hybrid group shards parameters, never the batch.
     """
     positions = np.arange(step * global_batch, (step + 1) * global_batch)
-    return positions.reshape(-1, world_size, local_batch)
+    return positions.reshape(-1, world_size, micro_batch_size)
 
 
 @dataclass(frozen=True)
 class RankBatchSampler:
-    """The local batches of one rank, as lists of (position, image index)."""
+    """The micro-batches of one rank, as lists of (position, image index)."""
 
     order: ImageOrder
     global_batch: int
-    local_batch: int
-    rank: int  # among ranks that read different images: tensor-parallel ones count once
-    world_size: int  # counted in the same way
+    micro_batch_size: int
+    rank: (
+        int  # data-parallel rank: ranks of a tensor-parallel group read the same images, share one
+    )
+    world_size: int  # number of data-parallel ranks
     steps: range
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in self.steps:
             positions_by_rank = step_positions(
-                step, self.global_batch, self.local_batch, self.world_size
+                step, self.global_batch, self.micro_batch_size, self.world_size
             )
             for positions in positions_by_rank[:, self.rank].tolist():  # B integers
                 # Looked up here, in the main process: a worker draws the permutation only if it
@@ -321,7 +328,7 @@ class Sample(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """The samples of one rank in one accumulation step: a local batch."""
+    """The samples of one rank in one accumulation step."""
 
     image: Tensor  # (B, C, H, W) uint8; float32 if the images are uint16 or float32
     noise: Tensor  # (B, L) float32, masking noise: random permutations of 0 .. L-1
@@ -330,7 +337,7 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(eq=False)
-class Images(Dataset[Any]):  # Any: the type of the DataLoader names its batches, not the samples
+class Images(Dataset[Any]):  # Any: DataLoader takes this type over, but ours yields MicroBatch
     """Load a `Sample` by its (position, image index); for `exact` see `crop_and_resize`."""
 
     files: ImageSource
@@ -343,9 +350,9 @@ class Images(Dataset[Any]):  # Any: the type of the DataLoader names its batches
     def __getitem__(self, key: tuple[int, int]) -> Sample:
         """Load an image; if it is unreadable, load the next one in the order instead.
 
-        That one gets the same noise and flip, and its crop from the same random numbers. `bad` of
-        the sample names what was replaced. OSError after MAX_UNREADABLE_IN_A_ROW unreadable images;
-        errors that are not the file's fault are passed on.
+        The replacement gets the same noise and flip, and its crop is drawn from the same random
+        numbers. The sample's `bad` lists what it replaces. OSError after MAX_UNREADABLE_IN_A_ROW
+        unreadable images; errors that are not the file's fault are passed on.
         """
         position, index = key
         bad: list[tuple[int, str]] = []
@@ -370,7 +377,8 @@ class Images(Dataset[Any]):  # Any: the type of the DataLoader names its batches
         content = self.files.read(index)
         image, size = open_image(content, self.stats)
         noise, flip, crop = draw_augmentation(self.order.seed, position, self.patches, *size)
-        # A source's own opened image is decoded at full size: Pillow's draft() would change it.
+        # A source's own opened image is decoded at full size: decoding it at a smaller scale, by
+        # Pillow's draft(), would change the source's object.
         exact = self.exact or not isinstance(content, bytes)
         pixels = crop_and_resize(image, crop, self.img_size, exact)
         if flip:
@@ -395,7 +403,7 @@ def build_loader(
     patches: int,
     seed: int,
     global_batch: int,
-    local_batch: int,
+    micro_batch_size: int,
     steps: range,
     rank: int = 0,
     world_size: int = 1,
@@ -404,7 +412,7 @@ def build_loader(
     exact: bool = False,
     stats: ChannelStats = IMAGENET,
 ) -> DataLoader[MicroBatch]:
-    """Make one rank's DataLoader, which yields one local batch per accumulation step of `steps`.
+    """Make one rank's DataLoader, which yields its micro-batches, for each step in `steps`.
 
     One iterator covers all steps, so workers start once, not once per epoch. Images must have the
     channels and dtype of `stats`. ValueError if the global batch is larger than the data set.
@@ -412,7 +420,9 @@ def build_loader(
     order = ImageOrder(len(files), global_batch, seed)
     return DataLoader(
         Images(files, order, img_size, patches, exact, stats),
-        batch_sampler=RankBatchSampler(order, global_batch, local_batch, rank, world_size, steps),
+        batch_sampler=RankBatchSampler(
+            order, global_batch, micro_batch_size, rank, world_size, steps
+        ),
         num_workers=workers,
         collate_fn=collate,
         # A forked worker would inherit this process's threads, locks and devices. A worker from the
@@ -426,7 +436,7 @@ def build_loader(
 
 
 def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
-    """Normalise loaded images (B, C, H, W) -> float32; ValueError if `stats` has another C."""
+    """Normalise images (B, C, H, W) -> float32; ValueError if `stats` are not of C channels."""
     # a copy in both cases: it is normalised in place
     x = images.float() / 255 if images.dtype == torch.uint8 else images.clone()
     for channel, mean, std in zip(x.unbind(1), stats.mean, stats.std, strict=True):
@@ -442,8 +452,8 @@ def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
 # makes of it.
 
 
-class NotAPictureError(ValueError):
-    """The file is not just a picture: convert it with `prepare.py pack`."""
+class NeedsPackingError(ValueError):
+    """Training cannot read the file as it is, but `prepare.py pack` may convert it."""
 
 
 # Pillow's modes that convert to 8-bit RGB without losing bands or bits
@@ -460,7 +470,7 @@ def is_file_error(error: Exception) -> bool:
 
     Any other error comes from this node (memory, disk, software); other ranks may not see it.
     """
-    # PyTorch names its allocator in the RuntimeError that it raises without memory on the host.
+    # When the host runs out of memory, PyTorch raises a RuntimeError that names its allocator.
     if isinstance(error, (MemoryError, ImportError)) or "DefaultCPUAllocator" in str(error):
         return False
     number = getattr(error, "errno", None)
@@ -480,8 +490,8 @@ def open_image(
     """Open what `ImageSource.read` returned -> the image, not decoded yet; its (width, height).
 
     NaN in an array means nodata; if `stats` is given, it is replaced by the channel's mean.
-    ValueError, or an error of Pillow or numpy, if the image is damaged, too large, or has other
-    channels or another dtype than `stats`. NotAPictureError if it must be packed first.
+    ValueError, or an error of Pillow or numpy, if the image is damaged or too large, or if its
+    channels or dtype differ from those of `stats`. NeedsPackingError if it must be packed first.
     """
     image: AnyImage
     if not isinstance(content, bytes):
@@ -517,14 +527,15 @@ def open_picture(content: bytes) -> Image.Image:
         image = Image.open(io.BytesIO(content))
     except UnidentifiedImageError:  # its message names only an object in memory
         if content.startswith(TIFF_STARTS):
-            raise NotAPictureError(
+            raise NeedsPackingError(
                 "TIFF that Pillow cannot open: try `prepare.py pack`, unless it is broken"
             ) from None
         raise ValueError("not an image that Pillow can open") from None
     # An interrupted copy leaves zeros at the end of the file. Pillow would decode the missing rest
-    # as grey, without an error. In a whole file an end of image follows the last start of a scan.
-    zeros = image.format == "JPEG" and content.endswith(b"\0")
-    if zeros and content.rfind(END_OF_IMAGE) <= content.rfind(START_OF_SCAN):
+    # as grey, without an error. In a complete JPEG the end-of-image marker comes after the last
+    # start-of-scan marker.
+    may_be_truncated = image.format == "JPEG" and content.endswith(b"\0")
+    if may_be_truncated and content.rfind(END_OF_IMAGE) <= content.rfind(START_OF_SCAN):
         raise ValueError("truncated: zeros where the end of the JPEG should be")
     return image
 
@@ -556,12 +567,13 @@ def check_array(image: np.ndarray) -> None:
 
 def check_shape(shape: tuple[int, ...]) -> None:
     """Raise ValueError if the shape of an array looks like (H, W, C) rather than (C, H, W)."""
-    height, width, channels = shape
+    first, second, last = shape  # (C, H, W), unless the last axis is the bands
     # No image is only 4 pixels wide: these are bands, which `prepare.py pack` moves to the front.
-    if channels <= 4 and min(height, width) > 4:
-        raise NotAPictureError(f"{shape} looks like (H, W, C): convert it with `prepare.py pack`")
-    # A last axis that is so much shorter than the others is probably bands, not columns.
-    if 3 * channels <= min(height, width):
+    if last <= 4 and min(first, second) > 4:
+        raise NeedsPackingError(f"{shape} looks like (H, W, C): convert it with `prepare.py pack`")
+    # A last axis that is so much shorter than the others is probably bands, not columns: only the
+    # user can tell, so `pack` does not move more than 4.
+    if 3 * last <= min(first, second):
         raise ValueError(f"{shape} looks like (H, W, C): save it as (C, H, W)")
 
 
@@ -594,14 +606,14 @@ def fill_nodata(image: np.ndarray, stats: ChannelStats) -> np.ndarray:
 
 
 def check_picture(image: Image.Image) -> None:
-    """Raise NotAPictureError if converting an opened file to 8-bit RGB would lose something."""
+    """Raise NeedsPackingError if converting an opened file to 8-bit RGB would lose something."""
     found = None
     if image.format == "TIFF" and getattr(image, "tag_v2", None):
         found = describe_tiff(image)
     elif image.format == "JPEG2000":
         found = describe_jpeg2000(image)
     if found:
-        raise NotAPictureError(f"{found} is not an RGB picture: convert it with `prepare.py pack`")
+        raise NeedsPackingError(f"{found} is not an RGB picture: convert it with `prepare.py pack`")
 
 
 def describe_tiff(image: Any) -> str | None:
@@ -670,8 +682,9 @@ def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
     """Read JPEG 2000 -> number of components; bits of the first; whether the first is signed.
 
     They are in the marker segment "image and tile size" (ITU-T T.800, A.5.1), which directly
-    follows the marker "start of codestream". Counted from that, bytes 40 and 41 hold the number of
-    components; bit 7 of byte 42 says whether the first is signed, the other bits its bits minus 1.
+    follows the start-of-codestream marker. Counting from that marker, bytes 40 and 41 hold the
+    number of components. Byte 42 describes the first: bit 7 is 1 if it is signed, bits 0 to 6 are
+    its depth in bits, minus 1.
     """
     start = content.find(b"\xff\x4f\xff\x51")  # both markers
     if start < 0:
@@ -682,11 +695,11 @@ def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
 
 
 def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
-    """Decode to RGB, a JPEG at 1/1, 1/2, 1/4 or 1/8 of its size (`reduce` is 1, 2, 4 or 8).
+    """Decode to RGB. A JPEG is decoded at 1/`reduce` of its size; `reduce` is 1, 2, 4 or 8.
 
     Scales 16-bit grey to 8 bits and blends transparent pixels with black. Raises whatever Pillow
-    raises for a broken image; ValueError for 32-bit pixels; NotAPictureError if a TIFF or JPEG 2000
-    labels a data band, such as infrared, as transparency.
+    raises for a broken image; ValueError for 32-bit pixels; NeedsPackingError if a TIFF or
+    JPEG 2000 labels a data band, such as infrared, as transparency.
     """
     if reduce > 1:
         image.draft(None, (image.width // reduce, image.height // reduce))
@@ -707,20 +720,20 @@ def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
 
 
 def check_alpha(image: Image.Image) -> None:
-    """Raise NotAPictureError if alpha has values other than 0 and 255: it is probably data."""
+    """Raise NeedsPackingError if alpha has values other than 0 and 255: it is probably data."""
     counts = image.convert("RGBA").getchannel("A").histogram()
     if any(counts[1:255]):
         found = f"{image.format} of {len(image.getbands())} bands, the last wrongly called alpha,"
-        raise NotAPictureError(f"{found} is not an RGB picture: convert it with `prepare.py pack`")
+        raise NeedsPackingError(f"{found} is not an RGB picture: convert it with `prepare.py pack`")
 
 
 def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool = False) -> Tensor:
     """Decode, crop to (top, left, height, width), resize -> (C, side, side) uint8 or float32.
 
     Resizes bicubically with antialiasing, like torchvision's v2.functional.resized_crop on a
-    tensor. A JPEG is decoded at the smallest scale at which its crop still covers the output: that
-    is faster, and on average less than 1 grey level (of 255) different. torchvision decodes at full
-    size, and so does `exact`.
+    tensor. A JPEG is decoded at the smallest scale at which its crop still covers the output: this
+    is faster, and the result differs by less than 1 grey level (of 255) on average. torchvision
+    decodes at full size, and so does `exact`.
     """
     top, left, height, width = crop
     if isinstance(image, Image.Image):

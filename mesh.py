@@ -10,9 +10,9 @@ with `--mode hybrid --group 4`:
                   1         4  5  6  7      node 1
 
 Ranks are numbered node by node, so neighbours in a row are on the same node, or on neighbouring
-nodes. Without --group, runtime/run.py makes a row of each node. Every rank reads images of its own,
-except that the ranks of a tensor-parallel group share theirs. Copy this one file: it needs only
-torch.
+nodes. Without --group, each node becomes one row (runtime/run.py). With --tp the mesh has a third
+dimension, "tp": the ranks along it split each block and read the same images. Apart from
+these, every rank reads images of its own. Copy this one file: it needs only torch.
 
 In docstrings, "Collective" means that every rank must call the function, or the others wait for it.
 """
@@ -26,14 +26,14 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-DIMENSIONS = ("replicate", "shard", "tp")  # "tp" (tensor parallelism) only with --tp
+DIMENSIONS = ("replicate", "shard", "tp")  # "tp": tensor parallelism
 
 
 def build_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh:
@@ -56,15 +56,16 @@ def divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place in the job; all numbers start at 0."""
+    """This process's place in the job, by default that of a single process."""
 
-    rank: int
-    world_size: int
-    local_rank: int  # on this node
-    local_world_size: int  # ranks on this node
-    node: int
-    launcher: str  # "torchrun", "srun" or "single"
-    rendezvous: Mapping[str, str]  # MASTER_ADDR and MASTER_PORT; empty if there is one process
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0  # on this node
+    local_world_size: int = 1  # ranks on this node
+    node: int = 0
+    launcher: str = "single"  # or "torchrun", "srun"
+    # MASTER_ADDR and MASTER_PORT; empty for a single process without launcher
+    rendezvous: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
@@ -85,7 +86,7 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
         job = "this Slurm job has several tasks or nodes"
         advice = "type `srun python`, or, for one process, `srun -n1 python`"
         raise RuntimeError(f"{job}, but this process was not started by srun: {advice}")
-    return Ranks(0, 1, 0, 1, 0, "single", {})
+    return Ranks()  # a single process
 
 
 def _started_by_srun(environ: Mapping[str, str]) -> bool:
@@ -132,7 +133,8 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
     if sum(counts) != world_size:
         nodes = f"{per_node} ranks per node add up to {sum(counts)}"
         raise RuntimeError(f"Slurm counts {world_size} ranks, but {nodes}: start all with one srun")
-    # Numbered round-robin over the nodes, neighbours in rank would form shard groups across nodes.
+    # If ranks were numbered round-robin over the nodes, the consecutive ranks of a shard group
+    # would be on different nodes.
     if rank != sum(counts[:node]) + local_rank:
         where = f"rank {rank} is local rank {local_rank} of node {node}"
         where += f", with {per_node} ranks per node"
@@ -183,7 +185,8 @@ def pick_device(name: str, ranks: Ranks) -> torch.device:
     if 1 < count < ranks.local_world_size:
         share = f"{ranks.local_world_size} ranks on this node share {count} GPUs"
         raise ValueError(f"{share}: start {count} ranks per node, or use --device cpu")
-    # A rank sees only its own GPU, as number 0 (`--gpus-per-task=1`), or all GPUs of its node.
+    # A rank sees only its own GPU, as number 0 (`--gpus-per-task=1`), or all GPUs of its node. If
+    # several ranks see the one GPU of their node, all take it, and NCCL refuses that.
     return torch.device("cuda", 0 if count == 1 else ranks.local_rank)
 
 
@@ -195,7 +198,7 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
     timeout = timedelta(minutes=timeout_minutes)
     on_gpu = device.type == "cuda"
     # Have gloo connect two ranks on first use. By default it connects every pair of ranks in every
-    # group: with a thousand ranks a million connections, whose addresses rank 0's store must serve.
+    # group: half a million for a thousand ranks, whose addresses rank 0's store must serve.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # Allow as many open files as possible: rank 0 still has a connection to every rank.
     with suppress(ValueError, OSError):
@@ -206,10 +209,10 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
     store: dist.Store = dist.HashStore()  # enough for a single process: it opens no port
     if ranks.rendezvous:
         os.environ.update(ranks.rendezvous)
-        # With --max-restarts, torchrun's store keeps what the ranks of earlier attempts wrote.
+        # With --max-restarts, torchrun's store keeps the addresses of earlier attempts.
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         if restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            _choose_port_of_attempt(ranks, timeout)
+            _use_fresh_store(ranks, timeout)
         rendezvous = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
         store, _, _ = next(rendezvous)
     with quiet_gloo():
@@ -225,12 +228,12 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
         )
 
 
-def _choose_port_of_attempt(ranks: Ranks, timeout: timedelta) -> None:
-    """Choose a free port of rank 0, and set MASTER_PORT to it on every rank. Collective.
+def _use_fresh_store(ranks: Ranks, timeout: timedelta) -> None:
+    """Make `dist.rendezvous` serve a store of this attempt, instead of torchrun's. Collective.
 
-    There rank 0 will serve a store for this attempt only. torchrun's own store outlives a restart,
-    so in it the ranks would find the addresses of their dead predecessors. Keys with the number of
-    restarts would not help, because nodes may count them differently.
+    After a restart torchrun's store still has the addresses of the dead ranks. So all ranks set two
+    variables that `dist.rendezvous` reads: MASTER_PORT, to a free port of rank 0, where it will
+    serve a new store, and TORCHELASTIC_USE_AGENT_STORE, by which torch would use torchrun's.
     """
     address = ranks.rendezvous["MASTER_ADDR"]
     shared = dist.TCPStore(address, int(ranks.rendezvous["MASTER_PORT"]), timeout=timeout)
@@ -257,9 +260,9 @@ def _choose_port_of_attempt(ranks: Ranks, timeout: timedelta) -> None:
 @contextmanager
 def quiet_gloo() -> Iterator[None]:
     """Hide the line that gloo prints on stdout for every new group in torch 2.10."""
-    newer = torch.__version__ >= "2.11"  # as strings: right from 2.10, the oldest supported, on
+    fixed_in_torch = torch.__version__ >= "2.11"  # comparing strings is right for 2.10 and above
     # NCCL_DEBUG makes NCCL print on stdout too, and those lines are wanted.
-    if newer or "NCCL_DEBUG" in os.environ or not sys.stdout:
+    if fixed_in_torch or "NCCL_DEBUG" in os.environ or not sys.stdout:
         yield
         return
     with os.fdopen(os.dup(1)) as stdout, open(os.devnull, "w") as nowhere:

@@ -1,8 +1,9 @@
 """Shard a model over ranks: a table of strategies, and how each engine carries one out.
 
-Three engines: DDP (plain, or with ZeRO-1's sharded optimizer), FSDP1 (`FullyShardedDataParallel`,
-deprecated, used by the published study) and FSDP2 (`fully_shard`, the maintained one). `apply` is
-the entry point, for any model in fp32; examples/own_model.py is a whole training loop with it.
+Two engines: DDP (plain, or with ZeRO-1's sharded optimizer), and FSDP in two versions: FSDP1
+(`FullyShardedDataParallel`, deprecated, used by the published study) and FSDP2 (`fully_shard`, the
+maintained one). `apply` is the entry point, for any model in fp32; examples/own_model.py is a whole
+training loop with it.
 Copy this one file: it needs only torch.
 
 A unit is what FSDP gathers and frees at once: a block, or the root, which is everything outside
@@ -50,7 +51,7 @@ InitFunction = Callable[..., Tensor]  # (name, full shape, device=device) -> ful
 class Strategy:
     """One strategy of the table: what is sharded, and over which ranks."""
 
-    engine: Literal["ddp", "zero1", "fsdp"]  # zero1 is DDP too; fsdp is FSDP1 or FSDP2
+    engine: Literal["ddp", "zero1", "fsdp"]  # zero1: DDP too; fsdp: FSDP1 or FSDP2
     shard_over: Literal["none", "group", "world"]  # the ranks that share one copy
     reshard_after_forward: bool  # free what was gathered, and gather again in backward
     shards: str  # what each rank holds only a part of
@@ -134,10 +135,11 @@ def has_option(strategy: Strategy, name: str) -> bool:
 def invalid_options(
     mode: str, given: Mapping[str, Any], flag_name: Callable[[str], str] = str
 ) -> Iterator[str]:
-    """Yield a sentence for each option (name: value) that has no meaning in a mode.
+    """Yield a sentence for each option that a mode does not allow, alone or with another option.
 
-    `flag_name(name)` is how the sentence spells an option: `--cpu-offload` on a command line, the
-    plain name by default.
+    `given`: name -> value, fields of ShardingOptions or flags of the trainer, which has `precision`
+    for `param_dtype`. `flag_name(name)` is how the sentence spells an option: `--cpu-offload` on a
+    command line; by default the plain name, which `str` leaves as it is.
     """
     strategy = STRATEGIES[mode]
     fsdp1 = given.get("fsdp") == 1
@@ -200,9 +202,9 @@ def apply(
     """Shard a model over the mesh; afterwards all ranks have the same values. Collective.
 
     - `mesh`: built with the shape from `mesh_shape`; FSDP2 allows a third dimension, "tp".
-    - `block_classes`: their outermost modules are the blocks; set() for a model without blocks.
+    - `block_classes`: every outermost module of one of these classes is a block; set(): no blocks.
     - `init_fn`: for a model on meta; returns the full initial value, the same on every rank.
-    - `uninitialized`: leave a model on meta without values, for a checkpoint to be loaded;
+    - `uninitialized`: do not set the values of a model on meta: a checkpoint will be loaded;
       `init_fn` then serves only the buffers that no checkpoint has.
     - `split_block(block, mesh)`: splits a block over "tp", in place.
 
@@ -210,12 +212,13 @@ def apply(
 
     1. checkpoint_wrapper around each block: inside FSDP, so that a block is gathered once for both
        its recomputation and its gradient;
-    2. torch.compile of each block: the recomputation is in its graph, FSDP's collectives are not;
+    2. torch.compile of each block: its graph has the recomputation, but not FSDP's
+       collectives, because FSDP hides its hooks from Dynamo;
     3. DDP around the model; or FSDP around each block, then around the model.
 
     Build optimizers and register hooks on parameters afterwards. Call the model, not its parts or
-    other methods. In a step all ranks must call the same blocks, or some train on wrong weights,
-    without an error. FSDP1, unlike FSDP2, also updates a parameter that a step did not use (its
+    other methods. All ranks must call the same blocks in a step; otherwise some silently train on
+    wrong weights. FSDP1, unlike FSDP2, also updates a parameter that a step did not use (its
     gradient is zero, not None), and converts fp64 buffers to fp32.
 
     Raises ValueError for invalid arguments, RuntimeError if the ranks have different models.
@@ -227,9 +230,11 @@ def apply(
         units = blocks
     _check_model(model, strategy, options)
     _check_units(model, units)
-    unsharded = set(model.parameters())
+    original = set(model.parameters())
     values = _InitialValues(model, _device(mesh), init_fn, uninitialized)
-    values.share(arguments=f"{mode} {list(blocks)} {options}")
+    if not uninitialized:  # else loading the checkpoint checks names and shapes
+        values.check_same_on_all_ranks(f"{mode} {list(blocks)} {options}")
+        values.broadcast_from_rank0()
 
     def prepare_unit(module: nn.Module) -> None:
         values.fill(module)
@@ -242,7 +247,8 @@ def apply(
     else:
         prepare_unit(model)
         sharded = _ddp(model.to(_device(mesh)), mesh, options)
-    _watch_optimizers(replaced=unsharded - set(sharded.parameters()))
+    # refuse an optimizer that was built before sharding: FSDP has replaced its parameters
+    _watch_optimizers(replaced=original - set(sharded.parameters()))
     return sharded
 
 
@@ -287,8 +293,8 @@ def _replace(model: nn.Module, wrappers: Mapping[nn.Module, nn.Module]) -> None:
 def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Save the results of attention and of matrix products, recompute all others.
 
-    Not saved are products that narrow (fewer features out than in): in a block that is the last
-    one of the MLP, whose result no gradient needs.
+    Products with fewer output than input features are recomputed too. In a transformer block that
+    is the MLP's last one (fc2), whose output no gradient needs.
     """
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         # mm(left, right) or addmm(bias, left, right), where right is (in, out)
@@ -307,7 +313,7 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
     if mesh.size() == 1:
         return model  # a single rank averages nothing: DDP would only add its buckets
     if not any(p.requires_grad for p in model.parameters()):
-        _LoopChecks(model, [], mesh, unused_allowed=True)
+        _LoopChecks(model, [], mesh, unused_allowed=True).register()
         return model  # a frozen model, such as a teacher, which DDP would refuse
     group = mesh.get_group("replicate")
     sharded = DDP(
@@ -325,7 +331,7 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
         sharded.register_comm_hook(group, default_hooks.bf16_compress_hook)
     elif options.reduce_dtype == torch.float16:
         sharded.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    _LoopChecks(sharded, [], mesh, unused_allowed=options.find_unused_parameters)
+    _LoopChecks(sharded, [], mesh, unused_allowed=options.find_unused_parameters).register()
     return sharded
 
 
@@ -361,9 +367,10 @@ def _fsdp(
         unit.register_forward_hook(reshard)
         if options.fsdp == 2:  # FSDP1 itself raises an error
             _watch_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
-    if dist.get_backend() != "fake":  # a simulation, whose tensors have no values to check
+    simulated = dist.get_backend() == "fake"  # then tensors have no values to check
+    if not simulated:
         allowed = options.find_unused_parameters
-        _LoopChecks(sharded, [*wrapped, sharded], mesh, unused_allowed=allowed)
+        _LoopChecks(sharded, [*wrapped, sharded], mesh, unused_allowed=allowed).register()
     return sharded
 
 
@@ -388,7 +395,7 @@ def _fsdp1_wrapper(
         # any other strategy would not reduce gradients at all (pytorch#154888)
         sharding = ShardingStrategy.NO_SHARD
         submesh = mesh["replicate"]
-        # this warning only advises to use DDP
+        # this warning only advises using DDP
         warnings.filterwarnings("ignore", "The `NO_SHARD`", FutureWarning)
     elif strategy.shard_over == "world" and strategy.reshard_after_forward:
         sharding = ShardingStrategy.FULL_SHARD
@@ -472,7 +479,7 @@ def _may_need_backward(output: Any) -> bool:
         return any(_may_need_backward(value) for value in output.values())
     if isinstance(output, list | tuple):
         return any(_may_need_backward(value) for value in output)
-    return not isinstance(output, int | float | str | None)  # of an unknown class: it may
+    return not isinstance(output, int | float | str | None)  # an object of any other class may
 
 
 # --- A step: accumulation, gradient norm, optimizer, scaler
@@ -480,13 +487,13 @@ def _may_need_backward(output: Any) -> bool:
 
 @contextmanager
 def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Iterator[None]:
-    """Enter around forward and backward of one micro-batch; `last` marks the last of a step.
+    """Enclose the forward and backward passes of one micro-batch; `last`: the last of a step.
 
-    Sharded gradients are reduce-scattered after every micro-batch. `uses_all=True` is your promise
-    that every micro-batch gives every trained parameter a gradient, on every rank. Then FSDP2, and
-    FSDP1 in mode no_shard, all-reduce over replicas only after the last micro-batch, as DDP always
-    does. Without that, FSDP2 would never all-reduce the gradients of a unit that gets none in the
-    last micro-batch.
+    Sharded gradients are reduce-scattered after every micro-batch. By default FSDP2, and FSDP1 in
+    mode no_shard, all-reduce over replicas after every one too, which is always right. With
+    `uses_all=True` they do so only after the last, as DDP always does. It is your promise that
+    every micro-batch gives every trained parameter a gradient, on every rank: if it is broken,
+    FSDP2 never all-reduces the gradients of a unit that gets none in the last micro-batch.
     """
     defer = uses_all and not last
     with ExitStack() as stack:
@@ -513,7 +520,7 @@ def _contains(model: nn.Module, kind: Any) -> bool:
 
 
 def autocast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
-    """Enter around a forward pass in `dtype`; it does nothing for FSDP, which casts by itself."""
+    """Return a context for a forward pass in `dtype`: an empty one for FSDP, which casts itself."""
     if dtype == torch.float32 or _contains(model, FSDP1 | FSDPModule):
         return nullcontext()
     return torch.autocast(device.type, dtype)
@@ -571,10 +578,10 @@ def original_name(name: str) -> str:
 
 
 def weight_decay_names(model: nn.Module) -> set[str]:
-    """List the original names of the parameters with weight decay: those of several dimensions.
+    """List the original names of the parameters to decay: those with two or more dimensions.
 
-    So biases and norms do not decay; tokens such as `cls_token` (1, 1, D) do. The full shape
-    counts. ValueError for FSDP1, which flattens parameters: call it before `apply`.
+    So biases and norms do not decay; tokens such as `cls_token` (1, 1, D) do. Dimensions are those
+    before sharding. ValueError for FSDP1, which flattens parameters: call it before `apply`.
     """
     if _contains(model, FSDP1):
         raise ValueError("call weight_decay_names before shard.apply: FSDP1 flattens parameters")
@@ -630,7 +637,7 @@ def build_optimizer(
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """Make one step of any optimizer, or none if `skip` (), the same on every rank, is 1."""
+    """Make one optimizer step, unless `skip` is 1: a scalar tensor, the same on every rank."""
     inner: Any = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     # Only Adam is asked to skip: fused SGD, if its first step is skipped, starts its momentum from
     # uninitialised memory.
@@ -790,20 +797,18 @@ class _InitialValues:
                 "give `init_fn` or `uninitialized` to a model on meta, and to no other"
             )
 
-    @torch.no_grad()
-    def share(self, arguments: str) -> None:
-        """Broadcast rank 0's values of all tensors that are not on meta. Collective.
-
-        RuntimeError if the models, or the `arguments` of `apply`, differ between ranks.
-        """
-        if self.uninitialized:
-            return  # loading the checkpoint checks names and shapes
+    def check_same_on_all_ranks(self, arguments: str) -> None:
+        """Raise RuntimeError if ranks have other models or `arguments` of `apply`. Collective."""
         described = []
         for tensor, name in self.names.items():
             kind = (tensor.shape, tensor.dtype, tensor.requires_grad, _on_meta(tensor))
             described.append((name, kind))
         if not _same_on_all_ranks(f"{arguments} {described}", self.device):
             raise RuntimeError("the ranks were given different models, modes or options")
+
+    @torch.no_grad()
+    def broadcast_from_rank0(self) -> None:
+        """Broadcast rank 0's values of all tensors that are not on meta. Collective."""
         for tensor in self.names:
             if tensor.numel() and not _on_meta(tensor):
                 value = tensor.to(self.device).contiguous()
@@ -849,10 +854,11 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
     return extremes.sum().item() == 0
 
 
-# --- Checks of a running loop: RuntimeError for what sharding would otherwise make wrong in silence
+# --- Checks of a running loop: RuntimeError for mistakes that would go unnoticed under sharding
 #
-# 1. Before each call and each step, every parameter is checked: it must not be replaced, changed
-#    where the engine loses that, given a hook that is not called, or frozen or unfrozen too late.
+# 1. Before each call and each step, every parameter is checked: it must not have been replaced, or
+#    changed in a way that the engine ignores; it must not have a hook that is never called; and it
+#    must not have been frozen or unfrozen after sharding.
 # 2. After a forward pass: the module must not have changed its own tensors (first three passes).
 # 3. After each gradient: its backward pass must belong to a call of the model.
 # 4. Before each step: the optimizer must have the parameters of the sharded model. In the first
@@ -885,12 +891,15 @@ FROZEN = (
     "was frozen after shard.apply, and DDP waits for its gradient: use find_unused_parameters=True"
 )
 
+# A loose parameter is in no model that `apply` returned, so nothing averages its gradient over
+# ranks. At each step of an optimizer that has only loose parameters, a checksum of their gradients
+# is appended here, unless it has the attribute `of_one_rank`. `compare_ranks` compares the list
+# between ranks and empties it.
+_loose_gradients: list[str] = []
+
 
 class _LoopChecks:
-    """Checks what a loop does with a sharded model.
-
-    The constructor registers the methods as hooks of the model, so nobody has to call them.
-    """
+    """Checks what a loop does with a sharded model, by hooks that raise RuntimeError."""
 
     def __init__(
         self, model: Any, units: list[Any], mesh: DeviceMesh, *, unused_allowed: bool
@@ -906,24 +915,30 @@ class _LoopChecks:
         self.unused_allowed = unused_allowed
         self.owners = _owners(model)
         self.trained = {p for *_, p in self.owners if p.requires_grad}
+        self.trains = False  # whether the step that is checked trains any parameter
         self.memory: dict[str, Any] = {}  # name -> memory of the parameter at its first check
-        # name -> (tensor, its version) that the last forward pass left for a backward pass
-        self.gathered: dict[str, tuple[Any, int]] = {}
+        # name -> (tensor that the module held after the last forward pass, its version then);
+        # `_version` is PyTorch's count of in-place changes
+        self.after_forward: dict[str, tuple[Any, int]] = {}
         self.calls = 0  # forward passes of the model with gradients enabled
         self.last_call: dict[Tensor, int] = {}  # tensor -> the call its last gradient came from
         self.averaged = True  # whether the last gradients were averaged over ranks
         self.used = 0  # checksum: which parameters had a gradient after each micro-batch
         self.steps = 0
+
+    def register(self) -> None:
+        """Register the methods below as hooks of the model, so that nobody has to call them."""
+        model = self.model
         for *_, p in self.owners:
             p.loop_checks = self  # _check_optimizer finds the checks here
         model.loop_checks = self  # clip_grad_norm finds them here
         model.register_load_state_dict_pre_hook(_refuse_assign)
         # this hook must run before FSDP's own
         model.register_forward_pre_hook(torch.compiler.disable(self.before_call), prepend=True)
-        if units:
+        if self.units:
             model.__deepcopy__ = _refuse_copy
             model.register_forward_hook(torch.compiler.disable(self.after_call))
-        for tensor in _averaged_in_hooks(model, units):
+        for tensor in _averaged_in_hooks(model, self.units):
             tensor.register_post_accumulate_grad_hook(self.after_gradient)
 
     def __deepcopy__(self, memo: Any) -> "_LoopChecks":
@@ -945,13 +960,13 @@ class _LoopChecks:
 
     def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
         """Remember the tensors whose changes FSDP would lose until a backward pass comes."""
-        self.gathered = {}
+        self.after_forward = {}
         for name, owner, leaf, p in self.owners:
             now = getattr(owner, leaf, None)
             # FSDP2 still has gathered parameters in the module. FSDP1 has its shards there, but
             # does not read them again before the backward pass.
             if isinstance(now, Tensor) and (now is not p or self.fsdp1):
-                self.gathered[name] = (now, now._version)
+                self.after_forward[name] = (now, now._version)
 
     def after_gradient(self, tensor: Tensor) -> None:
         """Raise RuntimeError if there was no call since this tensor's last gradient.
@@ -975,38 +990,71 @@ class _LoopChecks:
         self.check_backward()
         self.check_parameters()
         self.note_used()
-        if self.gathered and self.fsdp2:
+        if self.after_forward and self.fsdp2:
             for unit in self.units:
                 unit.reshard()  # as the backward pass would have done, had it come
-        self.gathered = {}
+        self.after_forward = {}
         self.steps += 1
         if self.steps <= 3:
             self.compare_ranks()
         self.used = 0
 
     def check_parameters(self) -> None:
-        """Raise RuntimeError for the first parameter that is used in a way that goes wrong."""
-        trains = torch.is_grad_enabled() and any(p.requires_grad for *_, p in self.owners)
-        awaits_backward = self.awaits_backward()
+        """Raise RuntimeError for the first parameter that breaks one of the rules below."""
+        rules = (
+            (self.was_replaced, REPLACED),
+            (self.was_changed_in_vain, EDITED_IN_VAIN),
+            (self.has_other_memory, OTHER_MEMORY),
+            (self.has_lost_hook, LOST_HOOK),
+            (self.has_other_dtype, OTHER_DTYPE),
+            (self.was_unfrozen, UNFROZEN),
+            (self.was_frozen, FROZEN),
+        )
+        trainable = any(p.requires_grad for *_, p in self.owners)
+        self.trains = torch.is_grad_enabled() and trainable
         for name, owner, leaf, p in self.owners:
-            now: Any = getattr(owner, leaf, None)
-            gathered, version = self.gathered.get(name, (p, p._version))
-            in_use = now is not p or awaits_backward  # a change of `now` would be lost
-            edited_in_vain = in_use and now is gathered and gathered._version != version
-            memory = _memory_of_fsdp2(p)
-            frozen_since = trains and not p.requires_grad and p in self.trained
-            ddp = not self.units
-            for wrong, sentence in (
-                (now is not p and now is not gathered, REPLACED),
-                (edited_in_vain, EDITED_IN_VAIN),
-                (self.memory.setdefault(name, memory) != memory, OTHER_MEMORY),
-                (not ddp and _has_hook(p, post_accumulate=self.fsdp1), LOST_HOOK),
-                (ddp and p.dtype != torch.float32, OTHER_DTYPE),
-                (ddp and p.requires_grad and p not in self.trained, UNFROZEN),
-                (ddp and frozen_since and not self.unused_allowed, FROZEN),
-            ):
-                if wrong:
+            now = getattr(owner, leaf, None)
+            for is_broken, sentence in rules:
+                if is_broken(name, p, now):
                     raise RuntimeError(f"{name} {sentence}")
+
+    # The rules: each tells whether it is broken by the parameter `p`, in whose place the module
+    # holds `now`. That is `p` itself, or the gathered tensor that the last forward pass left.
+
+    def was_replaced(self, name: str, p: Any, now: Any) -> bool:
+        left, _ = self.after_forward.get(name, (p, 0))
+        return now is not p and now is not left
+
+    def was_changed_in_vain(self, name: str, p: Any, now: Any) -> bool:
+        # Between forward and backward FSDP throws `now` away, so a change of it would be lost.
+        left, version = self.after_forward.get(name, (p, p._version))
+        if now is not left or left._version == version:
+            return False
+        return now is not p or self.awaits_backward()
+
+    def has_other_memory(self, name: str, p: Any, now: Any) -> bool:
+        # FSDP2 goes on using the memory that it knows.
+        memory = _memory_of_fsdp2(p)
+        first = self.memory.setdefault(name, memory)
+        return first != memory
+
+    def has_lost_hook(self, name: str, p: Any, now: Any) -> bool:
+        # FSDP computes the gradients of other tensors, so it does not call all hooks of `p`.
+        return bool(self.units) and _has_hook(p, post_accumulate=self.fsdp1)
+
+    def has_other_dtype(self, name: str, p: Any, now: Any) -> bool:
+        # DDP's buckets keep the dtype of the parameters that it was given.
+        return not self.units and p.dtype != torch.float32
+
+    def was_unfrozen(self, name: str, p: Any, now: Any) -> bool:
+        # DDP averages only the gradients of parameters that were trained when it was built.
+        return not self.units and p.requires_grad and p not in self.trained
+
+    def was_frozen(self, name: str, p: Any, now: Any) -> bool:
+        # DDP's bucket waits for a gradient that does not come.
+        if self.units or self.unused_allowed or not self.trains:
+            return False
+        return not p.requires_grad and p in self.trained
 
     def awaits_backward(self) -> bool:
         """Tell whether FSDP1 was called with gradients, and its backward pass has not come yet."""
@@ -1022,7 +1070,10 @@ class _LoopChecks:
             )
 
     def note_used(self) -> None:
-        """Add to the checksum which parameters have a gradient now, after a micro-batch."""
+        """Add to a checksum which parameters have a gradient; `compare_ranks` compares it.
+
+        This comes before each call and before the step, and so sees what each micro-batch left.
+        """
         if self.steps < 3:
             used = [p.grad is not None for *_, p in self.owners]
             self.used = zlib.crc32(f"{self.used} {used}".encode())
@@ -1091,20 +1142,20 @@ def _refuse_copy(memo: Any) -> None:
 
 
 def _watch_forward(
-    module: nn.Module, named: Callable[[], Iterable[tuple[str, Tensor]]], message: str
+    module: nn.Module, list_tensors: Callable[[], Iterable[tuple[str, Tensor]]], message: str
 ) -> None:
-    """Raise RuntimeError if a forward pass of a module changes the tensors that `named` lists.
+    """Register hooks that raise RuntimeError if a forward pass changes a tensor of a module.
 
-    Registers hooks that compare the tensors before and after the first three training passes.
+    They compare what `list_tensors()` yields before and after the first three training passes.
     """
     before: dict[str, Any] = {}
-    further_passes = iter(range(2))
+    passes_left = 3
 
     def values() -> Iterator[tuple[str, Any]]:
-        for name, tensor in named():
+        for name, tensor in list_tensors():
             # A frozen tensor may be an average of weights, often written through `.data`, which
-            # leaves `_version` as it is: compare its sum. A DTensor belongs to another unit, and
-            # is not gathered now.
+            # leaves `_version` as it is: compare its sum, as text, in which NaN equals NaN. A
+            # DTensor belongs to another unit, and is not gathered now.
             if not isinstance(tensor, DTensor):
                 changes = tensor._version if tensor.requires_grad else f"{tensor.detach().sum()}"
                 yield name, (tensor.shape, changes)
@@ -1115,6 +1166,7 @@ def _watch_forward(
             before.update(values())
 
     def compare(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal passes_left
         if not before:
             return
         for name, new in values():
@@ -1122,7 +1174,8 @@ def _watch_forward(
             # the shape may change: a table may be built when it is first needed
             if old[0] == new[0] and old != new:
                 raise RuntimeError(message.format(name=original_name(name)))
-        if next(further_passes, None) is None:
+        passes_left -= 1
+        if passes_left == 0:
             for hook in hooks:
                 hook.remove()
 
@@ -1141,10 +1194,6 @@ CHANGED_BUFFER = (
     "the buffer {name} was changed in forward(), and activation checkpointing would change it a "
     "second time: use ac none, or other block_classes"
 )
-
-# A loose parameter is in no model that `apply` returned, and nothing averages its gradient. This
-# lists checksums of the gradients of optimizers of loose parameters, since the last comparison.
-_loose_gradients: list[str] = []
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -1211,7 +1260,7 @@ def _register_step_check() -> None:
     register_optimizer_step_pre_hook(_check_optimizer)
 
 
-# --- What torch (2.10 to 2.14) tells only under private names, mostly about FSDP1
+# --- Facts that torch (2.10 to 2.14) exposes only through private names, mostly about FSDP1
 
 
 def _fsdp1_awaits_backward(unit: Any) -> bool:

@@ -44,6 +44,11 @@ from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
 from runtime.start_record import report_start
 
+# From runtime/ come these objects. Run: the flags and what follows from them (sizes, steps).
+# Session: what lives as long as the process group (log, watchdog, signals). StepGuard: makes all
+# ranks decide alike in each step. CheckpointSchedule: when to save. Monitor: holds all of these,
+# the clock and the bad images.
+
 COLLECT_EVERY = 100  # steps between two garbage collections
 
 # --- One step
@@ -122,9 +127,9 @@ def train_step(
         group["lr"] = lr * group.get("lr_scale", 1.0)  # fine-tuning has a rate for each layer
     shard.optimizer_step(optimizer, skip)  # scaler.step would make the host wait
     if scaler:
-        # All ranks must find the same scale. Under DDP they hold the same gradients. With shards,
-        # they ask each other whether all gradients are finite: FSDP2's DTensors in the shard group
-        # (replicas hold the same shards), FSDP1's own scaler among all ranks.
+        # This must compute the same scale on all ranks, so all must know whether any gradient is
+        # not finite. Under DDP all have the same gradients. DTensor, in FSDP2, reduces that flag
+        # over the shard group, and replicas hold equal shards. FSDP1's scaler reduces it over all.
         scaler.update()
     optimizer.zero_grad()  # sets gradients to None, which frees their memory until backward
 
@@ -166,7 +171,8 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
         model, mode, decay, lr=run.peak_lr, weight_decay=config.weight_decay, betas=config.betas
     )
     if config.tp > 1:
-        # tp ranks train on the images of the first of them; checkpoints keep qkv's usual row order
+        # After sharding: give all ranks of a tp group the inputs of its first rank (nothing else
+        # keeps them equal), and save qkv's optimizer states in the usual order of rows.
         tensor_parallel.finish_split(model, optimizer, grid)
     scaler = shard.build_scaler(model, torch.device(grid.device_type), run.dtype)
     stats = run.pixel_stats
@@ -206,14 +212,15 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
         train_step(training, guard, batch.micro_batches, lr, monitor.requests())
         if monitor.profile:
             monitor.profile.step()
-        # log: the steps whose results are there; a GPU's is read one step late, so that the host
-        # need not wait for it
+        # log: every step whose result has arrived; on a GPU a result is read one step late, so that
+        # the host does not have to wait for it
         for result in monitor.finished_steps(wait=save_scheduled or evaluate_scheduled):
             monitor.log_step(result, learning_rate(result.step, run))
         if guard.end_reason:
             return guard.end_reason, monitor.problem
-        # save: after so many steps, when some rank's clock says so, and before the run ends. In all
-        # three cases the result of every step was read above: all ranks agree on `done` steps.
+        # save: on schedule, when some rank's clock says so, or before the run ends. All results are
+        # read by then: `wait` does it for a scheduled save, the guard once any rank has asked
+        # to stop or save, finished_steps once too many images are bad. So all agree on `done`.
         ending = last or guard.stop or monitor.bad_images.too_many is not None
         save_now = save_scheduled or guard.save or ending
         if save_now:
@@ -223,13 +230,14 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
             guard.save = False
             if problem:
                 return "save_failed", problem
-        # stop: after too many bad images or a signal on any rank (its session.signals, its request
-        # `stop`, then guard.stop on all); before evaluating, because little time may be left
+        # stop: after too many bad images, or a signal to any rank, which takes this way:
+        # session.signals of one rank -> `stop` in its monitor.requests() -> guard.stop on all. This
+        # comes before evaluating, because little time may be left.
         if monitor.bad_images.too_many:
             return "bad_images", monitor.bad_images.too_many
         if guard.stop and not last:
             return "signal", None
-        # evaluate: after so many steps, or, if that number is 0, after every save
+        # evaluate: every `evaluate_every` steps, or, if that is 0, after every save
         evaluate_now = evaluate_scheduled or (save_now and evaluate_every == 0)
         if monitor.evaluation and evaluate_now:
             with monitor.meter.paused():
@@ -240,13 +248,13 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
 
 
 def read_images(run: Run, monitor: Monitor) -> tuple[str, str | None]:
-    """Read the images of every step and train nothing (--run-mode io); return what `train` does."""
+    """Read the images of every step without training (--run-mode io); return as `train` does."""
     guard = monitor.guard
     zero = torch.zeros((), device=monitor.session.device)
     for step in range(run.steps):
         last = step + 1 == run.steps
         monitor.next_batch(step)
-        # loss and norm are 0: only the requests matter, such as that to stop
+        # loss and norm are 0: only the requests matter, for example to stop
         guard.check_step(zero, zero, monitor.requests())
         for result in monitor.finished_steps(wait=last):
             monitor.log_step(result, lr=0.0)
@@ -303,7 +311,7 @@ def main(argv: Sequence[str] | None = None, signals: Sequence[int] = ()) -> int:
     """Run the command line; return the exit status.
 
     It is 0 if the run is done or was stopped by a signal, 1 if it failed, 2 if it was refused.
-    `signals` grows by the number of each signal that asks for a stop (runtime/process.py).
+    `signals` is a list to which runtime/process.py appends each signal that asks the run to stop.
     """
     config = parse(argv, __doc__)
     if config.dry_run:

@@ -25,7 +25,7 @@ from torch.types import Device
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """The sizes of a model. Each width must be a multiple of 4 and of its number of heads."""
+    """The sizes of a model; `width` and `decoder_width` are multiples of 4 and of their heads."""
 
     width: int  # features of a token
     depth: int  # blocks
@@ -40,7 +40,7 @@ class ViTConfig:
 
     def __post_init__(self) -> None:
         for width, heads in (self.width, self.heads), (self.decoder_width, self.decoder_heads):
-            if width % heads or width % 4:
+            if width % heads or width % 4:  # a position has four parts
                 raise ValueError(f"width {width} is not a multiple of 4 and of its {heads} heads")
 
 
@@ -70,12 +70,14 @@ def patch_count(config: ViTConfig, img_size: int) -> int:
     return (img_size // patch) ** 2
 
 
-def kept_patches(patches: int, mask_ratio: float) -> int:
+def count_visible(patches: int, mask_ratio: float) -> int:
     """Count the patches that stay visible: L (1 - ratio), rounded down; ValueError if that is 0."""
-    kept = int(patches * (1 - mask_ratio) + 1e-6)  # 100 * (1 - 0.9) is 9.999... in floating point
-    if not 0 <= mask_ratio < 1 or kept < 1:
-        raise ValueError(f"mask ratio {mask_ratio} leaves {kept} of {patches} patches visible")
-    return kept
+    visible = int(
+        patches * (1 - mask_ratio) + 1e-6
+    )  # 100 * (1 - 0.9) is 9.999... in floating point
+    if not 0 <= mask_ratio < 1 or visible < 1:
+        raise ValueError(f"mask ratio {mask_ratio} leaves {visible} of {patches} patches visible")
+    return visible
 
 
 def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 0.75) -> int:
@@ -83,21 +85,22 @@ def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 
 
     Only matrix products count. Recomputation by activation checkpointing does not.
     """
-    c = config
-    patches = patch_count(c, img_size)
-    kept = kept_patches(patches, mask_ratio)
-    patch_values = c.channels * c.patch**2
-    mlp_matrices = 3 if c.gated_mlp else 2
+    patches = patch_count(config, img_size)
+    visible = count_visible(patches, mask_ratio)
+    patch_values = config.channels * config.patch**2
+    mlp_matrices = 3 if config.gated_mlp else 2
+    decoder_width = config.decoder_width
     transformers = (  # depth, tokens, width, MLP width, matrices in the MLP
-        (c.depth, kept + 1, c.width, c.mlp_width, mlp_matrices),  # encoder
-        (c.decoder_depth, patches + 1, c.decoder_width, 4 * c.decoder_width, 2),  # decoder
+        (config.depth, visible + 1, config.width, config.mlp_width, mlp_matrices),  # encoder
+        (config.decoder_depth, patches + 1, decoder_width, 4 * decoder_width, 2),  # decoder
     )
     # The backward pass costs twice the forward pass: one product for the gradient of a layer's
-    # input, one for that of its weights. Images need no gradient, so patch_embed saves one of them.
-    patch_embed = kept * patch_values * c.width
-    decoder_embed = (kept + 1) * c.width * c.decoder_width
-    decoder_pred = patches * c.decoder_width * patch_values
-    multiply_adds = 2 * patch_embed + 3 * decoder_embed + 3 * decoder_pred
+    # input, one for that of its weights. Images need no gradient: patch_embed costs two products,
+    # the other layers three.
+    patch_embed_product = visible * patch_values * config.width
+    decoder_embed_product = (visible + 1) * config.width * decoder_width
+    decoder_pred_product = patches * decoder_width * patch_values
+    multiply_adds = 2 * patch_embed_product + 3 * decoder_embed_product + 3 * decoder_pred_product
     for depth, tokens, width, mlp_width, matrices in transformers:
         block = 4 * width**2 + matrices * width * mlp_width  # qkv, proj, MLP: per token
         block += 2 * tokens * width  # attention: q k^T, and the scores times v
@@ -131,13 +134,13 @@ def reconstruction_target(patches: Tensor, norm_pix_loss: bool) -> Tensor:
 def random_masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
     """Choose the patches that stay visible: those with the smallest values of `noise` (B, L).
 
-    Returns their indices `keep` (B, K) and the mask (B, L), fp32: 1 for a removed patch, 0 for a
-    visible one. ValueError if no patch stays visible.
+    Returns their indices, `keep_ids` (B, K), and the mask (B, L), fp32: 1 for a removed patch, 0
+    for a visible one. ValueError if no patch stays visible.
     """
-    kept = kept_patches(noise.shape[1], mask_ratio)
-    keep = noise.argsort(dim=1)[:, :kept]  # (B, K)
-    mask = torch.ones(noise.shape, device=noise.device).scatter(1, keep, 0.0)  # (B, L)
-    return keep, mask
+    visible = count_visible(noise.shape[1], mask_ratio)
+    keep_ids = noise.argsort(dim=1)[:, :visible]  # (B, K)
+    mask = torch.ones(noise.shape, device=noise.device).scatter(1, keep_ids, 0.0)  # (B, L)
+    return keep_ids, mask
 
 
 def loss_per_image(
@@ -145,7 +148,7 @@ def loss_per_image(
 ) -> Tensor:
     """Compute the loss of each image (B,) in float64, for evaluation and baselines.
 
-    `pred` and `mask` are what `ViTMAE.forward` returns for `images`, beside the loss of the batch.
+    `pred` and `mask` are what `ViTMAE.forward` returns for `images`, along with the batch loss.
     """
     target = reconstruction_target(patchify(images, patch), norm_pix_loss)
     error = (pred.float() - target).square().mean(dim=-1).double()  # (B, L)
@@ -291,30 +294,32 @@ class ViTMAE(nn.Module):
     def __init__(self, config: ViTConfig, img_size: int = 224, norm_pix_loss: bool = True) -> None:
         """Build the model and, unless on the meta device, initialise it with seed 0."""
         super().__init__()
-        c = config
-        side = math.isqrt(patch_count(c, img_size))
+        side = math.isqrt(patch_count(config, img_size))
         self.config = config
         self.img_size = img_size
         self.norm_pix_loss = norm_pix_loss
 
-        self.patch_embed = PatchEmbed(c.patch, c.width, c.channels)
-        self.cls_token = nn.Parameter(torch.empty(1, 1, c.width))
-        blocks = [Block(c.width, c.heads, c.mlp_width, c.gated_mlp) for _ in range(c.depth)]
+        self.patch_embed = PatchEmbed(config.patch, config.width, config.channels)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, config.width))
+        blocks = [
+            Block(config.width, config.heads, config.mlp_width, config.gated_mlp)
+            for _ in range(config.depth)
+        ]
         self.blocks = nn.ModuleList(blocks)
-        self.norm = LayerNorm(c.width, eps=1e-6)
-        self.decoder_embed = nn.Linear(c.width, c.decoder_width)
-        self.mask_token = nn.Parameter(torch.empty(1, 1, c.decoder_width))
+        self.norm = LayerNorm(config.width, eps=1e-6)
+        self.decoder_embed = nn.Linear(config.width, config.decoder_width)
+        self.mask_token = nn.Parameter(torch.empty(1, 1, config.decoder_width))
         decoder_blocks = [
-            Block(c.decoder_width, c.decoder_heads, 4 * c.decoder_width)
-            for _ in range(c.decoder_depth)
+            Block(config.decoder_width, config.decoder_heads, 4 * config.decoder_width)
+            for _ in range(config.decoder_depth)
         ]
         self.decoder_blocks = nn.ModuleList(decoder_blocks)
-        self.decoder_norm = LayerNorm(c.decoder_width, eps=1e-6)
-        self.decoder_pred = nn.Linear(c.decoder_width, c.channels * c.patch**2)
+        self.decoder_norm = LayerNorm(config.decoder_width, eps=1e-6)
+        self.decoder_pred = nn.Linear(config.decoder_width, config.channels * config.patch**2)
 
         # Buffers, not frozen parameters: they are neither sharded nor given to the optimizer.
-        self.register_buffer("pos_embed", torch.empty(1, 1 + side**2, c.width))
-        self.register_buffer("decoder_pos_embed", torch.empty(1, 1 + side**2, c.decoder_width))
+        self.register_buffer("pos_embed", torch.empty(1, 1 + side**2, config.width))
+        self.register_buffer("decoder_pos_embed", torch.empty(1, 1 + side**2, config.decoder_width))
         if not self.cls_token.is_meta:
             initialize(self)
 
@@ -325,10 +330,10 @@ class ViTMAE(nn.Module):
             raise ValueError(f"images {tuple(images.shape[1:])} do not fit this model: {size}")
         return patchify(images, self.config.patch)
 
-    def encode(self, patches: Tensor, keep: Tensor) -> Tensor:
-        """Encode the patches whose indices are `keep`: (B, L, P*P*C), (B, K) -> (B, 1+K, D)."""
+    def encode(self, patches: Tensor, keep_ids: Tensor) -> Tensor:
+        """Encode the patches whose indices are `keep_ids`: (B, L, P*P*C), (B, K) -> (B, 1+K, D)."""
         pos = self.pos_embed  # (1, 1+L, D)
-        index = keep.unsqueeze(-1)  # (B, K, 1)
+        index = keep_ids.unsqueeze(-1)  # (B, K, 1)
         x = self.patch_embed(patches.take_along_dim(index, dim=1))  # (B, K, D)
         x = x + pos[:, 1:].take_along_dim(index, dim=1).to(x.dtype)
         cls = (self.cls_token + pos[:, :1]).to(x.dtype)  # (1, 1, D)
@@ -348,15 +353,15 @@ class ViTMAE(nn.Module):
         keep_all = torch.arange(length, device=images.device).expand(b, -1)  # (B, L)
         return self.encode(patches, keep_all)
 
-    def decode(self, tokens: Tensor, keep: Tensor) -> Tensor:
-        """Predict all patches: encoded tokens (B, 1+K, D), `keep` (B, K) -> (B, L, P*P*C)."""
+    def decode(self, tokens: Tensor, keep_ids: Tensor) -> Tensor:
+        """Predict all patches: encoded tokens (B, 1+K, D), `keep_ids` (B, K) -> (B, L, P*P*C)."""
         pos = self.decoder_pos_embed  # (1, 1+L, Dd)
         b = len(tokens)
         length = pos.shape[1] - 1
         x = self.decoder_embed(tokens)  # (B, 1+K, Dd)
         # Each encoded token goes to the place of its patch, cls to place 0. All other places hold
         # the mask token.
-        place = F.pad(keep + 1, (1, 0)).unsqueeze(-1).expand_as(x)  # (B, 1+K, Dd)
+        place = F.pad(keep_ids + 1, (1, 0)).unsqueeze(-1).expand_as(x)  # (B, 1+K, Dd)
         mask_tokens = self.mask_token.to(x.dtype).expand(b, 1 + length, -1)  # (B, 1+L, Dd)
         x = mask_tokens.scatter(1, place, x)  # (B, 1+L, Dd)
         x = x + pos.to(x.dtype)
@@ -376,9 +381,9 @@ class ViTMAE(nn.Module):
         patches = self.image_patches(images)  # (B, L, P*P*C)
         if noise is None:  # in training, data.py draws it for each image
             noise = torch.rand(patches.shape[:2], device=images.device)
-        keep, mask = random_masking(noise, mask_ratio)  # (B, K), (B, L)
+        keep_ids, mask = random_masking(noise, mask_ratio)  # (B, K), (B, L)
 
-        pred = self.decode(self.encode(patches, keep), keep)  # (B, L, P*P*C)
+        pred = self.decode(self.encode(patches, keep_ids), keep_ids)  # (B, L, P*P*C)
         target = reconstruction_target(patches, self.norm_pix_loss)
         error = (pred.float() - target).square().mean(dim=-1)  # (B, L), fp32 in every precision
         return (error * mask).sum() / mask.sum(), pred, mask

@@ -77,7 +77,7 @@ def ours(root: str, exact: bool, workers: int, steps: int, seed: int) -> Iterabl
         patches=PATCHES,
         seed=seed,
         global_batch=BATCH,
-        local_batch=BATCH,
+        micro_batch_size=BATCH,
         steps=range(steps),
         workers=workers,
         exact=exact,

@@ -65,7 +65,7 @@ def attention_shapes(models: Sequence[str], img_size: int) -> list[tuple[int, in
     for name in models:
         config = vit.MODELS[name]
         patches = vit.patch_count(config, img_size)
-        visible = vit.kept_patches(patches, 0.75)
+        visible = vit.count_visible(patches, 0.75)
         found[config.heads, 1 + visible, config.width // config.heads] = None
         decoder = config.decoder_heads, 1 + patches, config.decoder_width // config.decoder_heads
         found[decoder] = None

@@ -59,7 +59,7 @@ def train(args: argparse.Namespace) -> None:
         patches=vit.patch_count(config, args.img_size),
         seed=0,
         global_batch=global_batch,
-        local_batch=args.batch,
+        micro_batch_size=args.batch,
         steps=range(args.steps),
         rank=ranks.rank,
         world_size=ranks.world_size,

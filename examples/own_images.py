@@ -59,7 +59,7 @@ def main(path: str) -> None:
         patches=16,
         seed=0,
         global_batch=16,
-        local_batch=8,
+        micro_batch_size=8,
         steps=steps,
         rank=0,
         world_size=2,

@@ -83,7 +83,7 @@ class PlannedRun:
         self.buckets = self.engine == "ddp" and self.world_size > 1
         self.compute_bytes = BYTES[self.precision]  # per element in forward and backward
         patches = vit.patch_count(self.config, self.img_size)
-        kept = vit.kept_patches(patches, self.mask_ratio)
+        kept = vit.count_visible(patches, self.mask_ratio)
         self.tokens = {"encoder": 1 + kept, "decoder": 1 + patches}  # per image, with cls
 
 

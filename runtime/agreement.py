@@ -99,8 +99,8 @@ class StepRequests(NamedTuple):
 
 NO_REQUESTS = StepRequests()
 
-# A gradient scaler begins at 2**16 and halves its scale after an infinite norm. After so many in a
-# row the scale is 2**-24, so the overflow of fp16 must have another cause.
+# A gradient scaler begins at 2**16 and halves its scale after a step with a gradient that is
+# not finite. After so many in a row the scale is 2**-24, so the overflow must have another cause.
 SCALE_EXHAUSTED = 40
 
 
@@ -125,7 +125,7 @@ class StepGuard:
         self.late = device.type == "cuda"
         self.max_skips = max_skips
         self.bad_so_far = torch.zeros((), dtype=torch.float64, device=device)
-        self.infinite_so_far = torch.zeros((), dtype=torch.float64, device=device)
+        self.nonfinite_norms_so_far = torch.zeros((), dtype=torch.float64, device=device)
         # the host's copies of two results, written in turn; all fields but the step
         fields = len(StepResult._fields) - 1
         self.host = torch.zeros(2, fields, dtype=torch.float64, pin_memory=self.late)
@@ -160,18 +160,20 @@ class StepGuard:
         loss = loss.detach().to(device).double()
         norm = norm.detach().to(device).double()
         local_nonfinite = ~loss.isfinite()
-        infinite = ~norm.isfinite()
-        self.infinite_so_far = torch.where(infinite, self.infinite_so_far + 1, 0)
-        bad_norm = infinite
+        nonfinite_norm = ~norm.isfinite()
+        self.nonfinite_norms_so_far = torch.where(
+            nonfinite_norm, self.nonfinite_norms_so_far + 1, 0
+        )
+        bad_norm = nonfinite_norm
         if scaled:
-            bad_norm = self.infinite_so_far > SCALE_EXHAUSTED
-        asked = [torch.full_like(infinite, flag) for flag in requests]
+            bad_norm = self.nonfinite_norms_so_far > SCALE_EXHAUSTED
+        asked = [torch.full_like(nonfinite_norm, flag) for flag in requests]
         mean = loss / dist.get_world_size()
-        sums = torch.stack([mean, bad_norm, infinite, local_nonfinite, *asked])  # in float64
+        sums = torch.stack([mean, bad_norm, nonfinite_norm, local_nonfinite, *asked])  # in float64
         dist.all_reduce(sums)
         mean = sums[0]
         found = sums[1:] > 0
-        any_bad_norm, any_infinite, any_bad_loss = found[:3]
+        any_bad_norm, any_nonfinite_norm, any_bad_loss = found[:3]
         any_stop, any_save, any_no_batch, any_bad_images = found[3:]
         bad = any_bad_norm | any_bad_loss | (self.bad_so_far > self.max_skips)
         counted = torch.where(bad, self.bad_so_far + 1, 0)
@@ -192,7 +194,7 @@ class StepGuard:
         if self.late:
             self.copied[slot].record()
         self.checked += 1
-        return (bad | any_infinite | any_no_batch).float()
+        return (bad | any_nonfinite_norm | any_no_batch).float()
 
     def read_results(self, wait: bool = False) -> list[StepResult]:
         """Read the new results, in order; that of a GPU's last step only with `wait`.

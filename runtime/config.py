@@ -181,7 +181,7 @@ class Config:
     exact_decode: bool = flag(False, "decode JPEGs at full size (slower)", changes_result=True)
 
     batch: int | None = flag(
-        None, "images per rank (default 32)", compared=True, group="optimisation"
+        None, "images per data-parallel rank (default 32)", compared=True, group="optimisation"
     )
     global_batch: int | None = flag(
         None, "images per step of all ranks (no --batch)", changes_result=True

@@ -1,7 +1,7 @@
 """Open the loader of a run, and copy its batches to the device.
 
 The way of an image: `ImageList.read` -> bytes; `data.Images.load` -> data.Sample; `data.collate` ->
-data.MicroBatch, a local batch, on the CPU; `device_batches` -> Batch, the images and noise of all
+data.MicroBatch, on the CPU; `device_batches` -> Batch, the images and noise of all
 accumulation steps of one step, on the device; `Monitor.next_batch` hands it to the training loop.
 """
 
@@ -55,7 +55,7 @@ def open_batches(
         patches=run.patches,
         seed=config.seed,
         global_batch=run.global_batch,
-        local_batch=run.local_batch,
+        micro_batch_size=run.local_batch,
         steps=steps[:1] if alone else steps,
         rank=ranks.rank // config.tp,
         world_size=run.data_ranks,
@@ -71,7 +71,7 @@ def open_batches(
 def device_batches(
     loader: Iterable[data.MicroBatch], accum: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Yield the batch of each step, of `accum` local batches, on `device`."""
+    """Yield the batch of each step, of `accum` micro-batches, on `device`."""
     if isinstance(loader, DataLoader) and loader.num_workers:
         loader.multiprocessing_context = process.fork_server()
         loader.worker_init_fn = process.start_worker

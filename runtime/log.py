@@ -159,6 +159,7 @@ class Log:
             images_per_second=rate,
             images_per_second_per_rank=rate / run.world_size,
             tflops_per_rank=tflops,
+            # of the dense bf16 peak, whatever --precision; see vit.flops_per_image for what counts
             mfu=1e12 * tflops / peak if tflops and peak else None,
             **memory,
         )
@@ -178,7 +179,12 @@ class Log:
 
 
 class BadImageLog:
-    """The bad images of all ranks, listed in OUT/bad_images.csv."""
+    """The bad images of all ranks, listed in OUT/bad_images.csv.
+
+    data.Images replaces an unreadable image and names it in `bad`; Monitor.next_batch adds it to
+    `unreported`; `sync`, at the next log line, lists those of all ranks. If they are `too_many`,
+    `train` saves and ends the run.
+    """
 
     def __init__(self, run: Run, log: Log, name_of: Callable[[int], str]) -> None:
         """Continue the list in --out; `name_of` gives the path of an image."""

@@ -104,6 +104,7 @@ def listen_for_signals() -> list[int]:
 
     A thread does so, at once: Python would call a signal handler only after the main thread has
     finished what it computes or waits for. The thread also ends a process whose torchrun is gone.
+    The loop looks at the list once per step, so a signal during start-up acts after the first step.
     """
     received: list[int] = []
     read, write = os.pipe()

@@ -176,7 +176,7 @@ def with_images(run: Run, facts: "ImageFacts") -> Run:
 def check_masking(config: vit.ViTConfig, img_size: int, mask_ratio: float) -> int:
     """Count the patches of an image; ValueError if none is left to predict."""
     patches = vit.patch_count(config, img_size)
-    if vit.kept_patches(patches, mask_ratio) == patches:
+    if vit.count_visible(patches, mask_ratio) == patches:
         raise ValueError(f"--mask-ratio {mask_ratio} removes no patch: nothing to learn")
     return patches
 

@@ -91,7 +91,7 @@ def open_whole_picture(file: IO[bytes]) -> Image.Image | None:
             image, _ = data.open_image(file.read())
         if image.format in ("TIFF", "JPEG2000") and image.has_transparency_data:
             data.check_alpha(image)
-    except (data.NotAPictureError, UnidentifiedImageError):
+    except (data.NeedsPackingError, UnidentifiedImageError):
         return None
     return image
 

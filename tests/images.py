@@ -57,7 +57,9 @@ def stream(files, *, ranks=1, accum=1, global_batch=48, steps=range(6), **option
     build = partial(data.build_loader, files, global_batch=global_batch, steps=steps, **given)
     rows = []
     for rank in range(ranks):
-        loader = build(local_batch=global_batch // (ranks * accum), rank=rank, world_size=ranks)
+        loader = build(
+            micro_batch_size=global_batch // (ranks * accum), rank=rank, world_size=ranks
+        )
         places = list(loader.batch_sampler)
         batches = list(loader)
         assert len(places) == len(batches) == len(steps) * accum

@@ -109,7 +109,7 @@ def reference(
         patches=vit.patch_count(config, SIZE),
         seed=3,
         global_batch=BATCH,
-        local_batch=BATCH,
+        micro_batch_size=BATCH,
         steps=range(STEPS),
     )
     losses = []

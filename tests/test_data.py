@@ -181,7 +181,7 @@ def test_the_order_is_a_function_of_seed_and_epoch():
 
 def test_a_batch_is_what_the_docstring_says():
     """And torch's own generator is neither used nor changed."""
-    sizes = {"img_size": 48, "patches": 9, "global_batch": 12, "local_batch": 6}
+    sizes = {"img_size": 48, "patches": 9, "global_batch": 12, "micro_batch_size": 6}
     loader = data.build_loader(tiles(), seed=0, steps=range(1), **sizes)
     before = torch.get_rng_state()
     batch, _ = loader
@@ -325,7 +325,7 @@ def test_workers_inherit_nothing_and_share_their_batches(monkeypatch):
     """No network and no variable; a batch that is not shared would be copied to this process."""
     monkeypatch.setattr(data, "set_by_the_test", True, raising=False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    sizes = {"img_size": 32, "patches": 16, "global_batch": 12, "local_batch": 12}
+    sizes = {"img_size": 32, "patches": 16, "global_batch": 12, "micro_batch_size": 12}
     try:
         loader = data.build_loader(tiles(), seed=0, steps=range(2), workers=2, **sizes)
         loader.collate_fn = inside_worker

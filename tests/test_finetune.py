@@ -106,7 +106,7 @@ def plain(run: Path, trees: Path) -> tuple[list[float], list[dict], dict]:
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))
     files, tests = data.scan(f"{trees}/train"), data.scan(f"{trees}/test")
     settings = {"img_size": 48, "patches": 36, "seed": SEED, "steps": range(STEPS)}
-    loader = data.build_loader(files, global_batch=BATCH, local_batch=BATCH, **settings)
+    loader = data.build_loader(files, global_batch=BATCH, micro_batch_size=BATCH, **settings)
     losses, scores, peak = [], [], BLR * BATCH / 256
     rates = [peak / 2, *(peak * (1 + math.cos(math.pi * i / 4)) / 2 for i in (0, 0, 1, 2, 3))]
     for step, batch in enumerate(loader):

@@ -91,7 +91,7 @@ def test_what_is_no_picture_is_refused_in_a_tree_and_whole_in_a_pack(name, tmp_p
     path = tmp_path / "1.tif"
     write_by_gdal(path, pixels, **options)
     content = path.read_bytes()
-    with pytest.raises(data.NotAPictureError, match=r"`prepare\.py pack`"):
+    with pytest.raises(data.NeedsPackingError, match=r"`prepare\.py pack`"):
         image, _ = data.open_image(content)
         data.decode(image)
     packed = read_packed(content)
@@ -103,7 +103,7 @@ def test_pages_of_one_size_are_bands_but_masks_and_overviews_are_none(tmp_path):
     path = tmp_path / "pages.tif"
     twelve = blocks(0, 12, 10, 200, "uint8")
     tifffile.imwrite(path, twelve, photometric="minisblack")  # a page each
-    with pytest.raises(data.NotAPictureError, match="12 pages"):
+    with pytest.raises(data.NeedsPackingError, match="12 pages"):
         data.open_image(path.read_bytes())
     np.testing.assert_array_equal(read_packed(path.read_bytes()), twelve)
     colours = np.moveaxis(twelve[:6].reshape(2, 3, 32, 32), 1, -1)
@@ -157,7 +157,7 @@ def test_jpeg_2000_as_gdal_reads_it(bands, bits, dtype, tmp_path):
     if bits == 8:
         found = np.moveaxis(np.asarray(data.decode(found)), -1, 0)[:bands]
     else:
-        with pytest.raises(data.NotAPictureError, match=f"{bits} bits"):
+        with pytest.raises(data.NeedsPackingError, match=f"{bits} bits"):
             data.open_image(content)
     np.testing.assert_array_equal(found, truth)
 
@@ -405,7 +405,7 @@ def test_what_a_sparse_tiff_leaves_out_is_zero(bands, options, tmp_path):
     part = rasterio.windows.Window(0, 0, 512, 256)
     with rasterio.open(path, "w", driver="GTiff", SPARSE_OK=True, **about) as file:
         file.write(blocks(0, bands, 1, 200, "uint8", 512)[:, :256], window=part)
-    with pytest.raises(data.NotAPictureError, match=r"`prepare\.py pack`"):
+    with pytest.raises(data.NeedsPackingError, match=r"`prepare\.py pack`"):
         data.open_image(path.read_bytes())
     truth = read_by_gdal(path)
     assert not truth[:, 256:].any()

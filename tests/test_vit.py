@@ -80,15 +80,15 @@ def test_what_does_not_fit_is_refused():
         small()(torch.zeros(1, 3, 28, 28))
     for ratio in (1.0, -0.1, 0.99):
         with pytest.raises(ValueError, match="patches visible"):
-            vit.kept_patches(16, ratio)
+            vit.count_visible(16, ratio)
 
 
 @pytest.mark.parametrize(
     ("patches", "ratio", "kept"),
     [(196, 0.75, 49), (256, 0.75, 64), (100, 0.9, 10), (10, 0.3, 7), (196, 0.9, 19), (16, 0, 16)],
 )
-def test_kept_patches_do_not_lose_one_to_rounding(patches, ratio, kept):
-    assert vit.kept_patches(patches, ratio) == kept
+def test_visible_patches_do_not_lose_one_to_rounding(patches, ratio, kept):
+    assert vit.count_visible(patches, ratio) == kept
 
 
 def test_the_smallest_noise_stays_visible():
