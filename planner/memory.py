@@ -141,6 +141,10 @@ class MemorySnapshot:
 class StepMemory:
     """Walk through a step and count what is live at each moment.
 
+    Of the run (traffic.PlannedRun), `shard` is the number of ranks that share one copy of the
+    model, 1 in ddp and all in full_shard; `reshard` tells whether the full parameters of a block
+    are freed after its forward pass.
+
     The position of a block counts from 0, the encoder's blocks first. The blocks of a part (encoder
     or decoder) are alike, so from one to the next what is live changes by a constant amount. The
     largest of all moments is therefore at an end of a part: only the blocks at `ends` are counted.
