@@ -31,7 +31,7 @@ def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
     [
         ("benchmarks.step --model tiny --img-size 32 --batch 2 --rounds 1 --precision fp32", 4),
         (f"{TORCHRUN} benchmarks.sharded --img-size 32 --batch 2 --rounds 1", 4),
-        ("benchmarks.data --images 64 --rounds 1 --steps 2", 8),
+        ("benchmarks.data --images 64 --rounds 1 --steps 2", 10),
         ("benchmarks.checkpoint --model tiny --repeat 1 --dir {}", 6),
     ],
 )
