@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean
 from typing import Any
 
 import torch
@@ -172,14 +172,17 @@ class Measurement:
     # -- the clock
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Time a call that all ranks make at once: the median of three rounds of repetitions."""
+        """Time a call that all ranks make at once: the mean of three rounds of repetitions.
+
+        Not the median: a step makes many such calls, and the slow ones among them count.
+        """
         work()
         first = self.round_seconds(work, 1)
         if first > LONG_SECONDS:
             return first
         repeats = max(1, min(MAX_REPEATS, int(ROUND_SECONDS / first)))
         rounds = [self.round_seconds(work, repeats) for _ in range(3)]
-        return median(rounds)
+        return mean(rounds)
 
     def round_seconds(self, work: Callable[[], object], repeats: int) -> float:
         """Time some repetitions -> seconds of one, the mean of all ranks."""
