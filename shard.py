@@ -212,14 +212,12 @@ def apply(
 
     1. checkpoint_wrapper around each block: inside FSDP, so that a block is gathered once for both
        its recomputation and its gradient;
-    2. torch.compile of each block: its graph has the recomputation, but not FSDP's
-       collectives, because FSDP hides its hooks from Dynamo;
+    2. torch.compile of each block: its graph has the recomputation, not FSDP's hidden hooks;
     3. DDP around the model; or FSDP around each block, then around the model.
 
     Build optimizers and register hooks on parameters afterwards. Call the model, not its parts or
     other methods. All ranks must call the same blocks in a step; otherwise some silently train on
-    wrong weights. FSDP1, unlike FSDP2, also updates a parameter that a step did not use (its
-    gradient is zero, not None), and converts fp64 buffers to fp32.
+    wrong weights. FSDP1 also updates a parameter that a step did not use, and makes buffers fp32.
 
     Raises ValueError for invalid arguments, RuntimeError if the ranks have different models.
     """
