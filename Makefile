@@ -1,7 +1,7 @@
 # make demo    train on the embedded images with 4 CPU ranks, set-up included; resumes after Ctrl-C
 # make demo-long    2,000 steps on two ranks, then scores beside two baselines
 # make test    lint, types and tests, set-up included; without it four to five minutes on two cores
-# make test-all    the same with the whole matrices, and what takes minutes: forty minutes on two cores
+# make test-all    the same with the whole matrices, and what takes minutes each
 # make quick   the tests of the files to read and of the layout, in a minute
 # make guide   run the commands of docs/guide.md, put what they print into it, draw its pictures
 # make bench-gpu     a GPU: checks, sizes against the plan, the peers; under 10 minutes, out/bench-gpu

@@ -217,7 +217,7 @@ def apply(
 
     Build optimizers and register hooks on parameters afterwards. Call the model, not its parts or
     other methods. All ranks must call the same blocks in a step; otherwise some silently train on
-    wrong weights. FSDP1 also updates a parameter that a step did not use, and makes buffers fp32.
+    wrong weights. FSDP1 also updates parameters unused in a step, and makes fp64 buffers fp32.
 
     Raises ValueError for invalid arguments, RuntimeError if the ranks have different models.
     """
