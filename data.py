@@ -42,7 +42,7 @@ TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how TIFF and BigTIFF f
 MAX_UNREADABLE_IN_A_ROW = 16  # this many unreadable images in a row end the run
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # log of the limits of width / height
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
-# Pillow rejects images of more than twice this: 2**30 RGBA pixels take 4 GiB, LARGEST_IMAGE.
+# Pillow rejects images of more than twice this, 2**30 pixels: as RGBA they fill LARGEST_IMAGE.
 Image.MAX_IMAGE_PIXELS = 2**29
 ImageFile.MAXBLOCK = 2**20  # Pillow's default, 64 KiB at a time, decodes more slowly
 TiffImagePlugin.logger.setLevel("CRITICAL")  # it would print what `open_image` raises anyway
@@ -110,7 +110,7 @@ def scan(
     folder cannot be listed, ValueError if there is no image.
     """
     names: list[str] = []
-    # Report a pattern that excluded nothing too, with a count of 0: it may be misspelt.
+    # Also report a pattern that excluded nothing, with a count of 0: it may be misspelt.
     left_out = Counter({f"excluded by {pattern}": 0 for pattern in exclude})
     for name in walk_files(root):
         reason = reason_to_leave_out(name, include, exclude)
@@ -139,7 +139,7 @@ def walk_files(root: str) -> Iterator[str]:
         raise error  # a folder skipped silently would change class numbers and image order
 
     listed = set()
-    # Count the folders above `root` as listed, so that a link to one of them lists nothing.
+    # Treat the folders above `root` as listed, so that a link to one of them lists nothing.
     for folder in Path(root).resolve().parents:
         info = os.stat(folder)
         listed.add((info.st_ino, info.st_dev))
@@ -195,7 +195,7 @@ def classes_by_folder(names: Sequence[str]) -> tuple[list[int], tuple[str, ...]]
     folders = [os.path.dirname(name) for name in names]
     # each folder of images -> the folder that names its class: itself, or one above it
     class_folder = {folder: folder for folder in folders if folder}
-    # While all class folders have the same last name, move each up one level, not above the root.
+    # While all class folders have one last name, move each up one level, but none to the root.
     while len(set(class_folder.values())) > 1:
         last_names = {os.path.basename(path) for path in class_folder.values()}
         one_up = {folder: os.path.dirname(path) for folder, path in class_folder.items()}
@@ -246,7 +246,7 @@ def step_positions(
 
     The ranks take one micro-batch each, in rank order; then one more each for every further
     accumulation step. Steps count from 0. Without accumulation, rank 3 reads the B positions from
-    step * global_batch + 3 * B on, whichever ranks made the steps before. All ranks together read
+    step * global_batch + 3 * B on, however many ranks made earlier steps. All ranks together read
     each position once, in every sharding mode: a hybrid group shards parameters, never the batch.
     """
     positions = np.arange(step * global_batch, (step + 1) * global_batch)
@@ -260,9 +260,8 @@ class RankBatchSampler:
     order: ImageOrder
     global_batch: int
     micro_batch_size: int
-    rank: (
-        int  # data-parallel rank: ranks of a tensor-parallel group read the same images, share one
-    )
+    # data-parallel rank: the ranks of a tensor-parallel group share one, and read the same images
+    rank: int
     world_size: int  # number of data-parallel ranks
     steps: range
 
@@ -337,7 +336,7 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(eq=False)
-class Images(Dataset[Any]):  # Any: DataLoader takes this type over, but ours yields MicroBatch
+class Images(Dataset[Any]):  # Any, not Sample: DataLoader copies the type, but yields MicroBatch
     """Load a `Sample` by its (position, image index); for `exact` see `crop_and_resize`."""
 
     files: ImageSource
@@ -377,8 +376,8 @@ class Images(Dataset[Any]):  # Any: DataLoader takes this type over, but ours yi
         content = self.files.read(index)
         image, size = open_image(content, self.stats)
         noise, flip, crop = draw_augmentation(self.order.seed, position, self.patches, *size)
-        # A source's own opened image is decoded at full size: decoding it at a smaller scale, by
-        # Pillow's draft(), would change the source's object.
+        # An image that the source itself has opened is decoded at full size: to decode it smaller,
+        # by Pillow's draft(), would change the source's object.
         exact = self.exact or not isinstance(content, bytes)
         pixels = crop_and_resize(image, crop, self.img_size, exact)
         if flip:
@@ -387,7 +386,7 @@ class Images(Dataset[Any]):  # Any: DataLoader takes this type over, but ours yi
 
 
 def collate(samples: Sequence[Sample]) -> MicroBatch:
-    """Stack samples into a batch; a worker's default_collate stacks directly in shared memory."""
+    """Stack samples into a batch; in a worker, default_collate stacks directly in shared memory."""
     return MicroBatch(
         image=default_collate([sample.image for sample in samples]),
         noise=default_collate([sample.noise for sample in samples]),
@@ -436,7 +435,7 @@ def build_loader(
 
 
 def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
-    """Normalise images (B, C, H, W) -> float32; ValueError if `stats` are not of C channels."""
+    """Normalise images (B, C, H, W) -> float32; ValueError unless `stats` has C channels."""
     # a copy in both cases: it is normalised in place
     x = images.float() / 255 if images.dtype == torch.uint8 else images.clone()
     for channel, mean, std in zip(x.unbind(1), stats.mean, stats.std, strict=True):
@@ -522,7 +521,7 @@ def open_image(
 
 
 def open_picture(content: bytes) -> Image.Image:
-    """Open a file with Pillow without decoding; ValueError if it is no image or is truncated."""
+    """Open a file with Pillow, not decoded; ValueError if it is truncated or not an image."""
     try:
         image = Image.open(io.BytesIO(content))
     except UnidentifiedImageError:  # its message names only an object in memory
@@ -713,7 +712,7 @@ def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
             check_alpha(image)
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image)
-    image.load()
+    image.load()  # decodes an RGB image too here, where a broken file is expected to raise
     if image.mode != "RGB":
         image = image.convert("RGB")
     return image

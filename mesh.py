@@ -11,8 +11,8 @@ with `--mode hybrid --group 4`:
 
 Ranks are numbered node by node, so neighbours in a row are on the same node, or on neighbouring
 nodes. Without --group, each node becomes one row (runtime/run.py). With --tp the mesh has a third
-dimension, "tp": the ranks along it split each block and read the same images. Apart from
-these, every rank reads images of its own. Copy this one file: it needs only torch.
+dimension, "tp": the ranks along it split each block and read the same images. Otherwise every
+rank reads images of its own. Copy this one file: it needs only torch.
 
 In docstrings, "Collective" means that every rank must call the function, or the others wait for it.
 """
@@ -64,7 +64,7 @@ class Ranks:
     local_world_size: int = 1  # ranks on this node
     node: int = 0
     launcher: str = "single"  # or "torchrun", "srun"
-    # MASTER_ADDR and MASTER_PORT; empty for a single process without launcher
+    # MASTER_ADDR and MASTER_PORT; empty for a single process without a launcher
     rendezvous: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -197,8 +197,8 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
     """
     timeout = timedelta(minutes=timeout_minutes)
     on_gpu = device.type == "cuda"
-    # Have gloo connect two ranks on first use. By default it connects every pair of ranks in every
-    # group: half a million for a thousand ranks, whose addresses rank 0's store must serve.
+    # Let gloo connect two ranks when they first communicate. By default it connects every pair of
+    # every group: half a million for a thousand ranks, whose addresses rank 0's store must serve.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # Allow as many open files as possible: rank 0 still has a connection to every rank.
     with suppress(ValueError, OSError):
@@ -222,8 +222,8 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timeout,
-            # NCCL then connects now, not in the first collective; a single process has nobody to
-            # connect to.
+            # With a device_id NCCL connects now, not in the first collective; a single process has
+            # nobody to connect to.
             device_id=device if on_gpu and ranks.rendezvous else None,
         )
 
@@ -233,7 +233,7 @@ def _use_fresh_store(ranks: Ranks, timeout: timedelta) -> None:
 
     After a restart torchrun's store still has the addresses of the dead ranks. So all ranks set two
     variables that `dist.rendezvous` reads: MASTER_PORT, to a free port of rank 0, where it will
-    serve a new store, and TORCHELASTIC_USE_AGENT_STORE, by which torch would use torchrun's.
+    serve a new store, and TORCHELASTIC_USE_AGENT_STORE, to False: True means torchrun's store.
     """
     address = ranks.rendezvous["MASTER_ADDR"]
     shared = dist.TCPStore(address, int(ranks.rendezvous["MASTER_PORT"]), timeout=timeout)

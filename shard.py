@@ -6,7 +6,7 @@ maintained one). `apply` is the entry point, for any model in fp32; examples/own
 training loop with it.
 Copy this one file: it needs only torch.
 
-A unit is what FSDP gathers and frees at once: a block, or the root, which is everything outside
+A unit is what FSDP gathers and frees together: a block, or the root, which is everything outside
 the blocks. "Full" values and shapes are those of an unsharded tensor. In docstrings, "Collective"
 means that every rank must call the function, or the others wait for it.
 """
@@ -212,7 +212,7 @@ def apply(
 
     1. checkpoint_wrapper around each block: inside FSDP, so that a block is gathered once for both
        its recomputation and its gradient;
-    2. torch.compile of each block: its graph has the recomputation, not FSDP's hidden hooks;
+    2. torch.compile of each block: its graph contains the recomputation, but not FSDP's hooks;
     3. DDP around the model; or FSDP around each block, then around the model.
 
     Build optimizers and register hooks on parameters afterwards. Call the model, not its parts or
@@ -489,8 +489,8 @@ def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Ite
 
     Sharded gradients are reduce-scattered after every micro-batch. By default FSDP2, and FSDP1 in
     mode no_shard, all-reduce over replicas after every one too, which is always right. With
-    `uses_all=True` they do so only after the last, as DDP always does. It is your promise that
-    every micro-batch gives every trained parameter a gradient, on every rank: if it is broken,
+    `uses_all=True` they do so only after the last, as DDP always does; you thereby promise that
+    every micro-batch gives every trained parameter a gradient, on every rank. If one does not,
     FSDP2 never all-reduces the gradients of a unit that gets none in the last micro-batch.
     """
     defer = uses_all and not last
@@ -518,7 +518,7 @@ def _contains(model: nn.Module, kind: Any) -> bool:
 
 
 def autocast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
-    """Return a context for a forward pass in `dtype`: an empty one for FSDP, which casts itself."""
+    """Return a context for a forward pass in `dtype`: empty for FSDP, which casts by itself."""
     if dtype == torch.float32 or _contains(model, FSDP1 | FSDPModule):
         return nullcontext()
     return torch.autocast(device.type, dtype)
@@ -571,7 +571,7 @@ WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
 
 def original_name(name: str) -> str:
     """Return the name that a parameter had before its model was wrapped."""
-    parts = name.removeprefix("module.").split(".")  # DDP's; a submodule may have that name too
+    parts = name.removeprefix("module.").split(".")  # DDP's; a deeper "module" is the model's own
     return ".".join(part for part in parts if part not in WRAPPERS)
 
 
@@ -695,7 +695,7 @@ def _check_model(model: nn.Module, strategy: Strategy, options: ShardingOptions)
     if sharded and options.fsdp == 1 and hasattr(model, "_orig_mod"):
         raise ValueError("FSDP1 cannot save a compiled model: compile it after shard.apply")
     if "module" in dict(model.named_children()):
-        raise ValueError("rename the submodule module: DDP needs this name for itself")
+        raise ValueError("rename the submodule `module`: DDP needs this name for itself")
     low_precision = sharded and options.param_dtype != torch.float32
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and module.track_running_stats and low_precision:
@@ -724,7 +724,7 @@ def _parameter_table(p: nn.Parameter, sharded: bool) -> list[tuple[bool, str]]:
         (p.is_complex(), f"is {p.dtype}: {imaginary}"),
         (not p.is_floating_point(), f"is {p.dtype}, which is not trained: make it a buffer"),
         (p.dtype != torch.float32, f"is {p.dtype}, but parameters are stored in fp32: .float()"),
-        (sharded and p.ndim == 0, "() cannot be sharded: give it one element, the shape (1,)"),
+        (sharded and p.ndim == 0, "has no dimension to shard: give it the shape (1,)"),
         (sharded and p.numel() == 0, f"{shape} cannot be sharded; it is empty: make it a buffer"),
         (_has_hook(p, True), "has a hook, which would be lost: register it after shard.apply"),
     ]
@@ -759,7 +759,7 @@ def find_blocks(model: nn.Module, classes: Collection[type[nn.Module]]) -> dict[
             blocks[name] = module
     if wanted and not blocks:
         listed = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
-        raise ValueError(f"block_classes match no module: use set(), or classes out of {listed}")
+        raise ValueError(f"block_classes match no module: use set(), or some of {listed}")
     inner: set[nn.Module] = set()
     for name, block in blocks.items():
         if type(block).forward is nn.Module.forward:
@@ -796,7 +796,7 @@ class _InitialValues:
             )
 
     def check_same_on_all_ranks(self, arguments: str) -> None:
-        """Raise RuntimeError if ranks have other models or `arguments` of `apply`. Collective."""
+        """Raise RuntimeError if the ranks have different models or `arguments`. Collective."""
         described = []
         for tensor, name in self.names.items():
             kind = (tensor.shape, tensor.dtype, tensor.requires_grad, _on_meta(tensor))
@@ -815,7 +815,7 @@ class _InitialValues:
 
     @torch.no_grad()
     def fill(self, unit: nn.Module) -> None:
-        """Allocate all tensors on meta in a module and its submodules, and give them values."""
+        """Give each tensor on meta, in a module and its submodules, memory and its value."""
         made: dict[Tensor, Tensor] = {}  # tied parameters stay tied
         for module in unit.modules():
             for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -869,18 +869,18 @@ REPLACED = (
     "write into it, by copy_() or load_state_dict() without assign=True"
 )
 EDITED_IN_VAIN = (
-    "was changed after a forward pass with gradients that no backward() followed, and FSDP would "
-    "lose the change: evaluate in torch.no_grad()"
+    "was changed after a forward pass that still awaits its backward(), and FSDP would lose the "
+    "change: evaluate in torch.no_grad()"
 )
 OTHER_MEMORY = (
-    "has other memory or another dtype than before, which FSDP2 does not notice: write into it, "
-    "by copy_() or mul_(), and do not assign to .data"
+    "has new memory or a new dtype, which FSDP2 does not notice: write into it, by copy_() or "
+    "mul_(), and do not assign to .data"
 )
 LOST_HOOK = (
     "has a hook that FSDP does not call: change its .grad between backward() and the step, or use "
     "register_post_accumulate_grad_hook with FSDP2"
 )
-OTHER_DTYPE = "is no longer fp32, as DDP needs it: use shard.autocast for lower precision"
+OTHER_DTYPE = "is no longer fp32, which DDP needs: use shard.autocast for lower precision"
 UNFROZEN = (
     "was frozen at shard.apply, and DDP does not average its gradient: freeze it after "
     "shard.apply, or use mode no_shard"
@@ -940,7 +940,7 @@ class _LoopChecks:
             tensor.register_post_accumulate_grad_hook(self.after_gradient)
 
     def __deepcopy__(self, memo: Any) -> "_LoopChecks":
-        """Return the same checks: a copy of a DDP model is an average of weights, never trained."""
+        """Return the same checks: copies of a DDP model average its weights, and never train."""
         return self
 
     def before_call(self, module: nn.Module, args: Any) -> None:
@@ -957,12 +957,12 @@ class _LoopChecks:
             self.note_used()
 
     def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Remember the tensors whose changes FSDP would lose until a backward pass comes."""
+        """Remember what the module holds; until a backward pass, FSDP would lose changes to it."""
         self.after_forward = {}
         for name, owner, leaf, p in self.owners:
             now = getattr(owner, leaf, None)
-            # FSDP2 still has gathered parameters in the module. FSDP1 has its shards there, but
-            # does not read them again before the backward pass.
+            # FSDP2 still has gathered parameters in the module. FSDP1 may have its shards there,
+            # but computes with what it gathered until the backward pass, and misses a change.
             if isinstance(now, Tensor) and (now is not p or self.fsdp1):
                 self.after_forward[name] = (now, now._version)
 
@@ -974,7 +974,7 @@ class _LoopChecks:
         self.averaged = _averages(self.model)
         if self.averaged and self.last_call.get(tensor, 0) == self.calls:
             raise RuntimeError(
-                f"{type(self.model).__name__} averages the gradient of one backward() after each "
+                f"{type(self.model).__name__} averages the gradients of only one backward() per "
                 "call: call the model, not its methods or parts, and call backward() once"
             )
         self.last_call[tensor] = self.calls
@@ -1024,7 +1024,8 @@ class _LoopChecks:
         return now is not p and now is not left
 
     def was_changed_in_vain(self, name: str, p: Any, now: Any) -> bool:
-        # Between forward and backward FSDP throws `now` away, so a change of it would be lost.
+        # Until the backward pass `now` may be a gathered tensor, which FSDP will throw away, or a
+        # shard, which FSDP1 does not read: a change would be lost.
         left, version = self.after_forward.get(name, (p, p._version))
         if now is not left or left._version == version:
             return False

@@ -127,9 +127,9 @@ def train_step(
         group["lr"] = lr * group.get("lr_scale", 1.0)  # fine-tuning has a rate for each layer
     shard.optimizer_step(optimizer, skip)  # scaler.step would make the host wait
     if scaler:
-        # This must compute the same scale on all ranks, so all must know whether any gradient is
-        # not finite. Under DDP all have the same gradients. DTensor, in FSDP2, reduces that flag
-        # over the shard group, and replicas hold equal shards. FSDP1's scaler reduces it over all.
+        # All ranks must compute the same scale, so unscale_ must find overflow on all or on none.
+        # Under DDP all have the same gradients. In FSDP2, DTensor reduces the finding over the
+        # shard group, and replicas hold equal shards. FSDP1's scaler reduces it over all ranks.
         scaler.update()
     optimizer.zero_grad()  # sets gradients to None, which frees their memory until backward
 
@@ -218,9 +218,9 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
             monitor.log_step(result, learning_rate(result.step, run))
         if guard.end_reason:
             return guard.end_reason, monitor.problem
-        # save: on schedule, when some rank's clock says so, or before the run ends. All results are
-        # read by then: `wait` does it for a scheduled save, the guard once any rank has asked
-        # to stop or save, finished_steps once too many images are bad. So all agree on `done`.
+        # save: on schedule, when some rank's clock says so, or before the run ends. By then all
+        # ranks have read all results, and so agree on `done`: finished_steps was told to `wait`, or
+        # waits by itself because a rank asked to stop or save, or too many images are bad.
         ending = last or guard.stop or monitor.bad_images.too_many is not None
         save_now = save_scheduled or guard.save or ending
         if save_now:
@@ -230,7 +230,7 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
             guard.save = False
             if problem:
                 return "save_failed", problem
-        # stop: after too many bad images, or a signal to any rank, which takes this way:
+        # stop: after too many bad images, or a signal to any rank, which travels this way:
         # session.signals of one rank -> `stop` in its monitor.requests() -> guard.stop on all. This
         # comes before evaluating, because little time may be left.
         if monitor.bad_images.too_many:

@@ -40,7 +40,7 @@ class ViTConfig:
 
     def __post_init__(self) -> None:
         for width, heads in (self.width, self.heads), (self.decoder_width, self.decoder_heads):
-            if width % heads or width % 4:  # a position has four parts
+            if width % heads or width % 4:  # sincos_positions has four parts
                 raise ValueError(f"width {width} is not a multiple of 4 and of its {heads} heads")
 
 
@@ -175,7 +175,7 @@ def sincos_positions(width: int, side: int) -> Tensor:
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm that returns its input's dtype, even under autocast: (B, T, D) -> (B, T, D).
+    """LayerNorm that keeps its input's dtype, even under autocast: (B, T, D) -> (B, T, D).
 
     It has the parameters of nn.LayerNorm, under the same names.
     """
@@ -193,8 +193,8 @@ class LayerNorm(nn.LayerNorm):
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-# Up to this many tokens, plain attention is faster on a CPU than PyTorch's fused kernel: its scores
-# stay in the caches. A step of `base` is 1.4 times as fast (Intel Xeon, torch 2.15).
+# Up to this many tokens, plain attention is faster on a CPU than PyTorch's fused kernel: the scores
+# still fit in the caches. A step of `base` is 1.4 times as fast (Intel Xeon, torch 2.15).
 PLAIN_ATTENTION_MAX_TOKENS = {torch.bfloat16: 320, torch.float32: 100}
 
 
@@ -400,7 +400,7 @@ def initial_value(
     As in the official release: matrices are Xavier uniform (the patch kernel taken as a matrix
     (D, C*P*P), qkv as one matrix). Biases are zero, except that of the patch embedding, which has
     PyTorch's default. LayerNorm has weights 1 and biases 0. cls and mask token are normal with
-    standard deviation 0.02. KeyError for an unknown name. A GPU draws different numbers from a CPU.
+    standard deviation 0.02. KeyError for an unknown name. A GPU and a CPU draw different numbers.
     """
     leaf = name.split(".")[-1]  # "weight" of "blocks.0.attn.qkv.weight"
     if leaf in ("pos_embed", "decoder_pos_embed"):

@@ -631,7 +631,7 @@ REFUSED_ON_RANKS = {
     partial(two_losses, "no_shard", fsdp=1): r"call backward\(\) once",
     partial(edited_while_gathered, 1): "evaluate in torch.no_grad",
     partial(edited_while_gathered, 2): "evaluate in torch.no_grad",
-    written_into_data: "has other memory",
+    written_into_data: "has new memory",
     assigned_in_ddp: "assign=True would replace the parameters",
     trained_with_a_loose_parameter: "put it into the model before shard.apply",
     edited_by_one_rank: "the ranks hold different weights",

@@ -310,9 +310,9 @@ def with_parameter(*shape: int) -> nn.Module:
 
 # the model, the mode, other arguments, the words that say what to do
 WRONG: list[tuple[Callable, str, dict, str]] = [
-    (with_parameter, "full_shard", {}, r"extra \(\) cannot be sharded: give it one element"),
+    (with_parameter, "full_shard", {}, r"extra has no dimension to shard"),
     (lambda: with_parameter(0, 3), "hybrid", options(fsdp=1), r"extra \(0, 3\) cannot be sharded"),
-    (Language, "hybrid", {"blocks": {nn.Conv2d}}, r"set\(\), or classes out of Block, "),
+    (Language, "hybrid", {"blocks": {nn.Conv2d}}, r"set\(\), or some of Block, "),
     (Tied, "full_shard", {}, "is in two units, blocks.0 and the root: .* or mode ddp"),
     (build_meta, "hybrid", {}, "give `init_fn` or `uninitialized` to a model on meta"),
     (Language, "full_shard", {"values": zeros}, "to a model on meta, and to no other"),
