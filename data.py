@@ -42,7 +42,7 @@ TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how TIFF and BigTIFF f
 MAX_UNREADABLE_IN_A_ROW = 16  # this many unreadable images in a row end the run
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # log of the limits of width / height
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
-# Pillow rejects images of more than twice this, 2**30 pixels: as RGBA they fill LARGEST_IMAGE.
+# Pillow rejects more than 2**30 pixels, twice this value: as RGBA, 2**30 fill LARGEST_IMAGE.
 Image.MAX_IMAGE_PIXELS = 2**29
 ImageFile.MAXBLOCK = 2**20  # Pillow's default, 64 KiB at a time, decodes more slowly
 TiffImagePlugin.logger.setLevel("CRITICAL")  # it would print what `open_image` raises anyway
@@ -195,7 +195,7 @@ def classes_by_folder(names: Sequence[str]) -> tuple[list[int], tuple[str, ...]]
     folders = [os.path.dirname(name) for name in names]
     # each folder of images -> the folder that names its class: itself, or one above it
     class_folder = {folder: folder for folder in folders if folder}
-    # While all class folders have one last name, move each up one level, but none to the root.
+    # While all class folders end in the same name, move each up one level, but none to the root.
     while len(set(class_folder.values())) > 1:
         last_names = {os.path.basename(path) for path in class_folder.values()}
         one_up = {folder: os.path.dirname(path) for folder, path in class_folder.items()}
@@ -215,7 +215,7 @@ def classes_by_folder(names: Sequence[str]) -> tuple[list[int], tuple[str, ...]]
 def steps_per_epoch(images: int, global_batch: int) -> int:
     """Count the whole global batches in an epoch; ValueError if there is not even one."""
     if global_batch > images:
-        raise ValueError(f"global batch {global_batch} is larger than the data set of {images}")
+        raise ValueError(f"global batch {global_batch} exceeds the data set of {images} images")
     return images // global_batch
 
 
@@ -226,7 +226,7 @@ class ImageOrder:
         self.images = images
         self.seed = seed
         self.epoch_samples = steps_per_epoch(images, global_batch) * global_batch
-        # a cache, the permutation of the epoch asked for last: the order of calls changes nothing
+        # caches one epoch's permutation; results do not depend on the order of calls
         self.epoch = -1
         self.permutation = np.empty(0, np.int64)
 
@@ -336,7 +336,7 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(eq=False)
-class Images(Dataset[Any]):  # Any, not Sample: DataLoader copies the type, but yields MicroBatch
+class Images(Dataset[Any]):  # not Dataset[Sample]: its DataLoader would be typed to yield Samples
     """Load a `Sample` by its (position, image index); for `exact` see `crop_and_resize`."""
 
     files: ImageSource
@@ -654,7 +654,7 @@ def other_pages(image: Any) -> Iterator[Any]:
         return
     file.seek(0)
     header = file.read(16)
-    if header[2] != 43 and header[3] != 43:  # not a BigTIFF (43), whose header has 16 bytes
+    if 43 not in header[2:4]:  # no BigTIFF: 43 in either byte order, with a header of 16 bytes
         header = header[:8]
     seen = set()
     while directory.next and directory.next not in seen:
@@ -712,7 +712,7 @@ def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
             check_alpha(image)
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image)
-    image.load()  # decodes an RGB image too here, where a broken file is expected to raise
+    image.load()  # decodes RGB too: otherwise a broken file would raise only later, in the caller
     if image.mode != "RGB":
         image = image.convert("RGB")
     return image

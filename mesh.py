@@ -232,8 +232,8 @@ def _use_fresh_store(ranks: Ranks, timeout: timedelta) -> None:
     """Make `dist.rendezvous` serve a store of this attempt, instead of torchrun's. Collective.
 
     After a restart torchrun's store still has the addresses of the dead ranks. So all ranks set two
-    variables that `dist.rendezvous` reads: MASTER_PORT, to a free port of rank 0, where it will
-    serve a new store, and TORCHELASTIC_USE_AGENT_STORE, to False: True means torchrun's store.
+    variables that `dist.rendezvous` reads. MASTER_PORT becomes a free port of rank 0, which will
+    serve a new store there. TORCHELASTIC_USE_AGENT_STORE becomes False; True is torchrun's store.
     """
     address = ranks.rendezvous["MASTER_ADDR"]
     shared = dist.TCPStore(address, int(ranks.rendezvous["MASTER_PORT"]), timeout=timeout)

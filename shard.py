@@ -104,7 +104,7 @@ def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[in
         )
     if shard_over == "none":
         return world_size, 1
-    if shard_over == "world" or group is None:
+    if not group:  # shard_over is "world"
         return 1, world_size
     if world_size % group:
         raise ValueError(f"{world_size} ranks cannot be split into shard groups of {group}")
@@ -201,7 +201,7 @@ def apply(
 ) -> nn.Module:
     """Shard a model over the mesh; afterwards all ranks have the same values. Collective.
 
-    - `mesh`: built with the shape from `mesh_shape`; FSDP2 allows a third dimension, "tp".
+    - `mesh`: dimensions "replicate" and "shard", of `mesh_shape`; FSDP2 allows a third, "tp".
     - `block_classes`: every outermost module of one of these classes is a block; set(): no blocks.
     - `init_fn`: for a model on meta; returns the full initial value, the same on every rank.
     - `uninitialized`: do not set the values of a model on meta: a checkpoint will be loaded;
@@ -477,7 +477,7 @@ def _may_need_backward(output: Any) -> bool:
         return any(_may_need_backward(value) for value in output.values())
     if isinstance(output, list | tuple):
         return any(_may_need_backward(value) for value in output)
-    return not isinstance(output, int | float | str | None)  # an object of any other class may
+    return not isinstance(output, int | float | str | None)  # other objects may contain one
 
 
 # --- A step: accumulation, gradient norm, optimizer, scaler
@@ -487,11 +487,11 @@ def _may_need_backward(output: Any) -> bool:
 def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Iterator[None]:
     """Enclose the forward and backward passes of one micro-batch; `last`: the last of a step.
 
-    Sharded gradients are reduce-scattered after every micro-batch. By default FSDP2, and FSDP1 in
-    mode no_shard, all-reduce over replicas after every one too, which is always right. With
-    `uses_all=True` they do so only after the last, as DDP always does; you thereby promise that
-    every micro-batch gives every trained parameter a gradient, on every rank. If one does not,
-    FSDP2 never all-reduces the gradients of a unit that gets none in the last micro-batch.
+    Sharded gradients are reduce-scattered after every micro-batch. By default FSDP all-reduces over
+    replicas after every one too, which is always right. With `uses_all=True` it does so only after
+    the last, as DDP always does (FSDP1 only if nothing is sharded); you thereby promise that every
+    micro-batch gives every trained parameter a gradient, on every rank. If one does not, FSDP2
+    never all-reduces the gradients of a unit that gets none in the last micro-batch.
     """
     defer = uses_all and not last
     with ExitStack() as stack:
@@ -913,7 +913,7 @@ class _LoopChecks:
         self.unused_allowed = unused_allowed
         self.owners = _owners(model)
         self.trained = {p for *_, p in self.owners if p.requires_grad}
-        self.trains = False  # whether the step that is checked trains any parameter
+        self.trains = False  # whether the call or step being checked trains any parameter
         self.memory: dict[str, Any] = {}  # name -> memory of the parameter at its first check
         # name -> (tensor that the module held after the last forward pass, its version then);
         # `_version` is PyTorch's count of in-place changes
@@ -940,7 +940,7 @@ class _LoopChecks:
             tensor.register_post_accumulate_grad_hook(self.after_gradient)
 
     def __deepcopy__(self, memo: Any) -> "_LoopChecks":
-        """Return the same checks: copies of a DDP model average its weights, and never train."""
+        """Return the same checks: a DDP model is copied to average weights (EMA), not to train."""
         return self
 
     def before_call(self, module: nn.Module, args: Any) -> None:
@@ -990,7 +990,7 @@ class _LoopChecks:
         self.note_used()
         if self.after_forward and self.fsdp2:
             for unit in self.units:
-                unit.reshard()  # as the backward pass would have done, had it come
+                unit.reshard()  # changes nothing if a backward pass has already done it
         self.after_forward = {}
         self.steps += 1
         if self.steps <= 3:
@@ -1024,8 +1024,8 @@ class _LoopChecks:
         return now is not p and now is not left
 
     def was_changed_in_vain(self, name: str, p: Any, now: Any) -> bool:
-        # Until the backward pass `now` may be a gathered tensor, which FSDP will throw away, or a
-        # shard, which FSDP1 does not read: a change would be lost.
+        # A change is lost if it is made to a gathered tensor (`now is not p`), which FSDP throws
+        # away, or to a shard of FSDP1 before the backward pass, which does not read the shard.
         left, version = self.after_forward.get(name, (p, p._version))
         if now is not left or left._version == version:
             return False
@@ -1063,7 +1063,7 @@ class _LoopChecks:
         """Raise RuntimeError if FSDP1 still awaits a backward pass."""
         if self.awaits_backward():
             raise RuntimeError(
-                "FSDP1 needs a backward() after a call with gradients, before a step and, in low "
+                "after a call with gradients FSDP1 needs a backward() before a step and, in low "
                 "precision, before the next call: evaluate in torch.no_grad(), pass two batches "
                 "to the model as one, or use fsdp 2"
             )
@@ -1198,7 +1198,7 @@ CHANGED_BUFFER = (
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise RuntimeError for an optimizer that would train nothing, or let the ranks diverge."""
     if hasattr(optimizer, "part_of_zero1"):
-        return  # the inner optimizer of zero1, on one rank: the outer one was checked
+        return  # zero1's inner optimizer, for this rank's part: the outer one was checked
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.optim.part_of_zero1 = True
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -218,9 +218,9 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
             monitor.log_step(result, learning_rate(result.step, run))
         if guard.end_reason:
             return guard.end_reason, monitor.problem
-        # save: on schedule, when some rank's clock says so, or before the run ends. By then all
-        # ranks have read all results, and so agree on `done`: finished_steps was told to `wait`, or
-        # waits by itself because a rank asked to stop or save, or too many images are bad.
+        # save: on schedule, when some rank's clock says so, or before the run ends. In each case
+        # every rank has read the results of all `done` steps: finished_steps was told to `wait`, or
+        # waits by itself after a request to stop or save, or after too many bad images.
         ending = last or guard.stop or monitor.bad_images.too_many is not None
         save_now = save_scheduled or guard.save or ending
         if save_now:

@@ -41,7 +41,7 @@ class ViTConfig:
     def __post_init__(self) -> None:
         for width, heads in (self.width, self.heads), (self.decoder_width, self.decoder_heads):
             if width % heads or width % 4:  # sincos_positions has four parts
-                raise ValueError(f"width {width} is not a multiple of 4 and of its {heads} heads")
+                raise ValueError(f"width {width} must be a multiple of 4 and of its {heads} heads")
 
 
 # These are the six sizes in table 1 of arXiv 2404.11706, plus `tiny` for a laptop. `5b` reaches its

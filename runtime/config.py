@@ -172,7 +172,7 @@ class Config:
         action="append",
     )
     run_mode: Literal["real", "syn", "io"] = flag(
-        "real", "real: train; syn: the same batch each step; io: loader and copy only, no model"
+        "real", "real: train; syn: the same batch each step, not saved; io: loader and copy only"
     )
     workers: int | None = flag(
         None, "loader processes per rank (default cores - 1, at most 16)", type=int_in_range(0)

@@ -131,7 +131,7 @@ def test_positions_by_hand():
     found = [[position for position, _ in batch] for batch in sampler]
     assert found == [[14, 15], [20, 21], [26, 27], [32, 33]]
     assert [data.steps_per_epoch(192, g) for g in (1, 40, 48, 97, 192)] == [192, 4, 4, 1, 1]
-    with pytest.raises(ValueError, match=r"^global batch 193 is larger than the data set of 192"):
+    with pytest.raises(ValueError, match=r"^global batch 193 exceeds the data set of 192 images"):
         stream(tiles(), global_batch=193, steps=range(1))
 
 

@@ -408,7 +408,7 @@ def check_loops(world: int, rows: list[tuple[str, int]], folder: Any) -> None:
     for found in on_ranks(world, partial(compare_loops, rows), folder):
         for (name, mode, fsdp), apart in found.items():
             if fsdp == 1 and name == NO_BACKWARD:
-                assert "FSDP1 needs a backward() after a call" in str(apart), (name, mode)
+                assert "FSDP1 needs a backward() before a step" in str(apart), (name, mode)
             else:
                 assert isinstance(apart, float) and apart < 1e-5, (name, mode, fsdp, apart)
         assert len(found) >= len(rows) * (len(LOOPS) - 1)

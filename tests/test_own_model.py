@@ -317,7 +317,7 @@ WRONG: list[tuple[Callable, str, dict, str]] = [
     (build_meta, "hybrid", {}, "give `init_fn` or `uninitialized` to a model on meta"),
     (Language, "full_shard", {"values": zeros}, "to a model on meta, and to no other"),
     (lambda: Language().bfloat16(), "hybrid", {}, r"are stored in fp32: .float\(\)"),
-    (named_module, "ddp", {}, "rename the submodule module"),
+    (named_module, "ddp", {}, "rename the submodule `module`"),
     (batch_norm, "hybrid", {}, "keeps statistics, in fp32: use param_dtype fp32 or GroupNorm"),
     (Language, "ddp", options(cpu_offload=True), "hybrid_grad_op, not ddp: leave"),
 ]

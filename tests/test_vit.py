@@ -70,9 +70,9 @@ def test_flops_agree_with_torchs_counter(name):
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"width 48 is not a multiple of .* 5"):
+    with pytest.raises(ValueError, match=r"width 48 must be a multiple of .* 5"):
         vit.ViTConfig(48, 2, 96, 5, 4)
-    with pytest.raises(ValueError, match=r"width 512 is not a multiple of .* 7"):
+    with pytest.raises(ValueError, match=r"width 512 must be a multiple of .* 7"):
         vit.ViTConfig(48, 2, 96, 4, 4, decoder_heads=7)
     with pytest.raises(ValueError, match="not a multiple of the patch size 14"):
         vit.ViTMAE(vit.MODELS["huge"], 220)
