@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ from conftest import ROOT
 from parity import TILES
 from ranks import NANO, environment, fork_server, free_port
 
+import prepare
 import train_fsdp
 import vit
 
@@ -118,3 +120,23 @@ def test_memory_that_has_run_out_is_a_sentence_with_advice(tmp_path, monkeypatch
     error = capsys.readouterr().err
     assert re.search(r"error: rank 0 failed \(.*\): out of memory; plan: FITS: .*; HIP out", error)
     assert "Traceback" not in error
+
+
+def start_with_few_files(worker):
+    """In a loader worker: it may open four files."""
+    file = os.open(os.devnull, os.O_RDONLY)
+    os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (file + 4, file + 4))
+
+
+def test_open_files_that_have_run_out_are_no_broken_images(tmp_path, monkeypatch, capsys):
+    """In a loader worker, of a pack that has a shard for each image."""
+    monkeypatch.setattr("storage.packing.SHARD_BYTES", 1)
+    pack = str(tmp_path / "pack")
+    assert prepare.main(["pack", f"{TILES}/ice", pack, "--workers", "1"]) == 0
+    monkeypatch.setitem(vit.MODELS, "nano", NANO)
+    monkeypatch.setattr("runtime.process.start_worker", start_with_few_files)
+    argv = [*TRAIN, "--batch", "8", "--workers", "1", "--save-every", "none", "--data", pack]
+    assert train_fsdp.main([*argv, "--out", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert re.search(r"rank 0 failed \(.*\): OSError: \[Errno 24\] Too many open files", error)

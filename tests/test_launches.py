@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from ranks import free_port, on_ranks, read_log, single_environment
+from ranks import NANO_ARGV, Result, Run, free_port, on_ranks, one_run, read_log, single_environment
 
 import checkpoint
 import mesh
@@ -156,19 +156,23 @@ def test_one_task_of_srun_in_a_larger_job_is_one_process():
 # --- an OUT that the nodes do not share
 
 
-def test_a_folder_that_is_another_on_this_node_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "SHOWN_AFTER_SECONDS", 0.2)
-    shared = tmp_path / "shared"
-    other = tmp_path / "other"
-    lock = process.lock_folder(str(shared))
-    owner = process.read_owner(str(shared))
-    process.check_shared(str(shared), owner)
-    with pytest.raises(ValueError, match="is not the folder that rank 0 has locked"):
-        process.check_shared(str(other), owner)  # it is not even there
-    process.lock_folder(str(other)).close()  # what an earlier run of this node has left
-    with pytest.raises(ValueError, match="give --out a folder that all nodes share"):
-        process.check_shared(str(other), owner)
-    lock.close()
+def train_each_in_its_own() -> list[Result]:
+    """On each of two ranks: OUT is not there on node 1, then it is there from an earlier run."""
+    process.SHOWN_AFTER_SECONDS = 0.2
+    rank = int(os.environ["RANK"])
+    folder = Path(os.environ["FOLDER"])
+    own = str(folder / f"node{rank}")
+    run = Run([*NANO_ARGV, "--mode", "full_shard", "--steps", "1"], params=False, to=own)
+    absent = one_run(run, folder / "absent", rank)
+    process.lock_folder(own).close()
+    return [absent, one_run(run, folder / "present", rank)]
+
+
+def test_a_folder_that_is_another_on_each_node_is_refused(tmp_path):
+    by_rank = on_ranks(2, train_each_in_its_own, tmp_path)
+    assert [result.status for results in by_rank for result in results] == [[2]] * 4
+    for result in by_rank[0]:
+        assert "is not the folder that rank 0 has locked: give --out a" in result.errors
 
 
 def save_each_to_its_own() -> str:

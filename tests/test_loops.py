@@ -64,6 +64,9 @@ class OneHead(Net):
         self.heads = nn.ModuleList([nn.Linear(8, outputs)])
 
 
+DECAYED = {"embed.weight", "blocks.0.fc.weight", "blocks.1.fc.weight", "heads.0.weight"}
+
+
 def build(kind: type[nn.Module] = OneHead, seed: int = 0, **sizes: int) -> nn.Module:
     torch.manual_seed(seed)
     return kind(**sizes)
@@ -377,6 +380,7 @@ def compare_loops(rows: list[tuple[str, int]]) -> dict[tuple, float | str]:
         evaluate_in_bf16()
         step_in_a_hook()
         average_by_torch()
+        decay_by_original_names()
     found: dict[tuple, float | str] = {}
     for name, loop in LOOPS.items():
         expected = [
@@ -710,6 +714,14 @@ def step_in_a_hook() -> None:
         assert all(map(torch.equal, ends[0].values(), ends[1].values())), mode
 
 
+def decay_by_original_names() -> None:
+    for mode in ("ddp", "full_shard"):
+        model = sharded(mode, torch.compile(build(), backend="eager"), ac="full")
+        assert shard.weight_decay_names(model) == DECAYED
+    with pytest.raises(ValueError, match=r"before shard\.apply"):
+        shard.weight_decay_names(sharded("full_shard", build(), fsdp=1))
+
+
 def step_of(optimizer: torch.optim.Optimizer, p: Tensor) -> None:
     update(optimizer)
 
@@ -786,14 +798,10 @@ def test_an_optimizer_from_before_is_refused(single):
 def test_weight_decay_has_original_names(single):
     model = torch.compile(build(), backend="eager")
     model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
-    names = {"embed.weight", "blocks.0.fc.weight", "blocks.1.fc.weight", "heads.0.weight"}
-    assert shard.weight_decay_names(model) == names
+    assert shard.weight_decay_names(model) == DECAYED
     model = sharded("full_shard", build())
-    assert shard.weight_decay_names(model) == names
     with pytest.raises(ValueError, match="no parameter embed to decay"):
         shard.build_optimizer(model, "full_shard", {"embed"}, lr=1.0, weight_decay=1.0)
-    with pytest.raises(ValueError, match=r"before shard\.apply"):
-        shard.weight_decay_names(sharded("full_shard", build(), fsdp=1))
 
 
 # --- models that are refused at apply

@@ -352,20 +352,20 @@ def test_every_optimizer_on_four_ranks(tmp_path):
 
 
 class Shared(nn.Module):
-    """One block under two names, a tied weight, a buffer."""
+    """One block under two names, a tied weight in it, a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        block = nn.Linear(5, 5)
+        block = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5, bias=False))
+        block[2].weight = block[0].weight
         self.first = block
         self.again = block
-        self.out = nn.Linear(5, 5, bias=False)
-        self.out.weight = block.weight
+        self.out = nn.Linear(5, 5)
         self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
-        return self.out(self.again(self.first(x).tanh()).tanh())
+        return self.out(self.again(self.first(x)))
 
 
 def step_of(model: nn.Module, optimizers: list, seed: int, size: int) -> None:
@@ -457,7 +457,7 @@ def of_shared_blocks(before: tuple[str, int], after: tuple[str, int], out: Path)
 
     def build(seed: int, mode: tuple[str, int]) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        model = sharded(Shared(), *mode, unused=False)
+        model = sharded(Shared(), *mode, unused=False, blocks=(nn.Sequential,))
         return model, torch.optim.AdamW(model.parameters(), 0.05, eps=1e-3)
 
     model, optimizer = build(0, before)

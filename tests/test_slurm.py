@@ -230,7 +230,7 @@ def test_the_ranks_have_their_address_though_sbatch_exports_a_list(case):
 
 JOB = {"JOB_ID": "7", "JOB_NUM_NODES": "1", "CPUS_ON_NODE": "8", "SUBMIT_DIR": str(ROOT)}
 SRUN = """#!/bin/bash
-echo "$*, at $MASTER_ADDR:$MASTER_PORT, NCCL_NET ${NCCL_NET-unset}"
+echo "$*, exports ${SLURM_EXPORT_ENV-all}, at $MASTER_ADDR:$MASTER_PORT, NCCL_NET ${NCCL_NET-unset}"
 case "$*" in *--dry-run*) exit "${DRY:-0}" ;; esac
 """
 
@@ -300,6 +300,11 @@ def test_two_rounds_without_progress_are_the_last(tmp_path):
     assert "train_fsdp.py" not in rounds[-1][1]
     status, _ = pretend(tmp_path, {"AGAIN": "requeue", "SLURM_JOB_ID": "8"})
     assert status == 0
+
+
+def test_srun_hands_everything_on_though_sbatch_exports_a_list(tmp_path):
+    _, output = pretend(tmp_path, {"SLURM_EXPORT_ENV": "PATH", "PREFLIGHT": "yes"})
+    assert output.count(", exports all, at ") == 2  # the dry run, the ranks
 
 
 @pytest.mark.parametrize(
