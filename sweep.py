@@ -62,8 +62,8 @@ def plan_point(point: Point, machine: str | None) -> Row:
     else:  # of this host, only the memory is known
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         words += ["--memory-gib", str(devices.rank_memory_gib(device, point.ranks))]
-    args, planned = plan.read_command(words)
-    row: Row = asdict(config.make_config(plan.plan_parser(), args))
+    flags, planned = plan.read_command(words)
+    row: Row = asdict(flags)
     row.pop("machine")  # of the plan, not of the run
     row["id"] = point_id(point, row)
     row["studies"] = [point.study]
