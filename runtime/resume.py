@@ -14,7 +14,7 @@ from torch import Tensor
 import checkpoint
 import vit
 from runtime.agreement import AgreedError, run_on_rank0
-from runtime.config import names, save_interval
+from runtime.config import COMPARED, RESULT, names, save_interval
 from runtime.log import Log
 from runtime.pretrained import Pretrained, check_fits, read_pretrained, say_assumed, value_of
 from runtime.run import Run
@@ -140,9 +140,9 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
     now = json.loads(json.dumps(run.record()))
     # not the path of --data: the same images may lie elsewhere by now
     images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
-    decisive = names("changes_result", table=type(run.config)) + images
+    decisive = names(RESULT, table=type(run.config)) + images
     # what follows from the mode is not listed
-    listed = {*decisive, *names("compared"), "mode", "world_size"}
+    listed = {*decisive, *names(COMPARED), "mode", "world_size"}
     changes = []
     refused = []
     for key in sorted(listed & then.keys() & now.keys()):

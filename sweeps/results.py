@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from checkpoint import atomic_write
-from runtime.config import names
+from runtime import config
 
 Row = dict[str, Any]
 
-SHARDING = names("sharding")  # the flags that say how a run is sharded
-SETTINGS = names("compared", "sharding")  # two runs are compared if these flags are equal
+SHARDING = config.names(config.SHARDING)  # the flags that say how a run is sharded
+# two runs are compared if these flags are equal
+SETTINGS = config.names(config.COMPARED, config.SHARDING)
 MEMORY_STATES = ("out of memory", "skipped")
 OUT_OF_MEMORY = re.compile("out.?of.?memory|allocate memory|MemoryError|oom.kill", re.I)
 WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, compilers
