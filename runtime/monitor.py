@@ -41,17 +41,15 @@ class Monitor:
         session: Session,
         files: Any,
         checkpoints: CheckpointSchedule,
-        *,
-        first: Batch,
-        rest: Iterator[Batch],
+        batches: Iterator[Batch],
     ) -> None:
-        """Begin with the batch `first`, of step `checkpoints.begin`; `rest` are those after it."""
+        """Wait for the first of `batches`, which is that of step `checkpoints.begin`."""
         self.run = run
         self.session = session
         self.checkpoints = checkpoints
-        self.batch = first
+        self.batch = next(batches)  # before the clock starts: the loader's workers must start up
         # an iterator over one batch, not a list of it, which would keep that batch in memory
-        self.batches = chain(iter([first]), rest)
+        self.batches = chain(iter([self.batch]), batches)
         self.guard = StepGuard(session.device, run.config.max_skips, checkpoints.begin)
         self.bad_images = BadImageLog(run, session.log, files.path)
         self.error: Exception | None = None  # what this rank's data loader raised
