@@ -170,7 +170,6 @@ class CheckpointSchedule:
     scaler: torch.amp.GradScaler | None = None
 
     def __init__(self, run: Run, log: Log, step: int = 0) -> None:
-        """Begin at `step`."""
         self.run = run
         self.log = log
         self.begin = step
@@ -289,11 +288,4 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
 def mark_done(out: str, done: bool) -> None:
     """Make OUT/done, or remove a shorter run's; AgreedError, status 1, if it cannot. Collective."""
     path = Path(out, "done")
-
-    def mark() -> None:
-        if done:
-            path.touch()
-        else:
-            path.unlink(missing_ok=True)
-
-    run_on_rank0(mark)
+    run_on_rank0(path.touch if done else partial(path.unlink, missing_ok=True))
