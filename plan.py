@@ -15,14 +15,15 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
-from planner.estimate import Plan, compare, describe_fit, largest_moment
+from planner.estimate import Plan, compare, describe_fit
 from planner.machines import LINKS, read_machine
 from planner.memory import GIB, MEMORY_PARTS
 from planner.traffic import PlannedRun, link_bytes
 from runtime import process
-from runtime.config import Parser, make_config, nonempty, number, training_parser
-from runtime.run import Run, resolve
+from runtime.config import Config, Parser, make_config, nonempty, number, training_parser
+from runtime.run import resolve
 
 # --- The command line
 
@@ -41,15 +42,14 @@ def plan_parser() -> Parser:
     return parser
 
 
-def read_command(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
+def read_command(argv: Sequence[str]) -> tuple[Config, Plan]:
     """Parse the command line and plan its run; one sentence and exit status 2 if it is refused."""
     parser = plan_parser()
-    args = parser.parse_args(argv)
-    return args, make_plan(parser, args)
+    return make_plan(parser, parser.parse_args(argv))
 
 
-def make_plan(parser: Parser, args: argparse.Namespace) -> Plan:
-    """Plan the run of a parsed command line; one sentence and exit status 2 if it is refused."""
+def make_plan(parser: Parser, args: argparse.Namespace) -> tuple[Config, Plan]:
+    """Plan the run of a parsed command line -> its flags, its plan; refuse as `read_command`."""
     try:
         args.machine = args.machine or "frontier"
         machine = read_machine(args.machine)
@@ -63,7 +63,7 @@ def make_plan(parser: Parser, args: argparse.Namespace) -> Plan:
         flags["encoder_only"] = args.encoder_only
         flags["mask_ratio"] = config.mask_ratio
         planned = PlannedRun.from_flags(run.model, flags)
-        return Plan(planned, machine, args.memory_gib)
+        return config, Plan(planned, machine, args.memory_gib)
     except ValueError as error:
         parser.error(str(error))
 
@@ -124,7 +124,7 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
         moments = [s for s in plan.snapshots if s.name.startswith(phase)]
         if not moments:
             continue
-        s = largest_moment(moments)
+        s = max(moments, key=lambda moment: moment.total)
         cells = "".join(f"{s.bytes[part] / GIB:12.3f}" for part in MEMORY_PARTS)
         yield f"{s.name:28}{cells}{s.total / GIB:9.3f}"
 
@@ -132,14 +132,10 @@ def explanation_lines(plan: Plan) -> Iterator[str]:
 def measure_here(parser: Parser, args: argparse.Namespace) -> int:
     """Measure this machine with the ranks that the launcher started; return the exit status."""
     from runtime.measure_machine import measure_machine
-    from runtime.session import Session, run_session
+    from runtime.session import run_session
 
     config = make_config(parser, args)
-
-    def work(run: Run, session: Session) -> None:
-        measure_machine(run, session, args.measure)
-
-    return run_session(config, work)
+    return run_session(config, partial(measure_machine, path=args.measure))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.measure:
         return measure_here(parser, args)
-    plan = make_plan(parser, args)
+    _, plan = make_plan(parser, args)
     plans = compare(plan) if args.compare else []
     if args.json:
         rows = [p.json() | {"mode": p.label} for p in plans]

@@ -62,8 +62,8 @@ def plan_point(point: Point, machine: str | None) -> Row:
     else:  # of this host, only the memory is known
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         words += ["--memory-gib", str(devices.rank_memory_gib(device, point.ranks))]
-    args, planned = plan.read_command(words)
-    row: Row = asdict(config.make_config(plan.plan_parser(), args))
+    flags, planned = plan.read_command(words)
+    row: Row = asdict(flags)
     row.pop("machine")  # of the plan, not of the run
     row["id"] = point_id(point, row)
     row["studies"] = [point.study]
@@ -177,9 +177,7 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
     log = results.read_log(folder / "log.jsonl")
     text = (folder / "output.txt").read_text(errors="replace")
     state, reason = results.classify_end(child.returncode, log, text, late)
-    result: Row = {}
-    if state == "done":
-        result = results.summarize(log)
+    result = results.summarize(log) if state == "done" else {}
     result["state"] = state
     result["reason"] = reason
     result["host"] = os.uname().nodename
@@ -216,11 +214,8 @@ def submit(out: Path, rows: Sequence[Row], args: argparse.Namespace) -> None:
 def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     """Plan the points, run or submit those that have not begun; return the exit status."""
     in_slurm = args.sbatch is not None
-    machine = args.machine
-    if in_slurm and not machine:
-        machine = "frontier"
-    out = Path(f"sweep_{args.what}") if args.out is None else args.out
-    out = out.resolve()
+    machine = args.machine or ("frontier" if in_slurm else None)
+    out = (args.out or Path(f"sweep_{args.what}")).resolve()
     rows = [plan_point(point, machine) for point in choose_points(args, words)]
     if not rows:
         raise ValueError("one rank gathers nothing: options need several")
@@ -238,10 +233,8 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     for i, row in enumerate(rows, 1):
         print(f"[{i}/{len(rows)}] {row['id']:50}", end=" ", flush=True)
         row = run_point(out, row, args)
-        if row["reason"]:
-            print(f"{row['state']}  {row['reason']}", flush=True)
-        else:
-            print(f"{row['state']}  {row.get('images_per_second', math.nan):.1f} img/s", flush=True)
+        result = row["reason"] or f"{row.get('images_per_second', math.nan):.1f} img/s"
+        print(f"{row['state']}  {result}", flush=True)
     states = report.write_page([out], None)
     if any(state in RETRIED for state in states):
         print("--retry runs again what has failed, timed out or is unfinished")

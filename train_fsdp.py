@@ -294,8 +294,7 @@ def run_training(run: Run, session: Session) -> None:
         checkpoints = CheckpointSchedule(run, log)  # the other run modes save nothing
     session.heartbeat("reading the first batch")
     batches = open_batches(run, session, images, range(checkpoints.begin, run.steps))
-    first = next(batches)  # before the monitor starts its clock: the workers must start up
-    monitor = Monitor(run, session, images, checkpoints, first=first, rest=batches)
+    monitor = Monitor(run, session, images, checkpoints, batches)
     report_start(run, session, checkpoints.begin)
     if training:
         monitor.watch(training.model)

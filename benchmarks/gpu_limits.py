@@ -37,7 +37,7 @@ from benchmarks import plain
 from benchmarks.data import picture
 from benchmarks.gpu_checks import ROOT, command, emit, log_of
 from benchmarks.gpu_speed import clear, measure, seconds_of, wait
-from planner.host import host_bytes
+from planner.memory import host_bytes
 from planner.traffic import PlannedRun
 from runtime.agreement import StepGuard
 from runtime.config import Config

@@ -22,7 +22,16 @@ import vit
 from downstream.scores import class_numbers
 from runtime import image_source, process
 from runtime.agreement import run_on_rank0
-from runtime.config import Config, Parser, add_flags, flag, make_config, number, pair_below_one
+from runtime.config import (
+    RESULT,
+    Config,
+    Parser,
+    add_flags,
+    flag,
+    make_config,
+    number,
+    pair_below_one,
+)
 from runtime.device_batches import Batch, open_batches
 from runtime.evaluation import Evaluation
 from runtime.monitor import Monitor
@@ -62,21 +71,13 @@ class Tuning(Config):
     """The flags of fine-tuning: those of pretraining, a few with other defaults, and more."""
 
     default_blr: ClassVar[float] = 5e-4
-    blr: float | None = flag(
-        None, "lr = blr x global batch / 256 (default 5e-4)", changes_result=True
-    )
-    betas: tuple[float, float] = flag(
-        (0.9, 0.999), "of AdamW", changes_result=True, type=pair_below_one
-    )
-    epochs: int = flag(50, "passes over the data", changes_result=True)
+    blr: float | None = flag(None, "lr = blr x global batch / 256 (default 5e-4)", RESULT)
+    betas: tuple[float, float] = flag((0.9, 0.999), "of AdamW", RESULT, type=pair_below_one)
+    epochs: int = flag(50, "passes over the data", RESULT)
     out: str = flag("finetuned", "log and checkpoints go here", group="output")
     test: str = flag(None, "images to score after each epoch", group="fine-tuning", required=True)
-    layer_decay: float = flag(
-        0.65, "lr: block / next block", changes_result=True, type=number(1e-3, 1)
-    )
-    label_smoothing: float = flag(
-        0.1, "of the cross-entropy", changes_result=True, type=number(0, 0.99)
-    )
+    layer_decay: float = flag(0.65, "lr: block / next block", RESULT, type=number(1e-3, 1))
+    label_smoothing: float = flag(0.1, "of the cross-entropy", RESULT, type=number(0, 0.99))
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
 
     loaded = open_batches(run, session, files, range(checkpoints.begin, run.steps))
     batches = labelled(run, files, loaded)
-    monitor = Monitor(run, session, files, checkpoints, first=next(batches), rest=batches)
+    monitor = Monitor(run, session, files, checkpoints, batches)
     start = run.record() | {"peak_lr": run.peak_lr, "epoch_steps": run.epoch_steps}
     start["begin"] = checkpoints.begin
     log.write("start", **start, pretrained=pretrained.name, versions=versions())

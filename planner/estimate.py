@@ -9,17 +9,26 @@ which nothing waits for data, a slow rank or a disk.
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 import mesh
 import shard
 import vit
-from planner.host import host_bytes
-from planner.machines import LINKS, MACHINES, BlockSpeed, Machine, ring_links, wire_bytes
-from planner.memory import GIB, MemorySnapshot, StepMemory, states_held
+from planner.machines import (
+    LINKS,
+    BlockSpeed,
+    Machine,
+    nearest_machine,
+    read_machine,
+    ring_links,
+    wire_bytes,
+)
+from planner.memory import GIB, StepMemory, host_bytes, states_held
 from planner.traffic import (
     ACTIVATIONS,
     PlannedCollective,
@@ -29,6 +38,7 @@ from planner.traffic import (
     model_units,
     run_units,
 )
+from runtime import devices
 
 # --- Does it fit
 
@@ -38,13 +48,6 @@ CONTEXT_GIB = 1.5
 FRAGMENTATION = 0.04
 VERDICTS = ("FITS", "TIGHT", "NO")  # fits with the whole margin, only with the context, not at all
 MAX_IMAGES = 2**20  # largest local batch that is tried
-
-
-def fit_verdict(peak_gib: float, memory_gib: float) -> str:
-    """Return one of VERDICTS for a peak of live tensors and the memory of a rank."""
-    if peak_gib * (1 + FRAGMENTATION) + CONTEXT_GIB <= memory_gib:
-        return "FITS"
-    return "TIGHT" if peak_gib + CONTEXT_GIB <= memory_gib else "NO"
 
 
 # --- Time
@@ -91,11 +94,8 @@ def measured_compute_seconds(run: PlannedRun, machine: Machine) -> float:
     device = machine.root_seconds
     host = 0.0
     for unit in layers:
-        width = c.width
-        heads = c.heads
-        if unit.part == "decoder":
-            width = c.decoder_width
-            heads = c.decoder_heads
+        width = run.widths[unit.part]
+        heads = run.heads[unit.part]
         tokens = run.tokens[unit.part]
         size = BlockSize(run.batch, tokens, width, heads / run.tp, unit.numel, width // heads)
         device += unit.count * block_seconds(size, speed)
@@ -223,30 +223,24 @@ def step_time(run: PlannedRun, machine: Machine) -> dict[str, float]:
 # --- The plan
 
 
-def largest_moment(snapshots: Iterable[MemorySnapshot]) -> MemorySnapshot:
-    """Return the moment at which the most memory is live."""
-    return max(snapshots, key=lambda snapshot: snapshot.total)
-
-
 class Plan:
     """Memory, traffic and time of one run."""
 
-    def __init__(
-        self,
-        run: PlannedRun,
-        machine: Machine = MACHINES["frontier"],
-        memory_gib: float | None = None,
-    ) -> None:
+    def __init__(self, run: PlannedRun, machine: Machine, memory_gib: float | None = None) -> None:
         """Plan for a rank with `memory_gib` of memory, by default the machine's."""
         self.run = run
         self.machine = machine
         self.memory_gib = machine.memory_gib if memory_gib is None else memory_gib
         self.snapshots = list(StepMemory(run, machine).snapshots())
-        self.peak = largest_moment(self.snapshots)
+        self.peak = max(self.snapshots, key=lambda moment: moment.total)
         self.peak_gib = self.peak.total / GIB  # live tensors, CUDA's max_memory_allocated
         self.peak_active_gib = max(s.total + s.pending for s in self.snapshots) / GIB
-        self.verdict = fit_verdict(self.peak_gib, self.memory_gib)
         self.margin_gib = CONTEXT_GIB + FRAGMENTATION * self.peak_gib  # what FITS leaves free
+        self.verdict = "NO"
+        if self.peak_gib + self.margin_gib <= self.memory_gib:
+            self.verdict = "FITS"
+        elif self.peak_gib + CONTEXT_GIB <= self.memory_gib:
+            self.verdict = "TIGHT"
         self.seconds = step_time(run, machine)
         step = self.seconds["step"]
         alone = self.seconds["compute"] + self.seconds["optimizer"]
@@ -340,11 +334,7 @@ def compare(base: Plan) -> list[Plan]:
         for group in groups:
             other = in_mode(run, mode, group)
             plans.append(Plan(other, base.machine, base.memory_gib))
-
-    def rank(plan: Plan) -> tuple[int, float]:
-        return VERDICTS.index(plan.verdict), -plan.images_per_second
-
-    return sorted(plans, key=rank)
+    return sorted(plans, key=lambda plan: (VERDICTS.index(plan.verdict), -plan.images_per_second))
 
 
 # --- What would fit: changes that keep the global batch, so a run may be resumed with them
@@ -387,3 +377,32 @@ def possible_changes(plan: Plan, global_batch: bool) -> Iterator[tuple[str, Plan
         yield f"--ac {ac}", replace(run, ac=ac)
     for group in (*group_sizes(run, plan.machine), run.data_ranks):
         yield f"--mode hybrid --group {group}", in_mode(run, "hybrid", group)
+
+
+# --- A run that is starting: for its log, for --dry-run, and for advice if memory runs out
+
+
+def plan_this_run(run: Any, device: torch.device | None, ran_out: bool) -> dict[str, Any]:
+    """Plan a runtime.run.Run as plan.py does -> the numbers of `Plan.json`, and more.
+
+    The machine is the one of --machine, or else the known one nearest to `device`, or Frontier if
+    `device` is None. A rank's memory is that of its GPU; on a CPU it is the host's, divided by the
+    ranks of a node; without a device it is the machine's.
+
+    Under `fit` is a sentence: whether the run fits, and what would fit if it does not, or if it
+    `ran_out` of memory. `verdict` is None for a CPU, because other programs use its memory too.
+    """
+    gib = None
+    if device:
+        gib = devices.rank_memory_gib(device, run.node_ranks)
+    if run.config.machine:
+        machine = read_machine(run.config.machine)
+    else:
+        peak, _ = devices.peak_flops(device)
+        machine = nearest_machine(peak, gib)
+    plan = Plan(PlannedRun.from_flags(run.model, run.record()), machine, gib)
+    found = plan.json()
+    found["fit"] = describe_fit(plan, run.config.global_batch is not None, ran_out)
+    if device and device.type != "cuda":
+        found["verdict"] = None
+    return found

@@ -11,7 +11,6 @@ For a machine of your own, write a JSON file and give it by `--machine FILE`. Ei
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -104,18 +103,9 @@ class Machine:
         for speed in self.links:
             if speed.level == level and speed.kind == kind:
                 return speed
-        rates = {
-            "package": self.package_bytes_per_second,
-            "node": self.node_bytes_per_second,
-            "network": self.network_bytes_per_second,
-        }
-        return LinkSpeed(
-            level,
-            kind,
-            bytes_per_second=rates[level] * self.bandwidth_share,
-            launch_seconds=self.launch_seconds,
-            hop_seconds=self.hop_seconds if level == "network" else self.node_hop_seconds,
-        )
+        rate = getattr(self, f"{level}_bytes_per_second") * self.bandwidth_share
+        hop = self.hop_seconds if level == "network" else self.node_hop_seconds
+        return LinkSpeed(level, kind, rate, self.launch_seconds, hop)
 
 
 # Sources. Peaks: runtime/devices.py. Memory: the capacity in PyTorch's out-of-memory messages,
@@ -199,9 +189,9 @@ def read_machine(name: str) -> Machine:
 
 def _field_value(field: str, value: Any) -> Any:
     """Check the value of a field of Machine in a file; ValueError says what it must be."""
-    kinds = {row.name: type(row.default) for row in fields(Machine)}
-    if field not in kinds:
-        raise ValueError(f"there is no field {field}; use {', '.join(kinds)}")
+    names = [row.name for row in fields(Machine)]
+    if field not in names:
+        raise ValueError(f"there is no field {field}; use {', '.join(names)}")
     if field == "blocks":
         return _records(field, value, BlockSpeed)
     if field == "links":
@@ -224,51 +214,34 @@ def _field_value(field: str, value: Any) -> Any:
 
 def _records(field: str, values: Any, kind: type) -> tuple[Any, ...]:
     """Read the measured speeds in one field: a list of JSON objects with the fields of `kind`."""
-    names = {row.name for row in fields(kind)}
     found = []
     if not isinstance(values, list):
         raise ValueError(f"{field} must be a list")
     for value in values:
-        if not isinstance(value, dict) or not {*value} <= names:
-            raise ValueError(f"{field} must hold objects of {', '.join(sorted(names))}")
-        for name, number in value.items():
+        try:
+            speed = kind(**value)
+        except TypeError:  # a name that is missing or unknown, or no JSON object
+            names = sorted(row.name for row in fields(kind))
+            raise ValueError(f"{field} must hold objects of {', '.join(names)}") from None
+        for name, number in vars(speed).items():
             if name in ("precision", "level", "kind"):
                 continue
             if not isinstance(number, int | float) or not 0 <= number < float("inf"):
                 raise ValueError(f"{name} in {field} must be a number from 0 up")
-        try:
-            speed = kind(**value)
-        except TypeError:
-            raise ValueError(f"{field} must hold objects of {', '.join(sorted(names))}") from None
-        rate = value.get("flops_per_second", value.get("bytes_per_second"))
-        if not rate:
-            raise ValueError(f"a rate in {field} must be above 0")
+            if number == 0 and name in ("flops_per_second", "bytes_per_second"):
+                raise ValueError(f"a rate in {field} must be above 0")
         found.append(speed)
     if kind is BlockSpeed and found and {s.precision for s in found} != {"bf16", "fp32"}:
         raise ValueError("blocks must hold bf16 and fp32, once each")
     return tuple(found)
 
 
-def machine_file(like: Machine, changes: Mapping[str, Any], not_measured: list[str]) -> str:
+def machine_file(like: Machine, changes: dict[str, Any], not_measured: list[str]) -> str:
     """Format the JSON file of a machine that differs from `like` by `changes`."""
-    values: dict[str, Any] = {"like": like.name}
-    for field, value in changes.items():
-        if field in ("blocks", "links"):
-            value = [vars(speed) for speed in value]
-        values[field] = value
-    values["not_measured"] = not_measured
-    return json.dumps(_rounded(values), indent=2) + "\n"
-
-
-def _rounded(value: Any) -> Any:
-    """Round all numbers in lists and dictionaries to four digits."""
-    if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(inner) for inner in value]
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    return value
+    values = {"like": like.name} | changes | {"not_measured": not_measured}
+    text = json.dumps(values, default=vars)  # of a BlockSpeed or LinkSpeed, its fields
+    rounded = json.loads(text, parse_float=lambda number: float(f"{float(number):.4g}"))
+    return json.dumps(rounded, indent=2) + "\n"
 
 
 # --- Rings

@@ -69,13 +69,11 @@ def block_memory(run: PlannedRun, unit: Unit, machine: Machine) -> BlockMemory:
     reduced.
     """
     c = run.config
-    width = c.decoder_width
-    heads = c.decoder_heads
+    width = run.widths[unit.part]
+    heads = run.heads[unit.part]
     hidden = 4 * width
     gates = 1
     if unit.part == "encoder":
-        width = c.width
-        heads = c.heads
         hidden = c.mlp_width
         gates = 2 if c.gated_mlp else 1
     tokens = run.batch * run.tokens[unit.part]
@@ -397,3 +395,44 @@ def states_held(run: PlannedRun) -> float:
         equal = sum(unit.numel * unit.count for unit in units) / run.world_size
         return max(equal, *(max(unit.sizes) for unit in units))
     return sum(unit.padded(run) * unit.count for unit in units) / run.shard
+
+
+# --- Host memory
+#
+# --cpu-offload and --async-save use pinned memory, which a GPU copies to and from at full speed.
+# PyTorch rounds each pinned block up to a power of two (see torch.cuda.memory.host_memory_stats): a
+# tensor of 9 MB takes 16 MB.
+
+
+def shards(run: PlannedRun) -> Iterator[tuple[int, int]]:
+    """Yield (bytes, count) of the fp32 tensors that hold a rank's parameters.
+
+    FSDP2 shards each parameter, FSDP1 the flat parameter of each unit; DDP shards none.
+    """
+    for unit in run_units(run):
+        if run.engine == "fsdp1":
+            yield FP32 * unit.padded(run) // run.shard, unit.count
+            continue
+        for shape, size in zip(unit.shapes, unit.sizes, strict=True):
+            rows = math.ceil(shape[0] / run.shard)
+            yield FP32 * rows * (size // shape[0]), unit.count
+
+
+def host_bytes(run: PlannedRun) -> dict[str, float]:
+    """Count the bytes of a rank in host memory, by the flag that needs them.
+
+    --cpu-offload keeps parameters and gradients in pinned memory, AdamW's two moments in ordinary
+    memory. --async-save makes a pinned copy of the parameters and moments that this rank holds.
+    """
+    plain = pinned = 0
+    for size, count in shards(run):
+        plain += size * count
+        pinned += 2 ** (size - 1).bit_length() * count  # the next power of two
+    found: dict[str, float] = {}
+    if run.cpu_offload:
+        found["--cpu-offload"] = 2 * pinned + 2 * plain
+    if run.async_save:
+        # Under ZeRO-1 a rank holds, and saves, only its share of the moments.
+        moments = 2 * FP32 * states_held(run) * pinned / plain
+        found["--async-save"] = pinned + moments
+    return found

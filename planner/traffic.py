@@ -82,7 +82,10 @@ class PlannedRun:
         # whether DDP keeps the gradients in buckets; it does not wrap a single rank
         self.buckets = self.engine == "ddp" and self.world_size > 1
         self.compute_bytes = BYTES[self.precision]  # per element in forward and backward
-        patches = vit.patch_count(self.config, self.img_size)
+        c = self.config
+        self.widths = {"encoder": c.width, "decoder": c.decoder_width}
+        self.heads = {"encoder": c.heads, "decoder": c.decoder_heads}
+        patches = vit.patch_count(c, self.img_size)
         kept = vit.count_visible(patches, self.mask_ratio)
         self.tokens = {"encoder": 1 + kept, "decoder": 1 + patches}  # per image, with cls
 
@@ -219,8 +222,7 @@ def _tp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
     each = run.accum * (4 if run.ac == "none" else 5)
     _, *blocks = model_units(c, run.encoder_only)
     for unit in blocks:
-        width = c.decoder_width if unit.part == "decoder" else c.width
-        size = run.batch * run.tokens[unit.part] * width * run.compute_bytes
+        size = run.batch * run.tokens[unit.part] * run.widths[unit.part] * run.compute_bytes
         yield PlannedCollective("all_reduce", ACTIVATIONS, size, each * unit.count, run.tp, 1)
     pixels = c.channels * run.img_size**2
     for numel in (pixels, vit.patch_count(c, run.img_size)):

@@ -172,23 +172,13 @@ class StepGuard:
         sums = torch.stack([mean, bad_norm, nonfinite_norm, local_nonfinite, *asked])  # in float64
         dist.all_reduce(sums)
         mean = sums[0]
-        found = sums[1:] > 0
-        any_bad_norm, any_nonfinite_norm, any_bad_loss = found[:3]
-        any_stop, any_save, any_no_batch, any_bad_images = found[3:]
+        any_bad_norm, any_nonfinite_norm, any_bad_loss, *any_asked = sums[1:] > 0
+        _, _, any_no_batch, _ = any_asked  # in the order of StepRequests
         bad = any_bad_norm | any_bad_loss | (self.bad_so_far > self.max_skips)
         counted = torch.where(bad, self.bad_so_far + 1, 0)
         self.bad_so_far = torch.where(any_no_batch, self.bad_so_far, counted)
-        result = [
-            mean,
-            norm,
-            self.bad_so_far,
-            local_nonfinite,
-            any_bad_loss,
-            any_stop,
-            any_save,
-            any_no_batch,
-            any_bad_images,
-        ]
+        # all fields of StepResult but the step
+        result = [mean, norm, self.bad_so_far, local_nonfinite, any_bad_loss, *any_asked]
         slot = self.checked % 2
         self.host[slot].copy_(torch.stack(result), non_blocking=True)
         if self.late:
@@ -211,10 +201,8 @@ class StepGuard:
                 break
             result = self._read(self.done)
             results.append(result)
-            if result.stop:
-                self.stop = True
-            if result.save:
-                self.save = True
+            self.stop = self.stop or result.stop
+            self.save = self.save or result.save
             if result.no_batch:
                 self.end_reason = "loader_error"
                 continue

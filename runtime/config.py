@@ -25,6 +25,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEFAULT_STEPS = 100  # if neither --steps nor --epochs is given
 DEFAULT_BATCH = 32
 DEFAULT_BLR = 1.5e-4  # the base learning rate of MAE's pretraining
+# Marks of flags
+RESULT = "changes the result"  # a resumed run must not change it; the star in --help
+COMPARED = "compared"  # a sweep compares only runs with the same value
+SHARDING = "sharding"  # a sweep draws a line for each value
 
 
 def number(low: float, high: float = math.inf, kind: type = float) -> Callable[[str], Any]:
@@ -69,30 +73,12 @@ def pair_below_one(text: str) -> tuple[float, float]:
     return first, second
 
 
-def flag(
-    default: Any,
-    help: str,
-    *,
-    changes_result: bool = False,
-    compared: bool = False,
-    sharding: bool = False,
-    group: str = "",
-    **argparse_options: Any,
-) -> Any:
+def flag(default: Any, help: str, *marks: str, group: str = "", **argparse_options: Any) -> Any:
     """Describe one flag as a dataclass field; its annotation says how it is read.
 
-    A resumed run must not change a flag that `changes_result`. A sweep compares only runs with the
-    same value of a `compared` flag, and draws a line for each value of a `sharding` flag. `group`
-    is a heading of --help.
+    `marks` are RESULT, COMPARED, SHARDING. `group` is a heading of --help.
     """
-    about = {
-        "help": help,
-        "changes_result": changes_result,
-        "compared": compared,
-        "sharding": sharding,
-        "group": group,
-        "options": argparse_options,
-    }
+    about = {"help": help, "marks": marks, "group": group, "options": argparse_options}
     return field(default=default, metadata=about)
 
 
@@ -105,71 +91,46 @@ class Config:
     model: str = flag(
         "base",
         f"{', '.join(vit.MODELS)}; or base:depth=6,mlp_width=512",
-        changes_result=True,
-        compared=True,
+        RESULT,
+        COMPARED,
         group="model",
     )
-    img_size: int = flag(224, "side of an image in pixels", changes_result=True, compared=True)
-    channels: int = flag(
-        3, "channels of an image (not 3: .npy, TIFF in packs)", changes_result=True, compared=True
-    )
-    mask_ratio: float = flag(0.75, "fraction of patches masked", changes_result=True, compared=True)
-    norm_pix_loss: bool = flag(
-        True, "normalise each target patch by mean and variance", changes_result=True
-    )
-    init_from: str | None = flag(
-        None, "weights to begin with: a run's, or of a file", changes_result=True
-    )
+    img_size: int = flag(224, "side of an image in pixels", RESULT, COMPARED)
+    channels: int = flag(3, "channels of an image (not 3: .npy, TIFF in packs)", RESULT, COMPARED)
+    mask_ratio: float = flag(0.75, "fraction of patches masked", RESULT, COMPARED)
+    norm_pix_loss: bool = flag(True, "normalise each target patch by mean and variance", RESULT)
+    init_from: str | None = flag(None, "weights to begin with: a run's, or of a file", RESULT)
 
     mode: str | None = flag(  # one process has nothing to shard
-        None,
-        "default hybrid; 1 process: ddp",
-        sharding=True,
-        group="sharding",
-        choices=shard.STRATEGIES,
+        None, "default hybrid; 1 process: ddp", SHARDING, group="sharding", choices=shard.STRATEGIES
     )
-    group: int | None = flag(
-        None, "hybrid: ranks that share a copy (default: a node)", sharding=True
-    )
-    tp: int = flag(1, "FSDP2: ranks that split the matrices of each block", sharding=True)
-    fsdp: Literal[1, 2] | None = flag(None, "2: fully_shard (default); 1: FSDP1", sharding=True)
-    wrap: Literal["block", "root"] | None = flag(
-        None, "FSDP: the unit (default block)", sharding=True
-    )
+    group: int | None = flag(None, "hybrid: ranks that share a copy (default: a node)", SHARDING)
+    tp: int = flag(1, "FSDP2: ranks that split the matrices of each block", SHARDING)
+    fsdp: Literal[1, 2] | None = flag(None, "2: fully_shard (default); 1: FSDP1", SHARDING)
+    wrap: Literal["block", "root"] | None = flag(None, "FSDP: the unit (default block)", SHARDING)
     prefetch: Literal["none", "backward_pre", "backward_post"] | None = flag(
-        None, "when backward gathers the next unit (default backward_pre)", sharding=True
+        None, "when backward gathers the next unit (default backward_pre)", SHARDING
     )
-    forward_prefetch: bool = flag(False, "all-gather the next unit in forward", sharding=True)
-    limit_all_gathers: bool | None = flag(None, "FSDP1: few at a time (default)", sharding=True)
-    cpu_offload: bool = flag(False, "FSDP: parameters and AdamW on the host", compared=True)
-    bucket_cap_mb: int | None = flag(
-        None, "ddp, zero1: MiB of a bucket (default 25)", sharding=True
-    )
+    forward_prefetch: bool = flag(False, "all-gather the next unit in forward", SHARDING)
+    limit_all_gathers: bool | None = flag(None, "FSDP1: few at a time (default)", SHARDING)
+    cpu_offload: bool = flag(False, "FSDP: parameters and AdamW on the host", COMPARED)
+    bucket_cap_mb: int | None = flag(None, "ddp, zero1: MiB of a bucket (default 25)", SHARDING)
 
-    device: Literal["auto", "cpu", "cuda"] = flag(
-        "auto", "cuda: ROCm too", compared=True, group="speed"
-    )
-    precision: str | None = flag(
-        None, "default by device", changes_result=True, compared=True, choices=DTYPES
-    )
-    reduce_dtype: str = flag(
-        "fp32", "of gradients over ranks", changes_result=True, compared=True, choices=DTYPES
-    )
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "cuda: ROCm too", COMPARED, group="speed")
+    precision: str | None = flag(None, "default by device", RESULT, COMPARED, choices=DTYPES)
+    reduce_dtype: str = flag("fp32", "of gradients over ranks", RESULT, COMPARED, choices=DTYPES)
     ac: Literal["none", "selective", "full"] = flag(
-        "none", "activation checkpointing: recompute norms and GELU, or whole blocks", compared=True
+        "none", "activation checkpointing: recompute norms and GELU, or whole blocks", COMPARED
     )
-    compile: bool = flag(False, "torch.compile every block", compared=True)
+    compile: bool = flag(False, "torch.compile every block", COMPARED)
 
     data: str = flag("synthetic", "folder of images, or a pack", group="data")
     eval_data: str | None = flag(None, "folder of held-out images: their loss at each save")
     include: Sequence[str] | None = flag(
-        None, "only images whose name or folder matches", changes_result=True, action="append"
+        None, "only images whose name or folder matches", RESULT, action="append"
     )
     exclude: Sequence[str] | None = flag(
-        None,
-        "no images whose name or folder matches, such as masks",
-        changes_result=True,
-        action="append",
+        None, "no images whose name or folder matches, such as masks", RESULT, action="append"
     )
     run_mode: Literal["real", "syn", "io"] = flag(
         "real", "real: train; syn: the same batch each step, not saved; io: loader and copy only"
@@ -178,37 +139,27 @@ class Config:
         None, "loader processes per rank (default cores - 1, at most 16)", type=int_in_range(0)
     )
     max_bad: float = flag(0.01, "share of unreadable images that ends the run", type=number(0, 1))
-    exact_decode: bool = flag(False, "decode JPEGs at full size (slower)", changes_result=True)
+    exact_decode: bool = flag(False, "decode JPEGs at full size (slower)", RESULT)
 
     batch: int | None = flag(
-        None, "images per data-parallel rank (default 32)", compared=True, group="optimisation"
+        None, "images per data-parallel rank (default 32)", COMPARED, group="optimisation"
     )
-    global_batch: int | None = flag(
-        None, "images per step of all ranks (no --batch)", changes_result=True
-    )
-    accum: int = flag(1, "accumulation steps", compared=True)
+    global_batch: int | None = flag(None, "images per step of all ranks (no --batch)", RESULT)
+    accum: int = flag(1, "accumulation steps", COMPARED)
     blr: float | None = flag(
-        None, f"lr = blr x global batch / 256 (default {DEFAULT_BLR:g})", changes_result=True
+        None, f"lr = blr x global batch / 256 (default {DEFAULT_BLR:g})", RESULT
     )
-    lr: float | None = flag(None, "peak learning rate, instead of --blr", changes_result=True)
-    betas: tuple[float, float] = flag(
-        (0.9, 0.95), "of AdamW", changes_result=True, type=pair_below_one
-    )
-    weight_decay: float = flag(
-        0.05, "of AdamW, not applied to biases and norms", changes_result=True
-    )
+    lr: float | None = flag(None, "peak learning rate, instead of --blr", RESULT)
+    betas: tuple[float, float] = flag((0.9, 0.95), "of AdamW", RESULT, type=pair_below_one)
+    weight_decay: float = flag(0.05, "of AdamW, not applied to biases and norms", RESULT)
     warmup_steps: int | None = flag(
-        None, "linear warm-up (5 % of all)", changes_result=True, type=int_in_range(0)
+        None, "linear warm-up (5 % of all)", RESULT, type=int_in_range(0)
     )
-    steps: int | None = flag(
-        None, f"optimizer steps (default {DEFAULT_STEPS})", changes_result=True
-    )
+    steps: int | None = flag(None, f"optimizer steps (default {DEFAULT_STEPS})", RESULT)
     epochs: int | None = flag(None, "passes over the data, instead of --steps")
-    clip: float | None = flag(None, "largest gradient norm (default: none)", changes_result=True)
+    clip: float | None = flag(None, "largest gradient norm (default: none)", RESULT)
     max_skips: int = flag(0, "consecutive steps with NaN or inf to skip", type=int_in_range(0))
-    seed: int = flag(
-        0, "of weights, image order, crops and masks", changes_result=True, type=int_in_range(0)
-    )
+    seed: int = flag(0, "of weights, image order, crops and masks", RESULT, type=int_in_range(0))
 
     out: str = flag("out", "log and checkpoints go here", group="output")
     log_every: int = flag(10, "steps between two log lines")
@@ -229,10 +180,10 @@ class Config:
 
 
 def names(*marks: str, table: type[Config] = Config) -> tuple[str, ...]:
-    """List the flags that `flag` has given one of these marks, in the order of the table."""
+    """List the flags that have one of these marks, in the order of the table."""
     found = []
     for row in fields(table):
-        if any(row.metadata[mark] for mark in marks):
+        if {*marks} & {*row.metadata["marks"]}:
             found.append(row.name)
     return tuple(found)
 
@@ -258,11 +209,8 @@ class Parser(argparse.ArgumentParser):
 def training_parser(program: str = "train_fsdp.py", doc: str | None = None) -> Parser:
     """Make the parser from the table. * marks what changes the result."""
     parser = Parser(program, doc=doc)
-    if parser.description is None:
-        parser.description = ""
-    parser.description += (
-        "\n* marks flags that a resumed run must not change without --allow-changes."
-    )
+    note = "* marks flags that a resumed run must not change without --allow-changes."
+    parser.description = f"{parser.description or ''}\n{note}"
     add_flags(parser, Config)
     return parser
 
@@ -290,7 +238,7 @@ def add_flags(
 def flag_help(row: Field) -> str:
     """Return the help of a flag, as argparse formats it: with a star and the default."""
     help = row.metadata["help"]
-    if row.metadata["changes_result"]:
+    if RESULT in row.metadata["marks"]:
         help = f"* {help}"
     shown = row.default
     if isinstance(shown, tuple):
@@ -382,9 +330,9 @@ def fill_defaults(c: Config) -> Config:
     known: dict[str, Any] = {"mode": mode}
     if c.precision is None:
         known["precision"], _ = devices.default_precision(gpu)
-    # A flag without meaning in this mode stays None, so the log does not claim that it was used.
     if c.lr is None and c.blr is None:
         known["blr"] = c.default_blr
+    # A flag without meaning in this mode stays None, so the log does not claim that it was used.
     for name in ("fsdp", "wrap", "prefetch", "limit_all_gathers"):
         value = getattr(shard.ShardingOptions, name)
         option = {"fsdp": c.fsdp, name: value}

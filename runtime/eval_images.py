@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 import data
 from runtime import process
@@ -44,8 +44,8 @@ def fixed_noise(seed: int, indices: Sequence[int], patches: int) -> Tensor:
 class EvalImages(Dataset[EvalBatch]):
     """Load an `EvalBatch` by the indices of its images; for `exact` see `data.crop_and_resize`.
 
-    With `any_error` even an error that is not the file's fault, such as one of a failing disk, only
-    leaves out the image, instead of ending the evaluation.
+    An error that is not the file's fault, such as one of a failing disk, is raised, or, with
+    `any_error`, leaves out the image like any other.
     """
 
     files: data.ImageSource
@@ -55,11 +55,7 @@ class EvalImages(Dataset[EvalBatch]):
     any_error: bool = False
 
     def __getitem__(self, indices: Sequence[int]) -> EvalBatch:
-        """Read, decode and crop images, without augmentation; say why one is left out.
-
-        Errors that are not the file's fault, such as too many open files, are passed on, unless
-        `any_error` is set.
-        """
+        """Read, decode and crop images, without augmentation; say why one is left out."""
         good: dict[int, Tensor] = {}
         bad: dict[int, str] = {}
         for index in indices:
@@ -95,14 +91,10 @@ def open_eval_loader(
     not fit `stats`, is left out and listed in the batch; `any_error` as in `EvalImages`.
     """
     rank, ranks = share
-    batches: list[Any] = []
-    for some in torch.arange(len(files)).split(batch):
-        batches.append(some.tolist())
+    batches = [*BatchSampler(range(len(files)), batch, drop_last=False)]
     while len(batches) % ranks:
         batches.append([])
-    context = None
-    if workers:
-        context = process.fork_server()
+    context = process.fork_server() if workers else None
     yield from DataLoader(
         EvalImages(files, img_size, stats, exact, any_error),
         batch_size=None,  # a sample is a batch

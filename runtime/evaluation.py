@@ -114,9 +114,7 @@ class Evaluation:
 
     def name_bad(self, bad: list[tuple[int, str]]) -> None:
         """Name the images that some rank could not read. Collective."""
-        every = gather_to_rank0(bad)
-        if every is None:  # rank 0 says it
-            return
+        every = gather_to_rank0(bad) or []  # rank 0 names them
         left_out = {image for found in every for image in found}
         if left_out:
             some = ", ".join(f"{self.files.path(i)} ({why})" for i, why in sorted(left_out)[:5])

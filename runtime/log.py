@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import IO, Any, TextIO
 
 import torch
 
@@ -62,9 +62,7 @@ class Meter:
         """Return the numbers of the whole loop, by their keys in the log's end record."""
         seconds = time.perf_counter() - self.started
         # the first interval includes the warm-up of caches, buckets and compilers
-        measured = self.rates
-        if len(measured) > 1:
-            measured = measured[1:]
+        measured = self.rates[1:] or self.rates
         return {
             "images_per_second": statistics.median(measured) if measured else None,
             "seconds": seconds,
@@ -199,11 +197,9 @@ class BadImageLog:
             with self.open("r") as file:
                 self.known = {row["path"] for row in csv.DictReader(file)}
 
-    def open(self, mode: str) -> TextIO:
+    def open(self, mode: str) -> IO[str]:
         """Open the list; a path in it may have any bytes."""
-        return cast(
-            TextIO, open(self.path, mode, newline="", encoding="utf-8", errors="surrogateescape")
-        )
+        return open(self.path, mode, newline="", encoding="utf-8", errors="surrogateescape")
 
     def sync(self) -> None:
         """Collect the bad images of all ranks; on all, set `too_many` if they are. Collective."""

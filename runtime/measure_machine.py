@@ -9,10 +9,12 @@ one process, or one node, cannot show is taken from the most similar known machi
 import copy
 import math
 import platform
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -76,7 +78,7 @@ def measure_machine(run: Run, session: Session, path: str) -> None:
     ranks = session.ranks
     run_on_all_ranks(lambda: check_node(ranks.local_world_size, run.node_ranks))
     run_on_rank0(lambda: check_path(path))
-    measurement = Measurement(run, session)
+    measurement = Measurement(session)
     changes = measurement.all()
     like = measurement.like
     missing = not_measured(measurement)
@@ -115,8 +117,7 @@ def check_path(path: str) -> None:
 class Measurement:
     """Measure the parts of a machine; every method is collective, and all ranks find the same."""
 
-    def __init__(self, run: Run, session: Session) -> None:
-        self.run = run
+    def __init__(self, session: Session) -> None:
         self.ranks = session.ranks
         self.device = session.device
         self.heartbeat = session.heartbeat
@@ -133,10 +134,7 @@ class Measurement:
         """Return the fields of Machine that were measured."""
         blocks = [self.block_speed(precision) for precision in ("fp32", "bf16")]
         links = fitting.fit_link_speeds(self.collective_times(), self.node_ranks)
-        peak = self.products["bf16"]
-        if self.sheet_flops is not None:
-            peak = self.sheet_flops
-        efficiency = self.products["bf16"] / peak
+        peak = self.sheet_flops or self.products["bf16"]
         changes: dict[str, Any] = {
             "measured": self.description(),
             "device": self.device.type,
@@ -144,7 +142,7 @@ class Measurement:
             "ranks_per_node": self.node_ranks,
             "memory_gib": self.memory_gib,
             "peak_flops": peak,
-            "efficiency": efficiency,
+            "efficiency": self.products["bf16"] / peak,
             "fp32_share": self.products["fp32"] / self.products["bf16"],
             "host_bytes_per_second": self.host_rate(),
             "optimizer_bytes_per_second": self.optimizer_rate(),
@@ -270,10 +268,7 @@ class Measurement:
         """Measure the bytes per second from the host's memory to the device."""
         source = torch.ones(self.sizes.payloads[-1] // 4, pin_memory=self.on_gpu)
         there = torch.empty_like(source, device=self.device)
-
-        def send() -> None:
-            there.copy_(source, non_blocking=True)
-
+        send = partial(there.copy_, source, non_blocking=True)
         return 4 * source.numel() / self.seconds(send)
 
     # -- links
@@ -283,7 +278,7 @@ class Measurement:
         found: list[fitting.CollectiveTime] = []
         local = self.node_ranks
         world = self.ranks.world_size
-        if local > 1 and local % 2 == 0:
+        if local % 2 == 0:
             level = "package" if self.package_ranks() == 2 else "node"
             pairs = mesh.build_mesh((world // 2, 2), self.device)
             found += self.times_in(level, pairs.get_group("shard"))
@@ -302,8 +297,7 @@ class Measurement:
         for payload in self.sizes.payloads:
             for kind in machines.COLLECTIVES:
                 self.heartbeat(f"measuring {kind} of {payload} bytes, {ranks} ranks, {level}")
-                work = collective(kind, payload, group, self.device)
-                seconds = self.seconds(work)
+                seconds = self.seconds(collective(kind, payload, group, self.device))
                 found.append(fitting.CollectiveTime(level, kind, ranks, payload, seconds))
         return found
 
@@ -316,21 +310,14 @@ class Measurement:
         width = self.sizes.shapes[-1][0]
         a = torch.randn(width, width, device=self.device, dtype=torch.bfloat16)
         payload = torch.ones(self.sizes.payloads[-1] // 4, device=self.device)
-
-        def send() -> None:
-            dist.all_reduce(payload)
-
-        def compute() -> None:
-            a @ a
-
-        sending = self.seconds(send)
-        one = self.seconds(compute)
+        sending = self.seconds(partial(dist.all_reduce, payload))
+        one = self.seconds(partial(torch.matmul, a, a))
         count = max(1, round(sending / one))
 
         def both() -> None:
             work: Any = dist.all_reduce(payload, async_op=True)
             for _ in range(count):
-                a @ a
+                torch.matmul(a, a)
             work.wait()
 
         hidden = (sending + count * one - self.seconds(both)) / min(sending, count * one)
@@ -341,24 +328,31 @@ class Measurement:
     def left_over(self, machine: Machine) -> dict[str, float]:
         """Compare a small model with the sum of its parts by `machine`."""
         self.heartbeat("measuring a small model")
+        toy = self.sizes.toy
         images = self.sizes.toy_images
-        side = 4 * self.sizes.toy.patch
-        run = PlannedRun(self.sizes.toy, "ddp", 1, images, side, 0.75, precision="fp32")
-        plain = vit.ViTMAE(self.sizes.toy, side).to(self.device)
+        side = 4 * toy.patch
+        alone = PlannedRun(toy, "ddp", 1, images, side, 0.75, precision="fp32")
+        together = replace(alone, mode="full_shard", world_size=self.ranks.world_size)
+        plain = vit.ViTMAE(toy, side).to(self.device)
         sharded = self.shard_model(copy.deepcopy(plain))
-        root = self.seconds(model_step(plain, images)) - estimate.forward_backward_seconds(
-            run, machine
-        )
-        found = {"root_seconds": max(0.0, root)}
-        machine = replace(machine, root_seconds=found["root_seconds"])
-        together = replace(run, mode="full_shard", world_size=self.ranks.world_size)
+        # forward and backward
+        whole = self.seconds(model_step(plain, images))
+        root = max(0.0, whole - estimate.forward_backward_seconds(alone, machine))
+        machine = replace(machine, root_seconds=root)
         sent, _ = estimate.communication_seconds(together, machine)
         whole = self.seconds(model_step(sharded, images))
-        units = 1 + self.sizes.toy.depth + self.sizes.toy.decoder_depth
-        rest = whole - sent - estimate.forward_backward_seconds(together, machine)
-        found["unit_seconds"] = max(0.0, rest / units)
-        found |= self.update_seconds(plain, sharded, machine)
-        return found
+        units = whole - sent - estimate.forward_backward_seconds(together, machine)
+        # norm, vote and AdamW
+        whole = self.seconds(self.update(plain))
+        step = max(0.0, whole - estimate.optimizer_seconds(alone, machine))
+        whole = self.seconds(self.update(sharded))
+        tensors = whole - step - estimate.optimizer_seconds(together, machine)
+        return {
+            "root_seconds": root,
+            "unit_seconds": max(0.0, units) / (1 + toy.depth + toy.decoder_depth),
+            "tensor_seconds": max(0.0, tensors) / len([*plain.parameters()]),
+            "step_seconds": step,
+        }
 
     def shard_model(self, model: vit.ViTMAE) -> nn.Module:
         """Shard a model over all ranks."""
@@ -369,20 +363,6 @@ class Measurement:
         warnings.filterwarnings("ignore", "an optimizer trains parameters of no model", UserWarning)
         options = shard.ShardingOptions(param_dtype=torch.float32)
         return shard.apply(model, "full_shard", grid, block_classes={vit.Block}, options=options)
-
-    def update_seconds(
-        self, plain: nn.Module, sharded: nn.Module, machine: Machine
-    ) -> dict[str, float]:
-        """Measure norm, vote and AdamW of the small model, beyond the bytes of its parameters."""
-        numel = sum(p.numel() for p in plain.parameters())
-        tensors = len([*plain.parameters()])
-        world = self.ranks.world_size
-        byte = 28 / machine.optimizer_bytes_per_second
-        step = self.seconds(self.update(plain)) - numel * byte
-        step = max(0.0, step)
-        with_shards = self.seconds(self.update(sharded)) - numel / world * byte
-        tensor = max(0.0, with_shards - step) / tensors
-        return {"tensor_seconds": tensor, "step_seconds": step}
 
     def update(self, model: nn.Module) -> Callable[[], None]:
         """Make the work of a step after backward."""
@@ -443,19 +423,13 @@ def collective(
     part = math.ceil(payload / 4 / ranks)
     whole = torch.ones(part * ranks, device=device)
     piece = torch.ones(part, device=device)
-    first = dist.get_global_rank(group, 0)
-
-    def work() -> None:
-        if kind == "all_gather":
-            dist.all_gather_into_tensor(whole, piece, group=group)
-        elif kind == "reduce_scatter":
-            dist.reduce_scatter_tensor(piece, whole, group=group)
-        elif kind == "all_reduce":
-            dist.all_reduce(whole, group=group)
-        else:
-            dist.broadcast(whole, first, group=group)
-
-    return work
+    if kind == "all_gather":
+        return partial(dist.all_gather_into_tensor, whole, piece, group=group)
+    if kind == "reduce_scatter":
+        return partial(dist.reduce_scatter_tensor, piece, whole, group=group)
+    if kind == "all_reduce":
+        return partial(dist.all_reduce, whole, group=group)
+    return partial(dist.broadcast, whole, group=group, group_src=0)
 
 
 # --- What is printed
@@ -464,23 +438,21 @@ def collective(
 def cpu_name() -> str:
     """Return the name of the CPU, as Linux knows it."""
     info = Path("/proc/cpuinfo")
+    found = None
     if info.exists():
-        for line in info.read_text().splitlines():
-            field, _, value = line.partition(":")
-            if field.strip() == "model name":
-                return value.strip()
-    return platform.machine()
+        found = re.search(r"model name\s*: (.+)", info.read_text())
+    return found[1].strip() if found else platform.machine()
 
 
 def not_measured(measurement: Measurement) -> list[str]:
     """List the fields that come from the nearest known machine."""
     known = ["doubling_loss"]
-    levels = {"package": measurement.node_ranks > 1 and measurement.package_ranks() > 1}
-    levels["node"] = measurement.node_ranks > 1
-    levels["network"] = measurement.nodes > 1
-    for level, was in levels.items():
-        if not was:
-            known.append(f"{level}_bytes_per_second")
+    if measurement.package_ranks() == 1:
+        known.append("package_bytes_per_second")
+    if measurement.node_ranks == 1:
+        known.append("node_bytes_per_second")
+    if measurement.nodes == 1:
+        known.append("network_bytes_per_second")
     if measurement.on_gpu:
         known += ["workspace_gib", "head_multiple"]
         if measurement.ranks.world_size == 1:

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
@@ -41,17 +42,15 @@ class Monitor:
         session: Session,
         files: Any,
         checkpoints: CheckpointSchedule,
-        *,
-        first: Batch,
-        rest: Iterator[Batch],
+        batches: Iterator[Batch],
     ) -> None:
-        """Begin with the batch `first`, of step `checkpoints.begin`; `rest` are those after it."""
+        """Wait for the first of `batches`, which is that of step `checkpoints.begin`."""
         self.run = run
         self.session = session
         self.checkpoints = checkpoints
-        self.batch = first
+        self.batch = next(batches)  # before the clock starts: the loader's workers must start up
         # an iterator over one batch, not a list of it, which would keep that batch in memory
-        self.batches = chain(iter([first]), rest)
+        self.batches = chain(iter([self.batch]), batches)
         self.guard = StepGuard(session.device, run.config.max_skips, checkpoints.begin)
         self.bad_images = BadImageLog(run, session.log, files.path)
         self.error: Exception | None = None  # what this rank's data loader raised
@@ -129,10 +128,8 @@ class Monitor:
 
     def log_skip(self, result: StepResult) -> str:
         """Log a bad step, which was not applied; return a message. Collective."""
-        ranks = []  # on rank 0, which writes the log
-        nonfinite = gather_to_rank0(result.local_loss_nonfinite)
-        if nonfinite:
-            ranks = [rank for rank, bad in enumerate(nonfinite) if bad]
+        nonfinite = gather_to_rank0(result.local_loss_nonfinite) or []  # rank 0 writes the log
+        ranks = [rank for rank, bad in enumerate(nonfinite) if bad]
         what = "loss" if result.bad_loss else "gradient norm"
         step = result.step + 1
         text = f"the {what} is not finite at step {step}"
@@ -182,16 +179,11 @@ class Monitor:
         text = None
         if self.error:
             text = cause_of(self.error)
-        errors = gather_to_rank0(text)
+        texts: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, text)
+        rank, text = next((i, found) for i, found in enumerate(texts) if found is not None)
         where = f"reading data in step {self.guard.done + 1}"
-
-        def first_failure() -> str:
-            for rank, text in enumerate(errors or []):
-                if text:
-                    return f"rank {rank}: the data loader failed ({where}): {text}"
-            raise RuntimeError("no rank has an error of its data loader")
-
-        return run_on_rank0(first_failure)
+        return f"rank {rank}: the data loader failed ({where}): {text}"
 
     def report_end(self, reason: str, problem: str | None) -> None:
         """Write the record `end`, and a summary to the terminal."""
@@ -226,9 +218,7 @@ class Monitor:
             log.say(text)
             end |= values
         log.write("end", **end)
-        rate = end["images_per_second"]
-        if rate is None:  # no step was logged
-            rate = 0.0
+        rate = end["images_per_second"] or 0.0  # None if no step was logged
         log.say(
             f"{reason}: {done - self.checkpoints.begin} steps in {end['seconds']:.1f} s, median "
             f"{rate:.1f} img/s, {end['data_wait_fraction']:.1%} of the time waiting for data; "

@@ -131,9 +131,8 @@ def make_pretrained(
 def choose_config(shapes: Shapes, said: Said, size: vit.ViTConfig | None) -> vit.ViTConfig:
     """Return the stated configuration, or the known one that has these shapes.
 
-    A shape does not show the number of heads.
-
-    KeyError if a weight is missing, ValueError if no known size has such shapes.
+    A shape does not show the number of heads. KeyError if a weight is missing, ValueError if no
+    known size has such shapes.
     """
     if "config" in said:
         return vit.ViTConfig(**said["config"])

@@ -14,7 +14,7 @@ from torch import Tensor
 import checkpoint
 import vit
 from runtime.agreement import AgreedError, run_on_rank0
-from runtime.config import names, save_interval
+from runtime.config import COMPARED, RESULT, names, save_interval
 from runtime.log import Log
 from runtime.pretrained import Pretrained, check_fits, read_pretrained, say_assumed, value_of
 from runtime.run import Run
@@ -140,9 +140,9 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
     now = json.loads(json.dumps(run.record()))
     # not the path of --data: the same images may lie elsewhere by now
     images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
-    decisive = names("changes_result", table=type(run.config)) + images
+    decisive = names(RESULT, table=type(run.config)) + images
     # what follows from the mode is not listed
-    listed = {*decisive, *names("compared"), "mode", "world_size"}
+    listed = {*decisive, *names(COMPARED), "mode", "world_size"}
     changes = []
     refused = []
     for key in sorted(listed & then.keys() & now.keys()):
@@ -170,7 +170,6 @@ class CheckpointSchedule:
     scaler: torch.amp.GradScaler | None = None
 
     def __init__(self, run: Run, log: Log, step: int = 0) -> None:
-        """Begin at `step`."""
         self.run = run
         self.log = log
         self.begin = step
@@ -289,11 +288,4 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
 def mark_done(out: str, done: bool) -> None:
     """Make OUT/done, or remove a shorter run's; AgreedError, status 1, if it cannot. Collective."""
     path = Path(out, "done")
-
-    def mark() -> None:
-        if done:
-            path.touch()
-        else:
-            path.unlink(missing_ok=True)
-
-    run_on_rank0(mark)
+    run_on_rank0(path.touch if done else partial(path.unlink, missing_ok=True))

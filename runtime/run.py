@@ -188,16 +188,9 @@ def try_plan(
     if run.config.run_mode == "io":
         return None
     try:
-        from planner.this_run import plan_this_run  # the trainer does without planner/
+        from planner.estimate import plan_this_run  # the trainer does without planner/
 
-        return plan_this_run(
-            run.model,
-            run.record(),
-            device,
-            run.node_ranks,
-            by_global_batch=run.config.global_batch is not None,
-            ran_out=ran_out,
-        )
+        return plan_this_run(run, device, ran_out)
     except Exception as error:  # the plan is only an estimate: a run must not fail without it
         warn(f"no plan of memory and traffic: {type(error).__name__}: {error}")
         return None

@@ -91,14 +91,10 @@ def finish_split(model: nn.Module, optimizer: torch.optim.Optimizer, grid: Devic
                             states[key][name] = convert(value, p)
         return state_dict | {"state": states}
 
-    def after_state_dict(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return convert_states(state_dict, _usual_order)
-
-    def before_load(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return convert_states(state_dict, _split_order)
-
-    optimizer.register_state_dict_post_hook(after_state_dict)
-    optimizer.register_load_state_dict_pre_hook(before_load)
+    optimizer.register_state_dict_post_hook(lambda _, state: convert_states(state, _usual_order))
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: convert_states(state, _split_order)
+    )
 
 
 # The rows of qkv: in the usual order they are q, k, v, each head by head. A rank's part must hold

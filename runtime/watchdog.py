@@ -58,12 +58,7 @@ class Watchdog:
     def connect(self, environ: Mapping[str, str]) -> None:
         """Start to publish, with the other ranks there; `environ` has MASTER_ADDR, MASTER_PORT."""
         # a connection of its own: a waiting call blocks that of the process group
-        self.store = dist.TCPStore(
-            environ["MASTER_ADDR"],
-            int(environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-        )
+        self.store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
         self.threads.append(Thread(target=self._publish, args=[self.store], daemon=True))
         self.threads[1].start()
 

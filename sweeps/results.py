@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from checkpoint import atomic_write
-from runtime.config import names
+from runtime import config
 
 Row = dict[str, Any]
 
-SHARDING = names("sharding")  # the flags that say how a run is sharded
-SETTINGS = names("compared", "sharding")  # two runs are compared if these flags are equal
+SHARDING = config.names(config.SHARDING)  # the flags that say how a run is sharded
+# two runs are compared if these flags are equal
+SETTINGS = config.names(config.COMPARED, config.SHARDING)
 MEMORY_STATES = ("out of memory", "skipped")
 OUT_OF_MEMORY = re.compile("out.?of.?memory|allocate memory|MemoryError|oom.kill", re.I)
 WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, compilers
@@ -97,9 +98,7 @@ def classify_end(code: int, log: dict[str, list[Row]], output: str, late: bool) 
 
     `late` says that it was ended because of --limit.
     """
-    end: Row = {}
-    if "end" in log:
-        end = log["end"][-1]
+    end = log["end"][-1] if "end" in log else {}
     if end.get("reason") == "done":
         return "done", ""
     lines = output.splitlines()
@@ -160,6 +159,11 @@ def device_count(row: Row) -> int:
     return world_size
 
 
+def device_speed(row: Row) -> float:
+    """Return the images per second of each device."""
+    return row["images_per_second"] / device_count(row)
+
+
 def step_seconds(row: Row) -> float:
     """Return the median seconds per step."""
     data_ranks = row["world_size"] / row.get("tp", 1)
@@ -173,35 +177,27 @@ def uncertainty(row: Row) -> float:
     return max(DAY_TO_DAY, spread / 2 / row["images_per_second"])
 
 
-def add_ideal(rows: Iterable[Row]) -> None:
+def add_ideal(rows: Sequence[Row]) -> None:
     """Add to each training run the images/s without communication, and its share of them.
 
     The ideal is the speed per device of the fastest `syn` run on the fewest ranks, times the number
     of devices. It is shared by all rows that differ in sharding and devices only.
     """
-    rows = list(rows)
     columns = ["source", *(name for name in SETTINGS if name not in SHARDING)]
-    best: dict[tuple, Row] = {}
+    setting = partial(values_of, columns=columns)
+    syn = []
     for row in rows:
         if row["run_mode"] == "syn" and row.get("images_per_second") and not row.get("caveat"):
-            key = values_of(row, columns)
-            if key not in best or _is_better(row, best[key]):
-                best[key] = row
+            syn.append(row)
+    best: dict[tuple, Row] = {}
+    for key, some in group_by(syn, setting).items():
+        best[key] = min(some, key=lambda row: (row["world_size"], -device_speed(row)))
     for row in rows:
-        reference = best.get(values_of(row, columns))
+        reference = best.get(setting(row))
         if reference and row.get("images_per_second") and row["run_mode"] != "io":
-            per_device = reference["images_per_second"] / device_count(reference)
-            row["ideal"] = per_device * device_count(row)
+            row["ideal"] = device_speed(reference) * device_count(row)
             row["ideal_ranks"] = reference["world_size"]
             row["efficiency"] = row["images_per_second"] / row["ideal"]
-
-
-def _is_better(row: Row, other: Row) -> bool:
-    """Tell whether a row is the better reference: fewer ranks, then at least as fast."""
-    if row["world_size"] != other["world_size"]:
-        return row["world_size"] < other["world_size"]
-    speed = row["images_per_second"] / device_count(row)
-    return speed >= other["images_per_second"] / device_count(other)
 
 
 # --- What limits a run

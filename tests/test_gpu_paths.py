@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import plan
 import shard
 import vit
-from planner.host import host_bytes
 from planner.machines import MACHINES
-from planner.memory import block_memory
+from planner.memory import block_memory, host_bytes
 from planner.traffic import PlannedRun, model_units
 from runtime.agreement import StepGuard
 from runtime.config import Config

@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 
 import vit  # noqa: E402
-from planner import estimate  # noqa: E402
+from planner import estimate, machines  # noqa: E402
 from planner.traffic import PlannedRun  # noqa: E402
 
 FITTED = ("base", "3b")  # models the constants come from; their speed on 1 to 8 nodes only
@@ -50,7 +50,7 @@ def plan_published(model: str, mode: str, group: int | None, nodes: int) -> esti
     run = PlannedRun(
         config, mode, 8 * nodes, 32, side, 0, group=group, fsdp=1, ac="full", encoder_only=True
     )
-    return estimate.Plan(run)
+    return estimate.Plan(run, machines.MACHINES["frontier"])
 
 
 def rows(column: str) -> list[dict[str, Any]]:
