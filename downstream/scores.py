@@ -154,7 +154,7 @@ def encode_folder(
     size = models[0].img_size
     stats = pretrained.stats
     workers = worker_count(args.workers, mesh.read_ranks({}))
-    progress = throttled_progress(print, f"features of {files.root}")
+    progress = throttled_progress(f"features of {files.root}")
     device = next(models[0].parameters()).device
     indices: list[int] = []
     features: list[list[Tensor]] = [[] for _ in models]
@@ -266,7 +266,7 @@ def train_linear(
     model.to(features.device)
     velocities = {p: torch.zeros_like(p) for p in model.parameters()}
     labels = labels.to(features.device)
-    progress = throttled_progress(print, f"linear classifier, {epochs} epochs of {count} images")
+    progress = throttled_progress(f"linear classifier, {epochs} epochs of {count} images")
     losses: list[Tensor] = []
     inputs = features
     target = labels

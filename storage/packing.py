@@ -23,15 +23,13 @@ from storage.arrays import Bands, declares_missing, read_image
 from storage.checking import (
     Kind,
     Report,
-    Say,
     for_each,
     kind_of,
     noting_problems,
     read_folder,
     save_stats,
 )
-from storage.image_list import ImageList, list_images, make_table, save_index
-from storage.paths import stats_file
+from storage.image_list import ImageList, list_images, make_table, save_index, stats_file
 from storage.stacking import SceneList, find_scenes
 
 SHARD_BYTES = 2**28  # size of the source files that become one shard
@@ -158,7 +156,6 @@ def pack(
     source: str,
     target: str,
     workers: int,
-    say: Say,
     options: PackOptions,
     *,
     include: Sequence[str] = (),
@@ -174,8 +171,8 @@ def pack(
     path = Path(target)
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{target} is not empty: pack into a new folder")
-    listed = list_images(source, say, include=include, exclude=exclude)
-    files = find_scenes(listed, options.bands, say) if options.bands else listed
+    listed = list_images(source, include=include, exclude=exclude)
+    files = find_scenes(listed, options.bands) if options.bands else listed
     folder = path.with_name(f"{path.name}.unfinished")
     shutil.rmtree(folder, ignore_errors=True)  # left by a command that was interrupted
     folder.mkdir(parents=True)
@@ -183,12 +180,12 @@ def pack(
     shards = [folder / f"shard-{i:06}.tar" for i in range(len(parts))]
     shard_members = []
     report = Report()
-    for some, found in for_each(partial(write_shard, options), workers, say, shards, parts):
+    for some, found in for_each(partial(write_shard, options), workers, shards, parts):
         shard_members.append(some)
         report.add(found)
     members = list(chain.from_iterable(shard_members))
     for problem in report.problems:
-        say(problem)
+        print(problem)
     if not report.kinds:
         raise ValueError(f"no image in {source} can be read")
     packed = index_members(folder, shard_members)
@@ -198,18 +195,20 @@ def pack(
         shutil.copyfile(measured, folder / "stats.json")
     folder.rename(path)
     size = sum(member.size for member in members) / 2**30
-    say(f"{target}: {len(members)} images in {len(shards)} shards, {size:.3f} GiB")
-    report.say_kinds(say)
+    print(f"{target}: {len(members)} images in {len(shards)} shards, {size:.3f} GiB")
+    report.print_kinds()
     if report.problems:
-        say(f"{len(report.problems)} of {len(members)} images cannot be read: they are empty files")
+        print(
+            f"{len(report.problems)} of {len(members)} images cannot be read: they are empty files"
+        )
     unused = len(members) - report.count_of_most_frequent()
     if unused:
         share = f"{unused} of {len(members)} images ({unused / len(members):.1%})"
-        say(f"training on this pack leaves out {share}, and ends if these are above --max-bad")
+        print(f"training on this pack leaves out {share}, and ends if these are above --max-bad")
     arrays = sum(member.name.endswith(".npy") for member in members)
     if 2 * arrays >= len(members) and not (path / "stats.json").exists():
-        packed = list_images(target, say)
-        save_stats(packed, read_folder(packed, workers, say), say, options.bands)
+        packed = list_images(target)
+        save_stats(packed, read_folder(packed, workers), options.bands)
 
 
 def split_into_shards(files: ImageList | SceneList) -> list[ImageList | SceneList]:
