@@ -183,7 +183,7 @@ def measure_image(file: IO[bytes], path: str, nodata: float | None, report: Repo
 def kind_of(image: Image.Image | Bands) -> Kind:
     """Return the kind that an image has in training."""
     if isinstance(image, Bands):
-        return Kind(len(image), image.dtype.name, image.packed_only)
+        return Kind(len(image.bands), image.dtype.name, image.packed_only)
     return Kind(3, "uint8", packed_only=False, mode=picture_mode(image))
 
 
