@@ -65,8 +65,7 @@ def run_command(args: argparse.Namespace) -> int:
     check_folder(args.dir, "DIR")
     if args.command == "pack":
         options = PackOptions(max_side=args.max_side, nodata=args.nodata, bands=args.stack)
-        chosen = {"include": args.include, "exclude": args.exclude}
-        pack(args.dir, args.out, args.workers, options, **chosen)
+        pack(args.dir, args.out, args.workers, options, include=args.include, exclude=args.exclude)
         return 0
     files = list_images(args.dir, include=args.include, exclude=args.exclude)
     report = read_folder(files, args.workers, args.nodata)
