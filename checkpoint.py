@@ -175,7 +175,7 @@ class Saver:
             raise _Refused(f"run_state has the key {taken.pop()}, which the manifest itself uses")
         manifest = _to_json(run_state, "run_state")
         manifest["step"] = step
-        state = _TrainingState(self.model, self.optimizer)
+        state = TrainingState(self.model, self.optimizer)
         manifest["optimizers"] = state.describe_groups()
         tensors = state.tensors()
         # Buffers may differ between ranks (BatchNorm statistics): the first rank's are saved.
@@ -303,9 +303,6 @@ def load(
     """
     folder = Path(folder)
 
-    def read_on_first_rank(_: list[None]) -> tuple[dict[str, Any], bytes]:
-        return read_index(folder)  # only there: a thousand ranks would wait for one file
-
     def check_all() -> Metadata:
         check_files(folder, manifest, dist.get_rank(group), dist.get_world_size(group))
         index = unpickle_index(pickled)
@@ -317,9 +314,10 @@ def load(
             raise CorruptCheckpointError(f"{folder}: {error}") from None
         return index
 
-    state = _on_all_ranks(partial(_TrainingState, model, optimizer), group)
+    state = _on_all_ranks(partial(TrainingState, model, optimizer), group)
     model_state, tensors = state.model_state()
-    manifest, pickled = _gather_decide_broadcast(None, read_on_first_rank, group)
+    # on the first rank only: a thousand ranks would wait for one file
+    manifest, pickled = _gather_decide_broadcast(None, lambda _: read_index(folder), group)
     index = _on_all_ranks(check_all, group)
     _on_all_ranks(partial(read_tensors, folder, index, tensors), group)
     with _sharded_states(model):
@@ -330,13 +328,9 @@ def load(
 
 def find_newest(folder: str | Path) -> Path | None:
     """Return the newest checkpoint that rank 0 finds in a folder, or None. Collective."""
-
-    def find_on_first_rank(_: list[None]) -> Path | None:
-        found = list_checkpoints(folder)
-        return found[-1] if found else None
-
     # A shared file system may show different lists to different ranks.
-    return _gather_decide_broadcast(None, find_on_first_rank, None)
+    found = _gather_decide_broadcast(None, lambda _: list_checkpoints(folder), None)
+    return found[-1] if found else None
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
@@ -410,16 +404,6 @@ def _to_send(error: Exception) -> Exception:
 NOT_SAVED = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 
 
-def named_tensors(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
-    """Return this rank's tensors of the training state, by name. Collective.
-
-    The names are "model.NAME", "optim.state.NAME.LEAF" and, for a Python number,
-    "optim.number.NAME.LEAF", where LEAF is a key in the state of a parameter. Sharded tensors are
-    DTensors. `optimizer` is one, several or None. ValueError if a state could not be restored.
-    """
-    return _TrainingState(model, optimizer).tensors()
-
-
 def _sharded_states(model: nn.Module) -> AbstractContextManager[Any]:
     """Inside, state dicts of FSDP1 hold sharded tensors with their original names and shapes."""
     if not FSDP1.fsdp_modules(model):
@@ -439,10 +423,6 @@ def _stateful(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
-def _kind(optimizer: torch.optim.Optimizer) -> str:
-    return type(_stateful(optimizer)).__name__
-
-
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     parameters = []
     for group in optimizer.param_groups:
@@ -457,7 +437,7 @@ def _split_entry(entry: str) -> tuple[str, str]:
     return parameter, leaf
 
 
-class _TrainingState:
+class TrainingState:
     """A model and its optimizers: collects their state for saving, and restores it."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizers) -> None:
@@ -502,13 +482,18 @@ class _TrainingState:
     # saving
 
     def model_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the model's state dict twice: as it is, and by the names of `named_tensors`."""
+        """Return the model's state dict twice: as it is, and by the names of `tensors`."""
         with _sharded_states(self.model):
             state = self.model.state_dict()
         return state, {f"model.{_original_name(self.model, n)}": t for n, t in state.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what `named_tensors` does, and fill in `origins`. Collective."""
+        """Return this rank's tensors of the training state, by name; fill in `origins`. Collective.
+
+        The names are "model.NAME", "optim.state.NAME.LEAF" and, for a Python number,
+        "optim.number.NAME.LEAF", where LEAF is a key in the state of a parameter. Sharded tensors
+        are DTensors. _Refused, a ValueError, if a state could not be restored.
+        """
         # must come first: it makes FSDP2 reshard parameters that were left gathered
         _, tensors = self.model_state()
         self.origins = dict.fromkeys(tensors, "parameter")
@@ -574,7 +559,7 @@ class _TrainingState:
         """
         described = []
         for optimizer in self.optimizers:
-            kind = _kind(optimizer)
+            kind = type(_stateful(optimizer)).__name__
             for group in optimizer.param_groups:
                 settings = {}
                 for key in group.keys() - NOT_SAVED:
@@ -805,7 +790,7 @@ class Piece(NamedTuple):
 
     item: WriteItem
     whole: WriteItem  # the item that this is a part of
-    rows: slice | None  # the rows of `whole` in this part; None: all of it
+    rows: Any  # what selects its rows from the tensor of `whole`: a slice, or ... for all
 
 
 def equal_part(items: Sequence[WriteItem], part: int, parts: int) -> Iterator[Piece]:
@@ -825,12 +810,12 @@ def equal_part(items: Sequence[WriteItem], part: int, parts: int) -> Iterator[Pi
             rows = data.chunk.sizes[0]
         if size == 0:
             if part == 0 and math.prod(data.size) == 0:
-                yield Piece(item, item, None)
+                yield Piece(item, item, ...)
             continue
         first = _rows_before(begin - start, size, rows)
         last = _rows_before(end - start, size, rows)
         if last - first == rows:
-            yield Piece(item, item, None)
+            yield Piece(item, item, ...)
         elif last > first:
             yield Piece(_rows_of(item, first, last), item, slice(first, last))
         start += size
@@ -872,10 +857,8 @@ class _PiecePlanner(dcp.DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Return the data of a piece."""
         piece = self.pieces[write_item.index]
-        data: Any = super().resolve_data(piece.whole)
-        if piece.rows is None:
-            return data
-        return data[piece.rows]
+        whole: Any = super().resolve_data(piece.whole)
+        return whole[piece.rows]
 
 
 def merge_index(parts: Sequence[WrittenPart]) -> Metadata:

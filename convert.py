@@ -166,9 +166,8 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("source", type=nonempty, metavar="RUN_OR_FILE", help="run, checkpoint, or weights")
     add("out", type=nonempty, metavar="OUT", help="file or folder to write")
     add("--to", choices=("official", "timm", "transformers"), required=True, help="layout to write")
-    add(
-        "--model", type=nonempty, metavar="SIZE", help="where the source does not say: tiny:heads=6"
-    )
+    size = "where the source does not say: tiny:heads=6"
+    add("--model", type=nonempty, metavar="SIZE", help=size)
     return parser.parse_args(argv)
 
 

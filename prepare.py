@@ -10,14 +10,13 @@ can, from a login node or a job of one node. The parts of these commands are in 
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from mesh import process_cores
 from runtime import process
 from runtime.config import Parser, int_in_range, nonempty
 from runtime.image_source import check_folder
-from storage.checking import check_images, write_stats
+from storage.checking import read_folder, save_stats
 from storage.image_list import list_images
 from storage.packing import PackOptions, pack
 
@@ -55,33 +54,30 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
         add("--exclude", type=nonempty, action="append", default=[], metavar="PATTERN", help=help)
         help = "this number is a missing pixel (default: what a GeoTIFF says, and NaN)"
         add("--nodata", type=float, metavar="NUMBER", help=help)
+        cores = process_cores()
         help = "processes (default: the number of cores)"
-        add(
-            "--workers", type=int_in_range(1, 1024), default=process_cores(), metavar="N", help=help
-        )
+        add("--workers", type=int_in_range(1, 1024), default=cores, metavar="N", help=help)
     return parser.parse_args(argv)
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Run a command -> 1 where images are broken, else 0; raises what it raises."""
+    """Run a command -> 1 where `scan` finds broken images, else 0; raises what it raises."""
     check_folder(args.dir, "DIR")
     if args.command == "pack":
-        pack(
-            args.dir,
-            args.out,
-            args.workers,
-            print,
-            PackOptions(max_side=args.max_side, nodata=args.nodata, bands=args.stack),
-            include=args.include,
-            exclude=args.exclude,
-        )
+        options = PackOptions(max_side=args.max_side, nodata=args.nodata, bands=args.stack)
+        pack(args.dir, args.out, args.workers, options, include=args.include, exclude=args.exclude)
         return 0
-    files = list_images(args.dir, print, include=args.include, exclude=args.exclude)
+    files = list_images(args.dir, include=args.include, exclude=args.exclude)
+    report = read_folder(files, args.workers, args.nodata)
     if args.command == "stats":
-        write_stats(files, args.workers, print, args.nodata)
+        report.print_kinds()
+        save_stats(files, report)
         return 0
-    broken = check_images(files, args.workers, print, args.nodata)
-    return 1 if broken else 0
+    for problem in report.problems:
+        print(problem)
+    report.print_kinds()
+    print(f"{len(report.problems)} of {len(files)} images cannot be read")
+    return 1 if report.problems else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run_command(args)
     except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
-        print(f"prepare.py: error: {error}", file=sys.stderr)
+        process.print_error(str(error), "prepare.py")
         return 2 if isinstance(error, ValueError) else 1
 
 

@@ -37,13 +37,8 @@ def read_subcommand(argv: Sequence[str]) -> argparse.Namespace:
         command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
         add = command.add_argument
         add("run", type=nonempty, metavar="RUN", help="--out of a run, or one checkpoint")
-        add(
-            "--data",
-            type=nonempty,
-            required=True,
-            metavar="DIR",
-            help="folder of images, or a pack",
-        )
+        images = "folder of images, or a pack"
+        add("--data", type=nonempty, required=True, metavar="DIR", help=images)
         if name != "finetune":  # which has those of training
             help = "only images whose name or folder matches; may be repeated"
             add("--include", type=nonempty, action="append", metavar="PATTERN", help=help)

@@ -94,7 +94,7 @@ def write(args: argparse.Namespace, folder: Path) -> Found:
         p.grad = torch.zeros_like(p)
     optimizer.step()  # which creates the optimizer's states
     optimizer.zero_grad()
-    tensors = [local(t) for t in checkpoint.named_tensors(model, optimizer).values()]
+    tensors = [local(t) for t in checkpoint.TrainingState(model, optimizer).tensors().values()]
     for tensor in tensors:
         tensor.fill_(1)
     plain = folder / f"plain{dist.get_rank()}"
@@ -126,7 +126,9 @@ def load(args: argparse.Namespace, folder: Path) -> Found:
     work = partial(checkpoint.load, folder / SAVED, model, optimizer)
     seconds = timing.seconds_of(work, dist.barrier)
     peak = timing.resident("VmHWM") - before
-    size = sum(local(t).nbytes for t in checkpoint.named_tensors(model, optimizer).values())
+    size = sum(
+        local(t).nbytes for t in checkpoint.TrainingState(model, optimizer).tensors().values()
+    )
     return {"load": [seconds], "peak while loading": [peak / 1e9], "state": [size / 1e9]}
 
 

@@ -72,7 +72,7 @@ def make_tree(root: Path, images: int) -> None:
 def ours(root: str, exact: bool, workers: int, steps: int, seed: int) -> Iterable[Any]:
     """Load a tree or a pack by data.py."""
     return data.build_loader(
-        image_list.list_images(root, print),
+        image_list.list_images(root),
         img_size=SIDE,
         patches=PATCHES,
         seed=seed,

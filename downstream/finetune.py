@@ -106,9 +106,8 @@ def run(args: argparse.Namespace) -> int:
     received = process.listen_for_signals()
     pretrained = read_pretrained(args.run)
     image_source.check_folder(args.test, "--test", args.out)
-    flags = argparse.Namespace()
-    for row in fields(Tuning):
-        setattr(flags, row.name, getattr(args, row.name, row.default))
+    defaults = {row.name: row.default for row in fields(Tuning)}
+    flags = argparse.Namespace(**defaults | vars(args))
     # spelled out, because a model of other code may have any shape
     shape = ",".join(f"{name}={value:d}" for name, value in vars(pretrained.config).items())
     flags.model = f"base:{shape}"

@@ -30,13 +30,8 @@ GAP = 16  # pixels between images; the names of the columns stand there
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this subcommand."""
     add = parser.add_argument
-    add(
-        "--images",
-        type=int_in_range(1, 64),
-        default=8,
-        metavar="N",
-        help="evenly over the list (8)",
-    )
+    images = "evenly over the list (8)"
+    add("--images", type=int_in_range(1, 64), default=8, metavar="N", help=images)
     add("--mask-ratio", type=number(0, 1), metavar="SHARE", help="default: as in pretraining")
     norm_pix = "the model predicts normalised patches, or pixels (default: as in pretraining)"
     add("--norm-pix-loss", action=argparse.BooleanOptionalAction, help=norm_pix)

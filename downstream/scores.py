@@ -60,27 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--features", choices=("cls", "mean"), default="cls", help="class token (default) or mean")
     seeds = "average over N seeds: of split, random weights, training (default 1)"
     add("--seeds", type=int_in_range(1), default=1, metavar="N", help=seeds)
-    add(
-        "--workers",
-        type=int_in_range(0),
-        metavar="N",
-        help="loader processes (cores - 1, at most 6)",
-    )
-    add(
-        "--out",
-        type=nonempty,
-        default="probe",
-        metavar="DIR",
-        help="for the scores (default probe)",
-    )
+    workers = "loader processes (cores - 1, at most 6)"
+    add("--workers", type=int_in_range(0), metavar="N", help=workers)
+    out = "for the scores (default probe)"
+    add("--out", type=nonempty, default="probe", metavar="DIR", help=out)
     if parser.prog.endswith("knn"):
-        add(
-            "--k",
-            type=int_in_range(1),
-            default=20,
-            metavar="K",
-            help="neighbours that vote (default 20)",
-        )
+        neighbours = "neighbours that vote (default 20)"
+        add("--k", type=int_in_range(1), default=20, metavar="K", help=neighbours)
         return
     epochs = f"default {EPOCHS}, on a small set more, until two million images are seen"
     add("--epochs", type=int_in_range(1), metavar="N", help=epochs)
@@ -154,7 +140,7 @@ def encode_folder(
     size = models[0].img_size
     stats = pretrained.stats
     workers = worker_count(args.workers, mesh.read_ranks({}))
-    progress = throttled_progress(print, f"features of {files.root}")
+    progress = throttled_progress(f"features of {files.root}")
     device = next(models[0].parameters()).device
     indices: list[int] = []
     features: list[list[Tensor]] = [[] for _ in models]
@@ -212,19 +198,15 @@ def nearest_vote(bank: Tensor, labels: Tensor, queries: Tensor, classes: int, k:
 
 
 @torch.no_grad()
-def lars_step(p: Any, velocity: Tensor, lr: float) -> None:
-    """Take one step of LARS: the gradient times the parameter's norm over the gradient's norm.
+def scale_gradient(p: Any) -> None:
+    """Multiply a parameter's gradient by the parameter's norm over the gradient's norm.
 
-    As in You, Gitman, Ginsburg (arXiv 1708.03888, algorithm 1), with momentum and without weight
-    decay; vectors (biases) are trained with plain SGD.
+    With SGD this is LARS, as in You, Gitman, Ginsburg (arXiv 1708.03888, algorithm 1). Vectors
+    (biases) are trained with plain SGD.
     """
-    gradient = p.grad
     if p.ndim > 1:
-        norm = gradient.norm()  # may be 0: its squares underflow once the loss is almost 0
-        gradient = gradient * torch.where(norm > 0, LARS_TRUST * p.norm() / norm, 1.0)
-    velocity.mul_(LARS_MOMENTUM).add_(gradient)
-    p.sub_(velocity, alpha=lr)
-    p.grad = None
+        norm = p.grad.norm()  # may be 0: its squares underflow once the loss is almost 0
+        p.grad *= torch.where(norm > 0, LARS_TRUST * p.norm() / norm, 1.0)
 
 
 def rate_at(step: int, steps: int, peak: float) -> float:
@@ -257,34 +239,32 @@ def train_linear(
     if epochs is None:
         epochs = max(EPOCHS, math.ceil(SAMPLES / count))
     epoch_steps = count // batch
-    steps = epochs * epoch_steps
     peak_lr = blr * batch / 256
     linear = nn.Linear(width, classes)
     nn.init.trunc_normal_(linear.weight, std=0.01, generator=generator)
     nn.init.zeros_(linear.bias)
     model = nn.Sequential(nn.BatchNorm1d(width, eps=1e-6, affine=False), linear)
     model.to(features.device)
-    velocities = {p: torch.zeros_like(p) for p in model.parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, momentum=LARS_MOMENTUM)
     labels = labels.to(features.device)
-    progress = throttled_progress(print, f"linear classifier, {epochs} epochs of {count} images")
+    progress = throttled_progress(f"linear classifier, {epochs} epochs of {count} images")
     losses: list[Tensor] = []
-    inputs = features
-    target = labels
-    for step in range(steps):
-        if batch < count:  # otherwise each batch is all images, and their order does not matter
-            if step % epoch_steps == 0:
-                order = torch.randperm(count, generator=generator).to(features.device)
-            first = step % epoch_steps * batch
-            some = order[first : first + batch]
-            inputs = features[some]
-            target = labels[some]
-        loss = F.cross_entropy(model(inputs), target)
-        loss.backward()
-        lr = rate_at(step, steps, peak_lr)
-        for p, velocity in velocities.items():
-            lars_step(p, velocity, lr)
-        losses.append(loss.detach())
-        progress((step + 1) * batch)
+    batches: Sequence[Any] = [slice(None)]  # all images, whose order then does not matter
+    for _ in range(epochs):
+        if batch < count:
+            order = torch.randperm(count, generator=generator).to(features.device)
+            batches = order.split(batch)[:epoch_steps]
+        for some in batches:
+            loss = F.cross_entropy(model(features[some]), labels[some])
+            optimizer.zero_grad()
+            loss.backward()
+            for p in model.parameters():
+                scale_gradient(p)
+            rate = rate_at(len(losses), epochs * epoch_steps, peak_lr)
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+            losses.append(loss.detach())
+            progress(len(losses) * batch)
     return model.eval(), torch.stack(losses).cpu()
 
 

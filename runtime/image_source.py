@@ -12,7 +12,6 @@ from PIL import Image
 
 import data
 from storage import image_list
-from storage.paths import stats_file
 
 if TYPE_CHECKING:  # a loader worker imports this file for SyntheticImages
     from runtime.config import Config
@@ -79,11 +78,7 @@ def list_folder(
 ) -> Any:
     """List a folder or pack, in `out` if given -> data.ImageSource; ValueError if it is empty."""
     check_folder(folder)
-    if include is None:
-        include = ()
-    if exclude is None:
-        exclude = ()
-    return image_list.find_list(folder, out, print, include=include, exclude=exclude)
+    return image_list.list_images(folder, out, include=include or (), exclude=exclude or ())
 
 
 def find_images(
@@ -142,7 +137,7 @@ def find_stats(folder: str, channels: int) -> tuple[data.ChannelStats, str]:
 
     RGB images without statistics get ImageNet's. ValueError if none fit so many channels.
     """
-    path = stats_file(folder)
+    path = image_list.stats_file(folder)
     if folder == "synthetic":
         if channels == 3:
             return data.IMAGENET, ""

@@ -46,7 +46,7 @@ def ignore_output_errors() -> None:
             setattr(sys, name, text)
 
 
-def throttled_progress(say: Callable[[str], None], doing: str) -> Callable[[int], None]:
+def throttled_progress(doing: str) -> Callable[[int], None]:
     """Make a progress function that prints a count every few seconds; short work prints none."""
     last = time.monotonic()
 
@@ -54,7 +54,7 @@ def throttled_progress(say: Callable[[str], None], doing: str) -> Callable[[int]
         nonlocal last
         if time.monotonic() > last + 5:
             last = time.monotonic()
-            say(f"{doing}: {count} images")
+            print(f"{doing}: {count} images")
 
     return progress
 

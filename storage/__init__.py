@@ -1,1 +1,1 @@
-"""Images on disk: paths, image_list, arrays; stacking uses them, checking that, packing all."""
+"""Images on disk: image_list, arrays; stacking uses them, checking that, packing all."""

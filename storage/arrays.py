@@ -51,9 +51,6 @@ class Bands:
         for band in bands:
             check_range(band)
 
-    def __len__(self) -> int:
-        return len(self.bands)
-
     def __iter__(self) -> Iterator[np.ndarray]:
         """Yield each channel (H, W)."""
         _, height, width = self.shape

@@ -19,14 +19,12 @@ import data
 from checkpoint import atomic_write
 from runtime import process
 from storage.arrays import Bands, declares_missing, read_image
-from storage.image_list import ImageList
-from storage.paths import stats_file
+from storage.image_list import ImageList, stats_file
 from storage.stacking import SceneList
 
 PART = 64  # images that a process reads before it reports
 LARGE = 2**22  # pixels; of a larger image only some rows and columns are measured
 DEEP_GREY = "16-bit grey"
-Say = Callable[[str], None]
 
 
 class Kind(NamedTuple):
@@ -92,35 +90,32 @@ class Report:
             counts[kind.channels, kind.dtype] += count
         return max(counts.values(), default=0)
 
-    def say_kinds(self, say: Say) -> None:
+    def print_kinds(self) -> None:
         """Print how many images there are of each kind, and what to do if they differ."""
         several = len(self.kinds) > 1
         for kind, count in self.kinds.most_common():
-            say(f"{count} images: {kind}" + (f", such as {self.first[kind]}" if several else ""))
+            print(f"{count} images: {kind}" + (f", such as {self.first[kind]}" if several else ""))
         if len({(kind.channels, kind.dtype) for kind in self.kinds}) > 1:
-            say("training takes one kind: choose it by --include PATTERN or --exclude PATTERN")
+            print("training takes one kind: choose it by --include PATTERN or --exclude PATTERN")
         elif several:
-            say("training takes all of these: leave out masks by --include or --exclude PATTERN")
+            print("training takes all of these: leave out masks by --include or --exclude PATTERN")
         if self.declaring:
             what = f"{self.declaring} pictures declare missing pixels (nodata, or a mask)"
-            say(
-                f"{what}: they are taken as stored; `pack --nodata NUMBER` makes NaN of that number"
-            )
+            advice = "`pack --nodata NUMBER` makes NaN of that number"
+            print(f"{what}: they are taken as stored; {advice}")
         if any(kind.mode == DEEP_GREY for kind in self.kinds):
-            say(f"{DEEP_GREY} pictures: training divides their values by 257")
+            print(f"{DEEP_GREY} pictures: training divides their values by 257")
         if self.missing:
             share = self.missing / self.values
-            say(f"nodata: {self.missing} of {self.values} values ({share:.2%}), not measured")
+            print(f"nodata: {self.missing} of {self.values} values ({share:.2%}), not measured")
 
 
-def for_each(
-    work: Callable[..., Any], workers: int, say: Say, *columns: Sequence[Any]
-) -> Iterator[Any]:
+def for_each(work: Callable[..., Any], workers: int, *columns: Sequence[Any]) -> Iterator[Any]:
     """Yield the results of work as `map` does, in several processes; with one worker in this one.
 
     The last column has parts of a list of images. RuntimeError if a worker process dies.
     """
-    progress = process.throttled_progress(say, "reading")
+    progress = process.throttled_progress("reading")
     done = 0
     pool = ProcessPoolExecutor(workers, process.fork_server(), process.start_worker)
     run: Any = pool.map if workers > 1 else map
@@ -188,7 +183,7 @@ def measure_image(file: IO[bytes], path: str, nodata: float | None, report: Repo
 def kind_of(image: Image.Image | Bands) -> Kind:
     """Return the kind that an image has in training."""
     if isinstance(image, Bands):
-        return Kind(len(image), image.dtype.name, image.packed_only)
+        return Kind(len(image.bands), image.dtype.name, image.packed_only)
     return Kind(3, "uint8", packed_only=False, mode=picture_mode(image))
 
 
@@ -215,37 +210,17 @@ def measure_channels(channels: Iterable[np.ndarray]) -> tuple[np.ndarray, int, i
     return np.array(found).T, values, missing
 
 
-def read_folder(files: ImageList, workers: int, say: Say, nodata: float | None = None) -> Report:
-    """Read every image of a list."""
+def read_folder(files: ImageList, workers: int, nodata: float | None = None) -> Report:
+    """Read every image of a list and measure it; `nodata` as in `read_image`."""
     report = Report()
     parts = [files.part(first, first + PART) for first in range(0, len(files), PART)]
-    for found in for_each(partial(read_part, nodata), workers, say, parts):
+    for found in for_each(partial(read_part, nodata), workers, parts):
         report.add(found)
     return report
 
 
-def check_images(files: ImageList, workers: int, say: Say, nodata: float | None = None) -> int:
-    """Decode every image, name the unreadable ones, and return their number."""
-    report = read_folder(files, workers, say, nodata)
-    for problem in report.problems:
-        say(problem)
-    report.say_kinds(say)
-    say(f"{len(report.problems)} of {len(files)} images cannot be read")
-    return len(report.problems)
-
-
-def write_stats(files: ImageList, workers: int, say: Say, nodata: float | None = None) -> None:
-    """Measure all images and write their statistics where training looks for them.
-
-    ValueError if no image can be read.
-    """
-    report = read_folder(files, workers, say, nodata)
-    report.say_kinds(say)
-    save_stats(files, report, say)
-
-
-def save_stats(files: ImageList, report: Report, say: Say, bands: Sequence[str] = ()) -> None:
-    """Write the statistics of the images that a report is about, and the names of their bands.
+def save_stats(files: ImageList, report: Report, bands: Sequence[str] = ()) -> None:
+    """Write statistics of the images of a report, and names of their bands, for training to find.
 
     Every image has the same weight, as in training. If images differ in channels or dtype, those of
     the most frequent kind are taken. ValueError if no image can be read.
@@ -271,4 +246,4 @@ def save_stats(files: ImageList, report: Report, say: Say, bands: Sequence[str] 
     path = stats_file(files.root)
     with atomic_write(Path(path)) as stream:
         stream.write(json.dumps(text).encode())
-    say(f"{path}: {measured} of {len(files)} images, {channels} channels of {dtype}")
+    print(f"{path}: {measured} of {len(files)} images, {channels} channels of {dtype}")

@@ -2,7 +2,8 @@
 
 import os
 from collections import Counter, defaultdict
-from typing import Any
+
+from storage.image_list import ImageList
 
 SHOWN = 5  # names in a sentence
 # Folders of these names hold parts of a data set, or kinds of files.
@@ -10,20 +11,20 @@ NO_CLASSES = {"train", "training", "val", "valid", "validation", "test", "testin
 NO_CLASSES |= {"image", "images", "img", "imgs", "mask", "masks", "label", "labels"}
 
 
-def describe_classes(files: Any) -> list[str]:
-    """Describe the classes of a data.ImageFolder or an ImageList -> sentences, for a person.
+def describe_classes(files: ImageList) -> list[str]:
+    """Describe the classes of a list of images -> sentences, for a person.
 
     The first says how many there are, and some names with their images; the others begin with
     "warning:". ValueError if there are fewer than two classes.
     """
-    counts = Counter(int(label) for label in files.labels if label >= 0)
-    names = [files.classes[label] for label in sorted(counts)]
+    counts = Counter(files.classes[label] for label in files.labels if label >= 0)
+    names = sorted(counts)
     if len(names) < 2:
         raise ValueError(
             f"{files.root} has {len(names)} classes, but a score needs two: "
             "give a folder with one folder of images per class"
         )
-    some = [f"{files.classes[label]} ({counts[label]})" for label in sorted(counts)[:SHOWN]]
+    some = [f"{name} ({counts[name]})" for name in names[:SHOWN]]
     if len(names) > SHOWN:
         some.append("...")
     each = f"{len(names)} classes of {min(counts.values())} to {max(counts.values())} images"
@@ -39,19 +40,14 @@ def describe_classes(files: Any) -> list[str]:
     return sentences
 
 
-def classes_of_several_folders(files: Any) -> list[list[str]]:
+def classes_of_several_folders(files: ImageList) -> list[list[str]]:
     """List the folders of each class that has more than one, without those inside a class."""
-    folders: dict[int, set[str]] = defaultdict(set)
+    folders: dict[str, set[str]] = defaultdict(set)
     for index, label in enumerate(files.labels):
         if label >= 0:
-            folder = os.path.dirname(image_name(files, index))
+            folder = os.path.dirname(files.name(index))
             name = files.classes[label]
             while os.path.basename(folder) != name:  # from CLASS/images to CLASS
                 folder = os.path.dirname(folder)
-            folders[int(label)].add(folder)
+            folders[name].add(folder)
     return [sorted(found) for _, found in sorted(folders.items()) if len(found) > 1]
-
-
-def image_name(files: Any, index: int) -> str:
-    """Return the path of an image relative to its folder, or within its pack."""
-    return files.name(index) if hasattr(files, "shards") else files.names[index]

@@ -6,7 +6,7 @@ import os
 import resource
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -16,7 +16,6 @@ import numpy as np
 
 import data
 from runtime.process import throttled_progress
-from storage.paths import is_pack
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class ImageList:
     classes: tuple[str, ...]
     shards: tuple[str, ...] = ()  # names of the tar files of a pack
     index_file: str | None = None
-    opened: dict[str, io.FileIO] = field(default_factory=dict, compare=False, repr=False)
+    opened: dict[str, IO[bytes]] = field(default_factory=dict, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -79,9 +78,10 @@ class ImageList:
         row = self.table[index]
         file = self.open_shard(self.shards[row["shard"]])
         # Not mapped into memory: that would ask a parallel file system for one page at a time.
-        return io.BytesIO(read_range(file.fileno(), int(row["start"]), int(row["size"])))
+        file.seek(row["start"])
+        return io.BytesIO(file.read(row["size"]))
 
-    def open_shard(self, name: str) -> io.FileIO:
+    def open_shard(self, name: str) -> IO[bytes]:
         """Return an open shard of the pack; open it first if necessary.
 
         Half of the files that a process may open are left for other uses, such as the loader's.
@@ -92,22 +92,10 @@ class ImageList:
         while self.opened and len(self.opened) >= most // 2:
             oldest = next(iter(self.opened))
             self.opened.pop(oldest).close()
-        file = io.FileIO(os.path.join(self.root, name))
+        # buffered: so it reads on where Linux stops, after 2 GiB at once
+        file = io.BufferedReader(io.FileIO(os.path.join(self.root, name)))
         self.opened[name] = file
         return file
-
-
-def read_range(descriptor: int, start: int, size: int) -> bytes:
-    """Read `size` bytes of an open file, or up to its end; Linux reads at most 2 GiB at once."""
-    parts = []
-    while size > 0:
-        part = os.pread(descriptor, size, start)
-        if not part:
-            break
-        parts.append(part)
-        start += len(part)
-        size -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def make_table(names: list[bytes], *columns: Any) -> np.ndarray:
@@ -122,15 +110,12 @@ def make_table(names: list[bytes], *columns: Any) -> np.ndarray:
 
 
 def list_images(
-    root: str,
-    say: Callable[[str], None],
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    root: str, out: str | None = None, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> ImageList:
     """List a folder as `data.scan` does, and the bytes of its files; or load a pack's list.
 
-    Says how many files are left out, and why. OSError or ValueError as in `data.scan`.
+    A new list is kept in the folder `out`, if that is given. Prints how many files are left out,
+    and why. OSError or ValueError as in `data.scan`.
     """
 
     def size(name: str) -> int:
@@ -138,15 +123,22 @@ def list_images(
         return os.path.getsize(path) if os.path.exists(path) else 0  # a link to nothing
 
     if is_pack(root):
-        packed = load_index(os.path.join(root, "pack.index"), root)
-        return choose(packed, include, exclude) if include or exclude else packed
-    found = data.scan(root, throttled_progress(say, "listing"), include=include, exclude=exclude)
-    if found.left_out:
-        say(f"{root}: {len(found)} images; left out {data.describe_counts(found.left_out)}")
-    with ThreadPool(16) as threads:  # a parallel file system takes long for each size
-        sizes = threads.map(size, found.names)
-    names = [os.fsencode(name) for name in found.names]
-    return ImageList(root, make_table(names, found.labels, sizes), found.classes)
+        files = load_index(os.path.join(root, "pack.index"), root)
+        if include or exclude:
+            files = choose(files, include, exclude)
+    else:
+        found = data.scan(root, throttled_progress("listing"), include=include, exclude=exclude)
+        if found.left_out:
+            counts = data.describe_counts(found.left_out)
+            print(f"{root}: {len(found)} images; left out {counts}")
+        with ThreadPool(16) as threads:  # a parallel file system takes long for each size
+            sizes = threads.map(size, found.names)
+        names = [os.fsencode(name) for name in found.names]
+        files = ImageList(root, make_table(names, found.labels, sizes), found.classes)
+    if files.index_file or out is None:
+        return files
+    os.makedirs(out, exist_ok=True)
+    return save_index(files, os.path.join(out, "images.index"))
 
 
 def choose(files: ImageList, include: Sequence[str], exclude: Sequence[str]) -> ImageList:
@@ -187,24 +179,25 @@ def load_index(path: str, root: str) -> ImageList:
     return ImageList(root, table.view(np.ndarray), tuple(classes), tuple(shards), path)
 
 
-def find_list(
-    folder: str,
-    out: str | None,
-    say: Callable[[str], None],
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-) -> ImageList:
-    """List a folder, or load the list of a pack; a new list is kept in `out`, if that is given."""
-    files = list_images(folder, say, include=include, exclude=exclude)
-    if files.index_file or out is None:
-        return files
-    os.makedirs(out, exist_ok=True)
-    return save_index(files, os.path.join(out, "images.index"))
-
-
 def fingerprint(files: ImageList) -> str:
     """Compute a checksum of all names and sizes."""
     names = files.table["name"].tobytes()
     sizes = files.table["size"].tobytes()
     return f"{zlib.crc32(sizes, zlib.crc32(names)):08x}"
+
+
+def is_pack(folder: str) -> bool:
+    """Tell whether `folder` is a pack of images, not a folder of image files."""
+    return os.path.exists(os.path.join(folder, "pack.index"))
+
+
+def stats_file(folder: str) -> str:
+    """Return where `prepare.py stats` keeps the mean and standard deviation of each channel.
+
+    Every spelling of a folder gives the same path: `.`, a link to it, or a slash at its end.
+    """
+    folder = os.path.realpath(folder)
+    if is_pack(folder):
+        return os.path.join(folder, "stats.json")
+    # beside a folder, not in it: a new file in it would change the list of its files
+    return f"{folder}.stats.json"

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -23,15 +23,13 @@ from storage.arrays import Bands, declares_missing, read_image
 from storage.checking import (
     Kind,
     Report,
-    Say,
     for_each,
     kind_of,
     noting_problems,
     read_folder,
     save_stats,
 )
-from storage.image_list import ImageList, list_images, make_table, save_index
-from storage.paths import stats_file
+from storage.image_list import ImageList, list_images, make_table, save_index, stats_file
 from storage.stacking import SceneList, find_scenes
 
 SHARD_BYTES = 2**28  # size of the source files that become one shard
@@ -59,7 +57,8 @@ class Member(NamedTuple):
 class Packed(NamedTuple):
     """One image as a pack holds it."""
 
-    content: bytes | Bands
+    size: int  # bytes
+    content: Iterable[bytes | memoryview]  # parts, to be written one after the other
     ending: str  # what its name must end with; "" keeps the name of the file
     kind: Kind
     declaring: bool = False  # a picture that says which of its pixels are missing
@@ -77,18 +76,25 @@ def repack(file: IO[bytes], options: PackOptions) -> Packed:
     if max_side is None or max(image.size) <= max_side:
         declaring = declares_missing(image)
         file.seek(0)
-        return Packed(file.read(), "", kind_of(image), declaring)
+        content = file.read()
+        return Packed(len(content), [content], "", kind_of(image), declaring)
     image.draft(None, (2 * max_side, 2 * max_side))  # decode a JPEG no larger than needed
     rgb = data.decode(image)
     rgb.thumbnail((max_side, max_side), Image.Resampling.BICUBIC)
     smaller = io.BytesIO()
     rgb.save(smaller, "JPEG", quality=QUALITY)
-    return Packed(smaller.getvalue(), ".jpg", kind_of(rgb))
+    return Packed(smaller.tell(), [smaller.getvalue()], ".jpg", kind_of(rgb))
 
 
 def pack_bands(bands: Bands) -> Packed:
-    """Return bands as an array of a pack, from which training reads it."""
-    return Packed(bands, ".npy", kind_of(bands)._replace(packed_only=False))
+    """Return bands as a .npy file of an array (C, H, W), each channel made when it is written."""
+    about = {"descr": bands.dtype.str, "fortran_order": False, "shape": bands.shape}
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, about)
+    size = header.tell() + math.prod(bands.shape) * bands.dtype.itemsize
+    channels = (np.ascontiguousarray(channel).data for channel in bands)
+    kind = kind_of(bands)._replace(packed_only=False)  # training reads it from the pack
+    return Packed(size, chain([header.getvalue()], channels), ".npy", kind)
 
 
 def read_member(files: ImageList | SceneList, index: int, options: PackOptions) -> Packed:
@@ -112,53 +118,40 @@ def write_shard(
     report = Report()
     with open(path, "wb") as file:
         for index in range(len(files)):
-            content: bytes | Bands = b""
             name = files.name(index)
+            size = 0
+            content: Iterable[bytes | memoryview] = []
             with noting_problems(report, files, index):
                 packed = read_member(files, index, options)
+                size = packed.size
                 content = packed.content
                 report.count(packed.kind, files.path(index), packed.declaring)
                 if not name.lower().endswith(packed.ending):
                     name += packed.ending
-            start, size = write_member(file, name, content)
+            start = write_member(file, name, size, content)
             members.append(Member(name, size, start))
         file.write(bytes(2 * BLOCK))  # the end of a tar file
     return members, report
 
 
-def write_member(file: IO[bytes], name: str, content: bytes | Bands) -> tuple[int, int]:
-    """Append a file to a tar file -> where its content starts, and its size in bytes."""
+def write_member(
+    file: IO[bytes], name: str, size: int, content: Iterable[bytes | memoryview]
+) -> int:
+    """Append a file of `size` bytes to a tar file -> where its content starts."""
     info = tarfile.TarInfo(name)
-    if isinstance(content, Bands):
-        start_of_content = npy_header(content)
-        info.size = len(start_of_content) + math.prod(content.shape) * content.dtype.itemsize
-    else:
-        start_of_content = content
-        info.size = len(content)
+    info.size = size
     file.write(info.tobuf(errors="surrogateescape"))
     start = file.tell()
-    file.write(start_of_content)
-    if isinstance(content, Bands):
-        for channel in content:
-            file.write(np.ascontiguousarray(channel).data)
-    file.write(bytes(-info.size % BLOCK))
-    return start, info.size
-
-
-def npy_header(bands: Bands) -> bytes:
-    """Return what a .npy file of (C, H, W) begins with; the channels follow, row by row."""
-    descr = np.lib.format.dtype_to_descr(bands.dtype)
-    about = {"descr": descr, "fortran_order": False, "shape": bands.shape}
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, about)
-    return header.getvalue()
+    for part in content:
+        file.write(part)
+    file.write(bytes(-size % BLOCK))
+    return start
 
 
 def pack(
     source: str,
     target: str,
     workers: int,
-    say: Say,
     options: PackOptions,
     *,
     include: Sequence[str] = (),
@@ -174,8 +167,8 @@ def pack(
     path = Path(target)
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{target} is not empty: pack into a new folder")
-    listed = list_images(source, say, include=include, exclude=exclude)
-    files = find_scenes(listed, options.bands, say) if options.bands else listed
+    listed = list_images(source, include=include, exclude=exclude)
+    files = find_scenes(listed, options.bands) if options.bands else listed
     folder = path.with_name(f"{path.name}.unfinished")
     shutil.rmtree(folder, ignore_errors=True)  # left by a command that was interrupted
     folder.mkdir(parents=True)
@@ -183,33 +176,32 @@ def pack(
     shards = [folder / f"shard-{i:06}.tar" for i in range(len(parts))]
     shard_members = []
     report = Report()
-    for some, found in for_each(partial(write_shard, options), workers, say, shards, parts):
+    for some, found in for_each(partial(write_shard, options), workers, shards, parts):
         shard_members.append(some)
         report.add(found)
-    members = list(chain.from_iterable(shard_members))
     for problem in report.problems:
-        say(problem)
+        print(problem)
     if not report.kinds:
         raise ValueError(f"no image in {source} can be read")
-    packed = index_members(folder, shard_members)
-    save_index(packed, str(folder / "pack.index"))
+    save_index(index_members(shards, shard_members), str(folder / "pack.index"))
     measured = stats_file(source)
     if os.path.exists(measured) and not options.bands:
         shutil.copyfile(measured, folder / "stats.json")
     folder.rename(path)
-    size = sum(member.size for member in members) / 2**30
-    say(f"{target}: {len(members)} images in {len(shards)} shards, {size:.3f} GiB")
-    report.say_kinds(say)
+    packed = list_images(target)
+    count = len(packed)
+    size = packed.sizes.sum() / 2**30
+    print(f"{target}: {count} images in {len(shards)} shards, {size:.3f} GiB")
+    report.print_kinds()
     if report.problems:
-        say(f"{len(report.problems)} of {len(members)} images cannot be read: they are empty files")
-    unused = len(members) - report.count_of_most_frequent()
+        print(f"{len(report.problems)} of {count} images cannot be read: they are empty files")
+    unused = count - report.count_of_most_frequent()
     if unused:
-        share = f"{unused} of {len(members)} images ({unused / len(members):.1%})"
-        say(f"training on this pack leaves out {share}, and ends if these are above --max-bad")
-    arrays = sum(member.name.endswith(".npy") for member in members)
-    if 2 * arrays >= len(members) and not (path / "stats.json").exists():
-        packed = list_images(target, say)
-        save_stats(packed, read_folder(packed, workers, say), say, options.bands)
+        share = f"{unused} of {count} images ({unused / count:.1%})"
+        print(f"training on this pack leaves out {share}, and ends if these are above --max-bad")
+    arrays = np.char.endswith(packed.table["name"], b".npy").sum()
+    if 2 * arrays >= count and not (path / "stats.json").exists():
+        save_stats(packed, read_folder(packed, workers), options.bands)
 
 
 def split_into_shards(files: ImageList | SceneList) -> list[ImageList | SceneList]:
@@ -219,13 +211,13 @@ def split_into_shards(files: ImageList | SceneList) -> list[ImageList | SceneLis
     return [files.part(first, last) for first, last in pairwise([*firsts, len(files)])]
 
 
-def index_members(folder: Path, shard_members: Sequence[Sequence[Member]]) -> ImageList:
-    """Make the list of a pack from the members of its shards."""
+def index_members(shards: Sequence[Path], shard_members: Sequence[Sequence[Member]]) -> ImageList:
+    """Make the list of a pack from its shards and the members of each."""
     names, sizes, starts = zip(*chain.from_iterable(shard_members), strict=True)
     counts = [len(members) for members in shard_members]
-    shard_numbers = np.repeat(np.arange(len(counts)), counts)
+    shard_numbers = np.repeat(np.arange(len(shards)), counts)
     labels, classes = data.classes_by_folder(names)
     encoded = [os.fsencode(name) for name in names]
     table = make_table(encoded, labels, sizes, shard_numbers, starts)
-    shards = tuple(f"shard-{i:06}.tar" for i in range(len(counts)))
-    return ImageList(str(folder), table, classes, shards)
+    shard_names = tuple(shard.name for shard in shards)
+    return ImageList(str(shards[0].parent), table, classes, shard_names)

@@ -7,7 +7,7 @@ resolution (R10m, R20m, R60m, as in a .SAFE) count as one.
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -73,7 +73,7 @@ class SceneList:
             raise ValueError(f"{os.path.basename(name)}: {error}") from None
 
 
-def find_scenes(files: ImageList, bands: Sequence[str], say: Callable[[str], None]) -> SceneList:
+def find_scenes(files: ImageList, bands: Sequence[str]) -> SceneList:
     """Group the files of a folder into scenes by the names of their bands.
 
     The end of a file's name, before its ending, tells its band: T33_B02.tif belongs to B02.
@@ -105,7 +105,7 @@ def find_scenes(files: ImageList, bands: Sequence[str], say: Callable[[str], Non
         seen = data.describe_counts(dict(others.most_common(12)))
         raise ValueError(f"no file of band {', '.join(absent)}; other names end with: {seen}")
     if others:
-        say(f"left out, being of no band: {sum(others.values())} files")
+        print(f"left out, being of no band: {sum(others.values())} files")
     named = name_scenes(scenes)
     names = sorted(named, key=os.fsencode)
     rows_of_scenes = np.array([named[name] for name in names])

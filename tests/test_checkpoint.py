@@ -267,7 +267,9 @@ def test_every_flipped_bit_is_found_or_harmless(single, tmp_path):
     optimizer, its = (torch.optim.AdamW(m.parameters()) for m in (model, other))
     model(torch.ones(1, 16)).sum().backward()
     optimizer.step()
-    expected = {n: t.clone() for n, t in checkpoint.named_tensors(model, optimizer).items()}
+    expected = {
+        n: t.clone() for n, t in checkpoint.TrainingState(model, optimizer).tensors().items()
+    }
     run_state = {"flags": {"model": "tiny", "blr": 1e-3, "clip": None}, "scaler": None}
     folder = checkpoint.save(tmp_path, 4, model, optimizer, run_state)
     for path in itertools.cycle(sorted(folder.iterdir())):
@@ -277,11 +279,11 @@ def test_every_flipped_bit_is_found_or_harmless(single, tmp_path):
         bit = choose.randrange(8 * len(content))
         flip(path, bit)
         with torch.no_grad():
-            for tensor in checkpoint.named_tensors(other, its).values():
+            for tensor in checkpoint.TrainingState(other, its).tensors().values():
                 tensor.fill_(float("nan"))
         try:
             state = checkpoint.load(folder, other, its)
-            loaded = checkpoint.named_tensors(other, its)
+            loaded = checkpoint.TrainingState(other, its).tensors()
             assert all(torch.equal(t, expected[n]) for n, t in loaded.items()), (path, bit)
             assert state == state | run_state | {"step": 4}, (path, bit)
         except checkpoint.CorruptCheckpointError as error:

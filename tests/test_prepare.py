@@ -28,13 +28,13 @@ import checkpoint
 import data
 import prepare
 from runtime import image_source
-from storage import image_list, packing, paths
+from storage import image_list, packing
 
 TILES = ROOT / "examples/tiles/train"
 
 
 def listed(root):
-    return image_list.list_images(str(root), print)
+    return image_list.list_images(str(root))
 
 
 def contents(files):
@@ -80,15 +80,15 @@ def ledger(path):
 # --- the list
 
 
-def test_a_list_is_kept_in_out(tmp_path):
+def test_a_list_is_kept_in_out(tmp_path, capsys):
     """And a copy of it, as a worker gets, is no copy of the paths but a map of the file."""
-    root, out, said = tmp_path / "root", str(tmp_path / "out"), []
+    root, out = tmp_path / "root", str(tmp_path / "out")
     plain = class_tree(root)
-    assert image_list.find_list(str(root), None, said.append).index_file is None  # not kept
-    kept = image_list.find_list(f"{root}/", out, said.append)
-    assert kept.index_file == f"{out}/images.index" and not said
+    assert listed(root).index_file is None  # not kept
+    kept = image_list.list_images(f"{root}/", out)
+    assert kept.index_file == f"{out}/images.index" and capsys.readouterr().out == ""
     (root / "1 é.jpg").write_bytes(b"new")
-    kept = image_list.find_list(str(root), out, said.append)  # of the folder as it is
+    kept = image_list.list_images(str(root), out)  # of the folder as it is
     copied = pickle.loads(pickle.dumps(kept))
     assert (
         len(kept) == 25
@@ -274,7 +274,7 @@ def test_on_a_full_disk_what_was_there_stays(tmp_path, monkeypatch):
 
 def measured(root):
     prepared("stats", root)
-    channels = json.loads(Path(paths.stats_file(str(root))).read_text())["mean"]
+    channels = json.loads(Path(image_list.stats_file(str(root))).read_text())["mean"]
     return image_source.find_stats(str(root), len(channels))[0]
 
 

@@ -103,7 +103,7 @@ def step(model, optimizer) -> None:
 
 
 def whole(model, optimizer) -> dict[str, torch.Tensor]:
-    found = checkpoint.named_tensors(model, optimizer)
+    found = checkpoint.TrainingState(model, optimizer).tensors()
     return {
         n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in found.items()
     }
