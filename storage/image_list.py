@@ -31,7 +31,7 @@ class ImageList:
     classes: tuple[str, ...]
     shards: tuple[str, ...] = ()  # names of the tar files of a pack
     index_file: str | None = None
-    opened: dict[str, IO[bytes]] = field(default_factory=dict, compare=False, repr=False)
+    opened: dict[str, io.FileIO] = field(default_factory=dict, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -78,10 +78,9 @@ class ImageList:
         row = self.table[index]
         file = self.open_shard(self.shards[row["shard"]])
         # Not mapped into memory: that would ask a parallel file system for one page at a time.
-        file.seek(row["start"])
-        return io.BytesIO(file.read(row["size"]))
+        return io.BytesIO(read_range(file.fileno(), int(row["start"]), int(row["size"])))
 
-    def open_shard(self, name: str) -> IO[bytes]:
+    def open_shard(self, name: str) -> io.FileIO:
         """Return an open shard of the pack; open it first if necessary.
 
         Half of the files that a process may open are left for other uses, such as the loader's.
@@ -92,10 +91,22 @@ class ImageList:
         while self.opened and len(self.opened) >= most // 2:
             oldest = next(iter(self.opened))
             self.opened.pop(oldest).close()
-        # buffered: so it reads on where Linux stops, after 2 GiB at once
-        file = io.BufferedReader(io.FileIO(os.path.join(self.root, name)))
+        file = io.FileIO(os.path.join(self.root, name))
         self.opened[name] = file
         return file
+
+
+def read_range(descriptor: int, start: int, size: int) -> bytes:
+    """Read `size` bytes of an open file, or up to its end; Linux reads at most 2 GiB at once."""
+    parts = []
+    while size > 0:
+        part = os.pread(descriptor, size, start)
+        if not part:
+            break
+        parts.append(part)
+        start += len(part)
+        size -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def make_table(names: list[bytes], *columns: Any) -> np.ndarray:
