@@ -293,8 +293,10 @@ def run_training(run: Run, session: Session) -> None:
     else:
         checkpoints = CheckpointSchedule(run, log)  # the other run modes save nothing
     session.heartbeat("reading the first batch")
+    # a resumed run needs no other position in the data than its step (see data.step_positions)
     batches = open_batches(run, session, images, range(checkpoints.begin, run.steps))
-    monitor = Monitor(run, session, images, checkpoints, batches)
+    first = next(batches)  # before the monitor starts its clock: the workers must start up
+    monitor = Monitor(run, session, images, checkpoints, first=first, rest=batches)
     report_start(run, session, checkpoints.begin)
     if training:
         monitor.watch(training.model)

@@ -283,7 +283,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
 
     loaded = open_batches(run, session, files, range(checkpoints.begin, run.steps))
     batches = labelled(run, files, loaded)
-    monitor = Monitor(run, session, files, checkpoints, batches)
+    monitor = Monitor(run, session, files, checkpoints, first=next(batches), rest=batches)
     start = run.record() | {"peak_lr": run.peak_lr, "epoch_steps": run.epoch_steps}
     start["begin"] = checkpoints.begin
     log.write("start", **start, pretrained=pretrained.name, versions=versions())

@@ -42,15 +42,17 @@ class Monitor:
         session: Session,
         files: Any,
         checkpoints: CheckpointSchedule,
-        batches: Iterator[Batch],
+        *,
+        first: Batch,
+        rest: Iterator[Batch],
     ) -> None:
-        """Wait for the first of `batches`, which is that of step `checkpoints.begin`."""
+        """Begin with the batch `first`, of step `checkpoints.begin`; `rest` are those after it."""
         self.run = run
         self.session = session
         self.checkpoints = checkpoints
-        self.batch = next(batches)  # before the clock starts: the loader's workers must start up
+        self.batch = first
         # an iterator over one batch, not a list of it, which would keep that batch in memory
-        self.batches = chain(iter([self.batch]), batches)
+        self.batches = chain(iter([first]), rest)
         self.guard = StepGuard(session.device, run.config.max_skips, checkpoints.begin)
         self.bad_images = BadImageLog(run, session.log, files.path)
         self.error: Exception | None = None  # what this rank's data loader raised

@@ -102,7 +102,7 @@ def opened(tmp_path, monkeypatch):
         files = data.scan(TILES / "train")
         checkpoints = CheckpointSchedule(run, session.log)
         batches = open_batches(run, session, files, range(4))
-        return Monitor(run, session, files, checkpoints, batches)
+        return Monitor(run, session, files, checkpoints, first=next(batches), rest=batches)
 
     return open_them
 
