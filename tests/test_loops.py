@@ -683,7 +683,7 @@ def evaluate_in_bf16() -> None:
         assert all(map(torch.equal, plain.values(), found.values())), mode
         if shard.STRATEGIES[mode].engine == "fsdp":
             train_in_bf16(mode, 1, evaluated=False)
-            with pytest.raises(RuntimeError, match=r"needs a backward\(\) after a call"):
+            with pytest.raises(RuntimeError, match=r"needs a backward\(\) before a step"):
                 train_in_bf16(mode, 1, evaluated=True)
 
 
