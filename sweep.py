@@ -214,8 +214,11 @@ def submit(out: Path, rows: Sequence[Row], args: argparse.Namespace) -> None:
 def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     """Plan the points, run or submit those that have not begun; return the exit status."""
     in_slurm = args.sbatch is not None
-    machine = args.machine or ("frontier" if in_slurm else None)
-    out = (args.out or Path(f"sweep_{args.what}")).resolve()
+    machine = args.machine
+    if in_slurm and not machine:
+        machine = "frontier"
+    out = Path(f"sweep_{args.what}") if args.out is None else args.out
+    out = out.resolve()
     rows = [plan_point(point, machine) for point in choose_points(args, words)]
     if not rows:
         raise ValueError("one rank gathers nothing: options need several")
@@ -233,7 +236,9 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     for i, row in enumerate(rows, 1):
         print(f"[{i}/{len(rows)}] {row['id']:50}", end=" ", flush=True)
         row = run_point(out, row, args)
-        result = row["reason"] or f"{row.get('images_per_second', math.nan):.1f} img/s"
+        result = row["reason"]
+        if not result:
+            result = f"{row.get('images_per_second', math.nan):.1f} img/s"
         print(f"{row['state']}  {result}", flush=True)
     states = report.write_page([out], None)
     if any(state in RETRIED for state in states):

@@ -103,7 +103,12 @@ class Machine:
         for speed in self.links:
             if speed.level == level and speed.kind == kind:
                 return speed
-        rate = getattr(self, f"{level}_bytes_per_second") * self.bandwidth_share
+        rates = {
+            "package": self.package_bytes_per_second,
+            "node": self.node_bytes_per_second,
+            "network": self.network_bytes_per_second,
+        }
+        rate = rates[level] * self.bandwidth_share
         hop = self.hop_seconds if level == "network" else self.node_hop_seconds
         return LinkSpeed(level, kind, rate, self.launch_seconds, hop)
 

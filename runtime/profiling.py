@@ -26,8 +26,9 @@ class RunProfile:
         folder = Path(run.config.out, "profile")
         self.trace = folder / "rank_00000.json.gz"
         self.table = folder / "rank_00000.txt"
-        where = "cpu" if session.device.type == "cpu" else "device"
-        self.sort_by = f"self_{where}_time_total"
+        self.sort_by = "self_device_time_total"
+        if session.device.type == "cpu":
+            self.sort_by = "self_cpu_time_total"
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps the profiler from printing lines
         # the step before the first is its warm-up, because the profiler is slow when it begins
         plan = schedule(wait=WARM - 1, warmup=1, active=steps, repeat=1)

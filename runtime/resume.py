@@ -288,4 +288,7 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
 def mark_done(out: str, done: bool) -> None:
     """Make OUT/done, or remove a shorter run's; AgreedError, status 1, if it cannot. Collective."""
     path = Path(out, "done")
-    run_on_rank0(path.touch if done else partial(path.unlink, missing_ok=True))
+    if done:
+        run_on_rank0(path.touch)
+    else:
+        run_on_rank0(partial(path.unlink, missing_ok=True))
