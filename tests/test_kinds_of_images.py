@@ -9,6 +9,7 @@ import struct
 import sys
 import tarfile
 import tracemalloc
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -254,6 +255,29 @@ def test_the_transparent_colour_of_a_png_is_black_or_refused(bits, nodata, tmp_p
         np.testing.assert_array_equal(
             found, truth // 257 if bits == 16 else truth * (255 // (2**bits - 1))
         )
+
+
+def chunk(name, content):
+    """A part of a PNG."""
+    check = zlib.crc32(name + content)
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", check)
+
+
+def test_16_bit_colours_of_png_are_named(tmp_path, capsys):
+    """12-bit data in it would turn almost black. Its transparent colour Pillow gets wrong."""
+    path = tmp_path / "tree/1.png"
+    pixels = blocks(0, 3, 0, 2**16)
+    write_by_gdal(path, pixels, "PNG")
+    found = as_rgb(read_packed(path.read_bytes()))
+    np.testing.assert_array_equal(found, read_by_gdal(path) // 256)
+    for argv in (["scan", tmp_path / "tree"], ["pack", tmp_path / "tree", tmp_path / "pack"]):
+        assert run_prepare(*argv) == 0
+        said = capsys.readouterr().out
+        assert "(16-bit RGB pictures)" in said and "divides their values" in said
+    header, rest = path.read_bytes().split(b"IDAT", 1)
+    transparent = chunk(b"tRNS", struct.pack(">HHH", *pixels[:, 0, 0]))
+    with pytest.raises(ValueError, match="PNG of 16 bits with a transparent colour"):
+        read_packed(header[:-4] + transparent + header[-4:] + b"IDAT" + rest)
 
 
 # name: how a file starts that Pillow takes for an image, or asks another program about
@@ -603,6 +627,18 @@ def test_a_pack_that_training_cannot_use_whole_says_so(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "1 images: 2 channels of uint16" in said and "5 images: 5 channels" in said
     assert "training on this pack leaves out 2 of 7 images (28.6%)" in said
+
+
+def test_a_line_break_in_a_name_breaks_no_line(tmp_path, capsys):
+    for name, content in {"a\nb.png": b"junk", "c\nd.tif": huge_tiff()}.items():
+        make_files(tmp_path / "tree", name)
+        (tmp_path / "tree" / name).write_bytes(content)
+    write_by_gdal(tmp_path / "tree/e\nf.png", blocks(0, 3, 0, 255, "uint8"), "PNG")
+    write_by_gdal(tmp_path / "tree/g.png", blocks(0, 1, 0, 255, "uint8"), "PNG")
+    assert run_prepare("scan", tmp_path / "tree") == 1
+    said = capsys.readouterr().out
+    for name in ("a\\nb.png", "c\\nd.tif", "e\\nf.png"):
+        assert said.count(f"/{name}'") == 1, said
 
 
 def test_patterns_that_match_nothing_are_quoted(tmp_path, capsys):
