@@ -35,10 +35,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".jp2", ".j2k", ".npy")
+FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "JPEG2000")  # Pillow's names of these, but .npy
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 LARGEST_IMAGE = 2**32  # one decoded image may take at most this many bytes
 NUMPY_START = b"\x93NUMPY"
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how TIFF and BigTIFF files start
+JPEG2000_STARTS = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")  # of .jp2 and .j2k
 MAX_UNREADABLE_IN_A_ROW = 16  # this many unreadable images in a row end the run
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # log of the limits of width / height
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
@@ -462,6 +464,8 @@ UNSIGNED = 1  # a value of TIFF's tag SampleFormat
 REDUCED_OR_MASK = 1 | 4
 START_OF_SCAN = b"\xff\xda"  # these two are markers in a JPEG (ITU-T T.81, B.1)
 END_OF_IMAGE = b"\xff\xd9"
+END_OF_PNG = b"IEND\xaeB`\x82"  # the name and the checksum of its last chunk
+TO_GEOTIFF = "convert it to GeoTIFF (gdal_translate)"
 
 
 def is_file_error(error: Exception) -> bool:
@@ -523,20 +527,53 @@ def open_image(
 def open_picture(content: bytes) -> Image.Image:
     """Open a file with Pillow, not decoded; ValueError if it is truncated or not an image."""
     try:
-        image = Image.open(io.BytesIO(content))
+        # Only these formats: Pillow also takes the start of any HDF5 or GRIB file for an image.
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
     except UnidentifiedImageError:  # its message names only an object in memory
         if content.startswith(TIFF_STARTS):
             raise NeedsPackingError(
                 "TIFF that Pillow cannot open: try `prepare.py pack`, unless it is broken"
             ) from None
-        raise ValueError("not an image that Pillow can open") from None
-    # An interrupted copy leaves zeros at the end of the file. Pillow would decode the missing rest
-    # as grey, without an error. In a complete JPEG the end-of-image marker comes after the last
-    # start-of-scan marker.
-    may_be_truncated = image.format == "JPEG" and content.endswith(b"\0")
-    if may_be_truncated and content.rfind(END_OF_IMAGE) <= content.rfind(START_OF_SCAN):
-        raise ValueError("truncated: zeros where the end of the JPEG should be")
+        if content.startswith(JPEG2000_STARTS):
+            raise ValueError(
+                f"JPEG 2000 that Pillow cannot open: {TO_GEOTIFF}, unless it is broken"
+            ) from None
+        raise ValueError(f"not an image that Pillow opens as {', '.join(FORMATS)}") from None
+    if content.endswith(b"\0"):
+        check_end(content, image.format)
+    if image.format == "JPEG2000" and image.mode in ("P", "PA"):
+        raise ValueError(f"JPEG 2000 with a palette, whose colours Pillow mixes up: {TO_GEOTIFF}")
+    if image.format == "PNG":
+        check_transparent_colour(image, bits=content[24])  # in the header (PNG, 11.2.1)
     return image
+
+
+def check_end(content: bytes, kind: str | None) -> None:
+    """Raise ValueError if zeros stand where the end of a JPEG or PNG should be.
+
+    An interrupted copy leaves zeros at the end of the file. Pillow would decode the missing rest as
+    grey or black, without an error. (A complete WebP too may end in thousands of zeros.)
+    """
+    complete = True
+    if kind in ("JPEG", "MPO"):  # MPO: several JPEGs in one file
+        # In a complete JPEG the end-of-image marker comes after the last start-of-scan marker.
+        complete = content.rfind(END_OF_IMAGE) > content.rfind(START_OF_SCAN)
+    elif kind == "PNG":
+        complete = END_OF_PNG in content
+    if not complete:
+        raise ValueError(f"truncated: zeros where the end of the {kind} should be")
+
+
+def check_transparent_colour(image: Image.Image, bits: int) -> None:
+    """Raise ValueError if a PNG names one colour transparent with a number that Pillow misreads.
+
+    Pillow scales pixels of 2, 4 and 16 bits to 8, but not that colour. Black is 0 in any scale.
+    """
+    colour = image.info.get("transparency")
+    if image.mode == "P" or not isinstance(colour, int | tuple):  # of a palette; or none
+        return
+    if bits in (2, 4, 16) and np.any(colour):
+        raise ValueError(f"PNG of {bits} bits with a transparent colour: {TO_GEOTIFF}")
 
 
 def open_array(content: bytes) -> np.ndarray:
@@ -590,6 +627,8 @@ def check_pixels(channels: Iterable[np.ndarray]) -> None:
 def describe_wrong_array(image: np.ndarray) -> str:
     """Say how an array differs from the (C, H, W) that training takes, and what to do."""
     kind = f"an array {image.shape} of {image.dtype}"
+    if image.dtype.kind not in "biuf":
+        return f"{kind} holds no real numbers: save it as one of {ARRAY_DTYPES}"
     if image.ndim not in (2, 3) or not image.size:
         return f"{kind} is not one image: save each image as (C, H, W) in a file of its own"
     return f"{kind} is not (C, H, W) of {ARRAY_DTYPES}: `prepare.py pack` converts it"
@@ -605,18 +644,35 @@ def fill_nodata(image: np.ndarray, stats: ChannelStats) -> np.ndarray:
 
 
 def check_picture(image: Image.Image) -> None:
-    """Raise NeedsPackingError if converting an opened file to 8-bit RGB would lose something."""
+    """Raise NeedsPackingError if converting an opened file to 8-bit RGB would lose something.
+
+    ValueError for a TIFF whose colours are wrong. Makes Pillow decode a TIFF as it is stored.
+    """
     found = None
     if image.format == "TIFF" and getattr(image, "tag_v2", None):
         found = describe_tiff(image)
+        if not found:
+            ignore_orientation(image)
     elif image.format == "JPEG2000":
         found = describe_jpeg2000(image)
     if found:
         raise NeedsPackingError(f"{found} is not an RGB picture: convert it with `prepare.py pack`")
 
 
+def ignore_orientation(image: Any) -> None:
+    """Keep Pillow from turning a TIFF when it decodes it: GDAL and tifffile do not turn it."""
+    if image.fp is None:  # already decoded, by whoever opened the image
+        return
+    image.getexif().pop(Tag.Orientation, None)  # Pillow reads it there, from TIFF's tags or XMP
+    if Tag.Orientation in image.tag_v2:  # not decoded yet: Pillow expects the size after the turn
+        image._size = (image.tag_v2[Tag.ImageWidth], image.tag_v2[Tag.ImageLength])
+
+
 def describe_tiff(image: Any) -> str | None:
-    """Describe an opened TIFF that holds more than a picture; None if it is a picture."""
+    """Describe an opened TIFF that holds more than a picture; None if it is a picture.
+
+    ValueError if the colours of its palette are not what the standard says.
+    """
     tags = image.tag_v2
     samples = tags.get(Tag.SamplesPerPixel, 1)
     bits = max(tags.get(Tag.BitsPerSample, (1,)))
@@ -625,6 +681,9 @@ def describe_tiff(image: Any) -> str | None:
     all_shown = image.mode in PICTURE_MODES and samples == len(image.getbands())
     if bits > 8 or not all_shown:
         return f"TIFF of {samples} bands of {bits} bits"
+    # Old programs write 8 bits where the standard asks for 16: Pillow would show black.
+    if image.mode == "P" and 0 < max(tags[Tag.ColorMap]) < 256:
+        raise ValueError("TIFF with a palette of 8 bits: convert it (gdal_translate -expand rgb)")
     offsets_and_sizes = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
     # For an omitted tile Pillow would decode unrelated bytes of the file.
     if any(0 in tags.get(tag, ()) for tag in offsets_and_sizes):
@@ -632,7 +691,16 @@ def describe_tiff(image: Any) -> str | None:
     pages = count_pages(image)
     if pages > 1:
         return f"TIFF of {pages} pages of one size"
+    if begins_with_thumbnail(image):
+        return "TIFF whose first page is a thumbnail"
     return None
+
+
+def begins_with_thumbnail(image: Any) -> bool:
+    """Tell whether a TIFF's first page says that it is an overview or mask of a later page."""
+    if not image.tag_v2.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK:
+        return False
+    return any(not page.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK for page in other_pages(image))
 
 
 def count_pages(image: Any) -> int:
@@ -697,11 +765,19 @@ def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
     """Decode to RGB. A JPEG is decoded at 1/`reduce` of its size; `reduce` is 1, 2, 4 or 8.
 
     Scales 16-bit grey to 8 bits and blends transparent pixels with black. Raises whatever Pillow
-    raises for a broken image; ValueError for 32-bit pixels; NeedsPackingError if a TIFF or
-    JPEG 2000 labels a data band, such as infrared, as transparency.
+    raises for a broken image; ValueError for 32-bit pixels and a JPEG 2000 that Pillow cannot read;
+    NeedsPackingError if a TIFF or JPEG 2000 labels a data band, such as infrared, as transparency.
     """
     if reduce > 1:
         image.draft(None, (image.width // reduce, image.height // reduce))
+    try:
+        image.load()  # decodes it: otherwise a broken RGB would raise only later, in the caller
+    except OSError:
+        if image.format != "JPEG2000":
+            raise
+        raise ValueError(
+            f"JPEG 2000 that Pillow cannot decode: {TO_GEOTIFF}, unless it is broken"
+        ) from None
     if image.mode.startswith("I;16"):
         grey = np.asarray(image) // 257  # `convert` would clip at 255
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
@@ -712,7 +788,6 @@ def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
             check_alpha(image)
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image)
-    image.load()  # decodes RGB too: otherwise a broken file would raise only later, in the caller
     if image.mode != "RGB":
         image = image.convert("RGB")
     return image

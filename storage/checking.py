@@ -24,7 +24,7 @@ from storage.stacking import SceneList
 
 PART = 64  # images that a process reads before it reports
 LARGE = 2**22  # pixels; of a larger image only some rows and columns are measured
-DEEP_GREY = "16-bit grey"
+DEEP = "16-bit "  # how the mode of a 16-bit PNG begins
 
 
 class Kind(NamedTuple):
@@ -42,15 +42,23 @@ class Kind(NamedTuple):
         return f"{text}, for training only from a pack" if self.packed_only else text
 
 
-def picture_mode(image: Image.Image) -> str:
-    """Name what the pixels of a picture are: grey, palette, or Pillow's mode."""
+def picture_mode(image: Any) -> str:
+    """Name what the pixels of a picture, not decoded yet, are: grey, palette, or Pillow's mode."""
     if image.mode.startswith("I;16"):
-        return DEEP_GREY
+        return f"{DEEP}grey"
+    # Of colours Pillow gives the mode of 8 bits; only its tile tells how they are stored.
+    if image.format == "PNG" and "16B" in str(image.tile):
+        return f"{DEEP}{image.mode}"
     if image.mode in ("1", "L", "LA"):
         return "grey"
     if image.mode in ("P", "PA"):
         return "palette"
     return image.mode
+
+
+def printable(path: str) -> str:
+    """Return a path as it is, or in quotes with \\n for a line break and the like."""
+    return path if path.isprintable() else repr(path)
 
 
 @dataclass
@@ -70,7 +78,7 @@ class Report:
     def count(self, kind: Kind, path: str, declaring: bool) -> None:
         """Count an image that can be read."""
         self.kinds[kind] += 1
-        self.first.setdefault(kind, path)
+        self.first.setdefault(kind, printable(path))
         self.declaring += declaring
 
     def add(self, other: "Report") -> None:
@@ -103,8 +111,8 @@ class Report:
             what = f"{self.declaring} pictures declare missing pixels (nodata, or a mask)"
             advice = "`pack --nodata NUMBER` makes NaN of that number"
             print(f"{what}: they are taken as stored; {advice}")
-        if any(kind.mode == DEEP_GREY for kind in self.kinds):
-            print(f"{DEEP_GREY} pictures: training divides their values by 257")
+        if any(kind.mode.startswith(DEEP) for kind in self.kinds):
+            print(f"{DEEP}pictures: training divides their values by 257 (of colours by 256)")
         if self.missing:
             share = self.missing / self.values
             print(f"nodata: {self.missing} of {self.values} values ({share:.2%}), not measured")
@@ -146,7 +154,7 @@ def read_part(nodata: float | None, files: ImageList) -> Report:
 @contextmanager
 def noting_problems(report: Report, files: ImageList | SceneList, index: int) -> Iterator[None]:
     """Note that an image cannot be read; pass on errors that are not the file's fault."""
-    path = files.path(index)
+    path = printable(files.path(index))
     try:
         yield
     except MemoryError:

@@ -114,12 +114,31 @@ def test_decode_every_mode(name):
 def test_a_file_that_is_cut_off_is_unreadable(kind, options):
     whole = saved(kind, noise_image(0, 331, 415), **options)
     for cut in (len(whole) // 2, len(whole) - 2000, len(whole) - 200):
-        for rest in [b"", bytes(len(whole) - cut)][: 1 + (kind == "JPEG")]:
-            # zeros: Pillow alone gives grey for the rest
+        for rest in [b"", bytes(len(whole) - cut)][: 1 + (kind != "TIFF")]:
+            # zeros: Pillow alone gives grey or black for the rest
             with pytest.raises((ValueError, OSError, SyntaxError)):
                 decoded(whole[:cut] + rest)
     padded = decoded(whole + bytes(4096))  # to whole blocks of a disk
     assert padded.tobytes() == Image.open(io.BytesIO(whole)).tobytes()
+
+
+def test_an_interrupted_copy_of_several_jpegs_in_one_file_is_unreadable():
+    first, second = noise_image(0), noise_image(1)
+    whole = saved("MPO", first, save_all=True, append_images=[second])
+    alone = len(saved("JPEG", first))
+    with pytest.raises(ValueError, match="truncated: zeros"):
+        decoded(whole[: alone // 2] + bytes(len(whole) - alone // 2))
+    for content in (whole, whole + bytes(4096)):
+        assert decoded(content).tobytes() == decoded(saved("JPEG", first)).tobytes()
+
+
+def test_a_whole_webp_may_end_in_zeros():
+    """So no zeros at its end can tell an interrupted copy."""
+    pixels = np.zeros((64, 64, 3), np.uint8)
+    pixels[:16] = noise_image(0, 64, 16)
+    whole = saved("WEBP", Image.fromarray(pixels), lossless=True, quality=0, method=0)
+    assert whole.endswith(bytes(1000))
+    np.testing.assert_array_equal(np.asarray(decoded(whole)), pixels)
 
 
 # --- which rank reads which image when

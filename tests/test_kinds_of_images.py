@@ -9,6 +9,7 @@ import struct
 import sys
 import tarfile
 import tracemalloc
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +163,161 @@ def test_jpeg_2000_as_gdal_reads_it(bands, bits, dtype, tmp_path):
     np.testing.assert_array_equal(found, truth)
 
 
+# --- pictures as other programs read them, or a sentence
+
+
+def as_rgb(image):
+    """A picture, or an array of it, as (3, H, W)."""
+    return np.moveaxis(np.asarray(data.decode(image)), -1, 0)
+
+
+XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><tiff:Orientation>6</tiff:Orientation></x:xmpmeta>'
+
+
+@pytest.mark.parametrize(
+    ("ending", "tag"),
+    [("tif", (274, "H", 1, turn, True)) for turn in (2, 3, 6, 8)]
+    + [("tif", (700, "B", len(XMP), XMP, True)), ("jpg", None)],
+    ids=["mirrored", "upside down", "right", "left", "by XMP", "by EXIF"],
+)
+def test_no_picture_is_turned(ending, tag, tmp_path):
+    path = tmp_path / f"tree/1.{ending}"
+    path.parent.mkdir()
+    pixels = np.moveaxis(blocks(0, 3, 0, 255, "uint8")[:, :24], 0, -1)
+    if tag:
+        tifffile.imwrite(path, pixels, photometric="rgb", metadata=None, extratags=[tag])
+    else:
+        exif = Image.Exif()
+        exif[274] = 6
+        Image.fromarray(pixels).save(path, exif=exif, subsampling=0)
+    image, size = data.open_image(path.read_bytes())
+    assert size == (32, 24)
+    for picture in (image, read_packed(path.read_bytes())):
+        assert picture.size == size
+        np.testing.assert_array_equal(as_rgb(picture), read_by_gdal(path))
+        assert picture.size == size
+    argv = [tmp_path / "tree", tmp_path / "pack", "--max-side", "16"]
+    assert run_prepare("pack", *argv) == 0
+    smaller, _ = data.open_image(image_list.list_images(str(tmp_path / "pack")).read(0))
+    assert smaller.size == (16, 12)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_a_thumbnail_on_the_first_page_is_not_the_image(dtype, tmp_path):
+    path = tmp_path / "1.tif"
+    pixels = np.moveaxis(blocks(0, 3, 0, 200, dtype), 0, -1)
+    with tifffile.TiffWriter(path) as file:
+        thumbnail = pixels[::4, ::4].astype("uint8")
+        file.write(thumbnail, photometric="rgb", subfiletype=1, metadata=None)
+        file.write(pixels, photometric="rgb", metadata=None)
+    with pytest.raises(data.NeedsPackingError, match="first page is a thumbnail"):
+        data.open_image(path.read_bytes())
+    truth = np.moveaxis(tifffile.imread(path, key=1), -1, 0)
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), truth)
+    tifffile.imwrite(path, thumbnail, photometric="rgb", subfiletype=1, metadata=None)
+    image, _ = data.open_image(path.read_bytes())  # nothing else is in the file
+    np.testing.assert_array_equal(np.asarray(data.decode(image)), thumbnail)
+
+
+@pytest.mark.parametrize("scale", [1, 257])
+def test_a_palette_of_too_few_bits_is_not_shown_black(scale, tmp_path):
+    path = tmp_path / "1.tif"
+    colours = np.random.default_rng(0).integers(0, 256, (3, 256)).astype("uint16")
+    indices = blocks(0, 1, 0, 256, "uint8")[0]
+    tifffile.imwrite(path, indices, photometric="palette", colormap=scale * colours, metadata=None)
+    if scale == 1:
+        with pytest.raises(ValueError, match="palette of 8 bits: convert it"):
+            read_packed(path.read_bytes())
+    else:
+        found = as_rgb(read_packed(path.read_bytes()))
+        np.testing.assert_array_equal(found, colours[:, indices])
+
+
+@pytest.mark.parametrize(
+    ("bits", "nodata"), [(8, 77), (8, 0), (16, 0), (16, 300), (4, 0), (4, 5), (2, 0), (2, 1)]
+)
+def test_the_transparent_colour_of_a_png_is_black_or_refused(bits, nodata, tmp_path):
+    path = tmp_path / "1.png"
+    dtype = "uint16" if bits == 16 else "uint8"
+    pixels = blocks(0, 1, 0, 2**bits, dtype)
+    pixels[:, :8] = nodata
+    write_by_gdal(path, pixels, "PNG", nodata=nodata, **({"NBITS": bits} if bits < 8 else {}))
+    with rasterio.open(path) as file:
+        assert file.nodata == nodata
+        truth = file.read(masked=True).filled(0)
+    content = path.read_bytes()
+    assert content[24] == bits and b"tRNS" in content
+    if bits != 8 and nodata:
+        with pytest.raises(ValueError, match=f"PNG of {bits} bits with a transparent colour"):
+            read_packed(content)
+    else:
+        found = as_rgb(read_packed(content))[:1]
+        np.testing.assert_array_equal(
+            found, truth // 257 if bits == 16 else truth * (255 // (2**bits - 1))
+        )
+
+
+def chunk(name, content):
+    """A part of a PNG."""
+    check = zlib.crc32(name + content)
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", check)
+
+
+def test_16_bit_colours_of_png_are_named(tmp_path, capsys):
+    """12-bit data in it would turn almost black. Its transparent colour Pillow gets wrong."""
+    path = tmp_path / "tree/1.png"
+    pixels = blocks(0, 3, 0, 2**16)
+    write_by_gdal(path, pixels, "PNG")
+    found = as_rgb(read_packed(path.read_bytes()))
+    np.testing.assert_array_equal(found, read_by_gdal(path) // 256)
+    for argv in (["scan", tmp_path / "tree"], ["pack", tmp_path / "tree", tmp_path / "pack"]):
+        assert run_prepare(*argv) == 0
+        said = capsys.readouterr().out
+        assert "(16-bit RGB pictures)" in said and "divides their values" in said
+    header, rest = path.read_bytes().split(b"IDAT", 1)
+    transparent = chunk(b"tRNS", struct.pack(">HHH", *pixels[:, 0, 0]))
+    with pytest.raises(ValueError, match="PNG of 16 bits with a transparent colour"):
+        read_packed(header[:-4] + transparent + header[-4:] + b"IDAT" + rest)
+
+
+# name: how a file starts that Pillow takes for an image, or asks another program about
+NO_PICTURES = {
+    "HDF5": b"\x89HDF\r\n\x1a\n" + bytes(100),
+    "GRIB": b"GRIB\0\0\0\1" + bytes(100),
+    "EPS": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n",
+    "PGM": b"P5\n4 4\n4095\n" + bytes(32),
+}
+
+
+@pytest.mark.parametrize("name", NO_PICTURES)
+def test_other_formats_under_a_false_ending_are_no_images(name, tmp_path, capsys):
+    for read in (read_packed, data.open_image):
+        with pytest.raises(ValueError, match="not an image that Pillow opens as JPEG, PNG"):
+            read(NO_PICTURES[name])
+
+
+@pytest.mark.parametrize("kind", ["five bands", "RGB called grey", "palette", "broken"])
+def test_jpeg_2000_that_pillow_misreads_says_what_to_do(kind, tmp_path):
+    path = tmp_path / "1.jp2"
+    pixels = blocks(0, {"five bands": 5, "palette": 1}.get(kind, 3), 0, 16, "uint8", 64)
+    lossless = {"QUALITY": "100", "REVERSIBLE": "YES"}
+    if kind == "palette":
+        about = {"count": 1, "height": 64, "width": 64, "dtype": "uint8", **lossless}
+        with rasterio.open(path, "w", driver="JP2OpenJPEG", **about) as file:
+            # Pillow would show the indices 0 and 1, which have one colour, as others.
+            file.write_colormap(1, {i: (max(i, 1), 9, 9, 255) for i in range(16)})
+            file.write(pixels)
+    elif kind == "broken":
+        Image.fromarray(np.moveaxis(pixels, 0, -1)).save(path)
+        path.write_bytes(path.read_bytes()[:300])
+    else:
+        write_by_gdal(path, pixels, "JP2OpenJPEG", **lossless)
+        np.testing.assert_array_equal(read_by_gdal(path), pixels)  # it is sound
+    for read in (read_packed, lambda content: data.open_image(content)[0]):
+        with pytest.raises(ValueError, match="gdal_translate"):
+            data.decode(read(path.read_bytes()))
+
+
 def npy(array):
     file = io.BytesIO()
     np.save(file, array)
@@ -202,6 +358,24 @@ def test_arrays_of_other_shapes():
 def test_what_no_array_can_show_gets_a_sentence(array, sentence):
     with pytest.raises(ValueError, match=sentence):
         read_packed(npy(array), nodata=-9999.0)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        complex_blocks(),
+        np.full((3, 8, 8), "abc"),
+        np.zeros((3, 8, 8), "datetime64[s]"),
+        np.zeros((8, 8), [("red", "u1"), ("green", "u1")]),
+    ],
+    ids=["complex", "text", "dates", "fields"],
+)
+def test_training_does_not_send_to_pack_what_pack_refuses(array):
+    with pytest.raises(ValueError, match="real numbers") as raised:
+        data.open_image(npy(array))
+    assert "prepare.py" not in str(raised.value)
+    with pytest.raises(ValueError, match="real numbers"):
+        read_packed(npy(array))
 
 
 def test_complex_tiff_is_refused(tmp_path):
@@ -453,6 +627,18 @@ def test_a_pack_that_training_cannot_use_whole_says_so(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "1 images: 2 channels of uint16" in said and "5 images: 5 channels" in said
     assert "training on this pack leaves out 2 of 7 images (28.6%)" in said
+
+
+def test_a_line_break_in_a_name_breaks_no_line(tmp_path, capsys):
+    for name, content in {"a\nb.png": b"junk", "c\nd.tif": huge_tiff()}.items():
+        make_files(tmp_path / "tree", name)
+        (tmp_path / "tree" / name).write_bytes(content)
+    write_by_gdal(tmp_path / "tree/e\nf.png", blocks(0, 3, 0, 255, "uint8"), "PNG")
+    write_by_gdal(tmp_path / "tree/g.png", blocks(0, 1, 0, 255, "uint8"), "PNG")
+    assert run_prepare("scan", tmp_path / "tree") == 1
+    said = capsys.readouterr().out
+    for name in ("a\\nb.png", "c\\nd.tif", "e\\nf.png"):
+        assert said.count(f"/{name}'") == 1, said
 
 
 def test_patterns_that_match_nothing_are_quoted(tmp_path, capsys):
