@@ -22,8 +22,8 @@ INSTALL = "pip install tifffile imagecodecs"
 EXACT_IN_FLOAT32 = 2**24  # float32 holds every whole number up to this one
 
 
-class TooLargeError(ValueError):
-    """A header promises more pixels than we read."""
+class RefusedError(ValueError):
+    """A file that may be sound, but that we do not read."""
 
 
 class Band(NamedTuple):
@@ -160,41 +160,60 @@ def read_tiff(file: IO[bytes], nodata: float | None) -> list[Band]:
         with tifffile.TiffFile(io.BufferedReader(file)) as tiff:  # type: ignore[type-var]
             return decode_tiff(tiff, nodata)
     except Exception as error:  # tifffile raises many kinds for a broken file
-        if "imagecodecs" in str(error):
+        if isinstance(error, ImportError) or "imagecodecs" in str(error):
             raise ImportError(f"{error}: type `{INSTALL}`") from None
-        if isinstance(error, TooLargeError) or not data.is_file_error(error):
+        if isinstance(error, RefusedError) or not data.is_file_error(error):
             raise
         raise ValueError(f"broken TIFF, which tifffile cannot read ({error})") from None
 
 
 def decode_tiff(tiff: Any, nodata: float | None) -> list[Band]:
     """Decode an open tifffile.TiffFile; raises whatever tifffile does."""
-    reduced_or_mask = data.REDUCED_OR_MASK
-    every = [series for series in tiff.series if not series.keyframe.subfiletype & reduced_or_mask]
-    size_of_first = plane_size(every[0])
-    same = [series for series in every if plane_size(series) == size_of_first]
-    size = sum(series.size * series.dtype.itemsize for series in same)
+    pages = list_pages(tiff)
+    # Each page by itself: tifffile's series would put pages of one type together, in another order.
+    every = [page for page in pages if not page.subfiletype & data.REDUCED_OR_MASK] or pages
+    same = [page for page in every if page_size(page) == page_size(every[0])]
+    images = tiff.series[:1] if lacks_directories(tiff) else same
+    size = sum(image.size * image.dtype.itemsize for image in images)
     if size > data.LARGEST_IMAGE:
-        raise TooLargeError(f"{size / 2**30:.1f} GiB of pixels by its header: more than 4 GiB")
-    tag = tiff.pages.first.tags.get(GDAL_NODATA)
+        raise RefusedError(f"{size / 2**30:.1f} GiB of pixels by its header: more than 4 GiB")
+    tag = pages[0].tags.get(GDAL_NODATA)
     if nodata is None and tag:
         nodata = read_nodata(tag.value)
     mask = None
-    for page in tiff.pages:
-        if page.subfiletype & MASK and page.shape[:2] == size_of_first:
+    for page in pages:
+        if page.subfiletype & MASK and page not in same and page_size(page) == page_size(every[0]):
             shown = page.asarray() != 0
             mask = shown if mask is None else mask & shown
     bands = []
-    for series in same:
+    for image in images:
         # In one thread: each further one would hold a part of its own.
-        pixels = series.asarray(maxworkers=1, buffersize=READ_AT_ONCE)
-        bands += [Band(band, nodata, mask) for band in split_planes(pixels, series.axes)]
+        pixels = image.asarray(maxworkers=1, buffersize=READ_AT_ONCE)
+        bands += [Band(band, nodata, mask) for band in split_planes(pixels, image.axes)]
     return bands
 
 
-def plane_size(series: Any) -> tuple[int, int]:
-    """Return the height and width of a series of pages."""
-    return series.keyframe.imagelength, series.keyframe.imagewidth
+def list_pages(tiff: Any) -> list[Any]:
+    """List the pages of an open TIFF; ValueError if some are lost, which tifffile passes over."""
+    pages = list(tiff.pages)
+    if not all(page.dataoffsets and all(page_size(page)) for page in pages):
+        raise ValueError(f"one of {len(pages)} pages is empty")
+    file = tiff.filehandle
+    file.seek(tiff.pages.next_page_offset)
+    link = file.read(tiff.tiff.offsetsize)
+    if link != bytes(tiff.tiff.offsetsize):
+        raise ValueError(f"the page after number {len(pages)} is missing")
+    return pages
+
+
+def lacks_directories(tiff: Any) -> bool:
+    """Tell whether a stack by ImageJ or tifffile may describe only the first of its pages."""
+    return len(tiff.pages) == 1 and (tiff.is_imagej or tiff.is_shaped)
+
+
+def page_size(page: Any) -> tuple[int, int]:
+    """Return the height and width of a page."""
+    return page.imagelength, page.imagewidth
 
 
 def split_planes(pixels: np.ndarray, axes: str) -> list[np.ndarray]:

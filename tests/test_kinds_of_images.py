@@ -10,6 +10,7 @@ import sys
 import tarfile
 import tracemalloc
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -119,6 +120,81 @@ def test_pages_of_one_size_are_bands_but_masks_and_overviews_are_none(tmp_path):
         if count == 3:
             image = np.moveaxis(np.asarray(data.decode(image)), -1, 0)
         np.testing.assert_array_equal(image, twelve[:count])
+
+
+def write_pages(path, *pages, **options):
+    """Write each page with options of its own: a dictionary, or those for all."""
+    with tifffile.TiffWriter(path) as file:
+        for page, more in pages:
+            file.write(page, photometric="minisblack", metadata=None, **options, **more)
+
+
+REDUCED = {"subfiletype": 1}
+SIX = blocks(0, 6, 0, 200, "uint8")
+# name: (pages, and the options of each; the bands that are meant)
+PAGES = {
+    "types alternate": (
+        [(SIX[0].astype("u2"), {}), (SIX[1] / np.float32(3), {}), (SIX[2].astype("u2"), {})],
+        [SIX[0], SIX[1] / np.float32(3), SIX[2]],
+    ),
+    "compressions alternate": (
+        [(SIX[i], {"compression": "zlib"} if i % 2 else {}) for i in range(6)],
+        SIX,
+    ),
+    "all reduced": ([(SIX[i], REDUCED) for i in range(6)], SIX),
+    "a thumbnail first": ([(SIX[0, ::4, ::4], REDUCED), (SIX[1].astype("u2"), {})], SIX[1:2]),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_bands_are_in_the_order_of_the_pages(name, tmp_path):
+    pages, expected = PAGES[name]
+    write_pages(tmp_path / "1.tif", *pages)
+    with open(tmp_path / "1.tif", "rb") as file:
+        np.testing.assert_array_equal(np.stack([*arrays.read_bands(file)]), expected)
+
+
+def test_metadata_of_microscopes_changes_nothing(tmp_path):
+    """Nor do they lead to other files; a stack by ImageJ may describe only its first page."""
+    for name, options in (
+        ("1.ome.tif", {"ome": True, "metadata": {"axes": "CYX"}}),
+        ("imagej.tif", {"imagej": True}),
+        ("one directory.tif", {"imagej": True, "truncate": True}),
+    ):
+        pixels = SIX.astype("u2")
+        tifffile.imwrite(tmp_path / name, pixels, photometric="minisblack", **options)
+        np.testing.assert_array_equal(read_packed((tmp_path / name).read_bytes()), pixels)
+    part = "<TiffData FirstC='{}' IFD='0'><UUID FileName='{}'>urn:uuid:{}</UUID></TiffData>"
+    both = "".join(part.format(i, name, name) for i, name in enumerate(("a.tif", "b.tif")))
+    size = "SizeX='32' SizeY='32' SizeC='2' SizeZ='1' SizeT='1'"
+    about = f"<Pixels DimensionOrder='XYCZT' Type='uint16' {size}>{both}</Pixels>"
+    schema = "http://www.openmicroscopy.org/Schemas/OME/2016-06"
+    for i, name in enumerate(("a.tif", "b.tif")):
+        xml = f"<OME xmlns='{schema}' UUID='urn:uuid:{name}'><Image>{about}</Image></OME>"
+        tifffile.imwrite(tmp_path / name, pixels[i], description=xml, metadata=None)
+    for i, name in enumerate(("a.tif", "b.tif")):
+        with open(tmp_path / name, "rb", buffering=0) as file:
+            np.testing.assert_array_equal([*arrays.read_image(file)], pixels[i : i + 1])
+
+
+@pytest.mark.parametrize("bigtiff", [False, True])
+def test_a_tiff_that_lost_pages_is_broken(bigtiff, tmp_path):
+    pixels = SIX.astype("u2")
+    path = tmp_path / "1.tif"
+    with tifffile.TiffWriter(path, bigtiff=bigtiff) as file:
+        for page in pixels:
+            file.write(page, photometric="minisblack", metadata=None)
+    content = path.read_bytes()
+    with tifffile.TiffFile(path) as file:
+        starts = [page.offset for page in file.pages]
+    damaged = [content[:end] for end in range(64, len(content), 331)]
+    for start in starts[1:]:
+        damaged += [content[:start], content[: start + 3], content[: start + 40]]
+        damaged.append(content[:start] + bytes(len(content) - start))
+    for some in damaged:
+        with pytest.raises(ValueError, match="broken TIFF"):
+            read_packed(some)
+    np.testing.assert_array_equal(read_packed(content), pixels)
 
 
 def test_pictures_stay_pictures(tmp_path):
@@ -423,6 +499,11 @@ def test_a_broken_tiff_gets_one_true_sentence(tmp_path):
 
 def test_a_missing_package_is_named_with_what_to_type(tmp_path, monkeypatch):
     write_by_gdal(tmp_path / "1.tif", blocks(0, 5, 1, 200))
+    # tifffile finds what decodes some compressions only when it needs it.
+    needed = ModuleNotFoundError("No module named 'compression'")
+    with monkeypatch.context() as patch, pytest.raises(ImportError, match=r"compression.*imagecod"):
+        patch.setattr(tifffile.TiffPage, "asarray", Mock(side_effect=needed))
+        read_packed((tmp_path / "1.tif").read_bytes())
     monkeypatch.setitem(sys.modules, "tifffile", None)  # as if it were not there
     with pytest.raises(ImportError, match="pip install tifffile imagecodecs"):
         read_packed((tmp_path / "1.tif").read_bytes())
