@@ -83,12 +83,12 @@ class Report:
         self.values += other.values
         self.missing += other.missing
 
-    def count_of_most_frequent(self) -> int:
-        """Count the images that have the most frequent channels and dtype."""
+    def most_frequent(self) -> tuple[tuple[int, str], int]:
+        """Return the most frequent channels and dtype, and how many images have them."""
         counts: Counter[tuple[int, str]] = Counter()
         for kind, count in self.kinds.items():
             counts[kind.channels, kind.dtype] += count
-        return max(counts.values(), default=0)
+        return counts.most_common(1)[0]
 
     def print_kinds(self) -> None:
         """Print how many images there are of each kind, and what to do if they differ."""

@@ -4,6 +4,7 @@ The folder is called NAME.unfinished until it is complete.
 """
 
 import io
+import json
 import math
 import os
 import shutil
@@ -161,8 +162,9 @@ def pack(
 
     Pictures whose longer side is above `max_side` become JPEGs of that side; other pictures are
     copied byte by byte; images that are no pictures become arrays. With `bands`, the files of a
-    scene's bands become one array. Statistics of the source are copied too; if there are none,
-    those of arrays are measured. ValueError if the target already has files.
+    scene's bands become one array. Statistics of the source are copied too, if they are of the same
+    images; otherwise they are measured, and always those of arrays. ValueError if the target
+    already has files.
     """
     path = Path(target)
     if path.exists() and any(path.iterdir()):
@@ -185,7 +187,9 @@ def pack(
         raise ValueError(f"no image in {source} can be read")
     save_index(index_members(shards, shard_members), str(folder / "pack.index"))
     measured = stats_file(source)
-    if os.path.exists(measured) and not options.bands:
+    known = os.path.exists(measured)
+    others = include or exclude or options.bands or options.nodata is not None
+    if known and not others and has_statistics_of(measured, report):
         shutil.copyfile(measured, folder / "stats.json")
     folder.rename(path)
     packed = list_images(target)
@@ -195,13 +199,21 @@ def pack(
     report.print_kinds()
     if report.problems:
         print(f"{len(report.problems)} of {count} images cannot be read: they are empty files")
-    unused = count - report.count_of_most_frequent()
+    _, used = report.most_frequent()
+    unused = count - used
     if unused:
         share = f"{unused} of {count} images ({unused / count:.1%})"
         print(f"training on this pack leaves out {share}, and ends if these are above --max-bad")
-    arrays = np.char.endswith(packed.table["name"], b".npy").sum()
-    if 2 * arrays >= count and not (path / "stats.json").exists():
+    arrays = np.char.endswith(np.char.lower(packed.table["name"]), b".npy").sum()
+    if (known or 2 * arrays >= count) and not (path / "stats.json").exists():
         save_stats(packed, read_folder(packed, workers), options.bands)
+
+
+def has_statistics_of(path: str, report: Report) -> bool:
+    """Tell whether a file of statistics has the channels and dtype of most images of a report."""
+    stats = json.loads(Path(path).read_text())
+    kind, _ = report.most_frequent()
+    return (len(stats["mean"]), stats["dtype"]) == kind
 
 
 def split_into_shards(files: ImageList | SceneList) -> list[ImageList | SceneList]:
