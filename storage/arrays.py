@@ -222,12 +222,12 @@ def split_planes(pixels: np.ndarray, axes: str) -> list[np.ndarray]:
     return [planes[index] for index in np.ndindex(planes.shape[:-2])]
 
 
-def read_nodata(text: Any) -> float | None:
-    """Read GDAL's tag; None if it holds no number."""
+def read_nodata(text: Any) -> float:
+    """Read GDAL's tag, which some programs write with a comma; RefusedError if it is no number."""
     try:
-        return float(str(text).strip("\0 "))
+        return float(str(text).strip("\0 ").replace(",", "."))
     except ValueError:
-        return None
+        raise RefusedError(f"nodata value {text!r:.40} is no number: give --nodata") from None
 
 
 def read_jpeg2000(image: Image.Image, content: bytes) -> np.ndarray:
@@ -275,11 +275,16 @@ def can_store(dtype: np.dtype, nodata: float | None) -> bool:
 
 def find_missing(band: Band) -> np.ndarray:
     """Find the missing pixels of a band (h, w) bool."""
-    missing = np.zeros(band.stored.shape, bool)
-    if band.nodata is not None:
-        missing |= band.stored == band.nodata
-    if band.mask is not None:
-        missing |= ~band.mask
+    stored, nodata, mask = band
+    missing = np.zeros(stored.shape, bool)
+    if nodata is not None and can_store(stored.dtype, nodata):
+        if abs(nodata) < data.NO_MEASUREMENT:
+            missing |= stored == nodata
+        else:  # often the lowest number of a type, and then rounded in the tag
+            limit = np.float64(math.copysign(data.NO_MEASUREMENT, nodata))
+            missing |= (stored <= limit) if nodata < 0 else (stored >= limit)
+    if mask is not None:
+        missing |= ~mask
     return missing
 
 
@@ -310,10 +315,12 @@ def check_bands(bands: Bands) -> None:
 
 
 def check_range(band: Band) -> None:
-    """Raise ValueError for whole numbers that float32 would round."""
+    """Raise ValueError for numbers that float32 would round, or turn into infinity."""
     dtype = band.stored.dtype
-    if dtype.kind in "iu" and dtype.itemsize > 2:
-        valid = band.stored[~find_missing(band)].astype(np.float64)
-        largest = abs(valid).max(initial=0)
-        if largest > EXACT_IN_FLOAT32:
-            raise ValueError(f"numbers up to {largest:.0f}, which float32 would round")
+    if dtype.kind not in "iuf" or dtype.itemsize <= (4 if dtype.kind == "f" else 2):
+        return
+    largest = abs(band.stored[~find_missing(band)].astype(np.float64)).max(initial=0)
+    if dtype.kind != "f" and largest > EXACT_IN_FLOAT32:
+        raise ValueError(f"numbers up to {largest:.0f}, which float32 would round")
+    if np.finfo(np.float32).max < largest < np.inf:
+        raise ValueError(f"numbers up to {largest:.4g}: {data.TOO_LARGE}")

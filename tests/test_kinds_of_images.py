@@ -267,7 +267,9 @@ def test_arrays_of_other_shapes():
     [
         (complex_blocks(), "real numbers"),
         (np.full((1, 8, 8), 2**24 + 1), "which float32 would round"),
-        (np.full((1, 8, 8), 1e300), "infinite"),
+        (np.full((1, 8, 8), np.inf), "infinite"),
+        (np.full((1, 8, 8), 1e300), r"1e\+300: .* --nodata"),
+        (np.full((1, 8, 8), -3.4028235e38, "f4"), r"pixels of -3\.4028235e\+38: .* --nodata"),
         (np.full((1, 8, 8), -9999.0), "nodata"),
         (np.zeros((2, 3, 8, 8)), "not one image"),
         (np.zeros(8), "not one image"),
@@ -403,6 +405,32 @@ def test_nodata_that_is_typed(nodata, dtype):
     assert np.isnan(found).sum() == 8 * 32
     # A number that the type cannot hold is nowhere, and changes nothing.
     assert read_packed(npy(blocks(0, 2, 1, 9)), nodata=-9999.0).dtype == np.uint16
+
+
+@pytest.mark.parametrize(
+    ("tag", "nodata"),
+    [("-3.40282e+38", -3.4028235e38), ("-9999,0", -9999), ("-9999\n", -9999), ("1e+20", 1e20)],
+)
+def test_nodata_as_other_programs_write_it(tag, nodata, tmp_path):
+    """A lowest number of six digits, a decimal comma, the end of a line."""
+    path = tmp_path / "1.tif"
+    pixels = blocks(0, 2, 1, 200, "float32")
+    pixels[0, :8] = nodata
+    gdal_nodata = (42113, "s", 0, tag, True)
+    options = {"photometric": "minisblack", "planarconfig": "separate", "metadata": None}
+    tifffile.imwrite(path, pixels, extratags=[gdal_nodata], **options)
+    truth = read_masked(path)
+    assert np.isnan(truth).sum() == 8 * 32
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), truth)
+
+
+def test_a_nodata_tag_that_is_no_number_is_refused(tmp_path):
+    path = tmp_path / "1.tif"
+    gdal_nodata = (42113, "s", 0, "none", True)
+    tifffile.imwrite(path, blocks(0, 1, 1, 200)[0], extratags=[gdal_nodata], metadata=None)
+    with pytest.raises(ValueError, match=r"^nodata value 'none' is no number: give --nodata"):
+        read_packed(path.read_bytes())
+    assert not np.isnan(read_packed(path.read_bytes(), nodata=0.0)).any()
 
 
 def with_mask(path, pixels, internal=True, **options):
