@@ -16,6 +16,7 @@ from PIL.ExifTags import Base as Tag
 import data
 
 GDAL_NODATA = 42113  # a tag of TIFF: the number that stands for a missing pixel, as text
+BLACK_IS_ZERO = (1, 2)  # TIFF's tag PhotometricInterpretation, of plain grey and RGB
 MASK = 4  # the bit of TIFF's tag NewSubfileType that says that a page is a mask
 READ_AT_ONCE = 2**22  # bytes of a TIFF that are held in addition to its pixels
 INSTALL = "pip install tifffile imagecodecs"
@@ -67,12 +68,33 @@ def read_image(file: IO[bytes], nodata: float | None = None) -> Image.Image | Ba
     """
     image = open_whole_picture(file)
     if image:
-        dtype = np.dtype(np.uint16 if image.mode.startswith("I") else np.uint8)
-        if not can_store(dtype, nodata):
+        deep = "16" in image.mode or has_deep_colours(image)
+        if not can_store(np.dtype(np.uint16 if deep else np.uint8), nodata):
             return image
-    bands = read_bands(file, nodata)
+        if deep and not image.mode.startswith("I"):
+            raise ValueError("--nodata of a 16-bit colour PNG: convert it to TIFF (gdal_translate)")
+    if image and not is_plain(image):
+        bands = Bands(split_bands(np.asarray(data.decode(image)), nodata))
+    else:
+        bands = read_bands(file, nodata)
     check_bands(bands)
     return bands
+
+
+def has_deep_colours(image: Any) -> bool:
+    """Tell whether Pillow keeps only 8 of the 16 bits of an opened PNG."""
+    return image.format == "PNG" and "16" in str(image.tile[0][-1])
+
+
+def is_plain(image: Image.Image) -> bool:
+    """Tell whether a picture, not decoded yet, shows the numbers that its file stores."""
+    tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
+    return (
+        image.mode in ("L", "RGB", "I;16", "I;16B")
+        and not image.has_transparency_data
+        and tags.get(Tag.PhotometricInterpretation) in (None, *BLACK_IS_ZERO)
+        and tags.get(Tag.Orientation, 1) == 1
+    )
 
 
 def open_whole_picture(file: IO[bytes]) -> Image.Image | None:
@@ -123,8 +145,6 @@ def read_bands(file: IO[bytes], nodata: float | None = None) -> Bands:
     image = data.open_picture(content)
     if image.format == "JPEG2000":
         return Bands(split_bands(read_jpeg2000(image, content), nodata))
-    if image.mode in ("1", "P", "PA"):  # bits, or indices into a table of colours
-        image = image.convert("RGB")
     return Bands(split_bands(np.asarray(image), nodata))
 
 

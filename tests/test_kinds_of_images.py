@@ -486,6 +486,63 @@ def test_nodata_of_pictures_is_named_and_made_nan_where_it_is_typed(tmp_path, ca
     assert isinstance(kept, Image.Image)
 
 
+COLOURS = np.random.default_rng(0).integers(1, 256, (8, 3)).astype("uint8")
+INDICES = blocks(0, 1, 0, 8, "uint8")[0]
+ALPHA = np.where(INDICES > 3, 255, 0).astype("uint8")
+RGB = np.moveaxis(blocks(1, 3, 1, 256, "uint8"), 0, -1)
+
+
+def palette(path):
+    image = Image.fromarray(INDICES, "P")
+    image.putpalette(COLOURS.tobytes())
+    image.save(path)
+
+
+def with_alpha(path):
+    Image.fromarray(np.dstack([RGB, ALPHA])).save(path)
+
+
+# name: (writer of a picture, what a tree shows of it: (H, W) or (H, W, 3))
+NOT_PLAIN = {
+    "palette.tif": (palette, COLOURS[INDICES]),
+    "palette.png": (palette, COLOURS[INDICES]),
+    "white is zero.tif": (
+        lambda path: tifffile.imwrite(path, INDICES, photometric="miniswhite"),
+        255 - INDICES,
+    ),
+    "bits.tif": (lambda path: Image.fromarray(ALPHA).convert("1").save(path), ALPHA),
+    "alpha.tif": (with_alpha, RGB * (ALPHA[..., None] // 255)),
+    "alpha.png": (with_alpha, RGB * (ALPHA[..., None] // 255)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_nodata_is_that_of_the_pixels_that_a_tree_shows(name, tmp_path):
+    write, shown = NOT_PLAIN[name]
+    write(tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    expected = np.moveaxis(np.broadcast_to(shown.T, (3, *shown.T.shape[-2:])), 1, 2)
+    picture = np.moveaxis(np.asarray(data.decode(data.open_image(content)[0])), -1, 0)
+    np.testing.assert_array_equal(picture, expected)
+    missing = float(expected.flat[0])
+    found = read_packed(content, nodata=missing)
+    np.testing.assert_array_equal(found, np.where(expected == missing, np.nan, expected))
+
+
+@pytest.mark.parametrize("bands", [3, 1])
+def test_nodata_of_16_bit_png_is_exact_or_refused(bands, tmp_path):
+    """Pillow keeps only 8 bits of each colour: small numbers would all be 0."""
+    pixels = blocks(0, bands, 0, 3)
+    write_by_gdal(tmp_path / "1.png", pixels, "PNG")
+    content = (tmp_path / "1.png").read_bytes()
+    if bands == 3:
+        with pytest.raises(ValueError, match="16-bit colour PNG: convert it"):
+            read_packed(content, nodata=0.0)
+    else:
+        expected = np.where(pixels == 2, np.nan, pixels)
+        np.testing.assert_array_equal(read_packed(content, nodata=2.0), expected)
+
+
 def test_the_range_of_numbers_is_that_of_valid_pixels(tmp_path):
     path = tmp_path / "1.tif"
     pixels = blocks(0, 2, 1, 200, "int32")
