@@ -17,6 +17,7 @@ import data
 
 GDAL_NODATA = 42113  # a tag of TIFF: the number that stands for a missing pixel, as text
 BLACK_IS_ZERO = (1, 2)  # TIFF's tag PhotometricInterpretation, of plain grey and RGB
+PALETTE = 3  # and of indices into a table of colours
 MASK = 4  # the bit of TIFF's tag NewSubfileType that says that a page is a mask
 READ_AT_ONCE = 2**22  # bytes of a TIFF that are held in addition to its pixels
 INSTALL = "pip install tifffile imagecodecs"
@@ -33,6 +34,7 @@ class Band(NamedTuple):
     stored: np.ndarray  # (h, w)
     nodata: float | None = None  # the number for a missing pixel
     mask: np.ndarray | None = None  # (h, w) bool, False for a missing pixel
+    about: str = ""  # what the user should know of it
 
 
 class Bands:
@@ -49,6 +51,7 @@ class Bands:
         self.bands = bands
         self.shape = (len(bands), *bands[0].stored.shape)
         self.dtype = np.result_type(*[type_for_training(band) for band in bands])
+        self.about = ", ".join(sorted({band.about for band in bands if band.about}))
         for band in bands:
             check_range(band)
 
@@ -131,6 +134,15 @@ def declares_missing(image: Image.Image) -> bool:
     return GDAL_NODATA in image.tag_v2 or any(masks)
 
 
+def describe_other_pages(image: Image.Image) -> str:
+    """Say whether pages of a picture, not decoded yet, are left out that are no overviews."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return ""
+    kinds = [page.get(Tag.NewSubfileType, 0) for page in data.other_pages(image)]
+    lost = sum(not kind & data.REDUCED_OR_MASK for kind in kinds)
+    return describe_lost_pages(lost) if lost else ""
+
+
 def read_bands(file: IO[bytes], nodata: float | None = None) -> Bands:
     """Read any image file as the bands that it stores; `nodata` as in `read_image`."""
     start = read_start(file)
@@ -193,6 +205,9 @@ def decode_tiff(tiff: Any, nodata: float | None) -> list[Band]:
     # Each page by itself: tifffile's series would put pages of one type together, in another order.
     every = [page for page in pages if not page.subfiletype & data.REDUCED_OR_MASK] or pages
     same = [page for page in every if page_size(page) == page_size(every[0])]
+    about = "indices of a palette" if every[0].photometric == PALETTE else ""
+    if len(same) < len(every):
+        about = describe_lost_pages(len(every) - len(same))
     images = tiff.series[:1] if lacks_directories(tiff) else same
     size = sum(image.size * image.dtype.itemsize for image in images)
     if size > data.LARGEST_IMAGE:
@@ -209,7 +224,7 @@ def decode_tiff(tiff: Any, nodata: float | None) -> list[Band]:
     for image in images:
         # In one thread: each further one would hold a part of its own.
         pixels = image.asarray(maxworkers=1, buffersize=READ_AT_ONCE)
-        bands += [Band(band, nodata, mask) for band in split_planes(pixels, image.axes)]
+        bands += [Band(band, nodata, mask, about) for band in split_planes(pixels, image.axes)]
     return bands
 
 
@@ -229,6 +244,11 @@ def list_pages(tiff: Any) -> list[Any]:
 def lacks_directories(tiff: Any) -> bool:
     """Tell whether a stack by ImageJ or tifffile may describe only the first of its pages."""
     return len(tiff.pages) == 1 and (tiff.is_imagej or tiff.is_shaped)
+
+
+def describe_lost_pages(count: int) -> str:
+    """Say that pages of a TIFF are left out."""
+    return f"without {count} pages of another size"
 
 
 def page_size(page: Any) -> tuple[int, int]:
@@ -295,7 +315,7 @@ def can_store(dtype: np.dtype, nodata: float | None) -> bool:
 
 def find_missing(band: Band) -> np.ndarray:
     """Find the missing pixels of a band (h, w) bool."""
-    stored, nodata, mask = band
+    stored, nodata, mask, _ = band
     missing = np.zeros(stored.shape, bool)
     if nodata is not None and can_store(stored.dtype, nodata):
         if abs(nodata) < data.NO_MEASUREMENT:

@@ -73,18 +73,19 @@ def repack(file: IO[bytes], options: PackOptions) -> Packed:
     image = read_image(file, options.nodata)
     if isinstance(image, Bands):
         return pack_bands(image)
+    kind = kind_of(image)
     max_side = options.max_side
     if max_side is None or max(image.size) <= max_side:
         declaring = declares_missing(image)
         file.seek(0)
         content = file.read()
-        return Packed(len(content), [content], "", kind_of(image), declaring)
+        return Packed(len(content), [content], "", kind, declaring)
     image.draft(None, (2 * max_side, 2 * max_side))  # decode a JPEG no larger than needed
     rgb = data.decode(image)
     rgb.thumbnail((max_side, max_side), Image.Resampling.BICUBIC)
     smaller = io.BytesIO()
     rgb.save(smaller, "JPEG", quality=QUALITY)
-    return Packed(smaller.tell(), [smaller.getvalue()], ".jpg", kind_of(rgb))
+    return Packed(smaller.tell(), [smaller.getvalue()], ".jpg", kind._replace(mode=rgb.mode))
 
 
 def pack_bands(bands: Bands) -> Packed:

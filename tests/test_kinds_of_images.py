@@ -154,6 +154,27 @@ def test_bands_are_in_the_order_of_the_pages(name, tmp_path):
         np.testing.assert_array_equal(np.stack([*arrays.read_bands(file)]), expected)
 
 
+def test_what_a_tiff_holds_besides_its_image_is_said(tmp_path, capsys):
+    """Pages of another size that are no overviews; and that numbers are indices of a palette."""
+    root = tmp_path / "tree"
+    root.mkdir()
+    small = (SIX[0, ::2, ::2].astype("u2"), {})
+    write_pages(root / "array.tif", (SIX[0].astype("u2"), {}), small, small)
+    write_pages(root / "picture.tif", (SIX[0], {}), small)
+    write_pages(root / "overview.tif", (SIX[0], {}), (SIX[0, ::2, ::2], REDUCED))
+    colours = np.zeros((3, 2**16), "u2")
+    path = root / "palette.tif"
+    tifffile.imwrite(path, SIX[1].astype("u2"), photometric="palette", colormap=colours)
+    for argv in (["scan", root], ["pack", root, tmp_path / "pack"]):
+        assert run_prepare(*argv) == 0
+        said = capsys.readouterr().out
+        assert "1 channels of uint16, without 2 pages of another size" in said
+        assert "(grey pictures), without 1 pages of another size" in said
+        assert "(grey pictures), such as" in said
+        assert "1 channels of uint16, indices of a palette" in said
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), read_by_gdal(path))
+
+
 def test_metadata_of_microscopes_changes_nothing(tmp_path):
     """Nor do they lead to other files; a stack by ImageJ may describe only its first page."""
     for name, options in (
@@ -862,9 +883,55 @@ def test_bands_that_are_not_there_get_a_sentence(bands, sentence, tmp_path, caps
     assert not (tmp_path / "pack").exists()
 
 
+def test_a_file_of_a_band_is_one_band_of_the_same_area(tmp_path, capsys):
+    """Within a pixel of the coarser band; larger bands are reduced, and that is said."""
+    sizes = {"T1": (66, 63), "T2": (64, 66), "T3": (44, 42), "T4": (16, 31)}
+    for scene, (height, width) in sizes.items():
+        write_by_gdal(tmp_path / f"scenes/{scene}_B1.tif", blocks(0, 1, 0, 9, side=24)[:, :22, :21])
+        pixels = blocks(1, 1, 0, 9, side=72)[:, :height, :width]
+        write_by_gdal(tmp_path / f"scenes/{scene}_B2.tif", pixels)
+    write_by_gdal(tmp_path / "scenes/T5_B1.png", blocks(0, 3, 0, 9, "uint8"), "PNG")
+    write_by_gdal(tmp_path / "scenes/T5_B2.tif", blocks(0, 1, 0, 9))
+    argv = ["pack", tmp_path / "scenes", tmp_path / "pack", "--stack", "B1,B2"]
+    assert run_prepare(*argv) == 0
+    said = capsys.readouterr().out
+    assert "2 images: 2 channels of uint16, larger bands reduced to the size of B1" in said
+    for scene in ("T2", "T4"):
+        told = f"T{scene[1]}_B2.tif: {sizes[scene]} pixels (H, W), which cover another area"
+        assert f"{told} than (22, 21) of B1" in said
+    assert "T5: ValueError: T5_B1.png: 3 bands, not 1" in said
+    files = image_list.list_images(str(tmp_path / "pack"))
+    with rasterio.open(tmp_path / "scenes/T1_B2.tif") as file:
+        truth = file.read(1, out_shape=(22, 21), resampling=rasterio.enums.Resampling.nearest)
+    np.testing.assert_array_equal(data.open_array(files.read(0))[1], truth)
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [
+        # Folders like those of a resolution may be classes.
+        (["5m/T1_", "5m/T2_", "10m/T1_"], ["10m/T1", "5m/T1", "5m/T2"]),
+        (["5m/T1_", "10m/T2_"], ["10m", "5m"]),
+        ([""], ["scenes"]),
+        (["a/", "b/x_", "b/y_"], ["a", "b/x", "b/y"]),
+    ],
+)
+def test_scenes_get_names_of_their_own(starts, expected, tmp_path):
+    names = [f"{start}B{i}.tif" for start in starts for i in (1, 2)]
+    files = make_files(tmp_path / "scenes", *names)
+    assert stacking.find_scenes(files, ("B1", "B2")).names == expected
+
+
+def test_two_scenes_of_one_name_are_refused(tmp_path):
+    files = make_files(tmp_path, "a/B1.tif", "a_B1.tif")
+    with pytest.raises(ValueError, match="two scenes of the name a: pack them one by one"):
+        stacking.find_scenes(files, ("B1",))
+
+
 def test_two_files_of_one_band_are_refused(tmp_path, capsys):
     for ending in ("tif", "jp2"):
         (tmp_path / f"scenes/1_B2.{ending}").parent.mkdir(exist_ok=True)
         Image.new("L", (8, 8)).save(tmp_path / f"scenes/1_B2.{ending}")
     assert run_prepare("pack", tmp_path / "scenes", tmp_path / "pack", "--stack", "B2") == 2
-    assert "two files of band B2 in one scene" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "two files of band B2 in one scene" in said and "--include or --exclude" in said
