@@ -19,6 +19,7 @@ GDAL_NODATA = 42113  # a tag of TIFF: the number that stands for a missing pixel
 BLACK_IS_ZERO = (1, 2)  # TIFF's tag PhotometricInterpretation, of plain grey and RGB
 PALETTE = 3  # and of indices into a table of colours
 MASK = 4  # the bit of TIFF's tag NewSubfileType that says that a page is a mask
+NOT_IN_EVERY_PILLOW = ("lzma", "webp", "zstd")  # compressions that its library of TIFF may lack
 READ_AT_ONCE = 2**22  # bytes of a TIFF that are held in addition to its pixels
 INSTALL = "pip install tifffile imagecodecs"
 EXACT_IN_FLOAT32 = 2**24  # float32 holds every whole number up to this one
@@ -113,9 +114,21 @@ def open_whole_picture(file: IO[bytes]) -> Image.Image | None:
             image, _ = data.open_image(file.read())
         if image.format in ("TIFF", "JPEG2000") and image.has_transparency_data:
             data.check_alpha(image)
+        if image.info.get("compression") in NOT_IN_EVERY_PILLOW and not can_decode(file):
+            return None
     except (data.NeedsPackingError, UnidentifiedImageError):
         return None
     return image
+
+
+def can_decode(file: IO[bytes]) -> bool:
+    """Tell whether Pillow decodes a file."""
+    try:
+        Image.open(file).load()
+    except OSError:
+        return False
+    file.seek(0)
+    return True
 
 
 def read_start(file: IO[bytes]) -> bytes:
@@ -349,7 +362,11 @@ def resample_nearest(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 def check_bands(bands: Bands) -> None:
     """Raise ValueError if training cannot take an image of these bands, or all is nodata."""
-    data.check_shape(bands.shape)
+    try:
+        data.check_shape(bands.shape)
+    except data.NeedsPackingError:  # which tells users to do what they do
+        what = f"{bands.shape} looks like (H, W, C), and images of up to 4 columns are not read"
+        raise ValueError(f"{what}: save it as (C, H, W)") from None
     if bands.dtype.kind == "f":
         data.check_pixels(bands)
 

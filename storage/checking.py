@@ -100,6 +100,8 @@ class Report:
             print(f"{count} images: {kind}" + (f", such as {self.first[kind]}" if several else ""))
         if len({(kind.channels, kind.dtype) for kind in self.kinds}) > 1:
             print("training takes one kind: choose it by --include PATTERN or --exclude PATTERN")
+            if len({kind.channels for kind in self.kinds}) == 1:
+                print("if only some declare missing pixels: `pack --nodata NUMBER` makes all alike")
         elif several:
             print("training takes all of these: leave out masks by --include or --exclude PATTERN")
         if self.declaring:

@@ -198,6 +198,8 @@ def pack(
     size = packed.sizes.sum() / 2**30
     print(f"{target}: {count} images in {len(shards)} shards, {size:.3f} GiB")
     report.print_kinds()
+    if any(kind.mode for kind in report.kinds):
+        print("pictures that fit are copied undecoded: `prepare.py scan` finds the broken ones")
     if report.problems:
         print(f"{len(report.problems)} of {count} images cannot be read: they are empty files")
     _, used = report.most_frequent()

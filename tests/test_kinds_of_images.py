@@ -303,6 +303,12 @@ def test_what_no_array_can_show_gets_a_sentence(array, sentence):
         read_packed(npy(array), nodata=-9999.0)
 
 
+def test_a_narrow_tiff_is_not_sent_to_pack_by_pack(tmp_path):
+    write_by_gdal(tmp_path / "1.tif", blocks(0, 6, 0, 200, side=64)[..., :4])
+    with pytest.raises(ValueError, match=r"not read: save it as \(C, H, W\)$"):
+        read_packed((tmp_path / "1.tif").read_bytes())
+
+
 def test_complex_tiff_is_refused(tmp_path):
     write_by_gdal(tmp_path / "1.tif", complex_blocks())
     with pytest.raises(ValueError, match="real numbers"):
@@ -426,6 +432,17 @@ def test_nodata_that_is_typed(nodata, dtype):
     assert np.isnan(found).sum() == 8 * 32
     # A number that the type cannot hold is nowhere, and changes nothing.
     assert read_packed(npy(blocks(0, 2, 1, 9)), nodata=-9999.0).dtype == np.uint16
+
+
+def test_tiles_of_which_only_some_declare_nodata_become_one_kind(tmp_path, capsys):
+    for i in range(2):
+        options = {"nodata": 0} if i else {}
+        write_by_gdal(tmp_path / f"tree/{i}.tif", blocks(i, 2, 0, 9), **options)
+    assert run_prepare("scan", tmp_path / "tree") == 0
+    assert "`pack --nodata NUMBER` makes all alike" in capsys.readouterr().out
+    assert run_prepare("pack", tmp_path / "tree", tmp_path / "pack", "--nodata", "0") == 0
+    said = capsys.readouterr().out
+    assert "2 images: 2 channels of float32" in said and "copied" not in said
 
 
 @pytest.mark.parametrize(
@@ -613,6 +630,21 @@ def test_a_missing_package_is_named_with_what_to_type(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tifffile", None)  # as if it were not there
     with pytest.raises(ImportError, match="pip install tifffile imagecodecs"):
         read_packed((tmp_path / "1.tif").read_bytes())
+
+
+@pytest.mark.parametrize("compression", ["lzma", "webp", "zstd"])
+def test_what_pillow_cannot_decode_is_no_picture(compression, tmp_path):
+    path = tmp_path / "1.tif"
+    options = {"photometric": "RGB", "interleave": "pixel", "WEBP_LOSSLESS": True}
+    write_by_gdal(path, blocks(0, 3, 0, 200, "uint8"), compress=compression, **options)
+    try:
+        found = read_packed(path.read_bytes())
+    except ImportError as error:
+        assert "pip install tifffile imagecodecs" in str(error)
+        return
+    if isinstance(found, Image.Image):
+        found = np.moveaxis(np.asarray(data.decode(found)), -1, 0)
+    np.testing.assert_array_equal(found, read_by_gdal(path))
 
 
 # --- which files, which kinds

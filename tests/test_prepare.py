@@ -198,6 +198,7 @@ def test_a_pack_is_a_copy_that_tar_reads(tmp_path, monkeypatch, capsys):
     assert "33 images in 2 shards, " in (printed := capsys.readouterr().out)
     # What cannot be opened is named; whether a picture is cut off, only `scan` finds out.
     assert "4 of 33 images cannot be read" in printed
+    assert "copied undecoded: `prepare.py scan` finds the broken ones" in printed
     assert all(f"{root}/area0/class0/{name}: " in printed for name in lost)
     files, packed = listed(root), listed(target)
     paths = [Path(files.path(i)) for i in range(33)]
