@@ -38,6 +38,8 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".jp2",
 FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "JPEG2000")  # Pillow's names of these, but .npy
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 LARGEST_IMAGE = 2**32  # one decoded image may take at most this many bytes
+NO_MEASUREMENT = 1e30  # pixels of a larger magnitude stand for missing ones
+TOO_LARGE = "if these are missing pixels, give `prepare.py pack` that number by --nodata"
 NUMPY_START = b"\x93NUMPY"
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how TIFF and BigTIFF files start
 JPEG2000_STARTS = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")  # of .jp2 and .j2k
@@ -614,12 +616,16 @@ def check_shape(shape: tuple[int, ...]) -> None:
 
 
 def check_pixels(channels: Iterable[np.ndarray]) -> None:
-    """Raise ValueError if a pixel of the channels (H, W) is infinite, or if all are NaN."""
+    """Raise ValueError if a pixel of the channels (H, W) is no measurement, or if all are NaN."""
     only_nodata = True
     for channel in channels:
-        if np.isinf(channel).any():
+        largest = np.fmax.reduce(np.abs(channel), axis=None)  # NaN only if all are NaN
+        if np.isinf(largest):
             raise ValueError("infinite pixels")
-        only_nodata = only_nodata and np.isnan(channel).all()
+        if largest > NO_MEASUREMENT:
+            pixel = channel[np.abs(channel) == largest][0]
+            raise ValueError(f"pixels of {pixel:.8g}: {TOO_LARGE}")
+        only_nodata = only_nodata and np.isnan(largest)
     if only_nodata:
         raise ValueError("nodata (NaN) in all pixels")
 

@@ -16,14 +16,17 @@ from PIL.ExifTags import Base as Tag
 import data
 
 GDAL_NODATA = 42113  # a tag of TIFF: the number that stands for a missing pixel, as text
+BLACK_IS_ZERO = (1, 2)  # TIFF's tag PhotometricInterpretation, of plain grey and RGB
+PALETTE = 3  # and of indices into a table of colours
 MASK = 4  # the bit of TIFF's tag NewSubfileType that says that a page is a mask
+NOT_IN_EVERY_PILLOW = ("lzma", "webp", "zstd")  # compressions that its library of TIFF may lack
 READ_AT_ONCE = 2**22  # bytes of a TIFF that are held in addition to its pixels
 INSTALL = "pip install tifffile imagecodecs"
 EXACT_IN_FLOAT32 = 2**24  # float32 holds every whole number up to this one
 
 
-class TooLargeError(ValueError):
-    """A header promises more pixels than we read."""
+class RefusedError(ValueError):
+    """A file that may be sound, but that we do not read."""
 
 
 class Band(NamedTuple):
@@ -32,6 +35,7 @@ class Band(NamedTuple):
     stored: np.ndarray  # (h, w)
     nodata: float | None = None  # the number for a missing pixel
     mask: np.ndarray | None = None  # (h, w) bool, False for a missing pixel
+    about: str = ""  # what the user should know of it
 
 
 class Bands:
@@ -48,6 +52,7 @@ class Bands:
         self.bands = bands
         self.shape = (len(bands), *bands[0].stored.shape)
         self.dtype = np.result_type(*[type_for_training(band) for band in bands])
+        self.about = ", ".join(sorted({band.about for band in bands if band.about}))
         for band in bands:
             check_range(band)
 
@@ -67,12 +72,33 @@ def read_image(file: IO[bytes], nodata: float | None = None) -> Image.Image | Ba
     """
     image = open_whole_picture(file)
     if image:
-        dtype = np.dtype(np.uint16 if image.mode.startswith("I") else np.uint8)
-        if not can_store(dtype, nodata):
+        deep = "16" in image.mode or has_deep_colours(image)
+        if not can_store(np.dtype(np.uint16 if deep else np.uint8), nodata):
             return image
-    bands = read_bands(file, nodata)
+        if deep and not image.mode.startswith("I"):
+            raise ValueError("--nodata of a 16-bit colour PNG: convert it to TIFF (gdal_translate)")
+    if image and not is_plain(image):
+        bands = Bands(split_bands(np.asarray(data.decode(image)), nodata))
+    else:
+        bands = read_bands(file, nodata)
     check_bands(bands)
     return bands
+
+
+def has_deep_colours(image: Any) -> bool:
+    """Tell whether Pillow keeps only 8 of the 16 bits of an opened PNG."""
+    return image.format == "PNG" and "16" in str(image.tile[0][-1])
+
+
+def is_plain(image: Image.Image) -> bool:
+    """Tell whether a picture, not decoded yet, shows the numbers that its file stores."""
+    tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
+    return (
+        image.mode in ("L", "RGB", "I;16", "I;16B")
+        and not image.has_transparency_data
+        and tags.get(Tag.PhotometricInterpretation) in (None, *BLACK_IS_ZERO)
+        and tags.get(Tag.Orientation, 1) == 1
+    )
 
 
 def open_whole_picture(file: IO[bytes]) -> Image.Image | None:
@@ -88,9 +114,21 @@ def open_whole_picture(file: IO[bytes]) -> Image.Image | None:
             image, _ = data.open_image(file.read())
         if image.format in ("TIFF", "JPEG2000") and image.has_transparency_data:
             data.check_alpha(image)
+        if image.info.get("compression") in NOT_IN_EVERY_PILLOW and not can_decode(file):
+            return None
     except (data.NeedsPackingError, UnidentifiedImageError):
         return None
     return image
+
+
+def can_decode(file: IO[bytes]) -> bool:
+    """Tell whether Pillow decodes a file."""
+    try:
+        Image.open(file).load()
+    except OSError:
+        return False
+    file.seek(0)
+    return True
 
 
 def read_start(file: IO[bytes]) -> bytes:
@@ -109,6 +147,15 @@ def declares_missing(image: Image.Image) -> bool:
     return GDAL_NODATA in image.tag_v2 or any(masks)
 
 
+def describe_other_pages(image: Image.Image) -> str:
+    """Say whether pages of a picture, not decoded yet, are left out that are no overviews."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return ""
+    kinds = [page.get(Tag.NewSubfileType, 0) for page in data.other_pages(image)]
+    lost = sum(not kind & data.REDUCED_OR_MASK for kind in kinds)
+    return describe_lost_pages(lost) if lost else ""
+
+
 def read_bands(file: IO[bytes], nodata: float | None = None) -> Bands:
     """Read any image file as the bands that it stores; `nodata` as in `read_image`."""
     start = read_start(file)
@@ -123,8 +170,6 @@ def read_bands(file: IO[bytes], nodata: float | None = None) -> Bands:
     image = data.open_picture(content)
     if image.format == "JPEG2000":
         return Bands(split_bands(read_jpeg2000(image, content), nodata))
-    if image.mode in ("1", "P", "PA"):  # bits, or indices into a table of colours
-        image = image.convert("RGB")
     return Bands(split_bands(np.asarray(image), nodata))
 
 
@@ -160,41 +205,68 @@ def read_tiff(file: IO[bytes], nodata: float | None) -> list[Band]:
         with tifffile.TiffFile(io.BufferedReader(file)) as tiff:  # type: ignore[type-var]
             return decode_tiff(tiff, nodata)
     except Exception as error:  # tifffile raises many kinds for a broken file
-        if "imagecodecs" in str(error):
+        if isinstance(error, ImportError) or "imagecodecs" in str(error):
             raise ImportError(f"{error}: type `{INSTALL}`") from None
-        if isinstance(error, TooLargeError) or not data.is_file_error(error):
+        if isinstance(error, RefusedError) or not data.is_file_error(error):
             raise
         raise ValueError(f"broken TIFF, which tifffile cannot read ({error})") from None
 
 
 def decode_tiff(tiff: Any, nodata: float | None) -> list[Band]:
     """Decode an open tifffile.TiffFile; raises whatever tifffile does."""
-    reduced_or_mask = data.REDUCED_OR_MASK
-    every = [series for series in tiff.series if not series.keyframe.subfiletype & reduced_or_mask]
-    size_of_first = plane_size(every[0])
-    same = [series for series in every if plane_size(series) == size_of_first]
-    size = sum(series.size * series.dtype.itemsize for series in same)
+    pages = list_pages(tiff)
+    # Each page by itself: tifffile's series would put pages of one type together, in another order.
+    every = [page for page in pages if not page.subfiletype & data.REDUCED_OR_MASK] or pages
+    same = [page for page in every if page_size(page) == page_size(every[0])]
+    about = "indices of a palette" if every[0].photometric == PALETTE else ""
+    if len(same) < len(every):
+        about = describe_lost_pages(len(every) - len(same))
+    images = tiff.series[:1] if lacks_directories(tiff) else same
+    size = sum(image.size * image.dtype.itemsize for image in images)
     if size > data.LARGEST_IMAGE:
-        raise TooLargeError(f"{size / 2**30:.1f} GiB of pixels by its header: more than 4 GiB")
-    tag = tiff.pages.first.tags.get(GDAL_NODATA)
+        raise RefusedError(f"{size / 2**30:.1f} GiB of pixels by its header: more than 4 GiB")
+    tag = pages[0].tags.get(GDAL_NODATA)
     if nodata is None and tag:
         nodata = read_nodata(tag.value)
     mask = None
-    for page in tiff.pages:
-        if page.subfiletype & MASK and page.shape[:2] == size_of_first:
+    for page in pages:
+        if page.subfiletype & MASK and page not in same and page_size(page) == page_size(every[0]):
             shown = page.asarray() != 0
             mask = shown if mask is None else mask & shown
     bands = []
-    for series in same:
+    for image in images:
         # In one thread: each further one would hold a part of its own.
-        pixels = series.asarray(maxworkers=1, buffersize=READ_AT_ONCE)
-        bands += [Band(band, nodata, mask) for band in split_planes(pixels, series.axes)]
+        pixels = image.asarray(maxworkers=1, buffersize=READ_AT_ONCE)
+        bands += [Band(band, nodata, mask, about) for band in split_planes(pixels, image.axes)]
     return bands
 
 
-def plane_size(series: Any) -> tuple[int, int]:
-    """Return the height and width of a series of pages."""
-    return series.keyframe.imagelength, series.keyframe.imagewidth
+def list_pages(tiff: Any) -> list[Any]:
+    """List the pages of an open TIFF; ValueError if some are lost, which tifffile passes over."""
+    pages = list(tiff.pages)
+    if not all(page.dataoffsets and all(page_size(page)) for page in pages):
+        raise ValueError(f"one of {len(pages)} pages is empty")
+    file = tiff.filehandle
+    file.seek(tiff.pages.next_page_offset)
+    link = file.read(tiff.tiff.offsetsize)
+    if link != bytes(tiff.tiff.offsetsize):
+        raise ValueError(f"the page after number {len(pages)} is missing")
+    return pages
+
+
+def lacks_directories(tiff: Any) -> bool:
+    """Tell whether a stack by ImageJ or tifffile may describe only the first of its pages."""
+    return len(tiff.pages) == 1 and (tiff.is_imagej or tiff.is_shaped)
+
+
+def describe_lost_pages(count: int) -> str:
+    """Say that pages of a TIFF are left out."""
+    return f"without {count} pages of another size"
+
+
+def page_size(page: Any) -> tuple[int, int]:
+    """Return the height and width of a page."""
+    return page.imagelength, page.imagewidth
 
 
 def split_planes(pixels: np.ndarray, axes: str) -> list[np.ndarray]:
@@ -203,12 +275,12 @@ def split_planes(pixels: np.ndarray, axes: str) -> list[np.ndarray]:
     return [planes[index] for index in np.ndindex(planes.shape[:-2])]
 
 
-def read_nodata(text: Any) -> float | None:
-    """Read GDAL's tag; None if it holds no number."""
+def read_nodata(text: Any) -> float:
+    """Read GDAL's tag, which some programs write with a comma; RefusedError if it is no number."""
     try:
-        return float(str(text).strip("\0 "))
+        return float(str(text).strip("\0 ").replace(",", "."))
     except ValueError:
-        return None
+        raise RefusedError(f"nodata value {text!r:.40} is no number: give --nodata") from None
 
 
 def read_jpeg2000(image: Image.Image, content: bytes) -> np.ndarray:
@@ -256,11 +328,16 @@ def can_store(dtype: np.dtype, nodata: float | None) -> bool:
 
 def find_missing(band: Band) -> np.ndarray:
     """Find the missing pixels of a band (h, w) bool."""
-    missing = np.zeros(band.stored.shape, bool)
-    if band.nodata is not None:
-        missing |= band.stored == band.nodata
-    if band.mask is not None:
-        missing |= ~band.mask
+    stored, nodata, mask, _ = band
+    missing = np.zeros(stored.shape, bool)
+    if nodata is not None and can_store(stored.dtype, nodata):
+        if abs(nodata) < data.NO_MEASUREMENT:
+            missing |= stored == nodata
+        else:  # often the lowest number of a type, and then rounded in the tag
+            limit = np.float64(math.copysign(data.NO_MEASUREMENT, nodata))
+            missing |= (stored <= limit) if nodata < 0 else (stored >= limit)
+    if mask is not None:
+        missing |= ~mask
     return missing
 
 
@@ -285,16 +362,22 @@ def resample_nearest(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 def check_bands(bands: Bands) -> None:
     """Raise ValueError if training cannot take an image of these bands, or all is nodata."""
-    data.check_shape(bands.shape)
+    try:
+        data.check_shape(bands.shape)
+    except data.NeedsPackingError:  # which tells users to do what they do
+        what = f"{bands.shape} looks like (H, W, C), and images of up to 4 columns are not read"
+        raise ValueError(f"{what}: save it as (C, H, W)") from None
     if bands.dtype.kind == "f":
         data.check_pixels(bands)
 
 
 def check_range(band: Band) -> None:
-    """Raise ValueError for whole numbers that float32 would round."""
+    """Raise ValueError for numbers that float32 would round, or turn into infinity."""
     dtype = band.stored.dtype
-    if dtype.kind in "iu" and dtype.itemsize > 2:
-        valid = band.stored[~find_missing(band)].astype(np.float64)
-        largest = abs(valid).max(initial=0)
-        if largest > EXACT_IN_FLOAT32:
-            raise ValueError(f"numbers up to {largest:.0f}, which float32 would round")
+    if dtype.kind not in "iuf" or dtype.itemsize <= (4 if dtype.kind == "f" else 2):
+        return
+    largest = abs(band.stored[~find_missing(band)].astype(np.float64)).max(initial=0)
+    if dtype.kind != "f" and largest > EXACT_IN_FLOAT32:
+        raise ValueError(f"numbers up to {largest:.0f}, which float32 would round")
+    if np.finfo(np.float32).max < largest < np.inf:
+        raise ValueError(f"numbers up to {largest:.4g}: {data.TOO_LARGE}")

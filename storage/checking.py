@@ -18,7 +18,7 @@ from PIL import Image
 import data
 from checkpoint import atomic_write
 from runtime import process
-from storage.arrays import Bands, declares_missing, read_image
+from storage.arrays import Bands, declares_missing, describe_other_pages, read_image
 from storage.image_list import ImageList, stats_file
 from storage.stacking import SceneList
 
@@ -34,11 +34,14 @@ class Kind(NamedTuple):
     dtype: str
     packed_only: bool  # training can read such a file only from a pack
     mode: str = ""  # `picture_mode` of a picture, which training takes as RGB
+    about: str = ""  # what the user should know of them
 
     def __str__(self) -> str:
         text = f"{self.channels} channels of {self.dtype}"
         if self.mode:
-            return f"{text} ({self.mode} pictures)"
+            text += f" ({self.mode} pictures)"
+        if self.about:
+            text += f", {self.about}"
         return f"{text}, for training only from a pack" if self.packed_only else text
 
 
@@ -91,12 +94,12 @@ class Report:
         self.values += other.values
         self.missing += other.missing
 
-    def count_of_most_frequent(self) -> int:
-        """Count the images that have the most frequent channels and dtype."""
+    def most_frequent(self) -> tuple[tuple[int, str], int]:
+        """Return the most frequent channels and dtype, and how many images have them."""
         counts: Counter[tuple[int, str]] = Counter()
         for kind, count in self.kinds.items():
             counts[kind.channels, kind.dtype] += count
-        return max(counts.values(), default=0)
+        return counts.most_common(1)[0]
 
     def print_kinds(self) -> None:
         """Print how many images there are of each kind, and what to do if they differ."""
@@ -105,6 +108,8 @@ class Report:
             print(f"{count} images: {kind}" + (f", such as {self.first[kind]}" if several else ""))
         if len({(kind.channels, kind.dtype) for kind in self.kinds}) > 1:
             print("training takes one kind: choose it by --include PATTERN or --exclude PATTERN")
+            if len({kind.channels for kind in self.kinds}) == 1:
+                print("if only some declare missing pixels: `pack --nodata NUMBER` makes all alike")
         elif several:
             print("training takes all of these: leave out masks by --include or --exclude PATTERN")
         if self.declaring:
@@ -189,10 +194,11 @@ def measure_image(file: IO[bytes], path: str, nodata: float | None, report: Repo
 
 
 def kind_of(image: Image.Image | Bands) -> Kind:
-    """Return the kind that an image has in training."""
+    """Return the kind that an image, not decoded yet, has in training."""
     if isinstance(image, Bands):
-        return Kind(len(image.bands), image.dtype.name, image.packed_only)
-    return Kind(3, "uint8", packed_only=False, mode=picture_mode(image))
+        return Kind(len(image.bands), image.dtype.name, image.packed_only, about=image.about)
+    about = describe_other_pages(image)
+    return Kind(3, "uint8", packed_only=False, mode=picture_mode(image), about=about)
 
 
 def measure_channels(channels: Iterable[np.ndarray]) -> tuple[np.ndarray, int, int]:

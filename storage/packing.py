@@ -4,6 +4,7 @@ The folder is called NAME.unfinished until it is complete.
 """
 
 import io
+import json
 import math
 import os
 import shutil
@@ -72,18 +73,19 @@ def repack(file: IO[bytes], options: PackOptions) -> Packed:
     image = read_image(file, options.nodata)
     if isinstance(image, Bands):
         return pack_bands(image)
+    kind = kind_of(image)
     max_side = options.max_side
     if max_side is None or max(image.size) <= max_side:
         declaring = declares_missing(image)
         file.seek(0)
         content = file.read()
-        return Packed(len(content), [content], "", kind_of(image), declaring)
+        return Packed(len(content), [content], "", kind, declaring)
     image.draft(None, (2 * max_side, 2 * max_side))  # decode a JPEG no larger than needed
     rgb = data.decode(image)
     rgb.thumbnail((max_side, max_side), Image.Resampling.BICUBIC)
     smaller = io.BytesIO()
     rgb.save(smaller, "JPEG", quality=QUALITY)
-    return Packed(smaller.tell(), [smaller.getvalue()], ".jpg", kind_of(rgb))
+    return Packed(smaller.tell(), [smaller.getvalue()], ".jpg", kind._replace(mode=rgb.mode))
 
 
 def pack_bands(bands: Bands) -> Packed:
@@ -161,8 +163,9 @@ def pack(
 
     Pictures whose longer side is above `max_side` become JPEGs of that side; other pictures are
     copied byte by byte; images that are no pictures become arrays. With `bands`, the files of a
-    scene's bands become one array. Statistics of the source are copied too; if there are none,
-    those of arrays are measured. ValueError if the target already has files.
+    scene's bands become one array. Statistics of the source are copied too, if they are of the same
+    images; otherwise they are measured, and always those of arrays. ValueError if the target
+    already has files.
     """
     path = Path(target)
     if path.exists() and any(path.iterdir()):
@@ -185,7 +188,9 @@ def pack(
         raise ValueError(f"no image in {source} can be read")
     save_index(index_members(shards, shard_members), str(folder / "pack.index"))
     measured = stats_file(source)
-    if os.path.exists(measured) and not options.bands:
+    known = os.path.exists(measured)
+    others = include or exclude or options.bands or options.nodata is not None
+    if known and not others and has_statistics_of(measured, report):
         shutil.copyfile(measured, folder / "stats.json")
     folder.rename(path)
     packed = list_images(target)
@@ -193,15 +198,25 @@ def pack(
     size = packed.sizes.sum() / 2**30
     print(f"{target}: {count} images in {len(shards)} shards, {size:.3f} GiB")
     report.print_kinds()
+    if any(kind.mode for kind in report.kinds):
+        print("pictures that fit are copied undecoded: `prepare.py scan` finds the broken ones")
     if report.problems:
         print(f"{len(report.problems)} of {count} images cannot be read: they are empty files")
-    unused = count - report.count_of_most_frequent()
+    _, used = report.most_frequent()
+    unused = count - used
     if unused:
         share = f"{unused} of {count} images ({unused / count:.1%})"
         print(f"training on this pack leaves out {share}, and ends if these are above --max-bad")
-    arrays = np.char.endswith(packed.table["name"], b".npy").sum()
-    if 2 * arrays >= count and not (path / "stats.json").exists():
+    arrays = np.char.endswith(np.char.lower(packed.table["name"]), b".npy").sum()
+    if (known or 2 * arrays >= count) and not (path / "stats.json").exists():
         save_stats(packed, read_folder(packed, workers), options.bands)
+
+
+def has_statistics_of(path: str, report: Report) -> bool:
+    """Tell whether a file of statistics has the channels and dtype of most images of a report."""
+    stats = json.loads(Path(path).read_text())
+    kind, _ = report.most_frequent()
+    return (len(stats["mean"]), stats["dtype"]) == kind
 
 
 def split_into_shards(files: ImageList | SceneList) -> list[ImageList | SceneList]:

@@ -17,6 +17,7 @@ from storage.arrays import Band, Bands, check_bands, read_bands
 from storage.image_list import ImageList
 
 NO_FILE = -1
+Scenes = dict[tuple[str, str], list[int]]  # (folder, name) -> the file of each band
 RESOLUTION_FOLDER = re.compile(r"R?\d+m")
 
 
@@ -57,20 +58,37 @@ class SceneList:
             raise ValueError(f"no file of band {', '.join(missing)}")
         bands: list[Band] = []
         for row in rows:
-            bands += self.read_file(os.fsdecode(row["name"]), nodata).bands
+            name = os.fsdecode(row["name"])
+            band = self.read_file(name, nodata)
+            bands.append(band)
+            size, first = band.stored.shape, bands[0].stored.shape
+            if not cover_the_same(size, first):
+                differs = f"{size} pixels (H, W), which cover another area than {first}"
+                raise ValueError(f"{os.path.basename(name)}: {differs} of {self.bands[0]}")
         scene = Bands(bands)
         check_bands(scene)
+        if any(band.stored.size > bands[0].stored.size for band in bands):
+            scene.about = f"larger bands reduced to the size of {self.bands[0]}, the first"
         return scene
 
-    def read_file(self, name: str, nodata: float | None) -> Bands:
+    def read_file(self, name: str, nodata: float | None) -> Band:
         """Read the file of one band; a ValueError names it."""
         try:
             with open(os.path.join(self.root, name), "rb", buffering=0) as file:
-                return read_bands(file, nodata)
+                bands = read_bands(file, nodata).bands
         except Exception as error:  # Pillow raises many kinds for a broken file
             if not data.is_file_error(error):
                 raise
             raise ValueError(f"{os.path.basename(name)}: {error}") from None
+        if len(bands) != 1:
+            raise ValueError(f"{os.path.basename(name)}: {len(bands)} bands, not 1")
+        return bands[0]
+
+
+def cover_the_same(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Tell whether two sizes (h, w) differ only in resolution, within one of the larger pixels."""
+    differing = abs(shape[0] * other[1] - shape[1] * other[0])
+    return differing <= max(shape[0], other[0])
 
 
 def find_scenes(files: ImageList, bands: Sequence[str]) -> SceneList:
@@ -81,37 +99,63 @@ def find_scenes(files: ImageList, bands: Sequence[str]) -> SceneList:
     """
     if files.shards:
         raise ValueError(f"{files.root} is a pack: --stack needs the folder of the band files")
-    scenes: dict[tuple[str, str], list[int]] = {}  # (folder, name) -> the file of each band
-    found = set()
+    members = []
     others: Counter[str] = Counter()
     for index in range(len(files)):
-        folder, file = os.path.split(files.name(index))
-        stem, _ = os.path.splitext(file)
+        stem, _ = os.path.splitext(os.path.basename(files.name(index)))
         band = find_band(stem, bands)
         if band is None:
             others[guess_band(stem)] += 1
-            continue
-        found.add(band)
-        parts = [part for part in folder.split("/") if not RESOLUTION_FOLDER.fullmatch(part)]
-        scene = ("/".join(parts), stem.removesuffix(band).rstrip("_.-"))
-        rows = scenes.setdefault(scene, [NO_FILE] * len(bands))
-        number = bands.index(band)
-        if rows[number] != NO_FILE:
-            both = f"{files.path(rows[number])} and {files.path(index)}"
-            raise ValueError(f"two files of band {band} in one scene: {both}")
-        rows[number] = index
+        else:
+            members.append((index, stem, band))
+    found = {band for _, _, band in members}
     absent = [band for band in bands if band not in found]
     if absent:
         seen = data.describe_counts(dict(others.most_common(12)))
         raise ValueError(f"no file of band {', '.join(absent)}; other names end with: {seen}")
     if others:
         print(f"left out, being of no band: {sum(others.values())} files")
-    named = name_scenes(scenes)
+    scenes = group_bands(files, members, bands)
+    # Join folders only where this completes scenes: a class may be called 10m too.
+    if count_complete(scenes) < len(scenes):
+        joined = group_bands(files, members, bands, join=True)
+        if count_complete(joined) > count_complete(scenes):
+            scenes = joined
+    named = name_scenes(scenes, os.path.basename(os.path.realpath(files.root)))
     names = sorted(named, key=os.fsencode)
     rows_of_scenes = np.array([named[name] for name in names])
     table = files.table[rows_of_scenes]
     table[rows_of_scenes == NO_FILE] = np.zeros((), table.dtype)
     return SceneList(files.root, names, table, tuple(bands))
+
+
+def group_bands(
+    files: ImageList,
+    members: Sequence[tuple[int, str, str]],
+    bands: Sequence[str],
+    join: bool = False,
+) -> Scenes:
+    """Group files (index, stem, band) into scenes; `join` takes folders of a resolution as one."""
+    scenes: Scenes = {}
+    for index, stem, band in members:
+        folder = os.path.dirname(files.name(index))
+        if join:
+            parts = folder.split("/")
+            folder = "/".join(part for part in parts if not RESOLUTION_FOLDER.fullmatch(part))
+        scene = (folder, stem.removesuffix(band).rstrip("_.-"))
+        rows = scenes.setdefault(scene, [NO_FILE] * len(bands))
+        number = bands.index(band)
+        if rows[number] != NO_FILE:
+            both = f"{files.path(rows[number])} and {files.path(index)}"
+            advice = "leave one out by --include or --exclude PATTERN"
+            raise ValueError(f"two files of band {band} in one scene: {both}: {advice}")
+        rows[number] = index
+    return scenes
+
+
+def count_complete(scenes: Scenes) -> int:
+    """Count the scenes that have a file of each band."""
+    return sum(NO_FILE not in rows for rows in scenes.values())
 
 
 def guess_band(stem: str) -> str:
@@ -130,9 +174,18 @@ def find_band(stem: str, bands: Sequence[str]) -> str | None:
     return None
 
 
-def name_scenes(scenes: dict[tuple[str, str], list[int]]) -> dict[str, list[int]]:
-    """Name scenes by their folder, if each has one of its own, or by folder and name."""
+def name_scenes(scenes: Scenes, root: str) -> dict[str, list[int]]:
+    """Name scenes by their folder, if each has one of its own, or by folder and name.
+
+    A scene of neither is called like the root. ValueError if two get one name.
+    """
     folders = [folder for folder, _ in scenes]
     if len(set(folders)) == len(scenes) and "" not in folders:
         return {folder: rows for (folder, _), rows in scenes.items()}
-    return {os.path.join(folder, start): rows for (folder, start), rows in scenes.items()}
+    named: dict[str, list[int]] = {}
+    for (folder, start), rows in scenes.items():
+        name = os.path.join(folder, start).rstrip("/") or root
+        if name in named:
+            raise ValueError(f"two scenes of the name {name}: pack them one by one, by --include")
+        named[name] = rows
+    return named

@@ -11,6 +11,7 @@ import tarfile
 import tracemalloc
 import zlib
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -120,6 +121,102 @@ def test_pages_of_one_size_are_bands_but_masks_and_overviews_are_none(tmp_path):
         if count == 3:
             image = np.moveaxis(np.asarray(data.decode(image)), -1, 0)
         np.testing.assert_array_equal(image, twelve[:count])
+
+
+def write_pages(path, *pages, **options):
+    """Write each page with options of its own: a dictionary, or those for all."""
+    with tifffile.TiffWriter(path) as file:
+        for page, more in pages:
+            file.write(page, photometric="minisblack", metadata=None, **options, **more)
+
+
+REDUCED = {"subfiletype": 1}
+SIX = blocks(0, 6, 0, 200, "uint8")
+# name: (pages, and the options of each; the bands that are meant)
+PAGES = {
+    "types alternate": (
+        [(SIX[0].astype("u2"), {}), (SIX[1] / np.float32(3), {}), (SIX[2].astype("u2"), {})],
+        [SIX[0], SIX[1] / np.float32(3), SIX[2]],
+    ),
+    "compressions alternate": (
+        [(SIX[i], {"compression": "zlib"} if i % 2 else {}) for i in range(6)],
+        SIX,
+    ),
+    "all reduced": ([(SIX[i], REDUCED) for i in range(6)], SIX),
+    "a thumbnail first": ([(SIX[0, ::4, ::4], REDUCED), (SIX[1].astype("u2"), {})], SIX[1:2]),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_bands_are_in_the_order_of_the_pages(name, tmp_path):
+    pages, expected = PAGES[name]
+    write_pages(tmp_path / "1.tif", *pages)
+    with open(tmp_path / "1.tif", "rb") as file:
+        np.testing.assert_array_equal(np.stack([*arrays.read_bands(file)]), expected)
+
+
+def test_what_a_tiff_holds_besides_its_image_is_said(tmp_path, capsys):
+    """Pages of another size that are no overviews; and that numbers are indices of a palette."""
+    root = tmp_path / "tree"
+    root.mkdir()
+    small = (SIX[0, ::2, ::2].astype("u2"), {})
+    write_pages(root / "array.tif", (SIX[0].astype("u2"), {}), small, small)
+    write_pages(root / "picture.tif", (SIX[0], {}), small)
+    write_pages(root / "overview.tif", (SIX[0], {}), (SIX[0, ::2, ::2], REDUCED))
+    colours = np.zeros((3, 2**16), "u2")
+    path = root / "palette.tif"
+    tifffile.imwrite(path, SIX[1].astype("u2"), photometric="palette", colormap=colours)
+    for argv in (["scan", root], ["pack", root, tmp_path / "pack"]):
+        assert run_prepare(*argv) == 0
+        said = capsys.readouterr().out
+        assert "1 channels of uint16, without 2 pages of another size" in said
+        assert "(grey pictures), without 1 pages of another size" in said
+        assert "(grey pictures), such as" in said
+        assert "1 channels of uint16, indices of a palette" in said
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), read_by_gdal(path))
+
+
+def test_metadata_of_microscopes_changes_nothing(tmp_path):
+    """Nor do they lead to other files; a stack by ImageJ may describe only its first page."""
+    for name, options in (
+        ("1.ome.tif", {"ome": True, "metadata": {"axes": "CYX"}}),
+        ("imagej.tif", {"imagej": True}),
+        ("one directory.tif", {"imagej": True, "truncate": True}),
+    ):
+        pixels = SIX.astype("u2")
+        tifffile.imwrite(tmp_path / name, pixels, photometric="minisblack", **options)
+        np.testing.assert_array_equal(read_packed((tmp_path / name).read_bytes()), pixels)
+    part = "<TiffData FirstC='{}' IFD='0'><UUID FileName='{}'>urn:uuid:{}</UUID></TiffData>"
+    both = "".join(part.format(i, name, name) for i, name in enumerate(("a.tif", "b.tif")))
+    size = "SizeX='32' SizeY='32' SizeC='2' SizeZ='1' SizeT='1'"
+    about = f"<Pixels DimensionOrder='XYCZT' Type='uint16' {size}>{both}</Pixels>"
+    schema = "http://www.openmicroscopy.org/Schemas/OME/2016-06"
+    for i, name in enumerate(("a.tif", "b.tif")):
+        xml = f"<OME xmlns='{schema}' UUID='urn:uuid:{name}'><Image>{about}</Image></OME>"
+        tifffile.imwrite(tmp_path / name, pixels[i], description=xml, metadata=None)
+    for i, name in enumerate(("a.tif", "b.tif")):
+        with open(tmp_path / name, "rb", buffering=0) as file:
+            np.testing.assert_array_equal([*arrays.read_image(file)], pixels[i : i + 1])
+
+
+@pytest.mark.parametrize("bigtiff", [False, True])
+def test_a_tiff_that_lost_pages_is_broken(bigtiff, tmp_path):
+    pixels = SIX.astype("u2")
+    path = tmp_path / "1.tif"
+    with tifffile.TiffWriter(path, bigtiff=bigtiff) as file:
+        for page in pixels:
+            file.write(page, photometric="minisblack", metadata=None)
+    content = path.read_bytes()
+    with tifffile.TiffFile(path) as file:
+        starts = [page.offset for page in file.pages]
+    damaged = [content[:end] for end in range(64, len(content), 331)]
+    for start in starts[1:]:
+        damaged += [content[:start], content[: start + 3], content[: start + 40]]
+        damaged.append(content[:start] + bytes(len(content) - start))
+    for some in damaged:
+        with pytest.raises(ValueError, match="broken TIFF"):
+            read_packed(some)
+    np.testing.assert_array_equal(read_packed(content), pixels)
 
 
 def test_pictures_stay_pictures(tmp_path):
@@ -347,7 +444,9 @@ def test_arrays_of_other_shapes():
     [
         (complex_blocks(), "real numbers"),
         (np.full((1, 8, 8), 2**24 + 1), "which float32 would round"),
-        (np.full((1, 8, 8), 1e300), "infinite"),
+        (np.full((1, 8, 8), np.inf), "infinite"),
+        (np.full((1, 8, 8), 1e300), r"1e\+300: .* --nodata"),
+        (np.full((1, 8, 8), -3.4028235e38, "f4"), r"pixels of -3\.4028235e\+38: .* --nodata"),
         (np.full((1, 8, 8), -9999.0), "nodata"),
         (np.zeros((2, 3, 8, 8)), "not one image"),
         (np.zeros(8), "not one image"),
@@ -376,6 +475,12 @@ def test_training_does_not_send_to_pack_what_pack_refuses(array):
     assert "prepare.py" not in str(raised.value)
     with pytest.raises(ValueError, match="real numbers"):
         read_packed(npy(array))
+
+
+def test_a_narrow_tiff_is_not_sent_to_pack_by_pack(tmp_path):
+    write_by_gdal(tmp_path / "1.tif", blocks(0, 6, 0, 200, side=64)[..., :4])
+    with pytest.raises(ValueError, match=r"not read: save it as \(C, H, W\)$"):
+        read_packed((tmp_path / "1.tif").read_bytes())
 
 
 def test_complex_tiff_is_refused(tmp_path):
@@ -503,6 +608,43 @@ def test_nodata_that_is_typed(nodata, dtype):
     assert read_packed(npy(blocks(0, 2, 1, 9)), nodata=-9999.0).dtype == np.uint16
 
 
+def test_tiles_of_which_only_some_declare_nodata_become_one_kind(tmp_path, capsys):
+    for i in range(2):
+        options = {"nodata": 0} if i else {}
+        write_by_gdal(tmp_path / f"tree/{i}.tif", blocks(i, 2, 0, 9), **options)
+    assert run_prepare("scan", tmp_path / "tree") == 0
+    assert "`pack --nodata NUMBER` makes all alike" in capsys.readouterr().out
+    assert run_prepare("pack", tmp_path / "tree", tmp_path / "pack", "--nodata", "0") == 0
+    said = capsys.readouterr().out
+    assert "2 images: 2 channels of float32" in said and "copied" not in said
+
+
+@pytest.mark.parametrize(
+    ("tag", "nodata"),
+    [("-3.40282e+38", -3.4028235e38), ("-9999,0", -9999), ("-9999\n", -9999), ("1e+20", 1e20)],
+)
+def test_nodata_as_other_programs_write_it(tag, nodata, tmp_path):
+    """A lowest number of six digits, a decimal comma, the end of a line."""
+    path = tmp_path / "1.tif"
+    pixels = blocks(0, 2, 1, 200, "float32")
+    pixels[0, :8] = nodata
+    gdal_nodata = (42113, "s", 0, tag, True)
+    options = {"photometric": "minisblack", "planarconfig": "separate", "metadata": None}
+    tifffile.imwrite(path, pixels, extratags=[gdal_nodata], **options)
+    truth = read_masked(path)
+    assert np.isnan(truth).sum() == 8 * 32
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), truth)
+
+
+def test_a_nodata_tag_that_is_no_number_is_refused(tmp_path):
+    path = tmp_path / "1.tif"
+    gdal_nodata = (42113, "s", 0, "none", True)
+    tifffile.imwrite(path, blocks(0, 1, 1, 200)[0], extratags=[gdal_nodata], metadata=None)
+    with pytest.raises(ValueError, match=r"^nodata value 'none' is no number: give --nodata"):
+        read_packed(path.read_bytes())
+    assert not np.isnan(read_packed(path.read_bytes(), nodata=0.0)).any()
+
+
 def with_mask(path, pixels, internal=True, **options):
     """Write pixels by GDAL with a mask, in the file or beside it: four rows are missing."""
     mask = np.full(pixels.shape[1:], 255, "uint8")
@@ -556,6 +698,63 @@ def test_nodata_of_pictures_is_named_and_made_nan_where_it_is_typed(tmp_path, ca
     assert isinstance(kept, Image.Image)
 
 
+COLOURS = np.random.default_rng(0).integers(1, 256, (8, 3)).astype("uint8")
+INDICES = blocks(0, 1, 0, 8, "uint8")[0]
+ALPHA = np.where(INDICES > 3, 255, 0).astype("uint8")
+RGB = np.moveaxis(blocks(1, 3, 1, 256, "uint8"), 0, -1)
+
+
+def palette(path):
+    image = Image.fromarray(INDICES, "P")
+    image.putpalette(COLOURS.tobytes())
+    image.save(path)
+
+
+def with_alpha(path):
+    Image.fromarray(np.dstack([RGB, ALPHA])).save(path)
+
+
+# name: (writer of a picture, what a tree shows of it: (H, W) or (H, W, 3))
+NOT_PLAIN = {
+    "palette.tif": (palette, COLOURS[INDICES]),
+    "palette.png": (palette, COLOURS[INDICES]),
+    "white is zero.tif": (
+        lambda path: tifffile.imwrite(path, INDICES, photometric="miniswhite"),
+        255 - INDICES,
+    ),
+    "bits.tif": (lambda path: Image.fromarray(ALPHA).convert("1").save(path), ALPHA),
+    "alpha.tif": (with_alpha, RGB * (ALPHA[..., None] // 255)),
+    "alpha.png": (with_alpha, RGB * (ALPHA[..., None] // 255)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_nodata_is_that_of_the_pixels_that_a_tree_shows(name, tmp_path):
+    write, shown = NOT_PLAIN[name]
+    write(tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    expected = np.moveaxis(np.broadcast_to(shown.T, (3, *shown.T.shape[-2:])), 1, 2)
+    picture = np.moveaxis(np.asarray(data.decode(data.open_image(content)[0])), -1, 0)
+    np.testing.assert_array_equal(picture, expected)
+    missing = float(expected.flat[0])
+    found = read_packed(content, nodata=missing)
+    np.testing.assert_array_equal(found, np.where(expected == missing, np.nan, expected))
+
+
+@pytest.mark.parametrize("bands", [3, 1])
+def test_nodata_of_16_bit_png_is_exact_or_refused(bands, tmp_path):
+    """Pillow keeps only 8 bits of each colour: small numbers would all be 0."""
+    pixels = blocks(0, bands, 0, 3)
+    write_by_gdal(tmp_path / "1.png", pixels, "PNG")
+    content = (tmp_path / "1.png").read_bytes()
+    if bands == 3:
+        with pytest.raises(ValueError, match="16-bit colour PNG: convert it"):
+            read_packed(content, nodata=0.0)
+    else:
+        expected = np.where(pixels == 2, np.nan, pixels)
+        np.testing.assert_array_equal(read_packed(content, nodata=2.0), expected)
+
+
 def test_the_range_of_numbers_is_that_of_valid_pixels(tmp_path):
     path = tmp_path / "1.tif"
     pixels = blocks(0, 2, 1, 200, "int32")
@@ -597,9 +796,29 @@ def test_a_broken_tiff_gets_one_true_sentence(tmp_path):
 
 def test_a_missing_package_is_named_with_what_to_type(tmp_path, monkeypatch):
     write_by_gdal(tmp_path / "1.tif", blocks(0, 5, 1, 200))
+    # tifffile finds what decodes some compressions only when it needs it.
+    needed = ModuleNotFoundError("No module named 'compression'")
+    with monkeypatch.context() as patch, pytest.raises(ImportError, match=r"compression.*imagecod"):
+        patch.setattr(tifffile.TiffPage, "asarray", Mock(side_effect=needed))
+        read_packed((tmp_path / "1.tif").read_bytes())
     monkeypatch.setitem(sys.modules, "tifffile", None)  # as if it were not there
     with pytest.raises(ImportError, match="pip install tifffile imagecodecs"):
         read_packed((tmp_path / "1.tif").read_bytes())
+
+
+@pytest.mark.parametrize("compression", ["lzma", "webp", "zstd"])
+def test_what_pillow_cannot_decode_is_no_picture(compression, tmp_path):
+    path = tmp_path / "1.tif"
+    options = {"photometric": "RGB", "interleave": "pixel", "WEBP_LOSSLESS": True}
+    write_by_gdal(path, blocks(0, 3, 0, 200, "uint8"), compress=compression, **options)
+    try:
+        found = read_packed(path.read_bytes())
+    except ImportError as error:
+        assert "pip install tifffile imagecodecs" in str(error)
+        return
+    if isinstance(found, Image.Image):
+        found = np.moveaxis(np.asarray(data.decode(found)), -1, 0)
+    np.testing.assert_array_equal(found, read_by_gdal(path))
 
 
 # --- which files, which kinds
@@ -882,9 +1101,55 @@ def test_bands_that_are_not_there_get_a_sentence(bands, sentence, tmp_path, caps
     assert not (tmp_path / "pack").exists()
 
 
+def test_a_file_of_a_band_is_one_band_of_the_same_area(tmp_path, capsys):
+    """Within a pixel of the coarser band; larger bands are reduced, and that is said."""
+    sizes = {"T1": (66, 63), "T2": (64, 66), "T3": (44, 42), "T4": (16, 31)}
+    for scene, (height, width) in sizes.items():
+        write_by_gdal(tmp_path / f"scenes/{scene}_B1.tif", blocks(0, 1, 0, 9, side=24)[:, :22, :21])
+        pixels = blocks(1, 1, 0, 9, side=72)[:, :height, :width]
+        write_by_gdal(tmp_path / f"scenes/{scene}_B2.tif", pixels)
+    write_by_gdal(tmp_path / "scenes/T5_B1.png", blocks(0, 3, 0, 9, "uint8"), "PNG")
+    write_by_gdal(tmp_path / "scenes/T5_B2.tif", blocks(0, 1, 0, 9))
+    argv = ["pack", tmp_path / "scenes", tmp_path / "pack", "--stack", "B1,B2"]
+    assert run_prepare(*argv) == 0
+    said = capsys.readouterr().out
+    assert "2 images: 2 channels of uint16, larger bands reduced to the size of B1" in said
+    for scene in ("T2", "T4"):
+        told = f"T{scene[1]}_B2.tif: {sizes[scene]} pixels (H, W), which cover another area"
+        assert f"{told} than (22, 21) of B1" in said
+    assert "T5: ValueError: T5_B1.png: 3 bands, not 1" in said
+    files = image_list.list_images(str(tmp_path / "pack"))
+    with rasterio.open(tmp_path / "scenes/T1_B2.tif") as file:
+        truth = file.read(1, out_shape=(22, 21), resampling=rasterio.enums.Resampling.nearest)
+    np.testing.assert_array_equal(data.open_array(files.read(0))[1], truth)
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [
+        # Folders like those of a resolution may be classes.
+        (["5m/T1_", "5m/T2_", "10m/T1_"], ["10m/T1", "5m/T1", "5m/T2"]),
+        (["5m/T1_", "10m/T2_"], ["10m", "5m"]),
+        ([""], ["scenes"]),
+        (["a/", "b/x_", "b/y_"], ["a", "b/x", "b/y"]),
+    ],
+)
+def test_scenes_get_names_of_their_own(starts, expected, tmp_path):
+    names = [f"{start}B{i}.tif" for start in starts for i in (1, 2)]
+    files = make_files(tmp_path / "scenes", *names)
+    assert stacking.find_scenes(files, ("B1", "B2")).names == expected
+
+
+def test_two_scenes_of_one_name_are_refused(tmp_path):
+    files = make_files(tmp_path, "a/B1.tif", "a_B1.tif")
+    with pytest.raises(ValueError, match="two scenes of the name a: pack them one by one"):
+        stacking.find_scenes(files, ("B1",))
+
+
 def test_two_files_of_one_band_are_refused(tmp_path, capsys):
     for ending in ("tif", "jp2"):
         (tmp_path / f"scenes/1_B2.{ending}").parent.mkdir(exist_ok=True)
         Image.new("L", (8, 8)).save(tmp_path / f"scenes/1_B2.{ending}")
     assert run_prepare("pack", tmp_path / "scenes", tmp_path / "pack", "--stack", "B2") == 2
-    assert "two files of band B2 in one scene" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "two files of band B2 in one scene" in said and "--include or --exclude" in said

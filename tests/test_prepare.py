@@ -198,6 +198,7 @@ def test_a_pack_is_a_copy_that_tar_reads(tmp_path, monkeypatch, capsys):
     assert "33 images in 2 shards, " in (printed := capsys.readouterr().out)
     # What cannot be opened is named; whether a picture is cut off, only `scan` finds out.
     assert "4 of 33 images cannot be read" in printed
+    assert "copied undecoded: `prepare.py scan` finds the broken ones" in printed
     assert all(f"{root}/area0/class0/{name}: " in printed for name in lost)
     files, packed = listed(root), listed(target)
     paths = [Path(files.path(i)) for i in range(33)]
@@ -306,9 +307,34 @@ def test_a_pack_takes_the_statistics_of_its_source_along(tmp_path):
     prepared("pack", files.root, tmp_path / "pack")
     assert image_source.find_stats(str(tmp_path / "pack"), 3)[0] == expected
     (tmp_path / "arrays").mkdir()
-    np.save(tmp_path / "arrays/a.npy", np.arange(2 * 30, dtype=np.uint16).reshape(2, 5, 6))
+    with open(tmp_path / "arrays/a.NPY", "wb") as file:
+        np.save(file, np.arange(2 * 30, dtype=np.uint16).reshape(2, 5, 6))
     prepared("pack", tmp_path / "arrays", tmp_path / "packed")
     assert image_source.find_stats(str(tmp_path / "packed"), 2)[0].mean == (14.5, 44.5)
+
+
+@pytest.mark.parametrize("flags", ["", "--nodata 0", "--include a*", "--exclude b*", "other tree"])
+def test_statistics_of_other_images_are_not_taken_along(flags, tmp_path):
+    root = tmp_path / "tree"
+    root.mkdir()
+    draw = np.random.default_rng(0)
+    pixels = {name: draw.integers(0, 9, (2, 8, 8)).astype(np.uint16) for name in ("a0", "a1", "b")}
+    if flags == "other tree":
+        np.save(root / "a0.npy", pixels["a0"][:1])
+        measured(root)
+        flags = ""
+    for name, array in pixels.items():
+        np.save(root / f"{name}.npy", array)
+    if not (root.parent / "tree.stats.json").exists():
+        measured(root)
+    prepared("pack", root, tmp_path / "pack", *flags.split())
+    chosen = [*pixels.values()][: 2 if "clude" in flags else 3]
+    if "nodata" in flags:
+        chosen = [np.where(array == 0, np.nan, array) for array in chosen]
+    expected = np.mean([np.nanmean(array, (1, 2)) for array in chosen], 0)
+    found, _ = image_source.find_stats(str(tmp_path / "pack"), 2)
+    np.testing.assert_allclose(found.mean, expected, rtol=1e-9)
+    assert found.dtype == ("float32" if "nodata" in flags else "uint16")
 
 
 # --- TIFF of many bands
