@@ -61,8 +61,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import (
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
+    ShardingStrategy,
     StateDictType,
 )
+from torch.distributed.fsdp._common_utils import FSDP_FLATTENED, FSDP_WRAPPED_MODULE
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
@@ -303,6 +305,10 @@ def load(
     """
     folder = Path(folder)
 
+    def collect() -> tuple[TrainingState, dict[str, Tensor]]:
+        state = TrainingState(model, optimizer)
+        return state, state.model_tensors()
+
     def check_all() -> Metadata:
         check_files(folder, manifest, dist.get_rank(group), dist.get_world_size(group))
         index = unpickle_index(pickled)
@@ -314,14 +320,13 @@ def load(
             raise CorruptCheckpointError(f"{folder}: {error}") from None
         return index
 
-    state = _on_all_ranks(partial(TrainingState, model, optimizer), group)
-    model_state, tensors = state.model_state()
+    state, tensors = _on_all_ranks(collect, group)
     # on the first rank only: a thousand ranks would wait for one file
     manifest, pickled = _gather_decide_broadcast(None, lambda _: read_index(folder), group)
     index = _on_all_ranks(check_all, group)
     _on_all_ranks(partial(read_tensors, folder, index, tensors), group)
     with _sharded_states(model):
-        model.load_state_dict(model_state)
+        model.load_state_dict(state.of_model)
     state.load_states(tensors)
     return manifest
 
@@ -430,11 +435,21 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return parameters
 
 
-def _split_entry(entry: str) -> tuple[str, str]:
-    """Split "optim.state.PARAMETER.LEAF" into parameter and leaf; "optim.number." likewise."""
-    name = entry.split(".", maxsplit=2)[2]
+def _name_entry(parameter: str, leaf: str, value: Any) -> str:
+    """Name a state "optim.KIND.PARAMETER.LEAF": a dot in the leaf's own name would divide it."""
+    kind = "state"
+    if value is None:
+        kind = "none"
+    elif not isinstance(value, Tensor):
+        kind = "number"
+    return f"optim.{kind}.{parameter}.{leaf.replace('%', '%25').replace('.', '%2E')}"
+
+
+def _split_entry(entry: str) -> tuple[str, str, str]:
+    """Return kind, parameter and leaf of a name that `_name_entry` made."""
+    _, kind, name = entry.split(".", maxsplit=2)
     parameter, leaf = name.rsplit(".", maxsplit=1)
-    return parameter, leaf
+    return kind, parameter, leaf.replace("%2E", ".").replace("%25", "%")
 
 
 class TrainingState:
@@ -443,9 +458,14 @@ class TrainingState:
     def __init__(self, model: nn.Module, optimizer: Optimizers) -> None:
         """Take no, one or several optimizers; _Refused if the states of one cannot be saved.
 
-        A tied parameter is known by the first of its names.
+        A tied parameter is known by the first of its names. Collective.
         """
         self.model = model
+        _refuse_part_of_fsdp1(model)
+        # Must come before the names: between forward and backward it makes FSDP put back the
+        # sharded parameters, which the optimizer has.
+        with _sharded_states(model):
+            self.of_model = model.state_dict()
         self.optimizers: list[torch.optim.Optimizer] = []
         if isinstance(optimizer, torch.optim.Optimizer):
             self.optimizers = [optimizer]
@@ -481,42 +501,42 @@ class TrainingState:
 
     # saving
 
-    def model_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the model's state dict twice: as it is, and by the names of `tensors`."""
-        with _sharded_states(self.model):
-            state = self.model.state_dict()
-        return state, {f"model.{_original_name(self.model, n)}": t for n, t in state.items()}
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the model's state dict by the names of `tensors`."""
+        found = {}
+        for key, value in self.of_model.items():
+            name = f"model.{_original_name(self.model, key)}"
+            if not isinstance(value, Tensor):
+                kind = type(value).__name__
+                raise _Refused(f"{name} is {kind}, but of a model only tensors are saved")
+            found[name] = value
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's tensors of the training state, by name; fill in `origins`. Collective.
 
-        The names are "model.NAME", "optim.state.NAME.LEAF" and, for a Python number,
-        "optim.number.NAME.LEAF", where LEAF is a key in the state of a parameter. Sharded tensors
-        are DTensors. _Refused, a ValueError, if a state could not be restored.
+        The names are "model.NAME", "optim.state.NAME.LEAF" and, for a Python number or None,
+        "optim.number.NAME.LEAF" or "optim.none.NAME.LEAF", where LEAF is a key in the state of a
+        parameter. Sharded tensors are DTensors. _Refused, a ValueError, if a state could not be
+        restored.
         """
-        # must come first: it makes FSDP2 reshard parameters that were left gathered
-        _, tensors = self.model_state()
+        tensors = self.model_tensors()
         self.origins = dict.fromkeys(tensors, "parameter")
-        for name, _ in self.model.named_buffers(remove_duplicate=False):
+        others = [name for name, _ in self.model.named_buffers(remove_duplicate=False)]
+        others += [name for name in self.of_model if name.endswith("_extra_state")]
+        for name in others:
             self.origins[f"model.{_original_name(self.model, name)}"] = "buffer"
         for number, optimizer in enumerate(self.optimizers):
             for name, leaves in self._states_of(optimizer).items():
                 for leaf, value in leaves.items():
-                    entry = f"optim.state.{name}.{leaf}"
-                    if isinstance(value, bool | int | float):
-                        entry = f"optim.number.{name}.{leaf}"
+                    _check_leaf(name, leaf, value)
+                    entry = _name_entry(name, leaf, value)
+                    if not isinstance(value, Tensor):
                         dtype = torch.float64 if isinstance(value, float) else None
-                        value = torch.tensor(value, dtype=dtype)
-                    if value is not None:
-                        tensors[entry] = value
-                        self.origins[entry] = f"optimizer {number}"
-        for name, value in tensors.items():
-            if not isinstance(value, Tensor):
-                kind = type(value).__name__
-                raise _Refused(f"{name} is {kind}, but only tensors and numbers are saved")
-            if name.startswith("optim.state."):
-                parameter, _ = _split_entry(name)
-                _check_shape(name, value.shape, tensors[f"model.{parameter}"])
+                        value = torch.tensor(0 if value is None else value, dtype=dtype)
+                    _check_shape(entry, value.shape, tensors[f"model.{name}"])
+                    tensors[entry] = value
+                    self.origins[entry] = f"optimizer {number}"
         return tensors
 
     def _states_of(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
@@ -534,23 +554,50 @@ class TrainingState:
         FSDP1 converts the states of exactly the parameters that are trained. So the ones that this
         optimizer does not have are given states of zeros, which are left out of the result.
         """
-        leaves = set()
-        for state in optimizer.state.values():
-            leaves |= {leaf for leaf, t in state.items() if isinstance(t, Tensor) and t.ndim > 0}
-        leaves_by_rank: list[Any] = [None] * dist.get_world_size()
+        own_leaves: set[str] = set()
+        problem = None
+        try:
+            own_leaves = self._sharded_leaves(optimizer)
+        except _Refused as refused:
+            problem = refused
+        found: list[Any] = [None] * dist.get_world_size()
         # from all ranks, because one may hold no part of these parameters
-        dist.all_gather_object(leaves_by_rank, leaves)
+        dist.all_gather_object(found, (own_leaves, problem))
+        leaves = set()
+        for other_leaves, other_problem in found:
+            if other_problem:
+                raise other_problem  # on all ranks: the next lines are collective
+            leaves |= other_leaves
         optimizer_of_all = torch.optim.SGD(self.model.parameters())
         optimizer_of_all.state.update(optimizer.state)
         for p in self.names:
             if p.requires_grad and p.numel() > 0 and self.owners.get(p) is not optimizer:
-                zeros = {leaf: torch.zeros_like(p) for leaf in set().union(*leaves_by_rank)}
-                optimizer_of_all.state[p] = zeros
+                optimizer_of_all.state[p] = {leaf: torch.zeros_like(p) for leaf in leaves}
         with _sharded_states(self.model):
             converted = FSDP1.optim_state_dict(self.model, optimizer_of_all)["state"]
         own = {self.names[p] for p in _parameters_of(optimizer)}
         named = {_original_name(self.model, name): state for name, state in converted.items()}
         return {name: state for name, state in named.items() if name in own}
+
+    def _sharded_leaves(self, optimizer: torch.optim.Optimizer) -> set[str]:
+        """Return which states FSDP1 has sharded; _Refused for one that it cannot convert."""
+        whole = ShardingStrategy.NO_SHARD
+        sharded = any(m.sharding_strategy is not whole for m in FSDP1.fsdp_modules(self.model))
+        leaves = set()
+        p: Any
+        for p, state in optimizer.state.items():
+            shapes = {p.shape}
+            dtypes = set()
+            for leaf, value in state.items():
+                _check_leaf(self.names[p], leaf, value)
+                if isinstance(value, Tensor) and value.ndim > 0:
+                    leaves.add(leaf)
+                    shapes.add(value.shape)
+                    dtypes.add(value.dtype)
+            if sharded and (len(shapes) > 1 or len(dtypes) > 1):
+                where = f"the states of {self.names[p]} must have its shape or be scalars"
+                raise _Refused(f"{where}, and have one dtype, under FSDP1: use mode ddp")
+        return leaves
 
     def describe_groups(self) -> list[dict[str, Any]]:
         """Describe each parameter group: its optimizer, parameters, settings (learning rate, ...).
@@ -610,7 +657,7 @@ class TrainingState:
         for entry, saved in entries.items():
             if not entry.startswith("optim."):
                 continue
-            name, _ = _split_entry(entry)
+            _, name, _ = _split_entry(entry)
             if name not in own:
                 continue
             parameter = tensors[f"model.{name}"]
@@ -626,9 +673,11 @@ class TrainingState:
         named: dict[str, dict[str, Any]] = {}
         for entry, tensor in tensors.items():
             if entry.startswith("optim."):
-                name, leaf = _split_entry(entry)
-                number = entry.startswith("optim.number.")
-                named.setdefault(name, {})[leaf] = tensor.item() if number else tensor
+                kind, name, leaf = _split_entry(entry)
+                value: Any = tensor
+                if kind != "state":
+                    value = tensor.item() if kind == "number" else None
+                named.setdefault(name, {})[leaf] = value
         if self.fsdp1 and self.optimizers:
             states = self._shard_for_fsdp1(named)
         else:
@@ -669,6 +718,23 @@ def _group_of_each(groups: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]
     for group in groups:
         found |= dict.fromkeys(group["params"], group)
     return found
+
+
+def _refuse_part_of_fsdp1(model: nn.Module) -> None:
+    """Raise _Refused for a part of a model of FSDP1: it has no names and shapes of its own."""
+    for name, p in model.named_parameters():
+        if getattr(p, FSDP_FLATTENED, False) and FSDP_WRAPPED_MODULE not in name:
+            raise _Refused(f"{name} is sharded by FSDP1 in a larger model: give the whole model")
+
+
+def _check_leaf(parameter: str, leaf: Any, value: Any) -> None:
+    """Raise _Refused for a state of a parameter that could not be restored under its key."""
+    if not isinstance(leaf, str):
+        raise _Refused(f"a state of {parameter} has the key {leaf!r:.40}, which is not a string")
+    if value is not None and not isinstance(value, Tensor | bool | int | float):
+        kind = type(value).__name__
+        where = f"the state {leaf} of {parameter} is {kind}"
+        raise _Refused(f"{where}, but only tensors and numbers are saved")
 
 
 def _check_shape(entry: str, size: torch.Size, parameter: Tensor) -> None:

@@ -505,7 +505,82 @@ def of_a_compiled_model(before: tuple[str, int], after: tuple[str, int], out: Pa
     return max((whole[n] - p).abs().max().item() for n, p in plain_model.named_parameters())
 
 
-LOOPS = [of_two_optimizers, of_student_and_teacher, of_shared_blocks, of_a_compiled_model]
+class Named(torch.optim.Optimizer):
+    """The names of its states have dots and percent signs, and one is None at first."""
+
+    def __init__(self, params: Iterable) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"": 0.5, "ema.fast": torch.zeros_like(p), "n.%2E": 0, "late": None}
+                if state["late"] is None and state["n.%2E"] == 2:
+                    state["late"] = p.grad.clone()
+                state["n.%2E"] += 1
+                state["ema.fast"].mul_(state[""]).add_(p.grad)
+                p.sub_(state["ema.fast"], alpha=group["lr"] / state["n.%2E"])
+                if state["late"] is not None:
+                    p.sub_(state["late"], alpha=group["lr"])
+
+
+def of_odd_names_of_states(before: tuple[str, int], after: tuple[str, int], out: Path) -> float:
+    plain_model = layers()
+    plain_optimizer = Named(plain_model.parameters())
+    for seed in range(4):
+        step_of(plain_model, [plain_optimizer], seed, 6)
+    model = sharded(layers(), *before, unused=False)
+    optimizer = Named(model.parameters())
+    for seed in range(2):
+        step_of(model, [optimizer], seed, 6)
+    saved = checkpoint.save(out, 2, model, optimizer)
+    model = sharded(layers(), *after, unused=False)
+    optimizer = Named(model.parameters())
+    checkpoint.load(saved, model, optimizer)
+    for seed in range(2, 4):
+        step_of(model, [optimizer], seed, 6)
+    return apart(model, plain_model)
+
+
+def of_saves_after_forward(before: tuple[str, int], after: tuple[str, int], out: Path) -> float:
+    """FSDP then still holds whole parameters, in the place of those that the optimizer has."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    plain_model = layers()
+    plain_optimizer = torch.optim.SGD(plain_model.parameters(), 0.1, momentum=0.9)
+    for seed in range(3):
+        step_of(plain_model, [plain_optimizer], seed, 6)
+    found = []
+    for number, mode in enumerate((before, after, ("shard_grad_op", 1), ("shard_grad_op", 2))):
+        model = sharded(layers(), *mode, unused=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for seed in range(2):
+            step_of(model, [optimizer], seed, 6)
+        loss = model(x).square().mean()
+        saved = checkpoint.save(out / str(number), 2, model, optimizer)
+        loss.backward()
+        optimizer.step()
+        found.append(apart(model, plain_model))
+        model = sharded(layers(), *after, unused=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        checkpoint.load(saved, model, optimizer)
+        step_of(model, [optimizer], 2, 6)
+        found.append(apart(model, plain_model))
+    return max(found)
+
+
+LOOPS = [
+    of_two_optimizers,
+    of_student_and_teacher,
+    of_shared_blocks,
+    of_a_compiled_model,
+    of_odd_names_of_states,
+    of_saves_after_forward,
+]
 PAIRS = [(("full_shard", 1), ("full_shard", 2)), (("hybrid", 2), ("ddp", 2))]
 if FULL:
     PAIRS += [
@@ -559,6 +634,13 @@ def with_state(model: nn.Module, **leaves: object) -> torch.optim.Optimizer:
     return optimizer
 
 
+def with_key(model: nn.Module, key: object) -> torch.optim.Optimizer:
+    optimizer = with_state(model)
+    for p in model.parameters():
+        optimizer.state[p] = {key: torch.zeros_like(p)}
+    return optimizer
+
+
 def of_another_model(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(nn.Linear(6, 6).parameters(), 0.1)
 
@@ -577,7 +659,10 @@ REFUSED: list[tuple[Callable, str]] = [
     (of_another_model, r"parameter \(6, 6\) that the model does not have: build .* sharding"),
     (lambda m: [with_state(m), with_state(m)], "0.weight is in two optimizers"),
     (lambda m: Outer(m.parameters()), "Outer keeps its states in .base: give that optimizer"),
-    (lambda m: with_state(m, history=[1.0]), "weight.history is list, but only tensors and numb"),
+    (lambda m: with_state(m, history=[1.0]), "the state history of 0.weight is list, but only t"),
+    (lambda m: with_state(m, parts={"a": 1}), "the state parts of 0.weight is dict, but only t"),
+    (lambda m: with_key(m, 0), "a state of 0.weight has the key 0, which is not a string"),
+    (lambda m: with_key(m, ("a", 1)), r"has the key \('a', 1\), which is not a string"),
     (lambda m: with_state(m, row=torch.ones(6)), r"row is \(6,\), its parameter \(6, 6\): .* ddp"),
     (with_callable, "rule of a parameter group of SGD is builtin_function_or_method"),
     (with_global_state, "SGD has a state of 'total', which it does not train"),
@@ -600,12 +685,32 @@ def refusals() -> list[str]:
     optimizer = with_state(model)
     if dist.get_rank() == 1:
         optimizer = with_state(model, history="x")
-    with pytest.raises(ValueError, match="history is str"):
+    with pytest.raises(ValueError, match=r"history of .* is str"):
         checkpoint.save(out, 1, model, optimizer)
+    refused_by_fsdp1(out)
     assert checkpoint.list_checkpoints(out) == []
     checkpoint.save(out, 1, model, with_state(model))
     dist.destroy_process_group()
     return told
+
+
+def refused_by_fsdp1(out: Path) -> None:
+    """What FSDP1 cannot convert, also if one rank alone has it, and a part of its model."""
+    model = sharded(nn.Sequential(layers(), nn.Tanh()), "full_shard", 1)
+    first = next(model.parameters())
+    lists = with_state(model)
+    if dist.get_rank() == 1:
+        lists = with_key(model, 3)
+    two_types = {"a": torch.zeros_like(first), "b": torch.zeros_like(first, dtype=torch.half)}
+    for optimizer, words in (
+        (lists, "has the key 3, which is not a string"),
+        (with_state(model, row=torch.ones(1, 6)), "0.0.weight must have its shape or be scalars"),
+        (with_state(model, **two_types), "0.0.weight .* have one dtype, under FSDP1: use mode ddp"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            checkpoint.save(out, 1, model, optimizer)
+    with pytest.raises(ValueError, match="is sharded by FSDP1 in a larger model: give the w"):
+        checkpoint.save(out, 1, model.module[0], None)
 
 
 def test_what_could_not_be_loaded_again_is_refused_at_the_save(tmp_path):
@@ -634,6 +739,29 @@ def test_a_run_state_comes_back_as_it_was(single, tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             checkpoint.save(tmp_path, 2, model, None, wrong)
+
+
+class Counting(nn.Linear):
+    """What it counts is no buffer."""
+
+    seen: object = 0
+
+    def get_extra_state(self) -> object:
+        return self.seen
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.seen = state.clone()
+
+
+def test_an_extra_state_is_a_tensor(single, tmp_path):
+    model = Counting(2, 2)
+    with pytest.raises(ValueError, match="_extra_state is int, but of a model only tensors"):
+        checkpoint.save(tmp_path, 1, model, None)
+    model.seen = torch.tensor([5])
+    saved = checkpoint.save(tmp_path, 1, model, None)
+    model.seen = torch.tensor([0])
+    checkpoint.load(saved, model, None)
+    assert model.seen == torch.tensor([5])
 
 
 def test_other_optimizers_than_those_saved_are_refused(single, tmp_path):
