@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -861,6 +861,7 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 # 3. After each gradient: its backward pass must belong to a call of the model.
 # 4. Before each step: the optimizer must have the parameters of the sharded model. In the first
 #    three steps also: all ranks must have used the same parameters, and replicas must be equal.
+#    An optimizer of other parameters must have the same gradients on all ranks.
 # Values are compared only at the beginning, because reading them makes the CPU wait for the GPU.
 # A simulation (backend "fake") has no values: of these checks it makes only the second.
 
@@ -889,15 +890,11 @@ FROZEN = (
     "was frozen after shard.apply, and DDP waits for its gradient: use find_unused_parameters=True"
 )
 
-# A loose parameter is in no model that `apply` returned, so nothing averages its gradient over
-# ranks. At each step of an optimizer that has only loose parameters, a checksum of their gradients
-# is appended here, unless it has the attribute `of_one_rank`. `compare_ranks` compares the list
-# between ranks and empties it.
-_loose_gradients: list[str] = []
-
 
 class _LoopChecks:
     """Checks what a loop does with a sharded model, by hooks that raise RuntimeError."""
+
+    calls_of_all: ClassVar[int] = 0  # forward passes of all models, with gradients or without
 
     def __init__(
         self, model: Any, units: list[Any], mesh: DeviceMesh, *, unused_allowed: bool
@@ -952,6 +949,7 @@ class _LoopChecks:
         if self.low_precision:
             self.check_backward()
         self.check_parameters()
+        _LoopChecks.calls_of_all += 1
         if torch.is_grad_enabled():
             self.calls += 1
             self.note_used()
@@ -1092,14 +1090,6 @@ class _LoopChecks:
                 "the ranks hold different weights or gradients: change both in the same way on "
                 "all ranks, and compute gradients by backward()"
             )
-        loose = str(_loose_gradients)
-        _loose_gradients.clear()
-        if not _same_on_all_ranks(loose, self.device):
-            raise RuntimeError(
-                "an optimizer trains parameters that are in no model that shard.apply returned, "
-                "and their gradients differ between ranks: put them into the model before "
-                "shard.apply, or set optimizer.of_one_rank = True"
-            )
 
 
 def _owners(model: nn.Module) -> list[tuple[str, nn.Module, str, Any]]:
@@ -1217,18 +1207,31 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 
 def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int) -> None:
-    """Raise RuntimeError for an optimizer that has loose and sharded parameters.
+    """Raise RuntimeError if each rank would train its own copy of loose parameters. Collective.
 
-    If all of its `count` parameters are loose, their gradients may be the same on all ranks; that
-    is checked at the next step of a sharded model.
+    They are in no model that `apply` returned, so nothing averages their gradients over ranks.
     """
     if len(loose) < count:
         raise RuntimeError(
             f"a parameter {tuple(loose[0].shape)} is in no model that shard.apply returned, and "
             "each rank would train its own copy: put it into the model before shard.apply"
         )
-    if not hasattr(optimizer, "of_one_rank") and len(_loose_gradients) < 3:
-        _loose_gradients.append(_bits(p.grad for p in loose if not isinstance(p, DTensor)))
+    if hasattr(optimizer, "of_one_rank"):
+        return
+    # Only an optimizer between whose steps a sharded model is called trains in its loop, on all
+    # ranks. Another one, of a small probe of stored features, may be on one rank alone.
+    calls = _LoopChecks.calls_of_all
+    calls_before, compared = getattr(optimizer, "loose_steps", (calls, 0))
+    compares = calls > calls_before and compared < 3
+    optimizer.loose_steps = (calls, compared + compares)  # type: ignore[attr-defined]
+    if compares:
+        values = _bits(p.grad for p in loose if not isinstance(p, DTensor))
+        if not _same_on_all_ranks(values, loose[0].device):
+            raise RuntimeError(
+                "an optimizer trains parameters that are in no model that shard.apply returned, "
+                "and their gradients differ between ranks: put them into the model before "
+                "shard.apply, or set optimizer.of_one_rank = True"
+            )
 
 
 def _check_whole_tensors(optimizer: torch.optim.Optimizer, fsdp1: bool) -> None:

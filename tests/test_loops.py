@@ -601,6 +601,29 @@ def loss_with_parameters() -> None:
     three_steps(model, score)
 
 
+def probe_of_a_frozen_model() -> None:
+    """The sharded model makes no step."""
+    backbone = sharded("full_shard", build().requires_grad_(False))
+    head = build(Block, width=3)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    for step in range(2):
+        with torch.no_grad():
+            features = backbone(batch(dist.get_rank(), step))
+        head(features).mean().backward()
+        update(optimizer)
+
+
+def loss_with_parameters_from_the_fifth_step() -> None:
+    model = sharded("ddp", build())
+    three_steps(model)
+    three_steps(model)
+    criterion = build(Block, width=3)
+    optimizer = torch.optim.SGD(criterion.parameters(), lr=0.1)
+    for step in range(2):
+        criterion(model(batch(dist.get_rank(), step))).mean().backward()
+        update(optimizer)
+
+
 def lbfgs_of_zero1() -> None:
     model = sharded("zero1", build())
     ZeroRedundancyOptimizer(model.parameters(), torch.optim.LBFGS).step(lambda: 0.0)
@@ -642,6 +665,8 @@ REFUSED_ON_RANKS = {
     converted_in_ddp: "embed.weight is no longer fp32",
     step_in_a_hook_of_ddp: r"step after backward\(\)",
     loss_with_parameters: "put them into the model before shard.apply",
+    probe_of_a_frozen_model: "put them into the model before shard.apply",
+    loss_with_parameters_from_the_fifth_step: "put them into the model before shard.apply",
     lbfgs_of_zero1: "LBFGS needs whole tensors",
     partial(copied, 1): "build the model twice",
     partial(copied, 2): "build the model twice",
