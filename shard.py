@@ -363,8 +363,14 @@ def _fsdp(
     reshard = torch.compiler.disable(_reshard_without_backward)  # not traced by torch.compile
     for unit in [*wrapped, sharded]:
         unit.register_forward_hook(reshard)
-        if options.fsdp == 2:  # FSDP1 itself raises an error
+        if options.fsdp == 2:
             _watch_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
+        else:
+            gathers = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
+            # a unit that gathers nothing computes with its parameters, and keeps what is written
+            value = _sum_as_text if gathers else _memory_of
+            tensors = partial(_gathered_by_fsdp1, unit)
+            _watch_forward(unit._fsdp_wrapped_module, tensors, CHANGED_PARAMETER, value)
     simulated = dist.get_backend() == "fake"  # then tensors have no values to check
     if not simulated:
         allowed = options.find_unused_parameters
@@ -1130,24 +1136,34 @@ def _refuse_copy(memo: Any) -> None:
     )
 
 
+def _sum_as_text(tensor: Tensor) -> str:
+    """Return a value that changes with the tensor's, also if it is written through `.data`.
+
+    `_version`, PyTorch's count of changes, would not. As text, because NaN does not equal NaN.
+    """
+    wider = torch.float32 if tensor.is_floating_point() else None
+    return f"{tensor.detach().sum(dtype=wider)}"
+
+
 def _watch_forward(
-    module: nn.Module, list_tensors: Callable[[], Iterable[tuple[str, Tensor]]], message: str
+    module: nn.Module,
+    list_tensors: Callable[[], Iterable[tuple[str, Tensor]]],
+    message: str,
+    value: Callable[[Tensor], Any] = _sum_as_text,
 ) -> None:
     """Register hooks that raise RuntimeError if a forward pass changes a tensor of a module.
 
-    They compare what `list_tensors()` yields before and after the first three training passes.
+    They compare the `value` of each tensor that `list_tensors()` yields, before and after the
+    first three training passes.
     """
     before: dict[str, Any] = {}
     passes_left = 3
 
     def values() -> Iterator[tuple[str, Any]]:
         for name, tensor in list_tensors():
-            # A frozen tensor may be an average of weights, often written through `.data`, which
-            # leaves `_version` as it is: compare its sum, as text, in which NaN equals NaN. A
-            # DTensor belongs to another unit, and is not gathered now.
+            # A DTensor belongs to another unit, and is not gathered now.
             if not isinstance(tensor, DTensor):
-                changes = tensor._version if tensor.requires_grad else f"{tensor.detach().sum()}"
-                yield name, (tensor.shape, changes)
+                yield name, (tensor.shape, value(tensor))
 
     def remember(module: nn.Module, args: Any) -> None:
         before.clear()
@@ -1176,7 +1192,7 @@ def _watch_forward(
 
 
 CHANGED_PARAMETER = (
-    "{name} was changed in forward(), and FSDP2 would lose the change: change parameters between "
+    "{name} was changed in forward(), and FSDP would lose the change: change parameters between "
     "two steps, in torch.no_grad()"
 )
 CHANGED_BUFFER = (
@@ -1274,6 +1290,18 @@ def _fsdp1_awaits_backward(unit: Any) -> bool:
     if unit._handle is None or not unit._handle.flat_param.requires_grad:
         return False
     return hasattr(unit._handle.flat_param, "_post_backward_hook_state")
+
+
+def _gathered_by_fsdp1(unit: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, what the module holds) for each parameter of a unit of FSDP1, now gathered."""
+    if unit._handle is not None:
+        for leaf, module, path in unit._handle.flat_param._param_infos:
+            yield f"{path}.{leaf}".lstrip("."), getattr(module, leaf)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return a number that tells a tensor's memory from all other memory that is in use."""
+    return tensor.untyped_storage()._cdata  # unlike data_ptr(), DTensors and fake tensors have it
 
 
 def _memory_of_fsdp2(p: Any) -> Any:

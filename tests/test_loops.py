@@ -442,6 +442,21 @@ class MovesTeacher(OneHead):
         return out
 
 
+class Clamps(Block):
+    """Changes its trained weight in its own forward pass; `how` is a way of writing it."""
+
+    def __init__(self, how: str = "data.clamp_") -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "data.clamp_":
+            self.fc.weight.data.clamp_(-0.1, 0.1)
+        else:
+            self.fc.weight.data = self.fc.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
 class Counting(Block):
     """Counts its forward passes."""
 
@@ -624,6 +639,11 @@ def loss_with_parameters_from_the_fifth_step() -> None:
         update(optimizer)
 
 
+def clamped_in_forward(mode: str, how: str, **options: Any) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), Clamps(how), Clamps(how))
+    three_steps(sharded(mode, net, {Clamps}, **options))
+
+
 def lbfgs_of_zero1() -> None:
     model = sharded("zero1", build())
     ZeroRedundancyOptimizer(model.parameters(), torch.optim.LBFGS).step(lambda: 0.0)
@@ -667,6 +687,9 @@ REFUSED_ON_RANKS = {
     loss_with_parameters: "put them into the model before shard.apply",
     probe_of_a_frozen_model: "put them into the model before shard.apply",
     loss_with_parameters_from_the_fifth_step: "put them into the model before shard.apply",
+    partial(clamped_in_forward, "full_shard", "data.clamp_"): "fc.weight was changed in forward",
+    partial(clamped_in_forward, "full_shard", "data.clamp_", fsdp=1): "fc.weight was changed in",
+    partial(clamped_in_forward, "no_shard", "data =", fsdp=1): "fc.weight was changed in forward",
     lbfgs_of_zero1: "LBFGS needs whole tensors",
     partial(copied, 1): "build the model twice",
     partial(copied, 2): "build the model twice",
