@@ -364,6 +364,7 @@ def _fsdp(
     for unit in [*wrapped, sharded]:
         unit.register_forward_hook(reshard)
         if options.fsdp == 2:
+            unit.register_forward_pre_hook(torch.compiler.disable(_clear_autocast_cache))
             _watch_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
         else:
             gathers = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
@@ -458,6 +459,14 @@ def _fsdp2_wrapper(
         # None: free every unit but the root, which is last in forward and first in backward
         reshard_after_forward=None if strategy.reshard_after_forward else False,
     )
+
+
+def _clear_autocast_cache(module: Any, args: Any) -> None:
+    """Have an autocast around several calls cast the parameters of a unit anew in each.
+
+    It keeps what it has cast, which FSDP2 has gathered for one call.
+    """
+    torch.clear_autocast_cache()
 
 
 def _reshard_without_backward(module: Any, args: Any, output: Any) -> None:
@@ -926,6 +935,7 @@ class _LoopChecks:
         self.averaged = True  # whether the last gradients were averaged over ranks
         self.used = 0  # checksum: which parameters had a gradient after each micro-batch
         self.steps = 0
+        self.own_attributes: set[str] = set()  # of the wrapper
 
     def register(self) -> None:
         """Register the methods below as hooks of the model, so that nobody has to call them."""
@@ -941,6 +951,7 @@ class _LoopChecks:
             model.register_forward_hook(torch.compiler.disable(self.after_call))
         for tensor in _averaged_in_hooks(model, self.units):
             tensor.register_post_accumulate_grad_hook(self.after_gradient)
+        self.own_attributes = set(vars(model))
 
     def __deepcopy__(self, memo: Any) -> "_LoopChecks":
         """Return the same checks: a DDP model is copied to average weights (EMA), not to train."""
@@ -955,6 +966,7 @@ class _LoopChecks:
         if self.low_precision:
             self.check_backward()
         self.check_parameters()
+        self.check_attributes()
         _LoopChecks.calls_of_all += 1
         if torch.is_grad_enabled():
             self.calls += 1
@@ -997,7 +1009,7 @@ class _LoopChecks:
                 unit.reshard()  # changes nothing if a backward pass has already done it
         self.after_forward = {}
         self.steps += 1
-        if self.steps <= 3:
+        if self.steps <= 3 or not self.averaged:
             self.compare_ranks()
         self.used = 0
 
@@ -1059,6 +1071,19 @@ class _LoopChecks:
             return False
         return not p.requires_grad and p in self.trained
 
+    def check_attributes(self) -> None:
+        """Raise RuntimeError for an attribute that a loop has set on DDP or FSDP1, not inside."""
+        inner = getattr(self.model, "module", None)  # what they wrap; FSDP2 wraps nothing
+        for name in vars(self.model).keys() - self.own_attributes:
+            value = vars(self.model)[name]
+            # a copy for convenience, or a new method of the wrapper, changes nothing inside
+            if callable(value) or value is getattr(inner, name, value):
+                continue
+            raise RuntimeError(
+                f"{name} was set on {type(self.model).__name__}, and the model inside does not see "
+                "it: set it on model.module"
+            )
+
     def awaits_backward(self) -> bool:
         """Tell whether FSDP1 was called with gradients, and its backward pass has not come yet."""
         return self.fsdp1 and any(_fsdp1_awaits_backward(unit) for unit in self.units)
@@ -1094,7 +1119,8 @@ class _LoopChecks:
         if not _same_on_all_ranks(values, self.device, self.replicas):
             raise RuntimeError(
                 "the ranks hold different weights or gradients: change both in the same way on "
-                "all ranks, and compute gradients by backward()"
+                "all ranks, compute gradients by backward(), and end a step with "
+                "accumulation(model, last=True)"
             )
 
 

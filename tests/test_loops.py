@@ -457,6 +457,17 @@ class Clamps(Block):
         return super().forward(x)
 
 
+class Tempered(OneHead):
+    """Divides by an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        return super().forward(x) / self.temperature
+
+
 class Counting(Block):
     """Counts its forward passes."""
 
@@ -644,6 +655,21 @@ def clamped_in_forward(mode: str, how: str, **options: Any) -> None:
     three_steps(sharded(mode, net, {Clamps}, **options))
 
 
+def attribute_of_the_wrapper(mode: str, **options: Any) -> None:
+    model: Any = sharded(mode, Tempered(), **options)
+    model.temperature = 0.5
+    three_steps(model)
+
+
+def accumulated_without_a_last() -> None:
+    model = sharded("ddp", build())
+    three_steps(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shard.accumulation(model, last=False):
+        model(batch(dist.get_rank(), 0)).mean().backward()
+    optimizer.step()
+
+
 def lbfgs_of_zero1() -> None:
     model = sharded("zero1", build())
     ZeroRedundancyOptimizer(model.parameters(), torch.optim.LBFGS).step(lambda: 0.0)
@@ -690,6 +716,9 @@ REFUSED_ON_RANKS = {
     partial(clamped_in_forward, "full_shard", "data.clamp_"): "fc.weight was changed in forward",
     partial(clamped_in_forward, "full_shard", "data.clamp_", fsdp=1): "fc.weight was changed in",
     partial(clamped_in_forward, "no_shard", "data =", fsdp=1): "fc.weight was changed in forward",
+    partial(attribute_of_the_wrapper, "ddp"): "temperature was set on .* on model.module",
+    partial(attribute_of_the_wrapper, "full_shard", fsdp=1): "temperature was set on .* on model.m",
+    accumulated_without_a_last: r"end a step with accumulation\(model, last=True\)",
     lbfgs_of_zero1: "LBFGS needs whole tensors",
     partial(copied, 1): "build the model twice",
     partial(copied, 2): "build the model twice",
@@ -832,6 +861,21 @@ def test_hooks_that_fsdp2_calls_are_called(single):
         p.register_post_accumulate_grad_hook(seen.append)
     three_steps(model)
     assert len(seen) == 3 * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("mode", ["full_shard", "shard_grad_op"])
+def test_one_autocast_may_surround_several_calls(single, mode):
+    ends = []
+    for kept in (False, True):
+        model = sharded(mode, build())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=kept):
+                for i in range(2):
+                    model(batch(i, step)).mean().backward()
+            update(optimizer)
+        ends.append(full_parameters(model))
+    assert all(map(torch.equal, ends[0].values(), ends[1].values()))
 
 
 def test_an_optimizer_from_before_is_refused(single):
