@@ -23,12 +23,14 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import _common_utils as fsdp_utils
 from torch.distributed.fsdp._runtime_utils import _reshard as reshard_fsdp1
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -36,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
@@ -364,7 +367,9 @@ def _fsdp(
     for unit in [*wrapped, sharded]:
         unit.register_forward_hook(reshard)
         if options.fsdp == 2:
-            unit.register_forward_pre_hook(torch.compiler.disable(_clear_autocast_cache))
+            # before FSDP2's own hook
+            before = torch.compiler.disable(_before_unit_of_fsdp2)
+            unit.register_forward_pre_hook(before, prepend=True)
             _watch_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
         else:
             gathers = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
@@ -461,11 +466,16 @@ def _fsdp2_wrapper(
     )
 
 
-def _clear_autocast_cache(module: Any, args: Any) -> None:
-    """Have an autocast around several calls cast the parameters of a unit anew in each.
-
-    It keeps what it has cast, which FSDP2 has gathered for one call.
-    """
+def _before_unit_of_fsdp2(unit: nn.Module, args: Any) -> None:
+    """Raise RuntimeError if tensors stand in for parameters: FSDP2 would use its own instead."""
+    for module in unit.modules():
+        for name, p in module._parameters.items():
+            if p is not None and not isinstance(p, nn.Parameter):
+                raise RuntimeError(
+                    f"{name} was replaced for a call, as by functional_call, and FSDP2 would not "
+                    "use it: use mode ddp, or other block_classes"
+                )
+    # an autocast around several calls keeps what it has cast, which was gathered for one of them
     torch.clear_autocast_cache()
 
 
@@ -555,7 +565,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
             )
     if isinstance(model, FSDP1):
         return model.clip_grad_norm_(max_norm)  # sums over the shard group
-    if _contains(model, FSDP1):
+    checks_of_all = [p.loop_checks for p in model.parameters() if hasattr(p, "loop_checks")]
+    if _contains(model, FSDP1) or any(checks.flattened for checks in checks_of_all):
         raise ValueError("FSDP1: give clip_grad_norm the model that shard.apply returned")
     groups = by_mesh(p for p in model.parameters() if p.grad is not None)
     norms: list[Tensor] = []
@@ -711,6 +722,8 @@ def _check_model(model: nn.Module, strategy: Strategy, options: ShardingOptions)
         raise ValueError("FSDP1 cannot save a compiled model: compile it after shard.apply")
     if "module" in dict(model.named_children()):
         raise ValueError("rename the submodule `module`: DDP needs this name for itself")
+    if sharded:
+        _check_lists(model)
     low_precision = sharded and options.param_dtype != torch.float32
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and module.track_running_stats and low_precision:
@@ -727,6 +740,23 @@ def _check_model(model: nn.Module, strategy: Strategy, options: ShardingOptions)
         for wrong, sentence in _parameter_table(p, sharded):
             if wrong:
                 raise ValueError(f"{original_name(name)} {sentence}")
+
+
+def _check_lists(model: nn.Module) -> None:
+    """Raise ValueError for parameters in a plain list, tuple or dict, which FSDP does not see."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            # the first belongs to nn.Module; an nn.LSTM keeps the second up to date by itself
+            if name in ("_parameters", "_flat_weights"):
+                continue
+            items = value.values() if isinstance(value, dict) else value
+            plain = isinstance(value, dict | list | tuple)
+            if plain and any(isinstance(item, nn.Parameter) for item in items):
+                where = f"{path}.{name}".lstrip(".")
+                raise ValueError(
+                    f"{where} is a {type(value).__name__} of parameters, which FSDP replaces: use "
+                    "their attributes, or nn.ParameterList"
+                )
 
 
 def _parameter_table(p: nn.Parameter, sharded: bool) -> list[tuple[bool, str]]:
@@ -889,12 +919,16 @@ EDITED_IN_VAIN = (
     "change: evaluate in torch.no_grad()"
 )
 OTHER_MEMORY = (
-    "has new memory or a new dtype, which FSDP2 does not notice: write into it, by copy_() or "
-    "mul_(), and do not assign to .data"
+    "has new memory or a new dtype, which FSDP may miss: write into it, by copy_() or mul_(), and "
+    "do not assign to .data"
 )
 LOST_HOOK = (
     "has a hook that FSDP does not call: change its .grad between backward() and the step, or use "
     "register_post_accumulate_grad_hook with FSDP2"
+)
+LOST_AVERAGE = (
+    "was converted and back, and DDP no longer averages its gradient: use shard.autocast for lower "
+    "precision"
 )
 OTHER_DTYPE = "is no longer fp32, which DDP needs: use shard.autocast for lower precision"
 UNFROZEN = (
@@ -918,6 +952,7 @@ class _LoopChecks:
         self.units = units  # of FSDP, the root last; empty for DDP
         self.fsdp1 = isinstance(model, FSDP1)
         self.fsdp2 = isinstance(model, FSDPModule)
+        self.flattened = self.fsdp1 and mesh["shard"].size() > 1  # a rank has parts of tensors
         # in low precision FSDP1 loses gradients if two calls come before a backward pass
         self.low_precision = self.fsdp1 and model.mixed_precision.param_dtype != torch.float32
         self.device = _device(mesh)
@@ -926,7 +961,8 @@ class _LoopChecks:
         self.owners = _owners(model)
         self.trained = {p for *_, p in self.owners if p.requires_grad}
         self.trains = False  # whether the call or step being checked trains any parameter
-        self.memory: dict[str, Any] = {}  # name -> memory of the parameter at its first check
+        self.memory: dict[str, Any] = {}  # name -> memory of the parameter at a check before
+        self.nodes: dict[Any, Any] = {}  # parameter -> node of autograd that DDP's hook is on
         # name -> (tensor that the module held after the last forward pass, its version then);
         # `_version` is PyTorch's count of in-place changes
         self.after_forward: dict[str, tuple[Any, int]] = {}
@@ -944,11 +980,15 @@ class _LoopChecks:
             p.loop_checks = self  # _check_optimizer finds the checks here
         model.loop_checks = self  # clip_grad_norm finds them here
         model.register_load_state_dict_pre_hook(_refuse_assign)
+        if isinstance(model, DDP):
+            model.register_load_state_dict_pre_hook(_refuse_other_names)
         # this hook must run before FSDP's own
         model.register_forward_pre_hook(torch.compiler.disable(self.before_call), prepend=True)
         if self.units:
             model.__deepcopy__ = _refuse_copy
             model.register_forward_hook(torch.compiler.disable(self.after_call))
+        if isinstance(model, DDP):
+            self.nodes = {p: get_gradient_edge(p).node for p in self.trained}
         for tensor in _averaged_in_hooks(model, self.units):
             tensor.register_post_accumulate_grad_hook(self.after_gradient)
         self.own_attributes = set(vars(model))
@@ -974,6 +1014,8 @@ class _LoopChecks:
 
     def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
         """Remember what the module holds; until a backward pass, FSDP would lose changes to it."""
+        if self.fsdp2 and len(self.units) == 1:  # else the blocks' outputs start the backward pass
+            self.check_output(output)
         self.after_forward = {}
         for name, owner, leaf, p in self.owners:
             now = getattr(owner, leaf, None)
@@ -981,6 +1023,17 @@ class _LoopChecks:
             # but computes with what it gathered until the backward pass, and misses a change.
             if isinstance(now, Tensor) and (now is not p or self.fsdp1):
                 self.after_forward[name] = (now, now._version)
+
+    def check_output(self, output: Any) -> None:
+        """Raise RuntimeError for an object that may hide the model's outputs from FSDP2.
+
+        A backward pass would leave the parameters without gradients.
+        """
+        if self.trains and _may_need_backward(output) and not _tensors_for_fsdp2(output):
+            raise RuntimeError(
+                f"the model returned {type(output).__name__}, in which FSDP2 finds no tensor: "
+                "return a tensor, or a tuple, list or dict of tensors"
+            )
 
     def after_gradient(self, tensor: Tensor) -> None:
         """Raise RuntimeError if there was no call since this tensor's last gradient.
@@ -1021,6 +1074,7 @@ class _LoopChecks:
             (self.has_other_memory, OTHER_MEMORY),
             (self.has_lost_hook, LOST_HOOK),
             (self.has_other_dtype, OTHER_DTYPE),
+            (self.has_lost_average, LOST_AVERAGE),
             (self.was_unfrozen, UNFROZEN),
             (self.was_frozen, FROZEN),
         )
@@ -1048,10 +1102,12 @@ class _LoopChecks:
         return now is not p or self.awaits_backward()
 
     def has_other_memory(self, name: str, p: Any, now: Any) -> bool:
-        # FSDP2 goes on using the memory that it knows.
-        memory = _memory_of_fsdp2(p)
-        first = self.memory.setdefault(name, memory)
-        return first != memory
+        # FSDP2 goes on using the memory that it knows. FSDP1 copies new memory into it, over what
+        # an EMA keeps there to restore it; what it has gathered has other memory.
+        if not self.units or p.numel() == 0 or (self.fsdp1 and self.after_forward):
+            return False
+        memory = (p.dtype, _memory_of(p))
+        return self.memory.setdefault(name, memory) != memory
 
     def has_lost_hook(self, name: str, p: Any, now: Any) -> bool:
         # FSDP computes the gradients of other tensors, so it does not call all hooks of `p`.
@@ -1060,6 +1116,16 @@ class _LoopChecks:
     def has_other_dtype(self, name: str, p: Any, now: Any) -> bool:
         # DDP's buckets keep the dtype of the parameters that it was given.
         return not self.units and p.dtype != torch.float32
+
+    def has_lost_average(self, name: str, p: Any, now: Any) -> bool:
+        # DDP's hook is on the node that adds up the gradients; a change of dtype makes a new one.
+        if p not in self.nodes or not p.requires_grad:
+            return False
+        known = self.memory.get(name)
+        if known is not None and _memory_of(known) == _memory_of(p):
+            return False
+        self.memory[name] = p.detach()  # the memory is kept, so that no other gets its address
+        return get_gradient_edge(p).node is not self.nodes[p]
 
     def was_unfrozen(self, name: str, p: Any, now: Any) -> bool:
         # DDP averages only the gradients of parameters that were trained when it was built.
@@ -1154,6 +1220,15 @@ def _refuse_assign(module: Any, state: Any, prefix: str, metadata: Any, *args: A
         )
 
 
+def _refuse_other_names(module: Any, state: Any, prefix: str, *args: Any) -> None:
+    """Raise RuntimeError for weights of which DDP would load none, with strict=False in silence."""
+    if state and not any(name.startswith(f"{prefix}module.") for name in state):
+        raise RuntimeError(
+            "no name of the loaded weights begins with `module.`, as DDP's do: load them into "
+            "model.module"
+        )
+
+
 def _refuse_copy(memo: Any) -> None:
     """Raise RuntimeError for copy.deepcopy of a model that FSDP sharded."""
     raise RuntimeError(
@@ -1233,6 +1308,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         return  # zero1's inner optimizer, for this rank's part: the outer one was checked
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.optim.part_of_zero1 = True
+        _check_buckets(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(hasattr(p, "replaced_by_sharding") for p in parameters):
         raise RuntimeError(
@@ -1292,6 +1368,21 @@ def _check_whole_tensors(optimizer: torch.optim.Optimizer, fsdp1: bool) -> None:
         )
 
 
+def _check_buckets(optimizer: ZeroRedundancyOptimizer) -> None:
+    """Raise RuntimeError for a trained parameter that is no longer in a bucket of ZeRO-1.
+
+    The optimizer sends its buckets to the other ranks.
+    """
+    known = {_memory_of(bucket) for bucket in _buckets_of(optimizer)}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if known and p.requires_grad and _memory_of(p) not in known:
+                raise RuntimeError(
+                    f"a parameter {tuple(p.shape)} has new memory, which zero1 does not send: "
+                    "write into it, by copy_() or mul_(), and do not assign to .data"
+                )
+
+
 def _watch_optimizers(replaced: Iterable[nn.Parameter]) -> None:
     """Have every optimizer checked before each step; it must not have the `replaced` parameters."""
     for p in replaced:
@@ -1330,14 +1421,10 @@ def _memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # unlike data_ptr(), DTensors and fake tensors have it
 
 
-def _memory_of_fsdp2(p: Any) -> Any:
-    """Return a value that changes if the `.data` of a parameter of FSDP2 is replaced.
-
-    None for the others: DDP and FSDP1 notice that by themselves.
-    """
-    if isinstance(p, DTensor):
-        return p.dtype, p.untyped_storage()._cdata  # a DTensor has no address
-    return None
+def _tensors_for_fsdp2(output: Any) -> list[Tensor]:
+    """List the tensors in a model's output that FSDP2 sees, and whose gradients it waits for."""
+    seen = getattr(fsdp_utils, "collect_grad_tensors", tree_leaves)(output)  # torch 2.14, 2.10
+    return [leaf for leaf in seen if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _has_hook(p: Any, post_accumulate: bool) -> bool:
@@ -1365,6 +1452,13 @@ def _averages(model: Any) -> bool:
     if isinstance(model, DDP):
         return model.require_backward_grad_sync
     return model._sync_gradients
+
+
+def _buckets_of(optimizer: Any) -> list[Tensor]:
+    """List the buckets that ZeRO-1 sends from, if built with parameters_as_bucket_view."""
+    if optimizer._get_is_trainable_mask() != optimizer._is_trainable_mask:
+        return []  # the next step makes new buckets
+    return [bucket for of_device in optimizer._buckets for bucket in of_device]
 
 
 def _in_backward() -> bool:

@@ -369,7 +369,8 @@ def apply_in(mode: str, fsdp: int, model: nn.Module, **needs: bool) -> nn.Module
 
 
 def zero1_optimizer(parameters: Any, kind: type, **rates: Any) -> torch.optim.Optimizer:
-    return ZeroRedundancyOptimizer(list(parameters), kind, **rates)
+    options = {"parameters_as_bucket_view": True}
+    return ZeroRedundancyOptimizer(list(parameters), kind, **options, **rates)
 
 
 def compare_loops(rows: list[tuple[str, int]]) -> dict[tuple, float | str]:
@@ -466,6 +467,26 @@ class Tempered(OneHead):
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         return super().forward(x) / self.temperature
+
+
+class Hidden:
+    """Not a container that PyTorch knows."""
+
+    def __init__(self, out: Tensor) -> None:
+        self.out = out
+
+
+class ReturnsAnObject(OneHead):
+    def forward(self, x: Tensor, *_: Any) -> Any:
+        return Hidden(super().forward(x))
+
+
+class MakesWeights(OneHead):
+    """Its head makes the weights of a block."""
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        made = {"fc.bias": self.heads[0](self.embed(x)).mean() * torch.ones(8)}
+        return torch.func.functional_call(self.blocks[0], made, (self.embed(x),))
 
 
 class Counting(Block):
@@ -581,6 +602,19 @@ def written_into_data() -> None:
     three_steps(model)
 
 
+def evaluated_with_averages() -> None:
+    """As many do: `.data` is exchanged, and exchanged back."""
+    model = sharded("full_shard", build(), fsdp=1)
+    three_steps(model)
+    kept = [p.data for p in model.parameters()]
+    for p in model.parameters():
+        p.data = p.data.clone() * 0.9
+    with torch.no_grad():
+        model(batch(0, 99))
+    for p, value in zip(model.parameters(), kept, strict=True):
+        p.data = value
+
+
 def assigned_in_ddp() -> None:
     model = sharded("ddp", build())
     values = {name: value.clone() for name, value in model.state_dict().items()}
@@ -605,6 +639,12 @@ def edited_by_one_rank() -> None:
 def converted_in_ddp() -> None:
     model = sharded("ddp", build()).double()
     model(batch(0, 0).double())
+
+
+def converted_and_back_in_ddp() -> None:
+    model = sharded("ddp", build())
+    three_steps(model)
+    three_steps(model.double().float())
 
 
 def step_in_a_hook_of_ddp() -> None:
@@ -670,6 +710,37 @@ def accumulated_without_a_last() -> None:
     optimizer.step()
 
 
+def hidden_in_an_object() -> None:
+    model = sharded("full_shard", ReturnsAnObject(), blocks=())
+    three_steps(model, lambda x, step: model(x).out)
+
+
+def weights_made_for_a_block() -> None:
+    three_steps(sharded("full_shard", MakesWeights()))
+
+
+def norm_of_a_part() -> None:
+    model: Any = sharded("full_shard", build(), fsdp=1)
+    shard.clip_grad_norm(model.module.heads)
+
+
+def plain_names_into_ddp() -> None:
+    sharded("ddp", build()).load_state_dict(build().state_dict(), strict=False)
+
+
+def written_into_data_of_zero1() -> None:
+    model = sharded("zero1", build())
+    kind = torch.optim.SGD
+    options = {"parameters_as_bucket_view": True}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), kind, lr=0.1, **options)
+    for step in range(6):
+        model(batch(dist.get_rank(), step)).mean().backward()
+        if step == 4:
+            for p in model.parameters():
+                p.data = p.data * 0.9
+        update(optimizer)
+
+
 def lbfgs_of_zero1() -> None:
     model = sharded("zero1", build())
     ZeroRedundancyOptimizer(model.parameters(), torch.optim.LBFGS).step(lambda: 0.0)
@@ -705,10 +776,12 @@ REFUSED_ON_RANKS = {
     partial(edited_while_gathered, 1): "evaluate in torch.no_grad",
     partial(edited_while_gathered, 2): "evaluate in torch.no_grad",
     written_into_data: "has new memory",
+    evaluated_with_averages: "has new memory",
     assigned_in_ddp: "assign=True would replace the parameters",
     trained_with_a_loose_parameter: "put it into the model before shard.apply",
     edited_by_one_rank: "the ranks hold different weights",
     converted_in_ddp: "embed.weight is no longer fp32",
+    converted_and_back_in_ddp: "embed.weight was converted and back",
     step_in_a_hook_of_ddp: r"step after backward\(\)",
     loss_with_parameters: "put them into the model before shard.apply",
     probe_of_a_frozen_model: "put them into the model before shard.apply",
@@ -719,6 +792,11 @@ REFUSED_ON_RANKS = {
     partial(attribute_of_the_wrapper, "ddp"): "temperature was set on .* on model.module",
     partial(attribute_of_the_wrapper, "full_shard", fsdp=1): "temperature was set on .* on model.m",
     accumulated_without_a_last: r"end a step with accumulation\(model, last=True\)",
+    hidden_in_an_object: "returned Hidden, in which FSDP2 finds no tensor",
+    weights_made_for_a_block: "as by functional_call, and FSDP2 would not use it",
+    norm_of_a_part: "give clip_grad_norm the model that shard.apply returned",
+    plain_names_into_ddp: "load them into model.module",
+    written_into_data_of_zero1: "has new memory, which zero1 does not send",
     lbfgs_of_zero1: "LBFGS needs whole tensors",
     partial(copied, 1): "build the model twice",
     partial(copied, 2): "build the model twice",
@@ -921,6 +999,12 @@ def with_module(module: nn.Module) -> nn.Module:
     return model
 
 
+def with_parameters_in_a_list() -> nn.Module:
+    model = build()
+    model.gates = [model.embed.weight, model.embed.bias]
+    return model
+
+
 # the model, the mode, options, the words that say what to do
 WRONG: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
     (partial(with_hook, False), "ddp", {}, "register it after shard.apply"),
@@ -937,6 +1021,7 @@ WRONG: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
         {"fsdp": 1},
         "compile it after",
     ),
+    (with_parameters_in_a_list, "full_shard", {}, "gates is a list of parameters"),
     (build, "full_shard", {"blocks": "Block"}, "is a set of classes"),
     (build, "full_shard", {"blocks": ["Block"]}, "is a set of classes"),
     (build, "full_shard", {"blocks": Block}, "is a set of classes"),
