@@ -231,6 +231,8 @@ def apply(
         units = blocks
     _check_model(model, strategy, options)
     _check_units(model, units)
+    if strategy.engine == "fsdp":
+        _check_lists(model, blocks if options.ac != "none" or options.fsdp == 1 else {})
     original = set(model.parameters())
     values = _InitialValues(model, _device(mesh), init_fn, uninitialized)
     if not uninitialized:  # else loading the checkpoint checks names and shapes
@@ -722,8 +724,6 @@ def _check_model(model: nn.Module, strategy: Strategy, options: ShardingOptions)
         raise ValueError("FSDP1 cannot save a compiled model: compile it after shard.apply")
     if "module" in dict(model.named_children()):
         raise ValueError("rename the submodule `module`: DDP needs this name for itself")
-    if sharded:
-        _check_lists(model)
     low_precision = sharded and options.param_dtype != torch.float32
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and module.track_running_stats and low_precision:
@@ -737,26 +737,35 @@ def _check_model(model: nn.Module, strategy: Strategy, options: ShardingOptions)
             if module.sparse and sharded:
                 raise ValueError(f"{name} has sparse gradients, unknown to FSDP: use sparse=False")
     for name, p in model.named_parameters():
+        if hasattr(p, "loop_checks"):
+            raise ValueError(f"{original_name(name)} is sharded already: call shard.apply once")
         for wrong, sentence in _parameter_table(p, sharded):
             if wrong:
                 raise ValueError(f"{original_name(name)} {sentence}")
 
 
-def _check_lists(model: nn.Module) -> None:
-    """Raise ValueError for parameters in a plain list, tuple or dict, which FSDP does not see."""
+def _check_lists(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError for a list, tuple or dict of what FSDP replaces, but does not see there.
+
+    That is all parameters, and the blocks that a wrapper replaces.
+    """
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            # the first belongs to nn.Module; an nn.LSTM keeps the second up to date by itself
-            if name in ("_parameters", "_flat_weights"):
+            # two belong to nn.Module; an nn.LSTM keeps the third up to date by itself
+            if name in ("_parameters", "_modules", "_flat_weights"):
                 continue
-            items = value.values() if isinstance(value, dict) else value
-            plain = isinstance(value, dict | list | tuple)
-            if plain and any(isinstance(item, nn.Parameter) for item in items):
-                where = f"{path}.{name}".lstrip(".")
-                raise ValueError(
-                    f"{where} is a {type(value).__name__} of parameters, which FSDP replaces: use "
-                    "their attributes, or nn.ParameterList"
-                )
+            items: Iterable[Any] = ()
+            if isinstance(value, dict):
+                items = value.values()
+            elif isinstance(value, list | tuple):
+                items = value
+            for item in items:
+                if isinstance(item, nn.Parameter) or any(item is b for b in wrapped.values()):
+                    where = f"{path}.{name}".lstrip(".")
+                    raise ValueError(
+                        f"{where} is a {type(value).__name__} of what sharding replaces: use "
+                        "nn.ParameterList, nn.ModuleList, or the attributes themselves"
+                    )
 
 
 def _parameter_table(p: nn.Parameter, sharded: bool) -> list[tuple[bool, str]]:
@@ -902,7 +911,8 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 # 1. Before each call and each step, every parameter is checked: it must not have been replaced, or
 #    changed in a way that the engine ignores; it must not have a hook that is never called; and it
 #    must not have been frozen or unfrozen after sharding.
-# 2. After a forward pass: the module must not have changed its own tensors (first three passes).
+# 2. After a forward pass: the module must not have changed its own tensors (first three passes),
+#    nor hide its output.
 # 3. After each gradient: its backward pass must belong to a call of the model.
 # 4. Before each step: the optimizer must have the parameters of the sharded model. In the first
 #    three steps also: all ranks must have used the same parameters, and replicas must be equal.
@@ -912,7 +922,11 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 
 REPLACED = (
     "was replaced after shard.apply, and each rank would train its own: replace it before, or "
-    "write into it, by copy_() or load_state_dict() without assign=True"
+    "write into it, by copy_() or load_state_dict() without assign=True, and do not use "
+    "functional_call"
+)
+LEFT_BY_GRAD = (
+    "was not put back by FSDP1 after torch.autograd.grad: call backward() instead, or use fsdp 2"
 )
 EDITED_IN_VAIN = (
     "was changed after a forward pass that still awaits its backward(), and FSDP would lose the "
@@ -1044,7 +1058,8 @@ class _LoopChecks:
         if self.averaged and self.last_call.get(tensor, 0) == self.calls:
             raise RuntimeError(
                 f"{type(self.model).__name__} averages the gradients of only one backward() per "
-                "call: call the model, not its methods or parts, and call backward() once"
+                "call: call the model, not its methods or parts, and call backward() once; in low "
+                "precision FSDP1 must not call a block twice either"
             )
         self.last_call[tensor] = self.calls
 
@@ -1069,6 +1084,7 @@ class _LoopChecks:
     def check_parameters(self) -> None:
         """Raise RuntimeError for the first parameter that breaks one of the rules below."""
         rules = (
+            (self.was_left_by_grad, LEFT_BY_GRAD),
             (self.was_replaced, REPLACED),
             (self.was_changed_in_vain, EDITED_IN_VAIN),
             (self.has_other_memory, OTHER_MEMORY),
@@ -1089,9 +1105,16 @@ class _LoopChecks:
     # The rules: each tells whether it is broken by the parameter `p`, in whose place the module
     # holds `now`. That is `p` itself, or the gathered tensor that the last forward pass left.
 
+    def was_left_by_grad(self, name: str, p: Any, now: Any) -> bool:
+        # An FSDP1 that gathers nothing computes with views of its parameters until a backward().
+        return self.was_replaced(name, p, now) and self.fsdp1 and _same_memory(now, p)
+
     def was_replaced(self, name: str, p: Any, now: Any) -> bool:
         left, _ = self.after_forward.get(name, (p, 0))
-        return now is not p and now is not left
+        if now is p or now is left:
+            return False
+        # inside of a checkpoint around the model, FSDP1 holds another of its own tensors
+        return not (self.fsdp1 and _is_gathered_by_fsdp1(now, self.units))
 
     def was_changed_in_vain(self, name: str, p: Any, now: Any) -> bool:
         # A change is lost if it is made to a gathered tensor (`now is not p`), which FSDP throws
@@ -1121,8 +1144,7 @@ class _LoopChecks:
         # DDP's hook is on the node that adds up the gradients; a change of dtype makes a new one.
         if p not in self.nodes or not p.requires_grad:
             return False
-        known = self.memory.get(name)
-        if known is not None and _memory_of(known) == _memory_of(p):
+        if _same_memory(self.memory.get(name), p):
             return False
         self.memory[name] = p.detach()  # the memory is kept, so that no other gets its address
         return get_gradient_edge(p).node is not self.nodes[p]
@@ -1185,8 +1207,8 @@ class _LoopChecks:
         if not _same_on_all_ranks(values, self.device, self.replicas):
             raise RuntimeError(
                 "the ranks hold different weights or gradients: change both in the same way on "
-                "all ranks, compute gradients by backward(), and end a step with "
-                "accumulation(model, last=True)"
+                "all ranks, compute gradients by backward(), end a step with accumulation(model, "
+                "last=True), and give DDP find_unused_parameters=True if a rank leaves some unused"
             )
 
 
@@ -1364,7 +1386,7 @@ def _check_whole_tensors(optimizer: torch.optim.Optimizer, fsdp1: bool) -> None:
     if type(inner) in refused:
         raise RuntimeError(
             f"{type(inner).__name__} needs whole tensors, but zero1 and FSDP1 give it only parts: "
-            "use fsdp 2, mode ddp, or an elementwise optimizer such as AdamW"
+            "use mode ddp, or an elementwise optimizer such as AdamW"
         )
 
 
@@ -1414,6 +1436,17 @@ def _gathered_by_fsdp1(unit: Any) -> Iterator[tuple[str, Tensor]]:
     if unit._handle is not None:
         for leaf, module, path in unit._handle.flat_param._param_infos:
             yield f"{path}.{leaf}".lstrip("."), getattr(module, leaf)
+
+
+def _is_gathered_by_fsdp1(tensor: Any, units: list[Any]) -> bool:
+    """Tell whether FSDP1 itself has put a tensor in the place of a parameter."""
+    handles = [unit._handle for unit in units if unit._handle is not None]
+    return any(tensor is own for handle in handles for own in handle.flat_param._tensors)
+
+
+def _same_memory(one: Any, other: Tensor) -> bool:
+    """Tell whether something is a tensor, and a view of another one's memory."""
+    return isinstance(one, Tensor) and _memory_of(one) == _memory_of(other)
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import mesh
 import shard
@@ -326,6 +327,21 @@ def adapters(place: Place) -> list[nn.Module]:
     return [model]
 
 
+def checkpoint_around(place: Place) -> list[nn.Module]:
+    """A checkpoint is around the whole model."""
+    model = place.apply(build())
+    optimizer = adamw(place, model.parameters())
+    for step in range(3):
+
+        def loss_of(rank: int, step: int = step) -> Tensor:
+            x = batch(rank, step).requires_grad_()
+            return checkpoint(model, x, use_reentrant=False).square().mean()
+
+        place.backward(loss_of)
+        update(optimizer)
+    return [model]
+
+
 LOOPS: dict[str, Callable[[Place], list[nn.Module]]] = {
     "evaluate": evaluate,
     "evaluate with gradients": partial(evaluate, gradients=True),
@@ -342,6 +358,7 @@ LOOPS: dict[str, Callable[[Place], list[nn.Module]]] = {
     "other method": other_method,
     "two calls": two_calls,
     "adapters": adapters,
+    "checkpoint around the model": checkpoint_around,
 }
 NO_BACKWARD = "evaluate with gradients"  # after the last call before a step: no FSDP1
 MODES = [(mode, fsdp) for mode in shard.STRATEGIES for fsdp in (1, 2)]
@@ -741,6 +758,46 @@ def written_into_data_of_zero1() -> None:
         update(optimizer)
 
 
+def stateless_call() -> None:
+    model = sharded("ddp", build())
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, values, (batch(0, 0),))
+
+
+def gradient_of_the_input() -> None:
+    model = sharded("no_shard", build(), fsdp=1)
+
+    def along(x: Tensor, step: int) -> Tensor:
+        (towards,) = torch.autograd.grad(model(x.requires_grad_()).mean(), x)
+        return model((x + towards).detach())
+
+    three_steps(model, along)
+
+
+def sharded_twice() -> None:
+    model = build()
+    model.blocks[0] = sharded("full_shard", model.blocks[0], blocks=())
+    sharded("full_shard", model)
+
+
+def block_twice_in_bf16() -> None:
+    net = build()
+    net.blocks = nn.Sequential(net.blocks[0], net.blocks[0])
+    model = shard.apply(
+        net,
+        "full_shard",
+        mesh.build_mesh((1, 2), CPU),
+        block_classes={Block},
+        options=shard.ShardingOptions(fsdp=1),
+    )
+    three_steps(model)
+
+
+def adafactor_of_fsdp1() -> None:
+    model = sharded("full_shard", build(), fsdp=1)
+    torch.optim.Adafactor(model.parameters()).step()
+
+
 def lbfgs_of_zero1() -> None:
     model = sharded("zero1", build())
     ZeroRedundancyOptimizer(model.parameters(), torch.optim.LBFGS).step(lambda: 0.0)
@@ -797,6 +854,11 @@ REFUSED_ON_RANKS = {
     norm_of_a_part: "give clip_grad_norm the model that shard.apply returned",
     plain_names_into_ddp: "load them into model.module",
     written_into_data_of_zero1: "has new memory, which zero1 does not send",
+    stateless_call: "do not use functional_call",
+    gradient_of_the_input: r"was not put back by FSDP1 after torch.autograd.grad",
+    sharded_twice: r"blocks.0.fc.weight is sharded already",
+    block_twice_in_bf16: "must not call a block twice either",
+    adafactor_of_fsdp1: "use mode ddp, or an elementwise",
     lbfgs_of_zero1: "LBFGS needs whole tensors",
     partial(copied, 1): "build the model twice",
     partial(copied, 2): "build the model twice",
@@ -1005,6 +1067,12 @@ def with_parameters_in_a_list() -> nn.Module:
     return model
 
 
+def with_blocks_in_a_list() -> nn.Module:
+    model = build()
+    model.stages = tuple(model.blocks)
+    return model
+
+
 # the model, the mode, options, the words that say what to do
 WRONG: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
     (partial(with_hook, False), "ddp", {}, "register it after shard.apply"),
@@ -1021,7 +1089,8 @@ WRONG: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
         {"fsdp": 1},
         "compile it after",
     ),
-    (with_parameters_in_a_list, "full_shard", {}, "gates is a list of parameters"),
+    (with_blocks_in_a_list, "full_shard", {"fsdp": 1}, "stages is a tuple of what sharding"),
+    (with_parameters_in_a_list, "full_shard", {}, "gates is a list of what sharding replaces"),
     (build, "full_shard", {"blocks": "Block"}, "is a set of classes"),
     (build, "full_shard", {"blocks": ["Block"]}, "is a set of classes"),
     (build, "full_shard", {"blocks": Block}, "is a set of classes"),
