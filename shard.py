@@ -229,10 +229,8 @@ def apply(
     units: Mapping[str, nn.Module] = {}
     if strategy.engine == "fsdp" and options.wrap == "block":
         units = blocks
-    _check_model(model, strategy, options)
+    _check_model(model, blocks, strategy, options)
     _check_units(model, units)
-    if strategy.engine == "fsdp":
-        _check_lists(model, blocks if options.ac != "none" or options.fsdp == 1 else {})
     original = set(model.parameters())
     values = _InitialValues(model, _device(mesh), init_fn, uninitialized)
     if not uninitialized:  # else loading the checkpoint checks names and shapes
@@ -717,9 +715,13 @@ def _check_arguments(
     return STRATEGIES[mode]
 
 
-def _check_model(model: nn.Module, strategy: Strategy, options: ShardingOptions) -> None:
+def _check_model(
+    model: nn.Module, blocks: Mapping[str, nn.Module], strategy: Strategy, options: ShardingOptions
+) -> None:
     """Raise ValueError for a model whose training would go wrong."""
     sharded = strategy.engine == "fsdp"
+    if sharded:
+        _check_lists(model, blocks if options.ac != "none" or options.fsdp == 1 else {})
     if sharded and options.fsdp == 1 and hasattr(model, "_orig_mod"):
         raise ValueError("FSDP1 cannot save a compiled model: compile it after shard.apply")
     if "module" in dict(model.named_children()):
