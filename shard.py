@@ -18,17 +18,19 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import _common_utils as fsdp_utils
 from torch.distributed.fsdp._runtime_utils import _reshard as reshard_fsdp1
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -36,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
@@ -226,7 +229,7 @@ def apply(
     units: Mapping[str, nn.Module] = {}
     if strategy.engine == "fsdp" and options.wrap == "block":
         units = blocks
-    _check_model(model, strategy, options)
+    _check_model(model, blocks, strategy, options)
     _check_units(model, units)
     original = set(model.parameters())
     values = _InitialValues(model, _device(mesh), init_fn, uninitialized)
@@ -363,8 +366,17 @@ def _fsdp(
     reshard = torch.compiler.disable(_reshard_without_backward)  # not traced by torch.compile
     for unit in [*wrapped, sharded]:
         unit.register_forward_hook(reshard)
-        if options.fsdp == 2:  # FSDP1 itself raises an error
+        if options.fsdp == 2:
+            # before FSDP2's own hook
+            before = torch.compiler.disable(_before_unit_of_fsdp2)
+            unit.register_forward_pre_hook(before, prepend=True)
             _watch_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
+        else:
+            gathers = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
+            # a unit that gathers nothing computes with its parameters, and keeps what is written
+            value = _sum_as_text if gathers else _memory_of
+            tensors = partial(_gathered_by_fsdp1, unit)
+            _watch_forward(unit._fsdp_wrapped_module, tensors, CHANGED_PARAMETER, value)
     simulated = dist.get_backend() == "fake"  # then tensors have no values to check
     if not simulated:
         allowed = options.find_unused_parameters
@@ -454,6 +466,19 @@ def _fsdp2_wrapper(
     )
 
 
+def _before_unit_of_fsdp2(unit: nn.Module, args: Any) -> None:
+    """Raise RuntimeError if tensors stand in for parameters: FSDP2 would use its own instead."""
+    for module in unit.modules():
+        for name, p in module._parameters.items():
+            if p is not None and not isinstance(p, nn.Parameter):
+                raise RuntimeError(
+                    f"{name} was replaced for a call, as by functional_call, and FSDP2 would not "
+                    "use it: use mode ddp, or other block_classes"
+                )
+    # an autocast around several calls keeps what it has cast, which was gathered for one of them
+    torch.clear_autocast_cache()
+
+
 def _reshard_without_backward(module: Any, args: Any, output: Any) -> None:
     """Free what an FSDP unit gathered, after a forward pass that no backward pass will follow.
 
@@ -540,7 +565,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
             )
     if isinstance(model, FSDP1):
         return model.clip_grad_norm_(max_norm)  # sums over the shard group
-    if _contains(model, FSDP1):
+    checks_of_all = [p.loop_checks for p in model.parameters() if hasattr(p, "loop_checks")]
+    if _contains(model, FSDP1) or any(checks.flattened for checks in checks_of_all):
         raise ValueError("FSDP1: give clip_grad_norm the model that shard.apply returned")
     groups = by_mesh(p for p in model.parameters() if p.grad is not None)
     norms: list[Tensor] = []
@@ -689,9 +715,13 @@ def _check_arguments(
     return STRATEGIES[mode]
 
 
-def _check_model(model: nn.Module, strategy: Strategy, options: ShardingOptions) -> None:
+def _check_model(
+    model: nn.Module, blocks: Mapping[str, nn.Module], strategy: Strategy, options: ShardingOptions
+) -> None:
     """Raise ValueError for a model whose training would go wrong."""
     sharded = strategy.engine == "fsdp"
+    if sharded:
+        _check_lists(model, blocks if options.ac != "none" or options.fsdp == 1 else {})
     if sharded and options.fsdp == 1 and hasattr(model, "_orig_mod"):
         raise ValueError("FSDP1 cannot save a compiled model: compile it after shard.apply")
     if "module" in dict(model.named_children()):
@@ -709,9 +739,35 @@ def _check_model(model: nn.Module, strategy: Strategy, options: ShardingOptions)
             if module.sparse and sharded:
                 raise ValueError(f"{name} has sparse gradients, unknown to FSDP: use sparse=False")
     for name, p in model.named_parameters():
+        if hasattr(p, "loop_checks"):
+            raise ValueError(f"{original_name(name)} is sharded already: call shard.apply once")
         for wrong, sentence in _parameter_table(p, sharded):
             if wrong:
                 raise ValueError(f"{original_name(name)} {sentence}")
+
+
+def _check_lists(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError for a list, tuple or dict of what FSDP replaces, but does not see there.
+
+    That is all parameters, and the blocks that a wrapper replaces.
+    """
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            # two belong to nn.Module; an nn.LSTM keeps the third up to date by itself
+            if name in ("_parameters", "_modules", "_flat_weights"):
+                continue
+            items: Iterable[Any] = ()
+            if isinstance(value, dict):
+                items = value.values()
+            elif isinstance(value, list | tuple):
+                items = value
+            for item in items:
+                if isinstance(item, nn.Parameter) or any(item is b for b in wrapped.values()):
+                    where = f"{path}.{name}".lstrip(".")
+                    raise ValueError(
+                        f"{where} is a {type(value).__name__} of what sharding replaces: use "
+                        "nn.ParameterList, nn.ModuleList, or the attributes themselves"
+                    )
 
 
 def _parameter_table(p: nn.Parameter, sharded: bool) -> list[tuple[bool, str]]:
@@ -857,28 +913,38 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 # 1. Before each call and each step, every parameter is checked: it must not have been replaced, or
 #    changed in a way that the engine ignores; it must not have a hook that is never called; and it
 #    must not have been frozen or unfrozen after sharding.
-# 2. After a forward pass: the module must not have changed its own tensors (first three passes).
+# 2. After a forward pass: the module must not have changed its own tensors (first three passes),
+#    nor hide its output.
 # 3. After each gradient: its backward pass must belong to a call of the model.
 # 4. Before each step: the optimizer must have the parameters of the sharded model. In the first
 #    three steps also: all ranks must have used the same parameters, and replicas must be equal.
+#    An optimizer of other parameters must have the same gradients on all ranks.
 # Values are compared only at the beginning, because reading them makes the CPU wait for the GPU.
 # A simulation (backend "fake") has no values: of these checks it makes only the second.
 
 REPLACED = (
     "was replaced after shard.apply, and each rank would train its own: replace it before, or "
-    "write into it, by copy_() or load_state_dict() without assign=True"
+    "write into it, by copy_() or load_state_dict() without assign=True, and do not use "
+    "functional_call"
+)
+LEFT_BY_GRAD = (
+    "was not put back by FSDP1 after torch.autograd.grad: call backward() instead, or use fsdp 2"
 )
 EDITED_IN_VAIN = (
     "was changed after a forward pass that still awaits its backward(), and FSDP would lose the "
     "change: evaluate in torch.no_grad()"
 )
 OTHER_MEMORY = (
-    "has new memory or a new dtype, which FSDP2 does not notice: write into it, by copy_() or "
-    "mul_(), and do not assign to .data"
+    "has new memory or a new dtype, which FSDP may miss: write into it, by copy_() or mul_(), and "
+    "do not assign to .data"
 )
 LOST_HOOK = (
     "has a hook that FSDP does not call: change its .grad between backward() and the step, or use "
     "register_post_accumulate_grad_hook with FSDP2"
+)
+LOST_AVERAGE = (
+    "was converted and back, and DDP no longer averages its gradient: use shard.autocast for lower "
+    "precision"
 )
 OTHER_DTYPE = "is no longer fp32, which DDP needs: use shard.autocast for lower precision"
 UNFROZEN = (
@@ -889,15 +955,11 @@ FROZEN = (
     "was frozen after shard.apply, and DDP waits for its gradient: use find_unused_parameters=True"
 )
 
-# A loose parameter is in no model that `apply` returned, so nothing averages its gradient over
-# ranks. At each step of an optimizer that has only loose parameters, a checksum of their gradients
-# is appended here, unless it has the attribute `of_one_rank`. `compare_ranks` compares the list
-# between ranks and empties it.
-_loose_gradients: list[str] = []
-
 
 class _LoopChecks:
     """Checks what a loop does with a sharded model, by hooks that raise RuntimeError."""
+
+    calls_of_all: ClassVar[int] = 0  # forward passes of all models, with gradients or without
 
     def __init__(
         self, model: Any, units: list[Any], mesh: DeviceMesh, *, unused_allowed: bool
@@ -906,6 +968,7 @@ class _LoopChecks:
         self.units = units  # of FSDP, the root last; empty for DDP
         self.fsdp1 = isinstance(model, FSDP1)
         self.fsdp2 = isinstance(model, FSDPModule)
+        self.flattened = self.fsdp1 and mesh["shard"].size() > 1  # a rank has parts of tensors
         # in low precision FSDP1 loses gradients if two calls come before a backward pass
         self.low_precision = self.fsdp1 and model.mixed_precision.param_dtype != torch.float32
         self.device = _device(mesh)
@@ -914,7 +977,8 @@ class _LoopChecks:
         self.owners = _owners(model)
         self.trained = {p for *_, p in self.owners if p.requires_grad}
         self.trains = False  # whether the call or step being checked trains any parameter
-        self.memory: dict[str, Any] = {}  # name -> memory of the parameter at its first check
+        self.memory: dict[str, Any] = {}  # name -> memory of the parameter at a check before
+        self.nodes: dict[Any, Any] = {}  # parameter -> node of autograd that DDP's hook is on
         # name -> (tensor that the module held after the last forward pass, its version then);
         # `_version` is PyTorch's count of in-place changes
         self.after_forward: dict[str, tuple[Any, int]] = {}
@@ -923,6 +987,7 @@ class _LoopChecks:
         self.averaged = True  # whether the last gradients were averaged over ranks
         self.used = 0  # checksum: which parameters had a gradient after each micro-batch
         self.steps = 0
+        self.own_attributes: set[str] = set()  # of the wrapper
 
     def register(self) -> None:
         """Register the methods below as hooks of the model, so that nobody has to call them."""
@@ -931,13 +996,18 @@ class _LoopChecks:
             p.loop_checks = self  # _check_optimizer finds the checks here
         model.loop_checks = self  # clip_grad_norm finds them here
         model.register_load_state_dict_pre_hook(_refuse_assign)
+        if isinstance(model, DDP):
+            model.register_load_state_dict_pre_hook(_refuse_other_names)
         # this hook must run before FSDP's own
         model.register_forward_pre_hook(torch.compiler.disable(self.before_call), prepend=True)
         if self.units:
             model.__deepcopy__ = _refuse_copy
             model.register_forward_hook(torch.compiler.disable(self.after_call))
+        if isinstance(model, DDP):
+            self.nodes = {p: get_gradient_edge(p).node for p in self.trained}
         for tensor in _averaged_in_hooks(model, self.units):
             tensor.register_post_accumulate_grad_hook(self.after_gradient)
+        self.own_attributes = set(vars(model))
 
     def __deepcopy__(self, memo: Any) -> "_LoopChecks":
         """Return the same checks: a DDP model is copied to average weights (EMA), not to train."""
@@ -952,12 +1022,16 @@ class _LoopChecks:
         if self.low_precision:
             self.check_backward()
         self.check_parameters()
+        self.check_attributes()
+        _LoopChecks.calls_of_all += 1
         if torch.is_grad_enabled():
             self.calls += 1
             self.note_used()
 
     def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
         """Remember what the module holds; until a backward pass, FSDP would lose changes to it."""
+        if self.fsdp2 and len(self.units) == 1:  # else the blocks' outputs start the backward pass
+            self.check_output(output)
         self.after_forward = {}
         for name, owner, leaf, p in self.owners:
             now = getattr(owner, leaf, None)
@@ -965,6 +1039,17 @@ class _LoopChecks:
             # but computes with what it gathered until the backward pass, and misses a change.
             if isinstance(now, Tensor) and (now is not p or self.fsdp1):
                 self.after_forward[name] = (now, now._version)
+
+    def check_output(self, output: Any) -> None:
+        """Raise RuntimeError for an object that may hide the model's outputs from FSDP2.
+
+        A backward pass would leave the parameters without gradients.
+        """
+        if self.trains and _may_need_backward(output) and not _tensors_for_fsdp2(output):
+            raise RuntimeError(
+                f"the model returned {type(output).__name__}, in which FSDP2 finds no tensor: "
+                "return a tensor, or a tuple, list or dict of tensors"
+            )
 
     def after_gradient(self, tensor: Tensor) -> None:
         """Raise RuntimeError if there was no call since this tensor's last gradient.
@@ -975,7 +1060,8 @@ class _LoopChecks:
         if self.averaged and self.last_call.get(tensor, 0) == self.calls:
             raise RuntimeError(
                 f"{type(self.model).__name__} averages the gradients of only one backward() per "
-                "call: call the model, not its methods or parts, and call backward() once"
+                "call: call the model, not its methods or parts, and call backward() once; in low "
+                "precision FSDP1 must not call a block twice either"
             )
         self.last_call[tensor] = self.calls
 
@@ -993,18 +1079,20 @@ class _LoopChecks:
                 unit.reshard()  # changes nothing if a backward pass has already done it
         self.after_forward = {}
         self.steps += 1
-        if self.steps <= 3:
+        if self.steps <= 3 or not self.averaged:
             self.compare_ranks()
         self.used = 0
 
     def check_parameters(self) -> None:
         """Raise RuntimeError for the first parameter that breaks one of the rules below."""
         rules = (
+            (self.was_left_by_grad, LEFT_BY_GRAD),
             (self.was_replaced, REPLACED),
             (self.was_changed_in_vain, EDITED_IN_VAIN),
             (self.has_other_memory, OTHER_MEMORY),
             (self.has_lost_hook, LOST_HOOK),
             (self.has_other_dtype, OTHER_DTYPE),
+            (self.has_lost_average, LOST_AVERAGE),
             (self.was_unfrozen, UNFROZEN),
             (self.was_frozen, FROZEN),
         )
@@ -1019,9 +1107,16 @@ class _LoopChecks:
     # The rules: each tells whether it is broken by the parameter `p`, in whose place the module
     # holds `now`. That is `p` itself, or the gathered tensor that the last forward pass left.
 
+    def was_left_by_grad(self, name: str, p: Any, now: Any) -> bool:
+        # An FSDP1 that gathers nothing computes with views of its parameters until a backward().
+        return self.was_replaced(name, p, now) and self.fsdp1 and _same_memory(now, p)
+
     def was_replaced(self, name: str, p: Any, now: Any) -> bool:
         left, _ = self.after_forward.get(name, (p, 0))
-        return now is not p and now is not left
+        if now is p or now is left:
+            return False
+        # inside of a checkpoint around the model, FSDP1 holds another of its own tensors
+        return not (self.fsdp1 and _is_gathered_by_fsdp1(now, self.units))
 
     def was_changed_in_vain(self, name: str, p: Any, now: Any) -> bool:
         # A change is lost if it is made to a gathered tensor (`now is not p`), which FSDP throws
@@ -1032,10 +1127,12 @@ class _LoopChecks:
         return now is not p or self.awaits_backward()
 
     def has_other_memory(self, name: str, p: Any, now: Any) -> bool:
-        # FSDP2 goes on using the memory that it knows.
-        memory = _memory_of_fsdp2(p)
-        first = self.memory.setdefault(name, memory)
-        return first != memory
+        # FSDP2 goes on using the memory that it knows. FSDP1 copies new memory into it, over what
+        # an EMA keeps there to restore it; what it has gathered has other memory.
+        if not self.units or p.numel() == 0 or (self.fsdp1 and self.after_forward):
+            return False
+        memory = (p.dtype, _memory_of(p))
+        return self.memory.setdefault(name, memory) != memory
 
     def has_lost_hook(self, name: str, p: Any, now: Any) -> bool:
         # FSDP computes the gradients of other tensors, so it does not call all hooks of `p`.
@@ -1044,6 +1141,15 @@ class _LoopChecks:
     def has_other_dtype(self, name: str, p: Any, now: Any) -> bool:
         # DDP's buckets keep the dtype of the parameters that it was given.
         return not self.units and p.dtype != torch.float32
+
+    def has_lost_average(self, name: str, p: Any, now: Any) -> bool:
+        # DDP's hook is on the node that adds up the gradients; a change of dtype makes a new one.
+        if p not in self.nodes or not p.requires_grad:
+            return False
+        if _same_memory(self.memory.get(name), p):
+            return False
+        self.memory[name] = p.detach()  # the memory is kept, so that no other gets its address
+        return get_gradient_edge(p).node is not self.nodes[p]
 
     def was_unfrozen(self, name: str, p: Any, now: Any) -> bool:
         # DDP averages only the gradients of parameters that were trained when it was built.
@@ -1054,6 +1160,19 @@ class _LoopChecks:
         if self.units or self.unused_allowed or not self.trains:
             return False
         return not p.requires_grad and p in self.trained
+
+    def check_attributes(self) -> None:
+        """Raise RuntimeError for an attribute that a loop has set on DDP or FSDP1, not inside."""
+        inner = getattr(self.model, "module", None)  # what they wrap; FSDP2 wraps nothing
+        for name in vars(self.model).keys() - self.own_attributes:
+            value = vars(self.model)[name]
+            # a copy for convenience, or a new method of the wrapper, changes nothing inside
+            if callable(value) or value is getattr(inner, name, value):
+                continue
+            raise RuntimeError(
+                f"{name} was set on {type(self.model).__name__}, and the model inside does not see "
+                "it: set it on model.module"
+            )
 
     def awaits_backward(self) -> bool:
         """Tell whether FSDP1 was called with gradients, and its backward pass has not come yet."""
@@ -1090,15 +1209,8 @@ class _LoopChecks:
         if not _same_on_all_ranks(values, self.device, self.replicas):
             raise RuntimeError(
                 "the ranks hold different weights or gradients: change both in the same way on "
-                "all ranks, and compute gradients by backward()"
-            )
-        loose = str(_loose_gradients)
-        _loose_gradients.clear()
-        if not _same_on_all_ranks(loose, self.device):
-            raise RuntimeError(
-                "an optimizer trains parameters that are in no model that shard.apply returned, "
-                "and their gradients differ between ranks: put them into the model before "
-                "shard.apply, or set optimizer.of_one_rank = True"
+                "all ranks, compute gradients by backward(), end a step with accumulation(model, "
+                "last=True), and give DDP find_unused_parameters=True if a rank leaves some unused"
             )
 
 
@@ -1132,6 +1244,15 @@ def _refuse_assign(module: Any, state: Any, prefix: str, metadata: Any, *args: A
         )
 
 
+def _refuse_other_names(module: Any, state: Any, prefix: str, *args: Any) -> None:
+    """Raise RuntimeError for weights of which DDP would load none, with strict=False in silence."""
+    if state and not any(name.startswith(f"{prefix}module.") for name in state):
+        raise RuntimeError(
+            "no name of the loaded weights begins with `module.`, as DDP's do: load them into "
+            "model.module"
+        )
+
+
 def _refuse_copy(memo: Any) -> None:
     """Raise RuntimeError for copy.deepcopy of a model that FSDP sharded."""
     raise RuntimeError(
@@ -1140,24 +1261,34 @@ def _refuse_copy(memo: Any) -> None:
     )
 
 
+def _sum_as_text(tensor: Tensor) -> str:
+    """Return a value that changes with the tensor's, also if it is written through `.data`.
+
+    `_version`, PyTorch's count of changes, would not. As text, because NaN does not equal NaN.
+    """
+    wider = torch.float32 if tensor.is_floating_point() else None
+    return f"{tensor.detach().sum(dtype=wider)}"
+
+
 def _watch_forward(
-    module: nn.Module, list_tensors: Callable[[], Iterable[tuple[str, Tensor]]], message: str
+    module: nn.Module,
+    list_tensors: Callable[[], Iterable[tuple[str, Tensor]]],
+    message: str,
+    value: Callable[[Tensor], Any] = _sum_as_text,
 ) -> None:
     """Register hooks that raise RuntimeError if a forward pass changes a tensor of a module.
 
-    They compare what `list_tensors()` yields before and after the first three training passes.
+    They compare the `value` of each tensor that `list_tensors()` yields, before and after the
+    first three training passes.
     """
     before: dict[str, Any] = {}
     passes_left = 3
 
     def values() -> Iterator[tuple[str, Any]]:
         for name, tensor in list_tensors():
-            # A frozen tensor may be an average of weights, often written through `.data`, which
-            # leaves `_version` as it is: compare its sum, as text, in which NaN equals NaN. A
-            # DTensor belongs to another unit, and is not gathered now.
+            # A DTensor belongs to another unit, and is not gathered now.
             if not isinstance(tensor, DTensor):
-                changes = tensor._version if tensor.requires_grad else f"{tensor.detach().sum()}"
-                yield name, (tensor.shape, changes)
+                yield name, (tensor.shape, value(tensor))
 
     def remember(module: nn.Module, args: Any) -> None:
         before.clear()
@@ -1186,7 +1317,7 @@ def _watch_forward(
 
 
 CHANGED_PARAMETER = (
-    "{name} was changed in forward(), and FSDP2 would lose the change: change parameters between "
+    "{name} was changed in forward(), and FSDP would lose the change: change parameters between "
     "two steps, in torch.no_grad()"
 )
 CHANGED_BUFFER = (
@@ -1201,6 +1332,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         return  # zero1's inner optimizer, for this rank's part: the outer one was checked
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.optim.part_of_zero1 = True
+        _check_buckets(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(hasattr(p, "replaced_by_sharding") for p in parameters):
         raise RuntimeError(
@@ -1217,18 +1349,31 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 
 def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int) -> None:
-    """Raise RuntimeError for an optimizer that has loose and sharded parameters.
+    """Raise RuntimeError if each rank would train its own copy of loose parameters. Collective.
 
-    If all of its `count` parameters are loose, their gradients may be the same on all ranks; that
-    is checked at the next step of a sharded model.
+    They are in no model that `apply` returned, so nothing averages their gradients over ranks.
     """
     if len(loose) < count:
         raise RuntimeError(
             f"a parameter {tuple(loose[0].shape)} is in no model that shard.apply returned, and "
             "each rank would train its own copy: put it into the model before shard.apply"
         )
-    if not hasattr(optimizer, "of_one_rank") and len(_loose_gradients) < 3:
-        _loose_gradients.append(_bits(p.grad for p in loose if not isinstance(p, DTensor)))
+    if hasattr(optimizer, "of_one_rank"):
+        return
+    # Only an optimizer between whose steps a sharded model is called trains in its loop, on all
+    # ranks. Another one, of a small probe of stored features, may be on one rank alone.
+    calls = _LoopChecks.calls_of_all
+    calls_before, compared = getattr(optimizer, "loose_steps", (calls, 0))
+    compares = calls > calls_before and compared < 3
+    optimizer.loose_steps = (calls, compared + compares)  # type: ignore[attr-defined]
+    if compares:
+        values = _bits(p.grad for p in loose if not isinstance(p, DTensor))
+        if not _same_on_all_ranks(values, loose[0].device):
+            raise RuntimeError(
+                "an optimizer trains parameters that are in no model that shard.apply returned, "
+                "and their gradients differ between ranks: put them into the model before "
+                "shard.apply, or set optimizer.of_one_rank = True"
+            )
 
 
 def _check_whole_tensors(optimizer: torch.optim.Optimizer, fsdp1: bool) -> None:
@@ -1243,8 +1388,23 @@ def _check_whole_tensors(optimizer: torch.optim.Optimizer, fsdp1: bool) -> None:
     if type(inner) in refused:
         raise RuntimeError(
             f"{type(inner).__name__} needs whole tensors, but zero1 and FSDP1 give it only parts: "
-            "use fsdp 2, mode ddp, or an elementwise optimizer such as AdamW"
+            "use mode ddp, or an elementwise optimizer such as AdamW"
         )
+
+
+def _check_buckets(optimizer: ZeroRedundancyOptimizer) -> None:
+    """Raise RuntimeError for a trained parameter that is no longer in a bucket of ZeRO-1.
+
+    The optimizer sends its buckets to the other ranks.
+    """
+    known = {_memory_of(bucket) for bucket in _buckets_of(optimizer)}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if known and p.requires_grad and _memory_of(p) not in known:
+                raise RuntimeError(
+                    f"a parameter {tuple(p.shape)} has new memory, which zero1 does not send: "
+                    "write into it, by copy_() or mul_(), and do not assign to .data"
+                )
 
 
 def _watch_optimizers(replaced: Iterable[nn.Parameter]) -> None:
@@ -1273,14 +1433,33 @@ def _fsdp1_awaits_backward(unit: Any) -> bool:
     return hasattr(unit._handle.flat_param, "_post_backward_hook_state")
 
 
-def _memory_of_fsdp2(p: Any) -> Any:
-    """Return a value that changes if the `.data` of a parameter of FSDP2 is replaced.
+def _gathered_by_fsdp1(unit: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, what the module holds) for each parameter of a unit of FSDP1, now gathered."""
+    if unit._handle is not None:
+        for leaf, module, path in unit._handle.flat_param._param_infos:
+            yield f"{path}.{leaf}".lstrip("."), getattr(module, leaf)
 
-    None for the others: DDP and FSDP1 notice that by themselves.
-    """
-    if isinstance(p, DTensor):
-        return p.dtype, p.untyped_storage()._cdata  # a DTensor has no address
-    return None
+
+def _is_gathered_by_fsdp1(tensor: Any, units: list[Any]) -> bool:
+    """Tell whether FSDP1 itself has put a tensor in the place of a parameter."""
+    handles = [unit._handle for unit in units if unit._handle is not None]
+    return any(tensor is own for handle in handles for own in handle.flat_param._tensors)
+
+
+def _same_memory(one: Any, other: Tensor) -> bool:
+    """Tell whether something is a tensor, and a view of another one's memory."""
+    return isinstance(one, Tensor) and _memory_of(one) == _memory_of(other)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return a number that tells a tensor's memory from all other memory that is in use."""
+    return tensor.untyped_storage()._cdata  # unlike data_ptr(), DTensors and fake tensors have it
+
+
+def _tensors_for_fsdp2(output: Any) -> list[Tensor]:
+    """List the tensors in a model's output that FSDP2 sees, and whose gradients it waits for."""
+    seen = getattr(fsdp_utils, "collect_grad_tensors", tree_leaves)(output)  # torch 2.14, 2.10
+    return [leaf for leaf in seen if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _has_hook(p: Any, post_accumulate: bool) -> bool:
@@ -1308,6 +1487,13 @@ def _averages(model: Any) -> bool:
     if isinstance(model, DDP):
         return model.require_backward_grad_sync
     return model._sync_gradients
+
+
+def _buckets_of(optimizer: Any) -> list[Tensor]:
+    """List the buckets that ZeRO-1 sends from, if built with parameters_as_bucket_view."""
+    if optimizer._get_is_trainable_mask() != optimizer._is_trainable_mask:
+        return []  # the next step makes new buckets
+    return [bucket for of_device in optimizer._buckets for bucket in of_device]
 
 
 def _in_backward() -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import mesh
 import shard
@@ -326,6 +327,21 @@ def adapters(place: Place) -> list[nn.Module]:
     return [model]
 
 
+def checkpoint_around(place: Place) -> list[nn.Module]:
+    """A checkpoint is around the whole model."""
+    model = place.apply(build())
+    optimizer = adamw(place, model.parameters())
+    for step in range(3):
+
+        def loss_of(rank: int, step: int = step) -> Tensor:
+            x = batch(rank, step).requires_grad_()
+            return checkpoint(model, x, use_reentrant=False).square().mean()
+
+        place.backward(loss_of)
+        update(optimizer)
+    return [model]
+
+
 LOOPS: dict[str, Callable[[Place], list[nn.Module]]] = {
     "evaluate": evaluate,
     "evaluate with gradients": partial(evaluate, gradients=True),
@@ -342,6 +358,7 @@ LOOPS: dict[str, Callable[[Place], list[nn.Module]]] = {
     "other method": other_method,
     "two calls": two_calls,
     "adapters": adapters,
+    "checkpoint around the model": checkpoint_around,
 }
 NO_BACKWARD = "evaluate with gradients"  # after the last call before a step: no FSDP1
 MODES = [(mode, fsdp) for mode in shard.STRATEGIES for fsdp in (1, 2)]
@@ -369,7 +386,8 @@ def apply_in(mode: str, fsdp: int, model: nn.Module, **needs: bool) -> nn.Module
 
 
 def zero1_optimizer(parameters: Any, kind: type, **rates: Any) -> torch.optim.Optimizer:
-    return ZeroRedundancyOptimizer(list(parameters), kind, **rates)
+    options = {"parameters_as_bucket_view": True}
+    return ZeroRedundancyOptimizer(list(parameters), kind, **options, **rates)
 
 
 def compare_loops(rows: list[tuple[str, int]]) -> dict[tuple, float | str]:
@@ -440,6 +458,52 @@ class MovesTeacher(OneHead):
                 else:
                     old.data = old.data * 0.5 + new.data * 0.5
         return out
+
+
+class Clamps(Block):
+    """Changes its trained weight in its own forward pass; `how` is a way of writing it."""
+
+    def __init__(self, how: str = "data.clamp_") -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "data.clamp_":
+            self.fc.weight.data.clamp_(-0.1, 0.1)
+        else:
+            self.fc.weight.data = self.fc.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Tempered(OneHead):
+    """Divides by an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        return super().forward(x) / self.temperature
+
+
+class Hidden:
+    """Not a container that PyTorch knows."""
+
+    def __init__(self, out: Tensor) -> None:
+        self.out = out
+
+
+class ReturnsAnObject(OneHead):
+    def forward(self, x: Tensor, *_: Any) -> Any:
+        return Hidden(super().forward(x))
+
+
+class MakesWeights(OneHead):
+    """Its head makes the weights of a block."""
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        made = {"fc.bias": self.heads[0](self.embed(x)).mean() * torch.ones(8)}
+        return torch.func.functional_call(self.blocks[0], made, (self.embed(x),))
 
 
 class Counting(Block):
@@ -555,6 +619,19 @@ def written_into_data() -> None:
     three_steps(model)
 
 
+def evaluated_with_averages() -> None:
+    """As many do: `.data` is exchanged, and exchanged back."""
+    model = sharded("full_shard", build(), fsdp=1)
+    three_steps(model)
+    kept = [p.data for p in model.parameters()]
+    for p in model.parameters():
+        p.data = p.data.clone() * 0.9
+    with torch.no_grad():
+        model(batch(0, 99))
+    for p, value in zip(model.parameters(), kept, strict=True):
+        p.data = value
+
+
 def assigned_in_ddp() -> None:
     model = sharded("ddp", build())
     values = {name: value.clone() for name, value in model.state_dict().items()}
@@ -581,6 +658,12 @@ def converted_in_ddp() -> None:
     model(batch(0, 0).double())
 
 
+def converted_and_back_in_ddp() -> None:
+    model = sharded("ddp", build())
+    three_steps(model)
+    three_steps(model.double().float())
+
+
 def step_in_a_hook_of_ddp() -> None:
     model = sharded("ddp", build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -599,6 +682,120 @@ def loss_with_parameters() -> None:
         return criterion(model(x))
 
     three_steps(model, score)
+
+
+def probe_of_a_frozen_model() -> None:
+    """The sharded model makes no step."""
+    backbone = sharded("full_shard", build().requires_grad_(False))
+    head = build(Block, width=3)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    for step in range(2):
+        with torch.no_grad():
+            features = backbone(batch(dist.get_rank(), step))
+        head(features).mean().backward()
+        update(optimizer)
+
+
+def loss_with_parameters_from_the_fifth_step() -> None:
+    model = sharded("ddp", build())
+    three_steps(model)
+    three_steps(model)
+    criterion = build(Block, width=3)
+    optimizer = torch.optim.SGD(criterion.parameters(), lr=0.1)
+    for step in range(2):
+        criterion(model(batch(dist.get_rank(), step))).mean().backward()
+        update(optimizer)
+
+
+def clamped_in_forward(mode: str, how: str, **options: Any) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), Clamps(how), Clamps(how))
+    three_steps(sharded(mode, net, {Clamps}, **options))
+
+
+def attribute_of_the_wrapper(mode: str, **options: Any) -> None:
+    model: Any = sharded(mode, Tempered(), **options)
+    model.temperature = 0.5
+    three_steps(model)
+
+
+def accumulated_without_a_last() -> None:
+    model = sharded("ddp", build())
+    three_steps(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shard.accumulation(model, last=False):
+        model(batch(dist.get_rank(), 0)).mean().backward()
+    optimizer.step()
+
+
+def hidden_in_an_object() -> None:
+    model = sharded("full_shard", ReturnsAnObject(), blocks=())
+    three_steps(model, lambda x, step: model(x).out)
+
+
+def weights_made_for_a_block() -> None:
+    three_steps(sharded("full_shard", MakesWeights()))
+
+
+def norm_of_a_part() -> None:
+    model: Any = sharded("full_shard", build(), fsdp=1)
+    shard.clip_grad_norm(model.module.heads)
+
+
+def plain_names_into_ddp() -> None:
+    sharded("ddp", build()).load_state_dict(build().state_dict(), strict=False)
+
+
+def written_into_data_of_zero1() -> None:
+    model = sharded("zero1", build())
+    kind = torch.optim.SGD
+    options = {"parameters_as_bucket_view": True}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), kind, lr=0.1, **options)
+    for step in range(6):
+        model(batch(dist.get_rank(), step)).mean().backward()
+        if step == 4:
+            for p in model.parameters():
+                p.data = p.data * 0.9
+        update(optimizer)
+
+
+def stateless_call() -> None:
+    model = sharded("ddp", build())
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, values, (batch(0, 0),))
+
+
+def gradient_of_the_input() -> None:
+    model = sharded("no_shard", build(), fsdp=1)
+
+    def along(x: Tensor, step: int) -> Tensor:
+        (towards,) = torch.autograd.grad(model(x.requires_grad_()).mean(), x)
+        return model((x + towards).detach())
+
+    three_steps(model, along)
+
+
+def sharded_twice() -> None:
+    model = build()
+    model.blocks[0] = sharded("full_shard", model.blocks[0], blocks=())
+    sharded("full_shard", model)
+
+
+def block_twice_in_bf16() -> None:
+    net = build()
+    net.blocks = nn.Sequential(net.blocks[0], net.blocks[0])
+    model = shard.apply(
+        net,
+        "full_shard",
+        mesh.build_mesh((1, 2), CPU),
+        block_classes={Block},
+        options=shard.ShardingOptions(fsdp=1),
+    )
+    three_steps(model)
+
+
+def adafactor_of_fsdp1() -> None:
+    model = sharded("full_shard", build(), fsdp=1)
+    torch.optim.Adafactor(model.parameters()).step()
 
 
 def lbfgs_of_zero1() -> None:
@@ -636,12 +833,32 @@ REFUSED_ON_RANKS = {
     partial(edited_while_gathered, 1): "evaluate in torch.no_grad",
     partial(edited_while_gathered, 2): "evaluate in torch.no_grad",
     written_into_data: "has new memory",
+    evaluated_with_averages: "has new memory",
     assigned_in_ddp: "assign=True would replace the parameters",
     trained_with_a_loose_parameter: "put it into the model before shard.apply",
     edited_by_one_rank: "the ranks hold different weights",
     converted_in_ddp: "embed.weight is no longer fp32",
+    converted_and_back_in_ddp: "embed.weight was converted and back",
     step_in_a_hook_of_ddp: r"step after backward\(\)",
     loss_with_parameters: "put them into the model before shard.apply",
+    probe_of_a_frozen_model: "put them into the model before shard.apply",
+    loss_with_parameters_from_the_fifth_step: "put them into the model before shard.apply",
+    partial(clamped_in_forward, "full_shard", "data.clamp_"): "fc.weight was changed in forward",
+    partial(clamped_in_forward, "full_shard", "data.clamp_", fsdp=1): "fc.weight was changed in",
+    partial(clamped_in_forward, "no_shard", "data =", fsdp=1): "fc.weight was changed in forward",
+    partial(attribute_of_the_wrapper, "ddp"): "temperature was set on .* on model.module",
+    partial(attribute_of_the_wrapper, "full_shard", fsdp=1): "temperature was set on .* on model.m",
+    accumulated_without_a_last: r"end a step with accumulation\(model, last=True\)",
+    hidden_in_an_object: "returned Hidden, in which FSDP2 finds no tensor",
+    weights_made_for_a_block: "as by functional_call, and FSDP2 would not use it",
+    norm_of_a_part: "give clip_grad_norm the model that shard.apply returned",
+    plain_names_into_ddp: "load them into model.module",
+    written_into_data_of_zero1: "has new memory, which zero1 does not send",
+    stateless_call: "do not use functional_call",
+    gradient_of_the_input: r"was not put back by FSDP1 after torch.autograd.grad",
+    sharded_twice: r"blocks.0.fc.weight is sharded already",
+    block_twice_in_bf16: "must not call a block twice either",
+    adafactor_of_fsdp1: "use mode ddp, or an elementwise",
     lbfgs_of_zero1: "LBFGS needs whole tensors",
     partial(copied, 1): "build the model twice",
     partial(copied, 2): "build the model twice",
@@ -786,6 +1003,21 @@ def test_hooks_that_fsdp2_calls_are_called(single):
     assert len(seen) == 3 * len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("mode", ["full_shard", "shard_grad_op"])
+def test_one_autocast_may_surround_several_calls(single, mode):
+    ends = []
+    for kept in (False, True):
+        model = sharded(mode, build())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=kept):
+                for i in range(2):
+                    model(batch(i, step)).mean().backward()
+            update(optimizer)
+        ends.append(full_parameters(model))
+    assert all(map(torch.equal, ends[0].values(), ends[1].values()))
+
+
 def test_an_optimizer_from_before_is_refused(single):
     model = build()
     early = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -829,6 +1061,18 @@ def with_module(module: nn.Module) -> nn.Module:
     return model
 
 
+def with_parameters_in_a_list() -> nn.Module:
+    model = build()
+    model.gates = [model.embed.weight, model.embed.bias]
+    return model
+
+
+def with_blocks_in_a_list() -> nn.Module:
+    model = build()
+    model.stages = tuple(model.blocks)
+    return model
+
+
 # the model, the mode, options, the words that say what to do
 WRONG: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
     (partial(with_hook, False), "ddp", {}, "register it after shard.apply"),
@@ -845,6 +1089,8 @@ WRONG: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
         {"fsdp": 1},
         "compile it after",
     ),
+    (with_blocks_in_a_list, "full_shard", {"fsdp": 1}, "stages is a tuple of what sharding"),
+    (with_parameters_in_a_list, "full_shard", {}, "gates is a list of what sharding replaces"),
     (build, "full_shard", {"blocks": "Block"}, "is a set of classes"),
     (build, "full_shard", {"blocks": ["Block"]}, "is a set of classes"),
     (build, "full_shard", {"blocks": Block}, "is a set of classes"),
