@@ -374,7 +374,7 @@ def _fsdp(
         else:
             gathers = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
             # a unit that gathers nothing computes with its parameters, and keeps what is written
-            value = _sum_as_text if gathers else _memory_of
+            value = _sum_of_bits if gathers else _memory_of
             tensors = partial(_gathered_by_fsdp1, unit)
             _watch_forward(unit._fsdp_wrapped_module, tensors, CHANGED_PARAMETER, value)
     simulated = dist.get_backend() == "fake"  # then tensors have no values to check
@@ -1261,20 +1261,23 @@ def _refuse_copy(memo: Any) -> None:
     )
 
 
-def _sum_as_text(tensor: Tensor) -> str:
+def _sum_of_bits(tensor: Tensor) -> str:
     """Return a value that changes with the tensor's, also if it is written through `.data`.
 
-    `_version`, PyTorch's count of changes, would not. As text, because NaN does not equal NaN.
+    `_version`, PyTorch's count of changes, would not. As text, which a fake tensor has too.
     """
-    wider = torch.float32 if tensor.is_floating_point() else None
-    return f"{tensor.detach().sum(dtype=wider)}"
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().view(whole[tensor.element_size()])
+    return f"{bits.sum(dtype=torch.int64)}"
 
 
 def _watch_forward(
     module: nn.Module,
     list_tensors: Callable[[], Iterable[tuple[str, Tensor]]],
     message: str,
-    value: Callable[[Tensor], Any] = _sum_as_text,
+    value: Callable[[Tensor], Any] = _sum_of_bits,
 ) -> None:
     """Register hooks that raise RuntimeError if a forward pass changes a tensor of a module.
 
@@ -1365,7 +1368,9 @@ def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int)
     calls = _LoopChecks.calls_of_all
     calls_before, compared = getattr(optimizer, "loose_steps", (calls, 0))
     compares = calls > calls_before and compared < 3
-    optimizer.loose_steps = (calls, compared + compares)  # type: ignore[attr-defined]
+    if compares:
+        compared += 1
+    optimizer.loose_steps = (calls, compared)  # type: ignore[attr-defined]
     if compares:
         values = _bits(p.grad for p in loose if not isinstance(p, DTensor))
         if not _same_on_all_ranks(values, loose[0].device):
