@@ -367,9 +367,12 @@ def _fsdp(
     for unit in [*wrapped, sharded]:
         unit.register_forward_hook(reshard)
         if options.fsdp == 2:
-            # before FSDP2's own hook
-            before = torch.compiler.disable(_before_unit_of_fsdp2)
-            unit.register_forward_pre_hook(before, prepend=True)
+            # both hooks before FSDP2's own; the root's parameters are checked by _LoopChecks
+            clear = torch.compiler.disable(_clear_autocast_cache)
+            unit.register_forward_pre_hook(clear, prepend=True)
+            if unit is not sharded:
+                refuse = torch.compiler.disable(_refuse_stand_ins)
+                unit.register_forward_pre_hook(refuse, prepend=True)
             _watch_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
         else:
             gathers = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
@@ -466,7 +469,12 @@ def _fsdp2_wrapper(
     )
 
 
-def _before_unit_of_fsdp2(unit: nn.Module, args: Any) -> None:
+def _clear_autocast_cache(unit: nn.Module, args: Any) -> None:
+    """Forget what an autocast around several calls has cast: it was gathered for one of them."""
+    torch.clear_autocast_cache()
+
+
+def _refuse_stand_ins(unit: nn.Module, args: Any) -> None:
     """Raise RuntimeError if tensors stand in for parameters: FSDP2 would use its own instead."""
     for module in unit.modules():
         for name, p in module._parameters.items():
@@ -475,8 +483,6 @@ def _before_unit_of_fsdp2(unit: nn.Module, args: Any) -> None:
                     f"{name} was replaced for a call, as by functional_call, and FSDP2 would not "
                     "use it: use mode ddp, or other block_classes"
                 )
-    # an autocast around several calls keeps what it has cast, which was gathered for one of them
-    torch.clear_autocast_cache()
 
 
 def _reshard_without_backward(module: Any, args: Any, output: Any) -> None:
