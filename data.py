@@ -35,18 +35,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".jp2", ".j2k", ".npy")
-FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "JPEG2000")  # Pillow's names of these, but .npy
+FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "JPEG2000")  # Pillow's names; it reads no .npy
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 LARGEST_IMAGE = 2**32  # one decoded image may take at most this many bytes
 NO_MEASUREMENT = 1e30  # pixels of a larger magnitude stand for missing ones
-TOO_LARGE = "if these are missing pixels, give `prepare.py pack` that number by --nodata"
+TOO_LARGE = "if this marks missing pixels, pass the number to `prepare.py pack --nodata`"
 NUMPY_START = b"\x93NUMPY"
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how TIFF and BigTIFF files start
 JPEG2000_STARTS = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")  # of .jp2 and .j2k
 MAX_UNREADABLE_IN_A_ROW = 16  # this many unreadable images in a row end the run
 LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # log of the limits of width / height
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
-# Pillow rejects more than 2**30 pixels, twice this value: as RGBA, 2**30 fill LARGEST_IMAGE.
+# Pillow refuses more than twice this many pixels: 2**30, which as RGBA take LARGEST_IMAGE bytes.
 Image.MAX_IMAGE_PIXELS = 2**29
 ImageFile.MAXBLOCK = 2**20  # Pillow's default, 64 KiB at a time, decodes more slowly
 TiffImagePlugin.logger.setLevel("CRITICAL")  # it would print what `open_image` raises anyway
@@ -164,7 +164,7 @@ def reason_to_leave_out(name: str, include: Sequence[str], exclude: Sequence[str
     """Return why the file with this relative path is left out, or None if it is to be listed."""
     if not name.lower().endswith(EXTENSIONS):
         _, ending = os.path.splitext(name)
-        return ending.lower() if ending else "without an ending"
+        return ending.lower() if ending else "without an extension"
     if include and not any(matches(name, pattern) for pattern in include):
         return f"not included by {' or '.join(include)}"
     for pattern in exclude:
@@ -250,8 +250,9 @@ def step_positions(
 
     The ranks take one micro-batch each, in rank order; then one more each for every further
     accumulation step. Steps count from 0. Without accumulation, rank 3 reads the B positions from
-    step * global_batch + 3 * B on, however many ranks made earlier steps. All ranks together read
-    each position once, in every sharding mode: a hybrid group shards parameters, never the batch.
+    step * global_batch + 3 * B on, whatever the number of ranks in earlier steps. All ranks
+    together read each position once, in every sharding mode: a hybrid group shards parameters,
+    never the batch.
     """
     positions = np.arange(step * global_batch, (step + 1) * global_batch)
     return positions.reshape(-1, world_size, micro_batch_size)
@@ -288,7 +289,7 @@ def draw_augmentation(
 ) -> tuple[Tensor, bool, tuple[int, int, int, int]]:
     """Draw the masking noise (L,), the flip and the crop (top, left, height, width) of a sample.
 
-    As in appendix A.1 of MAE.
+    As in appendix A.1 of the MAE paper.
     """
     # a hash of both, so that neighbouring positions draw unrelated numbers
     sample_seed = np.random.SeedSequence((seed, position)).generate_state(1)[0]
@@ -301,7 +302,7 @@ def draw_augmentation(
 def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int, int, int, int]:
     """Draw a crop (top, left, height, width) like torchvision's RandomResizedCrop.
 
-    It has 20% to 100% of the area, and a width : height from 3:4 to 4:3.
+    It covers 20% to 100% of the area; its aspect ratio (width : height) is from 3:4 to 4:3.
     """
     for _ in range(10):
         area = width * height * torch.empty(1).uniform_(0.2, 1.0, generator=generator).item()
@@ -380,8 +381,8 @@ class Images(Dataset[Any]):  # not Dataset[Sample]: its DataLoader would be type
         content = self.files.read(index)
         image, size = open_image(content, self.stats)
         noise, flip, crop = draw_augmentation(self.order.seed, position, self.patches, *size)
-        # An image that the source itself has opened is decoded at full size: to decode it smaller,
-        # by Pillow's draft(), would change the source's object.
+        # An image that the source itself has opened is decoded at full size: decoding it smaller,
+        # with Pillow's draft(), would change the source's own object.
         exact = self.exact or not isinstance(content, bytes)
         pixels = crop_and_resize(image, crop, self.img_size, exact)
         if flip:
@@ -534,11 +535,11 @@ def open_picture(content: bytes) -> Image.Image:
     except UnidentifiedImageError:  # its message names only an object in memory
         if content.startswith(TIFF_STARTS):
             raise NeedsPackingError(
-                "TIFF that Pillow cannot open: try `prepare.py pack`, unless it is broken"
+                "TIFF that Pillow cannot open: unless it is damaged, try `prepare.py pack`"
             ) from None
         if content.startswith(JPEG2000_STARTS):
             raise ValueError(
-                f"JPEG 2000 that Pillow cannot open: {TO_GEOTIFF}, unless it is broken"
+                f"JPEG 2000 that Pillow cannot open: unless it is damaged, {TO_GEOTIFF}"
             ) from None
         raise ValueError(f"not an image that Pillow opens as {', '.join(FORMATS)}") from None
     if content.endswith(b"\0"):
@@ -554,7 +555,7 @@ def check_end(content: bytes, kind: str | None) -> None:
     """Raise ValueError if zeros stand where the end of a JPEG or PNG should be.
 
     An interrupted copy leaves zeros at the end of the file. Pillow would decode the missing rest as
-    grey or black, without an error. (A complete WebP too may end in thousands of zeros.)
+    grey or black, without an error. WebP is not checked: a complete file may end in zeros too.
     """
     complete = True
     if kind in ("JPEG", "MPO"):  # MPO: several JPEGs in one file
@@ -567,12 +568,12 @@ def check_end(content: bytes, kind: str | None) -> None:
 
 
 def check_transparent_colour(image: Image.Image, bits: int) -> None:
-    """Raise ValueError if a PNG names one colour transparent with a number that Pillow misreads.
+    """Raise ValueError if a PNG marks a colour as transparent by a value that Pillow misreads.
 
-    Pillow scales pixels of 2, 4 and 16 bits to 8, but not that colour. Black is 0 in any scale.
+    Pillow scales pixels of 2, 4 and 16 bits to 8, but not that value. Black is 0 at any depth.
     """
     colour = image.info.get("transparency")
-    if image.mode == "P" or not isinstance(colour, int | tuple):  # of a palette; or none
+    if image.mode == "P" or not isinstance(colour, int | tuple):  # a palette's alpha; or none
         return
     if bits in (2, 4, 16) and np.any(colour):
         raise ValueError(f"PNG of {bits} bits with a transparent colour: {TO_GEOTIFF}")
@@ -595,7 +596,7 @@ def open_array(content: bytes) -> np.ndarray:
 
 
 def check_array(image: np.ndarray) -> None:
-    """Raise ValueError unless an array is (C, H, W), of ARRAY_DTYPES, with a valid pixel."""
+    """Raise ValueError unless an array is (C, H, W), of ARRAY_DTYPES, and passes check_pixels."""
     if image.ndim != 3 or not image.size or image.dtype.name not in ARRAY_DTYPES:
         raise ValueError(describe_wrong_array(image))
     check_shape(image.shape)
@@ -609,14 +610,14 @@ def check_shape(shape: tuple[int, ...]) -> None:
     # No image is only 4 pixels wide: these are bands, which `prepare.py pack` moves to the front.
     if last <= 4 and min(first, second) > 4:
         raise NeedsPackingError(f"{shape} looks like (H, W, C): convert it with `prepare.py pack`")
-    # A last axis that is so much shorter than the others is probably bands, not columns: only the
-    # user can tell, so `pack` does not move more than 4.
+    # A last axis that is so much shorter than the others is probably bands, not columns. Only the
+    # user can tell, so `pack` moves a last axis of at most 4.
     if 3 * last <= min(first, second):
         raise ValueError(f"{shape} looks like (H, W, C): save it as (C, H, W)")
 
 
 def check_pixels(channels: Iterable[np.ndarray]) -> None:
-    """Raise ValueError if a pixel of the channels (H, W) is no measurement, or if all are NaN."""
+    """Raise ValueError if a pixel of the channels (H, W) is not a measurement, or all are NaN."""
     only_nodata = True
     for channel in channels:
         largest = np.fmax.reduce(np.abs(channel), axis=None)  # NaN only if all are NaN
@@ -652,7 +653,7 @@ def fill_nodata(image: np.ndarray, stats: ChannelStats) -> np.ndarray:
 def check_picture(image: Image.Image) -> None:
     """Raise NeedsPackingError if converting an opened file to 8-bit RGB would lose something.
 
-    ValueError for a TIFF whose colours are wrong. Makes Pillow decode a TIFF as it is stored.
+    ValueError for a TIFF whose colours are wrong. Makes Pillow decode a TIFF without rotating it.
     """
     found = None
     if image.format == "TIFF" and getattr(image, "tag_v2", None):
@@ -666,11 +667,11 @@ def check_picture(image: Image.Image) -> None:
 
 
 def ignore_orientation(image: Any) -> None:
-    """Keep Pillow from turning a TIFF when it decodes it: GDAL and tifffile do not turn it."""
+    """Keep Pillow from rotating a TIFF when it decodes it: GDAL and tifffile do not rotate it."""
     if image.fp is None:  # already decoded, by whoever opened the image
         return
     image.getexif().pop(Tag.Orientation, None)  # Pillow reads it there, from TIFF's tags or XMP
-    if Tag.Orientation in image.tag_v2:  # not decoded yet: Pillow expects the size after the turn
+    if Tag.Orientation in image.tag_v2:  # not decoded yet: Pillow expects the rotated size
         image._size = (image.tag_v2[Tag.ImageWidth], image.tag_v2[Tag.ImageLength])
 
 
@@ -683,10 +684,10 @@ def describe_tiff(image: Any) -> str | None:
     samples = tags.get(Tag.SamplesPerPixel, 1)
     bits = max(tags.get(Tag.BitsPerSample, (1,)))
     if set(tags.get(Tag.SampleFormat, (UNSIGNED,))) != {UNSIGNED}:
-        return f"TIFF of {samples} bands of signed, floating-point or complex numbers"
+        return f"TIFF with {samples} bands of signed, floating-point or complex numbers"
     all_shown = image.mode in PICTURE_MODES and samples == len(image.getbands())
     if bits > 8 or not all_shown:
-        return f"TIFF of {samples} bands of {bits} bits"
+        return f"TIFF with {samples} bands of {bits} bits"
     # Old programs write 8 bits where the standard asks for 16: Pillow would show black.
     if image.mode == "P" and 0 < max(tags[Tag.ColorMap]) < 256:
         raise ValueError("TIFF with a palette of 8 bits: convert it (gdal_translate -expand rgb)")
@@ -696,7 +697,7 @@ def describe_tiff(image: Any) -> str | None:
         return "sparse TIFF (it omits empty tiles)"
     pages = count_pages(image)
     if pages > 1:
-        return f"TIFF of {pages} pages of one size"
+        return f"TIFF with {pages} pages of the same size"
     if begins_with_thumbnail(image):
         return "TIFF whose first page is a thumbnail"
     return None
@@ -728,7 +729,7 @@ def other_pages(image: Any) -> Iterator[Any]:
         return
     file.seek(0)
     header = file.read(16)
-    if 43 not in header[2:4]:  # no BigTIFF: 43 in either byte order, with a header of 16 bytes
+    if 43 not in header[2:4]:  # not BigTIFF, whose version is 43 and whose header has 16 bytes
         header = header[:8]
     seen = set()
     while directory.next and directory.next not in seen:
@@ -748,7 +749,7 @@ def describe_jpeg2000(image: Any) -> str | None:
     image.fp.seek(0)
     if components == len(image.getbands()) and bits == 8 and not signed:
         return None
-    return f"JPEG 2000 of {components} bands of {bits} bits"
+    return f"JPEG 2000 with {components} bands of {bits} bits"
 
 
 def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
@@ -782,7 +783,7 @@ def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
         if image.format != "JPEG2000":
             raise
         raise ValueError(
-            f"JPEG 2000 that Pillow cannot decode: {TO_GEOTIFF}, unless it is broken"
+            f"JPEG 2000 that Pillow cannot decode: unless it is damaged, {TO_GEOTIFF}"
         ) from None
     if image.mode.startswith("I;16"):
         grey = np.asarray(image) // 257  # `convert` would clip at 255
@@ -803,7 +804,7 @@ def check_alpha(image: Image.Image) -> None:
     """Raise NeedsPackingError if alpha has values other than 0 and 255: it is probably data."""
     counts = image.convert("RGBA").getchannel("A").histogram()
     if any(counts[1:255]):
-        found = f"{image.format} of {len(image.getbands())} bands, the last wrongly called alpha,"
+        found = f"{image.format} with {len(image.getbands())} bands, the last mislabelled as alpha,"
         raise NeedsPackingError(f"{found} is not an RGB picture: convert it with `prepare.py pack`")
 
 

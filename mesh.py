@@ -10,8 +10,8 @@ with `--mode hybrid --group 4`:
                   1         4  5  6  7      node 1
 
 Ranks are numbered node by node, so neighbours in a row are on the same node, or on neighbouring
-nodes. Without --group, each node becomes one row (runtime/run.py). With --tp the mesh has a third
-dimension, "tp": the ranks along it split each block and read the same images. Otherwise every
+nodes. In the hybrid modes --group defaults to one node (runtime/run.py). With --tp the mesh has a
+third dimension, "tp": the ranks along it split each block and read the same images. Otherwise every
 rank reads images of its own. Copy this one file: it needs only torch.
 
 In docstrings, "Collective" means that every rank must call the function, or the others wait for it.
@@ -44,7 +44,7 @@ def build_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh:
     Collective, after `init_ranks`.
     """
     if math.prod(shape) != dist.get_world_size():
-        raise ValueError(f"a mesh of {shape} does not hold {dist.get_world_size()} ranks")
+        raise ValueError(f"a mesh of {shape} does not fit {dist.get_world_size()} ranks")
     with quiet_gloo():
         return init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS[: len(shape)])
 
@@ -109,7 +109,7 @@ def _torchrun_ranks(environ: Mapping[str, str]) -> Ranks:
     except KeyError as error:
         advice = "for a single process, unset RANK, WORLD_SIZE and LOCAL_RANK"
         raise RuntimeError(
-            f"the variable {error} is missing; it is set by torchrun; {advice}"
+            f"the variable {error}, which torchrun sets, is missing: {advice}"
         ) from None
     # GROUP_RANK numbers the torchruns, one per node.
     node = int(environ.get("GROUP_RANK", rank // local_world_size))
@@ -128,7 +128,7 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
         else:
             per_node = environ["SLURM_TASKS_PER_NODE"]
     except KeyError as error:
-        raise RuntimeError(f"the variable {error} is missing; it is set by srun") from None
+        raise RuntimeError(f"the variable {error}, which srun sets, is missing") from None
     counts = _ranks_per_node(per_node)
     if sum(counts) != world_size:
         nodes = f"{per_node} ranks per node add up to {sum(counts)}"
@@ -197,8 +197,8 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
     """
     timeout = timedelta(minutes=timeout_minutes)
     on_gpu = device.type == "cuda"
-    # Let gloo connect two ranks when they first communicate. By default it connects every pair of
-    # every group: half a million for a thousand ranks, whose addresses rank 0's store must serve.
+    # Let gloo connect two ranks when they first communicate. By default it connects all pairs in
+    # a group: half a million connections for a thousand ranks, set up through rank 0's store.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # Allow as many open files as possible: rank 0 still has a connection to every rank.
     with suppress(ValueError, OSError):
@@ -233,7 +233,7 @@ def _use_fresh_store(ranks: Ranks, timeout: timedelta) -> None:
 
     After a restart torchrun's store still has the addresses of the dead ranks. So all ranks set two
     variables that `dist.rendezvous` reads. MASTER_PORT becomes a free port of rank 0, which will
-    serve a new store there. TORCHELASTIC_USE_AGENT_STORE becomes False; True is torchrun's store.
+    serve a new store there. TORCHELASTIC_USE_AGENT_STORE becomes False: True selects torchrun's.
     """
     address = ranks.rendezvous["MASTER_ADDR"]
     shared = dist.TCPStore(address, int(ranks.rendezvous["MASTER_PORT"]), timeout=timeout)
@@ -247,7 +247,7 @@ def _use_fresh_store(ranks: Ranks, timeout: timedelta) -> None:
         os.environ["MASTER_PORT"] = str(port)
         return
     while time.monotonic() < deadline:
-        # Until rank 0 has set its port, this may be the port of an earlier attempt, at which nobody
+        # Until rank 0 has set its port, this may be the port of an earlier attempt, on which nobody
         # listens any more: try again.
         port = int(shared.get("port of rank 0"))
         with suppress(OSError), socket.create_connection((address, port), timeout=5):

@@ -1,9 +1,9 @@
-"""Shard a model over ranks: a table of strategies, and how each engine carries one out.
+"""Shard a model over ranks: a table of strategies, and how each engine implements them.
 
 Two engines: DDP (plain, or with ZeRO-1's sharded optimizer), and FSDP in two versions: FSDP1
-(`FullyShardedDataParallel`, deprecated, used by the published study) and FSDP2 (`fully_shard`, the
-maintained one). `apply` is the entry point, for any model in fp32; examples/own_model.py is a whole
-training loop with it.
+(`FullyShardedDataParallel`, deprecated, used by the study in arXiv 2404.11706) and FSDP2
+(`fully_shard`, the maintained one). `apply` is the entry point, for any model in fp32;
+examples/own_model.py is a whole training loop with it.
 Copy this one file: it needs only torch.
 
 A unit is what FSDP gathers and frees together: a block, or the root, which is everything outside
@@ -54,7 +54,7 @@ InitFunction = Callable[..., Tensor]  # (name, full shape, device=device) -> ful
 class Strategy:
     """One strategy of the table: what is sharded, and over which ranks."""
 
-    engine: Literal["ddp", "zero1", "fsdp"]  # zero1: DDP too; fsdp: FSDP1 or FSDP2
+    engine: Literal["ddp", "zero1", "fsdp"]  # zero1: DDP, ZeRO-1's optimizer; fsdp: FSDP1 or 2
     shard_over: Literal["none", "group", "world"]  # the ranks that share one copy
     reshard_after_forward: bool  # free what was gathered, and gather again in backward
     shards: str  # what each rank holds only a part of
@@ -102,8 +102,7 @@ def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[in
     shard_over = STRATEGIES[mode].shard_over
     if (shard_over == "group") != bool(group):
         raise ValueError(
-            "give `group`, the number of ranks that share one copy, to the hybrid modes, and to "
-            "the hybrid modes alone"
+            "the hybrid modes, and only they, need `group`: the number of ranks that share one copy"
         )
     if shard_over == "none":
         return world_size, 1
@@ -114,14 +113,14 @@ def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[in
     return world_size // group, group
 
 
-# Options that have a meaning for some strategies only
+# Options that apply to some strategies only
 FSDP_OPTIONS = {"fsdp", "wrap", "cpu_offload", "tp"}
 DDP_OPTIONS = {"bucket_cap_mb"}
 GATHER_OPTIONS = {"forward_prefetch", "limit_all_gathers"}
 
 
 def has_option(strategy: Strategy, name: str) -> bool:
-    """Tell whether an option has a meaning for a strategy."""
+    """Tell whether an option applies to a strategy."""
     if name == "group":
         return strategy.shard_over == "group"
     if name in FSDP_OPTIONS:
@@ -138,11 +137,11 @@ def has_option(strategy: Strategy, name: str) -> bool:
 def invalid_options(
     mode: str, given: Mapping[str, Any], flag_name: Callable[[str], str] = str
 ) -> Iterator[str]:
-    """Yield a sentence for each option that a mode does not allow, alone or with another option.
+    """Yield a sentence for each option that is not allowed in a mode, or not with another option.
 
-    `given`: name -> value, fields of ShardingOptions or flags of the trainer, which has `precision`
-    for `param_dtype`. `flag_name(name)` is how the sentence spells an option: `--cpu-offload` on a
-    command line; by default the plain name, which `str` leaves as it is.
+    `given` maps names to values: fields of ShardingOptions, or flags of the trainer, in which
+    `param_dtype` is called `precision`. `flag_name` turns a name into what the sentences call it,
+    such as `--cpu-offload`; by default (`str`) that is the name itself.
     """
     strategy = STRATEGIES[mode]
     fsdp1 = given.get("fsdp") == 1
@@ -159,10 +158,10 @@ def invalid_options(
         elif name == "tp" and (fsdp1 or given.get("wrap") == "root"):
             yield f"{flag} needs {flag_name('fsdp')} 2 and {flag_name('wrap')} block"
         elif name in ("tp", "cpu_offload") and fp16:
-            yield f"{flag} is not for fp16, whose loss scale would miss overflows: use bf16"
+            yield f"{flag} does not work with fp16: its scaler would miss overflows: use bf16"
         elif name == "find_unused_parameters" and strategy.engine == "fsdp":
             if fsdp1:
-                yield f"{flag} has no meaning in FSDP1, which reduces whole units: leave it out"
+                yield f"{flag} does not apply to FSDP1, which reduces whole units: leave it out"
             elif not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
                 yield f"{flag} needs torch 2.14 with FSDP2, not {torch.__version__}: use mode ddp"
 
@@ -207,11 +206,11 @@ def apply(
     - `mesh`: dimensions "replicate" and "shard", of `mesh_shape`; FSDP2 allows a third, "tp".
     - `block_classes`: every outermost module of one of these classes is a block; set(): no blocks.
     - `init_fn`: for a model on meta; returns the full initial value, the same on every rank.
-    - `uninitialized`: do not set the values of a model on meta: a checkpoint will be loaded;
+    - `uninitialized`: leave a model on meta without values, because a checkpoint is loaded next;
       `init_fn` then serves only the buffers that no checkpoint has.
     - `split_block(block, mesh)`: splits a block over "tp", in place.
 
-    A model that is not on meta gets rank 0's values. The wrappers, from the inside to the outside:
+    A model that is not on meta gets rank 0's values. The wrappers, from the inside out:
 
     1. checkpoint_wrapper around each block: inside FSDP, so that a block is gathered once for both
        its recomputation and its gradient;
@@ -292,10 +291,10 @@ def _replace(model: nn.Module, wrappers: Mapping[nn.Module, nn.Module]) -> None:
 
 
 def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the results of attention and of matrix products, recompute all others.
+    """Save the results of attention and of matrix products, recompute all others when needed.
 
-    Products with fewer output than input features are recomputed too. In a transformer block that
-    is the MLP's last one (fc2), whose output no gradient needs.
+    A product with fewer output than input features is not saved: in a transformer block that is
+    the MLP's last one (fc2), whose output no gradient needs.
     """
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         # mm(left, right) or addmm(bias, left, right), where right is (in, out)
@@ -367,7 +366,8 @@ def _fsdp(
     for unit in [*wrapped, sharded]:
         unit.register_forward_hook(reshard)
         if options.fsdp == 2:
-            # both hooks before FSDP2's own; the root's parameters are checked by _LoopChecks
+            # Both hooks must run before FSDP2's own. The root has no second one, because
+            # _LoopChecks checks its parameters.
             clear = torch.compiler.disable(_clear_autocast_cache)
             unit.register_forward_pre_hook(clear, prepend=True)
             if unit is not sharded:
@@ -376,7 +376,8 @@ def _fsdp(
             _watch_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
         else:
             gathers = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
-            # a unit that gathers nothing computes with its parameters, and keeps what is written
+            # A unit that gathers nothing computes with its own parameters, so values written in
+            # forward are not lost: only new memory would be.
             value = _sum_of_bits if gathers else _memory_of
             tensors = partial(_gathered_by_fsdp1, unit)
             _watch_forward(unit._fsdp_wrapped_module, tensors, CHANGED_PARAMETER, value)
@@ -470,7 +471,7 @@ def _fsdp2_wrapper(
 
 
 def _clear_autocast_cache(unit: nn.Module, args: Any) -> None:
-    """Forget what an autocast around several calls has cast: it was gathered for one of them."""
+    """Clear autocast's cache: around several calls it would keep casts of freed parameters."""
     torch.clear_autocast_cache()
 
 
@@ -480,8 +481,8 @@ def _refuse_stand_ins(unit: nn.Module, args: Any) -> None:
         for name, p in module._parameters.items():
             if p is not None and not isinstance(p, nn.Parameter):
                 raise RuntimeError(
-                    f"{name} was replaced for a call, as by functional_call, and FSDP2 would not "
-                    "use it: use mode ddp, or other block_classes"
+                    f"{name} was replaced for one call, as functional_call does, but FSDP2 would "
+                    "ignore the replacement: use mode ddp, or other block_classes"
                 )
 
 
@@ -489,8 +490,8 @@ def _reshard_without_backward(module: Any, args: Any, output: Any) -> None:
     """Free what an FSDP unit gathered, after a forward pass that no backward pass will follow.
 
     Otherwise the root, and in the grad_op modes every unit, would stay gathered: FSDP1 would keep
-    using these values after the shards have changed, and the module's FSDP2 parameters would not
-    be the ones that the optimizer updates.
+    using these values after the shards have changed; under FSDP2 the module would hold other
+    parameters than those that the optimizer updates.
     """
     if torch.is_grad_enabled() and _may_need_backward(output):
         return
@@ -519,8 +520,8 @@ def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Ite
     """Enclose the forward and backward passes of one micro-batch; `last`: the last of a step.
 
     Sharded gradients are reduce-scattered after every micro-batch. By default FSDP all-reduces over
-    replicas after every one too, which is always right. With `uses_all=True` it does so only after
-    the last, as DDP always does (FSDP1 only if nothing is sharded); you thereby promise that every
+    replicas after every one too, which is always right. With `uses_all=True` FSDP2, and FSDP1 in
+    no_shard, do so only after the last, as DDP always does. You thereby promise that every
     micro-batch gives every trained parameter a gradient, on every rank. If one does not, FSDP2
     never all-reduces the gradients of a unit that gets none in the last micro-batch.
     """
@@ -706,7 +707,7 @@ def _check_arguments(
         group = mesh.shape[1]
     wanted = mesh_shape(mode, dist.get_world_size() // tp, group)
     if mesh.shape[:2] != wanted:
-        raise ValueError(f"mode {mode} here needs a mesh that begins with {wanted}, not {mesh}")
+        raise ValueError(f"mode {mode} needs a mesh whose shape begins with {wanted}, not {mesh}")
     given: dict[str, Any] = {}
     for name, value in vars(options).items():
         if value != getattr(ShardingOptions, name):  # not the default
@@ -743,7 +744,7 @@ def _check_model(
                     "rank: renormalise them between two steps"
                 )
             if module.sparse and sharded:
-                raise ValueError(f"{name} has sparse gradients, unknown to FSDP: use sparse=False")
+                raise ValueError(f"{name} has sparse gradients, which FSDP lacks: use sparse=False")
     for name, p in model.named_parameters():
         if hasattr(p, "loop_checks"):
             raise ValueError(f"{original_name(name)} is sharded already: call shard.apply once")
@@ -753,9 +754,9 @@ def _check_model(
 
 
 def _check_lists(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError for a list, tuple or dict of what FSDP replaces, but does not see there.
+    """Raise ValueError for a plain list, tuple or dict that holds parameters or wrapped blocks.
 
-    That is all parameters, and the blocks that a wrapper replaces.
+    FSDP replaces them in the modules, but does not see such a container.
     """
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -771,8 +772,9 @@ def _check_lists(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> None:
                 if isinstance(item, nn.Parameter) or any(item is b for b in wrapped.values()):
                     where = f"{path}.{name}".lstrip(".")
                     raise ValueError(
-                        f"{where} is a {type(value).__name__} of what sharding replaces: use "
-                        "nn.ParameterList, nn.ModuleList, or the attributes themselves"
+                        f"{where} is a {type(value).__name__} of parameters or blocks, in which "
+                        "sharding cannot replace them: use nn.ParameterList, nn.ModuleList, or the "
+                        "attributes themselves"
                     )
 
 
@@ -787,7 +789,7 @@ def _parameter_table(p: nn.Parameter, sharded: bool) -> list[tuple[bool, str]]:
         (not p.is_floating_point(), f"is {p.dtype}, which is not trained: make it a buffer"),
         (p.dtype != torch.float32, f"is {p.dtype}, but parameters are stored in fp32: .float()"),
         (sharded and p.ndim == 0, "has no dimension to shard: give it the shape (1,)"),
-        (sharded and p.numel() == 0, f"{shape} cannot be sharded; it is empty: make it a buffer"),
+        (sharded and p.numel() == 0, f"{shape} is empty and cannot be sharded: make it a buffer"),
         (_has_hook(p, True), "has a hook, which would be lost: register it after shard.apply"),
     ]
 
@@ -854,7 +856,7 @@ class _InitialValues:
         on_meta = any(_on_meta(tensor) for tensor in self.names)
         if on_meta != (uninitialized or init_fn is not None):
             raise ValueError(
-                "give `init_fn` or `uninitialized` to a model on meta, and to no other"
+                "a model on meta, and only such a model, needs `init_fn` or `uninitialized`"
             )
 
     def check_same_on_all_ranks(self, arguments: str) -> None:
@@ -877,7 +879,7 @@ class _InitialValues:
 
     @torch.no_grad()
     def fill(self, unit: nn.Module) -> None:
-        """Give each tensor on meta, in a module and its submodules, memory and its value."""
+        """Allocate and fill each tensor on meta in a module and its submodules."""
         made: dict[Tensor, Tensor] = {}  # tied parameters stay tied
         for module in unit.modules():
             for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -920,8 +922,8 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 #    changed in a way that the engine ignores; it must not have a hook that is never called; and it
 #    must not have been frozen or unfrozen after sharding.
 # 2. After a forward pass: the module must not have changed its own tensors (first three passes),
-#    nor hide its output.
-# 3. After each gradient: its backward pass must belong to a call of the model.
+#    nor returned an object in which FSDP2 finds no tensor.
+# 3. After each gradient: there must have been a call of the model since the one before it.
 # 4. Before each step: the optimizer must have the parameters of the sharded model. In the first
 #    three steps also: all ranks must have used the same parameters, and replicas must be equal.
 #    An optimizer of other parameters must have the same gradients on all ranks.
@@ -949,8 +951,8 @@ LOST_HOOK = (
     "register_post_accumulate_grad_hook with FSDP2"
 )
 LOST_AVERAGE = (
-    "was converted and back, and DDP no longer averages its gradient: use shard.autocast for lower "
-    "precision"
+    "was converted to another dtype and back, and DDP no longer averages its gradient: use "
+    "shard.autocast for lower precision"
 )
 OTHER_DTYPE = "is no longer fp32, which DDP needs: use shard.autocast for lower precision"
 UNFROZEN = (
@@ -983,8 +985,8 @@ class _LoopChecks:
         self.owners = _owners(model)
         self.trained = {p for *_, p in self.owners if p.requires_grad}
         self.trains = False  # whether the call or step being checked trains any parameter
-        self.memory: dict[str, Any] = {}  # name -> memory of the parameter at a check before
-        self.nodes: dict[Any, Any] = {}  # parameter -> node of autograd that DDP's hook is on
+        self.memory: dict[str, Any] = {}  # name -> memory of the parameter at its first check
+        self.nodes: dict[Any, Any] = {}  # parameter -> autograd node that carries DDP's hook
         # name -> (tensor that the module held after the last forward pass, its version then);
         # `_version` is PyTorch's count of in-place changes
         self.after_forward: dict[str, tuple[Any, int]] = {}
@@ -1036,7 +1038,7 @@ class _LoopChecks:
 
     def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
         """Remember what the module holds; until a backward pass, FSDP would lose changes to it."""
-        if self.fsdp2 and len(self.units) == 1:  # else the blocks' outputs start the backward pass
+        if self.fsdp2 and len(self.units) == 1:  # with blocks, FSDP2 sees the blocks' outputs
             self.check_output(output)
         self.after_forward = {}
         for name, owner, leaf, p in self.owners:
@@ -1066,8 +1068,8 @@ class _LoopChecks:
         if self.averaged and self.last_call.get(tensor, 0) == self.calls:
             raise RuntimeError(
                 f"{type(self.model).__name__} averages the gradients of only one backward() per "
-                "call: call the model, not its methods or parts, and call backward() once; in low "
-                "precision FSDP1 must not call a block twice either"
+                "call: call the model, not its methods or parts, and call backward() once; under "
+                "FSDP1 in low precision, do not call a block twice either"
             )
         self.last_call[tensor] = self.calls
 
@@ -1110,18 +1112,18 @@ class _LoopChecks:
                 if is_broken(name, p, now):
                     raise RuntimeError(f"{name} {sentence}")
 
-    # The rules: each tells whether it is broken by the parameter `p`, in whose place the module
-    # holds `now`. That is `p` itself, or the gathered tensor that the last forward pass left.
+    # Each rule tells whether the parameter `p` breaks it. `now` is what the module holds in its
+    # place: `p` itself, or the gathered tensor that the last forward pass left.
 
     def was_left_by_grad(self, name: str, p: Any, now: Any) -> bool:
-        # An FSDP1 that gathers nothing computes with views of its parameters until a backward().
+        # A unit of FSDP1 that gathers nothing computes with views of its parameters until backward.
         return self.was_replaced(name, p, now) and self.fsdp1 and _same_memory(now, p)
 
     def was_replaced(self, name: str, p: Any, now: Any) -> bool:
         left, _ = self.after_forward.get(name, (p, 0))
         if now is p or now is left:
             return False
-        # inside of a checkpoint around the model, FSDP1 holds another of its own tensors
+        # under activation checkpointing of the whole model, FSDP1 puts another tensor of its own
         return not (self.fsdp1 and _is_gathered_by_fsdp1(now, self.units))
 
     def was_changed_in_vain(self, name: str, p: Any, now: Any) -> bool:
@@ -1133,8 +1135,8 @@ class _LoopChecks:
         return now is not p or self.awaits_backward()
 
     def has_other_memory(self, name: str, p: Any, now: Any) -> bool:
-        # FSDP2 goes on using the memory that it knows. FSDP1 copies new memory into it, over what
-        # an EMA keeps there to restore it; what it has gathered has other memory.
+        # FSDP2 goes on using the old memory. FSDP1 copies the new memory into the old, and so
+        # overwrites what an EMA has put aside there. Gathered tensors always have other memory.
         if not self.units or p.numel() == 0 or (self.fsdp1 and self.after_forward):
             return False
         memory = (p.dtype, _memory_of(p))
@@ -1168,7 +1170,7 @@ class _LoopChecks:
         return not p.requires_grad and p in self.trained
 
     def check_attributes(self) -> None:
-        """Raise RuntimeError for an attribute that a loop has set on DDP or FSDP1, not inside."""
+        """Raise RuntimeError for an attribute set on the wrapper (DDP, FSDP1), not on the model."""
         inner = getattr(self.model, "module", None)  # what they wrap; FSDP2 wraps nothing
         for name in vars(self.model).keys() - self.own_attributes:
             value = vars(self.model)[name]
@@ -1194,9 +1196,9 @@ class _LoopChecks:
             )
 
     def note_used(self) -> None:
-        """Add to a checksum which parameters have a gradient; `compare_ranks` compares it.
+        """Update the checksum of which parameters have a gradient; `compare_ranks` compares it.
 
-        This comes before each call and before the step, and so sees what each micro-batch left.
+        Called before each call and before the step, it sees what each micro-batch left.
         """
         if self.steps < 3:
             used = [p.grad is not None for *_, p in self.owners]
@@ -1251,7 +1253,7 @@ def _refuse_assign(module: Any, state: Any, prefix: str, metadata: Any, *args: A
 
 
 def _refuse_other_names(module: Any, state: Any, prefix: str, *args: Any) -> None:
-    """Raise RuntimeError for weights of which DDP would load none, with strict=False in silence."""
+    """Raise RuntimeError for weights of which DDP would load none (silently if not strict)."""
     if state and not any(name.startswith(f"{prefix}module.") for name in state):
         raise RuntimeError(
             "no name of the loaded weights begins with `module.`, as DDP's do: load them into "
@@ -1268,9 +1270,9 @@ def _refuse_copy(memo: Any) -> None:
 
 
 def _sum_of_bits(tensor: Tensor) -> str:
-    """Return a value that changes with the tensor's, also if it is written through `.data`.
+    """Return a text that changes with the tensor's values, even if they are written by `.data`.
 
-    `_version`, PyTorch's count of changes, would not. As text, which a fake tensor has too.
+    `_version`, PyTorch's count of changes, would not. A text, so that it works for fake tensors.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -1369,8 +1371,8 @@ def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int)
         )
     if hasattr(optimizer, "of_one_rank"):
         return
-    # Only an optimizer between whose steps a sharded model is called trains in its loop, on all
-    # ranks. Another one, of a small probe of stored features, may be on one rank alone.
+    # If a sharded model is called between an optimizer's steps, the optimizer belongs to that
+    # model's loop, on all ranks. Any other, say of a probe on stored features, may be on one rank.
     calls = _LoopChecks.calls_of_all
     calls_before, compared = getattr(optimizer, "loose_steps", (calls, 0))
     compares = calls > calls_before and compared < 3
@@ -1430,7 +1432,7 @@ def _register_step_check() -> None:
     register_optimizer_step_pre_hook(_check_optimizer)
 
 
-# --- Facts that torch (2.10 to 2.14) exposes only through private names, mostly about FSDP1
+# --- Facts that torch (2.10 to 2.15) exposes only through private names, mostly about FSDP1
 
 
 def _fsdp1_awaits_backward(unit: Any) -> bool:
@@ -1458,7 +1460,7 @@ def _is_gathered_by_fsdp1(tensor: Any, units: list[Any]) -> bool:
 
 
 def _same_memory(one: Any, other: Tensor) -> bool:
-    """Tell whether something is a tensor, and a view of another one's memory."""
+    """Tell whether `one` is a tensor that shares the memory of `other`."""
     return isinstance(one, Tensor) and _memory_of(one) == _memory_of(other)
 
 
@@ -1469,7 +1471,8 @@ def _memory_of(tensor: Tensor) -> int:
 
 def _tensors_for_fsdp2(output: Any) -> list[Tensor]:
     """List the tensors in a model's output that FSDP2 sees, and whose gradients it waits for."""
-    seen = getattr(fsdp_utils, "collect_grad_tensors", tree_leaves)(output)  # torch 2.14, 2.10
+    # collect_grad_tensors is what torch 2.14 uses, tree_leaves what 2.10 does
+    seen = getattr(fsdp_utils, "collect_grad_tensors", tree_leaves)(output)
     return [leaf for leaf in seen if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 

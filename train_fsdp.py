@@ -44,7 +44,7 @@ from runtime.run import Run, with_images
 from runtime.session import Session, manual_gc, run_session
 from runtime.start_record import report_start
 
-# From runtime/ come these objects. Run: the flags and what follows from them (sizes, steps).
+# These objects come from runtime/. Run: the flags and what follows from them (sizes, steps).
 # Session: what lives as long as the process group (log, watchdog, signals). StepGuard: makes all
 # ranks decide alike in each step. CheckpointSchedule: when to save. Monitor: holds all of these,
 # the clock and the bad images.
@@ -128,8 +128,8 @@ def train_step(
     shard.optimizer_step(optimizer, skip)  # scaler.step would make the host wait
     if scaler:
         # All ranks must compute the same scale, so unscale_ must find overflow on all or on none.
-        # Under DDP all have the same gradients. In FSDP2, DTensor reduces the finding over the
-        # shard group, and replicas hold equal shards. FSDP1's scaler reduces it over all ranks.
+        # Under DDP all have the same gradients. Under FSDP2, DTensor reduces the overflow flag over
+        # the shard group, and replicas hold equal shards. FSDP1's scaler reduces it over all ranks.
         scaler.update()
     optimizer.zero_grad()  # sets gradients to None, which frees their memory until backward
 
@@ -200,7 +200,7 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
     checkpoints = monitor.checkpoints
     evaluate_every = monitor.evaluate_every
     for step in range(checkpoints.begin, run.steps):
-        done = step + 1  # steps done after this one
+        done = step + 1  # steps done once this one is
         last = done == run.steps
         save_scheduled = last or checkpoints.due_after(done)
         evaluate_scheduled = evaluate_every > 0 and done % evaluate_every == 0
@@ -218,9 +218,9 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
             monitor.log_step(result, learning_rate(result.step, run))
         if guard.end_reason:
             return guard.end_reason, monitor.problem
-        # save: on schedule, when some rank's clock says so, or before the run ends. In each case
-        # every rank has read the results of all `done` steps: finished_steps was told to `wait`, or
-        # waits by itself after a request to stop or save, or after too many bad images.
+        # save: on schedule, when some rank's clock says so, or before the run ends. By now every
+        # rank has read the results of all `done` steps: in each of these cases finished_steps has
+        # waited for them, because of `wait`, a request to stop or save, or too many bad images.
         ending = last or guard.stop or monitor.bad_images.too_many is not None
         save_now = save_scheduled or guard.save or ending
         if save_now:
@@ -291,7 +291,8 @@ def run_training(run: Run, session: Session) -> None:
         if checkpoints.finished():
             return
     else:
-        checkpoints = CheckpointSchedule(run, log)  # the other run modes save nothing
+        # syn and io neither resume, save nor evaluate; syn repeats its first batch (open_batches)
+        checkpoints = CheckpointSchedule(run, log)
     session.heartbeat("reading the first batch")
     # a resumed run needs no other position in the data than its step (see data.step_positions)
     batches = open_batches(run, session, images, range(checkpoints.begin, run.steps))

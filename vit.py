@@ -25,7 +25,7 @@ from torch.types import Device
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """The sizes of a model; `width` and `decoder_width` are multiples of 4 and of their heads."""
+    """Sizes of a model; `width` and `decoder_width` are multiples of 4 and of their head counts."""
 
     width: int  # features of a token
     depth: int  # blocks
@@ -40,8 +40,8 @@ class ViTConfig:
 
     def __post_init__(self) -> None:
         for width, heads in (self.width, self.heads), (self.decoder_width, self.decoder_heads):
-            if width % heads or width % 4:  # sincos_positions has four parts
-                raise ValueError(f"width {width} must be a multiple of 4 and of its {heads} heads")
+            if width % heads or width % 4:  # sincos_positions splits the width into four parts
+                raise ValueError(f"width {width} must be a multiple of 4 and of the {heads} heads")
 
 
 # These are the six sizes in table 1 of arXiv 2404.11706, plus `tiny` for a laptop. `5b` reaches its
@@ -72,9 +72,8 @@ def patch_count(config: ViTConfig, img_size: int) -> int:
 
 def count_visible(patches: int, mask_ratio: float) -> int:
     """Count the patches that stay visible: L (1 - ratio), rounded down; ValueError if that is 0."""
-    visible = int(
-        patches * (1 - mask_ratio) + 1e-6
-    )  # 100 * (1 - 0.9) is 9.999... in floating point
+    # the small addend: 100 * (1 - 0.9) is 9.999... in floating point
+    visible = int(patches * (1 - mask_ratio) + 1e-6)
     if not 0 <= mask_ratio < 1 or visible < 1:
         raise ValueError(f"mask ratio {mask_ratio} leaves {visible} of {patches} patches visible")
     return visible
@@ -112,7 +111,7 @@ def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
-    """Cut images (B, C, H, W) into patches (B, L, P*P*C): values by row, column, channel."""
+    """Cut images (B, C, H, W) into patches (B, L, P*P*C), each ordered by row, column, channel."""
     b, c, h, w = images.shape
     x = images.reshape(b, c, h // patch, patch, w // patch, patch)
     x = x.permute(0, 2, 4, 3, 5, 1)  # (B, H/P, W/P, P, P, C)
@@ -276,7 +275,7 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, patch: int, width: int, channels: int = 3) -> None:
         super().__init__()
-        # A convolution, so that the weight has the shape that it has in the official release.
+        # A convolution, so that the weight has the same shape as in the official release.
         self.proj = nn.Conv2d(channels, width, patch, stride=patch)
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -399,8 +398,9 @@ def initial_value(
 
     As in the official release: matrices are Xavier uniform (the patch kernel taken as a matrix
     (D, C*P*P), qkv as one matrix). Biases are zero, except that of the patch embedding, which has
-    PyTorch's default. LayerNorm has weights 1 and biases 0. cls and mask token are normal with
-    standard deviation 0.02. KeyError for an unknown name. A GPU and a CPU draw different numbers.
+    PyTorch's default. LayerNorm weights are 1, its biases 0. The cls and mask tokens are drawn from
+    a normal distribution with standard deviation 0.02. KeyError for an unknown name. A GPU and a
+    CPU draw different numbers.
     """
     leaf = name.split(".")[-1]  # "weight" of "blocks.0.attn.qkv.weight"
     if leaf in ("pos_embed", "decoder_pos_embed"):

@@ -134,7 +134,8 @@ class Log:
     def step(self, result: StepResult, lr: float, meter: Meter) -> None:
         """Log a step and end the meter's interval; the numbers are those of all ranks.
 
-        A run that only reads images has no loss, no norm and no FLOPs.
+        Called once the step's result has arrived, on a GPU one step late: the rate counts finished
+        steps. A run that only reads images has no loss, no norm and no FLOPs.
         """
         run = self.run
         trained = run.config.run_mode != "io"

@@ -79,7 +79,7 @@ def test_one_node_under_srun_needs_no_address():
 def test_a_missing_variable_is_named_with_who_sets_it(environ, launcher):
     """A job is never taken for a single process."""
     for name in environ.keys() - {"GROUP_RANK", "SLURM_JOB_ID", "SLURM_STEP_ID"}:
-        sentence = f"{name}.* is missing; it is set by {launcher}"
+        sentence = f"{name}.*, which {launcher} sets, is missing"
         if launcher == "srun" and name in ADDRESS:
             sentence = f"{name}.* is missing: on several nodes, type `export"
         with pytest.raises(RuntimeError, match=sentence):
@@ -147,6 +147,6 @@ def test_the_mesh_is_the_one_of_the_docstring():
         groups = [grid.get_group(dimension) for dimension in ("replicate", "shard")]
         column = [row[rank % 4] for row in rows]
         assert [dist.get_process_group_ranks(g) for g in groups] == [column, rows[rank // 4]]
-        with pytest.raises(ValueError, match=r"a mesh of \(2, 3\) does not hold 8 ranks"):
+        with pytest.raises(ValueError, match=r"a mesh of \(2, 3\) does not fit 8 ranks"):
             mesh.build_mesh((2, 3), CPU)
         dist.destroy_process_group()

@@ -217,7 +217,7 @@ def refuse_unequal_ranks() -> None:
         grid, given = mesh.build_mesh((1, 2), CPU), shard.ShardingOptions(ac=ac)
         with pytest.raises(RuntimeError, match="given different models"):
             apply(model, "full_shard", grid, values, given)
-    with pytest.raises(ValueError, match=r"a mesh that begins with \(1, 2\), not Device"):
+    with pytest.raises(ValueError, match=r"a mesh whose shape begins with \(1, 2\), not Device"):
         apply(Language(), "full_shard", mesh.build_mesh((2, 1), CPU))
 
 
@@ -318,8 +318,8 @@ WRONG: list[tuple[Callable, str, dict, str]] = [
     (lambda: with_parameter(0, 3), "hybrid", options(fsdp=1), r"extra \(0, 3\) cannot be sharded"),
     (Language, "hybrid", {"blocks": {nn.Conv2d}}, r"set\(\), or some of Block, "),
     (Tied, "full_shard", {}, "is in two units, blocks.0 and the root: .* or mode ddp"),
-    (build_meta, "hybrid", {}, "give `init_fn` or `uninitialized` to a model on meta"),
-    (Language, "full_shard", {"values": zeros}, "to a model on meta, and to no other"),
+    (build_meta, "hybrid", {}, "a model on meta, and only such a model"),
+    (Language, "full_shard", {"values": zeros}, "a model on meta, and only such a model"),
     (lambda: Language().bfloat16(), "hybrid", {}, r"are stored in fp32: .float\(\)"),
     (named_module, "ddp", {}, "rename the submodule `module`"),
     (batch_norm, "hybrid", {}, "keeps statistics, in fp32: use param_dtype fp32 or GroupNorm"),
