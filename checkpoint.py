@@ -73,10 +73,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 MANIFEST = "checkpoint.json"
 INDEX = ".metadata"
 RESERVED = {"step", "files", "checksum", "optimizers"}  # names in a manifest
-# Silence PyTorch's warnings about FSDP1, about loading without a process group and (2.10) about
-# code of its own that is deprecated.
-warnings.filterwarnings("ignore", "When using ``NO_SHARD|FSDP.state_dict_type")
-warnings.filterwarnings("ignore", "torch.distributed is dis|TypedStorage is")
+# Silence PyTorch's warnings about FSDP1 and (2.10) about code of its own that is deprecated.
+warnings.filterwarnings("ignore", "When using ``NO_SHARD|FSDP.state_dict_type|TypedStorage is")
 
 
 class CorruptCheckpointError(ValueError):
@@ -554,20 +552,10 @@ class TrainingState:
         FSDP1 converts the states of exactly the parameters that are trained. So the ones that this
         optimizer does not have are given states of zeros, which are left out of the result.
         """
-        own_leaves: set[str] = set()
-        problem = None
-        try:
-            own_leaves = self._sharded_leaves(optimizer)
-        except _Refused as refused:
-            problem = refused
-        found: list[Any] = [None] * dist.get_world_size()
+        own_leaves = _on_all_ranks(partial(self._sharded_leaves, optimizer), None)
         # from all ranks, because one may hold no part of these parameters
-        dist.all_gather_object(found, (own_leaves, problem))
-        leaves = set()
-        for other_leaves, other_problem in found:
-            if other_problem:
-                raise other_problem  # on all ranks: the next lines are collective
-            leaves |= other_leaves
+        leaves_by_rank = _gather_decide_broadcast(own_leaves, list, None)
+        leaves: set[str] = set().union(*leaves_by_rank)
         optimizer_of_all = torch.optim.SGD(self.model.parameters())
         optimizer_of_all.state.update(optimizer.state)
         for p in self.names:

@@ -695,30 +695,16 @@ def describe_tiff(image: Any) -> str | None:
     # For an omitted tile Pillow would decode unrelated bytes of the file.
     if any(0 in tags.get(tag, ()) for tag in offsets_and_sizes):
         return "sparse TIFF (it omits empty tiles)"
-    pages = count_pages(image)
-    if pages > 1:
-        return f"TIFF with {pages} pages of the same size"
-    if begins_with_thumbnail(image):
+    sizes = []  # of the pages after the first that are no overviews or masks
+    for page in other_pages(image):
+        if not page.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK:
+            sizes.append((page.get(Tag.ImageWidth), page.get(Tag.ImageLength)))
+    same = sizes.count((tags.get(Tag.ImageWidth), tags.get(Tag.ImageLength)))
+    if same:
+        return f"TIFF with {1 + same} pages of the same size"
+    if sizes and tags.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK:
         return "TIFF whose first page is a thumbnail"
     return None
-
-
-def begins_with_thumbnail(image: Any) -> bool:
-    """Tell whether a TIFF's first page says that it is an overview or mask of a later page."""
-    if not image.tag_v2.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK:
-        return False
-    return any(not page.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK for page in other_pages(image))
-
-
-def count_pages(image: Any) -> int:
-    """Count a TIFF's pages of the same size as the first, leaving out overviews and masks."""
-    size = image.tag_v2.get(Tag.ImageWidth), image.tag_v2.get(Tag.ImageLength)
-    pages = 1
-    for page in other_pages(image):
-        same = (page.get(Tag.ImageWidth), page.get(Tag.ImageLength)) == size
-        if same and not page.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK:
-            pages += 1
-    return pages
 
 
 def other_pages(image: Any) -> Iterator[Any]:

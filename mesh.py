@@ -62,7 +62,6 @@ class Ranks:
     world_size: int = 1
     local_rank: int = 0  # on this node
     local_world_size: int = 1  # ranks on this node
-    node: int = 0
     launcher: str = "single"  # or "torchrun", "srun"
     # MASTER_ADDR and MASTER_PORT; empty for a single process without a launcher
     rendezvous: Mapping[str, str] = field(default_factory=dict)
@@ -111,9 +110,7 @@ def _torchrun_ranks(environ: Mapping[str, str]) -> Ranks:
         raise RuntimeError(
             f"the variable {error}, which torchrun sets, is missing: {advice}"
         ) from None
-    # GROUP_RANK numbers the torchruns, one per node.
-    node = int(environ.get("GROUP_RANK", rank // local_world_size))
-    return Ranks(rank, world_size, local_rank, local_world_size, node, "torchrun", rendezvous)
+    return Ranks(rank, world_size, local_rank, local_world_size, "torchrun", rendezvous)
 
 
 def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
@@ -155,7 +152,7 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
         raise RuntimeError(
             f"the variable {error} is missing: on several nodes, type `{command}` before srun"
         ) from None
-    return Ranks(rank, world_size, local_rank, counts[node], node, "srun", rendezvous)
+    return Ranks(rank, world_size, local_rank, counts[node], "srun", rendezvous)
 
 
 def _ranks_per_node(text: str) -> list[int]:

@@ -11,7 +11,6 @@ of downstream/.
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -28,7 +27,7 @@ COMMANDS = {
 }
 
 
-def read_subcommand(argv: Sequence[str]) -> argparse.Namespace:
+def read_subcommand(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; SystemExit with status 2 for bad usage."""
     parser = Parser("probe.py", doc=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -57,8 +56,6 @@ def read_subcommand(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand -> exit status: 1 where it failed, 2 for bad usage."""
-    if argv is None:
-        argv = sys.argv[1:]
     args = read_subcommand(argv)
     try:
         return args.start(args)

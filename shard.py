@@ -109,7 +109,9 @@ def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[in
     if not group:  # shard_over is "world"
         return 1, world_size
     if world_size % group:
-        raise ValueError(f"{world_size} ranks cannot be split into shard groups of {group}")
+        sizes = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
+        what = f"{world_size} ranks cannot be split into shard groups of {group}"
+        raise ValueError(f"{what}: use {', '.join(sizes)}, or start other ranks")
     return world_size // group, group
 
 

@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import vit
 from planner.machines import Machine
 from planner.traffic import (
     BYTES,
@@ -188,10 +187,9 @@ class StepMemory:
         """Count what is live all the time."""
         run = self.run
         c = run.config
-        patches = vit.patch_count(c, run.img_size)
-        tables = FP32 * (1 + patches) * (c.width + (0 if run.encoder_only else c.decoder_width))
+        tables = FP32 * (1 + run.patches) * (c.width + (0 if run.encoder_only else c.decoder_width))
         pixel = 1 if run.image_dtype == "uint8" else FP32  # bytes of a value in a loaded image
-        images = run.accum * run.batch * (pixel * self.values + FP32 * patches)
+        images = run.accum * run.batch * (pixel * self.values + FP32 * run.patches)
         return {
             "parameters": FP32 * self.all / run.shard * self.on_device,
             "optimizer": 2 * FP32 * states_held(run) * self.on_device,

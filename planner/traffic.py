@@ -85,9 +85,9 @@ class PlannedRun:
         c = self.config
         self.widths = {"encoder": c.width, "decoder": c.decoder_width}
         self.heads = {"encoder": c.heads, "decoder": c.decoder_heads}
-        patches = vit.patch_count(c, self.img_size)
-        kept = vit.count_visible(patches, self.mask_ratio)
-        self.tokens = {"encoder": 1 + kept, "decoder": 1 + patches}  # per image, with cls
+        self.patches = vit.patch_count(c, self.img_size)
+        kept = vit.count_visible(self.patches, self.mask_ratio)
+        self.tokens = {"encoder": 1 + kept, "decoder": 1 + self.patches}  # per image, with cls
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _tp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
         size = run.batch * run.tokens[unit.part] * run.widths[unit.part] * run.compute_bytes
         yield PlannedCollective("all_reduce", ACTIVATIONS, size, each * unit.count, run.tp, 1)
     pixels = c.channels * run.img_size**2
-    for numel in (pixels, vit.patch_count(c, run.img_size)):
+    for numel in (pixels, run.patches):
         size = run.batch * numel * FP32
         yield PlannedCollective("broadcast", "inputs", size, run.accum, run.tp, 1)
 

@@ -62,7 +62,7 @@ def dry_run(
         # nodes are those of launch_frontier.sh, of --machine, or Frontier's
         machine = read_machine("frontier" if config.machine is None else config.machine)
         node = os.environ.get("LOCAL_WORLD_SIZE", machine.ranks_per_node)
-        ranks = mesh.Ranks(0, world, 0, min(int(node), world), 0, "dry run", {})
+        ranks = mesh.Ranks(0, world, 0, min(int(node), world), "dry run", {})
         image_source.check_folders(config)
         run = resolve(config, world, ranks.local_world_size)
         with fake_world(world):

@@ -278,15 +278,14 @@ class Measurement:
         found: list[fitting.CollectiveTime] = []
         local = self.node_ranks
         world = self.ranks.world_size
+        grid = mesh.build_mesh((self.nodes, local), self.device)
         if local % 2 == 0:
             level = "package" if self.package_ranks() == 2 else "node"
             pairs = mesh.build_mesh((world // 2, 2), self.device)
             found += self.times_in(level, pairs.get_group("shard"))
         if local > 2:
-            grid = mesh.build_mesh((self.nodes, local), self.device)
             found += self.times_in("node", grid.get_group("shard"))
         if self.nodes > 1:
-            grid = mesh.build_mesh((self.nodes, local), self.device)
             found += self.times_in("network", grid.get_group("replicate"))
         return found
 
@@ -359,8 +358,6 @@ class Measurement:
         grid = mesh.build_mesh((1, self.ranks.world_size), self.device)
         # PyTorch warns that the output is a view that must not be written to; nobody does
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
-        # the plain copy is trained beside it, on each rank alone, to compare their times
-        warnings.filterwarnings("ignore", "an optimizer trains parameters of no model", UserWarning)
         options = shard.ShardingOptions(param_dtype=torch.float32)
         return shard.apply(model, "full_shard", grid, block_classes={vit.Block}, options=options)
 

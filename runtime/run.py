@@ -113,35 +113,29 @@ def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
 
     In the hybrid modes the `node_ranks` of a node share one copy, unless --group says otherwise.
     """
-    c = config
     mode = str(config.mode)
     tp = config.tp
-    group = None
-    model = model_config(c.model)
+    group = config.group
+    model = model_config(config.model)
     widths = model.heads, model.decoder_heads, model.mlp_width, 4 * model.decoder_width
     if math.gcd(world_size, *widths) % tp:
         heads = f"{model.heads} and {model.decoder_heads} heads"
         raise ValueError(f"--tp {tp} must divide {world_size} ranks, {heads}, and the MLP widths")
     data_ranks = world_size // tp
-    if shard.STRATEGIES[mode].shard_over == "group":
-        group = c.group
-        if group is None:
-            group = min(max(node_ranks // tp, 1), data_ranks)
-        if group < 1 or data_ranks % group:
-            sizes = ", ".join(map(str, mesh.divisors(data_ranks)))
-            what = f"{data_ranks} ranks cannot be split into shard groups of {group}"
-            raise ValueError(f"{what}: use {sizes}, or start other ranks")
-    share = data_ranks * c.accum
-    batch = DEFAULT_BATCH if c.batch is None else c.batch
-    total = batch * share if c.global_batch is None else c.global_batch
-    if total % share:
-        parts = f"{data_ranks} ranks x {c.accum} accumulation steps"
-        raise ValueError(f"--global-batch {total} is not a multiple of {parts}")
+    if group is None and shard.STRATEGIES[mode].shard_over == "group":
+        group = min(max(node_ranks // tp, 1), data_ranks)
     shape: tuple[int, ...] = shard.mesh_shape(mode, data_ranks, group)
     if tp > 1:
         shape += (tp,)
-    patches = check_masking(model, c.img_size, c.mask_ratio)
-    return Run(c, world_size, group, shape, total // share, total, patches, node_ranks=node_ranks)
+    share = data_ranks * config.accum
+    batch = DEFAULT_BATCH if config.batch is None else config.batch
+    total = batch * share if config.global_batch is None else config.global_batch
+    if total % share:
+        parts = f"{data_ranks} ranks x {config.accum} accumulation steps"
+        raise ValueError(f"--global-batch {total} is not a multiple of {parts}")
+    patches = check_masking(model, config.img_size, config.mask_ratio)
+    local_batch = total // share
+    return Run(config, world_size, group, shape, local_batch, total, patches, node_ranks)
 
 
 def resolve_on_nodes(config: Config, world_size: int, fewest: int, most: int) -> Run:

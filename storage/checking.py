@@ -18,7 +18,13 @@ from PIL import Image
 import data
 from checkpoint import atomic_write
 from runtime import process
-from storage.arrays import Bands, declares_missing, describe_other_pages, read_image
+from storage.arrays import (
+    Bands,
+    declares_missing,
+    describe_other_pages,
+    has_deep_colours,
+    read_image,
+)
 from storage.image_list import ImageList, stats_file
 from storage.stacking import SceneList
 
@@ -49,8 +55,7 @@ def picture_mode(image: Any) -> str:
     """Name what the pixels of a picture, not decoded yet, are: grey, palette, or Pillow's mode."""
     if image.mode.startswith("I;16"):
         return f"{DEEP}grey"
-    # Of colours Pillow gives the mode of 8 bits; only its tile tells how they are stored.
-    if image.format == "PNG" and "16B" in str(image.tile):
+    if has_deep_colours(image):
         return f"{DEEP}{image.mode}"
     if image.mode in ("1", "L", "LA"):
         return "grey"

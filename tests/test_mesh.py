@@ -42,21 +42,21 @@ ONE_NODE = {  # rank 2 of 4, nothing exported by hand
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        (TORCHRUN, (6, 8, 2, 4, 1, "torchrun")),
-        (SRUN, (17, 20, 1, 4, 2, "srun")),
+        (TORCHRUN, (6, 8, 2, 4, "torchrun")),
+        (SRUN, (17, 20, 1, 4, "srun")),
         # a step of a part of the job: the job's own counts stand beside the step's
         (
             ONE_NODE | {"SLURM_TASKS_PER_NODE": "8(x4)", "SLURM_STEP_TASKS_PER_NODE": "4"},
-            (2, 4, 2, 4, 0, "srun"),
+            (2, 4, 2, 4, "srun"),
         ),
         # `srun torchrun`: Slurm counts agents
-        (ONE_NODE | TORCHRUN, (6, 8, 2, 4, 1, "torchrun")),
-        ({"SLURM_NTASKS": "4"}, (0, 1, 0, 1, 0, "single")),  # a preset for srun, outside of any job
+        (ONE_NODE | TORCHRUN, (6, 8, 2, 4, "torchrun")),
+        ({"SLURM_NTASKS": "4"}, (0, 1, 0, 1, "single")),  # a preset for srun, outside of any job
     ],
 )
 def test_read_ranks(environ, expected):
     r = mesh.read_ranks(environ)
-    found = r.rank, r.world_size, r.local_rank, r.local_world_size, r.node, r.launcher
+    found = r.rank, r.world_size, r.local_rank, r.local_world_size, r.launcher
     assert found == expected
 
 

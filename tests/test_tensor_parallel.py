@@ -104,7 +104,7 @@ def test_ranks_of_a_group_read_the_same_images():
     assert (run.data_ranks, run.global_batch) == (4, 8)
     seen = []
     for rank in range(8):
-        session = SimpleNamespace(ranks=mesh.Ranks(rank, 8, rank, 8, 0, "srun", {}), device=CPU)
+        session = SimpleNamespace(ranks=mesh.Ranks(rank, 8, rank, 8, "srun", {}), device=CPU)
         batches = list(open_batches(run, session, SyntheticImages(0), range(1)))
         assert len(batches) == 1
         seen.append(batches[0].image_ids)
