@@ -149,27 +149,7 @@ def test_messages_are_those_of_the_code():
             assert message.strip("`") in SOURCE, message
 
 
-# --- the first hour, and the commands of the other pages, in a fresh clone
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_first_hour(tmp_path):
-    env = clone(tmp_path)
-    first_screen, rest = README.split("\n## Your first hour\n")
-    (_, shell), *_ = blocks(first_screen)
-    one_process = next(line for line in shell.splitlines() if line.startswith("python train"))
-    execute("bash", one_process.replace("--model", "--steps 2 --model"), tmp_path, env)
-    section, _, _ = rest.partition("\n## ")
-    _, *hour = section.split("\n### ")
-    for step in hour:
-        output = ""
-        for language, content in blocks(step):
-            if language:
-                output = execute(language, content, tmp_path, env)
-            else:
-                find_printed(content, output)
-    assert (tmp_path / "out" / "loss.png").stat().st_size > 5000
+# --- the commands of pages, in a fresh clone (test_guide.py: the first hour and the guide)
 
 
 # Needs a cluster, the network, or images of other channels; tests/test_sweep.py runs the sweeps.

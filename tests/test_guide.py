@@ -15,13 +15,15 @@ import rebuild
 from conftest import ROOT
 from images import copy_tiles
 from pages import clone
-from ranks import Run, free_port, read_log, run_ranks, run_script, start_ranks
+from ranks import Run, free_port, read_log, read_records, run_ranks, run_script, start_ranks
 
 import plan
 from planner.machines import wire_bytes
 
 TEXT = rebuild.PAGE.read_text()
 SECTIONS = rebuild.sections(TEXT)
+OF_THE_DEMO = 13  # begins with `make demo`
+README = (ROOT / "README.md").read_text()
 # The end of a word with a time or a speed
 UNIT = re.compile(r"(?:^|\d)(?:s|ms|min|seconds|(?:img|images|MB|GB)/s)[,.;:)]*$")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
@@ -68,10 +70,46 @@ def check_section(section: str, run) -> None:
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("number", SECTIONS)
+@pytest.mark.parametrize("number", SECTIONS.keys() - {OF_THE_DEMO})
 def test_a_section_prints_what_it_shows(number, tmp_path):
     run = partial(rebuild.execute, "bash", folder=tmp_path, env=clone(tmp_path))
     check_section(SECTIONS[number], run)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_first_hour(tmp_path):
+    """README's first hour; then the section on the demo, which the hour has trained already."""
+    env = clone(tmp_path)
+    first_screen, rest = README.split("\n## Your first hour\n")
+    (_, shell), *_ = rebuild.blocks(first_screen)
+    one_process = next(line for line in shell.splitlines() if line.startswith("python train"))
+    rebuild.execute("bash", one_process.replace("--model", "--steps 2 --model"), tmp_path, env)
+    section, _, _ = rest.partition("\n## ")
+    _, *hour = section.split("\n### ")
+    outputs = {}
+    for step in hour:
+        output = ""
+        for language, content in rebuild.blocks(step):
+            if language:
+                output = rebuild.execute(language, content, tmp_path, env)
+                outputs[" ".join(content.split()[:2])] = output
+            else:
+                rebuild.find_printed(content, output)
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 5000
+    demo = tmp_path / "out" / "demo"
+    _, _, end = read_log(demo / "log.jsonl")
+    (held_out,) = read_records(demo / "log.jsonl", "eval")
+    assert held_out["eval_loss"] < 0.7 * held_out["loss_of_mean_colour"]
+    assert end["loss"] < end["loss_of_mean_colour"] < end["loss_of_zero"]
+    assert (demo / "picture.png").exists()
+
+    def run(content: str) -> str:
+        if content.startswith("make demo"):
+            return outputs["make demo"]
+        return rebuild.execute("bash", content, tmp_path, env)
+
+    check_section(SECTIONS[OF_THE_DEMO], run)
 
 
 def run_plans(content: str) -> str | None:

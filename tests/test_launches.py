@@ -99,10 +99,15 @@ def torchrun(folder: Path, *flags: str) -> subprocess.Popen:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "trouble", [["crash.1.5"], ["crash.0.5"], ["hang.1.5"], ["crash.1.3", "hang.0.6", "crash.0.9"]]
+    ("nodes", "trouble"),
+    [
+        (1, ["hang.1.5"]),
+        (1, ["crash.1.3", "hang.0.6", "crash.0.9"]),
+        (2, ["crash.0.5"]),
+        (2, ["crash.1.3", "hang.0.6", "hang.1.9"]),
+    ],
 )
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_run_that_torchrun_restarts_is_one_run(trouble, nodes, tmp_path):
+def test_a_run_that_torchrun_restarts_is_one_run(nodes, trouble, tmp_path):
     (tmp_path / "trouble").mkdir()
     for name in trouble:
         (tmp_path / "trouble" / name).touch()
