@@ -1434,7 +1434,7 @@ def _register_step_check() -> None:
     register_optimizer_step_pre_hook(_check_optimizer)
 
 
-# --- Facts that torch (2.10 to 2.15) exposes only through private names, mostly about FSDP1
+# --- Facts that torch (2.10 to 2.14) exposes only through private names, mostly about FSDP1
 
 
 def _fsdp1_awaits_backward(unit: Any) -> bool:
