@@ -108,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
     image_source.check_folder(args.test, "--test", args.out)
     defaults = {row.name: row.default for row in fields(Tuning)}
     flags = argparse.Namespace(**defaults | vars(args))
+    flags.init_from = args.run  # so that the classifier of another model is not resumed
     # spelled out, because a model of other code may have any shape
     shape = ",".join(f"{name}={value:d}" for name, value in vars(pretrained.config).items())
     flags.model = f"base:{shape}"

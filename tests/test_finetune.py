@@ -196,6 +196,11 @@ def test_test_images_that_cannot_be_read_are_named_and_none_is_refused(run, tmp_
     assert f"1 of 16 held-out images cannot be read: {tests[15]}" in capsys.readouterr().out
     (found,) = records(tmp_path / "out", "scores")
     assert found["test_images"] == 15
+    shutil.copy(tmp_path / "12.pth", tmp_path / "other.pth")
+    other = [argv[0], str(tmp_path / "other.pth"), *argv[2:]]
+    assert probe.main(other) == 2  # it would continue the classifier of another model
+    error = capsys.readouterr().err
+    assert "12.pth -> " in error and error.count("\n") == 1
     for path in tests:
         path.write_bytes(b"nothing")
     assert probe.main([*argv, "--out", str(tmp_path / "other")]) == 2
