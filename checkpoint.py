@@ -483,7 +483,8 @@ class TrainingState:
         kind = type(optimizer).__name__
         for attribute, value in vars(_stateful(optimizer)).items():
             if isinstance(value, torch.optim.Optimizer):
-                raise _Refused(f"{kind} keeps its states in .{attribute}: give that optimizer")
+                advice = f"give that optimizer, and in run_state what {kind} itself keeps"
+                raise _Refused(f"{kind} keeps its states in .{attribute}: {advice}")
         for p in _parameters_of(optimizer):
             if p not in self.names:
                 raise _Refused(
@@ -542,7 +543,9 @@ class TrainingState:
         if self.fsdp1:
             return self._fsdp1_states_of(optimizer)
         stateful = _stateful(optimizer)
-        states = stateful.state_dict()["state"]  # a hook may reorder them, as with --tp
+        state_dict = stateful.state_dict()  # a hook may reorder the states, as with --tp
+        _check_keys(stateful, state_dict)
+        states = state_dict["state"]
         names = [self.names[p] for p in _parameters_of(stateful)]
         return {names[number]: leaves for number, leaves in states.items()}
 
@@ -552,26 +555,29 @@ class TrainingState:
         FSDP1 converts the states of exactly the parameters that are trained. So the ones that this
         optimizer does not have are given states of zeros, which are left out of the result.
         """
+        _check_keys(optimizer, optimizer.state_dict())
         own_leaves = _on_all_ranks(partial(self._sharded_leaves, optimizer), None)
         # from all ranks, because one may hold no part of these parameters
-        leaves_by_rank = _gather_decide_broadcast(own_leaves, list, None)
-        leaves: set[str] = set().union(*leaves_by_rank)
+        leaves: dict[str, torch.dtype] = {}
+        for of_rank in _gather_decide_broadcast(own_leaves, list, None):
+            leaves |= of_rank
         optimizer_of_all = torch.optim.SGD(self.model.parameters())
         optimizer_of_all.state.update(optimizer.state)
         for p in self.names:
             if p.requires_grad and p.numel() > 0 and self.owners.get(p) is not optimizer:
-                optimizer_of_all.state[p] = {leaf: torch.zeros_like(p) for leaf in leaves}
+                zeros = {leaf: torch.zeros_like(p, dtype=dtype) for leaf, dtype in leaves.items()}
+                optimizer_of_all.state[p] = zeros
         with _sharded_states(self.model):
             converted = FSDP1.optim_state_dict(self.model, optimizer_of_all)["state"]
         own = {self.names[p] for p in _parameters_of(optimizer)}
         named = {_original_name(self.model, name): state for name, state in converted.items()}
         return {name: state for name, state in named.items() if name in own}
 
-    def _sharded_leaves(self, optimizer: torch.optim.Optimizer) -> set[str]:
-        """Return which states FSDP1 has sharded; _Refused for one that it cannot convert."""
+    def _sharded_leaves(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
+        """Return the states that FSDP1 has sharded; _Refused for one that it cannot convert."""
         whole = ShardingStrategy.NO_SHARD
         sharded = any(m.sharding_strategy is not whole for m in FSDP1.fsdp_modules(self.model))
-        leaves = set()
+        leaves = {}
         p: Any
         for p, state in optimizer.state.items():
             shapes = {p.shape}
@@ -579,7 +585,7 @@ class TrainingState:
             for leaf, value in state.items():
                 _check_leaf(self.names[p], leaf, value)
                 if isinstance(value, Tensor) and value.ndim > 0:
-                    leaves.add(leaf)
+                    leaves[leaf] = value.dtype
                     shapes.add(value.shape)
                     dtypes.add(value.dtype)
             if sharded and (len(shapes) > 1 or len(dtypes) > 1):
@@ -681,7 +687,18 @@ class TrainingState:
                 group.update(settings)
                 # also in ZeRO-1's wrapper, which lists all parameters but updates only this rank's
                 own_group.update(settings)
+            own_groups = stateful.param_groups
             stateful.load_state_dict({"state": state, "param_groups": groups})
+            # load_state_dict() makes new groups, but a scheduler or an optimizer around this one
+            # may hold the old ones
+            for own_group, loaded in zip(own_groups, stateful.param_groups, strict=True):
+                own_group.update(loaded)
+            stateful.param_groups = own_groups
+            # nor does it keep the dtypes of states, such as those in bf16
+            for p in order:
+                for leaf, value in states.get(p, {}).items():
+                    if isinstance(value, Tensor):
+                        stateful.state[p][leaf] = stateful.state[p][leaf].to(value.dtype)
 
     def _shard_for_fsdp1(
         self, named: Mapping[str, dict[str, Any]]
@@ -713,6 +730,14 @@ def _refuse_part_of_fsdp1(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if getattr(p, FSDP_FLATTENED, False) and FSDP_WRAPPED_MODULE not in name:
             raise _Refused(f"{name} is sharded by FSDP1 in a larger model: give the whole model")
+
+
+def _check_keys(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise _Refused for an optimizer whose state_dict has more than states and groups."""
+    more = state_dict.keys() - {"state", "param_groups"}
+    if more:
+        kind = type(optimizer).__name__
+        raise _Refused(f"the state_dict of {kind} has {more.pop()} too, which is not saved")
 
 
 def _check_leaf(parameter: str, leaf: Any, value: Any) -> None:

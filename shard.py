@@ -11,6 +11,7 @@ the blocks. "Full" values and shapes are those of an unsharded tensor. In docstr
 means that every rank must call the function, or the others wait for it.
 """
 
+import random
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -18,7 +19,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
+from operator import is_
 from typing import Any, ClassVar, Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -38,12 +41,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 InitFunction = Callable[..., Tensor]  # (name, full shape, device=device) -> full fp32 tensor
 
@@ -250,7 +249,11 @@ def apply(
         prepare_unit(model)
         sharded = _ddp(model.to(_device(mesh)), mesh, options)
     # refuse an optimizer that was built before sharding: FSDP has replaced its parameters
-    _watch_optimizers(replaced=original - set(sharded.parameters()))
+    replaced = original - set(sharded.parameters())
+    _watch_optimizers(replaced)
+    checks = getattr(sharded, "loop_checks", None)  # None in a simulation
+    if isinstance(checks, _LoopChecks):
+        checks.replaced.update(p for p in replaced if p.grad is None)
     return sharded
 
 
@@ -265,16 +268,15 @@ def _prepare_blocks(
     model: nn.Module, blocks: Mapping[str, nn.Module], options: ShardingOptions
 ) -> None:
     """Wrap the blocks for activation checkpointing, and compile them."""
-    context: Callable[[], Any] = noop_context_fn
-    if options.ac == "selective":
-        context = partial(create_selective_checkpoint_contexts, _keep_matmuls)
+    settings: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state}
+    if options.ac == "selective":  # with any context_fn Dynamo takes it for selective
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matmuls)
     if options.ac != "none":
         for block in blocks.values():
-            wrapper = checkpoint_wrapper(
-                block, preserve_rng_state=options.preserve_rng_state, context_fn=context
-            )
+            wrapper = checkpoint_wrapper(block, **settings)
             _replace(model, {block: wrapper})
             _watch_forward(wrapper, wrapper.named_buffers, CHANGED_BUFFER)
+            _watch_forward(wrapper, partial(_python_state, block), CHANGED_STATE, hash)
     if options.compile:
         # By default Dynamo splits each block's graph where DDP's buckets end, so that all-reduces
         # start within a block. One graph is faster, and DDP still starts them between blocks.
@@ -383,11 +385,17 @@ def _fsdp(
             value = _sum_of_bits if gathers else _memory_of
             tensors = partial(_gathered_by_fsdp1, unit)
             _watch_forward(unit._fsdp_wrapped_module, tensors, CHANGED_PARAMETER, value)
+        _watch_containers(unit._fsdp_wrapped_module if options.fsdp == 1 else unit)
     simulated = dist.get_backend() == "fake"  # then tensors have no values to check
     if not simulated:
         allowed = options.find_unused_parameters
         _LoopChecks(sharded, [*wrapped, sharded], mesh, unused_allowed=allowed).register()
     return sharded
+
+
+def _casts_inputs(options: ShardingOptions) -> bool:
+    """Tell whether FSDP casts inputs; in fp32 it would only round inputs of fp64."""
+    return options.cast_inputs and options.param_dtype != torch.float32
 
 
 def _set_prefetch(units: list[Any], root: Any, options: ShardingOptions) -> None:
@@ -431,8 +439,8 @@ def _fsdp1_wrapper(
     precision = fsdp.MixedPrecision(
         param_dtype=options.param_dtype,
         reduce_dtype=options.reduce_dtype,
-        cast_forward_inputs=options.cast_inputs,
-        cast_root_forward_inputs=options.cast_inputs,
+        cast_forward_inputs=_casts_inputs(options),
+        cast_root_forward_inputs=_casts_inputs(options),
     )
     return partial(
         FSDP1,
@@ -464,7 +472,7 @@ def _fsdp2_wrapper(
         fully_shard,
         mesh=mesh["shard"] if strategy.shard_over == "world" else mesh,
         mp_policy=fsdp.MixedPrecisionPolicy(
-            options.param_dtype, options.reduce_dtype, cast_forward_inputs=options.cast_inputs
+            options.param_dtype, options.reduce_dtype, cast_forward_inputs=_casts_inputs(options)
         ),
         offload_policy=offload,
         # None: free every unit but the root, which is last in forward and first in backward
@@ -488,19 +496,35 @@ def _refuse_stand_ins(unit: nn.Module, args: Any) -> None:
                 )
 
 
-def _reshard_without_backward(module: Any, args: Any, output: Any) -> None:
+def _reshard_without_backward(module: Any, args: Any, output: Any) -> Any:
     """Free what an FSDP unit gathered, after a forward pass that no backward pass will follow.
+
+    Returns the output; a parameter in it, whose memory is freed here, is replaced by a copy.
 
     Otherwise the root, and in the grad_op modes every unit, would stay gathered: FSDP1 would keep
     using these values after the shards have changed; under FSDP2 the module would hold other
     parameters than those that the optimizer updates.
     """
     if torch.is_grad_enabled() and _may_need_backward(output):
-        return
+        return output
+    gathered: list[Tensor]
+    if isinstance(module, nn.Module) and isinstance(module, FSDPModule):
+        gathered = [p for p in module.parameters() if not isinstance(p, DTensor)]
+    else:
+        gathered = [tensor for _, tensor in _gathered_by_fsdp1(module)]
+    freed = {_memory_of(tensor) for tensor in gathered}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor) or _memory_of(tensor) not in freed:
+            return tensor
+        return tensor.clone()
+
+    output = tree_map_only(Tensor, keep, output)
     if isinstance(module, FSDPModule):
         module.reshard()
     elif module._handle is not None and module._handle.uses_sharded_strategy:
         reshard_fsdp1(module, module._handle, True)  # FSDP1 has no public name for it
+    return output
 
 
 def _may_need_backward(output: Any) -> bool:
@@ -567,7 +591,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
     """
     for module in model.modules():
         checks = getattr(module, "loop_checks", None)
-        if checks is not None and not checks.averaged:
+        if checks is not None and not checks.all_averaged():
             raise RuntimeError(
                 "the gradients are not averaged over ranks yet: clip them after the step's last "
                 "micro-batch"
@@ -753,6 +777,8 @@ def _check_model(
         for wrong, sentence in _parameter_table(p, sharded):
             if wrong:
                 raise ValueError(f"{original_name(name)} {sentence}")
+    if strategy.engine != "ddp":
+        _check_memory(model)
 
 
 def _check_lists(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> None:
@@ -778,6 +804,21 @@ def _check_lists(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> None:
                         "sharding cannot replace them: use nn.ParameterList, nn.ModuleList, or the "
                         "attributes themselves"
                     )
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Raise ValueError for parameters and buffers that share memory, which sharding divides."""
+    places: list[tuple[int, int, str]] = []  # first byte, byte after the last, name
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.numel() and tensor.is_contiguous() and not _on_meta(tensor):
+            first = tensor.data_ptr()
+            places.append((first, first + tensor.numel() * tensor.element_size(), name))
+    for (_, end, one), (first, _, other) in pairwise(sorted(places)):
+        if first < end:
+            raise ValueError(
+                f"{one} and {other} share memory, which sharding would divide: use one "
+                "nn.Parameter for both, or clone()"
+            )
 
 
 def _parameter_table(p: nn.Parameter, sharded: bool) -> list[tuple[bool, str]]:
@@ -998,6 +1039,9 @@ class _LoopChecks:
         self.used = 0  # checksum: which parameters had a gradient after each micro-batch
         self.steps = 0
         self.own_attributes: set[str] = set()  # of the wrapper
+        # Parameters that FSDP has replaced, as long as something else still holds them. They had
+        # no gradient: if they get one, that something has computed with them.
+        self.replaced: WeakSet[nn.Parameter] = WeakSet()
 
     def register(self) -> None:
         """Register the methods below as hooks of the model, so that nobody has to call them."""
@@ -1029,6 +1073,8 @@ class _LoopChecks:
             raise RuntimeError(
                 "FSDP could not train after a call in inference_mode: use torch.no_grad() instead"
             )
+        if not _in_backward():  # there a call recomputes activations
+            self.check_interrupted()
         if self.low_precision:
             self.check_backward()
         self.check_parameters()
@@ -1049,6 +1095,8 @@ class _LoopChecks:
             # but computes with what it gathered until the backward pass, and misses a change.
             if isinstance(now, Tensor) and (now is not p or self.fsdp1):
                 self.after_forward[name] = (now, now._version)
+            if isinstance(now, nn.Parameter) and now is not p:
+                now.gathered_by_fsdp = True  # type: ignore[attr-defined]
 
     def check_output(self, output: Any) -> None:
         """Raise RuntimeError for an object that may hide the model's outputs from FSDP2.
@@ -1075,14 +1123,51 @@ class _LoopChecks:
             )
         self.last_call[tensor] = self.calls
 
+    def all_averaged(self) -> bool:
+        """Tell whether all gradients are averaged over ranks."""
+        return self.averaged and not any(_holds_gradients(unit) for unit in self.units)
+
+    def check_averaged(self) -> None:
+        """Raise RuntimeError if FSDP2 or DDP has left a gradient of the last backward pass out."""
+        if any(_holds_gradients(unit) for unit in self.units):
+            raise RuntimeError(
+                "FSDP2 has not averaged all gradients over ranks: end a step with accumulation("
+                "model, last=True), return tensors from the model, not objects that hide them, and "
+                "do not change what it returns in place"
+            )
+        if self.units or self.unused_allowed or not self.averaged or not self.last_call:
+            return
+        newest = max(self.last_call.values())
+        for p in self.trained:
+            if p.requires_grad and self.last_call.get(p, 0) != newest:
+                raise RuntimeError(
+                    "a trained parameter got no gradient from the last backward pass, and DDP "
+                    "waits for it before it averages: use find_unused_parameters=True"
+                )
+
+    def check_interrupted(self) -> None:
+        """Raise RuntimeError if an exception has ended a forward or backward pass of FSDP."""
+        if any(_is_interrupted(unit) for unit in self.units):
+            raise RuntimeError(
+                "an exception has ended a forward or backward pass, after which FSDP computes on "
+                "with wrong states: load a checkpoint in a new process"
+            )
+
     def before_step(self) -> None:
         """Check the parameters before an optimizer's step; compare ranks in the first three."""
         if _in_backward():  # a hook makes the step
             if not self.units:
                 raise RuntimeError("DDP has not averaged this gradient: step after backward()")
             return  # other units still need what they gathered
+        self.check_interrupted()
         self.check_backward()
         self.check_parameters()
+        self.check_averaged()
+        if any(p.grad is not None for p in self.replaced):
+            raise RuntimeError(
+                "the model computed with a parameter from before shard.apply, which it keeps in an "
+                "object, a function or the like: keep parameters in attributes of modules"
+            )
         self.note_used()
         if self.after_forward and self.fsdp2:
             for unit in self.units:
@@ -1241,6 +1326,8 @@ def _bits(tensors: Iterable[Any]) -> str:
     for tensor in tensors:
         if tensor is not None:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if local.is_sparse:
+                local = local.to_dense()
             sums.append(local.detach().float().view(torch.int32).sum(dtype=torch.int64))
     return str(torch.stack(sums).tolist()) if sums else ""
 
@@ -1285,9 +1372,9 @@ def _sum_of_bits(tensor: Tensor) -> str:
 
 def _watch_forward(
     module: nn.Module,
-    list_tensors: Callable[[], Iterable[tuple[str, Tensor]]],
+    list_tensors: Callable[[], Iterable[tuple[str, Any]]],
     message: str,
-    value: Callable[[Tensor], Any] = _sum_of_bits,
+    value: Callable[[Any], Any] = _sum_of_bits,
 ) -> None:
     """Register hooks that raise RuntimeError if a forward pass changes a tensor of a module.
 
@@ -1301,7 +1388,7 @@ def _watch_forward(
         for name, tensor in list_tensors():
             # A DTensor belongs to another unit, and is not gathered now.
             if not isinstance(tensor, DTensor):
-                yield name, (tensor.shape, value(tensor))
+                yield name, (getattr(tensor, "shape", None), value(tensor))
 
     def remember(module: nn.Module, args: Any) -> None:
         before.clear()
@@ -1333,10 +1420,63 @@ CHANGED_PARAMETER = (
     "{name} was changed in forward(), and FSDP would lose the change: change parameters between "
     "two steps, in torch.no_grad()"
 )
+CHANGED_STATE = (
+    "{name} was changed in forward(), and activation checkpointing would change it a second time: "
+    "use ac none, or torch.rand() for random numbers"
+)
 CHANGED_BUFFER = (
     "the buffer {name} was changed in forward(), and activation checkpointing would change it a "
     "second time: use ac none, or other block_classes"
 )
+
+
+def _python_state(block: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of what a block may change besides tensors: numbers, random states."""
+    for path, module in block.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, int | float):
+                yield f"{path}.{name}".lstrip("."), value
+            if isinstance(value, torch.Generator):
+                yield f"{path}.{name}".lstrip("."), value.get_state().numpy().tobytes()
+    yield "the state of Python's random", random.getstate()
+
+
+def _watch_containers(module: nn.Module) -> None:
+    """Register hooks that raise RuntimeError if a module writes into a list, dict or set it gets.
+
+    FSDP passes copies on, so the caller would not see what was written.
+    """
+    calls: list[list[tuple[Any, list[Any]]]] = []  # per call: (container, its items before)
+
+    def remember(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append([(one, _items(one)) for one in _containers([*args, *kwargs.values()])])
+
+    def compare(module: nn.Module, args: Any, output: Any) -> None:
+        for container, before in calls.pop():
+            now = _items(container)
+            same = len(now) == len(before) and all(map(is_, now, before))
+            if not same:
+                raise RuntimeError(
+                    f"{type(module).__name__} wrote into a {type(container).__name__} that it was "
+                    "given, of which FSDP passes a copy: return what is written"
+                )
+        calls.clear()  # those of calls that an exception has ended
+
+    module.register_forward_pre_hook(torch.compiler.disable(remember), with_kwargs=True)
+    module.register_forward_hook(torch.compiler.disable(compare), prepend=True)
+
+
+def _containers(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the lists, dicts and sets among values, and inside of these."""
+    for value in values:
+        if isinstance(value, dict | list | set):
+            yield value
+        if isinstance(value, dict | list | set | tuple):
+            yield from _containers(_items(value))
+
+
+def _items(container: Any) -> list[Any]:
+    return [*container.values()] if isinstance(container, dict) else [*container]
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -1352,11 +1492,17 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             "the optimizer was built before shard.apply, which replaced the parameters: build it "
             "afterwards"
         )
+    if any(hasattr(p, "gathered_by_fsdp") for p in parameters):
+        raise RuntimeError(
+            "the optimizer was built between a forward pass and its backward(), from gathered "
+            "parameters: build it before the first call"
+        )
     loose = [p for p in parameters if not hasattr(p, "loop_checks")]
     if loose and dist.is_initialized() and dist.get_world_size() > 1:
         _check_loose(optimizer, loose, len(parameters))
     models = dict.fromkeys(p.loop_checks for p in parameters if hasattr(p, "loop_checks"))
-    _check_whole_tensors(optimizer, any(checks.fsdp1 for checks in models))
+    of_fsdp = any(checks.units for checks in models)
+    _check_whole_tensors(optimizer, of_fsdp, any(checks.fsdp1 for checks in models))
     for checks in models:  # in the same order on all ranks
         checks.before_step()
 
@@ -1391,9 +1537,14 @@ def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int)
             )
 
 
-def _check_whole_tensors(optimizer: torch.optim.Optimizer, fsdp1: bool) -> None:
-    """Raise RuntimeError for an optimizer that needs whole tensors, where it would get parts."""
+def _check_whole_tensors(optimizer: torch.optim.Optimizer, of_fsdp: bool, fsdp1: bool) -> None:
+    """Raise RuntimeError for an optimizer that needs whole tensors, where it would get parts.
+
+    `of_fsdp`: it has parameters of FSDP; `fsdp1`: of FSDP1.
+    """
     zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
+    if zero1 and of_fsdp:
+        raise RuntimeError("FSDP shards the optimizer's states itself: use AdamW, or mode zero1")
     inner: Any = getattr(optimizer, "optim", optimizer)  # zero1 has an inner one
     refused: set[type] = set()
     if fsdp1:
@@ -1431,7 +1582,7 @@ def _watch_optimizers(replaced: Iterable[nn.Parameter]) -> None:
 
 @cache  # so that it is registered only once
 def _register_step_check() -> None:
-    register_optimizer_step_pre_hook(_check_optimizer)
+    register_optimizer_step_pre_hook(torch.compiler.disable(_check_optimizer))
 
 
 # --- Facts that torch (2.10 to 2.14) exposes only through private names, mostly about FSDP1
@@ -1446,6 +1597,39 @@ def _fsdp1_awaits_backward(unit: Any) -> bool:
     if unit._handle is None or not unit._handle.flat_param.requires_grad:
         return False
     return hasattr(unit._handle.flat_param, "_post_backward_hook_state")
+
+
+def _holds_gradients(unit: Any) -> bool:
+    """Tell whether a unit of FSDP2 has gradients that it has not averaged over ranks."""
+    if not isinstance(unit, FSDPModule):
+        return False
+    state: Any = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.14
+        groups = state._fsdp_param_groups
+    else:
+        groups = [state._fsdp_param_group]
+    for group in groups:
+        if group is None:  # a unit without parameters of its own
+            continue
+        if group._partial_reduce_output is not None:  # reduced over shards, not over replicas
+            return True
+        for p in group.fsdp_params:
+            gathered = getattr(p, "_unsharded_param", None)
+            if p.unsharded_accumulated_grad is not None:
+                return True
+            if gathered is not None and gathered.grad is not None:
+                return True
+    return False
+
+
+def _is_interrupted(unit: Any) -> bool:
+    """Tell whether a pass of a unit has begun, but not ended.
+
+    FSDP2 recovers from a forward pass that an exception has ended, FSDP1 does not.
+    """
+    if isinstance(unit, FSDPModule):
+        return unit._get_fsdp_state()._training_state.name == "PRE_BACKWARD"
+    return unit._handle is not None and unit._handle._training_state.name != "IDLE"
 
 
 def _gathered_by_fsdp1(unit: Any) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ Shapes: B images, L patches, D width, as in vit.py.
 """
 
 import argparse
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -108,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
     image_source.check_folder(args.test, "--test", args.out)
     defaults = {row.name: row.default for row in fields(Tuning)}
     flags = argparse.Namespace(**defaults | vars(args))
-    flags.init_from = args.run  # so that the classifier of another model is not resumed
+    # recorded, so that the classifier of another model is not resumed
+    flags.init_from = os.path.realpath(args.run)
     # spelled out, because a model of other code may have any shape
     shape = ",".join(f"{name}={value:d}" for name, value in vars(pretrained.config).items())
     flags.model = f"base:{shape}"

@@ -147,6 +147,26 @@ def test_ddp_does_not_cut_a_compiled_block():
     assert len(graphs) == 2  # one for encoder blocks, one for decoder blocks
 
 
+@pytest.mark.parametrize("ac", ["selective", "full"])
+@torch._dynamo.config.patch(optimize_ddp=True)
+def test_a_compiled_block_may_be_checkpointed(ac):
+    torch._dynamo.reset()
+    images, noise = torch.randn(2, 3, 16, 16), torch.rand(2, 4)
+    model = vit.ViTMAE(SMALL, 16)
+    expected, _, _ = model(images, 0.5, noise)
+    with fake_world(1):
+        mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=MESH)
+        options = shard.ShardingOptions(compile=True, ac=ac)
+        model = shard.apply(model, "ddp", mesh, block_classes={vit.Block}, options=options)
+        for module in model.modules():
+            if module._compiled_call_impl:  # once more, without a C++ compiler
+                module.compile(dynamic=False, backend="eager")
+        loss, _, _ = model(images, 0.5, noise)
+    loss.backward()
+    torch._dynamo.reset()
+    assert torch.allclose(loss, expected) and model.cls_token.grad.norm() > 0
+
+
 # --- waiting for a GPU
 
 

@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -573,8 +574,87 @@ def of_saves_after_forward(before: tuple[str, int], after: tuple[str, int], out:
     return max(found)
 
 
+class Outer(torch.optim.Optimizer):
+    """As SAM: another optimizer's states, and its parameter groups."""
+
+    def __init__(self, params: Iterable) -> None:
+        super().__init__(params, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: None = None) -> None:
+        self.base.step()
+
+
+class OfOtherTypes(torch.optim.Optimizer):
+    """Its momentum is in bf16."""
+
+    def __init__(self, params: Iterable) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:  # a rank of FSDP1 may have no part of it
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p, dtype=torch.bfloat16)
+                state["momentum"].mul_(0.9).add_(p.grad.to(state["momentum"].dtype))
+                p.sub_(state["momentum"].float(), alpha=group["lr"])
+
+
+def of_an_outer_optimizer(before: tuple[str, int], after: tuple[str, int], out: Path) -> float:
+    """The schedule is the outer optimizer's; the inner one, which has the states, is saved."""
+    schedule = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    return continued(before, after, out, Outer, schedule, inner=lambda outer: outer.base)
+
+
+def of_states_of_other_types(before: tuple[str, int], after: tuple[str, int], out: Path) -> float:
+    schedule = partial(lr_scheduler.StepLR, step_size=1, gamma=0.9)
+    return continued(before, after, out, OfOtherTypes, schedule, inner=lambda own: own)
+
+
+def continued(
+    before: tuple[str, int],
+    after: tuple[str, int],
+    out: Path,
+    kind: Callable,
+    schedule: Callable,
+    *,
+    inner: Callable,
+) -> float:
+    """How far a run of four steps is from a plain one, if it is saved after two."""
+    plain_model = layers()
+    plain_optimizer = kind(plain_model.parameters())
+    scheduler = schedule(plain_optimizer)
+    for seed in range(4):
+        step_of(plain_model, [plain_optimizer], seed, 6)
+        scheduler.step()
+    model = sharded(layers(), *before, unused=False)
+    optimizer = kind(model.parameters())
+    scheduler = schedule(optimizer)
+    for seed in range(2):
+        step_of(model, [optimizer], seed, 6)
+        scheduler.step()
+    state = {"scheduler": scheduler.state_dict()}
+    saved = checkpoint.save(out, 2, model, inner(optimizer), state)
+    model = sharded(layers(), *after, unused=False)
+    optimizer = kind(model.parameters())
+    scheduler = schedule(optimizer)
+    loaded = checkpoint.load(saved, model, inner(optimizer))
+    scheduler.load_state_dict(loaded["scheduler"])
+    for seed in range(2, 4):
+        step_of(model, [optimizer], seed, 6)
+        scheduler.step()
+    return apart(model, plain_model)
+
+
 LOOPS = [
     of_two_optimizers,
+    of_an_outer_optimizer,
+    of_states_of_other_types,
     of_student_and_teacher,
     of_shared_blocks,
     of_a_compiled_model,
@@ -617,17 +697,6 @@ def test_several_models_and_optimizers_continue(tmp_path):
 # --- what could not be loaded again is refused when it is saved, on all ranks
 
 
-class Outer(torch.optim.Optimizer):
-    """As SAM: its own states, and another optimizer's."""
-
-    def __init__(self, params: Iterable) -> None:
-        super().__init__(params, {})
-        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
-
-    def step(self, closure: None = None) -> None:
-        self.base.step()
-
-
 def with_state(model: nn.Module, **leaves: object) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     optimizer.state[next(model.parameters())] = leaves
@@ -655,7 +724,15 @@ def with_global_state(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+class CountsSteps(torch.optim.SGD):
+    """Its state_dict has a number of its own."""
+
+    def state_dict(self) -> dict:
+        return super().state_dict() | {"count": 3}
+
+
 REFUSED: list[tuple[Callable, str]] = [
+    (lambda m: CountsSteps(m.parameters(), 0.1), "state_dict of CountsSteps has count too"),
     (of_another_model, r"parameter \(6, 6\) that the model does not have: build .* sharding"),
     (lambda m: [with_state(m), with_state(m)], "0.weight is in two optimizers"),
     (lambda m: Outer(m.parameters()), "Outer keeps its states in .base: give that optimizer"),
