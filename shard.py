@@ -248,12 +248,7 @@ def apply(
     else:
         prepare_unit(model)
         sharded = _ddp(model.to(_device(mesh)), mesh, options)
-    # refuse an optimizer that was built before sharding: FSDP has replaced its parameters
-    replaced = original - set(sharded.parameters())
-    _watch_optimizers(replaced)
-    checks = getattr(sharded, "loop_checks", None)  # None in a simulation
-    if isinstance(checks, _LoopChecks):
-        checks.replaced.update(p for p in replaced if p.grad is None)
+    _watch_optimizers(sharded, replaced=original - set(sharded.parameters()))
     return sharded
 
 
@@ -1573,10 +1568,13 @@ def _check_buckets(optimizer: ZeroRedundancyOptimizer) -> None:
                 )
 
 
-def _watch_optimizers(replaced: Iterable[nn.Parameter]) -> None:
-    """Have every optimizer checked before each step; it must not have the `replaced` parameters."""
+def _watch_optimizers(sharded: nn.Module, replaced: Iterable[nn.Parameter]) -> None:
+    """Have every optimizer checked before each step: FSDP has `replaced` these parameters."""
+    checks: Any = getattr(sharded, "loop_checks", None)  # a simulation has none
     for p in replaced:
         p.replaced_by_sharding = True  # type: ignore[attr-defined]
+        if checks and p.grad is None:
+            checks.replaced.add(p)
     _register_step_check()
 
 
