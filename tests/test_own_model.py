@@ -315,7 +315,12 @@ def with_parameter(*shape: int) -> nn.Module:
 # the model, the mode, other arguments, the words that say what to do
 WRONG: list[tuple[Callable, str, dict, str]] = [
     (with_parameter, "full_shard", {}, r"extra has no dimension to shard"),
-    (lambda: with_parameter(0, 3), "hybrid", options(fsdp=1), r"extra \(0, 3\) is empty and cannot"),
+    (
+        lambda: with_parameter(0, 3),
+        "hybrid",
+        options(fsdp=1),
+        r"extra \(0, 3\) is empty and cannot",
+    ),
     (Language, "hybrid", {"blocks": {nn.Conv2d}}, r"set\(\), or some of Block, "),
     (Tied, "full_shard", {}, "is in two units, blocks.0 and the root: .* or mode ddp"),
     (build_meta, "hybrid", {}, "a model on meta, and only such a model"),
