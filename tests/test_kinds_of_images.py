@@ -11,6 +11,7 @@ import sys
 import tarfile
 import tracemalloc
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -329,6 +330,65 @@ def test_a_palette_of_too_few_bits_is_not_shown_black(scale, tmp_path):
     else:
         found = as_rgb(read_packed(path.read_bytes()))
         np.testing.assert_array_equal(found, colours[:, indices])
+
+
+@pytest.mark.parametrize("photometric", ["MINISBLACK", "MINISWHITE", "PALETTE"])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_one_band_is_shown_rightly_however_it_is_stored(bits, photometric, tmp_path):
+    """Of PlanarConfiguration 2, uncompressed, Pillow shows other pixels or inverts none."""
+    path = tmp_path / "1.tif"
+    draw = np.random.default_rng(0)
+    pixels = draw.integers(0, 2**bits, (1, 48, 48)).astype("uint8")
+    colours = {i: (*draw.integers(0, 256, 3).tolist(), 255) for i in range(2**bits)}
+    shown = np.broadcast_to(pixels[0] * 255.0 / (2**bits - 1), (3, 48, 48))
+    if photometric == "MINISWHITE":
+        shown = 255 - shown
+    elif photometric == "PALETTE":
+        shown = np.moveaxis(np.array([colours[i][:3] for i in pixels.flat]), -1, 0)
+        shown = shown.reshape(3, 48, 48)
+    tiles = {"tiled": True, "blockxsize": 16, "blockysize": 16}
+    about = {"count": 1, "height": 48, "width": 48, "dtype": "uint8", "photometric": photometric}
+    if bits < 8:
+        about["NBITS"] = bits
+    pictures = 0
+    for interleave in ("band", "pixel"):
+        for more in ({}, {"compress": "deflate"}, tiles, tiles | {"compress": "packbits"}):
+            options = about | more | {"interleave": interleave}
+            with rasterio.open(path, "w", driver="GTiff", **options) as file:
+                if photometric == "PALETTE":
+                    file.write_colormap(1, colours)
+                file.write(pixels)
+            try:
+                image, _ = data.open_image(path.read_bytes())
+            except data.NeedsPackingError as error:
+                assert "band by band" in str(error)
+                with suppress(ImportError):  # tifffile needs imagecodecs for 2 and 4 bits
+                    np.testing.assert_array_equal(
+                        read_packed(path.read_bytes()), read_by_gdal(path)
+                    )
+                continue
+            pictures += 1
+            np.testing.assert_allclose(as_rgb(image), shown, atol=1)
+    assert pictures >= 6  # only what Pillow misreads is none
+
+
+@pytest.mark.parametrize("bands", [2, 4])
+@pytest.mark.parametrize("compress", [None, "deflate", "packbits"])
+def test_alpha_is_not_lost_where_bands_are_stored_apart(bands, compress, tmp_path):
+    path = tmp_path / "1.tif"
+    pixels = blocks(0, bands, 0, 255, "uint8")
+    pixels[-1] = 255 * (pixels[-1] > 100)
+    options = {"photometric": "RGB"} if bands == 4 else {}
+    if compress:
+        options["compress"] = compress
+    write_by_gdal(path, pixels, interleave="band", alpha="YES", **options)
+    packed = read_packed(path.read_bytes())
+    assert isinstance(packed, Image.Image) == (bands == 4)
+    if bands == 2:
+        np.testing.assert_array_equal(packed, read_by_gdal(path))
+    else:
+        expected = np.where(pixels[3] == 255, pixels[:3], 0)
+        np.testing.assert_array_equal(as_rgb(packed), expected)
 
 
 @pytest.mark.parametrize(
