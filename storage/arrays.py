@@ -225,7 +225,7 @@ def decode_tiff(tiff: Any, nodata: float | None) -> list[Band]:
     size = sum(image.size * image.dtype.itemsize for image in images)
     if size > data.LARGEST_IMAGE:
         raise RefusedError(f"{size / 2**30:.1f} GiB of pixels by its header: more than 4 GiB")
-    tag = pages[0].tags.get(GDAL_NODATA)
+    tag = every[0].tags.get(GDAL_NODATA)  # not of a thumbnail before it
     if nodata is None and tag:
         nodata = read_nodata(tag.value)
     mask = None

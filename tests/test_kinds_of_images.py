@@ -301,6 +301,18 @@ def test_no_picture_is_turned(ending, tag, tmp_path):
     assert smaller.size == (16, 12)
 
 
+def test_nodata_is_read_from_the_page_of_the_image(tmp_path):
+    pixels = blocks(0, 1, 1, 200, "float32")[0]
+    pixels[:8] = -9999
+    nodata = {"extratags": [(42113, "s", 0, "-9999", True)]}
+    path = tmp_path / "1.tif"
+    write_pages(path, (pixels[::4, ::4].astype("uint8"), REDUCED), (pixels, nodata))
+    with rasterio.open(f"GTIFF_DIR:2:{path}") as file:
+        expected = file.read(masked=True).filled(np.nan)
+    assert np.isnan(expected).mean() == 0.25
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), expected)
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
 def test_a_thumbnail_on_the_first_page_is_not_the_image(dtype, tmp_path):
     path = tmp_path / "1.tif"
