@@ -867,6 +867,57 @@ def test_a_broken_tiff_gets_one_true_sentence(tmp_path):
         assert "prepare.py" not in str(raised.value)
 
 
+@pytest.mark.parametrize("compress", [None, "deflate", "lzw"])
+def test_a_tiff_of_bands_whose_end_is_missing_is_broken(compress, tmp_path):
+    path = tmp_path / "1.tif"
+    options = {"compress": compress} if compress else {}
+    pixels = np.random.default_rng(0).integers(0, 2**16, (5, 32, 32)).astype("uint16")
+    write_by_gdal(path, pixels, **options)
+    content = path.read_bytes()
+    for lost in range(1, 6):
+        path.write_bytes(content[:-lost])
+        with pytest.raises(rasterio.errors.RasterioError):
+            read_by_gdal(path)
+        with pytest.raises(ValueError, match="the end of the file is missing"):
+            read_packed(path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "predictor"),
+    [((40, 30), "u2", 2), ((40, 30, 5), "u2", 2), ((40, 30), "f4", 3), ((40, 30, 5), "u1", 2)],
+)
+def test_a_predictor_counts_only_with_compression(shape, dtype, predictor, tmp_path):
+    path = tmp_path / "1.tif"
+    pixels = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
+    options = {"photometric": "minisblack", "metadata": None, "planarconfig": "contig"}
+    other = 316  # tifffile itself writes no predictor without compression
+    tifffile.imwrite(path, pixels, extratags=[(other, "H", 1, predictor, True)], **options)
+    content = path.read_bytes()
+    tags = [struct.pack("<HHI", tag, 3, 1) for tag in (other, 317)]
+    assert content.count(tags[0]) == 1
+    path.write_bytes(content.replace(*tags))
+    with tifffile.TiffFile(path) as file:
+        assert file.pages[0].predictor == predictor
+    found = read_packed(path.read_bytes())
+    np.testing.assert_array_equal(found, read_by_gdal(path))
+    np.testing.assert_array_equal(found, np.moveaxis(pixels.reshape(40, 30, -1), -1, 0))
+
+
+@pytest.mark.parametrize("photometric", ["MINISBLACK", "RGB"])
+def test_jpeg_of_three_bands_is_what_gdal_reads_or_refused(photometric, tmp_path):
+    """A decoder takes three bands without a name for YCbCr, up to 194 of 255 off."""
+    path = tmp_path / "1.tif"
+    pixels = blocks(0, 3, 60, 200, "uint8")
+    options = {"interleave": "pixel", "compress": "JPEG", "JPEG_QUALITY": 95}
+    write_by_gdal(path, pixels, photometric=photometric, **options)
+    if photometric == "RGB":
+        np.testing.assert_allclose(as_rgb(read_packed(path.read_bytes())), pixels, atol=9)
+        return
+    np.testing.assert_allclose(read_by_gdal(path), pixels, atol=9)
+    with pytest.raises(arrays.RefusedError, match="three bands that are no RGB"):
+        read_packed(path.read_bytes())
+
+
 def test_a_missing_package_is_named_with_what_to_type(tmp_path, monkeypatch):
     write_by_gdal(tmp_path / "1.tif", blocks(0, 5, 1, 200))
     # tifffile finds what decodes some compressions only when it needs it.
