@@ -192,7 +192,10 @@ def load_index(path: str, root: str) -> ImageList:
 
 def fingerprint(files: ImageList) -> str:
     """Compute a checksum of all names and sizes."""
-    names = files.table["name"].tobytes()
+    names = files.table["name"]
+    # As wide as the longest needs it: the column of a part of a pack is as wide as all of it.
+    longest = np.char.str_len(names).max()
+    names = names.astype(f"S{longest}").tobytes()
     sizes = files.table["size"].tobytes()
     return f"{zlib.crc32(sizes, zlib.crc32(names)):08x}"
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
@@ -125,6 +126,23 @@ def test_a_resume_goes_on_with_the_same_images_only(tmp_path):
     first, refused = run_ranks(1, runs, tmp_path / "ranks")
     assert (first.status, refused.status) == ([0], [2])
     assert "image_names_and_sizes" in refused.errors and "--allow-changes" in refused.errors
+
+
+def test_a_part_of_a_pack_is_the_same_images_as_that_part_of_its_tree(tmp_path):
+    root, pack = tmp_path / "root", tmp_path / "pack"
+    for name in ("a/0.png", "a/1.png", "b_of_a_long_name_that_is_left_out/0.png"):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise_image(0).save(path)
+    prepared("pack", root, pack)
+    for include in ((), ("a",)):
+        lists = [image_list.list_images(str(folder), include=include) for folder in (root, pack)]
+        names = [name.relative_to(root) for name in sorted(root.rglob("*.png"))][: len(lists[0])]
+        width = max(len(str(name)) for name in names)
+        crc = zlib.crc32(b"".join(str(name).encode().ljust(width, b"\0") for name in names))
+        sizes = np.array([(root / name).stat().st_size for name in names], "int64")
+        expected = f"{zlib.crc32(sizes.tobytes(), crc):08x}"
+        assert [image_list.fingerprint(files) for files in lists] == [expected, expected]
 
 
 # --- bad images
