@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +26,7 @@ from storage.arrays import (
     has_deep_colours,
     read_image,
 )
-from storage.image_list import ImageList, stats_file
+from storage.image_list import ImageList, fingerprint, read_stats, stats_file
 from storage.stacking import SceneList
 
 PART = 64  # images that a process reads before it reports
@@ -259,6 +260,7 @@ def save_stats(files: ImageList, report: Report, bands: Sequence[str] = ()) -> N
         "mean": (mean / scale).tolist(),
         "std": (std / scale).tolist(),
         "dtype": dtype,
+        "images": fingerprint(files),
     }
     if bands:
         text["bands"] = list(bands)
@@ -266,3 +268,17 @@ def save_stats(files: ImageList, report: Report, bands: Sequence[str] = ()) -> N
     with atomic_write(Path(path)) as stream:
         stream.write(json.dumps(text).encode())
     print(f"{path}: {measured} of {len(files)} images, {channels} channels of {dtype}")
+
+
+def copy_stats(source: ImageList, packed: ImageList, report: Report) -> None:
+    """Copy the statistics beside a source to its pack, if they are of the same images."""
+    path = stats_file(source.root)
+    if not os.path.exists(path):
+        return
+    stats, images = read_stats(path)
+    kind, _ = report.most_frequent()
+    if images != fingerprint(source) or (len(stats.mean), stats.dtype) != kind:
+        return
+    text = json.loads(Path(path).read_text())
+    text["images"] = fingerprint(packed)  # the names and sizes of smaller pictures differ
+    Path(stats_file(packed.root)).write_text(json.dumps(text))

@@ -28,6 +28,7 @@ from ranks import Run, environment, free_port, processes_of, read_log, run_ranks
 import checkpoint
 import data
 import prepare
+import train_fsdp
 from runtime import image_source
 from storage import image_list, packing
 
@@ -44,6 +45,11 @@ def contents(files):
 
 def prepared(*argv):
     assert prepare.main([*map(str, argv), "--workers", "1"]) == 0
+
+
+def make_folder(path):
+    os.mkdir(path)
+    return path
 
 
 def class_tree(root, classes=3, each=8, **size):
@@ -355,6 +361,79 @@ def test_statistics_of_other_images_are_not_taken_along(flags, tmp_path):
     found, _ = image_source.find_stats(str(tmp_path / "pack"), 2)
     np.testing.assert_allclose(found.mean, expected, rtol=1e-9)
     assert found.dtype == ("float32" if "nodata" in flags else "uint16")
+
+
+@pytest.mark.parametrize("flags", [[], ["--include", "s2*"]])
+def test_statistics_of_a_part_are_used_for_that_part_alone(flags, tmp_path):
+    """They were copied for all, and training took them in silence."""
+    root, pack = tmp_path / "root", tmp_path / "pack"
+    root.mkdir()
+    pixels = {}
+    for i in range(16):
+        name = f"s{1 + i % 2}_{i}"
+        pixels[name] = np.random.default_rng(i).normal((-15, 3000)[i % 2], 3, (2, 32, 32))
+        np.save(root / f"{name}.npy", pixels[name].astype("f4"))
+    prepared("stats", root, "--include", "s2*")
+    prepared("pack", root, pack, *flags)
+    chosen = [pixels[name] for name in pixels if not flags or name.startswith("s2")]
+    found, note = image_source.find_stats(str(pack), 2, image_list.fingerprint(listed(pack)))
+    np.testing.assert_allclose(found.mean, np.mean(chosen, (0, 2, 3)), rtol=1e-6)
+    assert note == f"of {pack}/stats.json"
+    runs = []
+    for number, more in enumerate((["--include", "s2*"], ["--include", "s1*"], [])):
+        argv = ["--channels", "2", "--steps", "1", "--global-batch", "8", *more]
+        runs.append(train(tmp_path / f"out{number}", root, *argv))
+    notes = []
+    for result in run_ranks(1, runs, tmp_path / "ranks"):
+        assert result.status == [0], result.errors
+        (line,) = re.findall("^pixels: .*", result.output, re.MULTILINE)
+        notes.append("measured on other images" in line)
+    assert notes == [False, True, True]
+
+
+GOOD = {"mean": [4.0, 4.0], "std": [2.0, 2.0], "dtype": "uint16"}
+WRONG = {
+    "a deviation of 0": GOOD | {"std": [2.0, 0.0]},
+    "a deviation below 0": GOOD | {"std": [2.0, -1.0]},
+    "no number": GOOD | {"std": [2.0, float("nan")]},
+    "infinity": GOOD | {"mean": [2.0, float("inf")]},
+    "other lengths": GOOD | {"std": [2.0] * 3},
+    "no channel": GOOD | {"mean": [], "std": []},
+    "no type": {"mean": GOOD["mean"], "std": GOOD["std"]},
+    "another type": GOOD | {"dtype": "int16"},
+    "a list as type": GOOD | {"dtype": ["uint16"]},
+    "no mean": {"std": GOOD["std"], "dtype": "uint16"},
+    "one number": GOOD | {"mean": 4.0},
+    "letters": GOOD | {"mean": "44"},
+    "words": GOOD | {"mean": ["four", "four"]},
+    "large": GOOD | {"mean": [10**400, 1]},
+    "a list": [1, 2],
+    "text": "mean",
+}
+
+
+@pytest.mark.parametrize("name", [*WRONG, "empty", "bytes"])
+def test_wrong_statistics_are_refused_before_any_work(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.save(Path(make_folder("root"), "1.npy"), np.ones((2, 32, 32), "uint16"))
+    content = {"empty": b"", "bytes": b"\xff\0"}.get(name)
+    if content is None:
+        content = json.dumps(WRONG[name]).encode()
+    Path("root.stats.json").write_bytes(content)
+    for use in (train_fsdp.main, prepare.main):
+        argv = ["pack", "root", "pack"]
+        if use is train_fsdp.main:
+            argv = [*TRAIN.split(), "--data", "root", "--channels", "2", "--out", "out"]
+            argv += ["--global-batch", "1", "--mode", "ddp", "--steps", "1"]
+        assert use(argv) == 2
+        printed = capsys.readouterr()
+        assert printed.err.count("\n") == 1 and "Traceback" not in printed.err, printed.err
+        assert "root.stats.json is not as `prepare.py stats` writes it (" in printed.err
+        assert "step" not in printed.out and not list(tmp_path.glob("pack*"))
+    Path("root.stats.json").write_text(json.dumps(GOOD))  # by hand, and right
+    found, note = image_source.find_stats("root", 2, "any other")
+    assert found == data.ChannelStats((4.0, 4.0), (2.0, 2.0), "uint16")
+    assert note == f"of {tmp_path}/root.stats.json"
 
 
 # --- TIFF of many bands
