@@ -39,7 +39,7 @@ FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "JPEG2000")  # Pillow's names; 
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 LARGEST_IMAGE = 2**32  # one decoded image may take at most this many bytes
 NO_MEASUREMENT = 1e30  # pixels of a larger magnitude stand for missing ones
-TOO_LARGE = "if this marks missing pixels, pass the number to `prepare.py pack --nodata`"
+TOO_LARGE = "if this marks missing pixels, give it to `prepare.py pack --nodata=NUMBER`"
 NUMPY_START = b"\x93NUMPY"
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how TIFF and BigTIFF files start
 JPEG2000_STARTS = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")  # of .jp2 and .j2k

@@ -52,7 +52,7 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
         add("--include", type=nonempty, action="append", default=[], metavar="PATTERN", help=help)
         help = "no images whose name or folder matches, such as masks; may be repeated"
         add("--exclude", type=nonempty, action="append", default=[], metavar="PATTERN", help=help)
-        help = "this number is a missing pixel (default: what a GeoTIFF says, and NaN)"
+        help = "as --nodata=-9999: a missing pixel (default: what a GeoTIFF says, and NaN)"
         add("--nodata", type=float, metavar="NUMBER", help=help)
         cores = process_cores()
         help = "processes (default: the number of cores)"

@@ -115,12 +115,12 @@ class Report:
         if len({(kind.channels, kind.dtype) for kind in self.kinds}) > 1:
             print("training takes one kind: choose it by --include PATTERN or --exclude PATTERN")
             if len({kind.channels for kind in self.kinds}) == 1:
-                print("if only some declare missing pixels: `pack --nodata NUMBER` makes all alike")
+                print("if only some declare missing pixels: `pack --nodata=NUMBER` makes all alike")
         elif several:
             print("training takes all of these: leave out masks by --include or --exclude PATTERN")
         if self.declaring:
             what = f"{self.declaring} pictures declare missing pixels (nodata, or a mask)"
-            advice = "`pack --nodata NUMBER` makes NaN of that number"
+            advice = "`pack --nodata=NUMBER` makes NaN of that number"
             print(f"{what}: they are taken as stored; {advice}")
         if any(kind.mode.startswith(DEEP) for kind in self.kinds):
             print(f"{DEEP}pictures: training divides their values by 257 (of colours by 256)")

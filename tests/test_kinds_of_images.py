@@ -5,6 +5,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import resource
 import struct
 import sys
@@ -686,7 +687,7 @@ def test_tiles_of_which_only_some_declare_nodata_become_one_kind(tmp_path, capsy
         options = {"nodata": 0} if i else {}
         write_by_gdal(tmp_path / f"tree/{i}.tif", blocks(i, 2, 0, 9), **options)
     assert run_prepare("scan", tmp_path / "tree") == 0
-    assert "`pack --nodata NUMBER` makes all alike" in capsys.readouterr().out
+    assert "`pack --nodata=NUMBER` makes all alike" in capsys.readouterr().out
     assert run_prepare("pack", tmp_path / "tree", tmp_path / "pack", "--nodata", "0") == 0
     said = capsys.readouterr().out
     assert "2 images: 2 channels of float32" in said and "copied" not in said
@@ -826,6 +827,22 @@ def test_nodata_of_16_bit_png_is_exact_or_refused(bands, tmp_path):
     else:
         expected = np.where(pixels == 2, np.nan, pixels)
         np.testing.assert_array_equal(read_packed(content, nodata=2.0), expected)
+
+
+def test_a_number_for_missing_pixels_is_given_as_the_sentence_says(tmp_path, capsys):
+    """argparse takes -3.4e+38 for a flag, unless it follows an equals sign."""
+    root = tmp_path / "root"
+    root.mkdir()
+    pixels = blocks(0, 2, 1, 200, "float32")
+    pixels[:, :8] = np.finfo("float32").min
+    np.save(root / "1.npy", pixels)
+    assert run_prepare("pack", root, tmp_path / "pack") == 2
+    said = capsys.readouterr().out
+    number, advice = re.search("pixels of (.*): .* `prepare.py pack (.*)`", said).groups()
+    assert run_prepare("pack", root, tmp_path / "pack", advice.replace("NUMBER", number)) == 0
+    packed = image_list.list_images(str(tmp_path / "pack")).read(0)
+    pixels[:, :8] = np.nan
+    np.testing.assert_array_equal(np.load(io.BytesIO(packed)), pixels)
 
 
 def test_the_range_of_numbers_is_that_of_valid_pixels(tmp_path):
