@@ -1297,3 +1297,33 @@ def test_two_files_of_one_band_are_refused(tmp_path, capsys):
     assert run_prepare("pack", tmp_path / "scenes", tmp_path / "pack", "--stack", "B2") == 2
     said = capsys.readouterr().err
     assert "two files of band B2 in one scene" in said and "--include or --exclude" in said
+
+
+def test_a_scene_that_lacks_a_band_does_not_make_others_of_classes_like_5m_collide(tmp_path):
+    names = ("5m/T1_B1", "5m/T1_B2", "10m/T1_B1", "10m/T1_B2", "5m/T2_B1")
+    files = make_files(tmp_path / "scenes", *(f"{name}.tif" for name in names))
+    scenes = stacking.find_scenes(files, ("B1", "B2"))
+    assert scenes.names == ["10m/T1", "5m/T1", "5m/T2"]
+    found = [[row["name"].decode() for row in rows] for rows in scenes.files]
+    assert found[:2] == [[f"{kind}/T1_B{i}.tif" for i in (1, 2)] for kind in ("10m", "5m")]
+    assert found[2] == ["5m/T2_B1.tif", ""]
+    # Where no scene is complete, what keeps folders from being joined is still said.
+    doubled = make_files(tmp_path / "doubled", "R10m/B1.tif", "R20m/B1.tif", "R60m/B2.tif")
+    with pytest.raises(ValueError, match="two files of band B1 in one scene"):
+        stacking.find_scenes(doubled, ("B1", "B2"))
+
+
+def test_a_band_that_has_vanished_ends_the_pack_and_a_link_to_nothing_does_not(tmp_path):
+    """A file system that went away is no unreadable scene."""
+    root = tmp_path / "scenes"
+    for name in ("T1_B1", "T1_B2", "T2_B1", "T2_B2", "T3_B1"):
+        write_by_gdal(root / f"{name}.tif", blocks(0, 1, 1, 9))
+    (root / "T3_B2.tif").symlink_to("nowhere")
+    scenes = stacking.find_scenes(image_list.list_images(str(root)), ("B1", "B2"))
+    options = packing.PackOptions(bands=("B1", "B2"))
+    members, report = packing.write_shard(options, tmp_path / "1.tar", scenes)
+    assert [member.size > 0 for member in members] == [True, True, False]
+    assert "T3_B2.tif: " in report.problems[0]
+    (root / "T2_B1.tif").unlink()
+    with pytest.raises(FileNotFoundError):
+        packing.write_shard(options, tmp_path / "2.tar", scenes)
