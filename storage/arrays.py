@@ -298,7 +298,7 @@ def read_nodata(text: Any) -> float:
     try:
         return float(str(text).strip("\0 ").replace(",", "."))
     except ValueError:
-        raise RefusedError(f"nodata value {text!r:.40} is no number: give --nodata=NUMBER") from None
+        raise RefusedError(f"nodata value {text!r:.40} is no number: give --nodata=N") from None
 
 
 def read_jpeg2000(image: Image.Image, content: bytes) -> np.ndarray:

@@ -270,6 +270,13 @@ def save_stats(files: ImageList, report: Report, bands: Sequence[str] = ()) -> N
     print(f"{path}: {measured} of {len(files)} images, {channels} channels of {dtype}")
 
 
+def check_can_save_stats(files: ImageList) -> None:
+    """Raise OSError if `save_stats` could not write, which would lose the work before it."""
+    path = stats_file(files.root)
+    if not os.access(os.path.dirname(path), os.W_OK):
+        raise OSError(f"{path} cannot be written: the folder is read-only, or not yours")
+
+
 def copy_stats(source: ImageList, packed: ImageList, report: Report) -> None:
     """Copy the statistics beside a source to its pack, if they are of the same images."""
     path = stats_file(source.root)

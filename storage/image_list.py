@@ -171,7 +171,9 @@ def save_index(files: ImageList, path: str) -> ImageList:
     from checkpoint import atomic_write  # not above: a loader worker needs no DCP
 
     with atomic_write(Path(path)) as stream:
-        np.save(stream, files.table)
+        content = io.BytesIO()
+        np.save(content, files.table)  # to a real file, it would hide why that cannot be written
+        stream.write(content.getbuffer())
         stream.write(json.dumps([files.classes, files.shards]).encode())
     return load_index(os.path.abspath(path), files.root)
 

@@ -174,9 +174,7 @@ def pack(
     images; otherwise they are measured, and always those of arrays. ValueError if the target
     already has files.
     """
-    path = Path(target)
-    if path.exists() and any(path.iterdir()):
-        raise ValueError(f"{target} is not empty: pack into a new folder")
+    path = new_folder(target)
     known = os.path.exists(stats_file(source))
     if known:
         read_stats(stats_file(source))  # which raises before the work, not after it
@@ -217,6 +215,16 @@ def pack(
     arrays = np.char.endswith(np.char.lower(packed.table["name"]), b".npy").sum()
     if (known or 2 * arrays >= count) and not (path / "stats.json").exists():
         save_stats(packed, read_folder(packed, workers), options.bands)
+
+
+def new_folder(target: str) -> Path:
+    """Return the path that a finished pack can be moved to; ValueError if there is something."""
+    path = Path(os.path.realpath(target))  # a folder cannot take the place of a link to one
+    if path.exists() and any(path.iterdir()):
+        raise ValueError(f"{target} is not empty: pack into a new folder")
+    if path.is_mount():
+        raise ValueError(f"{target} is a mount point: pack into a new folder in it")
+    return path
 
 
 def split_into_shards(files: ImageList | SceneList) -> list[ImageList | SceneList]:

@@ -15,6 +15,7 @@ import time
 import zlib
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -23,13 +24,13 @@ import tifffile
 from conftest import ROOT
 from images import noise_image, stream
 from PIL import Image
-from ranks import Run, environment, free_port, processes_of, read_log, run_ranks
+from ranks import Run, environment, files_limited, free_port, processes_of, read_log, run_ranks
 
 import checkpoint
 import data
 import prepare
 import train_fsdp
-from runtime import image_source
+from runtime import image_source, log
 from storage import image_list, packing
 
 TILES = ROOT / "examples/tiles/train"
@@ -198,6 +199,18 @@ def test_training_replaces_bad_images_and_lists_each_once(tmp_path):
     assert "unreadable images" not in longer.output
 
 
+@pytest.mark.parametrize("header", [True, False])
+def test_a_list_of_bad_images_that_lost_a_part_is_continued(header, tmp_path):
+    """A full disk or a lost node may leave no header, zeros, or half a line."""
+    rows = [["root/a,b.jpg", "OSError: cut", "3"], ["root/\n.jpg", 'says "no"', "4"]]
+    with open(tmp_path / "bad_images.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["path", "reason", "step"]] * header + rows)
+        file.write("\0" * 50 + "\r\nroot/c.j")
+    run = SimpleNamespace(config=SimpleNamespace(out=str(tmp_path)))
+    bad = log.BadImageLog(run, SimpleNamespace(rank=0), str)
+    assert bad.known == {row[0] for row in rows}
+
+
 # --- packs
 
 
@@ -294,6 +307,33 @@ def test_on_a_full_disk_what_was_there_stays(tmp_path, monkeypatch):
     assert (tmp_path / "list").read_text() == "old" and not list(tmp_path.glob(".*"))
 
 
+def test_a_list_that_cannot_be_written_says_why(tmp_path):
+    """Not: 24 requested and 1 written."""
+    files = class_tree(tmp_path / "root")
+    with files_limited(200), pytest.raises(OSError) as raised:
+        image_list.save_index(files, f"{tmp_path}/list")
+    assert raised.value.errno == errno.EFBIG and not (tmp_path / "list").exists()
+
+
+def test_a_pack_may_take_the_place_of_an_empty_folder_behind_a_link(tmp_path, capsys):
+    root = class_tree(tmp_path / "root")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    prepared("pack", root.root, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "empty/pack.index").exists()
+    assert contents(listed(tmp_path / "link")) == contents(root)
+    assert sorted(os.listdir(tmp_path)) == ["empty", "link", "root"]
+
+
+def test_a_mount_point_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "empty")
+    assert prepare.main(["pack", str(TILES), str(tmp_path / "empty")]) == 2
+    printed = capsys.readouterr()
+    assert "is a mount point: pack into a new folder in it" in printed.err and not printed.out
+    assert os.listdir(tmp_path) == ["empty"]
+
+
 # --- statistics
 
 
@@ -361,6 +401,16 @@ def test_statistics_of_other_images_are_not_taken_along(flags, tmp_path):
     found, _ = image_source.find_stats(str(tmp_path / "pack"), 2)
     np.testing.assert_allclose(found.mean, expected, rtol=1e-9)
     assert found.dtype == ("float32" if "nodata" in flags else "uint16")
+
+
+def test_statistics_that_cannot_be_written_are_not_measured(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tree").mkdir()
+    noise_image(0).save(tmp_path / "tree/1.png")
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (str(tmp_path), os.W_OK))
+    monkeypatch.setattr(prepare, "read_folder", Mock(side_effect=AssertionError))
+    assert prepare.main(["stats", str(tmp_path / "tree")]) == 1
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/tree.stats.json cannot be written: " in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("flags", [[], ["--include", "s2*"]])
