@@ -183,7 +183,7 @@ class BadImageLog:
     """The bad images of all ranks, listed in OUT/bad_images.csv.
 
     data.Images replaces an unreadable image and names it in `bad`; Monitor.next_batch adds it to
-    `unreported`; `sync`, at the next log line, lists those of all ranks. If they are `too_many`,
+    `unreported`; `sync`, some steps later, lists those of all ranks. If they are `too_many`,
     `train` saves and ends the run.
     """
 

@@ -199,6 +199,19 @@ def test_training_replaces_bad_images_and_lists_each_once(tmp_path):
     assert "unreadable images" not in longer.output
 
 
+def test_too_many_bad_images_end_a_run_long_before_its_next_log_line(tmp_path):
+    root, out = tmp_path / "root", tmp_path / "out"
+    files = class_tree(root)
+    for index in range(0, len(files), 2):
+        Path(files.path(index)).write_bytes(b"broken")
+    flags = ("--steps", "60", "--log-every", "100")
+    (result,) = run_ranks(2, [train(out, root, *flags)], tmp_path / "ranks")
+    assert result.status == [1, 1] and "of 24 images are unreadable, more than" in result.errors
+    assert result.end["reason"] == "bad_images" and result.end["steps"] == 10
+    listed = [row["path"] for row in ledger(out / "bad_images.csv")]
+    assert sorted(listed) == [files.path(index) for index in range(0, len(files), 2)]
+
+
 @pytest.mark.parametrize("header", [True, False])
 def test_a_list_of_bad_images_that_lost_a_part_is_continued(header, tmp_path):
     """A full disk or a lost node may leave no header, zeros, or half a line."""
