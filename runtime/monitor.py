@@ -32,7 +32,6 @@ from runtime.resume import CheckpointSchedule, mark_done
 from runtime.run import Run
 from runtime.session import Session, cause_of
 
-
 BAD_IMAGES_EVERY = 10  # steps after which too many bad images end the run, at the latest
 
 

@@ -19,6 +19,7 @@ from conftest import ROOT
 from ranks import NANO, agreed_port, full_parameters, on_ranks
 from torch import nn
 
+import checkpoint
 import data
 import probe
 import train_fsdp
@@ -178,6 +179,34 @@ def test_two_ranks_train_as_a_plain_loop_and_stops_do_not_matter(run, trees, tmp
 
 
 # --- the command, in one process
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_signal_ends_scores_early_and_the_run_saves(epoch, run, trees, tmp_path, monkeypatch):
+    """They may take longer than the time that is left; after the last step all is saved."""
+    received: list[int] = []
+    scored: list[int] = []
+    original = finetune.Scores.values_of
+
+    def values_of(scores, images, indices):
+        scored.append(len(indices))
+        if len(scored) == (epoch - 1) * 8 + 1:
+            received.append(signal.SIGTERM)
+        return original(scores, images, indices)
+
+    monkeypatch.setattr(finetune.process, "listen_for_signals", lambda: received)
+    monkeypatch.setattr(finetune.Scores, "values_of", values_of)
+    out = tmp_path / "out"
+    argv = command(run, trees, out, "--global-batch 2 --accum 1")  # 8 batches of 16 images
+    assert probe.main(argv) == 0
+    (end,) = records(out, "end")
+    steps = 12 * epoch + (epoch == 1)  # of 24 images; one more, which is saved
+    assert (end["reason"], end["steps"]) == (("signal", "done")[epoch - 1], steps)
+    assert checkpoint.step_of(checkpoint.list_checkpoints(out)[-1]) == steps
+    assert [record["step"] for record in records(out, "scores")] == [12, 24][: 2 * (epoch - 1)]
+    assert len(scored) == (5, 16)[epoch - 1]
+    received.clear()
+    assert probe.main(argv) == 0 and records(out, "scores")[-1]["step"] == 24
 
 
 def test_test_images_that_cannot_be_read_are_named_and_none_is_refused(run, tmp_path, capsys):
