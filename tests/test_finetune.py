@@ -178,6 +178,34 @@ def test_two_ranks_train_as_a_plain_loop_and_stops_do_not_matter(run, trees, tmp
     assert 0 < records(tmp_path / "e", "start")[1]["begin"] < STEPS
 
 
+def stopped_while_scored(run: Path, trees: Path) -> int:
+    """Fine-tune as this rank; rank 1 alone gets a signal when it scores its first images."""
+    vit.MODELS["nano"] = NANO
+    received: list[int] = []
+    original = finetune.Scores.values_of
+
+    def values_of(scores, images, indices):
+        if os.environ["RANK"] == "1":
+            received.append(signal.SIGTERM)
+        return original(scores, images, indices)
+
+    argv = command(run, trees, Path(os.environ["FOLDER"]) / "out", "--global-batch 2 --accum 1")
+    with (
+        patch.object(finetune.Scores, "values_of", values_of),
+        patch.object(finetune.process, "listen_for_signals", return_value=received),
+    ):
+        return probe.main(argv)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_ends_the_scores_of_all(run, trees, tmp_path):
+    assert on_ranks(2, partial(stopped_while_scored, run, trees), tmp_path, 300) == [0, 0]
+    (end,) = records(tmp_path / "out", "end")
+    assert (end["reason"], end["steps"]) == ("signal", 13) and not records(
+        tmp_path / "out", "scores"
+    )
+
+
 # --- the command, in one process
 
 
