@@ -222,8 +222,8 @@ def new_folder(target: str) -> Path:
     path = Path(os.path.realpath(target))  # a folder cannot take the place of a link to one
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{target} is not empty: pack into a new folder")
-    if path.is_mount():
-        raise ValueError(f"{target} is a mount point: pack into a new folder in it")
+    if path.is_mount() or path == Path.cwd():
+        raise ValueError(f"{target} cannot be replaced by a pack: give a new folder in it")
     return path
 
 

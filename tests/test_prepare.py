@@ -338,12 +338,18 @@ def test_a_pack_may_take_the_place_of_an_empty_folder_behind_a_link(tmp_path, ca
     assert sorted(os.listdir(tmp_path)) == ["empty", "link", "root"]
 
 
-def test_a_mount_point_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("target", ["a mount point", "."])
+def test_a_folder_that_cannot_be_replaced_is_refused(target, tmp_path, monkeypatch, capsys):
+    """Before the work: a mount point, and the folder that the command is typed in."""
     (tmp_path / "empty").mkdir()
-    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "empty")
-    assert prepare.main(["pack", str(TILES), str(tmp_path / "empty")]) == 2
+    if target == ".":
+        monkeypatch.chdir(tmp_path / "empty")
+    else:
+        monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "empty")
+        target = str(tmp_path / "empty")
+    assert prepare.main(["pack", str(TILES), target]) == 2
     printed = capsys.readouterr()
-    assert "is a mount point: pack into a new folder in it" in printed.err and not printed.out
+    assert f"{target} cannot be replaced by a pack: give a new" in printed.err and not printed.out
     assert os.listdir(tmp_path) == ["empty"]
 
 
