@@ -39,7 +39,7 @@ FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "JPEG2000")  # Pillow's names; 
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 LARGEST_IMAGE = 2**32  # one decoded image may take at most this many bytes
 NO_MEASUREMENT = 1e30  # pixels of a larger magnitude stand for missing ones
-TOO_LARGE = "if this marks missing pixels, pass the number to `prepare.py pack --nodata`"
+TOO_LARGE = "if this marks missing pixels, give it to `prepare.py pack --nodata=NUMBER`"
 NUMPY_START = b"\x93NUMPY"
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how TIFF and BigTIFF files start
 JPEG2000_STARTS = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")  # of .jp2 and .j2k
@@ -463,6 +463,7 @@ class NeedsPackingError(ValueError):
 # Pillow's modes that convert to 8-bit RGB without losing bands or bits
 PICTURE_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 UNSIGNED = 1  # a value of TIFF's tag SampleFormat
+BAND_BY_BAND = 2  # a value of TIFF's tag PlanarConfiguration
 # Bits of TIFF's tag NewSubfileType: the page is an overview (1) or a mask (4) of another page.
 REDUCED_OR_MASK = 1 | 4
 START_OF_SCAN = b"\xff\xda"  # these two are markers in a JPEG (ITU-T T.81, B.1)
@@ -691,6 +692,8 @@ def describe_tiff(image: Any) -> str | None:
     # Old programs write 8 bits where the standard asks for 16: Pillow would show black.
     if image.mode == "P" and 0 < max(tags[Tag.ColorMap]) < 256:
         raise ValueError("TIFF with a palette of 8 bits: convert it (gdal_translate -expand rgb)")
+    if tags.get(Tag.PlanarConfiguration, 1) == BAND_BY_BAND and not shows_bands(image, bits):
+        return f"TIFF with {samples} bands of {bits} bits, band by band,"
     offsets_and_sizes = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
     # For an omitted tile Pillow would decode unrelated bytes of the file.
     if any(0 in tags.get(tag, ()) for tag in offsets_and_sizes):
@@ -705,6 +708,19 @@ def describe_tiff(image: Any) -> str | None:
     if sizes and tags.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK:
         return "TIFF whose first page is a thumbnail"
     return None
+
+
+def shows_bands(image: Any, bits: int) -> bool:
+    """Tell whether Pillow decodes a TIFF rightly that stores one band after the other."""
+    if image.mode in ("LA", "PA"):  # of compressed ones Pillow leaves alpha at 0
+        return False
+    raw_modes = {tile[3][0] for tile in image.tile if tile[0] == "raw"}
+    if not raw_modes:  # libtiff decodes it
+        return True
+    # Uncompressed, Pillow keeps the first letter of "L;4" or "P;4I": it takes all for 8 plain bits.
+    white_is_zero = image.tag_v2.get(Tag.PhotometricInterpretation, 0) == 0
+    turned_bits = image.tag_v2.get(Tag.FillOrder, 1) != 1
+    return bits == 8 and not white_is_zero and not turned_bits and raw_modes <= set("LPRGBACMYK")
 
 
 def other_pages(image: Any) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from mesh import process_cores
 from runtime import process
 from runtime.config import Parser, int_in_range, nonempty
 from runtime.image_source import check_folder
-from storage.checking import read_folder, save_stats
+from storage.checking import check_can_save_stats, read_folder, save_stats
 from storage.image_list import list_images
 from storage.packing import PackOptions, pack
 
@@ -52,7 +52,7 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
         add("--include", type=nonempty, action="append", default=[], metavar="PATTERN", help=help)
         help = "no images whose name or folder matches, such as masks; may be repeated"
         add("--exclude", type=nonempty, action="append", default=[], metavar="PATTERN", help=help)
-        help = "this number is a missing pixel (default: what a GeoTIFF says, and NaN)"
+        help = "as --nodata=-9999: a missing pixel (default: what a GeoTIFF says, and NaN)"
         add("--nodata", type=float, metavar="NUMBER", help=help)
         cores = process_cores()
         help = "processes (default: the number of cores)"
@@ -68,6 +68,8 @@ def run_command(args: argparse.Namespace) -> int:
         pack(args.dir, args.out, args.workers, options, include=args.include, exclude=args.exclude)
         return 0
     files = list_images(args.dir, include=args.include, exclude=args.exclude)
+    if args.command == "stats":
+        check_can_save_stats(files)
     report = read_folder(files, args.workers, args.nodata)
     if args.command == "stats":
         report.print_kinds()

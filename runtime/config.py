@@ -322,6 +322,8 @@ def fill_defaults(c: Config) -> Config:
     problem = next(shard.invalid_options(mode, given, flag_name), None)
     if problem:
         raise ValueError(problem)
+    if c.clip == 0:
+        raise ValueError("--clip 0 would make every gradient 0: leave it out to clip none")
     if c.cpu_offload and not gpu:
         raise ValueError("--cpu-offload moves parameters off a GPU, but this run is on the CPU")
     for one, other in (("batch", "global_batch"), ("steps", "epochs"), ("blr", "lr")):

@@ -23,6 +23,8 @@ from runtime.eval_images import fixed_noise, open_eval_loader
 from runtime.run import Run
 from runtime.session import Session
 
+ASK_EVERY = 5  # batches between two questions whether a signal asks some rank to stop
+
 
 def baseline_losses(run: Run, images: Tensor, mask: Tensor) -> Tensor:
     """Compute what a model has to beat (2, B): the losses of predicting zero and a mean colour.
@@ -75,7 +77,8 @@ class Evaluation:
         """Report the means over all images after training `step` steps. Collective.
 
         All ranks call the model equally often, on whole local batches. Images that cannot be read
-        are left out, named and counted; if none can be read, nothing is reported.
+        are left out, named and counted; if none can be read, nothing is reported. A signal ends
+        this early, so that the run saves in time, unless all steps are trained, and saved.
         """
         run = self.run
         config = run.config
@@ -98,8 +101,12 @@ class Evaluation:
         sums = torch.zeros((), dtype=torch.float64, device=device)
         bad: list[tuple[int, str]] = []
         self.model.eval()
-        for batch in loader:
+        for number, batch in enumerate(loader):
             self.session.heartbeat("evaluating", step - 1)
+            if number % ASK_EVERY == 0 and step < run.steps and self.asked_to_stop():
+                self.model.train()
+                self.session.log.warn(f"asked to stop: step {step} is not evaluated")
+                return
             bad += batch.bad.items()
             count = len(batch.indices)
             if count:
@@ -111,6 +118,12 @@ class Evaluation:
         self.name_bad(bad)
         if sums[0] > 0:  # the ranks of a tensor-parallel group have the same images
             self.report(step, int(sums[0]) // config.tp, (sums[1:] / sums[0]).tolist())
+
+    def asked_to_stop(self) -> bool:
+        """Tell whether a signal asks some rank to stop. Collective."""
+        asked = torch.tensor(float(bool(self.session.signals)), device=self.session.device)
+        dist.all_reduce(asked)
+        return asked.item() > 0
 
     def name_bad(self, bad: list[tuple[int, str]]) -> None:
         """Name the images that some rank could not read. Collective."""

@@ -1,6 +1,5 @@
 """Find the images of a run: rank 0 lists them, every rank then has the same list."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,7 +99,7 @@ def find_images(
     data.steps_per_epoch(len(files), global_batch)  # raises if there is not even one
     notes = "as in pretraining"
     if stats is None:
-        stats, notes = find_stats(config.data, config.channels)
+        stats, notes = find_stats(config.data, config.channels, names)
     if config.channels == 3 and has_png(files):
         notes += "; 16-bit PNG divided by 257"
     check_some_images(files, stats)
@@ -132,10 +131,13 @@ def list_eval_images(folder: str, config: "Config") -> Any:
     return list_folder(folder, config.include, config.exclude, out)
 
 
-def find_stats(folder: str, channels: int) -> tuple[data.ChannelStats, str]:
+def find_stats(
+    folder: str, channels: int, images: str | None = None
+) -> tuple[data.ChannelStats, str]:
     """Read the statistics of the images in `folder` -> them, and a note on their origin.
 
-    RGB images without statistics get ImageNet's. ValueError if none fit so many channels.
+    It says if they are of others than `images`, a fingerprint. RGB images without statistics get
+    ImageNet's. ValueError if none fit so many channels.
     """
     path = image_list.stats_file(folder)
     if folder == "synthetic":
@@ -143,11 +145,12 @@ def find_stats(folder: str, channels: int) -> tuple[data.ChannelStats, str]:
             return data.IMAGENET, ""
         return data.ChannelStats(mean=(0.5,) * channels, std=(0.25,) * channels), ""
     if os.path.exists(path):
-        found = json.loads(Path(path).read_text())
-        count = len(found["mean"])
+        stats, measured = image_list.read_stats(path)
+        count = len(stats.mean)
         if count != channels:
             raise ValueError(f"{path} is of {count} channels, not {channels}: see --channels")
-        stats = data.ChannelStats(tuple(found["mean"]), tuple(found["std"]), found["dtype"])
+        if measured and images and measured != images:
+            return stats, f"of {path}, measured on other images"
         return stats, f"of {path}"
     if channels == 3:
         return data.IMAGENET, "ImageNet's"

@@ -22,6 +22,8 @@ from runtime.agreement import StepResult, gather_to_rank0, run_on_rank0
 from runtime.devices import device_memory, peak_flops
 from runtime.run import Run
 
+COLUMNS = ["path", "reason", "step"]  # of bad_images.csv
+
 
 class Meter:
     """Measure the steps of a loop by the host's clock, which stops while `paused`."""
@@ -181,7 +183,7 @@ class BadImageLog:
     """The bad images of all ranks, listed in OUT/bad_images.csv.
 
     data.Images replaces an unreadable image and names it in `bad`; Monitor.next_batch adds it to
-    `unreported`; `sync`, at the next log line, lists those of all ranks. If they are `too_many`,
+    `unreported`; `sync`, some steps later, lists those of all ranks. If they are `too_many`,
     `train` saves and ends the run.
     """
 
@@ -196,7 +198,10 @@ class BadImageLog:
         self.known: set[str] = set()  # their paths, kept up to date on rank 0
         if log.rank == 0 and self.path.exists():
             with self.open("r") as file:
-                self.known = {row["path"] for row in csv.DictReader(file)}
+                # A node that was lost may have left no header, or zeros in place of text.
+                rows = csv.reader(line.replace("\0", "") for line in file)
+                whole = [row for row in rows if len(row) == len(COLUMNS) and row != COLUMNS]
+            self.known = {row[0] for row in whole}
 
     def open(self, mode: str) -> IO[str]:
         """Open the list; a path in it may have any bytes."""
@@ -223,7 +228,7 @@ class BadImageLog:
                 with self.open("a") as file:
                     table = csv.writer(file)
                     if file.tell() == 0:
-                        table.writerow(["path", "reason", "step"])
+                        table.writerow(COLUMNS)
                     table.writerows(new.values())
             except OSError as error:  # a full disk: the run continues, as in Log.write
                 self.log.warn(f"{self.path} cannot be written now: {error}")

@@ -32,6 +32,8 @@ from runtime.resume import CheckpointSchedule, mark_done
 from runtime.run import Run
 from runtime.session import Session, cause_of
 
+BAD_IMAGES_EVERY = 10  # steps after which too many bad images end the run, at the latest
+
 
 class Monitor:
     """Watch the steps of a run: what the ranks agree on, the clock, unreadable images, the log."""
@@ -145,12 +147,13 @@ class Monitor:
         return f"{text}: lower {rate} or add --clip 1, with --allow-changes"
 
     def log_step(self, result: StepResult, lr: float) -> None:
-        """Log a step if it is due, and the bad images of all ranks up to it. Collective."""
+        """Log a step if it is due, and more often the bad images of all ranks. Collective."""
         done = result.step + 1
-        if done == self.run.steps or done % self.run.config.log_every == 0:
+        due = done == self.run.steps or done % self.run.config.log_every == 0
+        if result.bad_images and (due or done % BAD_IMAGES_EVERY == 0):
             with self.meter.paused():
-                if result.bad_images:
-                    self.bad_images.sync()
+                self.bad_images.sync()
+        if due:
             self.session.log.step(result, lr, self.meter)
             self.limits.check(done, self.meter, self.guard)
 

@@ -121,7 +121,12 @@ def read_run_state(
 
 def _rename_damaged(paths: Sequence[Path]) -> None:
     for path in paths:
-        path.rename(path.with_name(f"damaged_{path.name}"))
+        new = path.with_name(f"damaged_{path.name}")
+        count = 1
+        while new.exists():  # a step may be damaged again after it was trained again
+            count += 1
+            new = path.with_name(f"damaged_{path.name}_{count}")
+        path.rename(new)
 
 
 def _retry(say: Say, work: Callable[[Any], Any], path: Any) -> Any:

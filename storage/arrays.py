@@ -18,6 +18,9 @@ import data
 GDAL_NODATA = 42113  # a tag of TIFF: the number that stands for a missing pixel, as text
 BLACK_IS_ZERO = (1, 2)  # TIFF's tag PhotometricInterpretation, of plain grey and RGB
 PALETTE = 3  # and of indices into a table of colours
+JPEG_COLOURS = (2, 6)  # RGB and YCbCr
+UNCOMPRESSED = 1  # a value of TIFF's tag Compression
+JPEG = 7  # and another
 MASK = 4  # the bit of TIFF's tag NewSubfileType that says that a page is a mask
 NOT_IN_EVERY_PILLOW = ("lzma", "webp", "zstd")  # compressions that its library of TIFF may lack
 READ_AT_ONCE = 2**22  # bytes of a TIFF that are held in addition to its pixels
@@ -221,11 +224,13 @@ def decode_tiff(tiff: Any, nodata: float | None) -> list[Band]:
     about = "indices of a palette" if every[0].photometric == PALETTE else ""
     if len(same) < len(every):
         about = describe_lost_pages(len(every) - len(same))
+    if any(is_jpeg_of_unknown_colours(page) for page in same):
+        raise RefusedError("JPEG of three bands that are no RGB: convert it (gdal_translate)")
     images = tiff.series[:1] if lacks_directories(tiff) else same
     size = sum(image.size * image.dtype.itemsize for image in images)
     if size > data.LARGEST_IMAGE:
         raise RefusedError(f"{size / 2**30:.1f} GiB of pixels by its header: more than 4 GiB")
-    tag = pages[0].tags.get(GDAL_NODATA)
+    tag = every[0].tags.get(GDAL_NODATA)  # not of a thumbnail before it
     if nodata is None and tag:
         nodata = read_nodata(tag.value)
     mask = None
@@ -242,16 +247,29 @@ def decode_tiff(tiff: Any, nodata: float | None) -> list[Band]:
 
 
 def list_pages(tiff: Any) -> list[Any]:
-    """List the pages of an open TIFF; ValueError if some are lost, which tifffile passes over."""
+    """List the pages of an open TIFF; ValueError if a part is lost, which tifffile passes over."""
     pages = list(tiff.pages)
     if not all(page.dataoffsets and all(page_size(page)) for page in pages):
         raise ValueError(f"one of {len(pages)} pages is empty")
     file = tiff.filehandle
+    for page in pages:
+        if page.compression == UNCOMPRESSED:
+            page.predictor = 1  # none: with others only a compressor makes differences of pixels
+        for start, size in zip(page.dataoffsets, page.databytecounts, strict=False):
+            if start + size > file.size:
+                raise ValueError("the end of the file is missing")
     file.seek(tiff.pages.next_page_offset)
     link = file.read(tiff.tiff.offsetsize)
     if link != bytes(tiff.tiff.offsetsize):
         raise ValueError(f"the page after number {len(pages)} is missing")
     return pages
+
+
+def is_jpeg_of_unknown_colours(page: Any) -> bool:
+    """Tell whether a decoder would take the three bands of a JPEG for YCbCr, unlike its tags."""
+    if page.compression != JPEG or page.samplesperpixel != 3:
+        return False
+    return page.planarconfig != data.BAND_BY_BAND and page.photometric not in JPEG_COLOURS
 
 
 def lacks_directories(tiff: Any) -> bool:
@@ -280,7 +298,7 @@ def read_nodata(text: Any) -> float:
     try:
         return float(str(text).strip("\0 ").replace(",", "."))
     except ValueError:
-        raise RefusedError(f"nodata value {text!r:.40} is no number: give --nodata") from None
+        raise RefusedError(f"nodata value {text!r:.40} is no number: give --nodata=N") from None
 
 
 def read_jpeg2000(image: Image.Image, content: bytes) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +26,7 @@ from storage.arrays import (
     has_deep_colours,
     read_image,
 )
-from storage.image_list import ImageList, stats_file
+from storage.image_list import ImageList, fingerprint, read_stats, stats_file
 from storage.stacking import SceneList
 
 PART = 64  # images that a process reads before it reports
@@ -114,12 +115,12 @@ class Report:
         if len({(kind.channels, kind.dtype) for kind in self.kinds}) > 1:
             print("training takes one kind: choose it by --include PATTERN or --exclude PATTERN")
             if len({kind.channels for kind in self.kinds}) == 1:
-                print("if only some declare missing pixels: `pack --nodata NUMBER` makes all alike")
+                print("if only some declare missing pixels: `pack --nodata=NUMBER` makes all alike")
         elif several:
             print("training takes all of these: leave out masks by --include or --exclude PATTERN")
         if self.declaring:
             what = f"{self.declaring} pictures declare missing pixels (nodata, or a mask)"
-            advice = "`pack --nodata NUMBER` makes NaN of that number"
+            advice = "`pack --nodata=NUMBER` makes NaN of that number"
             print(f"{what}: they are taken as stored; {advice}")
         if any(kind.mode.startswith(DEEP) for kind in self.kinds):
             print(f"{DEEP}pictures: training divides their values by 257 (of colours by 256)")
@@ -259,6 +260,7 @@ def save_stats(files: ImageList, report: Report, bands: Sequence[str] = ()) -> N
         "mean": (mean / scale).tolist(),
         "std": (std / scale).tolist(),
         "dtype": dtype,
+        "images": fingerprint(files),
     }
     if bands:
         text["bands"] = list(bands)
@@ -266,3 +268,24 @@ def save_stats(files: ImageList, report: Report, bands: Sequence[str] = ()) -> N
     with atomic_write(Path(path)) as stream:
         stream.write(json.dumps(text).encode())
     print(f"{path}: {measured} of {len(files)} images, {channels} channels of {dtype}")
+
+
+def check_can_save_stats(files: ImageList) -> None:
+    """Raise OSError if `save_stats` could not write, which would lose the work before it."""
+    path = stats_file(files.root)
+    if not os.access(os.path.dirname(path), os.W_OK):
+        raise OSError(f"{path} cannot be written: the folder is read-only, or not yours")
+
+
+def copy_stats(source: ImageList, packed: ImageList, report: Report) -> None:
+    """Copy the statistics beside a source to its pack, if they are of the same images."""
+    path = stats_file(source.root)
+    if not os.path.exists(path):
+        return
+    stats, images = read_stats(path)
+    kind, _ = report.most_frequent()
+    if images != fingerprint(source) or (len(stats.mean), stats.dtype) != kind:
+        return
+    text = json.loads(Path(path).read_text())
+    text["images"] = fingerprint(packed)  # the names and sizes of smaller pictures differ
+    Path(stats_file(packed.root)).write_text(json.dumps(text))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import resource
 import zlib
@@ -170,7 +171,9 @@ def save_index(files: ImageList, path: str) -> ImageList:
     from checkpoint import atomic_write  # not above: a loader worker needs no DCP
 
     with atomic_write(Path(path)) as stream:
-        np.save(stream, files.table)
+        content = io.BytesIO()
+        np.save(content, files.table)  # to a real file, it would hide why that cannot be written
+        stream.write(content.getbuffer())
         stream.write(json.dumps([files.classes, files.shards]).encode())
     return load_index(os.path.abspath(path), files.root)
 
@@ -192,9 +195,11 @@ def load_index(path: str, root: str) -> ImageList:
 
 def fingerprint(files: ImageList) -> str:
     """Compute a checksum of all names and sizes."""
-    names = files.table["name"].tobytes()
-    sizes = files.table["size"].tobytes()
-    return f"{zlib.crc32(sizes, zlib.crc32(names)):08x}"
+    names = files.table["name"]
+    # As wide as the longest needs it: the column of a part of a pack is as wide as all of it.
+    longest = np.char.str_len(names).max()
+    checksum = zlib.crc32(names.astype(f"S{longest}").tobytes())
+    return f"{zlib.crc32(files.table['size'].tobytes(), checksum):08x}"
 
 
 def is_pack(folder: str) -> bool:
@@ -212,3 +217,42 @@ def stats_file(folder: str) -> str:
         return os.path.join(folder, "stats.json")
     # beside a folder, not in it: a new file in it would change the list of its files
     return f"{folder}.stats.json"
+
+
+def read_stats(path: str) -> tuple[data.ChannelStats, str | None]:
+    """Read a file of statistics -> them, and the fingerprint of the images that were measured.
+
+    A file that was written by hand has none. ValueError if training cannot use the statistics.
+    """
+    with open(path, "rb") as file:
+        content = file.read()
+    try:
+        found = json.loads(content)
+        mean = tuple(float(value) for value in list_of(found, "mean"))
+        std = tuple(float(value) for value in list_of(found, "std"))
+        stats = data.ChannelStats(mean, std, found["dtype"])
+        check_stats(stats)
+        return stats, found.get("images")
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        what = f"{path} is not as `prepare.py stats` writes it ({data.describe_file_error(error)})"
+        raise ValueError(f"{what}: remove it and type that, or mend it") from None
+
+
+def list_of(found: Any, key: str) -> list[Any]:
+    """Return the list of this key; TypeError for anything else, such as the letters of a text."""
+    values = found[key]
+    if not isinstance(values, list):
+        raise TypeError(f"{key} is no list")
+    return values
+
+
+def check_stats(stats: data.ChannelStats) -> None:
+    """Raise ValueError for statistics that no images have."""
+    if len(stats.mean) != len(stats.std) or not stats.mean:
+        raise ValueError(f"means of {len(stats.mean)} channels, deviations of {len(stats.std)}")
+    if not all(map(math.isfinite, (*stats.mean, *stats.std))):
+        raise ValueError("a mean or deviation is not finite")
+    if min(stats.std) <= 0:
+        raise ValueError(f"a deviation is {min(stats.std):g}: it must be above 0")
+    if stats.dtype not in data.ARRAY_DTYPES:
+        raise ValueError(f"dtype {stats.dtype!r:.40} is none of {', '.join(data.ARRAY_DTYPES)}")

@@ -4,7 +4,6 @@ The folder is called NAME.unfinished until it is complete.
 """
 
 import io
-import json
 import math
 import os
 import shutil
@@ -24,13 +23,21 @@ from storage.arrays import Bands, declares_missing, read_image
 from storage.checking import (
     Kind,
     Report,
+    copy_stats,
     for_each,
     kind_of,
     noting_problems,
     read_folder,
     save_stats,
 )
-from storage.image_list import ImageList, list_images, make_table, save_index, stats_file
+from storage.image_list import (
+    ImageList,
+    list_images,
+    make_table,
+    read_stats,
+    save_index,
+    stats_file,
+)
 from storage.stacking import SceneList, find_scenes
 
 SHARD_BYTES = 2**28  # size of the source files that become one shard
@@ -167,9 +174,10 @@ def pack(
     images; otherwise they are measured, and always those of arrays. ValueError if the target
     already has files.
     """
-    path = Path(target)
-    if path.exists() and any(path.iterdir()):
-        raise ValueError(f"{target} is not empty: pack into a new folder")
+    path = new_folder(target)
+    known = os.path.exists(stats_file(source))
+    if known:
+        read_stats(stats_file(source))  # which raises before the work, not after it
     listed = list_images(source, include=include, exclude=exclude)
     files = find_scenes(listed, options.bands) if options.bands else listed
     folder = path.with_name(f"{path.name}.unfinished")
@@ -186,12 +194,9 @@ def pack(
         print(problem)
     if not report.kinds:
         raise ValueError(f"no image in {source} can be read")
-    save_index(index_members(shards, shard_members), str(folder / "pack.index"))
-    measured = stats_file(source)
-    known = os.path.exists(measured)
-    others = include or exclude or options.bands or options.nodata is not None
-    if known and not others and has_statistics_of(measured, report):
-        shutil.copyfile(measured, folder / "stats.json")
+    packed = save_index(index_members(shards, shard_members), str(folder / "pack.index"))
+    if not options.bands and options.nodata is None:
+        copy_stats(listed, packed, report)
     folder.rename(path)
     packed = list_images(target)
     count = len(packed)
@@ -212,11 +217,14 @@ def pack(
         save_stats(packed, read_folder(packed, workers), options.bands)
 
 
-def has_statistics_of(path: str, report: Report) -> bool:
-    """Tell whether a file of statistics has the channels and dtype of most images of a report."""
-    stats = json.loads(Path(path).read_text())
-    kind, _ = report.most_frequent()
-    return (len(stats["mean"]), stats["dtype"]) == kind
+def new_folder(target: str) -> Path:
+    """Return the path that a finished pack can be moved to; ValueError if there is something."""
+    path = Path(os.path.realpath(target))  # a folder cannot take the place of a link to one
+    if path.exists() and any(path.iterdir()):
+        raise ValueError(f"{target} is not empty: pack into a new folder")
+    if path.is_mount() or path == Path.cwd():
+        raise ValueError(f"{target} cannot be replaced by a pack: give a new folder in it")
+    return path
 
 
 def split_into_shards(files: ImageList | SceneList) -> list[ImageList | SceneList]:

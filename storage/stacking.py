@@ -59,7 +59,7 @@ class SceneList:
         bands: list[Band] = []
         for row in rows:
             name = os.fsdecode(row["name"])
-            band = self.read_file(name, nodata)
+            band = self.read_file(name, int(row["size"]), nodata)
             bands.append(band)
             size, first = band.stored.shape, bands[0].stored.shape
             if not cover_the_same(size, first):
@@ -71,14 +71,15 @@ class SceneList:
             scene.about = f"larger bands reduced to the size of {self.bands[0]}, the first"
         return scene
 
-    def read_file(self, name: str, nodata: float | None) -> Band:
-        """Read the file of one band; a ValueError names it."""
+    def read_file(self, name: str, size: int, nodata: float | None) -> Band:
+        """Read the file of one band, which had so many bytes; a ValueError names it."""
         try:
             with open(os.path.join(self.root, name), "rb", buffering=0) as file:
                 bands = read_bands(file, nodata).bands
         except Exception as error:  # Pillow raises many kinds for a broken file
-            if not data.is_file_error(error):
-                raise
+            lost = isinstance(error, FileNotFoundError) and size > 0
+            if lost or not data.is_file_error(error):
+                raise  # a file that has vanished: the file system failed, not the scene
             raise ValueError(f"{os.path.basename(name)}: {error}") from None
         if len(bands) != 1:
             raise ValueError(f"{os.path.basename(name)}: {len(bands)} bands, not 1")
@@ -117,9 +118,15 @@ def find_scenes(files: ImageList, bands: Sequence[str]) -> SceneList:
         print(f"left out, being of no band: {sum(others.values())} files")
     scenes = group_bands(files, members, bands)
     # Join folders only where this completes scenes: a class may be called 10m too.
-    if count_complete(scenes) < len(scenes):
-        joined = group_bands(files, members, bands, join=True)
-        if count_complete(joined) > count_complete(scenes):
+    complete = count_complete(scenes)
+    if complete < len(scenes):
+        joined = scenes
+        try:
+            joined = group_bands(files, members, bands, join=True)
+        except ValueError:  # two files of one band: scenes that need no join must not suffer
+            if not complete:
+                raise
+        if count_complete(joined) > complete:
             scenes = joined
     named = name_scenes(scenes, os.path.basename(os.path.realpath(files.root)))
     names = sorted(named, key=os.fsencode)

@@ -410,6 +410,13 @@ def test_damage_of_the_newest_is_skipped_and_kept_and_of_all_refused(folder, fin
     assert "step_00000004 at step 4" in out and losses(folder) == losses(finished)[4:]
     assert names(folder) == ["damaged_step_00000006", *steps(4, 6)]  # whose 6 is sound
 
+    flip(folder / "step_00000006" / SHARD)
+    before = tree(folder / "damaged_step_00000006")
+    assert run(folder) == 0
+    assert tree(folder / "damaged_step_00000006") == before
+    assert names(folder)[1:] == ["damaged_step_00000006_2", *steps(4, 6)]
+    capsys.readouterr()
+
     for path in checkpoint.list_checkpoints(folder):
         flip(path / SHARD)
     before = tree(folder)

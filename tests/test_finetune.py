@@ -19,6 +19,7 @@ from conftest import ROOT
 from ranks import NANO, agreed_port, full_parameters, on_ranks
 from torch import nn
 
+import checkpoint
 import data
 import probe
 import train_fsdp
@@ -177,7 +178,63 @@ def test_two_ranks_train_as_a_plain_loop_and_stops_do_not_matter(run, trees, tmp
     assert 0 < records(tmp_path / "e", "start")[1]["begin"] < STEPS
 
 
+def stopped_while_scored(run: Path, trees: Path) -> int:
+    """Fine-tune as this rank; rank 1 alone gets a signal when it scores its first images."""
+    vit.MODELS["nano"] = NANO
+    received: list[int] = []
+    original = finetune.Scores.values_of
+
+    def values_of(scores, images, indices):
+        if os.environ["RANK"] == "1":
+            received.append(signal.SIGTERM)
+        return original(scores, images, indices)
+
+    argv = command(run, trees, Path(os.environ["FOLDER"]) / "out", "--global-batch 2 --accum 1")
+    with (
+        patch.object(finetune.Scores, "values_of", values_of),
+        patch.object(finetune.process, "listen_for_signals", return_value=received),
+    ):
+        return probe.main(argv)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_ends_the_scores_of_all(run, trees, tmp_path):
+    assert on_ranks(2, partial(stopped_while_scored, run, trees), tmp_path, 300) == [0, 0]
+    (end,) = records(tmp_path / "out", "end")
+    assert (end["reason"], end["steps"]) == ("signal", 13) and not records(
+        tmp_path / "out", "scores"
+    )
+
+
 # --- the command, in one process
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_signal_ends_scores_early_and_the_run_saves(epoch, run, trees, tmp_path, monkeypatch):
+    """They may take longer than the time that is left; after the last step all is saved."""
+    received: list[int] = []
+    scored: list[int] = []
+    original = finetune.Scores.values_of
+
+    def values_of(scores, images, indices):
+        scored.append(len(indices))
+        if len(scored) == (epoch - 1) * 8 + 1:
+            received.append(signal.SIGTERM)
+        return original(scores, images, indices)
+
+    monkeypatch.setattr(finetune.process, "listen_for_signals", lambda: received)
+    monkeypatch.setattr(finetune.Scores, "values_of", values_of)
+    out = tmp_path / "out"
+    argv = command(run, trees, out, "--global-batch 2 --accum 1")  # 8 batches of 16 images
+    assert probe.main(argv) == 0
+    (end,) = records(out, "end")
+    steps = 12 * epoch + (epoch == 1)  # of 24 images; one more, which is saved
+    assert (end["reason"], end["steps"]) == (("signal", "done")[epoch - 1], steps)
+    assert checkpoint.step_of(checkpoint.list_checkpoints(out)[-1]) == steps
+    assert [record["step"] for record in records(out, "scores")] == [12, 24][: 2 * (epoch - 1)]
+    assert len(scored) == (5, 16)[epoch - 1]
+    received.clear()
+    assert probe.main(argv) == 0 and records(out, "scores")[-1]["step"] == 24
 
 
 def test_test_images_that_cannot_be_read_are_named_and_none_is_refused(run, tmp_path, capsys):

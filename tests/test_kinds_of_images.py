@@ -5,12 +5,14 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import resource
 import struct
 import sys
 import tarfile
 import tracemalloc
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -300,6 +302,18 @@ def test_no_picture_is_turned(ending, tag, tmp_path):
     assert smaller.size == (16, 12)
 
 
+def test_nodata_is_read_from_the_page_of_the_image(tmp_path):
+    pixels = blocks(0, 1, 1, 200, "float32")[0]
+    pixels[:8] = -9999
+    nodata = {"extratags": [(42113, "s", 0, "-9999", True)]}
+    path = tmp_path / "1.tif"
+    write_pages(path, (pixels[::4, ::4].astype("uint8"), REDUCED), (pixels, nodata))
+    with rasterio.open(f"GTIFF_DIR:2:{path}") as file:
+        expected = file.read(masked=True).filled(np.nan)
+    assert np.isnan(expected).mean() == 0.25
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), expected)
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
 def test_a_thumbnail_on_the_first_page_is_not_the_image(dtype, tmp_path):
     path = tmp_path / "1.tif"
@@ -329,6 +343,65 @@ def test_a_palette_of_too_few_bits_is_not_shown_black(scale, tmp_path):
     else:
         found = as_rgb(read_packed(path.read_bytes()))
         np.testing.assert_array_equal(found, colours[:, indices])
+
+
+@pytest.mark.parametrize("photometric", ["MINISBLACK", "MINISWHITE", "PALETTE"])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_one_band_is_shown_rightly_however_it_is_stored(bits, photometric, tmp_path):
+    """Of PlanarConfiguration 2, uncompressed, Pillow shows other pixels or inverts none."""
+    path = tmp_path / "1.tif"
+    draw = np.random.default_rng(0)
+    pixels = draw.integers(0, 2**bits, (1, 48, 48)).astype("uint8")
+    colours = {i: (*draw.integers(0, 256, 3).tolist(), 255) for i in range(2**bits)}
+    shown = np.broadcast_to(pixels[0] * 255.0 / (2**bits - 1), (3, 48, 48))
+    if photometric == "MINISWHITE":
+        shown = 255 - shown
+    elif photometric == "PALETTE":
+        shown = np.moveaxis(np.array([colours[i][:3] for i in pixels.flat]), -1, 0)
+        shown = shown.reshape(3, 48, 48)
+    tiles = {"tiled": True, "blockxsize": 16, "blockysize": 16}
+    about = {"count": 1, "height": 48, "width": 48, "dtype": "uint8", "photometric": photometric}
+    if bits < 8:
+        about["NBITS"] = bits
+    pictures = 0
+    for interleave in ("band", "pixel"):
+        for more in ({}, {"compress": "deflate"}, tiles, tiles | {"compress": "packbits"}):
+            options = about | more | {"interleave": interleave}
+            with rasterio.open(path, "w", driver="GTiff", **options) as file:
+                if photometric == "PALETTE":
+                    file.write_colormap(1, colours)
+                file.write(pixels)
+            try:
+                image, _ = data.open_image(path.read_bytes())
+            except data.NeedsPackingError as error:
+                assert "band by band" in str(error)
+                with suppress(ImportError):  # tifffile needs imagecodecs for 2 and 4 bits
+                    np.testing.assert_array_equal(
+                        read_packed(path.read_bytes()), read_by_gdal(path)
+                    )
+                continue
+            pictures += 1
+            np.testing.assert_allclose(as_rgb(image), shown, atol=1)
+    assert pictures >= 6  # only what Pillow misreads is none
+
+
+@pytest.mark.parametrize("bands", [2, 4])
+@pytest.mark.parametrize("compress", [None, "deflate", "packbits"])
+def test_alpha_is_not_lost_where_bands_are_stored_apart(bands, compress, tmp_path):
+    path = tmp_path / "1.tif"
+    pixels = blocks(0, bands, 0, 255, "uint8")
+    pixels[-1] = 255 * (pixels[-1] > 100)
+    options = {"photometric": "RGB"} if bands == 4 else {}
+    if compress:
+        options["compress"] = compress
+    write_by_gdal(path, pixels, interleave="band", alpha="YES", **options)
+    packed = read_packed(path.read_bytes())
+    assert isinstance(packed, Image.Image) == (bands == 4)
+    if bands == 2:
+        np.testing.assert_array_equal(packed, read_by_gdal(path))
+    else:
+        expected = np.where(pixels[3] == 255, pixels[:3], 0)
+        np.testing.assert_array_equal(as_rgb(packed), expected)
 
 
 @pytest.mark.parametrize(
@@ -614,7 +687,7 @@ def test_tiles_of_which_only_some_declare_nodata_become_one_kind(tmp_path, capsy
         options = {"nodata": 0} if i else {}
         write_by_gdal(tmp_path / f"tree/{i}.tif", blocks(i, 2, 0, 9), **options)
     assert run_prepare("scan", tmp_path / "tree") == 0
-    assert "`pack --nodata NUMBER` makes all alike" in capsys.readouterr().out
+    assert "`pack --nodata=NUMBER` makes all alike" in capsys.readouterr().out
     assert run_prepare("pack", tmp_path / "tree", tmp_path / "pack", "--nodata", "0") == 0
     said = capsys.readouterr().out
     assert "2 images: 2 channels of float32" in said and "copied" not in said
@@ -756,6 +829,22 @@ def test_nodata_of_16_bit_png_is_exact_or_refused(bands, tmp_path):
         np.testing.assert_array_equal(read_packed(content, nodata=2.0), expected)
 
 
+def test_a_number_for_missing_pixels_is_given_as_the_sentence_says(tmp_path, capsys):
+    """argparse takes -3.4e+38 for a flag, unless it follows an equals sign."""
+    root = tmp_path / "root"
+    root.mkdir()
+    pixels = blocks(0, 2, 1, 200, "float32")
+    pixels[:, :8] = np.finfo("float32").min
+    np.save(root / "1.npy", pixels)
+    assert run_prepare("pack", root, tmp_path / "pack") == 2
+    said = capsys.readouterr().out
+    number, advice = re.search("pixels of (.*): .* `prepare.py pack (.*)`", said).groups()
+    assert run_prepare("pack", root, tmp_path / "pack", advice.replace("NUMBER", number)) == 0
+    packed = image_list.list_images(str(tmp_path / "pack")).read(0)
+    pixels[:, :8] = np.nan
+    np.testing.assert_array_equal(np.load(io.BytesIO(packed)), pixels)
+
+
 def test_the_range_of_numbers_is_that_of_valid_pixels(tmp_path):
     path = tmp_path / "1.tif"
     pixels = blocks(0, 2, 1, 200, "int32")
@@ -793,6 +882,57 @@ def test_a_broken_tiff_gets_one_true_sentence(tmp_path):
         with pytest.raises(ValueError, match="broken TIFF") as raised:
             read_packed(broken)
         assert "prepare.py" not in str(raised.value)
+
+
+@pytest.mark.parametrize("compress", [None, "deflate", "lzw"])
+def test_a_tiff_of_bands_whose_end_is_missing_is_broken(compress, tmp_path):
+    path = tmp_path / "1.tif"
+    options = {"compress": compress} if compress else {}
+    pixels = np.random.default_rng(0).integers(0, 2**16, (5, 32, 32)).astype("uint16")
+    write_by_gdal(path, pixels, **options)
+    content = path.read_bytes()
+    for lost in range(1, 6):
+        path.write_bytes(content[:-lost])
+        with pytest.raises(rasterio.errors.RasterioError):
+            read_by_gdal(path)
+        with pytest.raises(ValueError, match="the end of the file is missing"):
+            read_packed(path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "predictor"),
+    [((40, 30), "u2", 2), ((40, 30, 5), "u2", 2), ((40, 30), "f4", 3), ((40, 30, 5), "u1", 2)],
+)
+def test_a_predictor_counts_only_with_compression(shape, dtype, predictor, tmp_path):
+    path = tmp_path / "1.tif"
+    pixels = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
+    options = {"photometric": "minisblack", "metadata": None, "planarconfig": "contig"}
+    other = 316  # tifffile itself writes no predictor without compression
+    tifffile.imwrite(path, pixels, extratags=[(other, "H", 1, predictor, True)], **options)
+    content = path.read_bytes()
+    tags = [struct.pack("<HHI", tag, 3, 1) for tag in (other, 317)]
+    assert content.count(tags[0]) == 1
+    path.write_bytes(content.replace(*tags))
+    with tifffile.TiffFile(path) as file:
+        assert file.pages[0].predictor == predictor
+    found = read_packed(path.read_bytes())
+    np.testing.assert_array_equal(found, read_by_gdal(path))
+    np.testing.assert_array_equal(found, np.moveaxis(pixels.reshape(40, 30, -1), -1, 0))
+
+
+@pytest.mark.parametrize("photometric", ["MINISBLACK", "RGB"])
+def test_jpeg_of_three_bands_is_what_gdal_reads_or_refused(photometric, tmp_path):
+    """A decoder takes three bands without a name for YCbCr, up to 194 of 255 off."""
+    path = tmp_path / "1.tif"
+    pixels = blocks(0, 3, 60, 200, "uint8")
+    options = {"interleave": "pixel", "compress": "JPEG", "JPEG_QUALITY": 95}
+    write_by_gdal(path, pixels, photometric=photometric, **options)
+    if photometric == "RGB":
+        np.testing.assert_allclose(as_rgb(read_packed(path.read_bytes())), pixels, atol=9)
+        return
+    np.testing.assert_allclose(read_by_gdal(path), pixels, atol=9)
+    with pytest.raises(arrays.RefusedError, match="three bands that are no RGB"):
+        read_packed(path.read_bytes())
 
 
 def test_a_missing_package_is_named_with_what_to_type(tmp_path, monkeypatch):
@@ -1157,3 +1297,33 @@ def test_two_files_of_one_band_are_refused(tmp_path, capsys):
     assert run_prepare("pack", tmp_path / "scenes", tmp_path / "pack", "--stack", "B2") == 2
     said = capsys.readouterr().err
     assert "two files of band B2 in one scene" in said and "--include or --exclude" in said
+
+
+def test_a_scene_that_lacks_a_band_does_not_make_others_of_classes_like_5m_collide(tmp_path):
+    names = ("5m/T1_B1", "5m/T1_B2", "10m/T1_B1", "10m/T1_B2", "5m/T2_B1")
+    files = make_files(tmp_path / "scenes", *(f"{name}.tif" for name in names))
+    scenes = stacking.find_scenes(files, ("B1", "B2"))
+    assert scenes.names == ["10m/T1", "5m/T1", "5m/T2"]
+    found = [[row["name"].decode() for row in rows] for rows in scenes.files]
+    assert found[:2] == [[f"{kind}/T1_B{i}.tif" for i in (1, 2)] for kind in ("10m", "5m")]
+    assert found[2] == ["5m/T2_B1.tif", ""]
+    # Where no scene is complete, what keeps folders from being joined is still said.
+    doubled = make_files(tmp_path / "doubled", "R10m/B1.tif", "R20m/B1.tif", "R60m/B2.tif")
+    with pytest.raises(ValueError, match="two files of band B1 in one scene"):
+        stacking.find_scenes(doubled, ("B1", "B2"))
+
+
+def test_a_band_that_has_vanished_ends_the_pack_and_a_link_to_nothing_does_not(tmp_path):
+    """A file system that went away is no unreadable scene."""
+    root = tmp_path / "scenes"
+    for name in ("T1_B1", "T1_B2", "T2_B1", "T2_B2", "T3_B1"):
+        write_by_gdal(root / f"{name}.tif", blocks(0, 1, 1, 9))
+    (root / "T3_B2.tif").symlink_to("nowhere")
+    scenes = stacking.find_scenes(image_list.list_images(str(root)), ("B1", "B2"))
+    options = packing.PackOptions(bands=("B1", "B2"))
+    members, report = packing.write_shard(options, tmp_path / "1.tar", scenes)
+    assert [member.size > 0 for member in members] == [True, True, False]
+    assert "T3_B2.tif: " in report.problems[0]
+    (root / "T2_B1.tif").unlink()
+    with pytest.raises(FileNotFoundError):
+        packing.write_shard(options, tmp_path / "2.tar", scenes)

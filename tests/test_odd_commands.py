@@ -56,6 +56,8 @@ TRAINING = [
     ("--tp 2 --mode ddp --dry-run --world-size 8", "ddp"),
     ("--tp 2 --precision fp16 --dry-run --world-size 8", "--tp does not work with fp16"),
     ("--cpu-offload --precision fp16 --device cuda", "--cpu-offload does not work with fp16"),
+    ("--clip 0", "--clip 0 would make every gradient 0: leave it out"),
+    ("--clip -1", "argument --clip: '-1' is not a number from 0 up"),
     ("--mask-ratio 0", "--mask-ratio 0.0 removes no patch"),
     ("--batch 8 --global-batch 64", "--batch and --global-batch: give one of them"),
     ("--global-batch 9 --accum 2", "is not a multiple of 1 ranks x 2 accumulation steps"),

@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tarfile
 import time
+import zlib
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -22,12 +24,13 @@ import tifffile
 from conftest import ROOT
 from images import noise_image, stream
 from PIL import Image
-from ranks import Run, environment, free_port, processes_of, read_log, run_ranks
+from ranks import Run, environment, files_limited, free_port, processes_of, read_log, run_ranks
 
 import checkpoint
 import data
 import prepare
-from runtime import image_source
+import train_fsdp
+from runtime import image_source, log
 from storage import image_list, packing
 
 TILES = ROOT / "examples/tiles/train"
@@ -43,6 +46,11 @@ def contents(files):
 
 def prepared(*argv):
     assert prepare.main([*map(str, argv), "--workers", "1"]) == 0
+
+
+def make_folder(path):
+    os.mkdir(path)
+    return path
 
 
 def class_tree(root, classes=3, each=8, **size):
@@ -127,6 +135,23 @@ def test_a_resume_goes_on_with_the_same_images_only(tmp_path):
     assert "image_names_and_sizes" in refused.errors and "--allow-changes" in refused.errors
 
 
+def test_a_part_of_a_pack_is_the_same_images_as_that_part_of_its_tree(tmp_path):
+    root, pack = tmp_path / "root", tmp_path / "pack"
+    for name in ("a/0.png", "a/1.png", "b_of_a_long_name_that_is_left_out/0.png"):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise_image(0).save(path)
+    prepared("pack", root, pack)
+    for include in ((), ("a",)):
+        lists = [image_list.list_images(str(folder), include=include) for folder in (root, pack)]
+        names = [name.relative_to(root) for name in sorted(root.rglob("*.png"))][: len(lists[0])]
+        width = max(len(str(name)) for name in names)
+        crc = zlib.crc32(b"".join(str(name).encode().ljust(width, b"\0") for name in names))
+        sizes = np.array([(root / name).stat().st_size for name in names], "int64")
+        expected = f"{zlib.crc32(sizes.tobytes(), crc):08x}"
+        assert [image_list.fingerprint(files) for files in lists] == [expected, expected]
+
+
 # --- bad images
 
 
@@ -172,6 +197,31 @@ def test_training_replaces_bad_images_and_lists_each_once(tmp_path):
     assert longer.end["bad_images"] == 5
     assert re.search(r"warning: unreadable images, replaced .*first: \S+ \(", first.output)
     assert "unreadable images" not in longer.output
+
+
+def test_too_many_bad_images_end_a_run_long_before_its_next_log_line(tmp_path):
+    root, out = tmp_path / "root", tmp_path / "out"
+    files = class_tree(root)
+    for index in range(0, len(files), 2):
+        Path(files.path(index)).write_bytes(b"broken")
+    flags = ("--steps", "60", "--log-every", "100")
+    (result,) = run_ranks(2, [train(out, root, *flags)], tmp_path / "ranks")
+    assert result.status == [1, 1] and "of 24 images are unreadable, more than" in result.errors
+    assert result.end["reason"] == "bad_images" and result.end["steps"] == 10
+    listed = [row["path"] for row in ledger(out / "bad_images.csv")]
+    assert sorted(listed) == [files.path(index) for index in range(0, len(files), 2)]
+
+
+@pytest.mark.parametrize("header", [True, False])
+def test_a_list_of_bad_images_that_lost_a_part_is_continued(header, tmp_path):
+    """A full disk or a lost node may leave no header, zeros, or half a line."""
+    rows = [["root/a,b.jpg", "OSError: cut", "3"], ["root/\n.jpg", 'says "no"', "4"]]
+    with open(tmp_path / "bad_images.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["path", "reason", "step"]] * header + rows)
+        file.write("\0" * 50 + "\r\nroot/c.j")
+    run = SimpleNamespace(config=SimpleNamespace(out=str(tmp_path)))
+    bad = log.BadImageLog(run, SimpleNamespace(rank=0), str)
+    assert bad.known == {row[0] for row in rows}
 
 
 # --- packs
@@ -270,6 +320,39 @@ def test_on_a_full_disk_what_was_there_stays(tmp_path, monkeypatch):
     assert (tmp_path / "list").read_text() == "old" and not list(tmp_path.glob(".*"))
 
 
+def test_a_list_that_cannot_be_written_says_why(tmp_path):
+    """Not: 24 requested and 1 written."""
+    files = class_tree(tmp_path / "root")
+    with files_limited(200), pytest.raises(OSError) as raised:
+        image_list.save_index(files, f"{tmp_path}/list")
+    assert raised.value.errno == errno.EFBIG and not (tmp_path / "list").exists()
+
+
+def test_a_pack_may_take_the_place_of_an_empty_folder_behind_a_link(tmp_path, capsys):
+    root = class_tree(tmp_path / "root")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    prepared("pack", root.root, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "empty/pack.index").exists()
+    assert contents(listed(tmp_path / "link")) == contents(root)
+    assert sorted(os.listdir(tmp_path)) == ["empty", "link", "root"]
+
+
+@pytest.mark.parametrize("target", ["a mount point", "."])
+def test_a_folder_that_cannot_be_replaced_is_refused(target, tmp_path, monkeypatch, capsys):
+    """Before the work: a mount point, and the folder that the command is typed in."""
+    (tmp_path / "empty").mkdir()
+    if target == ".":
+        monkeypatch.chdir(tmp_path / "empty")
+    else:
+        monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "empty")
+        target = str(tmp_path / "empty")
+    assert prepare.main(["pack", str(TILES), target]) == 2
+    printed = capsys.readouterr()
+    assert f"{target} cannot be replaced by a pack: give a new" in printed.err and not printed.out
+    assert os.listdir(tmp_path) == ["empty"]
+
+
 # --- statistics
 
 
@@ -337,6 +420,89 @@ def test_statistics_of_other_images_are_not_taken_along(flags, tmp_path):
     found, _ = image_source.find_stats(str(tmp_path / "pack"), 2)
     np.testing.assert_allclose(found.mean, expected, rtol=1e-9)
     assert found.dtype == ("float32" if "nodata" in flags else "uint16")
+
+
+def test_statistics_that_cannot_be_written_are_not_measured(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tree").mkdir()
+    noise_image(0).save(tmp_path / "tree/1.png")
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (str(tmp_path), os.W_OK))
+    monkeypatch.setattr(prepare, "read_folder", Mock(side_effect=AssertionError))
+    assert prepare.main(["stats", str(tmp_path / "tree")]) == 1
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/tree.stats.json cannot be written: " in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [[], ["--include", "s2*"]])
+def test_statistics_of_a_part_are_used_for_that_part_alone(flags, tmp_path):
+    """They were copied for all, and training took them in silence."""
+    root, pack = tmp_path / "root", tmp_path / "pack"
+    root.mkdir()
+    pixels = {}
+    for i in range(16):
+        name = f"s{1 + i % 2}_{i}"
+        pixels[name] = np.random.default_rng(i).normal((-15, 3000)[i % 2], 3, (2, 32, 32))
+        np.save(root / f"{name}.npy", pixels[name].astype("f4"))
+    prepared("stats", root, "--include", "s2*")
+    prepared("pack", root, pack, *flags)
+    chosen = [pixels[name] for name in pixels if not flags or name.startswith("s2")]
+    found, note = image_source.find_stats(str(pack), 2, image_list.fingerprint(listed(pack)))
+    np.testing.assert_allclose(found.mean, np.mean(chosen, (0, 2, 3)), rtol=1e-6)
+    assert note == f"of {pack}/stats.json"
+    runs = []
+    for number, more in enumerate((["--include", "s2*"], ["--include", "s1*"], [])):
+        argv = ["--channels", "2", "--steps", "1", "--global-batch", "8", *more]
+        runs.append(train(tmp_path / f"out{number}", root, *argv))
+    notes = []
+    for result in run_ranks(1, runs, tmp_path / "ranks"):
+        assert result.status == [0], result.errors
+        (line,) = re.findall("^pixels: .*", result.output, re.MULTILINE)
+        notes.append("measured on other images" in line)
+    assert notes == [False, True, True]
+
+
+GOOD = {"mean": [4.0, 4.0], "std": [2.0, 2.0], "dtype": "uint16"}
+WRONG = {
+    "a deviation of 0": GOOD | {"std": [2.0, 0.0]},
+    "a deviation below 0": GOOD | {"std": [2.0, -1.0]},
+    "no number": GOOD | {"std": [2.0, float("nan")]},
+    "infinity": GOOD | {"mean": [2.0, float("inf")]},
+    "other lengths": GOOD | {"std": [2.0] * 3},
+    "no channel": GOOD | {"mean": [], "std": []},
+    "no type": {"mean": GOOD["mean"], "std": GOOD["std"]},
+    "another type": GOOD | {"dtype": "int16"},
+    "a list as type": GOOD | {"dtype": ["uint16"]},
+    "no mean": {"std": GOOD["std"], "dtype": "uint16"},
+    "one number": GOOD | {"mean": 4.0},
+    "letters": GOOD | {"mean": "44"},
+    "words": GOOD | {"mean": ["four", "four"]},
+    "large": GOOD | {"mean": [10**400, 1]},
+    "a list": [1, 2],
+    "text": "mean",
+}
+
+
+@pytest.mark.parametrize("name", [*WRONG, "empty", "bytes"])
+def test_wrong_statistics_are_refused_before_any_work(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.save(Path(make_folder("root"), "1.npy"), np.ones((2, 32, 32), "uint16"))
+    content = {"empty": b"", "bytes": b"\xff\0"}.get(name)
+    if content is None:
+        content = json.dumps(WRONG[name]).encode()
+    Path("root.stats.json").write_bytes(content)
+    for use in (train_fsdp.main, prepare.main):
+        argv = ["pack", "root", "pack"]
+        if use is train_fsdp.main:
+            argv = [*TRAIN.split(), "--data", "root", "--channels", "2", "--out", "out"]
+            argv += ["--global-batch", "1", "--mode", "ddp", "--steps", "1"]
+        assert use(argv) == 2
+        printed = capsys.readouterr()
+        assert printed.err.count("\n") == 1 and "Traceback" not in printed.err, printed.err
+        assert "root.stats.json is not as `prepare.py stats` writes it (" in printed.err
+        assert "step" not in printed.out and not list(tmp_path.glob("pack*"))
+    Path("root.stats.json").write_text(json.dumps(GOOD))  # by hand, and right
+    found, note = image_source.find_stats("root", 2, "any other")
+    assert found == data.ChannelStats((4.0, 4.0), (2.0, 2.0), "uint16")
+    assert note == f"of {tmp_path}/root.stats.json"
 
 
 # --- TIFF of many bands
