@@ -581,7 +581,14 @@ def test_a_tree_of_thirteen_bands_trains_after_one_command(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /dev/shm")
-@pytest.mark.parametrize("how", ["Ctrl-C", "a worker is killed", "it is killed"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("Ctrl-C", marks=pytest.mark.full),
+        "a worker is killed",
+        pytest.param("it is killed", marks=pytest.mark.full),
+    ],
+)
 def test_a_run_with_workers_that_ends_early_saves_and_leaves_nothing_behind(tmp_path, how):
     flags = f"{TRAIN} --mode ddp --batch 4 --steps 100000 --log-every 1 --workers 2 --data {TILES}"
     command = [sys.executable, "-u", ROOT / "train_fsdp.py", *flags.split(), "--out", tmp_path]
