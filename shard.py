@@ -159,7 +159,7 @@ def invalid_options(
         elif name == "tp" and (fsdp1 or given.get("wrap") == "root"):
             yield f"{flag} needs {flag_name('fsdp')} 2 and {flag_name('wrap')} block"
         elif name in ("tp", "cpu_offload") and fp16:
-            yield f"{flag} does not work with fp16: its scaler would miss overflows: use bf16"
+            yield f"{flag} does not work with fp16: its scaler would miss overflows; use bf16"
         elif name == "find_unused_parameters" and strategy.engine == "fsdp":
             if fsdp1:
                 yield f"{flag} does not apply to FSDP1, which reduces whole units: leave it out"
@@ -805,7 +805,8 @@ def _check_memory(model: nn.Module) -> None:
     """Raise ValueError for parameters and buffers that share memory, which sharding divides."""
     places: list[tuple[int, int, str]] = []  # first byte, byte after the last, name
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.numel() and tensor.is_contiguous() and not _on_meta(tensor):
+        dense = tensor.layout == torch.strided and tensor.is_contiguous()
+        if dense and tensor.numel() and not _on_meta(tensor):
             first = tensor.data_ptr()
             places.append((first, first + tensor.numel() * tensor.element_size(), name))
     for (_, end, one), (first, _, other) in pairwise(sorted(places)):
