@@ -75,8 +75,13 @@ def test_whatever_stdout_is_the_work_is_done(behind, images, tmp_path):
 # --- signals: in processes that do nothing but wait
 
 WAIT = "from runtime import process; r = process.listen_for_signals(); print(1, flush=True); {}"
-# as a computation or a collective, from which Python returns late
-BUSY = "import ctypes; ctypes.CDLL(None).sleep(60); ctypes.CDLL(None).sleep(60)"
+# As a computation or a collective, from which Python does not return: it waits for a lock that it
+# holds. No signal ends that wait, as one would end a sleep. An alarm ends the process in any case.
+BUSY = (
+    "import ctypes, signal; signal.alarm(60); c = ctypes.CDLL(None); "
+    "lock = ctypes.create_string_buffer(128); c.pthread_mutex_init(lock, None); "
+    "c.pthread_mutex_lock(lock); c.pthread_mutex_lock(lock)"
+)
 
 
 def start(code, **environ):
