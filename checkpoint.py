@@ -116,6 +116,7 @@ class Saver:
     The ranks coordinate through `group`: give a gloo group, because NCCL would gather objects in
     GPU memory. With `background` a thread writes from a copy in host memory, and training waits
     only for the copy. Nothing else may use `group` then: two threads in one group deadlock.
+    ValueError for `background` without a group of its own.
     """
 
     def __init__(
@@ -128,6 +129,8 @@ class Saver:
         group: dist.ProcessGroup | None = None,
         background: bool = False,
     ) -> None:
+        if background and group in (None, dist.group.WORLD):
+            raise ValueError('background needs a group of its own: dist.new_group(backend="gloo")')
         self.folder = Path(folder)
         self.model = model
         self.optimizer = optimizer
@@ -144,7 +147,7 @@ class Saver:
         self.pending: Future[list[str]] | None = None
 
     def save(self, step: int, run_state: dict[str, Any], wait: bool = True) -> list[str]:
-        """Save, with `run_state` (as JSON) in the manifest; `wait` until it is done. Collective.
+        """Save, with rank 0's `run_state` in the manifest; `wait` until it is done. Collective.
 
         Returns one sentence per failed save, the same on all ranks: for this save and, if saves run
         in the background, for the one before. A failed save leaves the older checkpoints as they
@@ -156,7 +159,9 @@ class Saver:
         _remove_leftovers(self.folder)  # left by a killed run; before any rank writes
         describe = partial(self._describe, step, run_state)
         manifest, tensors, held = _on_all_ranks(describe, self.group)
-        keys_by_rank = _gather_decide_broadcast([*held], list, self.group)
+        settings = json.dumps(manifest["optimizers"], sort_keys=True)
+        own = [*held], zlib.crc32(settings.encode())
+        keys_by_rank = _gather_decide_broadcast(own, _keys_if_settings_agree, self.group)
         pieces = share(held, keys_by_rank, dist.get_rank(self.group))
         if self.thread is None:
             return problems + self._write(tensors, manifest, pieces)
@@ -170,14 +175,15 @@ class Saver:
         self, step: int, run_state: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Tensor], Held]:
         """Return the manifest, this rank's tensors, and these grouped by `group_by_holders`."""
+        # first what is collective: if one rank refuses something below, none waits for it
+        state = TrainingState(self.model, self.optimizer)
+        tensors = state.tensors()
         taken = RESERVED & run_state.keys()
         if taken:
             raise _Refused(f"run_state has the key {taken.pop()}, which the manifest itself uses")
         manifest = _to_json(run_state, "run_state")
         manifest["step"] = step
-        state = TrainingState(self.model, self.optimizer)
         manifest["optimizers"] = state.describe_groups()
-        tensors = state.tensors()
         # Buffers may differ between ranks (BatchNorm statistics): the first rank's are saved.
         if dist.get_rank(self.group) != 0:
             tensors = {name: t for name, t in tensors.items() if state.origins[name] != "buffer"}
@@ -270,6 +276,16 @@ class Saver:
             steps = [p for p in list_checkpoints(self.folder) if step_of(p) <= manifest["step"]]
             for old in steps[: -self.keep]:
                 _rename_for_removal(old)
+
+
+def _keys_if_settings_agree(of_ranks: list[tuple[list[str], int]]) -> list[list[str]]:
+    """Return what each rank holds; _Refused if settings of the optimizers differ between ranks."""
+    if len({checksum for _, checksum in of_ranks}) > 1:
+        raise _Refused(
+            "the learning rates or other settings of the optimizers differ between ranks: give a "
+            "scheduler values that are the same on all, such as a loss averaged over ranks"
+        )
+    return [keys for keys, _ in of_ranks]
 
 
 @contextmanager
@@ -476,8 +492,14 @@ class TrainingState:
         self.origins: dict[str, str] = {}
         # what `read_settings` has found, for each parameter group of each optimizer
         self.settings: list[dict[str, Any]] = []
-        for each in self.optimizers:
-            self._check(each)
+        if self.fsdp1:  # no rank may go on to what is collective alone
+            _on_all_ranks(self._check_optimizers, None)
+        else:
+            self._check_optimizers()
+
+    def _check_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            self._check(optimizer)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer).__name__
@@ -552,29 +574,35 @@ class TrainingState:
     def _fsdp1_states_of(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
         """Return the states in the shapes that the parameters had before FSDP1 flattened them.
 
-        FSDP1 converts the states of exactly the parameters that are trained. So the ones that this
-        optimizer does not have are given states of zeros, which are left out of the result.
+        FSDP1 converts the states of exactly the parameters that are trained. So those without any,
+        and those of other optimizers, are given states of zeros, which are left out of the result.
         """
         _check_keys(optimizer, optimizer.state_dict())
-        own_leaves = _on_all_ranks(partial(self._sharded_leaves, optimizer), None)
+        own = _on_all_ranks(partial(self._sharded_leaves, optimizer), None)
         # from all ranks, because one may hold no part of these parameters
         leaves: dict[str, torch.dtype] = {}
-        for of_rank in _gather_decide_broadcast(own_leaves, list, None):
-            leaves |= of_rank
+        with_states: set[str] = set()
+        for leaves_of_rank, names_of_rank in _gather_decide_broadcast(own, list, None):
+            leaves |= leaves_of_rank
+            with_states |= names_of_rank
         optimizer_of_all = torch.optim.SGD(self.model.parameters())
         optimizer_of_all.state.update(optimizer.state)
-        for p in self.names:
-            if p.requires_grad and p.numel() > 0 and self.owners.get(p) is not optimizer:
+        for p, name in self.names.items():
+            if p.requires_grad and p.numel() > 0 and name not in with_states:
                 zeros = {leaf: torch.zeros_like(p, dtype=dtype) for leaf, dtype in leaves.items()}
                 optimizer_of_all.state[p] = zeros
         with _sharded_states(self.model):
             converted = FSDP1.optim_state_dict(self.model, optimizer_of_all)["state"]
-        own = {self.names[p] for p in _parameters_of(optimizer)}
         named = {_original_name(self.model, name): state for name, state in converted.items()}
-        return {name: state for name, state in named.items() if name in own}
+        return {name: state for name, state in named.items() if name in with_states}
 
-    def _sharded_leaves(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
-        """Return the states that FSDP1 has sharded; _Refused for one that it cannot convert."""
+    def _sharded_leaves(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[dict[str, torch.dtype], set[str]]:
+        """Return which states FSDP1 has sharded, and the names of the parameters that have states.
+
+        _Refused for a state that FSDP1 cannot convert.
+        """
         whole = ShardingStrategy.NO_SHARD
         sharded = any(m.sharding_strategy is not whole for m in FSDP1.fsdp_modules(self.model))
         leaves = {}
@@ -591,7 +619,8 @@ class TrainingState:
             if sharded and (len(shapes) > 1 or len(dtypes) > 1):
                 where = f"the states of {self.names[p]} must have its shape or be scalars"
                 raise _Refused(f"{where}, and have one dtype, under FSDP1: use mode ddp")
-        return leaves
+        with_states = {name for p, name in self.names.items() if optimizer.state.get(p)}
+        return leaves, with_states
 
     def describe_groups(self) -> list[dict[str, Any]]:
         """Describe each parameter group: its optimizer, parameters, settings (learning rate, ...).

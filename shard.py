@@ -14,13 +14,14 @@ means that every rank must call the function, or the others wait for it.
 import random
 import warnings
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
-from operator import is_
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -28,7 +29,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import fsdp
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
@@ -53,16 +57,17 @@ InitFunction = Callable[..., Tensor]  # (name, full shape, device=device) -> ful
 class Strategy:
     """One strategy of the table: what is sharded, and over which ranks."""
 
-    engine: Literal["ddp", "zero1", "fsdp"]  # zero1: DDP, ZeRO-1's optimizer; fsdp: FSDP1 or 2
+    engine: Literal["ddp", "zero1", "fsdp"]  # zero1: DDP with ZeRO-1's optimizer
     shard_over: Literal["none", "group", "world"]  # the ranks that share one copy
     reshard_after_forward: bool  # free what was gathered, and gather again in backward
     shards: str  # what each rank holds only a part of
 
-    def traffic(self, *, replicas: int = 2, one_unit: bool = False) -> str:
+    def traffic(self, *, several_replicas: bool = True, one_unit: bool = False) -> str:
         """Describe the parameter-sized collectives of a step.
 
-        With wrap root the whole model is one unit, which keeps its gathered parameters until
-        backward.
+        - `several_replicas`: there are several shard groups, each with a copy of the model.
+        - `one_unit`: the whole model is one unit (wrap root), which keeps its gathered parameters
+          until backward.
         """
         if self.engine == "zero1":
             return "1 all-reduce, 1 broadcast"
@@ -72,7 +77,7 @@ class Strategy:
             text = "2 all-gathers, 1 reduce-scatter"
         else:
             text = "1 all-gather, 1 reduce-scatter"
-        if self.shard_over == "group" and replicas > 1:
+        if self.shard_over == "group" and several_replicas:
             text += " in the group; 1 all-reduce of a shard across groups"
         return text
 
@@ -81,6 +86,7 @@ FULL = "parameters, gradients, states"
 GRAD_OP = "gradients and states always; parameters outside of forward and backward"
 
 STRATEGIES: dict[str, Strategy] = {
+    # engine, shard_over, reshard_after_forward, shards
     "ddp": Strategy("ddp", "none", False, "nothing"),
     "zero1": Strategy("zero1", "none", False, "optimizer states"),
     "no_shard": Strategy("fsdp", "none", False, "nothing"),
@@ -99,18 +105,21 @@ def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[in
     if mode not in STRATEGIES:
         raise ValueError(f"there is no mode {mode}: use one of {', '.join(STRATEGIES)}")
     shard_over = STRATEGIES[mode].shard_over
-    if (shard_over == "group") != bool(group):
+    needs_group = shard_over == "group"
+    has_group = bool(group)
+    if needs_group != has_group:
         raise ValueError(
             "the hybrid modes, and only they, need `group`: the number of ranks that share one copy"
         )
     if shard_over == "none":
         return world_size, 1
-    if not group:  # shard_over is "world"
+    if shard_over == "world":
         return 1, world_size
+    assert group  # as checked above
     if world_size % group:
         sizes = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
         what = f"{world_size} ranks cannot be split into shard groups of {group}"
-        raise ValueError(f"{what}: use {', '.join(sizes)}, or start other ranks")
+        raise ValueError(f"{what}: use {', '.join(sizes)}, or start another number of ranks")
     return world_size // group, group
 
 
@@ -149,7 +158,8 @@ def invalid_options(
     fp16 = given.get("precision") == "fp16" or given.get("param_dtype") == torch.float16
     for name, value in given.items():
         flag = flag_name(name)
-        fsdp1_only = name == "limit_all_gathers" or value == "backward_post"
+        post = name == "prefetch" and value == "backward_post"
+        fsdp1_only = name == "limit_all_gathers" or post
         if not has_option(strategy, name):
             modes = [other for other, row in STRATEGIES.items() if has_option(row, name)]
             yield f"{flag} is for {flag_name('mode')} {', '.join(modes)}, not {mode}: leave it out"
@@ -204,7 +214,8 @@ def apply(
 ) -> nn.Module:
     """Shard a model over the mesh; afterwards all ranks have the same values. Collective.
 
-    - `mesh`: dimensions "replicate" and "shard", of `mesh_shape`; FSDP2 allows a third, "tp".
+    - `mesh`: dimensions "replicate" and "shard", with the sizes that `mesh_shape` returns; FSDP2
+      allows a third, "tp".
     - `block_classes`: every outermost module of one of these classes is a block; set(): no blocks.
     - `init_fn`: for a model on meta; returns the full initial value, the same on every rank.
     - `uninitialized`: leave a model on meta without values, because a checkpoint is loaded next;
@@ -224,32 +235,49 @@ def apply(
 
     Raises ValueError for invalid arguments, RuntimeError if the ranks have different models.
     """
-    strategy = _check_arguments(mode, mesh, split_block is not None, options)
+    _check_arguments(mode, mesh, split_block is not None, options)
+    strategy = STRATEGIES[mode]
     blocks = find_blocks(model, block_classes)
-    units: Mapping[str, nn.Module] = {}
-    if strategy.engine == "fsdp" and options.wrap == "block":
-        units = blocks
+    shards_blocks = strategy.engine == "fsdp" and options.wrap == "block"
+    block_units = blocks if shards_blocks else {}
     _check_model(model, blocks, strategy, options)
-    _check_units(model, units)
-    original = set(model.parameters())
+    _check_units(model, block_units)
+    original = _parameters_by_name(model)
     values = _InitialValues(model, _device(mesh), init_fn, uninitialized)
     if not uninitialized:  # else loading the checkpoint checks names and shapes
-        values.check_same_on_all_ranks(f"{mode} {list(blocks)} {options}")
-        values.broadcast_from_rank0()
+        values.broadcast_from_rank0(f"{mode} {list(blocks)} {options}")
 
-    def prepare_unit(module: nn.Module) -> None:
+    def fill_and_split(module: nn.Module) -> None:
         values.fill(module)
         if split_block and module in blocks.values():
             split_block(module, mesh)
 
-    _prepare_blocks(model, blocks, options)
+    _checkpoint_and_compile(model, blocks, options)
     if strategy.engine == "fsdp":
-        sharded = _fsdp(model, units, strategy, mesh["replicate", "shard"], options, prepare_unit)
+        sharded = _fsdp(model, block_units, strategy, mesh, options, fill_and_split)
     else:
-        prepare_unit(model)
+        fill_and_split(model)
         sharded = _ddp(model.to(_device(mesh)), mesh, options)
-    _watch_optimizers(sharded, replaced=original - set(sharded.parameters()))
+    _copy_attributes(original, sharded)
+    _watch_optimizers(sharded, replaced=set(original.values()) - set(sharded.parameters()))
     return sharded
+
+
+def _parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by their original names, a tied one under each of its names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {original_name(name): p for name, p in named}
+
+
+def _copy_attributes(original: Mapping[str, nn.Parameter], sharded: nn.Module) -> None:
+    """Give parameters that sharding has replaced the attributes that a user set on the originals.
+
+    Loops build parameter groups from such attributes, as from `p.no_weight_decay = True`.
+    """
+    for name, p in _parameters_by_name(sharded).items():
+        for attribute, value in vars(original[name]).items():
+            if not hasattr(p, attribute):
+                setattr(p, attribute, value)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -259,19 +287,21 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device("cpu")
 
 
-def _prepare_blocks(
+def _checkpoint_and_compile(
     model: nn.Module, blocks: Mapping[str, nn.Module], options: ShardingOptions
 ) -> None:
     """Wrap the blocks for activation checkpointing, and compile them."""
     settings: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state}
-    if options.ac == "selective":  # with any context_fn Dynamo takes it for selective
+    if options.ac == "selective":
+        # only here: Dynamo takes checkpointing with any context_fn to be selective
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matmuls)
     if options.ac != "none":
         for block in blocks.values():
             wrapper = checkpoint_wrapper(block, **settings)
             _replace(model, {block: wrapper})
             _watch_forward(wrapper, wrapper.named_buffers, CHANGED_BUFFER)
-            _watch_forward(wrapper, partial(_python_state, block), CHANGED_STATE, hash)
+            state = partial(_python_state, block)
+            _watch_forward(wrapper, state, CHANGED_STATE, fingerprint=hash)
     if options.compile:
         # By default Dynamo splits each block's graph where DDP's buckets end, so that all-reduces
         # start within a block. One graph is faster, and DDP still starts them between blocks.
@@ -283,7 +313,8 @@ def _prepare_blocks(
 
 def _replace(model: nn.Module, wrappers: Mapping[nn.Module, nn.Module]) -> None:
     """Replace each module by its wrapper, under every name by which the model holds it."""
-    for parent in list(model.modules()):
+    parents = [*model.modules()]  # as they are now: a wrapper must not be put inside itself
+    for parent in parents:
         for name, child in parent._modules.items():
             if child is not None:
                 parent._modules[name] = wrappers.get(child, child)
@@ -336,56 +367,73 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
 
 def _fsdp(
     model: nn.Module,
-    units: Mapping[str, nn.Module],
+    block_units: Mapping[str, nn.Module],
     strategy: Strategy,
     mesh: DeviceMesh,
     options: ShardingOptions,
-    prepare_unit: Callable[[nn.Module], None],
+    fill_and_split: Callable[[nn.Module], None],
 ) -> nn.Module:
     """FSDP1 or FSDP2: give each unit its values, then shard it; the root comes last.
 
     FSDP2 shards each parameter along dimension 0, FSDP1 a unit's parameters as one flat vector.
     """
+    mesh = mesh["replicate", "shard"]  # without "tp"
     if options.fsdp == 1:
         wrap = _fsdp1_wrapper(strategy, mesh, options)  # returns a new module around its argument
     else:
         wrap = _fsdp2_wrapper(strategy, mesh, options)  # changes its argument, and returns it
-    for name, module in units.items():
-        prepare_unit(module)  # full values, until wrap() shards them
-        unit = model.get_submodule(name)  # the module, or the checkpoint_wrapper around it
+    for name, block in block_units.items():
+        fill_and_split(block)  # full values, until wrap() shards them
+        unit = model.get_submodule(name)  # the block, or the checkpoint_wrapper around it
         _replace(model, {unit: wrap(unit)})
-    prepare_unit(model)  # the root: what has its values already is left alone
+    fill_and_split(model)  # the root: what has its values already is left alone
     sharded = wrap(model)
-    wrapped: list[Any] = [model.get_submodule(name) for name in units]
+    wrapped_blocks: list[Any] = [model.get_submodule(name) for name in block_units]
+    units = [*wrapped_blocks, sharded]
     if options.fsdp == 2:
-        _set_prefetch(wrapped, sharded, options)
+        _set_prefetch(wrapped_blocks, sharded, options)
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
-    reshard = torch.compiler.disable(_reshard_without_backward)  # not traced by torch.compile
-    for unit in [*wrapped, sharded]:
-        unit.register_forward_hook(reshard)
-        if options.fsdp == 2:
-            # Both hooks must run before FSDP2's own. The root has no second one, because
-            # _LoopChecks checks its parameters.
-            clear = torch.compiler.disable(_clear_autocast_cache)
-            unit.register_forward_pre_hook(clear, prepend=True)
-            if unit is not sharded:
-                refuse = torch.compiler.disable(_refuse_stand_ins)
-                unit.register_forward_pre_hook(refuse, prepend=True)
-            _watch_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
+    # A unit of FSDP1 that gathers nothing computes with its own parameters.
+    gathers = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
+    for unit in units:
+        if options.fsdp == 1:
+            _add_fsdp1_hooks(unit, gathers)
         else:
-            gathers = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
-            # A unit that gathers nothing computes with its own parameters, so values written in
-            # forward are not lost: only new memory would be.
-            value = _sum_of_bits if gathers else _memory_of
-            tensors = partial(_gathered_by_fsdp1, unit)
-            _watch_forward(unit._fsdp_wrapped_module, tensors, CHANGED_PARAMETER, value)
-        _watch_containers(unit._fsdp_wrapped_module if options.fsdp == 1 else unit)
+            _add_fsdp2_hooks(unit, is_root=unit is sharded)
     simulated = dist.get_backend() == "fake"  # then tensors have no values to check
     if not simulated:
         allowed = options.find_unused_parameters
-        _LoopChecks(sharded, [*wrapped, sharded], mesh, unused_allowed=allowed).register()
+        _LoopChecks(sharded, units, mesh, unused_allowed=allowed).register()
     return sharded
+
+
+def _add_fsdp1_hooks(unit: Any, gathers: bool) -> None:
+    """Register hooks on a unit of FSDP1, called around its forward pass.
+
+    In this order: FSDP1 gathers, the wrapped module is watched, FSDP1 frees, `reshard`.
+    """
+    unit.register_forward_hook(torch.compiler.disable(_reshard_without_backward))
+    # If nothing is gathered, values written in forward are kept: only new memory would be lost.
+    fingerprint = _fingerprint if gathers else _memory_of
+    tensors = partial(_gathered_by_fsdp1, unit)
+    _watch_forward(unit._fsdp_wrapped_module, tensors, CHANGED_PARAMETER, fingerprint)
+    _watch_containers(unit._fsdp_wrapped_module)
+
+
+def _add_fsdp2_hooks(unit: Any, is_root: bool) -> None:
+    """Register hooks on a unit of FSDP2, called around its forward pass.
+
+    In this order: those with `prepend`, FSDP2 gathers, the unit is watched, FSDP2 frees, `reshard`.
+    """
+    unit.register_forward_hook(torch.compiler.disable(_reshard_without_backward))
+    clear = torch.compiler.disable(_clear_autocast_cache)
+    unit.register_forward_pre_hook(clear, prepend=True)
+    if not is_root:  # of the root _LoopChecks checks the parameters
+        refuse = torch.compiler.disable(_refuse_stand_ins)
+        unit.register_forward_pre_hook(refuse, prepend=True)
+    _watch_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
+    _watch_containers(unit)
 
 
 def _casts_inputs(options: ShardingOptions) -> bool:
@@ -393,15 +441,15 @@ def _casts_inputs(options: ShardingOptions) -> bool:
     return options.cast_inputs and options.param_dtype != torch.float32
 
 
-def _set_prefetch(units: list[Any], root: Any, options: ShardingOptions) -> None:
+def _set_prefetch(blocks: list[Any], root: Any, options: ShardingOptions) -> None:
     """Tell FSDP2 which units to gather ahead of time; its default is the next unit in backward."""
     if options.prefetch == "none":
         # Each unit prefetches only itself, which is gathered already: an empty list would mean
         # FSDP2's default, the next unit.
-        for unit in [*units, root]:
+        for unit in [*blocks, root]:
             unit.set_modules_to_backward_prefetch([unit])
     if options.forward_prefetch:
-        for unit, following in pairwise(units):
+        for unit, following in pairwise(blocks):
             unit.set_modules_to_forward_prefetch([following])
 
 
@@ -476,7 +524,7 @@ def _fsdp2_wrapper(
 
 
 def _clear_autocast_cache(unit: nn.Module, args: Any) -> None:
-    """Clear autocast's cache: around several calls it would keep casts of freed parameters."""
+    """Clear autocast's cache: a context around several calls would keep casts of freed tensors."""
     torch.clear_autocast_cache()
 
 
@@ -494,31 +542,32 @@ def _refuse_stand_ins(unit: nn.Module, args: Any) -> None:
 def _reshard_without_backward(module: Any, args: Any, output: Any) -> Any:
     """Free what an FSDP unit gathered, after a forward pass that no backward pass will follow.
 
-    Returns the output; a parameter in it, whose memory is freed here, is replaced by a copy.
+    Without this hook the root, and in the grad_op modes every unit, would stay gathered: FSDP1
+    would keep using these values after the shards have changed; under FSDP2 the module would hold
+    other parameters than those that the optimizer updates.
 
-    Otherwise the root, and in the grad_op modes every unit, would stay gathered: FSDP1 would keep
-    using these values after the shards have changed; under FSDP2 the module would hold other
-    parameters than those that the optimizer updates.
+    Returns the output; a parameter in it, whose memory is freed here, is replaced by a copy.
     """
     if torch.is_grad_enabled() and _may_need_backward(output):
         return output
-    gathered: list[Tensor]
-    if isinstance(module, nn.Module) and isinstance(module, FSDPModule):
+    fsdp2 = isinstance(module, FSDPModule)
+    if fsdp2:
         gathered = [p for p in module.parameters() if not isinstance(p, DTensor)]
     else:
         gathered = [tensor for _, tensor in _gathered_by_fsdp1(module)]
     freed = {_memory_of(tensor) for tensor in gathered}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def copy_if_freed(tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor) or _memory_of(tensor) not in freed:
             return tensor
         return tensor.clone()
 
-    output = tree_map_only(Tensor, keep, output)
-    if isinstance(module, FSDPModule):
+    output = tree_map_only(Tensor, copy_if_freed, output)
+    if fsdp2:
         module.reshard()
     elif module._handle is not None and module._handle.uses_sharded_strategy:
-        reshard_fsdp1(module, module._handle, True)  # FSDP1 has no public name for it
+        # FSDP1 has no public name for it
+        reshard_fsdp1(module, module._handle, free_unsharded_flat_param=True)
     return output
 
 
@@ -584,17 +633,15 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
     gradients are sharded. ValueError for a module around a model that FSDP1 sharded; RuntimeError
     if the gradients are not averaged over ranks yet.
     """
-    for module in model.modules():
-        checks = getattr(module, "loop_checks", None)
-        if checks is not None and not checks.all_averaged():
-            raise RuntimeError(
-                "the gradients are not averaged over ranks yet: clip them after the step's last "
-                "micro-batch"
-            )
+    checks = _checks_in(model)
+    if not all(each.all_averaged() for each in checks):
+        raise RuntimeError(
+            "the gradients are not averaged over ranks yet: clip them after the step's last "
+            "micro-batch"
+        )
     if isinstance(model, FSDP1):
         return model.clip_grad_norm_(max_norm)  # sums over the shard group
-    checks_of_all = [p.loop_checks for p in model.parameters() if hasattr(p, "loop_checks")]
-    if _contains(model, FSDP1) or any(checks.flattened for checks in checks_of_all):
+    if _contains(model, FSDP1) or any(each.flattened for each in checks):
         raise ValueError("FSDP1: give clip_grad_norm the model that shard.apply returned")
     groups = by_mesh(p for p in model.parameters() if p.grad is not None)
     norms: list[Tensor] = []
@@ -608,10 +655,16 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
     return total
 
 
+def _checks_in(model: nn.Module) -> "set[_LoopChecks]":
+    """Find the checks of each sharded model that is the model, or inside it, or around it."""
+    holders: list[Any] = [*model.modules(), *model.parameters()]
+    return {holder.loop_checks for holder in holders if hasattr(holder, "loop_checks")}
+
+
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Group parameters by their device mesh: tensor parallelism has two.
 
-    PyTorch's norms and optimizers take parameters of one mesh at a time.
+    PyTorch computes a norm over parameters of one mesh at a time.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for p in parameters:
@@ -625,7 +678,8 @@ WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
 
 def original_name(name: str) -> str:
     """Return the name that a parameter had before its model was wrapped."""
-    parts = name.removeprefix("module.").split(".")  # DDP's; a deeper "module" is the model's own
+    # DDP puts "module." first; one further inside is a name of the model itself
+    parts = name.removeprefix("module.").split(".")
     return ".".join(part for part in parts if part not in WRAPPERS)
 
 
@@ -656,28 +710,29 @@ def build_optimizer(
     """Build a fused AdamW; `decay` has the original names of the parameters with weight decay.
 
     The result of `lr_scale(original name)` is stored as the group's "lr_scale", by which the
-    schedule multiplies the learning rate. An optimizer of your own must be elementwise, as AdamW
-    is: a shard is a piece of a tensor. ValueError if `decay` has names that the model lacks.
+    schedule multiplies the learning rate. ValueError if `decay` has names that the model lacks.
+
+    An optimizer of your own must be elementwise, as AdamW is, for FSDP1, which gives it parts of
+    tensors, and for zero1, which gives it some of them. For other modes it need not.
     """
     all_names = {original_name(n) for n, _ in model.named_parameters(remove_duplicate=False)}
     unknown = sorted(set(decay) - all_names)
     if unknown:
         raise ValueError(f"the model has no parameter {unknown[0]} to decay: use original names")
-    by_settings: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    groups: dict[Any, dict[str, Any]] = {}
     for wrapped_name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
         name = original_name(wrapped_name)
+        decay_of_p = weight_decay if name in decay else 0.0
         scale = 1.0 if lr_scale is None else lr_scale(name)
-        if p.requires_grad:
-            by_settings.setdefault((name in decay, scale), []).append(p)
-    groups: list[dict[str, Any]] = []
-    for (decays, scale), parameters in by_settings.items():
-        decay_of_group = weight_decay if decays else 0.0
-        for on_one_mesh in by_mesh(parameters):
-            group = {"params": on_one_mesh, "weight_decay": decay_of_group, "lr_scale": scale}
-            groups.append(group)
+        # the fused AdamW takes parameters of one mesh at a time: tensor parallelism has two
+        key = (name in decay, scale, getattr(p, "device_mesh", None))
+        empty = {"params": [], "weight_decay": decay_of_p, "lr_scale": scale}
+        groups.setdefault(key, empty)["params"].append(p)
     if STRATEGIES[mode].engine == "zero1":
         return ZeroRedundancyOptimizer(
-            groups,
+            [*groups.values()],
             torch.optim.AdamW,
             parameters_as_bucket_view=True,  # each rank sends its parameters in one piece
             lr=lr,
@@ -685,21 +740,22 @@ def build_optimizer(
             eps=eps,
             fused=True,
         )
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    return torch.optim.AdamW([*groups.values()], lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """Make one optimizer step, unless `skip` is 1: a scalar tensor, the same on every rank."""
     inner: Any = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-    # Only Adam is asked to skip: fused SGD, if its first step is skipped, starts its momentum from
-    # uninitialised memory.
+    # Fused AdamW can skip on the device. Fused SGD could, too, but if its first step is skipped, it
+    # starts its momentum from uninitialised memory.
     adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
-    if adam and getattr(inner, "_step_supports_amp_scaling", False):
-        # Where `found_inf` is 1, fused AdamW changes nothing; it reads that on the device.
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        inner.found_inf = skip.to(parameters[0].device)
-    elif skip.item():
+    skips_on_device = adam and getattr(inner, "_step_supports_amp_scaling", False)
+    if not skips_on_device:
+        if not skip.item():
+            optimizer.step()
         return
+    first_group = optimizer.param_groups[0]
+    inner.found_inf = skip.to(first_group["params"][0].device)  # 1: step() changes nothing
     optimizer.step()
     inner.found_inf = None  # a later plain step() must not be skipped too
 
@@ -718,12 +774,11 @@ def build_scaler(
 # --- Checks of the arguments, and the blocks
 
 
-def _check_arguments(
-    mode: str, mesh: DeviceMesh, split: bool, options: ShardingOptions
-) -> Strategy:
-    """Return the strategy; ValueError for a mesh or options that would make training go wrong."""
+def _check_arguments(mode: str, mesh: DeviceMesh, split: bool, options: ShardingOptions) -> None:
+    """Raise ValueError for a mode, mesh or options that would make training go wrong."""
     tp = mesh.shape[2] if split else 1
     group = None
+    # mesh_shape refuses a mode that does not exist
     if mode in STRATEGIES and STRATEGIES[mode].shard_over == "group":
         group = mesh.shape[1]
     wanted = mesh_shape(mode, dist.get_world_size() // tp, group)
@@ -740,7 +795,6 @@ def _check_arguments(
         raise ValueError(problem)
     if options.cpu_offload and options.fsdp == 1 and mesh.device_type == "cpu":
         raise ValueError("cpu_offload with fsdp 1 needs a GPU to offload from: leave it out")
-    return STRATEGIES[mode]
 
 
 def _check_model(
@@ -749,7 +803,8 @@ def _check_model(
     """Raise ValueError for a model whose training would go wrong."""
     sharded = strategy.engine == "fsdp"
     if sharded:
-        _check_lists(model, blocks if options.ac != "none" or options.fsdp == 1 else {})
+        blocks_are_wrapped = options.ac != "none" or options.fsdp == 1
+        _check_lists(model, wrapped=blocks if blocks_are_wrapped else {})
     if sharded and options.fsdp == 1 and hasattr(model, "_orig_mod"):
         raise ValueError("FSDP1 cannot save a compiled model: compile it after shard.apply")
     if "module" in dict(model.named_children()):
@@ -757,7 +812,10 @@ def _check_model(
     low_precision = sharded and options.param_dtype != torch.float32
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and module.track_running_stats and low_precision:
-            raise ValueError(f"{name} keeps statistics, in fp32: use param_dtype fp32 or GroupNorm")
+            raise ValueError(
+                f"{name} keeps running statistics in fp32, which FSDP would update in "
+                f"{options.param_dtype}: use param_dtype torch.float32, or GroupNorm"
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             if module.max_norm is not None:
                 raise ValueError(
@@ -769,9 +827,9 @@ def _check_model(
     for name, p in model.named_parameters():
         if hasattr(p, "loop_checks"):
             raise ValueError(f"{original_name(name)} is sharded already: call shard.apply once")
-        for wrong, sentence in _parameter_table(p, sharded):
-            if wrong:
-                raise ValueError(f"{original_name(name)} {sentence}")
+        reason = _reason_not_to_shard(p, sharded)
+        if reason:
+            raise ValueError(f"{original_name(name)} {reason}")
     if strategy.engine != "ddp":
         _check_memory(model)
 
@@ -801,36 +859,48 @@ def _check_lists(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> None:
                     )
 
 
+class _MemoryRange(NamedTuple):
+    """The memory of a tensor; ranges are sorted by their first byte."""
+
+    first: int
+    end: int  # the byte after the last
+    name: str
+
+
 def _check_memory(model: nn.Module) -> None:
     """Raise ValueError for parameters and buffers that share memory, which sharding divides."""
-    places: list[tuple[int, int, str]] = []  # first byte, byte after the last, name
+    ranges: list[_MemoryRange] = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         dense = tensor.layout == torch.strided and tensor.is_contiguous()
         if dense and tensor.numel() and not _on_meta(tensor):
             first = tensor.data_ptr()
-            places.append((first, first + tensor.numel() * tensor.element_size(), name))
-    for (_, end, one), (first, _, other) in pairwise(sorted(places)):
-        if first < end:
+            end = first + tensor.numel() * tensor.element_size()
+            ranges.append(_MemoryRange(first, end, name))
+    for one, following in pairwise(sorted(ranges)):
+        if following.first < one.end:
             raise ValueError(
-                f"{one} and {other} share memory, which sharding would divide: use one "
-                "nn.Parameter for both, or clone()"
+                f"{one.name} and {following.name} share memory, which sharding would divide: use "
+                "one nn.Parameter for both, or clone()"
             )
 
 
-def _parameter_table(p: nn.Parameter, sharded: bool) -> list[tuple[bool, str]]:
-    """Return (whether it applies, sentence) for each reason not to shard a parameter."""
+def _reason_not_to_shard(p: nn.Parameter, sharded: bool) -> str:
+    """Return why `apply` refuses a parameter, as a sentence without its subject, or ""."""
     if isinstance(p, nn.parameter.UninitializedParameter):
-        return [(True, "has no shape yet: call the model once before shard.apply")]
-    imaginary = "store its real and imaginary parts, as torch.view_as_real does"
-    shape = tuple(p.shape)
-    return [
-        (p.is_complex(), f"is {p.dtype}: {imaginary}"),
-        (not p.is_floating_point(), f"is {p.dtype}, which is not trained: make it a buffer"),
-        (p.dtype != torch.float32, f"is {p.dtype}, but parameters are stored in fp32: .float()"),
-        (sharded and p.ndim == 0, "has no dimension to shard: give it the shape (1,)"),
-        (sharded and p.numel() == 0, f"{shape} is empty and cannot be sharded: make it a buffer"),
-        (_has_hook(p, True), "has a hook, which would be lost: register it after shard.apply"),
-    ]
+        return "has no shape yet: call the model once before shard.apply"
+    if p.is_complex():
+        return f"is {p.dtype}: store its real and imaginary parts, as torch.view_as_real does"
+    if not p.is_floating_point():
+        return f"is {p.dtype}, which is not trained: make it a buffer"
+    if p.dtype != torch.float32:
+        return f"is {p.dtype}, but parameters are stored in fp32: call model.float() first"
+    if sharded and p.ndim == 0:
+        return "has no dimension to shard: give it the shape (1,)"
+    if sharded and p.numel() == 0:
+        return f"{tuple(p.shape)} is empty and cannot be sharded: make it a buffer"
+    if _has_hook(p, post_accumulate=True):
+        return "has a hook, which would be lost: register it after shard.apply"
+    return ""
 
 
 def _check_units(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
@@ -888,29 +958,30 @@ class _InitialValues:
         uninitialized: bool,
     ) -> None:
         named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
-        self.names = {tensor: name for name, tensor in named}
+        self.name_of = {tensor: name for name, tensor in named}  # before anything is wrapped
         self.device = device
         self.init_fn = init_fn
         self.uninitialized = uninitialized
-        on_meta = any(_on_meta(tensor) for tensor in self.names)
-        if on_meta != (uninitialized or init_fn is not None):
+        on_meta = any(_on_meta(tensor) for tensor in self.name_of)
+        has_values_for_meta = uninitialized or init_fn is not None
+        if on_meta != has_values_for_meta:
             raise ValueError(
                 "a model on meta, and only such a model, needs `init_fn` or `uninitialized`"
             )
 
-    def check_same_on_all_ranks(self, arguments: str) -> None:
-        """Raise RuntimeError if the ranks have different models or `arguments`. Collective."""
+    @torch.no_grad()
+    def broadcast_from_rank0(self, arguments: str) -> None:
+        """Broadcast rank 0's values of all tensors that are not on meta. Collective.
+
+        RuntimeError if the ranks have different models or `arguments`.
+        """
         described = []
-        for tensor, name in self.names.items():
+        for tensor, name in self.name_of.items():
             kind = (tensor.shape, tensor.dtype, tensor.requires_grad, _on_meta(tensor))
             described.append((name, kind))
         if not _same_on_all_ranks(f"{arguments} {described}", self.device):
             raise RuntimeError("the ranks were given different models, modes or options")
-
-    @torch.no_grad()
-    def broadcast_from_rank0(self) -> None:
-        """Broadcast rank 0's values of all tensors that are not on meta. Collective."""
-        for tensor in self.names:
+        for tensor in self.name_of:
             if tensor.numel() and not _on_meta(tensor):
                 value = tensor.to(self.device).contiguous()
                 dist.broadcast(value.view(-1).view(torch.uint8), 0)  # as bytes: any dtype
@@ -935,7 +1006,7 @@ class _InitialValues:
 
     def value(self, tensor: Tensor) -> Tensor:
         """Return the full value of a tensor on meta; ValueError without an `init_fn`."""
-        name = self.names[tensor]
+        name = self.name_of[tensor]
         if self.init_fn is None:
             raise ValueError(
                 f"{name} is in no checkpoint: give `init_fn` too, or build this buffer on the CPU"
@@ -962,12 +1033,23 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 #    must not have been frozen or unfrozen after sharding.
 # 2. After a forward pass: the module must not have changed its own tensors (first three passes),
 #    nor returned an object in which FSDP2 finds no tensor.
-# 3. After each gradient: there must have been a call of the model since the one before it.
+# 3. After each gradient: the model must have been called since this tensor's last gradient.
 # 4. Before each step: the optimizer must have the parameters of the sharded model. In the first
 #    three steps also: all ranks must have used the same parameters, and replicas must be equal.
 #    An optimizer of other parameters must have the same gradients on all ranks.
 # Values are compared only at the beginning, because reading them makes the CPU wait for the GPU.
 # A simulation (backend "fake") has no values: of these checks it makes only the second.
+#
+# Attributes that the checks put on objects of PyTorch:
+#   loop_checks           on a sharded model and its parameters: their _LoopChecks
+#   replaced_by_sharding  on a parameter in whose place FSDP has put another
+#   gathered_by_fsdp      on a parameter that FSDP2 gathered, and that has since been freed
+#   checked_by_another    on an optimizer inside another one, or in a trial
+#   loose_steps           on an optimizer of parameters that are in no sharded model
+#   elementwise           on an optimizer that needs no whole tensors; a user may set it too
+#   of_one_rank           set by a user on an optimizer that only one rank has
+
+FIRST_STEPS = 3  # in so many steps, or passes, values are compared
 
 REPLACED = (
     "was replaced after shard.apply, and each rank would train its own: replace it before, or "
@@ -1003,6 +1085,15 @@ FROZEN = (
 )
 
 
+class _HeldParameter(NamedTuple):
+    """A parameter, and the module that holds it."""
+
+    name: str  # the original one
+    module: nn.Module
+    leaf: str  # the name within that module
+    parameter: Any
+
+
 class _LoopChecks:
     """Checks what a loop does with a sharded model, by hooks that raise RuntimeError."""
 
@@ -1013,19 +1104,24 @@ class _LoopChecks:
     ) -> None:
         self.model = model
         self.units = units  # of FSDP, the root last; empty for DDP
+        self.fsdp = bool(units)
         self.fsdp1 = isinstance(model, FSDP1)
         self.fsdp2 = isinstance(model, FSDPModule)
         self.flattened = self.fsdp1 and mesh["shard"].size() > 1  # a rank has parts of tensors
         # in low precision FSDP1 loses gradients if two calls come before a backward pass
-        self.low_precision = self.fsdp1 and model.mixed_precision.param_dtype != torch.float32
+        self.fsdp1_in_low_precision = (
+            self.fsdp1 and model.mixed_precision.param_dtype != torch.float32
+        )
         self.device = _device(mesh)
         self.replicas = mesh.get_group("replicate")  # ranks that hold the same values
         self.unused_allowed = unused_allowed
-        self.owners = _owners(model)
-        self.trained = {p for *_, p in self.owners if p.requires_grad}
+        self.held = _held_parameters(model)
+        self.trained = {held.parameter for held in self.held if held.parameter.requires_grad}
         self.trains = False  # whether the call or step being checked trains any parameter
-        self.memory: dict[str, Any] = {}  # name -> memory of the parameter at its first check
-        self.nodes: dict[Any, Any] = {}  # parameter -> autograd node that carries DDP's hook
+        # FSDP: name -> (dtype, memory) of the parameter at its first check
+        self.first_memory: dict[str, tuple[torch.dtype, int]] = {}
+        self.nodes: dict[Any, Any] = {}  # DDP: parameter -> autograd node that carries DDP's hook
+        self.tensor_of_node: dict[str, Tensor] = {}  # DDP: name -> tensor whose node was checked
         # name -> (tensor that the module held after the last forward pass, its version then);
         # `_version` is PyTorch's count of in-place changes
         self.after_forward: dict[str, tuple[Any, int]] = {}
@@ -1034,30 +1130,32 @@ class _LoopChecks:
         self.averaged = True  # whether the last gradients were averaged over ranks
         self.used = 0  # checksum: which parameters had a gradient after each micro-batch
         self.steps = 0
-        self.own_attributes: set[str] = set()  # of the wrapper
+        self.wrappers: list[tuple[Any, set[str]]] = []  # with the names of their own attributes
         # Parameters that FSDP has replaced, as long as something else still holds them. They had
-        # no gradient: if they get one, that something has computed with them.
+        # no gradient at that time. If one gets a gradient, whatever holds it has computed with it.
         self.replaced: WeakSet[nn.Parameter] = WeakSet()
 
     def register(self) -> None:
         """Register the methods below as hooks of the model, so that nobody has to call them."""
         model = self.model
-        for *_, p in self.owners:
-            p.loop_checks = self  # _check_optimizer finds the checks here
-        model.loop_checks = self  # clip_grad_norm finds them here
+        for held in self.held:
+            held.parameter.loop_checks = self
+        model.loop_checks = self
         model.register_load_state_dict_pre_hook(_refuse_assign)
         if isinstance(model, DDP):
             model.register_load_state_dict_pre_hook(_refuse_other_names)
         # this hook must run before FSDP's own
         model.register_forward_pre_hook(torch.compiler.disable(self.before_call), prepend=True)
-        if self.units:
+        if self.fsdp:
             model.__deepcopy__ = _refuse_copy
             model.register_forward_hook(torch.compiler.disable(self.after_call))
         if isinstance(model, DDP):
             self.nodes = {p: get_gradient_edge(p).node for p in self.trained}
         for tensor in _averaged_in_hooks(model, self.units):
             tensor.register_post_accumulate_grad_hook(self.after_gradient)
-        self.own_attributes = set(vars(model))
+        for module in model.modules():
+            if isinstance(module, DDP | FSDP1 | CheckpointWrapper):
+                self.wrappers.append((module, set(vars(module))))
 
     def __deepcopy__(self, memo: Any) -> "_LoopChecks":
         """Return the same checks: a DDP model is copied to average weights (EMA), not to train."""
@@ -1065,14 +1163,16 @@ class _LoopChecks:
 
     def before_call(self, module: nn.Module, args: Any) -> None:
         """Check the parameters before a forward pass."""
-        if self.units and torch.is_inference_mode_enabled():
+        if self.fsdp and torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "FSDP could not train after a call in inference_mode: use torch.no_grad() instead"
             )
-        if not _in_backward():  # there a call recomputes activations
+        # A call in a backward pass recomputes activations: then that pass is unfinished, rightly.
+        if not _in_backward():
             self.check_interrupted()
-        if self.low_precision:
+        if self.fsdp1_in_low_precision:
             self.check_backward()
+        self.note_trains()
         self.check_parameters()
         self.check_attributes()
         _LoopChecks.calls_of_all += 1
@@ -1085,8 +1185,8 @@ class _LoopChecks:
         if self.fsdp2 and len(self.units) == 1:  # with blocks, FSDP2 sees the blocks' outputs
             self.check_output(output)
         self.after_forward = {}
-        for name, owner, leaf, p in self.owners:
-            now = getattr(owner, leaf, None)
+        for name, module_of_p, leaf, p in self.held:
+            now = getattr(module_of_p, leaf, None)
             # FSDP2 still has gathered parameters in the module. FSDP1 may have its shards there,
             # but computes with what it gathered until the backward pass, and misses a change.
             if isinstance(now, Tensor) and (now is not p or self.fsdp1):
@@ -1131,8 +1231,9 @@ class _LoopChecks:
                 "model, last=True), return tensors from the model, not objects that hide them, and "
                 "do not change what it returns in place"
             )
-        if self.units or self.unused_allowed or not self.averaged or not self.last_call:
-            return
+        waits_for_all = not self.fsdp and not self.unused_allowed
+        if not waits_for_all or not self.averaged or not self.last_call:
+            return  # the last two: inside no_sync(), or before the first gradient
         newest = max(self.last_call.values())
         for p in self.trained:
             if p.requires_grad and self.last_call.get(p, 0) != newest:
@@ -1145,18 +1246,19 @@ class _LoopChecks:
         """Raise RuntimeError if an exception has ended a forward or backward pass of FSDP."""
         if any(_is_interrupted(unit) for unit in self.units):
             raise RuntimeError(
-                "an exception has ended a forward or backward pass, after which FSDP computes on "
-                "with wrong states: load a checkpoint in a new process"
+                "an exception has ended a forward or backward pass, after which FSDP would go on "
+                "in a wrong state: load a checkpoint in a new process"
             )
 
     def before_step(self) -> None:
         """Check the parameters before an optimizer's step; compare ranks in the first three."""
         if _in_backward():  # a hook makes the step
-            if not self.units:
+            if not self.fsdp:
                 raise RuntimeError("DDP has not averaged this gradient: step after backward()")
             return  # other units still need what they gathered
         self.check_interrupted()
         self.check_backward()
+        self.note_trains()
         self.check_parameters()
         self.check_averaged()
         if any(p.grad is not None for p in self.replaced):
@@ -1169,14 +1271,21 @@ class _LoopChecks:
             for unit in self.units:
                 unit.reshard()  # changes nothing if a backward pass has already done it
         self.after_forward = {}
-        self.steps += 1
-        if self.steps <= 3 or not self.averaged:
+        # Gradients that no backward pass has averaged, the loop itself may have averaged: so they
+        # are compared in every step.
+        if self.steps < FIRST_STEPS or not self.averaged:
             self.compare_ranks()
+        self.steps += 1
         self.used = 0
+
+    def note_trains(self) -> None:
+        """Note whether the call or step that is being checked trains any parameter."""
+        trainable = any(held.parameter.requires_grad for held in self.held)
+        self.trains = trainable and torch.is_grad_enabled()
 
     def check_parameters(self) -> None:
         """Raise RuntimeError for the first parameter that breaks one of the rules below."""
-        rules = (
+        rules = (  # the first that is broken is reported: the more special ones come first
             (self.was_left_by_grad, LEFT_BY_GRAD),
             (self.was_replaced, REPLACED),
             (self.was_changed_in_vain, EDITED_IN_VAIN),
@@ -1187,10 +1296,8 @@ class _LoopChecks:
             (self.was_unfrozen, UNFROZEN),
             (self.was_frozen, FROZEN),
         )
-        trainable = any(p.requires_grad for *_, p in self.owners)
-        self.trains = torch.is_grad_enabled() and trainable
-        for name, owner, leaf, p in self.owners:
-            now = getattr(owner, leaf, None)
+        for name, module, leaf, p in self.held:
+            now = getattr(module, leaf, None)
             for is_broken, sentence in rules:
                 if is_broken(name, p, now):
                     raise RuntimeError(f"{name} {sentence}")
@@ -1203,70 +1310,84 @@ class _LoopChecks:
         return self.was_replaced(name, p, now) and self.fsdp1 and _same_memory(now, p)
 
     def was_replaced(self, name: str, p: Any, now: Any) -> bool:
-        left, _ = self.after_forward.get(name, (p, 0))
-        if now is p or now is left:
+        if now is p:
             return False
-        # under activation checkpointing of the whole model, FSDP1 puts another tensor of its own
-        return not (self.fsdp1 and _is_gathered_by_fsdp1(now, self.units))
+        if name in self.after_forward:
+            left, _ = self.after_forward[name]
+            if now is left:
+                return False
+        # under activation checkpointing of the whole model, FSDP1 puts another tensor of its own in
+        # the place of the parameter
+        own = self.fsdp1 and _is_gathered_by_fsdp1(now, self.units)
+        return not own
 
     def was_changed_in_vain(self, name: str, p: Any, now: Any) -> bool:
         # A change is lost if it is made to a gathered tensor (`now is not p`), which FSDP throws
         # away, or to a shard of FSDP1 before the backward pass, which does not read the shard.
-        left, version = self.after_forward.get(name, (p, p._version))
-        if now is not left or left._version == version:
+        if name not in self.after_forward:
             return False
-        return now is not p or self.awaits_backward()
+        left, version = self.after_forward[name]
+        changed = now is left and left._version != version
+        gathered = now is not p
+        return changed and (gathered or self.awaits_backward())
 
     def has_other_memory(self, name: str, p: Any, now: Any) -> bool:
         # FSDP2 goes on using the old memory. FSDP1 copies the new memory into the old, and so
         # overwrites what an EMA has put aside there. Gathered tensors always have other memory.
-        if not self.units or p.numel() == 0 or (self.fsdp1 and self.after_forward):
+        may_be_gathered = self.fsdp1 and bool(self.after_forward)
+        if not self.fsdp or may_be_gathered or p.numel() == 0:
             return False
         memory = (p.dtype, _memory_of(p))
-        return self.memory.setdefault(name, memory) != memory
+        first = self.first_memory.setdefault(name, memory)
+        return memory != first
 
     def has_lost_hook(self, name: str, p: Any, now: Any) -> bool:
         # FSDP computes the gradients of other tensors, so it does not call all hooks of `p`.
-        return bool(self.units) and _has_hook(p, post_accumulate=self.fsdp1)
+        return self.fsdp and _has_hook(p, post_accumulate=self.fsdp1)
 
     def has_other_dtype(self, name: str, p: Any, now: Any) -> bool:
         # DDP's buckets keep the dtype of the parameters that it was given.
-        return not self.units and p.dtype != torch.float32
+        return not self.fsdp and p.dtype != torch.float32
 
     def has_lost_average(self, name: str, p: Any, now: Any) -> bool:
         # DDP's hook is on the node that adds up the gradients; a change of dtype makes a new one.
         if p not in self.nodes or not p.requires_grad:
             return False
-        if _same_memory(self.memory.get(name), p):
+        if _same_memory(self.tensor_of_node.get(name), p):
             return False
-        self.memory[name] = p.detach()  # the memory is kept, so that no other gets its address
+        # this keeps the memory alive, so that no other tensor gets its address
+        self.tensor_of_node[name] = p.detach()
         return get_gradient_edge(p).node is not self.nodes[p]
 
     def was_unfrozen(self, name: str, p: Any, now: Any) -> bool:
         # DDP averages only the gradients of parameters that were trained when it was built.
-        return not self.units and p.requires_grad and p not in self.trained
+        return not self.fsdp and p.requires_grad and p not in self.trained
 
     def was_frozen(self, name: str, p: Any, now: Any) -> bool:
         # DDP's bucket waits for a gradient that does not come.
-        if self.units or self.unused_allowed or not self.trains:
+        if self.fsdp or self.unused_allowed or not self.trains:
             return False
-        return not p.requires_grad and p in self.trained
+        return p in self.trained and not p.requires_grad
 
     def check_attributes(self) -> None:
-        """Raise RuntimeError for an attribute set on the wrapper (DDP, FSDP1), not on the model."""
-        inner = getattr(self.model, "module", None)  # what they wrap; FSDP2 wraps nothing
-        for name in vars(self.model).keys() - self.own_attributes:
-            value = vars(self.model)[name]
-            # a copy for convenience, or a new method of the wrapper, changes nothing inside
-            if callable(value) or value is getattr(inner, name, value):
-                continue
-            raise RuntimeError(
-                f"{name} was set on {type(self.model).__name__}, and the model inside does not see "
-                "it: set it on model.module"
-            )
+        """Raise RuntimeError for an attribute set on a wrapper, not on the module inside."""
+        for wrapper, own_attributes in self.wrappers:
+            if isinstance(wrapper, CheckpointWrapper):
+                inner = wrapper._checkpoint_wrapped_module
+            else:
+                inner = wrapper.module
+            for name in vars(wrapper).keys() - own_attributes:
+                value = vars(wrapper)[name]
+                differs = hasattr(inner, name) and getattr(inner, name) is not value
+                if differs and not callable(value):  # a method of the wrapper is meant for it
+                    raise RuntimeError(
+                        f"{name} was set on {type(wrapper).__name__}, and the "
+                        f"{type(inner).__name__} inside does not see it: set it on that module, "
+                        "which model.modules() lists"
+                    )
 
     def awaits_backward(self) -> bool:
-        """Tell whether FSDP1 was called with gradients, and its backward pass has not come yet."""
+        """Tell whether FSDP1 was called with gradients, and its backward pass has not run yet."""
         return self.fsdp1 and any(_fsdp1_awaits_backward(unit) for unit in self.units)
 
     def check_backward(self) -> None:
@@ -1283,8 +1404,8 @@ class _LoopChecks:
 
         Called before each call and before the step, it sees what each micro-batch left.
         """
-        if self.steps < 3:
-            used = [p.grad is not None for *_, p in self.owners]
+        if self.steps < FIRST_STEPS:
+            used = [held.parameter.grad is not None for held in self.held]
             self.used = zlib.crc32(f"{self.used} {used}".encode())
 
     def compare_ranks(self) -> None:
@@ -1295,8 +1416,8 @@ class _LoopChecks:
                 "the ranks used different parameters, and FSDP2 mixes up their gradients: "
                 "use find_unused_parameters=True (torch 2.14), or mode ddp with it"
             )
-        trained = [p for *_, p in self.owners if p.requires_grad]
-        values = _bits([*trained, *(p.grad for p in trained)])
+        trained = [held.parameter for held in self.held if held.parameter.requires_grad]
+        values = _fingerprints([*trained, *(p.grad for p in trained)])
         if not _same_on_all_ranks(values, self.device, self.replicas):
             raise RuntimeError(
                 "the ranks hold different weights or gradients: change both in the same way on "
@@ -1305,18 +1426,18 @@ class _LoopChecks:
             )
 
 
-def _owners(model: nn.Module) -> list[tuple[str, nn.Module, str, Any]]:
-    """List (original name, module, name within the module, parameter) for each parameter."""
-    owners: list[tuple[str, nn.Module, str, Any]] = []
+def _held_parameters(model: nn.Module) -> list[_HeldParameter]:
+    """List the parameters of a model, a tied one once for each of its places."""
+    found: list[_HeldParameter] = []
     for path, module in model.named_modules():
         for leaf, p in module._parameters.items():
             if p is not None:
                 name = original_name(f"{path}.{leaf}".lstrip("."))
-                owners.append((name, module, leaf, p))
-    return owners
+                found.append(_HeldParameter(name, module, leaf, p))
+    return found
 
 
-def _bits(tensors: Iterable[Any]) -> str:
+def _fingerprints(tensors: Iterable[Any]) -> str:
     """Sum the bits of each tensor, not its values: exact on any device, and NaN equals NaN."""
     sums = []
     for tensor in tensors:
@@ -1354,51 +1475,54 @@ def _refuse_copy(memo: Any) -> None:
     )
 
 
-def _sum_of_bits(tensor: Tensor) -> str:
+def _fingerprint(tensor: Tensor) -> str:
     """Return a text that changes with the tensor's values, even if they are written by `.data`.
 
     `_version`, PyTorch's count of changes, would not. A text, so that it works for fake tensors.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().view(whole[tensor.element_size()])
+    integer_of_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().view(integer_of_size[tensor.element_size()])
     return f"{bits.sum(dtype=torch.int64)}"
 
 
 def _watch_forward(
     module: nn.Module,
-    list_tensors: Callable[[], Iterable[tuple[str, Any]]],
+    list_items: Callable[[], Iterable[tuple[str, Any]]],
     message: str,
-    value: Callable[[Any], Any] = _sum_of_bits,
+    fingerprint: Callable[[Any], Any] = _fingerprint,
 ) -> None:
-    """Register hooks that raise RuntimeError if a forward pass changes a tensor of a module.
+    """Register hooks that raise RuntimeError if a forward pass changes what a module holds.
 
-    They compare the `value` of each tensor that `list_tensors()` yields, before and after the
-    first three training passes.
+    They compare the `fingerprint` of each item that `list_items()` yields, mostly a tensor, before
+    and after the first three training passes.
     """
     before: dict[str, Any] = {}
-    passes_left = 3
+    passes_left = FIRST_STEPS
 
-    def values() -> Iterator[tuple[str, Any]]:
-        for name, tensor in list_tensors():
+    def fingerprints() -> Iterator[tuple[str, Any, Any]]:
+        for name, item in list_items():
             # A DTensor belongs to another unit, and is not gathered now.
-            if not isinstance(tensor, DTensor):
-                yield name, (getattr(tensor, "shape", None), value(tensor))
+            if not isinstance(item, DTensor):
+                yield name, getattr(item, "shape", None), fingerprint(item)
 
     def remember(module: nn.Module, args: Any) -> None:
         before.clear()
         if torch.is_grad_enabled() and module.training:
-            before.update(values())
+            for name, shape, found in fingerprints():
+                before[name] = shape, found
 
     def compare(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal passes_left
         if not before:
             return
-        for name, new in values():
-            old = before.get(name, new)
+        for name, shape, found in fingerprints():
+            if name not in before:
+                continue
+            shape_before, found_before = before[name]
             # the shape may change: a table may be built when it is first needed
-            if old[0] == new[0] and old != new:
+            if shape == shape_before and found != found_before:
                 raise RuntimeError(message.format(name=original_name(name)))
         passes_left -= 1
         if passes_left == 0:
@@ -1445,25 +1569,26 @@ def _watch_containers(module: nn.Module) -> None:
     calls: list[list[tuple[Any, list[Any]]]] = []  # per call: (container, its items before)
 
     def remember(module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.append([(one, _items(one)) for one in _containers([*args, *kwargs.values()])])
+        containers = _containers([*args, *kwargs.values()])
+        calls.append([(container, _items(container)) for container in containers])
 
     def compare(module: nn.Module, args: Any, output: Any) -> None:
         for container, before in calls.pop():
             now = _items(container)
-            same = len(now) == len(before) and all(map(is_, now, before))
-            if not same:
+            same_length = len(now) == len(before)
+            if not same_length or any(a is not b for a, b in zip(now, before, strict=True)):
                 raise RuntimeError(
                     f"{type(module).__name__} wrote into a {type(container).__name__} that it was "
-                    "given, of which FSDP passes a copy: return what is written"
+                    "given, but FSDP passes only a copy of it: return the result instead"
                 )
-        calls.clear()  # those of calls that an exception has ended
+        calls.clear()  # what is left belongs to calls that an exception ended
 
     module.register_forward_pre_hook(torch.compiler.disable(remember), with_kwargs=True)
     module.register_forward_hook(torch.compiler.disable(compare), prepend=True)
 
 
 def _containers(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the lists, dicts and sets among values, and inside of these."""
+    """Yield the lists, dicts and sets among values, and those inside them."""
     for value in values:
         if isinstance(value, dict | list | set):
             yield value
@@ -1477,10 +1602,10 @@ def _items(container: Any) -> list[Any]:
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise RuntimeError for an optimizer that would train nothing, or let the ranks diverge."""
-    if hasattr(optimizer, "part_of_zero1"):
-        return  # zero1's inner optimizer, for this rank's part: the outer one was checked
+    if hasattr(optimizer, "checked_by_another"):
+        return  # zero1's inner optimizer, for this rank's part, or one of a trial
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.optim.part_of_zero1 = True
+        optimizer.optim.checked_by_another = True
         _check_buckets(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(hasattr(p, "replaced_by_sharding") for p in parameters):
@@ -1496,10 +1621,10 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     loose = [p for p in parameters if not hasattr(p, "loop_checks")]
     if loose and dist.is_initialized() and dist.get_world_size() > 1:
         _check_loose(optimizer, loose, len(parameters))
-    models = dict.fromkeys(p.loop_checks for p in parameters if hasattr(p, "loop_checks"))
-    of_fsdp = any(checks.units for checks in models)
-    _check_whole_tensors(optimizer, of_fsdp, any(checks.fsdp1 for checks in models))
-    for checks in models:  # in the same order on all ranks
+    checks_of_parameters = [p.loop_checks for p in parameters if hasattr(p, "loop_checks")]
+    checks_of_models = list(dict.fromkeys(checks_of_parameters))  # in the same order on all ranks
+    _check_whole_tensors(optimizer, checks_of_models)
+    for checks in checks_of_models:
         checks.before_step()
 
 
@@ -1516,15 +1641,16 @@ def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int)
     if hasattr(optimizer, "of_one_rank"):
         return
     # If a sharded model is called between an optimizer's steps, the optimizer belongs to that
-    # model's loop, on all ranks. Any other, say of a probe on stored features, may be on one rank.
+    # model's loop, on all ranks. Any other optimizer, such as that of a probe on stored features,
+    # may be on one rank only, which would wait for the others for ever.
     calls = _LoopChecks.calls_of_all
-    calls_before, compared = getattr(optimizer, "loose_steps", (calls, 0))
-    compares = calls > calls_before and compared < 3
+    calls_before, steps_compared = getattr(optimizer, "loose_steps", (calls, 0))
+    in_a_loop = calls > calls_before
+    compares = in_a_loop and steps_compared < FIRST_STEPS
+    steps_now = steps_compared + 1 if compares else steps_compared
+    optimizer.loose_steps = (calls, steps_now)  # type: ignore[attr-defined]
     if compares:
-        compared += 1
-    optimizer.loose_steps = (calls, compared)  # type: ignore[attr-defined]
-    if compares:
-        values = _bits(p.grad for p in loose if not isinstance(p, DTensor))
+        values = _fingerprints(p.grad for p in loose if not isinstance(p, DTensor))
         if not _same_on_all_ranks(values, loose[0].device):
             raise RuntimeError(
                 "an optimizer trains parameters that are in no model that shard.apply returned, "
@@ -1533,25 +1659,114 @@ def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int)
             )
 
 
-def _check_whole_tensors(optimizer: torch.optim.Optimizer, of_fsdp: bool, fsdp1: bool) -> None:
-    """Raise RuntimeError for an optimizer that needs whole tensors, where it would get parts.
+def _check_whole_tensors(
+    optimizer: torch.optim.Optimizer, checks_of_models: Collection[_LoopChecks]
+) -> None:
+    """Raise RuntimeError for an optimizer that needs whole tensors, but would get only parts.
 
-    `of_fsdp`: it has parameters of FSDP; `fsdp1`: of FSDP1.
+    FSDP1 gives each rank parts of flattened tensors, ZeRO-1 some of the tensors. FSDP2's DTensors
+    compute with whole tensors.
     """
     zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
-    if zero1 and of_fsdp:
+    if zero1 and any(checks.fsdp for checks in checks_of_models):
         raise RuntimeError("FSDP shards the optimizer's states itself: use AdamW, or mode zero1")
-    inner: Any = getattr(optimizer, "optim", optimizer)  # zero1 has an inner one
-    refused: set[type] = set()
-    if fsdp1:
-        refused = {torch.optim.LBFGS, torch.optim.Adafactor}
-    elif zero1:
-        refused = {torch.optim.LBFGS}
-    if type(inner) in refused:
+    flattened = any(checks.flattened for checks in checks_of_models)
+    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    known = type(inner) in ELEMENTWISE or getattr(optimizer, "elementwise", False)
+    if known or not (zero1 or flattened):
+        return
+    name = type(inner).__name__
+    try:
+        elementwise = _steps_equally_on_parts(inner, flattened)
+    except Exception as error:
         raise RuntimeError(
-            f"{type(inner).__name__} needs whole tensors, but zero1 and FSDP1 give it only parts: "
-            "use mode ddp, or an elementwise optimizer such as AdamW"
+            f"{name} could not be tried on parts of tensors, which zero1 and FSDP1 give it "
+            f"({type(error).__name__}: {error}): use mode ddp, or set optimizer.elementwise = True "
+            "if it updates each element by itself"
+        ) from error
+    if not elementwise:
+        raise RuntimeError(
+            f"{name} needs whole tensors, but zero1 and FSDP1 give it only parts: use mode ddp, or "
+            "an elementwise optimizer such as AdamW"
         )
+    optimizer.elementwise = True  # type: ignore[attr-defined]
+
+
+# Others are tried.
+ELEMENTWISE = {
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+
+
+def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -> bool:
+    """Tell whether an optimizer changes parts of tensors as it changes whole ones, by a trial.
+
+    The trial has two ranks, and two tensors of 16 elements in all. Each rank gets a part of both,
+    flattened as FSDP1 does it, or one of the tensors, as with ZeRO-1.
+    """
+    first = torch.arange(12).view(3, 4)  # numbers of the elements
+    second = torch.arange(12, 16).view(2, 2)
+    ranks = [[first], [second]]
+    if flattened:
+        second = second.flatten()
+        ranks = [[first.flatten()[:5], second[:1]], [first.flatten()[5:], second[1:]]]
+    for group in optimizer.param_groups:
+        whole = _change_in_trial(optimizer, group, [first, second])
+        parts = [_change_in_trial(optimizer, group, numbers) for numbers in ranks]
+        if not torch.allclose(parts[0] + parts[1], whole, rtol=1e-6, atol=1e-14):
+            return False
+    return True
+
+
+def _change_in_trial(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], numbers: list[Tensor]
+) -> Tensor:
+    """Return how a copy of an optimizer changes the elements with these numbers, in ten steps.
+
+    They are the parameters of its only group, with the settings of `group`. First values and
+    gradients depend on the number alone. Returns (16,) in fp64, zero for numbers not among these.
+    """
+    device = group["params"][0].device if group["params"] else None
+    angles = [number.to(device, torch.float64) for number in numbers]
+    parameters = [nn.Parameter(angle.cos()) for angle in angles]
+    settings = {name: deepcopy(value) for name, value in group.items() if name != "params"}
+    if "lr" in settings:
+        # a schedule may begin with 0, which would change nothing
+        settings["lr"] = settings.get("initial_lr", settings["lr"]) or 0.01
+    tried = _copy_for_trial(optimizer, [settings | {"params": parameters}])
+    step: Any = type(optimizer).step
+    for factor in range(2, 12):
+        for p, angle in zip(parameters, angles, strict=True):
+            p.grad = p.detach() + torch.sin(angle * factor) / 2
+        step.__wrapped__(tried)  # PyTorch wraps step() to call hooks
+    change = torch.zeros(16, dtype=torch.float64)
+    for p, angle, number in zip(parameters, angles, numbers, strict=True):
+        change[number] = (p.detach() - angle.cos()).cpu()
+    return change
+
+
+def _copy_for_trial(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Any:
+    """Return an optimizer of the same kind, without states and hooks, for other parameters."""
+    copied: Any = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            setattr(copied, name, _copy_for_trial(value, groups))  # as SAM has one
+        elif name not in ("state", "param_groups", "step") and not name.startswith("_optimizer_"):
+            setattr(copied, name, deepcopy(value))
+    copied.checked_by_another = True
+    own = {"state": defaultdict(dict), "param_groups": groups}
+    torch.optim.Optimizer.__setstate__(copied, own)  # makes empty lists of hooks, too
+    return copied
 
 
 def _check_buckets(optimizer: ZeroRedundancyOptimizer) -> None:
@@ -1571,7 +1786,8 @@ def _check_buckets(optimizer: ZeroRedundancyOptimizer) -> None:
 
 def _watch_optimizers(sharded: nn.Module, replaced: Iterable[nn.Parameter]) -> None:
     """Have every optimizer checked before each step: FSDP has `replaced` these parameters."""
-    checks: Any = getattr(sharded, "loop_checks", None)  # a simulation has none
+    # a simulation has none, nor have ddp and zero1 on one rank
+    checks: Any = getattr(sharded, "loop_checks", None)
     for p in replaced:
         p.replaced_by_sharding = True  # type: ignore[attr-defined]
         if checks and p.grad is None:
@@ -1588,9 +1804,9 @@ def _register_step_check() -> None:
 
 
 def _fsdp1_awaits_backward(unit: Any) -> bool:
-    """Tell whether a unit of FSDP1 was called with gradients, and its backward pass has not come.
+    """Tell whether a unit of FSDP1 was called with gradients, and its backward pass has not run.
 
-    Until it comes, the unit keeps what it gathered and, in low precision, would lose the gradient
+    Until it runs, the unit keeps what it gathered and, in low precision, would lose the gradient
     of another call.
     """
     if unit._handle is None or not unit._handle.flat_param.requires_grad:
@@ -1632,7 +1848,7 @@ def _is_interrupted(unit: Any) -> bool:
 
 
 def _gathered_by_fsdp1(unit: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, what the module holds) for each parameter of a unit of FSDP1, now gathered."""
+    """Yield (name, what the module holds now) for each parameter of a unit of FSDP1."""
     if unit._handle is not None:
         for leaf, module, path in unit._handle.flat_param._param_infos:
             yield f"{path}.{leaf}".lstrip("."), getattr(module, leaf)
@@ -1650,7 +1866,7 @@ def _same_memory(one: Any, other: Tensor) -> bool:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """Return a number that tells a tensor's memory from all other memory that is in use."""
+    """Return a number that no other memory in use has, and that views of a tensor share."""
     return tensor.untyped_storage()._cdata  # unlike data_ptr(), DTensors and fake tensors have it
 
 

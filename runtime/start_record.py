@@ -135,5 +135,5 @@ def describe_strategy(start: dict[str, Any]) -> str:
     traffic = "nothing between data-parallel ranks"
     if start["world_size"] > start["tp"]:
         replicas = start["mesh"]["replicate"]
-        traffic = strategy.traffic(replicas=replicas, one_unit=start["wrap"] == "root")
+        traffic = strategy.traffic(several_replicas=replicas > 1, one_unit=start["wrap"] == "root")
     return f"{start['mode']}: shards {strategy.shards}; per step: {traffic}"

@@ -446,6 +446,8 @@ def compare_loops(rows: list[tuple[str, int]]) -> dict[tuple, float | str]:
         step_in_a_hook()
         average_by_torch()
         decay_by_original_names()
+        train_with_whole_tensors()
+        keep_attributes_of_parameters()
     found: dict[tuple, float | str] = {}
     for name, loop in LOOPS.items():
         expected = [
@@ -456,12 +458,9 @@ def compare_loops(rows: list[tuple[str, int]]) -> dict[tuple, float | str]:
             fsdp2 = fsdp == 2 and shard.STRATEGIES[mode].engine == "fsdp"
             if name == "heads by rank" and fsdp2 and not SWITCH:
                 continue
-            place = Place([dist.get_rank()], partial(apply_in, mode, fsdp), shard.accumulation)
-            if mode == "zero1":
-                place.optimizer = zero1_optimizer
             try:
                 apart = 0.0
-                for model, values in zip(loop(place), expected, strict=True):
+                for model, values in zip(loop(place_of(mode, fsdp)), expected, strict=True):
                     now = full_parameters(model)
                     assert now.keys() == values.keys()
                     for key, value in values.items():
@@ -759,10 +758,51 @@ def clamped_in_forward(mode: str, how: str, **options: Any) -> None:
     three_steps(sharded(mode, net, {Clamps}, **options))
 
 
+class TemperedBlock(Block):
+    temperature = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.temperature
+
+
 def attribute_of_the_wrapper(mode: str, **options: Any) -> None:
     model: Any = sharded(mode, Tempered(), **options)
     model.temperature = 0.5
     three_steps(model)
+
+
+def attribute_of_a_wrapped_block(mode: str, **options: Any) -> None:
+    model: Any = build()
+    model.blocks[1] = TemperedBlock()
+    model = sharded(mode, model, {Block, TemperedBlock}, **options)
+    getattr(model, "module", model).blocks[1].temperature = 0.5
+    three_steps(model)
+
+
+def keep_attributes_of_parameters() -> None:
+    """From which a loop builds its parameter groups."""
+    for mode, fsdp in ROWS:
+        with torch.device("meta"):
+            on_meta = build(Net)
+        for model, init_fn in ((build(Net), None), (on_meta, zeros)):
+            model.heads[1].weight = model.heads[0].weight
+            for name, p in model.named_parameters():
+                p.from_name = name
+            options = {"ac": "full"}
+            if shard.STRATEGIES[mode].engine == "fsdp":
+                options["fsdp"] = fsdp
+            grid = mesh.build_mesh(shard.mesh_shape(mode, 2, 2 if "hybrid" in mode else None), CPU)
+            given = shard.ShardingOptions(param_dtype=torch.float32, **options)
+            blocks = {Block}
+            model = shard.apply(
+                model, mode, grid, block_classes=blocks, init_fn=init_fn, options=given
+            )
+            for name, p in model.named_parameters():
+                assert p.from_name == shard.original_name(name), (mode, fsdp)
+
+
+def zeros(name: str, shape: torch.Size, *, device: torch.device) -> Tensor:
+    return torch.zeros(shape, device=device)
 
 
 def accumulated_without_a_last() -> None:
@@ -848,6 +888,56 @@ def adafactor_of_fsdp1() -> None:
 def lbfgs_of_zero1() -> None:
     model = sharded("zero1", build())
     ZeroRedundancyOptimizer(model.parameters(), torch.optim.LBFGS).step(lambda: 0.0)
+
+
+class ByNorms(torch.optim.Optimizer):
+    """Divides a gradient by its norm (as LARS and LAMB do), or all by the norm of all (Prodigy)."""
+
+    def __init__(self, params: Any, lr: float, of_all: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "of_all": of_all})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            norms = [p.grad.norm() for p in group["params"]]
+            for p, norm in zip(group["params"], norms, strict=True):
+                if group["of_all"]:
+                    norm = torch.stack(norms).norm()
+                p.add_(p.grad / norm, alpha=-group["lr"])
+
+
+def train_by_norms(place: Place, of_all: bool, lr: float = 0.1) -> nn.Module:
+    model = place.apply(build())
+    optimizer = place.optimizer(model.parameters(), ByNorms, lr=lr, of_all=of_all)
+    torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, total_iters=2)
+    for step in range(3):
+        place.backward_of(model, step)
+        update(optimizer)
+    return model
+
+
+def place_of(mode: str, fsdp: int = 2) -> Place:
+    place = Place([dist.get_rank()], partial(apply_in, mode, fsdp), shard.accumulation)
+    if mode == "zero1":
+        place.optimizer = zero1_optimizer
+    return place
+
+
+def by_norms(mode: str, fsdp: int, of_all: bool) -> None:
+    train_by_norms(place_of(mode, fsdp), of_all)
+
+
+def train_with_whole_tensors() -> None:
+    """DTensors, and whatever is not divided, give an optimizer the norms of whole tensors."""
+    for of_all in (False, True):
+        expected = train_by_norms(Place([0, 1]), of_all).state_dict()
+        rows = [("ddp", 2), ("full_shard", 2), ("hybrid_grad_op", 2), ("no_shard", 1)]
+        if not of_all:
+            rows.append(("zero1", 2))
+        for mode, fsdp in rows:
+            now = full_parameters(train_by_norms(place_of(mode, fsdp), of_all))
+            for name, value in expected.items():
+                torch.testing.assert_close(now[name], value, msg=f"{mode} {fsdp} {of_all} {name}")
 
 
 def copied(fsdp: int) -> None:
@@ -1046,8 +1136,11 @@ REFUSED_ON_RANKS = {
     partial(clamped_in_forward, "full_shard", "data.clamp_"): "fc.weight was changed in forward",
     partial(clamped_in_forward, "full_shard", "data.clamp_", fsdp=1): "fc.weight was changed in",
     partial(clamped_in_forward, "no_shard", "data =", fsdp=1): "fc.weight was changed in forward",
-    partial(attribute_of_the_wrapper, "ddp"): "temperature was set on .* on model.module",
-    partial(attribute_of_the_wrapper, "full_shard", fsdp=1): "temperature was set on .* on model.m",
+    partial(attribute_of_the_wrapper, "ddp"): "temperature was set on Distr.* Tempered inside",
+    partial(attribute_of_the_wrapper, "full_shard", fsdp=1): "temperature was set on Fully.* Tempe",
+    partial(attribute_of_a_wrapped_block, "ddp", ac="full"): "set on Checkpoint.* TemperedBlock in",
+    partial(attribute_of_a_wrapped_block, "full_shard", ac="full"): "set on FSDPCheckpointWrapper",
+    partial(attribute_of_a_wrapped_block, "full_shard", fsdp=1): "set on FullyShardedDataParallel",
     accumulated_without_a_last: r"end a step with accumulation\(model, last=True\)",
     hidden_in_an_object: "returned Hidden, in which FSDP2 finds no tensor",
     weights_made_for_a_block: "as functional_call does, but FSDP2 would",
@@ -1059,7 +1152,10 @@ REFUSED_ON_RANKS = {
     sharded_twice: r"blocks.0.fc.weight is sharded already",
     block_twice_in_bf16: "do not call a block twice either",
     adafactor_of_fsdp1: "use mode ddp, or an elementwise",
-    lbfgs_of_zero1: "LBFGS needs whole tensors",
+    lbfgs_of_zero1: r"LBFGS could not be tried .* set optimizer.elementwise = True",
+    partial(by_norms, "full_shard", 1, False): "ByNorms needs whole tensors",
+    partial(by_norms, "shard_grad_op", 1, True): "ByNorms needs whole tensors",
+    partial(by_norms, "zero1", 2, True): "ByNorms needs whole tensors",
     partial(copied, 1): "build the model twice",
     partial(copied, 2): "build the model twice",
     clipped_too_early: "not averaged over ranks yet",

@@ -78,6 +78,14 @@ class Lion(torch.optim.Optimizer):
                 state["moving"].mul_(group["beta"]).add_(p.grad, alpha=1 - group["beta"])
 
 
+class MomentumInOneGroup(torch.optim.SGD):
+    """Of some parameters it keeps a state, of others none."""
+
+    def __init__(self, params: Iterable, lr: float = 1e-2) -> None:
+        super().__init__(params, lr, momentum=0.9)
+        self.param_groups[0]["momentum"] = 0.0
+
+
 OPTIMIZERS: dict[str, tuple[Callable, dict]] = {
     "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1, "eps": 1e-3}),
     "AdamW amsgrad": (torch.optim.AdamW, {"amsgrad": True, "eps": 1e-3}),
@@ -93,6 +101,7 @@ OPTIMIZERS: dict[str, tuple[Callable, dict]] = {
     "Adadelta": (torch.optim.Adadelta, {"eps": 1e-3}),
     "ASGD": (torch.optim.ASGD, {"t0": 2, "lambd": 1e-2}),
     "Lion": (Lion, {}),
+    "SGD, momentum in one group": (MomentumInOneGroup, {}),
 }
 
 
@@ -764,6 +773,10 @@ def refusals() -> list[str]:
         optimizer = with_state(model, history="x")
     with pytest.raises(ValueError, match=r"history of .* is str"):
         checkpoint.save(out, 1, model, optimizer)
+    # as of a scheduler that follows the loss of each rank
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + dist.get_rank())
+    with pytest.raises(ValueError, match=r"learning rates .* differ between ranks"):
+        checkpoint.save(out, 1, model, optimizer)
     refused_by_fsdp1(out)
     assert checkpoint.list_checkpoints(out) == []
     checkpoint.save(out, 1, model, with_state(model))
@@ -786,6 +799,13 @@ def refused_by_fsdp1(out: Path) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             checkpoint.save(out, 1, model, optimizer)
+    for make, words in ((with_callable, "is builtin_f"), (with_global_state, "state of 'total'")):
+        optimizer = make(model) if dist.get_rank() == 1 else with_state(model)
+        with pytest.raises(ValueError, match=words):
+            checkpoint.save(out, 1, model, optimizer)
+    state = {"rule": print} if dist.get_rank() == 1 else {}
+    with pytest.raises(ValueError, match=r"run_state\['rule'\] is builtin_function_or_method"):
+        checkpoint.save(out, 1, model, with_state(model), state)
     with pytest.raises(ValueError, match="is sharded by FSDP1 in a larger model: give the w"):
         checkpoint.save(out, 1, model.module[0], None)
 
@@ -816,6 +836,13 @@ def test_a_run_state_comes_back_as_it_was(single, tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             checkpoint.save(tmp_path, 2, model, None, wrong)
+
+
+def test_a_thread_that_saves_needs_a_group_of_its_own(single, tmp_path):
+    """In one group with training it would meet the collectives of training."""
+    for group in (None, dist.group.WORLD):
+        with pytest.raises(ValueError, match="background needs a group of its own"):
+            checkpoint.Saver(tmp_path, layers(), None, group=group, background=True)
 
 
 class Counting(nn.Linear):
