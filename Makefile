@@ -37,12 +37,12 @@ demo-long: $(VENV)/run.ok
 	  --eval-data examples/tiles/heldout --log-every 50 --save-every 200 --out $(LONG_OUT)
 	$(BIN)/python probe.py knn $(LONG_OUT) $(SCORED) --out $(LONG_OUT)-scores
 
-# Two tests at a time; most start ranks of their own, which get one thread each.
+# Two or three tests at a time; most start ranks of their own, which get one thread each.
 test: $(VENV)/dev.ok lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: $(VENV)/dev.ok lint
-	TEST_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	TEST_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity.py
 
 QUICK := vit data mesh devices profiling agreement step_guard layout

@@ -74,12 +74,18 @@ def modes(ranks: int, groups: list[int]) -> list[Case]:
 
 
 def grid() -> list[Case]:
-    """Four ranks with and without checkpointing and accumulation; six in groups of three; --tp."""
+    """Four ranks with and without checkpointing and accumulation; six in groups of three; --tp.
+
+    Three ranks, and the whole model as one unit.
+    """
     cases = []
     for case in modes(4, [1, 2, 4]):
         for ac in ("none", "full"):
             cases += [replace(case, ac=ac, accum=accum) for accum in (1, 2)]
     cases += [case for case in modes(6, [3]) if case.group]
+    cases.append(Case(3, "full_shard", 2, accum=2))
+    cases.append(Case(2, "full_shard", 1, ac="full", wrap="root"))
+    cases.append(Case(2, "hybrid", 2, group=1, wrap="root"))
     _, plain, gated = SPLIT
     for tp, shard, replicate in ((2, 1, 1), (2, 1, 2), (2, 2, 1), (2, 2, 2), (4, 1, 2), (4, 2, 1)):
         ranks = tp * shard * replicate
