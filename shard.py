@@ -1260,6 +1260,7 @@ class _LoopChecks:
         self.check_backward()
         self.note_trains()
         self.check_parameters()
+        self.check_put_back()
         self.check_averaged()
         if any(p.grad is not None for p in self.replaced):
             raise RuntimeError(
@@ -1398,6 +1399,12 @@ class _LoopChecks:
                 "precision, before the next call: evaluate in torch.no_grad(), pass two batches "
                 "to the model as one, or use fsdp 2"
             )
+
+    def check_put_back(self) -> None:
+        """Raise RuntimeError if FSDP1 has not put its parameters back after the backward pass."""
+        for name, module, leaf, p in self.held:
+            if self.fsdp1 and getattr(module, leaf, None) is not p:
+                raise RuntimeError(f"{name} {LEFT_BY_GRAD}")
 
     def note_used(self) -> None:
         """Update the checksum of which parameters have a gradient; `compare_ranks` compares it.

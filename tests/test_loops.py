@@ -861,6 +861,18 @@ def gradient_of_the_input() -> None:
     three_steps(model, along)
 
 
+def gradient_penalty() -> None:
+    """As of WGAN-GP, in every step: FSDP1 would go on with views of its parameters."""
+    model = sharded("no_shard", build(), fsdp=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x = batch(dist.get_rank(), step).requires_grad_(True)
+        out = model(x).mean()
+        (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+        (out + gradient.square().mean()).backward()
+        update(optimizer)
+
+
 def sharded_twice() -> None:
     model = build()
     model.blocks[0] = sharded("full_shard", model.blocks[0], blocks=())
@@ -1149,6 +1161,7 @@ REFUSED_ON_RANKS = {
     written_into_data_of_zero1: "has new memory, which zero1 does not send",
     stateless_call: "do not use functional_call",
     gradient_of_the_input: r"was not put back by FSDP1 after torch.autograd.grad",
+    gradient_penalty: r"was not put back by FSDP1 after torch.autograd.grad",
     sharded_twice: r"blocks.0.fc.weight is sharded already",
     block_twice_in_bf16: "do not call a block twice either",
     adafactor_of_fsdp1: "use mode ddp, or an elementwise",
