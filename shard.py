@@ -1699,7 +1699,7 @@ def _check_whole_tensors(
     optimizer.elementwise = True  # type: ignore[attr-defined]
 
 
-# Others are tried.
+# Those of PyTorch that update each element by itself. Others are tried on small tensors.
 ELEMENTWISE = {
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -1730,7 +1730,8 @@ def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -
     for group in optimizer.param_groups:
         whole = _change_in_trial(optimizer, group, [first, second])
         parts = [_change_in_trial(optimizer, group, numbers) for numbers in ranks]
-        if not torch.allclose(parts[0] + parts[1], whole, rtol=1e-6, atol=1e-14):
+        in_parts = parts[0] + parts[1]  # each is zero where the other is not
+        if not torch.allclose(in_parts, whole, rtol=1e-6, atol=1e-14):
             return False
     return True
 
@@ -1740,22 +1741,23 @@ def _change_in_trial(
 ) -> Tensor:
     """Return how a copy of an optimizer changes the elements with these numbers, in ten steps.
 
-    They are the parameters of its only group, with the settings of `group`. First values and
-    gradients depend on the number alone. Returns (16,) in fp64, zero for numbers not among these.
+    The copy has one parameter group, with these elements and the settings of `group`. Their values
+    and gradients follow from their numbers. Returns (16,) in fp64, zero for all other numbers.
     """
     device = group["params"][0].device if group["params"] else None
     angles = [number.to(device, torch.float64) for number in numbers]
     parameters = [nn.Parameter(angle.cos()) for angle in angles]
     settings = {name: deepcopy(value) for name, value in group.items() if name != "params"}
-    if "lr" in settings:
-        # a schedule may begin with 0, which would change nothing
-        settings["lr"] = settings.get("initial_lr", settings["lr"]) or 0.01
+    if "initial_lr" in settings:  # a schedule's peak; it may begin with 0, which changes nothing
+        settings["lr"] = settings["initial_lr"]
+    if "lr" in settings and settings["lr"] == 0:
+        settings["lr"] = 0.01
     tried = _copy_for_trial(optimizer, [settings | {"params": parameters}])
     step: Any = type(optimizer).step
     for factor in range(2, 12):
         for p, angle in zip(parameters, angles, strict=True):
             p.grad = p.detach() + torch.sin(angle * factor) / 2
-        step.__wrapped__(tried)  # PyTorch wraps step() to call hooks
+        step.__wrapped__(tried)  # without the hooks that PyTorch calls around it
     change = torch.zeros(16, dtype=torch.float64)
     for p, angle, number in zip(parameters, angles, numbers, strict=True):
         change[number] = (p.detach() - angle.cos()).cpu()

@@ -3,7 +3,8 @@
 Pretraining does so after each save and after the last step, but not when a signal stops the run. It
 takes each image of --eval-data that matches --include and --exclude once. The numbers are the same
 for any mode and any number of ranks: an image's crop is its centre, its mask depends only on the
-seed and its index, and the values of single images are summed over all ranks.
+seed and its index, and the losses of single images (`vit.loss_per_image`) are summed over all ranks
+and divided by their number.
 """
 
 from dataclasses import dataclass

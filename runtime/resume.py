@@ -195,7 +195,11 @@ class CheckpointSchedule:
         """Save after so many steps; return why the run cannot continue, if so. Collective.
 
         A checkpoint holds the model, the optimizer and the step, which `checkpoint.Saver` takes
-        itself, and the flags and the gradient scaler. What comes next follows from the step.
+        itself, and the run state made here: the flags and what follows from them (`Run.record`),
+        and the scale of fp16. What comes next follows from the step.
+
+        After a failed save a run goes on, with a warning. After the second in a row, or the last
+        one of a run, `train_fsdp.train` ends it with what is returned here ("save_failed").
         """
         if not self.saver:
             return None
