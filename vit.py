@@ -4,9 +4,9 @@ The model alone: it knows nothing about ranks, devices or files. Sharding is app
 (shard.py). Copy this one file and `ViTMAE(MODELS["base"])` is a complete, initialised model.
 
 Short names, in shapes and in code:
-    B batch, C channels, H W image side in pixels, P patch side in pixels, L patches per image,
-    K patches that stay visible, T tokens in a block, D width, N heads, E features per head (D / N),
-    Dd width of the decoder
+    B batch, C channels, H W image side in pixels, P patch side in pixels,
+    L patches per image (`length`), K patches that stay visible, T tokens in a block,
+    D width, N heads, E features per head (D / N), Dd width of the decoder
 In docstrings, `a -> b` means that a function takes a and returns b, () is the shape of a scalar,
 and "ValueError if ..." names the error that is raised.
 """
@@ -39,9 +39,12 @@ class ViTConfig:
     decoder_heads: int = 16
 
     def __post_init__(self) -> None:
-        for width, heads in (self.width, self.heads), (self.decoder_width, self.decoder_heads):
+        pairs = [(self.width, self.heads), (self.decoder_width, self.decoder_heads)]
+        for width, heads in pairs:
             if width % heads or width % 4:  # sincos_positions splits the width into four parts
-                raise ValueError(f"width {width} must be a multiple of 4 and of the {heads} heads")
+                raise ValueError(
+                    f"width {width} must be a multiple of 4 and of the number of heads ({heads})"
+                )
 
 
 # These are the six sizes in table 1 of arXiv 2404.11706, plus `tiny` for a laptop. `5b` reaches its
@@ -70,13 +73,21 @@ def patch_count(config: ViTConfig, img_size: int) -> int:
     return (img_size // patch) ** 2
 
 
-def count_visible(patches: int, mask_ratio: float) -> int:
+def count_visible(length: int, mask_ratio: float) -> int:
     """Count the patches that stay visible: L (1 - ratio), rounded down; ValueError if that is 0."""
     # the small addend: 100 * (1 - 0.9) is 9.999... in floating point
-    visible = int(patches * (1 - mask_ratio) + 1e-6)
+    visible = int(length * (1 - mask_ratio) + 1e-6)
     if not 0 <= mask_ratio < 1 or visible < 1:
-        raise ValueError(f"mask ratio {mask_ratio} leaves {visible} of {patches} patches visible")
+        raise ValueError(f"mask ratio {mask_ratio} leaves {visible} of {length} patches visible")
     return visible
+
+
+def block_multiply_adds(tokens: int, width: int, mlp_width: int, gated: bool = False) -> int:
+    """Count the multiply-adds of the matrix products in one block's forward pass on one image."""
+    mlp_matrices = 3 if gated else 2
+    linear = 4 * width**2 + mlp_matrices * width * mlp_width  # per token: qkv (3), proj (1), MLP
+    attention = 2 * tokens * width  # per token: q k^T, and the scores times v
+    return tokens * (linear + attention)
 
 
 def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 0.75) -> int:
@@ -84,26 +95,21 @@ def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 
 
     Only matrix products count. Recomputation by activation checkpointing does not.
     """
-    patches = patch_count(config, img_size)
-    visible = count_visible(patches, mask_ratio)
+    length = patch_count(config, img_size)
+    visible = count_visible(length, mask_ratio)
     patch_values = config.channels * config.patch**2
-    mlp_matrices = 3 if config.gated_mlp else 2
     decoder_width = config.decoder_width
-    transformers = (  # depth, tokens, width, MLP width, matrices in the MLP
-        (config.depth, visible + 1, config.width, config.mlp_width, mlp_matrices),  # encoder
-        (config.decoder_depth, patches + 1, decoder_width, 4 * decoder_width, 2),  # decoder
-    )
+    # multiply-adds of the forward pass
+    patch_embed = visible * patch_values * config.width
+    block = block_multiply_adds(visible + 1, config.width, config.mlp_width, config.gated_mlp)
+    decoder_embed = (visible + 1) * config.width * decoder_width
+    decoder_block = block_multiply_adds(length + 1, decoder_width, 4 * decoder_width)
+    decoder_pred = length * decoder_width * patch_values
     # The backward pass costs twice the forward pass: one product for the gradient of a layer's
     # input, one for that of its weights. Images need no gradient: patch_embed costs two products,
     # the other layers three.
-    patch_embed_product = visible * patch_values * config.width
-    decoder_embed_product = (visible + 1) * config.width * decoder_width
-    decoder_pred_product = patches * decoder_width * patch_values
-    multiply_adds = 2 * patch_embed_product + 3 * decoder_embed_product + 3 * decoder_pred_product
-    for depth, tokens, width, mlp_width, matrices in transformers:
-        block = 4 * width**2 + matrices * width * mlp_width  # qkv, proj, MLP: per token
-        block += 2 * tokens * width  # attention: q k^T, and the scores times v
-        multiply_adds += 3 * depth * tokens * block
+    blocks = config.depth * block + config.decoder_depth * decoder_block
+    multiply_adds = 2 * patch_embed + 3 * (blocks + decoder_embed + decoder_pred)
     return 2 * multiply_adds  # a multiply-add is two operations
 
 
@@ -136,7 +142,8 @@ def random_masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
     Returns their indices, `keep_ids` (B, K), and the mask (B, L), fp32: 1 for a removed patch, 0
     for a visible one. ValueError if no patch stays visible.
     """
-    visible = count_visible(noise.shape[1], mask_ratio)
+    length = noise.shape[1]
+    visible = count_visible(length, mask_ratio)
     keep_ids = noise.argsort(dim=1)[:, :visible]  # (B, K)
     mask = torch.ones(noise.shape, device=noise.device).scatter(1, keep_ids, 0.0)  # (B, L)
     return keep_ids, mask
@@ -147,7 +154,8 @@ def loss_per_image(
 ) -> Tensor:
     """Compute the loss of each image (B,) in float64, for evaluation and baselines.
 
-    `pred` and `mask` are what `ViTMAE.forward` returns for `images`, along with the batch loss.
+    `pred` and `mask` are what `ViTMAE.forward` returns for `images`, along with the batch loss. The
+    trainer averages the result over its held-out images (runtime/evaluation.py).
     """
     target = reconstruction_target(patchify(images, patch), norm_pix_loss)
     error = (pred.float() - target).square().mean(dim=-1).double()  # (B, L)
@@ -193,7 +201,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 # Up to this many tokens, plain attention is faster on a CPU than PyTorch's fused kernel: the scores
-# still fit in the caches. A step of `base` is 1.4 times as fast (Intel Xeon, torch 2.15).
+# still fit in the caches. With it a step of `base` is 1.4 times as fast (Intel Xeon, torch 2.15).
 PLAIN_ATTENTION_MAX_TOKENS = {torch.bfloat16: 320, torch.float32: 100}
 
 
@@ -293,7 +301,7 @@ class ViTMAE(nn.Module):
     def __init__(self, config: ViTConfig, img_size: int = 224, norm_pix_loss: bool = True) -> None:
         """Build the model and, unless on the meta device, initialise it with seed 0."""
         super().__init__()
-        side = math.isqrt(patch_count(config, img_size))
+        length = patch_count(config, img_size)
         self.config = config
         self.img_size = img_size
         self.norm_pix_loss = norm_pix_loss
@@ -317,8 +325,8 @@ class ViTMAE(nn.Module):
         self.decoder_pred = nn.Linear(config.decoder_width, config.channels * config.patch**2)
 
         # Buffers, not frozen parameters: they are neither sharded nor given to the optimizer.
-        self.register_buffer("pos_embed", torch.empty(1, 1 + side**2, config.width))
-        self.register_buffer("decoder_pos_embed", torch.empty(1, 1 + side**2, config.decoder_width))
+        self.register_buffer("pos_embed", torch.empty(1, 1 + length, config.width))
+        self.register_buffer("decoder_pos_embed", torch.empty(1, 1 + length, config.decoder_width))
         if not self.cls_token.is_meta:
             initialize(self)
 
@@ -326,15 +334,17 @@ class ViTMAE(nn.Module):
         """Cut images into patches (B, L, P*P*C); ValueError if they do not fit the model."""
         size = (self.config.channels, self.img_size, self.img_size)
         if images.shape[1:] != size:
-            raise ValueError(f"images {tuple(images.shape[1:])} do not fit this model: {size}")
+            given = tuple(images.shape[1:])
+            raise ValueError(f"this model takes images of shape {size}, not {given}")
         return patchify(images, self.config.patch)
 
     def encode(self, patches: Tensor, keep_ids: Tensor) -> Tensor:
         """Encode the patches whose indices are `keep_ids`: (B, L, P*P*C), (B, K) -> (B, 1+K, D)."""
         pos = self.pos_embed  # (1, 1+L, D)
+        # take_along_dim broadcasts: the indices over the features, the positions over the batch.
         index = keep_ids.unsqueeze(-1)  # (B, K, 1)
         x = self.patch_embed(patches.take_along_dim(index, dim=1))  # (B, K, D)
-        x = x + pos[:, 1:].take_along_dim(index, dim=1).to(x.dtype)
+        x = x + pos[:, 1:].take_along_dim(index, dim=1).to(x.dtype)  # (B, K, D)
         cls = (self.cls_token + pos[:, :1]).to(x.dtype)  # (1, 1, D)
         x = torch.cat([cls.expand(len(x), -1, -1), x], dim=1)  # (B, 1+K, D)
         for block in self.blocks:
@@ -360,9 +370,10 @@ class ViTMAE(nn.Module):
         x = self.decoder_embed(tokens)  # (B, 1+K, Dd)
         # Each encoded token goes to the place of its patch, cls to place 0. All other places hold
         # the mask token.
-        place = F.pad(keep_ids + 1, (1, 0)).unsqueeze(-1).expand_as(x)  # (B, 1+K, Dd)
+        place = F.pad(keep_ids + 1, (1, 0), value=0)  # (B, 1+K), cls first
+        index = place.unsqueeze(-1).expand_as(x)  # (B, 1+K, Dd)
         mask_tokens = self.mask_token.to(x.dtype).expand(b, 1 + length, -1)  # (B, 1+L, Dd)
-        x = mask_tokens.scatter(1, place, x)  # (B, 1+L, Dd)
+        x = mask_tokens.scatter(1, index, x)  # (B, 1+L, Dd)
         x = x + pos.to(x.dtype)
         for block in self.decoder_blocks:
             x = block(x)
@@ -385,7 +396,8 @@ class ViTMAE(nn.Module):
         pred = self.decode(self.encode(patches, keep_ids), keep_ids)  # (B, L, P*P*C)
         target = reconstruction_target(patches, self.norm_pix_loss)
         error = (pred.float() - target).square().mean(dim=-1)  # (B, L), fp32 in every precision
-        return (error * mask).sum() / mask.sum(), pred, mask
+        loss = (error * mask).sum() / mask.sum()  # the mean over the removed patches
+        return loss, pred, mask
 
 
 # --- Initial values
@@ -413,14 +425,19 @@ def initial_value(
     if leaf in ("cls_token", "mask_token"):
         return value.normal_(std=0.02, generator=generator)
     if name == "patch_embed.proj.bias":
-        bound = 1 / math.sqrt(config.channels * config.patch**2)  # nn.Conv2d: 1 / sqrt(fan in)
-    elif leaf == "weight" and len(shape) > 1:
-        bound = math.sqrt(6 / (shape[0] + shape[1:].numel()))  # Glorot & Bengio 2010, eq. 16
-    elif leaf in ("weight", "bias"):
-        return value.fill_(1.0 if leaf == "weight" else 0.0)
-    else:
-        raise KeyError(f"no initial value for the parameter {name}")
-    return value.uniform_(-bound, bound, generator=generator)
+        fan_in = config.channels * config.patch**2
+        bound = 1 / math.sqrt(fan_in)  # as in nn.Conv2d
+        return value.uniform_(-bound, bound, generator=generator)
+    if leaf == "weight" and len(shape) > 1:
+        fan_in = shape[1:].numel()
+        fan_out = shape[0]
+        bound = math.sqrt(6 / (fan_in + fan_out))  # Glorot & Bengio 2010, eq. 16
+        return value.uniform_(-bound, bound, generator=generator)
+    if leaf == "weight":  # of a LayerNorm
+        return value.fill_(1.0)
+    if leaf == "bias":
+        return value.fill_(0.0)
+    raise KeyError(f"no initial value for the parameter {name}")
 
 
 @torch.no_grad()

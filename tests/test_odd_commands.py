@@ -63,7 +63,7 @@ TRAINING = [
     ("--global-batch 9 --accum 2", "is not a multiple of 1 ranks x 2 accumulation steps"),
     ("--dry-run", "--dry-run and --world-size go together"),
     ("--model giant", "--model giant: 'giant'; use tiny, base"),
-    ("--model base:heads=7", "width 768 must be a multiple of 4 and of the 7 heads"),
+    ("--model base:heads=7", "width 768 must be a multiple of 4 and of the number of heads (7)"),
     ("--save-every 30h", "--save-every takes steps (500), minutes (30m), none: '30h'"),
     ("--batch 0", "argument --batch: '0' is not a whole number from 1 up"),
     ("--blr nan", "argument --blr: 'nan' is not a number"),
