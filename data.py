@@ -6,7 +6,7 @@ run is, and with the same global batch any number of ranks and workers gives the
 flips and masks.
 Copy this one file: `for batch in build_loader(scan("tiles"), img_size=96, ...)` needs nothing else.
 A micro-batch is the images of one rank in one accumulation step. Shapes: B images of a micro-batch,
-C channels, H x W pixels, L patches. In docstrings `a -> b` means: takes a, returns b.
+C channels, H x W pixels, L patches of an image.
 
 Importing this file changes four settings of the process: `Image.MAX_IMAGE_PIXELS` of Pillow is
 raised to 2**29 and `ImageFile.MAXBLOCK` to 2**20, Pillow's log of TIFF files is switched off, and
@@ -35,18 +35,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".jp2", ".j2k", ".npy")
-FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "JPEG2000")  # Pillow's names; it reads no .npy
+FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "JPEG2000")  # as Pillow names them
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 LARGEST_IMAGE = 2**32  # one decoded image may take at most this many bytes
 NO_MEASUREMENT = 1e30  # pixels of a larger magnitude stand for missing ones
-TOO_LARGE = "if this marks missing pixels, give it to `prepare.py pack --nodata=NUMBER`"
 NUMPY_START = b"\x93NUMPY"
-TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how TIFF and BigTIFF files start
+BIG_TIFF_STARTS = (b"II+\0", b"MM\0+")  # how BigTIFF files start, in either byte order
+TIFF_STARTS = (b"II*\0", b"MM\0*", *BIG_TIFF_STARTS)
 JPEG2000_STARTS = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")  # of .jp2 and .j2k
 MAX_UNREADABLE_IN_A_ROW = 16  # this many unreadable images in a row end the run
-LOG_ASPECT = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # log of the limits of width / height
+# Logarithms of the limits of width / height; by a tensor, because torchvision's are fp32 too.
+LOG_ASPECT_LIMITS = torch.tensor([3 / 4, 4 / 3]).log().tolist()
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
-# Pillow refuses more than twice this many pixels: 2**30, which as RGBA take LARGEST_IMAGE bytes.
+# Pillow refuses an image of more than twice this limit, 2**30 pixels. That many pixels take
+# LARGEST_IMAGE bytes as RGBA.
 Image.MAX_IMAGE_PIXELS = 2**29
 ImageFile.MAXBLOCK = 2**20  # Pillow's default, 64 KiB at a time, decodes more slowly
 TiffImagePlugin.logger.setLevel("CRITICAL")  # it would print what `open_image` raises anyway
@@ -84,7 +86,7 @@ class ImageFolder:
 
     root: str
     names: list[str]  # paths relative to root
-    labels: list[int]  # indices into classes; -1 for an image that lies in root itself
+    labels: list[int]  # indices into classes; -1 for an image directly in root
     classes: tuple[str, ...]
     left_out: dict[str, int] = field(default_factory=dict)  # reason -> number of files
 
@@ -129,7 +131,8 @@ def scan(
         if left_out:
             message += f"; left out {describe_counts(left_out)}"
         if include:
-            message += ": a pattern must match a whole file or folder name; *part* matches a part"
+            message += ". A pattern must match a whole file or folder name:"
+            message += " write *part* to match every name that contains part"
         raise ValueError(message)
     names.sort(key=os.fsencode)  # the same order in every locale
     labels, classes = classes_by_folder(names)
@@ -164,7 +167,7 @@ def reason_to_leave_out(name: str, include: Sequence[str], exclude: Sequence[str
     """Return why the file with this relative path is left out, or None if it is to be listed."""
     if not name.lower().endswith(EXTENSIONS):
         _, ending = os.path.splitext(name)
-        return ending.lower() if ending else "without an extension"
+        return f"with the extension {ending.lower()}" if ending else "without an extension"
     if include and not any(matches(name, pattern) for pattern in include):
         return f"not included by {' or '.join(include)}"
     for pattern in exclude:
@@ -185,51 +188,57 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def describe_counts(counts: dict[str, int]) -> str:
-    """List counts, the largest first: `8 .xml, 2 excluded by masks`."""
+    """List counts, the largest first: `8 with the extension .xml, 2 excluded by masks`."""
     return ", ".join(f"{count} {what}" for what, count in Counter(counts).most_common())
 
 
 def classes_by_folder(names: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:
-    """Derive the classes of images from their relative paths -> labels, class names.
+    """Derive the classes of images from their relative paths; return labels and class names.
 
     An image's class is the name of its folder; folders with the same name form one class. If all
     folders have the same name (CLASS/images/x.jpg), the folder above names the class. A label is an
-    index into the class names, or -1 for an image that lies in no folder.
+    index into the class names, or -1 for an image directly in the root.
     """
     folders = [os.path.dirname(name) for name in names]
     # each folder of images -> the folder that names its class: itself, or one above it
     class_folder = {folder: folder for folder in folders if folder}
-    # While all class folders end in the same name, move each up one level, but none to the root.
-    while len(set(class_folder.values())) > 1:
+    # While several class folders all end in the same name, move each up one level, but none to the
+    # root.
+    while True:
+        several = len(set(class_folder.values())) > 1
         last_names = {os.path.basename(path) for path in class_folder.values()}
-        one_up = {folder: os.path.dirname(path) for folder, path in class_folder.items()}
-        if len(last_names) > 1 or "" in one_up.values():
+        parents = {folder: os.path.dirname(path) for folder, path in class_folder.items()}
+        if not several or len(last_names) > 1 or "" in parents.values():
             break
-        class_folder = one_up
+        class_folder = parents
     class_name = {folder: os.path.basename(path) for folder, path in class_folder.items()}
     classes = tuple(sorted(set(class_name.values())))
     number = {name: i for i, name in enumerate(classes)}
-    labels = [number[class_name[folder]] if folder else -1 for folder in folders]
+    label_of = {folder: number[name] for folder, name in class_name.items()}
+    label_of[""] = -1  # directly in the root
+    labels = [label_of[folder] for folder in folders]
     return labels, classes
 
 
 # --- Which rank reads which image, and when
 
 
-def steps_per_epoch(images: int, global_batch: int) -> int:
+def steps_per_epoch(image_count: int, global_batch: int) -> int:
     """Count the whole global batches in an epoch; ValueError if there is not even one."""
-    if global_batch > images:
-        raise ValueError(f"global batch {global_batch} exceeds the data set of {images} images")
-    return images // global_batch
+    if global_batch > image_count:
+        raise ValueError(
+            f"global batch {global_batch} exceeds the data set of {image_count} images"
+        )
+    return image_count // global_batch
 
 
 class ImageOrder:
     """The order of images: every epoch is a new permutation, cut to whole global batches."""
 
-    def __init__(self, images: int, global_batch: int, seed: int) -> None:
-        self.images = images
+    def __init__(self, image_count: int, global_batch: int, seed: int) -> None:
+        self.image_count = image_count
         self.seed = seed
-        self.epoch_samples = steps_per_epoch(images, global_batch) * global_batch
+        self.epoch_samples = steps_per_epoch(image_count, global_batch) * global_batch
         # caches one epoch's permutation; results do not depend on the order of calls
         self.epoch = -1
         self.permutation = np.empty(0, np.int64)
@@ -238,7 +247,8 @@ class ImageOrder:
         """Return the index of the image that is sample number `position` of the job."""
         epoch, offset = divmod(position, self.epoch_samples)
         if epoch != self.epoch:
-            self.permutation = np.random.default_rng((self.seed, epoch)).permutation(self.images)
+            generator = np.random.default_rng((self.seed, epoch))
+            self.permutation = generator.permutation(self.image_count)
             self.epoch = epoch
         return int(self.permutation[offset])
 
@@ -246,11 +256,11 @@ class ImageOrder:
 def step_positions(
     step: int, global_batch: int, micro_batch_size: int, world_size: int
 ) -> np.ndarray:
-    """Assign the positions of one step to ranks -> (accumulation steps, world_size, B) int64.
+    """Assign the positions of one step to ranks; return (accumulation steps, world_size, B) int64.
 
     The ranks take one micro-batch each, in rank order; then one more each for every further
-    accumulation step. Steps count from 0. Without accumulation, rank 3 reads the B positions from
-    step * global_batch + 3 * B on, whatever the number of ranks in earlier steps. All ranks
+    accumulation step. Steps count from 0. Without accumulation, rank 3 reads the B positions that
+    start at step * global_batch + 3 * B, whatever the number of ranks in earlier steps. All ranks
     together read each position once, in every sharding mode: a hybrid group shards parameters,
     never the batch.
     """
@@ -272,10 +282,11 @@ class RankBatchSampler:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in self.steps:
-            positions_by_rank = step_positions(
+            all_positions = step_positions(
                 step, self.global_batch, self.micro_batch_size, self.world_size
             )
-            for positions in positions_by_rank[:, self.rank].tolist():  # B integers
+            own_positions = all_positions[:, self.rank]  # (accumulation steps, B)
+            for positions in own_positions.tolist():
                 # Looked up here, in the main process: a worker draws the permutation only if it
                 # has to replace an unreadable image.
                 yield [(position, self.order.image_at(position)) for position in positions]
@@ -285,7 +296,7 @@ class RankBatchSampler:
 
 
 def draw_augmentation(
-    seed: int, position: int, patches: int, width: int, height: int
+    seed: int, position: int, patch_count: int, width: int, height: int
 ) -> tuple[Tensor, bool, tuple[int, int, int, int]]:
     """Draw the masking noise (L,), the flip and the crop (top, left, height, width) of a sample.
 
@@ -294,9 +305,12 @@ def draw_augmentation(
     # a hash of both, so that neighbouring positions draw unrelated numbers
     sample_seed = np.random.SeedSequence((seed, position)).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(sample_seed))
-    noise = torch.randperm(patches, generator=generator).float()  # the smallest stay visible
+    # The crop is drawn last: how many numbers it takes depends on the size of the image, and noise
+    # and flip must not.
+    noise = torch.randperm(patch_count, generator=generator).float()  # the smallest stay visible
     flip = torch.rand((), generator=generator).item() < 0.5
-    return noise, flip, draw_crop(generator, width, height)
+    crop = draw_crop(generator, width, height)
+    return noise, flip, crop
 
 
 def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int, int, int, int]:
@@ -306,7 +320,8 @@ def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int,
     """
     for _ in range(10):
         area = width * height * torch.empty(1).uniform_(0.2, 1.0, generator=generator).item()
-        aspect = torch.empty(1).uniform_(*LOG_ASPECT, generator=generator).exp().item()
+        log_aspect = torch.empty(1).uniform_(*LOG_ASPECT_LIMITS, generator=generator)
+        aspect = log_aspect.exp().item()
         w = round(math.sqrt(area * aspect))
         h = round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
@@ -334,7 +349,7 @@ class Sample(NamedTuple):
 class MicroBatch(NamedTuple):
     """The samples of one rank in one accumulation step."""
 
-    image: Tensor  # (B, C, H, W) uint8; float32 if the images are uint16 or float32
+    images: Tensor  # (B, C, H, W) uint8; float32 if the images are uint16 or float32
     noise: Tensor  # (B, L) float32, masking noise: random permutations of 0 .. L-1
     image_ids: list[int]  # B indices in the data set
     bad: list[tuple[int, str]]  # (image_id, reason): unreadable images that these replace
@@ -347,7 +362,7 @@ class Images(Dataset[Any]):  # not Dataset[Sample]: its DataLoader would be type
     files: ImageSource
     order: ImageOrder
     img_size: int
-    patches: int
+    patch_count: int
     exact: bool = False
     stats: ChannelStats = IMAGENET  # an image with other channels or dtype counts as unreadable
 
@@ -355,8 +370,9 @@ class Images(Dataset[Any]):  # not Dataset[Sample]: its DataLoader would be type
         """Load an image; if it is unreadable, load the next one in the order instead.
 
         The replacement gets the same noise and flip, and its crop is drawn from the same random
-        numbers. The sample's `bad` lists what it replaces. OSError after MAX_UNREADABLE_IN_A_ROW
-        unreadable images; errors that are not the file's fault are passed on.
+        numbers. The sample's `bad` lists what it replaces; the trainer's runtime/monitor.py reports
+        it. OSError after MAX_UNREADABLE_IN_A_ROW unreadable images; errors that are not the file's
+        fault are passed on.
         """
         position, index = key
         bad: list[tuple[int, str]] = []
@@ -374,13 +390,13 @@ class Images(Dataset[Any]):  # not Dataset[Sample]: its DataLoader would be type
         raise OSError(f"{len(bad)} images in a row could not be read, the last: {last}")
 
     def load(self, position: int, index: int) -> tuple[Tensor, Tensor]:
-        """Load one image as sample number `position` -> pixels and noise, as in `Sample`.
+        """Load one image as sample number `position`; return pixels and noise, as in `Sample`.
 
         Errors from reading and decoding are passed on.
         """
         content = self.files.read(index)
         image, size = open_image(content, self.stats)
-        noise, flip, crop = draw_augmentation(self.order.seed, position, self.patches, *size)
+        noise, flip, crop = draw_augmentation(self.order.seed, position, self.patch_count, *size)
         # An image that the source itself has opened is decoded at full size: decoding it smaller,
         # with Pillow's draft(), would change the source's own object.
         exact = self.exact or not isinstance(content, bytes)
@@ -393,7 +409,7 @@ class Images(Dataset[Any]):  # not Dataset[Sample]: its DataLoader would be type
 def collate(samples: Sequence[Sample]) -> MicroBatch:
     """Stack samples into a batch; in a worker, default_collate stacks directly in shared memory."""
     return MicroBatch(
-        image=default_collate([sample.image for sample in samples]),
+        images=default_collate([sample.image for sample in samples]),
         noise=default_collate([sample.noise for sample in samples]),
         image_ids=[sample.image_id for sample in samples],
         bad=list(chain.from_iterable(sample.bad for sample in samples)),
@@ -404,7 +420,7 @@ def build_loader(
     files: ImageSource,
     *,
     img_size: int,
-    patches: int,
+    patch_count: int,
     seed: int,
     global_batch: int,
     micro_batch_size: int,
@@ -423,7 +439,7 @@ def build_loader(
     """
     order = ImageOrder(len(files), global_batch, seed)
     return DataLoader(
-        Images(files, order, img_size, patches, exact, stats),
+        Images(files, order, img_size, patch_count, exact, stats),
         batch_sampler=RankBatchSampler(
             order, global_batch, micro_batch_size, rank, world_size, steps
         ),
@@ -440,7 +456,7 @@ def build_loader(
 
 
 def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
-    """Normalise images (B, C, H, W) -> float32; ValueError unless `stats` has C channels."""
+    """Normalise images (B, C, H, W) to float32; ValueError unless `stats` has C channels."""
     # a copy in both cases: it is normalised in place
     x = images.float() / 255 if images.dtype == torch.uint8 else images.clone()
     for channel, mean, std in zip(x.unbind(1), stats.mean, stats.std, strict=True):
@@ -469,13 +485,17 @@ REDUCED_OR_MASK = 1 | 4
 START_OF_SCAN = b"\xff\xda"  # these two are markers in a JPEG (ITU-T T.81, B.1)
 END_OF_IMAGE = b"\xff\xd9"
 END_OF_PNG = b"IEND\xaeB`\x82"  # the name and the checksum of its last chunk
+# numpy's kinds of dtypes that hold real numbers: bool, signed, unsigned and floating-point
+REAL_KINDS = "biuf"
+# These two are advice, for the ends of error messages.
 TO_GEOTIFF = "convert it to GeoTIFF (gdal_translate)"
+NODATA_ADVICE = "if this value marks missing pixels, declare it: `prepare.py pack --nodata=NUMBER`"
 
 
 def is_file_error(error: Exception) -> bool:
     """Tell whether an error is the file's fault: it cannot be found, read or decoded.
 
-    Any other error comes from this node (memory, disk, software); other ranks may not see it.
+    Any other error comes from this node (memory, disk, software); other ranks might not see it.
     """
     # When the host runs out of memory, PyTorch raises a RuntimeError that names its allocator.
     if isinstance(error, (MemoryError, ImportError)) or "DefaultCPUAllocator" in str(error):
@@ -494,7 +514,7 @@ def describe_file_error(error: Exception) -> str:
 def open_image(
     content: bytes | AnyImage, stats: ChannelStats | None = None
 ) -> tuple[AnyImage, tuple[int, int]]:
-    """Open what `ImageSource.read` returned -> the image, not decoded yet; its (width, height).
+    """Open what `ImageSource.read` returned; return the image, not decoded, and (width, height).
 
     NaN in an array means nodata; if `stats` is given, it is replaced by the channel's mean.
     ValueError, or an error of Pillow or numpy, if the image is damaged or too large, or if its
@@ -529,7 +549,7 @@ def open_image(
 
 
 def open_picture(content: bytes) -> Image.Image:
-    """Open a file with Pillow, not decoded; ValueError if it is truncated or not an image."""
+    """Open a file with Pillow, without decoding it; ValueError if truncated or not an image."""
     try:
         # Only these formats: Pillow also takes the start of any HDF5 or GRIB file for an image.
         image = Image.open(io.BytesIO(content), formats=FORMATS)
@@ -542,13 +562,13 @@ def open_picture(content: bytes) -> Image.Image:
             raise ValueError(
                 f"JPEG 2000 that Pillow cannot open: unless it is damaged, {TO_GEOTIFF}"
             ) from None
-        raise ValueError(f"not an image that Pillow opens as {', '.join(FORMATS)}") from None
-    if content.endswith(b"\0"):
-        check_end(content, image.format)
+        raise ValueError(f"Pillow cannot open it as {', '.join(FORMATS)}") from None
+    check_end(content, image.format)
     if image.format == "JPEG2000" and image.mode in ("P", "PA"):
         raise ValueError(f"JPEG 2000 with a palette, whose colours Pillow mixes up: {TO_GEOTIFF}")
     if image.format == "PNG":
-        check_transparent_colour(image, bits=content[24])  # in the header (PNG, 11.2.1)
+        bit_depth = content[24]  # its place in the header (PNG, 11.2.1)
+        check_transparent_colour(image, bit_depth)
     return image
 
 
@@ -558,6 +578,8 @@ def check_end(content: bytes, kind: str | None) -> None:
     An interrupted copy leaves zeros at the end of the file. Pillow would decode the missing rest as
     grey or black, without an error. WebP is not checked: a complete file may end in zeros too.
     """
+    if not content.endswith(b"\0"):
+        return
     complete = True
     if kind in ("JPEG", "MPO"):  # MPO: several JPEGs in one file
         # In a complete JPEG the end-of-image marker comes after the last start-of-scan marker.
@@ -568,16 +590,17 @@ def check_end(content: bytes, kind: str | None) -> None:
         raise ValueError(f"truncated: zeros where the end of the {kind} should be")
 
 
-def check_transparent_colour(image: Image.Image, bits: int) -> None:
+def check_transparent_colour(image: Image.Image, bit_depth: int) -> None:
     """Raise ValueError if a PNG marks a colour as transparent by a value that Pillow misreads.
 
     Pillow scales pixels of 2, 4 and 16 bits to 8, but not that value. Black is 0 at any depth.
     """
     colour = image.info.get("transparency")
-    if image.mode == "P" or not isinstance(colour, int | tuple):  # a palette's alpha; or none
+    if colour is None or image.mode == "P":  # a palette's colours have alpha values instead
         return
-    if bits in (2, 4, 16) and np.any(colour):
-        raise ValueError(f"PNG of {bits} bits with a transparent colour: {TO_GEOTIFF}")
+    black = colour in (0, (0, 0, 0))  # in grey or RGB
+    if bit_depth in (2, 4, 16) and not black:
+        raise ValueError(f"PNG of {bit_depth} bits with a transparent colour: {TO_GEOTIFF}")
 
 
 def open_array(content: bytes) -> np.ndarray:
@@ -592,12 +615,13 @@ def open_array(content: bytes) -> np.ndarray:
     if count * dtype.itemsize > LARGEST_IMAGE:
         raise ValueError(f"an array of {shape} {dtype} is larger than 4 GiB")
     # frombuffer raises ValueError for an array of objects and for a file that is too short.
-    values = np.frombuffer(content, dtype, count, file.tell())
+    start = file.tell()  # behind the header, which was just read
+    values = np.frombuffer(content, dtype, count, start)
     return values.reshape(shape, order="F" if fortran_order else "C")
 
 
 def check_array(image: np.ndarray) -> None:
-    """Raise ValueError unless an array is (C, H, W), of ARRAY_DTYPES, and passes check_pixels."""
+    """Raise ValueError unless it is (C, H, W), of one of ARRAY_DTYPES, and passes check_pixels."""
     if image.ndim != 3 or not image.size or image.dtype.name not in ARRAY_DTYPES:
         raise ValueError(describe_wrong_array(image))
     check_shape(image.shape)
@@ -612,7 +636,7 @@ def check_shape(shape: tuple[int, ...]) -> None:
     if last <= 4 and min(first, second) > 4:
         raise NeedsPackingError(f"{shape} looks like (H, W, C): convert it with `prepare.py pack`")
     # A last axis that is so much shorter than the others is probably bands, not columns. Only the
-    # user can tell, so `pack` moves a last axis of at most 4.
+    # user can tell, so `pack` does not move a last axis of more than 4.
     if 3 * last <= min(first, second):
         raise ValueError(f"{shape} looks like (H, W, C): save it as (C, H, W)")
 
@@ -625,9 +649,10 @@ def check_pixels(channels: Iterable[np.ndarray]) -> None:
         if np.isinf(largest):
             raise ValueError("infinite pixels")
         if largest > NO_MEASUREMENT:
-            pixel = channel[np.abs(channel) == largest][0]
-            raise ValueError(f"pixels of {pixel:.8g}: {TOO_LARGE}")
-        only_nodata = only_nodata and np.isnan(largest)
+            pixel = channel[np.abs(channel) == largest][0]  # with its sign
+            raise ValueError(f"pixels of {pixel:.8g}: {NODATA_ADVICE}")
+        if not np.isnan(largest):
+            only_nodata = False
     if only_nodata:
         raise ValueError("nodata (NaN) in all pixels")
 
@@ -635,11 +660,12 @@ def check_pixels(channels: Iterable[np.ndarray]) -> None:
 def describe_wrong_array(image: np.ndarray) -> str:
     """Say how an array differs from the (C, H, W) that training takes, and what to do."""
     kind = f"an array {image.shape} of {image.dtype}"
-    if image.dtype.kind not in "biuf":
+    if image.dtype.kind not in REAL_KINDS:
         return f"{kind} holds no real numbers: save it as one of {ARRAY_DTYPES}"
     if image.ndim not in (2, 3) or not image.size:
         return f"{kind} is not one image: save each image as (C, H, W) in a file of its own"
-    return f"{kind} is not (C, H, W) of {ARRAY_DTYPES}: `prepare.py pack` converts it"
+    dtypes = " or ".join(ARRAY_DTYPES)
+    return f"{kind} is not (C, H, W) of dtype {dtypes}: `prepare.py pack` converts it"
 
 
 def fill_nodata(image: np.ndarray, stats: ChannelStats) -> np.ndarray:
@@ -671,8 +697,10 @@ def ignore_orientation(image: Any) -> None:
     """Keep Pillow from rotating a TIFF when it decodes it: GDAL and tifffile do not rotate it."""
     if image.fp is None:  # already decoded, by whoever opened the image
         return
-    image.getexif().pop(Tag.Orientation, None)  # Pillow reads it there, from TIFF's tags or XMP
-    if Tag.Orientation in image.tag_v2:  # not decoded yet: Pillow expects the rotated size
+    # Pillow's load() rotates by the orientation that getexif() holds, from TIFF's tags or from XMP.
+    image.getexif().pop(Tag.Orientation, None)
+    # If it is in the tags, Pillow has set the size after rotation already on opening.
+    if Tag.Orientation in image.tag_v2:
         image._size = (image.tag_v2[Tag.ImageWidth], image.tag_v2[Tag.ImageLength])
 
 
@@ -693,34 +721,47 @@ def describe_tiff(image: Any) -> str | None:
     if image.mode == "P" and 0 < max(tags[Tag.ColorMap]) < 256:
         raise ValueError("TIFF with a palette of 8 bits: convert it (gdal_translate -expand rgb)")
     if tags.get(Tag.PlanarConfiguration, 1) == BAND_BY_BAND and not shows_bands(image, bits):
-        return f"TIFF with {samples} bands of {bits} bits, band by band,"
+        return f"TIFF with {samples} bands of {bits} bits, stored band by band,"
     offsets_and_sizes = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
     # For an omitted tile Pillow would decode unrelated bytes of the file.
     if any(0 in tags.get(tag, ()) for tag in offsets_and_sizes):
         return "sparse TIFF (it omits empty tiles)"
-    sizes = []  # of the pages after the first that are no overviews or masks
-    for page in other_pages(image):
-        if not page.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK:
-            sizes.append((page.get(Tag.ImageWidth), page.get(Tag.ImageLength)))
-    same = sizes.count((tags.get(Tag.ImageWidth), tags.get(Tag.ImageLength)))
-    if same:
-        return f"TIFF with {1 + same} pages of the same size"
-    if sizes and tags.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK:
+    # of the later pages that are neither overviews nor masks
+    sizes = [size_in_tags(page) for page in other_pages(image) if not is_overview_or_mask(page)]
+    same_size = sizes.count(size_in_tags(tags))
+    if same_size:
+        return f"TIFF with {1 + same_size} pages of the same size"
+    if sizes and is_overview_or_mask(tags):
         return "TIFF whose first page is a thumbnail"
     return None
 
 
+def is_overview_or_mask(tags: Any) -> bool:
+    """Tell whether a page of a TIFF, by its tags, is an overview or a mask of another page."""
+    return bool(tags.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK)
+
+
+def size_in_tags(tags: Any) -> tuple[int | None, int | None]:
+    """Return the width and height that a page's tags give."""
+    return tags.get(Tag.ImageWidth), tags.get(Tag.ImageLength)
+
+
 def shows_bands(image: Any, bits: int) -> bool:
-    """Tell whether Pillow decodes a TIFF rightly that stores one band after the other."""
-    if image.mode in ("LA", "PA"):  # of compressed ones Pillow leaves alpha at 0
+    """Tell whether Pillow correctly decodes a TIFF that stores its bands one after another."""
+    if image.mode in ("LA", "PA"):  # if they are compressed, Pillow leaves their alpha at 0
         return False
-    raw_modes = {tile[3][0] for tile in image.tile if tile[0] == "raw"}
-    if not raw_modes:  # libtiff decodes it
+    raw_modes = set()
+    for decoder, _, _, arguments in image.tile:
+        if decoder == "raw":  # the first of its arguments is the mode
+            raw_modes.add(arguments[0])
+    if not raw_modes:  # compressed: libtiff decodes it, correctly
         return True
-    # Uncompressed, Pillow keeps the first letter of "L;4" or "P;4I": it takes all for 8 plain bits.
-    white_is_zero = image.tag_v2.get(Tag.PhotometricInterpretation, 0) == 0
-    turned_bits = image.tag_v2.get(Tag.FillOrder, 1) != 1
-    return bits == 8 and not white_is_zero and not turned_bits and raw_modes <= set("LPRGBACMYK")
+    # If the file is not compressed, Pillow shortens modes such as "L;4" and "P;4I" to one letter,
+    # so it would read packed, inverted or reversed bits as plain bytes.
+    inverted = image.tag_v2.get(Tag.PhotometricInterpretation, 0) == 0  # 0 is white
+    reversed_bits = image.tag_v2.get(Tag.FillOrder, 1) != 1
+    plain_bands = set("LPRGBACMYK")  # letters of bands that are then read as they are stored
+    return bits == 8 and not inverted and not reversed_bits and raw_modes <= plain_bands
 
 
 def other_pages(image: Any) -> Iterator[Any]:
@@ -731,8 +772,8 @@ def other_pages(image: Any) -> Iterator[Any]:
         return
     file.seek(0)
     header = file.read(16)
-    if 43 not in header[2:4]:  # not BigTIFF, whose version is 43 and whose header has 16 bytes
-        header = header[:8]
+    if not header.startswith(BIG_TIFF_STARTS):
+        header = header[:8]  # only a BigTIFF's header has 16 bytes
     seen = set()
     while directory.next and directory.next not in seen:
         seen.add(directory.next)  # a damaged file may link its pages in a circle
@@ -755,7 +796,7 @@ def describe_jpeg2000(image: Any) -> str | None:
 
 
 def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
-    """Read JPEG 2000 -> number of components; bits of the first; whether the first is signed.
+    """Return how many components a JPEG 2000 has, the bits of the first, whether it is signed.
 
     They are in the marker segment "image and tile size" (ITU-T T.800, A.5.1), which directly
     follows the start-of-codestream marker. Counting from that marker, bytes 40 and 41 hold the
@@ -780,7 +821,7 @@ def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
     if reduce > 1:
         image.draft(None, (image.width // reduce, image.height // reduce))
     try:
-        image.load()  # decodes it: otherwise a broken RGB would raise only later, in the caller
+        image.load()  # decodes it: otherwise a broken RGB image would raise only in the caller
     except OSError:
         if image.format != "JPEG2000":
             raise
@@ -811,7 +852,7 @@ def check_alpha(image: Image.Image) -> None:
 
 
 def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool = False) -> Tensor:
-    """Decode, crop to (top, left, height, width), resize -> (C, side, side) uint8 or float32.
+    """Decode, crop to (top, left, height, width), resize to (C, side, side) uint8 or float32.
 
     Resizes bicubically with antialiasing, like torchvision's v2.functional.resized_crop on a
     tensor. A JPEG is decoded at the smallest scale at which its crop still covers the output: this
@@ -822,11 +863,17 @@ def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool
     if isinstance(image, Image.Image):
         reduce = 1
         if image.format == "JPEG" and not exact:
-            largest_reduction = max(1, min(height, width) // side)
-            reduce = max(factor for factor in (1, 2, 4, 8) if factor <= largest_reduction)
-        edges = (left, top, left + width, top + height)
-        x0, y0, x1, y1 = [round(n / reduce) for n in edges]
-        pixels = np.asarray(decode(image, reduce).crop((x0, y0, x1, y1)))  # (H, W, C)
+            for factor in (2, 4, 8):
+                if min(height, width) >= factor * side:
+                    reduce = factor
+        box = (
+            round(left / reduce),
+            round(top / reduce),
+            round((left + width) / reduce),
+            round((top + height) / reduce),
+        )
+        cropped = decode(image, reduce).crop(box)
+        pixels = np.asarray(cropped)  # (H, W, C)
         # (C, H, W) as a view, channels last in memory: the fastest layout for interpolate
         part = torch.from_numpy(pixels).permute(2, 0, 1)
     else:  # uint16 becomes float32: few of PyTorch's kernels take uint16

@@ -320,7 +320,7 @@ def read_jpeg2000(image: Image.Image, content: bytes) -> np.ndarray:
 def type_for_training(band: Band) -> np.dtype:
     """Return the dtype of a band in training: its own, or float32; ValueError if it is complex."""
     dtype = band.stored.dtype
-    if dtype.kind not in "biuf":
+    if dtype.kind not in data.REAL_KINDS:
         raise ValueError(f"pixels of {dtype}: store real numbers, such as the magnitude")
     if may_miss_pixels(band):
         return np.dtype(np.float32)
@@ -398,4 +398,4 @@ def check_range(band: Band) -> None:
     if dtype.kind != "f" and largest > EXACT_IN_FLOAT32:
         raise ValueError(f"numbers up to {largest:.0f}, which float32 would round")
     if np.finfo(np.float32).max < largest < np.inf:
-        raise ValueError(f"numbers up to {largest:.4g}: {data.TOO_LARGE}")
+        raise ValueError(f"numbers up to {largest:.4g}: {data.NODATA_ADVICE}")

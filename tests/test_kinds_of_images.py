@@ -463,7 +463,7 @@ NO_PICTURES = {
 @pytest.mark.parametrize("name", NO_PICTURES)
 def test_other_formats_under_a_false_ending_are_no_images(name, tmp_path, capsys):
     for read in (read_packed, data.open_image):
-        with pytest.raises(ValueError, match="not an image that Pillow opens as JPEG, PNG"):
+        with pytest.raises(ValueError, match="Pillow cannot open it as JPEG, PNG"):
             read(NO_PICTURES[name])
 
 
@@ -748,7 +748,10 @@ def test_a_mask_beside_a_geotiff_is_no_image_and_said_to_be_left_out(tmp_path, c
     assert sorted(os.listdir(tmp_path / "tree")) == ["1.tif", "1.tif.msk"]
     assert run_prepare("scan", tmp_path / "tree") == 0
     said = capsys.readouterr().out
-    assert "1 images; left out 1 .msk" in said and "1 images: 5 channels of uint16" in said
+    assert (
+        "1 images; left out 1 with the extension .msk" in said
+        and "1 images: 5 channels of uint16" in said
+    )
 
 
 def test_nodata_of_pictures_is_named_and_made_nan_where_it_is_typed(tmp_path, capsys):
@@ -1020,7 +1023,7 @@ def test_kinds_and_what_is_left_out_are_counted(tmp_path, capsys):
         (root / f"images/{i}.tif.aux.xml").touch()
     assert run_prepare("scan", root) == 0
     said = capsys.readouterr().out
-    assert "left out 3 .xml" in said
+    assert "left out 3 with the extension .xml" in said
     assert "3 images: 5 channels of uint16, for training only from a pack" in said
     assert "3 images: 3 channels of uint8" in said and "--exclude PATTERN" in said
     assert run_prepare("stats", root, "--exclude", "masks") == 0

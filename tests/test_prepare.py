@@ -68,8 +68,8 @@ def broken_tree(root):
     whole = class_tree(root, each=9).read(0)
     kinds = {
         "cut.jpg": (whole[: len(whole) // 2], "truncated"),
-        "empty.jpg": (b"", "not an image"),
-        "html.jpg": (b"<!DOCTYPE html><html>404</html>", "not an image"),
+        "empty.jpg": (b"", "Pillow cannot open it as JPEG"),
+        "html.jpg": (b"<!DOCTYPE html><html>404</html>", "Pillow cannot open it as JPEG"),
         "bands.tif": (b"II*\0" + bytes(300), "TIFF that Pillow cannot open"),
     }
     folder = root / "area0/class0"
