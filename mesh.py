@@ -82,9 +82,10 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
     several_tasks = environ.get("SLURM_NTASKS", "1") != "1"
     several_nodes = environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
     if "SLURM_JOB_ID" in environ and (several_tasks or several_nodes):
-        job = "this Slurm job has several tasks or nodes"
-        advice = "type `srun python`, or, for one process, `srun -n1 python`"
-        raise RuntimeError(f"{job}, but this process was not started by srun: {advice}")
+        raise RuntimeError(
+            "this Slurm job has several tasks or nodes, but this process was not started by srun: "
+            "type `srun python`, or, for one process, `srun -n1 python`"
+        )
     return Ranks()  # a single process
 
 
@@ -106,9 +107,9 @@ def _torchrun_ranks(environ: Mapping[str, str]) -> Ranks:
         local_world_size = int(environ["LOCAL_WORLD_SIZE"])
         rendezvous = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     except KeyError as error:
-        advice = "for a single process, unset RANK, WORLD_SIZE and LOCAL_RANK"
         raise RuntimeError(
-            f"the variable {error}, which torchrun sets, is missing: {advice}"
+            f"the variable {error}, which torchrun sets, is missing: "
+            "for a single process, unset RANK, WORLD_SIZE and LOCAL_RANK"
         ) from None
     return Ranks(rank, world_size, local_rank, local_world_size, "torchrun", rendezvous)
 
@@ -128,15 +129,18 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
         raise RuntimeError(f"the variable {error}, which srun sets, is missing") from None
     counts = _ranks_per_node(per_node)
     if sum(counts) != world_size:
-        nodes = f"{per_node} ranks per node add up to {sum(counts)}"
-        raise RuntimeError(f"Slurm counts {world_size} ranks, but {nodes}: start all with one srun")
+        raise RuntimeError(
+            f"Slurm counts {world_size} ranks, but {per_node} ranks per node add up to "
+            f"{sum(counts)}: start all with one srun"
+        )
     # If ranks were numbered round-robin over the nodes, the consecutive ranks of a shard group
     # would be on different nodes.
     if rank != sum(counts[:node]) + local_rank:
-        where = f"rank {rank} is local rank {local_rank} of node {node}"
-        where += f", with {per_node} ranks per node"
-        advice = "give srun `--distribution=block`, and do not set another order of nodes or tasks"
-        raise RuntimeError(f"{where}, so Slurm does not number them node by node: {advice}")
+        raise RuntimeError(
+            f"rank {rank} is local rank {local_rank} of node {node}, with {per_node} ranks per "
+            "node, so Slurm does not number them node by node: give srun `--distribution=block`, "
+            "and do not set another order of nodes or tasks"
+        )
     defaults: dict[str, str] = {}
     if len(counts) == 1:
         # All ranks are on one node, so the address is known. Other jobs may share the node, so the
@@ -148,9 +152,9 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
     try:
         rendezvous = {name: given[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     except KeyError as error:
-        command = "export MASTER_ADDR=$(hostname -i) MASTER_PORT=3442"
         raise RuntimeError(
-            f"the variable {error} is missing: on several nodes, type `{command}` before srun"
+            f"the variable {error} is missing: on several nodes, type "
+            "`export MASTER_ADDR=$(hostname -i) MASTER_PORT=3442` before srun"
         ) from None
     return Ranks(rank, world_size, local_rank, counts[node], "srun", rendezvous)
 
@@ -180,8 +184,10 @@ def pick_device(name: str, ranks: Ranks) -> torch.device:
     if count == 0:
         raise ValueError("--device cuda: no GPU is visible to this process; use --device cpu")
     if 1 < count < ranks.local_world_size:
-        share = f"{ranks.local_world_size} ranks on this node share {count} GPUs"
-        raise ValueError(f"{share}: start {count} ranks per node, or use --device cpu")
+        raise ValueError(
+            f"{ranks.local_world_size} ranks on this node share {count} GPUs: "
+            f"start {count} ranks per node, or use --device cpu"
+        )
     # A rank sees only its own GPU, as number 0 (`--gpus-per-task=1`), or all GPUs of its node. If
     # several ranks see the one GPU of their node, all take it, and NCCL refuses that.
     return torch.device("cuda", 0 if count == 1 else ranks.local_rank)
@@ -210,8 +216,8 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         if restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             _use_fresh_store(ranks, timeout)
-        rendezvous = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
-        store, _, _ = next(rendezvous)
+        stores = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
+        store, _, _ = next(stores)  # it yields (store, rank, world size)
     with quiet_gloo():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -226,11 +232,12 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
 
 
 def _use_fresh_store(ranks: Ranks, timeout: timedelta) -> None:
-    """Make `dist.rendezvous` serve a store of this attempt, instead of torchrun's. Collective.
+    """Make `dist.rendezvous` use a new store for this attempt, instead of torchrun's. Collective.
 
     After a restart torchrun's store still has the addresses of the dead ranks. So all ranks set two
-    variables that `dist.rendezvous` reads. MASTER_PORT becomes a free port of rank 0, which will
-    serve a new store there. TORCHELASTIC_USE_AGENT_STORE becomes False: True selects torchrun's.
+    variables that `dist.rendezvous` reads. MASTER_PORT becomes a free port on rank 0's node, where
+    rank 0 will serve the new store. TORCHELASTIC_USE_AGENT_STORE becomes False: True selects
+    torchrun's.
     """
     address = ranks.rendezvous["MASTER_ADDR"]
     shared = dist.TCPStore(address, int(ranks.rendezvous["MASTER_PORT"]), timeout=timeout)
@@ -244,13 +251,16 @@ def _use_fresh_store(ranks: Ranks, timeout: timedelta) -> None:
         os.environ["MASTER_PORT"] = str(port)
         return
     while time.monotonic() < deadline:
-        # Until rank 0 has set its port, this may be the port of an earlier attempt, on which nobody
-        # listens any more: try again.
         port = int(shared.get("port of rank 0"))
-        with suppress(OSError), socket.create_connection((address, port), timeout=5):
-            os.environ["MASTER_PORT"] = str(port)
-            return
-        time.sleep(0.1)
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+        except OSError:
+            # Until rank 0 has set its port, this may be the port of an earlier attempt, on which
+            # nobody listens any more.
+            time.sleep(0.1)
+            continue
+        os.environ["MASTER_PORT"] = str(port)
+        return
     raise RuntimeError(f"rank 0 does not answer at {address}:{port}")
 
 
@@ -262,9 +272,11 @@ def quiet_gloo() -> Iterator[None]:
     if fixed_in_torch or "NCCL_DEBUG" in os.environ or not sys.stdout:
         yield
         return
-    with os.fdopen(os.dup(1)) as stdout, open(os.devnull, "w") as nowhere:
+    stdout = os.dup(1)
+    with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-        try:
-            yield
-        finally:
-            os.dup2(stdout.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
