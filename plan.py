@@ -62,7 +62,7 @@ def make_plan(parser: Parser, args: argparse.Namespace) -> tuple[Config, Plan]:
         flags = run.record()
         flags["encoder_only"] = args.encoder_only
         flags["mask_ratio"] = config.mask_ratio
-        planned = PlannedRun.from_flags(run.model, flags)
+        planned = PlannedRun.from_flags(run.vit_config, flags)
         return config, Plan(planned, machine, args.memory_gib)
     except ValueError as error:
         parser.error(str(error))

@@ -151,7 +151,7 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
     # random values (vit.initial_value), or those of --init-from
     init_fn = None if resuming else initial_values(run)
     with torch.device("meta"):  # shapes without memory
-        model: nn.Module = vit.ViTMAE(run.model, config.img_size, config.norm_pix_loss)
+        model: nn.Module = vit.ViTMAE(run.vit_config, config.img_size, config.norm_pix_loss)
     # Before sharding, because it goes by the number of dimensions, which FSDP1 does not keep.
     decay = shard.weight_decay_names(model)
     # FSDP2 warns that the output is a view, which must not be changed in place. Nobody does that.

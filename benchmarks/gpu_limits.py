@@ -290,7 +290,7 @@ def offload(model: str, img_size: int, batch: int, device: torch.device) -> None
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     found = measure(config, 1, batch, device)
     run = resolve(config, 1, 1)
-    planned = host_bytes(PlannedRun.from_flags(run.model, run.record()))["--cpu-offload"]
+    planned = host_bytes(PlannedRun.from_flags(run.vit_config, run.record()))["--cpu-offload"]
     note = f"host memory planned {planned / GIB:.1f} GiB"
     if device.type == "cuda":
         pinned = torch.cuda.host_memory_stats()["allocated_bytes.peak"]

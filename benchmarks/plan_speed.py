@@ -113,7 +113,7 @@ def step_seconds(run: Run, grid: Any, rounds: int) -> float:
 
 def planned_seconds(run: Run, machine_file: str) -> dict[str, float]:
     """Plan the times of a run on a machine that was measured."""
-    planned = PlannedRun.from_flags(run.model, run.record())
+    planned = PlannedRun.from_flags(run.vit_config, run.record())
     return Plan(planned, read_machine(machine_file)).seconds
 
 

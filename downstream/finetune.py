@@ -178,7 +178,7 @@ def build_tuning(
     """Build, shard and, unless `resuming`, initialise the model, with its AdamW. Collective."""
     c = run.config
     with torch.device("meta"):
-        model: nn.Module = Classifier(run.model, c.img_size, run.classes)
+        model: nn.Module = Classifier(run.vit_config, c.img_size, run.classes)
     decay = decayed_names(model)
     init_fn = None
     if not resuming:
@@ -199,7 +199,7 @@ def build_tuning(
         lr=run.peak_lr,
         weight_decay=c.weight_decay,
         betas=c.betas,
-        lr_scale=partial(depth_scale, depth=run.model.depth, layer_decay=c.layer_decay),
+        lr_scale=partial(depth_scale, depth=run.vit_config.depth, layer_decay=c.layer_decay),
     )
     scaler = shard.build_scaler(model, device, run.dtype)
 

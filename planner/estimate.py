@@ -400,7 +400,7 @@ def plan_this_run(run: Any, device: torch.device | None, ran_out: bool) -> dict[
     else:
         peak, _ = devices.peak_flops(device)
         machine = nearest_machine(peak, gib)
-    plan = Plan(PlannedRun.from_flags(run.model, run.record()), machine, gib)
+    plan = Plan(PlannedRun.from_flags(run.vit_config, run.record()), machine, gib)
     found = plan.json()
     found["fit"] = describe_fit(plan, run.config.global_batch is not None, ran_out)
     if device and device.type != "cuda":

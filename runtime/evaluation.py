@@ -34,7 +34,7 @@ def baseline_losses(run: Run, images: Tensor, mask: Tensor) -> Tensor:
     with --norm-pix-loss each patch is normalised first, so zero stands for its own mean grey.
     `images` (B, C, H, W) are normalised; `mask` (B, L) is 1 for a removed patch.
     """
-    patch = run.model.patch
+    patch = run.vit_config.patch
     norm_pix = run.config.norm_pix_loss
     target = vit.reconstruction_target(vit.patchify(images, patch), norm_pix)  # (B, L, P*P*C)
     shown = (1 - mask)[..., None] / (1 - mask[0]).sum()  # all images show equally many
@@ -97,7 +97,7 @@ class Evaluation:
             share=(self.session.ranks.rank // config.tp, run.data_ranks),
         )
         # A rank that runs out of images calls the model again on its previous batch.
-        shape = (size, run.model.channels, config.img_size, config.img_size)
+        shape = (size, run.vit_config.channels, config.img_size, config.img_size)
         images = torch.zeros(shape, device=device)
         sums = torch.zeros((), dtype=torch.float64, device=device)
         bad: list[tuple[int, str]] = []
@@ -146,7 +146,8 @@ class Evaluation:
         noise = fixed_noise(config.seed, indices, run.patches).to(device)
         with shard.autocast(self.model, device, run.dtype):
             _, prediction, mask = self.model(images, config.mask_ratio, noise)
-        losses = vit.loss_per_image(images, prediction, mask, run.model.patch, config.norm_pix_loss)
+        patch = run.vit_config.patch
+        losses = vit.loss_per_image(images, prediction, mask, patch, config.norm_pix_loss)
         return torch.cat([losses[None], baseline_losses(run, images, mask)])
 
     def report(self, step: int, count: int, means: list[float]) -> None:

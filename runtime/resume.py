@@ -31,7 +31,7 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
     With --init-from both are collective: rank 0 reads the file; if that fails, AgreedError on all.
     """
     path = run.config.init_from
-    model = run.model
+    model = run.vit_config
     seed = run.config.seed
     if path is None:
         return partial(vit.initial_value, model, seed=seed)

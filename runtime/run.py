@@ -50,7 +50,7 @@ class Run:
         return blr * self.global_batch / 256
 
     @property
-    def model(self) -> vit.ViTConfig:
+    def vit_config(self) -> vit.ViTConfig:
         return replace(model_config(self.config.model), channels=self.config.channels)
 
     @property
@@ -74,7 +74,7 @@ class Run:
 
     def flops_per_image(self) -> int | None:
         """Count the FLOPs of a step per image, without those of recomputed activations."""
-        return vit.flops_per_image(self.model, self.config.img_size, self.config.mask_ratio)
+        return vit.flops_per_image(self.vit_config, self.config.img_size, self.config.mask_ratio)
 
     def sharding_options(self) -> shard.ShardingOptions:
         """Return the options of shard.apply: the flags of the same names that are given."""

@@ -29,7 +29,7 @@ def start_record(
     peak, peak_source = devices.peak_flops(device)
     on_gpu = device is None or device.type == "cuda"
     with torch.device("meta"):
-        model = vit.ViTMAE(run.model, run.config.img_size)
+        model = vit.ViTMAE(run.vit_config, run.config.img_size)
     mesh_shape = dict.fromkeys(mesh.DIMENSIONS, 1)
     mesh_shape |= zip(mesh.DIMENSIONS, run.mesh_shape, strict=False)  # without tp if it is 1
     return run.record() | {

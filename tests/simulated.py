@@ -106,7 +106,7 @@ def planned_traffic(run: PlannedRun) -> Counter:
 
 def hold_against_plan(run: Run) -> None:
     """The collectives are exactly those planned, each row of memory is so within 3 %."""
-    plan = Plan(PlannedRun.from_flags(run.model, run.record()), AS_A_CPU)
+    plan = Plan(PlannedRun.from_flags(run.vit_config, run.record()), AS_A_CPU)
     peak, watch = simulated(run)
     sent = Counter(watch.sent)
     expected = planned_traffic(plan.run)

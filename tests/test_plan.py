@@ -66,7 +66,7 @@ def run_of(model: str, world: int, **case) -> Run:
 
 
 def plan_of(run: Run, machine: machines.Machine = FRONTIER) -> estimate.Plan:
-    return estimate.Plan(traffic.PlannedRun.from_flags(run.model, run.record()), machine)
+    return estimate.Plan(traffic.PlannedRun.from_flags(run.vit_config, run.record()), machine)
 
 
 def full_only(*cases: tuple) -> list:

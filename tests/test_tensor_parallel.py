@@ -85,7 +85,7 @@ def share_inputs() -> list[float]:
     draw = torch.Generator().manual_seed(rank)
     images = torch.randn(2, 3, 32, 32, generator=draw)
     noise = torch.rand(2, 16, generator=draw)
-    alone, _, _ = vit.ViTMAE(run.model, 32)(images.clone(), 0.75, noise.clone())
+    alone, _, _ = vit.ViTMAE(run.vit_config, 32)(images.clone(), 0.75, noise.clone())
     loss, _, _ = model(images, 0.75, noise)
     dist.destroy_process_group()
     return [alone.item(), loss.item()]
