@@ -78,17 +78,20 @@ def learning_rate(step: int, run: Run) -> float:
     return run.peak_lr * 0.5 * (1 + math.cos(math.pi * decayed / decay_steps))
 
 
-def forward_backward(training: Training, micro_batches: Sequence[Any]) -> Tensor:
+def forward_backward(training: Training, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Accumulate the gradients of all micro-batches; return this rank's mean loss, a scalar."""
     model = training.model
     count = len(micro_batches)
-    device = micro_batches[0][0].device
+    # a micro-batch is (images, masking noise), in fine-tuning (images, labels)
+    first_images, _ = micro_batches[0]
+    device = first_images.device
     mean_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(micro_batches):
+        is_last = i == count - 1
         # DDP all-reduces gradients once, after the last micro-batch; FSDP reduce-scatters them
         # after each one. FSDP2 all-reduces over replicas after the last one only, which is right
         # because every micro-batch uses all parameters of a ViT-MAE.
-        with shard.accumulation(model, last=i == count - 1, uses_all=True):
+        with shard.accumulation(model, last=is_last, uses_all=True):
             with shard.autocast(model, device, training.dtype):
                 loss = training.compute_loss(model, micro_batch)
             loss = loss / count  # so the sum is this rank's mean; DDP and FSDP average over ranks
@@ -103,7 +106,7 @@ def forward_backward(training: Training, micro_batches: Sequence[Any]) -> Tensor
 def train_step(
     training: Training,
     guard: StepGuard,
-    micro_batches: Sequence[Any],
+    micro_batches: Sequence[tuple[Tensor, Tensor]],
     lr: float,
     requests: StepRequests = NO_REQUESTS,
 ) -> None:
@@ -147,7 +150,7 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
     If `resuming`, values stay unset until a checkpoint is loaded.
     """
     config = run.config
-    mode = str(config.mode)
+    mode = str(config.mode)  # never None: fill_defaults (runtime/config.py) has chosen one
     # random values (vit.initial_value), or those of --init-from
     init_fn = None if resuming else initial_values(run)
     with torch.device("meta"):  # shapes without memory
@@ -200,7 +203,7 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
     checkpoints = monitor.checkpoints
     evaluate_every = monitor.evaluate_every
     for step in range(checkpoints.begin, run.steps):
-        done = step + 1  # steps done once this one is
+        done = step + 1  # the number of steps done after this one
         last = done == run.steps
         save_scheduled = last or checkpoints.due_after(done)
         evaluate_scheduled = evaluate_every > 0 and done % evaluate_every == 0
@@ -213,27 +216,29 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
         if monitor.profile:
             monitor.profile.step()
         # log: every step whose result has arrived; on a GPU a result is read one step late, so that
-        # the host does not have to wait for it
+        # the host does not have to wait for it. Reading the results also sets guard.stop,
+        # guard.save and guard.end_reason.
         for result in monitor.finished_steps(wait=save_scheduled or evaluate_scheduled):
             monitor.log_step(result, learning_rate(result.step, run))
         if guard.end_reason:
             return guard.end_reason, monitor.problem
-        # save: on schedule, when some rank's clock says so, or before the run ends. By now every
-        # rank has read the results of all `done` steps: in each of these cases finished_steps has
-        # waited for them, because of `wait`, a request to stop or save, or too many bad images.
-        ending = last or guard.stop or monitor.bad_images.too_many is not None
+        # save: on schedule, when some rank's clock says so, or before the run ends. In each of
+        # these cases finished_steps has waited for the results of all `done` steps, so every rank
+        # has read them.
+        too_many_bad = monitor.bad_images.too_many is not None
+        ending = last or guard.stop or too_many_bad
         save_now = save_scheduled or guard.save or ending
         if save_now:
             monitor.session.heartbeat("saving", step)
             with monitor.meter.paused():
                 problem = checkpoints.save(done, wait=ending)
             guard.save = False
-            if problem:
+            if problem:  # of the last save, or of too many in a row: see CheckpointSchedule.save
                 return "save_failed", problem
         # stop: after too many bad images, or a signal to any rank, which travels this way:
         # session.signals of one rank -> `stop` in its monitor.requests() -> guard.stop on all. This
         # comes before evaluating, because little time may be left.
-        if monitor.bad_images.too_many:
+        if too_many_bad:
             return "bad_images", monitor.bad_images.too_many
         if guard.stop and not last:
             return "signal", None
@@ -274,14 +279,14 @@ def run_training(run: Run, session: Session) -> None:
     """Do one run, on every rank; AgreedError (runtime/agreement.py) on all of them if it fails."""
     config = run.config
     log = session.log
-    session.claim_folder(config.out)  # keeps a second run out of it
+    session.claim_folder(config.out)  # a lock keeps a second run out (runtime/process.py)
     session.heartbeat("listing images")
     find = partial(find_images, config, run.global_batch)
-    images, image_facts = run_on_rank0(find)  # all ranks get what rank 0 finds
+    files, image_facts = run_on_rank0(find)  # all ranks get what rank 0 finds
     run = with_images(run, image_facts)
     existing = list_newest_first(run, log.say)  # checkpoints to resume from
     log.open(run, session.device)
-    training = None
+    training = None  # in --run-mode io, which only reads images
     if config.run_mode != "io":
         session.heartbeat("building the model")
         grid = mesh.build_mesh(run.mesh_shape, session.device)  # replicate x shard (x tp)
@@ -294,10 +299,10 @@ def run_training(run: Run, session: Session) -> None:
         # syn and io neither resume, save nor evaluate; syn repeats its first batch (open_batches)
         checkpoints = CheckpointSchedule(run, log)
     session.heartbeat("reading the first batch")
-    # a resumed run needs no other position in the data than its step (see data.step_positions)
-    batches = open_batches(run, session, images, range(checkpoints.begin, run.steps))
-    first = next(batches)  # before the monitor starts its clock: the workers must start up
-    monitor = Monitor(run, session, images, checkpoints, first=first, rest=batches)
+    # its step alone tells a resumed run where it is in the data (see data.step_positions)
+    batches = open_batches(run, session, files, range(checkpoints.begin, run.steps))
+    first = next(batches)  # before the monitor starts its clock: workers take long to start
+    monitor = Monitor(run, session, files, checkpoints, first=first, rest=batches)
     report_start(run, session, checkpoints.begin)
     if training:
         monitor.watch(training.model)
