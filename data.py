@@ -296,7 +296,7 @@ class RankBatchSampler:
 
 
 def draw_augmentation(
-    seed: int, position: int, patch_count: int, width: int, height: int
+    seed: int, position: int, patches: int, width: int, height: int
 ) -> tuple[Tensor, bool, tuple[int, int, int, int]]:
     """Draw the masking noise (L,), the flip and the crop (top, left, height, width) of a sample.
 
@@ -307,7 +307,7 @@ def draw_augmentation(
     generator = torch.Generator().manual_seed(int(sample_seed))
     # The crop is drawn last: how many numbers it takes depends on the size of the image, and noise
     # and flip must not.
-    noise = torch.randperm(patch_count, generator=generator).float()  # the smallest stay visible
+    noise = torch.randperm(patches, generator=generator).float()  # the smallest stay visible
     flip = torch.rand((), generator=generator).item() < 0.5
     crop = draw_crop(generator, width, height)
     return noise, flip, crop
@@ -349,7 +349,7 @@ class Sample(NamedTuple):
 class MicroBatch(NamedTuple):
     """The samples of one rank in one accumulation step."""
 
-    images: Tensor  # (B, C, H, W) uint8; float32 if the images are uint16 or float32
+    image: Tensor  # (B, C, H, W) uint8; float32 if the images are uint16 or float32
     noise: Tensor  # (B, L) float32, masking noise: random permutations of 0 .. L-1
     image_ids: list[int]  # B indices in the data set
     bad: list[tuple[int, str]]  # (image_id, reason): unreadable images that these replace
@@ -362,7 +362,7 @@ class Images(Dataset[Any]):  # not Dataset[Sample]: its DataLoader would be type
     files: ImageSource
     order: ImageOrder
     img_size: int
-    patch_count: int
+    patches: int
     exact: bool = False
     stats: ChannelStats = IMAGENET  # an image with other channels or dtype counts as unreadable
 
@@ -396,7 +396,7 @@ class Images(Dataset[Any]):  # not Dataset[Sample]: its DataLoader would be type
         """
         content = self.files.read(index)
         image, size = open_image(content, self.stats)
-        noise, flip, crop = draw_augmentation(self.order.seed, position, self.patch_count, *size)
+        noise, flip, crop = draw_augmentation(self.order.seed, position, self.patches, *size)
         # An image that the source itself has opened is decoded at full size: decoding it smaller,
         # with Pillow's draft(), would change the source's own object.
         exact = self.exact or not isinstance(content, bytes)
@@ -409,7 +409,7 @@ class Images(Dataset[Any]):  # not Dataset[Sample]: its DataLoader would be type
 def collate(samples: Sequence[Sample]) -> MicroBatch:
     """Stack samples into a batch; in a worker, default_collate stacks directly in shared memory."""
     return MicroBatch(
-        images=default_collate([sample.image for sample in samples]),
+        image=default_collate([sample.image for sample in samples]),
         noise=default_collate([sample.noise for sample in samples]),
         image_ids=[sample.image_id for sample in samples],
         bad=list(chain.from_iterable(sample.bad for sample in samples)),
@@ -420,7 +420,7 @@ def build_loader(
     files: ImageSource,
     *,
     img_size: int,
-    patch_count: int,
+    patches: int,
     seed: int,
     global_batch: int,
     micro_batch_size: int,
@@ -439,7 +439,7 @@ def build_loader(
     """
     order = ImageOrder(len(files), global_batch, seed)
     return DataLoader(
-        Images(files, order, img_size, patch_count, exact, stats),
+        Images(files, order, img_size, patches, exact, stats),
         batch_sampler=RankBatchSampler(
             order, global_batch, micro_batch_size, rank, world_size, steps
         ),

@@ -74,7 +74,7 @@ def ours(root: str, exact: bool, workers: int, steps: int, seed: int) -> Iterabl
     return data.build_loader(
         image_list.list_images(root),
         img_size=SIDE,
-        patch_count=PATCHES,
+        patches=PATCHES,
         seed=seed,
         global_batch=BATCH,
         micro_batch_size=BATCH,

@@ -56,7 +56,7 @@ def train(args: argparse.Namespace) -> None:
     loader = data.build_loader(
         data.scan(args.data),
         img_size=args.img_size,
-        patch_count=vit.patch_count(config, args.img_size),
+        patches=vit.patch_count(config, args.img_size),
         seed=0,
         global_batch=global_batch,
         micro_batch_size=args.batch,
@@ -66,7 +66,7 @@ def train(args: argparse.Namespace) -> None:
         workers=args.workers,
     )
     for step, batch in enumerate(loader):
-        images = data.normalize(batch.images.to(device))  # (B, C, H, W) float32
+        images = data.normalize(batch.image.to(device))  # (B, C, H, W) float32
         noise = batch.noise.to(device)  # (B, L): it decides which patches are removed
         with shard.autocast(model, device, dtype):  # for ddp and zero1: FSDP casts by itself
             loss, _, _ = model(images, 0.75, noise)

@@ -56,7 +56,7 @@ def main(path: str) -> None:
     loader = data.build_loader(
         windows,
         img_size=32,
-        patch_count=16,
+        patches=16,
         seed=0,
         global_batch=16,
         micro_batch_size=8,
@@ -67,7 +67,7 @@ def main(path: str) -> None:
         stats=stats,
     )
     for step, batch in zip(steps, loader, strict=True):
-        images = data.normalize(batch.images, stats)  # (8, 12, 32, 32) float32, for a model
+        images = data.normalize(batch.image, stats)  # (8, 12, 32, 32) float32, for a model
         shape = tuple(images.shape)
         print(f"step {step}: {shape}, windows {batch.image_ids}, mean {images.mean():.2f}")
 

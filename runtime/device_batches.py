@@ -52,7 +52,7 @@ def open_batches(
     loader = data.build_loader(
         files,
         img_size=config.img_size,
-        patch_count=run.patches,
+        patches=run.patches,
         seed=config.seed,
         global_batch=run.global_batch,
         micro_batch_size=run.local_batch,
@@ -82,7 +82,7 @@ def device_batches(
             return
         batch = Batch(micro_batches=[], image_ids=[], bad=[])
         for local in of_this_step:
-            images = local.images.to(device, non_blocking=True)
+            images = local.image.to(device, non_blocking=True)
             noise = local.noise.to(device, non_blocking=True)
             batch.micro_batches.append((images, noise))
             batch.image_ids.extend(local.image_ids)

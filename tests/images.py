@@ -40,10 +40,10 @@ Row = namedtuple("Row", "position step path order pixels")
 Sample = namedtuple("Sample", "image noise image_id bad")
 
 
-def dataset_of(files, img_size, patch_count, seed, global_batch, **options):
+def dataset_of(files, img_size, patches, seed, global_batch, **options):
     """Build the data set of data.build_loader alone."""
     order = data.ImageOrder(len(files), global_batch, seed)
-    return data.Images(files, order, img_size, patch_count, **options)
+    return data.Images(files, order, img_size, patches, **options)
 
 
 def sample_at(dataset, position):
@@ -53,7 +53,7 @@ def sample_at(dataset, position):
 
 def stream(files, *, ranks=1, accum=1, global_batch=48, steps=range(6), **options):
     """List what all ranks read, sorted by position."""
-    given = {"img_size": 32, "patch_count": 16, "seed": 0} | options
+    given = {"img_size": 32, "patches": 16, "seed": 0} | options
     build = partial(data.build_loader, files, global_batch=global_batch, steps=steps, **given)
     rows = []
     for rank in range(ranks):
@@ -64,7 +64,7 @@ def stream(files, *, ranks=1, accum=1, global_batch=48, steps=range(6), **option
         batches = list(loader)
         assert len(places) == len(batches) == len(steps) * accum
         for i, (place, batch) in enumerate(zip(places, batches, strict=True)):
-            samples = zip(place, batch.images, batch.noise, batch.image_ids, strict=True)
+            samples = zip(place, batch.image, batch.noise, batch.image_ids, strict=True)
             for (position, _), image, noise, image_id in samples:
                 order = tuple(noise.argsort().tolist())
                 pixels = zlib.crc32(image.numpy())

@@ -112,7 +112,7 @@ def reference(
     loader = data.build_loader(
         data.scan(TILES),
         img_size=SIZE,
-        patch_count=vit.patch_count(config, SIZE),
+        patches=vit.patch_count(config, SIZE),
         seed=3,
         global_batch=BATCH,
         micro_batch_size=BATCH,
@@ -125,7 +125,7 @@ def reference(
         cosine = 0.5 * peak * (1 + math.cos(math.pi * (step - 2) / (STEPS - 2)))
         for group in optimizer.param_groups:
             group["lr"] = [peak / 2, peak][step] if step < 2 else cosine
-        loss, _, _ = model(data.normalize(batch.images), 0.75, batch.noise)
+        loss, _, _ = model(data.normalize(batch.image), 0.75, batch.noise)
         optimizer.zero_grad()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())

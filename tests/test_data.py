@@ -200,15 +200,15 @@ def test_the_order_is_a_function_of_seed_and_epoch():
 
 def test_a_batch_is_what_the_docstring_says():
     """And torch's own generator is neither used nor changed."""
-    sizes = {"img_size": 48, "patch_count": 9, "global_batch": 12, "micro_batch_size": 6}
+    sizes = {"img_size": 48, "patches": 9, "global_batch": 12, "micro_batch_size": 6}
     loader = data.build_loader(tiles(), seed=0, steps=range(1), **sizes)
     before = torch.get_rng_state()
     batch, _ = loader
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
     again, _ = loader
-    assert torch.equal(batch.images, again.images) and torch.equal(batch.noise, again.noise)
-    assert (batch.images.shape, batch.images.dtype) == ((6, 3, 48, 48), torch.uint8)
+    assert torch.equal(batch.image, again.image) and torch.equal(batch.noise, again.noise)
+    assert (batch.image.shape, batch.image.dtype) == ((6, 3, 48, 48), torch.uint8)
     assert (batch.noise.shape, batch.noise.dtype) == ((6, 9), torch.float32)
     assert batch.bad == []
 
@@ -337,14 +337,14 @@ def test_trouble_of_the_node_is_no_broken_file():
 
 def inside_worker(samples):
     batch, known = data.collate(samples), hasattr(data, "set_by_the_test")
-    return batch.images.is_shared() and batch.noise.is_shared(), dist.is_initialized(), known
+    return batch.image.is_shared() and batch.noise.is_shared(), dist.is_initialized(), known
 
 
 def test_workers_inherit_nothing_and_share_their_batches(monkeypatch):
     """No network and no variable; a batch that is not shared would be copied to this process."""
     monkeypatch.setattr(data, "set_by_the_test", True, raising=False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    sizes = {"img_size": 32, "patch_count": 16, "global_batch": 12, "micro_batch_size": 12}
+    sizes = {"img_size": 32, "patches": 16, "global_batch": 12, "micro_batch_size": 12}
     try:
         loader = data.build_loader(tiles(), seed=0, steps=range(2), workers=2, **sizes)
         loader.collate_fn = inside_worker

@@ -106,14 +106,14 @@ def plain(run: Path, trees: Path) -> tuple[list[float], list[dict], dict]:
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))
     files, tests = data.scan(f"{trees}/train"), data.scan(f"{trees}/test")
-    settings = {"img_size": 48, "patch_count": 36, "seed": SEED, "steps": range(STEPS)}
+    settings = {"img_size": 48, "patches": 36, "seed": SEED, "steps": range(STEPS)}
     loader = data.build_loader(files, global_batch=BATCH, micro_batch_size=BATCH, **settings)
     losses, scores, peak = [], [], BLR * BATCH / 256
     rates = [peak / 2, *(peak * (1 + math.cos(math.pi * i / 4)) / 2 for i in (0, 0, 1, 2, 3))]
     for step, batch in enumerate(loader):
         labels = torch.tensor([files.labels[i] for i in batch.image_ids])
         target = F.one_hot(labels, 3) * 0.9 + 0.1 / 3
-        loss = -(target * logits_of(batch.images).log_softmax(1)).sum(1).mean()
+        loss = -(target * logits_of(batch.image).log_softmax(1)).sum(1).mean()
         loss.backward()
         nn.utils.clip_grad_norm_(trained.values(), 1)
         for group in optimizer.param_groups:
