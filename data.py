@@ -44,7 +44,7 @@ BIG_TIFF_STARTS = (b"II+\0", b"MM\0+")  # how BigTIFF files start, in either byt
 TIFF_STARTS = (b"II*\0", b"MM\0*", *BIG_TIFF_STARTS)
 JPEG2000_STARTS = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")  # of .jp2 and .j2k
 MAX_UNREADABLE_IN_A_ROW = 16  # this many unreadable images in a row end the run
-# Logarithms of the limits of width / height; by a tensor, because torchvision's are fp32 too.
+# Logarithms of the limits of width / height; computed in fp32, as torchvision does.
 LOG_ASPECT_LIMITS = torch.tensor([3 / 4, 4 / 3]).log().tolist()
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
 # Pillow refuses an image of more than twice this limit, 2**30 pixels. That many pixels take
@@ -206,11 +206,13 @@ def classes_by_folder(names: Sequence[str]) -> tuple[list[int], tuple[str, ...]]
     # root.
     while True:
         several = len(set(class_folder.values())) > 1
-        last_names = {os.path.basename(path) for path in class_folder.values()}
+        same_name = len({os.path.basename(path) for path in class_folder.values()}) == 1
         parents = {folder: os.path.dirname(path) for folder, path in class_folder.items()}
-        if not several or len(last_names) > 1 or "" in parents.values():
+        one_in_root = "" in parents.values()
+        if several and same_name and not one_in_root:
+            class_folder = parents
+        else:
             break
-        class_folder = parents
     class_name = {folder: os.path.basename(path) for folder, path in class_folder.items()}
     classes = tuple(sorted(set(class_name.values())))
     number = {name: i for i, name in enumerate(classes)}
@@ -305,8 +307,8 @@ def draw_augmentation(
     # a hash of both, so that neighbouring positions draw unrelated numbers
     sample_seed = np.random.SeedSequence((seed, position)).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(sample_seed))
-    # The crop is drawn last: how many numbers it takes depends on the size of the image, and noise
-    # and flip must not.
+    # The crop is drawn last, because the number of draws that it takes depends on the size of the
+    # image, which must not affect noise and flip.
     noise = torch.randperm(patches, generator=generator).float()  # the smallest stay visible
     flip = torch.rand((), generator=generator).item() < 0.5
     crop = draw_crop(generator, width, height)
@@ -370,9 +372,9 @@ class Images(Dataset[Any]):  # not Dataset[Sample]: its DataLoader would be type
         """Load an image; if it is unreadable, load the next one in the order instead.
 
         The replacement gets the same noise and flip, and its crop is drawn from the same random
-        numbers. The sample's `bad` lists what it replaces; the trainer's runtime/monitor.py reports
-        it. OSError after MAX_UNREADABLE_IN_A_ROW unreadable images; errors that are not the file's
-        fault are passed on.
+        numbers. The sample's `bad` lists what it replaces; the trainer's runtime/monitor.py writes
+        it to OUT/bad_images.csv. OSError after MAX_UNREADABLE_IN_A_ROW unreadable images; errors
+        that are not the file's fault are passed on.
         """
         position, index = key
         bad: list[tuple[int, str]] = []
@@ -581,7 +583,8 @@ def check_end(content: bytes, kind: str | None) -> None:
     if not content.endswith(b"\0"):
         return
     complete = True
-    if kind in ("JPEG", "MPO"):  # MPO: several JPEGs in one file
+    # Pillow calls a JPEG file that holds several pictures MPO, although FORMATS does not list it.
+    if kind in ("JPEG", "MPO"):
         # In a complete JPEG the end-of-image marker comes after the last start-of-scan marker.
         complete = content.rfind(END_OF_IMAGE) > content.rfind(START_OF_SCAN)
     elif kind == "PNG":
@@ -615,7 +618,7 @@ def open_array(content: bytes) -> np.ndarray:
     if count * dtype.itemsize > LARGEST_IMAGE:
         raise ValueError(f"an array of {shape} {dtype} is larger than 4 GiB")
     # frombuffer raises ValueError for an array of objects and for a file that is too short.
-    start = file.tell()  # behind the header, which was just read
+    start = file.tell()  # just past the header, which has been read
     values = np.frombuffer(content, dtype, count, start)
     return values.reshape(shape, order="F" if fortran_order else "C")
 
@@ -699,7 +702,7 @@ def ignore_orientation(image: Any) -> None:
         return
     # Pillow's load() rotates by the orientation that getexif() holds, from TIFF's tags or from XMP.
     image.getexif().pop(Tag.Orientation, None)
-    # If it is in the tags, Pillow has set the size after rotation already on opening.
+    # If the orientation is in the tags, Pillow has already swapped width and height.
     if Tag.Orientation in image.tag_v2:
         image._size = (image.tag_v2[Tag.ImageWidth], image.tag_v2[Tag.ImageLength])
 
@@ -726,7 +729,7 @@ def describe_tiff(image: Any) -> str | None:
     # For an omitted tile Pillow would decode unrelated bytes of the file.
     if any(0 in tags.get(tag, ()) for tag in offsets_and_sizes):
         return "sparse TIFF (it omits empty tiles)"
-    # of the later pages that are neither overviews nor masks
+    # of the later pages, but for overviews and masks
     sizes = [size_in_tags(page) for page in other_pages(image) if not is_overview_or_mask(page)]
     same_size = sizes.count(size_in_tags(tags))
     if same_size:
@@ -746,6 +749,10 @@ def size_in_tags(tags: Any) -> tuple[int | None, int | None]:
     return tags.get(Tag.ImageWidth), tags.get(Tag.ImageLength)
 
 
+# Raw modes of Pillow of one letter, in which it reads the bytes of one band as they are stored.
+ONE_LETTER_MODES = {"L", "P", "R", "G", "B", "A", "C", "M", "Y", "K"}
+
+
 def shows_bands(image: Any, bits: int) -> bool:
     """Tell whether Pillow correctly decodes a TIFF that stores its bands one after another."""
     if image.mode in ("LA", "PA"):  # if they are compressed, Pillow leaves their alpha at 0
@@ -760,8 +767,8 @@ def shows_bands(image: Any, bits: int) -> bool:
     # so it would read packed, inverted or reversed bits as plain bytes.
     inverted = image.tag_v2.get(Tag.PhotometricInterpretation, 0) == 0  # 0 is white
     reversed_bits = image.tag_v2.get(Tag.FillOrder, 1) != 1
-    plain_bands = set("LPRGBACMYK")  # letters of bands that are then read as they are stored
-    return bits == 8 and not inverted and not reversed_bits and raw_modes <= plain_bands
+    plain = bits == 8 and not inverted and not reversed_bits
+    return plain and raw_modes <= ONE_LETTER_MODES
 
 
 def other_pages(image: Any) -> Iterator[Any]:
@@ -796,7 +803,7 @@ def describe_jpeg2000(image: Any) -> str | None:
 
 
 def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
-    """Return how many components a JPEG 2000 has, the bits of the first, whether it is signed.
+    """Return the number of components of a JPEG 2000, bits of the first, whether it is signed.
 
     They are in the marker segment "image and tile size" (ITU-T T.800, A.5.1), which directly
     follows the start-of-codestream marker. Counting from that marker, bytes 40 and 41 hold the

@@ -255,8 +255,8 @@ def _use_fresh_store(ranks: Ranks, timeout: timedelta) -> None:
         try:
             socket.create_connection((address, port), timeout=5).close()
         except OSError:
-            # Until rank 0 has set its port, this may be the port of an earlier attempt, on which
-            # nobody listens any more.
+            # Rank 0 listens only when it gets to dist.rendezvous. Until it has set its port, this
+            # may also be the port of an earlier attempt, on which nobody listens any more.
             time.sleep(0.1)
             continue
         os.environ["MASTER_PORT"] = str(port)

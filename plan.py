@@ -7,7 +7,8 @@
 It says whether the run fits, up to which local batch, how many bytes go over which link, and how
 fast the run can be at best. It needs neither a GPU nor a process group, whatever the number of
 ranks. It takes all flags of train_fsdp.py, and plans for --world-size ranks (default: one node of
-the machine). The arithmetic is in planner/, from planner/estimate.py on.
+the machine). The arithmetic is in planner/: memory.py for the peak of memory, traffic.py for the
+bytes, estimate.py for time and verdict.
 """
 
 import argparse

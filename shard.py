@@ -119,7 +119,7 @@ def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[in
     if world_size % group:
         sizes = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
         what = f"{world_size} ranks cannot be split into shard groups of {group}"
-        raise ValueError(f"{what}: use {', '.join(sizes)}, or start another number of ranks")
+        raise ValueError(f"{what}: use {', '.join(sizes)}, or start a different number of ranks")
     return world_size // group, group
 
 
@@ -147,7 +147,7 @@ def has_option(strategy: Strategy, name: str) -> bool:
 def invalid_options(
     mode: str, given: Mapping[str, Any], flag_name: Callable[[str], str] = str
 ) -> Iterator[str]:
-    """Yield a sentence for each option that is not allowed in a mode, or not with another option.
+    """Yield a sentence for each option that is not allowed in a mode, or with another option.
 
     `given` maps names to values: fields of ShardingOptions, or flags of the trainer, in which
     `param_dtype` is called `precision`. `flag_name` turns a name into what the sentences call it,
@@ -270,7 +270,7 @@ def _parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _copy_attributes(original: Mapping[str, nn.Parameter], sharded: nn.Module) -> None:
-    """Give parameters that sharding has replaced the attributes that a user set on the originals.
+    """Copy what a user set on the original parameters to those that have replaced them.
 
     Loops build parameter groups from such attributes, as from `p.no_weight_decay = True`.
     """
@@ -299,9 +299,9 @@ def _checkpoint_and_compile(
         for block in blocks.values():
             wrapper = checkpoint_wrapper(block, **settings)
             _replace(model, {block: wrapper})
-            _watch_forward(wrapper, wrapper.named_buffers, CHANGED_BUFFER)
+            _refuse_changes_in_forward(wrapper, wrapper.named_buffers, CHANGED_BUFFER)
             state = partial(_python_state, block)
-            _watch_forward(wrapper, state, CHANGED_STATE, fingerprint=hash)
+            _refuse_changes_in_forward(wrapper, state, CHANGED_STATE, fingerprint=hash)
     if options.compile:
         # By default Dynamo splits each block's graph where DDP's buckets end, so that all-reduces
         # start within a block. One graph is faster, and DDP still starts them between blocks.
@@ -413,12 +413,12 @@ def _add_fsdp1_hooks(unit: Any, gathers: bool) -> None:
 
     In this order: FSDP1 gathers, the wrapped module is watched, FSDP1 frees, `reshard`.
     """
-    unit.register_forward_hook(torch.compiler.disable(_reshard_without_backward))
-    # If nothing is gathered, values written in forward are kept: only new memory would be lost.
+    # If nothing is gathered, what forward writes into a parameter is kept; new memory is not.
     fingerprint = _fingerprint if gathers else _memory_of
     tensors = partial(_gathered_by_fsdp1, unit)
-    _watch_forward(unit._fsdp_wrapped_module, tensors, CHANGED_PARAMETER, fingerprint)
-    _watch_containers(unit._fsdp_wrapped_module)
+    _refuse_changes_in_forward(unit._fsdp_wrapped_module, tensors, CHANGED_PARAMETER, fingerprint)
+    _refuse_writes_to_arguments(unit._fsdp_wrapped_module)
+    unit.register_forward_hook(torch.compiler.disable(_reshard_without_backward))
 
 
 def _add_fsdp2_hooks(unit: Any, is_root: bool) -> None:
@@ -426,14 +426,14 @@ def _add_fsdp2_hooks(unit: Any, is_root: bool) -> None:
 
     In this order: those with `prepend`, FSDP2 gathers, the unit is watched, FSDP2 frees, `reshard`.
     """
-    unit.register_forward_hook(torch.compiler.disable(_reshard_without_backward))
     clear = torch.compiler.disable(_clear_autocast_cache)
     unit.register_forward_pre_hook(clear, prepend=True)
-    if not is_root:  # of the root _LoopChecks checks the parameters
+    if not is_root:  # _LoopChecks checks the root's parameters
         refuse = torch.compiler.disable(_refuse_stand_ins)
         unit.register_forward_pre_hook(refuse, prepend=True)
-    _watch_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
-    _watch_containers(unit)
+    _refuse_changes_in_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
+    _refuse_writes_to_arguments(unit)
+    unit.register_forward_hook(torch.compiler.disable(_reshard_without_backward))
 
 
 def _casts_inputs(options: ShardingOptions) -> bool:
@@ -592,8 +592,8 @@ def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Ite
     Sharded gradients are reduce-scattered after every micro-batch. By default FSDP all-reduces over
     replicas after every one too, which is always right. With `uses_all=True` FSDP2, and FSDP1 in
     no_shard, do so only after the last, as DDP always does. You thereby promise that every
-    micro-batch gives every trained parameter a gradient, on every rank. If one does not, FSDP2
-    never all-reduces the gradients of a unit that gets none in the last micro-batch.
+    micro-batch gives every trained parameter a gradient, on every rank. Otherwise,
+    if a unit gets none in the last micro-batch, FSDP2 never all-reduces those it got before.
     """
     defer = uses_all and not last
     with ExitStack() as stack:
@@ -656,9 +656,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
 
 
 def _checks_in(model: nn.Module) -> "set[_LoopChecks]":
-    """Find the checks of each sharded model that is the model, or inside it, or around it."""
-    holders: list[Any] = [*model.modules(), *model.parameters()]
-    return {holder.loop_checks for holder in holders if hasattr(holder, "loop_checks")}
+    """Find the checks of a model, if it is sharded, and of sharded models inside or around it."""
+    modules: list[Any] = [*model.modules()]
+    parameters: list[Any] = [*model.parameters()]  # they know a sharded model around this one
+    return {each.loop_checks for each in modules + parameters if hasattr(each, "loop_checks")}
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -712,8 +713,8 @@ def build_optimizer(
     The result of `lr_scale(original name)` is stored as the group's "lr_scale", by which the
     schedule multiplies the learning rate. ValueError if `decay` has names that the model lacks.
 
-    An optimizer of your own must be elementwise, as AdamW is, for FSDP1, which gives it parts of
-    tensors, and for zero1, which gives it some of them. For other modes it need not.
+    An optimizer of your own must be elementwise, like AdamW, under FSDP1, which gives it parts of
+    tensors, and under zero1, which gives it only some of them. In other modes it need not be.
     """
     all_names = {original_name(n) for n, _ in model.named_parameters(remove_duplicate=False)}
     unknown = sorted(set(decay) - all_names)
@@ -854,8 +855,8 @@ def _check_lists(model: nn.Module, wrapped: Mapping[str, nn.Module]) -> None:
                     where = f"{path}.{name}".lstrip(".")
                     raise ValueError(
                         f"{where} is a {type(value).__name__} of parameters or blocks, in which "
-                        "sharding cannot replace them: use nn.ParameterList, nn.ModuleList, or the "
-                        "attributes themselves"
+                        "sharding cannot replace them: use nn.ParameterList or nn.ModuleList, or "
+                        "make each an attribute of its own"
                     )
 
 
@@ -1035,9 +1036,10 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 #    nor returned an object in which FSDP2 finds no tensor.
 # 3. After each gradient: the model must have been called since this tensor's last gradient.
 # 4. Before each step: the optimizer must have the parameters of the sharded model. In the first
-#    three steps also: all ranks must have used the same parameters, and replicas must be equal.
-#    An optimizer of other parameters must have the same gradients on all ranks.
-# Values are compared only at the beginning, because reading them makes the CPU wait for the GPU.
+#    three steps, and in every thousandth: all ranks must have used the same parameters, and
+#    replicas must be equal. An optimizer of other parameters must have the same gradients on all
+#    ranks (first three steps).
+# Values are compared seldom, because reading them makes the CPU wait for the GPU.
 # A simulation (backend "fake") has no values: of these checks it makes only the second.
 #
 # Attributes that the checks put on objects of PyTorch:
@@ -1045,18 +1047,20 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 #   replaced_by_sharding  on a parameter in whose place FSDP has put another
 #   gathered_by_fsdp      on a parameter that FSDP2 gathered, and that has since been freed
 #   checked_by_another    on an optimizer inside another one, or in a trial
-#   loose_steps           on an optimizer of parameters that are in no sharded model
+#   calls_before_step, steps_compared
+#                         on an optimizer of parameters that are in no sharded model
 #   elementwise           on an optimizer that needs no whole tensors; a user may set it too
 #   of_one_rank           set by a user on an optimizer that only one rank has
 
-FIRST_STEPS = 3  # in so many steps, or passes, values are compared
+FIRST_STEPS = 3  # values are compared in this many steps, or passes, ...
+LATER_STEPS = 1000  # ... and in every step whose number is a multiple of this
 
 REPLACED = (
-    "was replaced after shard.apply, and each rank would train its own: replace it before, or "
-    "write into it, by copy_() or load_state_dict() without assign=True, and do not use "
+    "was replaced after shard.apply, and each rank would train its own: replace it before "
+    "shard.apply, or write into it, by copy_() or load_state_dict(assign=False); do not use "
     "functional_call"
 )
-LEFT_BY_GRAD = (
+NOT_PUT_BACK = (
     "was not put back by FSDP1 after torch.autograd.grad: call backward() instead, or use fsdp 2"
 )
 EDITED_IN_VAIN = (
@@ -1121,14 +1125,14 @@ class _LoopChecks:
         # FSDP: name -> (dtype, memory) of the parameter at its first check
         self.first_memory: dict[str, tuple[torch.dtype, int]] = {}
         self.nodes: dict[Any, Any] = {}  # DDP: parameter -> autograd node that carries DDP's hook
-        self.tensor_of_node: dict[str, Tensor] = {}  # DDP: name -> tensor whose node was checked
+        self.checked_tensor: dict[str, Tensor] = {}  # DDP: name -> tensor whose node was checked
         # name -> (tensor that the module held after the last forward pass, its version then);
         # `_version` is PyTorch's count of in-place changes
         self.after_forward: dict[str, tuple[Any, int]] = {}
         self.calls = 0  # forward passes of the model with gradients enabled
         self.last_call: dict[Tensor, int] = {}  # tensor -> the call its last gradient came from
         self.averaged = True  # whether the last gradients were averaged over ranks
-        self.used = 0  # checksum: which parameters had a gradient after each micro-batch
+        self.usage_checksum = 0  # checksum: which parameters had a gradient after each micro-batch
         self.steps = 0
         self.wrappers: list[tuple[Any, set[str]]] = []  # with the names of their own attributes
         # Parameters that FSDP has replaced, as long as something else still holds them. They had
@@ -1167,7 +1171,7 @@ class _LoopChecks:
             raise RuntimeError(
                 "FSDP could not train after a call in inference_mode: use torch.no_grad() instead"
             )
-        # A call in a backward pass recomputes activations: then that pass is unfinished, rightly.
+        # A call in a backward pass recomputes activations, and that pass is rightly unfinished.
         if not _in_backward():
             self.check_interrupted()
         if self.fsdp1_in_low_precision:
@@ -1178,7 +1182,7 @@ class _LoopChecks:
         _LoopChecks.calls_of_all += 1
         if torch.is_grad_enabled():
             self.calls += 1
-            self.note_used()
+            self.update_usage()
 
     def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
         """Remember what the module holds; until a backward pass, FSDP would lose changes to it."""
@@ -1224,17 +1228,19 @@ class _LoopChecks:
         return self.averaged and not any(_holds_gradients(unit) for unit in self.units)
 
     def check_averaged(self) -> None:
-        """Raise RuntimeError if FSDP2 or DDP has left a gradient of the last backward pass out."""
+        """Raise RuntimeError if FSDP2 or DDP has not averaged a gradient of the last pass."""
         if any(_holds_gradients(unit) for unit in self.units):
             raise RuntimeError(
                 "FSDP2 has not averaged all gradients over ranks: end a step with accumulation("
                 "model, last=True), return tensors from the model, not objects that hide them, and "
                 "do not change what it returns in place"
             )
-        waits_for_all = not self.fsdp and not self.unused_allowed
-        if not waits_for_all or not self.averaged or not self.last_call:
-            return  # the last two: inside no_sync(), or before the first gradient
-        newest = max(self.last_call.values())
+        if not self.fsdp and not self.unused_allowed and self.averaged:
+            self.check_all_used()
+
+    def check_all_used(self) -> None:
+        """Raise RuntimeError if the last backward pass has left out a parameter of DDP."""
+        newest = max(self.last_call.values(), default=0)
         for p in self.trained:
             if p.requires_grad and self.last_call.get(p, 0) != newest:
                 raise RuntimeError(
@@ -1251,7 +1257,7 @@ class _LoopChecks:
             )
 
     def before_step(self) -> None:
-        """Check the parameters before an optimizer's step; compare ranks in the first three."""
+        """Check the parameters before an optimizer's step; compare the ranks in some steps."""
         if _in_backward():  # a hook makes the step
             if not self.fsdp:
                 raise RuntimeError("DDP has not averaged this gradient: step after backward()")
@@ -1267,17 +1273,21 @@ class _LoopChecks:
                 "the model computed with a parameter from before shard.apply, which it keeps in an "
                 "object, a function or the like: keep parameters in attributes of modules"
             )
-        self.note_used()
+        self.update_usage()
         if self.after_forward and self.fsdp2:
             for unit in self.units:
                 unit.reshard()  # changes nothing if a backward pass has already done it
         self.after_forward = {}
-        # Gradients that no backward pass has averaged, the loop itself may have averaged: so they
+        # The loop itself may have averaged gradients that no backward pass has averaged, so these
         # are compared in every step.
-        if self.steps < FIRST_STEPS or not self.averaged:
+        if self.compares_values() or not self.averaged:
             self.compare_ranks()
         self.steps += 1
-        self.used = 0
+        self.usage_checksum = 0
+
+    def compares_values(self) -> bool:
+        """Tell whether values are compared between ranks in the next step."""
+        return self.steps < FIRST_STEPS or self.steps % LATER_STEPS == 0
 
     def note_trains(self) -> None:
         """Note whether the call or step that is being checked trains any parameter."""
@@ -1286,8 +1296,8 @@ class _LoopChecks:
 
     def check_parameters(self) -> None:
         """Raise RuntimeError for the first parameter that breaks one of the rules below."""
-        rules = (  # the first that is broken is reported: the more special ones come first
-            (self.was_left_by_grad, LEFT_BY_GRAD),
+        rules = (  # the first that is broken is reported: the more specific ones come first
+            (self.was_not_put_back, NOT_PUT_BACK),
             (self.was_replaced, REPLACED),
             (self.was_changed_in_vain, EDITED_IN_VAIN),
             (self.has_other_memory, OTHER_MEMORY),
@@ -1306,7 +1316,7 @@ class _LoopChecks:
     # Each rule tells whether the parameter `p` breaks it. `now` is what the module holds in its
     # place: `p` itself, or the gathered tensor that the last forward pass left.
 
-    def was_left_by_grad(self, name: str, p: Any, now: Any) -> bool:
+    def was_not_put_back(self, name: str, p: Any, now: Any) -> bool:
         # A unit of FSDP1 that gathers nothing computes with views of its parameters until backward.
         return self.was_replaced(name, p, now) and self.fsdp1 and _same_memory(now, p)
 
@@ -1314,8 +1324,8 @@ class _LoopChecks:
         if now is p:
             return False
         if name in self.after_forward:
-            left, _ = self.after_forward[name]
-            if now is left:
+            held_then, _ = self.after_forward[name]
+            if now is held_then:
                 return False
         # under activation checkpointing of the whole model, FSDP1 puts another tensor of its own in
         # the place of the parameter
@@ -1327,8 +1337,8 @@ class _LoopChecks:
         # away, or to a shard of FSDP1 before the backward pass, which does not read the shard.
         if name not in self.after_forward:
             return False
-        left, version = self.after_forward[name]
-        changed = now is left and left._version != version
+        held_then, version_then = self.after_forward[name]
+        changed = now is held_then and held_then._version != version_then
         gathered = now is not p
         return changed and (gathered or self.awaits_backward())
 
@@ -1354,10 +1364,11 @@ class _LoopChecks:
         # DDP's hook is on the node that adds up the gradients; a change of dtype makes a new one.
         if p not in self.nodes or not p.requires_grad:
             return False
-        if _same_memory(self.tensor_of_node.get(name), p):
+        already_checked = _same_memory(self.checked_tensor.get(name), p)
+        if already_checked:
             return False
         # this keeps the memory alive, so that no other tensor gets its address
-        self.tensor_of_node[name] = p.detach()
+        self.checked_tensor[name] = p.detach()
         return get_gradient_edge(p).node is not self.nodes[p]
 
     def was_unfrozen(self, name: str, p: Any, now: Any) -> bool:
@@ -1404,27 +1415,27 @@ class _LoopChecks:
         """Raise RuntimeError if FSDP1 has not put its parameters back after the backward pass."""
         for name, module, leaf, p in self.held:
             if self.fsdp1 and getattr(module, leaf, None) is not p:
-                raise RuntimeError(f"{name} {LEFT_BY_GRAD}")
+                raise RuntimeError(f"{name} {NOT_PUT_BACK}")
 
-    def note_used(self) -> None:
+    def update_usage(self) -> None:
         """Update the checksum of which parameters have a gradient; `compare_ranks` compares it.
 
         Called before each call and before the step, it sees what each micro-batch left.
         """
-        if self.steps < FIRST_STEPS:
-            used = [held.parameter.grad is not None for held in self.held]
-            self.used = zlib.crc32(f"{self.used} {used}".encode())
+        if self.compares_values():
+            has_gradient = [held.parameter.grad is not None for held in self.held]
+            self.usage_checksum = zlib.crc32(f"{self.usage_checksum} {has_gradient}".encode())
 
     def compare_ranks(self) -> None:
         """Raise RuntimeError if the ranks are about to make different steps. Collective."""
         compares_used = self.fsdp2 and not self.unused_allowed
-        if compares_used and not _same_on_all_ranks(str(self.used), self.device):
+        if compares_used and not _same_on_all_ranks(str(self.usage_checksum), self.device):
             raise RuntimeError(
                 "the ranks used different parameters, and FSDP2 mixes up their gradients: "
                 "use find_unused_parameters=True (torch 2.14), or mode ddp with it"
             )
         trained = [held.parameter for held in self.held if held.parameter.requires_grad]
-        values = _fingerprints([*trained, *(p.grad for p in trained)])
+        values = _checksums([*trained, *(p.grad for p in trained)])
         if not _same_on_all_ranks(values, self.device, self.replicas):
             raise RuntimeError(
                 "the ranks hold different weights or gradients: change both in the same way on "
@@ -1444,7 +1455,7 @@ def _held_parameters(model: nn.Module) -> list[_HeldParameter]:
     return found
 
 
-def _fingerprints(tensors: Iterable[Any]) -> str:
+def _checksums(tensors: Iterable[Any]) -> str:
     """Sum the bits of each tensor, not its values: exact on any device, and NaN equals NaN."""
     sums = []
     for tensor in tensors:
@@ -1483,7 +1494,7 @@ def _refuse_copy(memo: Any) -> None:
 
 
 def _fingerprint(tensor: Tensor) -> str:
-    """Return a text that changes with the tensor's values, even if they are written by `.data`.
+    """Return a text that changes with the tensor's values, even if written through `.data`.
 
     `_version`, PyTorch's count of changes, would not. A text, so that it works for fake tensors.
     """
@@ -1494,7 +1505,7 @@ def _fingerprint(tensor: Tensor) -> str:
     return f"{bits.sum(dtype=torch.int64)}"
 
 
-def _watch_forward(
+def _refuse_changes_in_forward(
     module: nn.Module,
     list_items: Callable[[], Iterable[tuple[str, Any]]],
     message: str,
@@ -1508,7 +1519,7 @@ def _watch_forward(
     before: dict[str, Any] = {}
     passes_left = FIRST_STEPS
 
-    def fingerprints() -> Iterator[tuple[str, Any, Any]]:
+    def list_fingerprints() -> Iterator[tuple[str, Any, Any]]:
         for name, item in list_items():
             # A DTensor belongs to another unit, and is not gathered now.
             if not isinstance(item, DTensor):
@@ -1517,14 +1528,14 @@ def _watch_forward(
     def remember(module: nn.Module, args: Any) -> None:
         before.clear()
         if torch.is_grad_enabled() and module.training:
-            for name, shape, found in fingerprints():
+            for name, shape, found in list_fingerprints():
                 before[name] = shape, found
 
     def compare(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal passes_left
         if not before:
             return
-        for name, shape, found in fingerprints():
+        for name, shape, found in list_fingerprints():
             if name not in before:
                 continue
             shape_before, found_before = before[name]
@@ -1568,12 +1579,13 @@ def _python_state(block: nn.Module) -> Iterator[tuple[str, Any]]:
     yield "the state of Python's random", random.getstate()
 
 
-def _watch_containers(module: nn.Module) -> None:
+def _refuse_writes_to_arguments(module: nn.Module) -> None:
     """Register hooks that raise RuntimeError if a module writes into a list, dict or set it gets.
 
     FSDP passes copies on, so the caller would not see what was written.
     """
-    calls: list[list[tuple[Any, list[Any]]]] = []  # per call: (container, its items before)
+    # For each call that has begun, the innermost last: (container, its items before the call)
+    calls: list[list[tuple[Any, list[Any]]]] = []
 
     def remember(module: nn.Module, args: Any, kwargs: Any) -> None:
         containers = _containers([*args, *kwargs.values()])
@@ -1588,10 +1600,11 @@ def _watch_containers(module: nn.Module) -> None:
                     f"{type(module).__name__} wrote into a {type(container).__name__} that it was "
                     "given, but FSDP passes only a copy of it: return the result instead"
                 )
-        calls.clear()  # what is left belongs to calls that an exception ended
 
     module.register_forward_pre_hook(torch.compiler.disable(remember), with_kwargs=True)
-    module.register_forward_hook(torch.compiler.disable(compare), prepend=True)
+    # always_call: also if an exception ends the call
+    compare = torch.compiler.disable(compare)
+    module.register_forward_hook(compare, prepend=True, always_call=True)
 
 
 def _containers(values: Iterable[Any]) -> Iterator[Any]:
@@ -1651,13 +1664,13 @@ def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int)
     # model's loop, on all ranks. Any other optimizer, such as that of a probe on stored features,
     # may be on one rank only, which would wait for the others for ever.
     calls = _LoopChecks.calls_of_all
-    calls_before, steps_compared = getattr(optimizer, "loose_steps", (calls, 0))
+    calls_before = getattr(optimizer, "calls_before_step", calls)
+    steps_compared = getattr(optimizer, "steps_compared", 0)
+    optimizer.calls_before_step = calls  # type: ignore[attr-defined]
     in_a_loop = calls > calls_before
-    compares = in_a_loop and steps_compared < FIRST_STEPS
-    steps_now = steps_compared + 1 if compares else steps_compared
-    optimizer.loose_steps = (calls, steps_now)  # type: ignore[attr-defined]
-    if compares:
-        values = _fingerprints(p.grad for p in loose if not isinstance(p, DTensor))
+    if in_a_loop and steps_compared < FIRST_STEPS:
+        optimizer.steps_compared = steps_compared + 1  # type: ignore[attr-defined]
+        values = _checksums(p.grad for p in loose if not isinstance(p, DTensor))
         if not _same_on_all_ranks(values, loose[0].device):
             raise RuntimeError(
                 "an optimizer trains parameters that are in no model that shard.apply returned, "
@@ -1689,7 +1702,7 @@ def _check_whole_tensors(
         raise RuntimeError(
             f"{name} could not be tried on parts of tensors, which zero1 and FSDP1 give it "
             f"({type(error).__name__}: {error}): use mode ddp, or set optimizer.elementwise = True "
-            "if it updates each element by itself"
+            "if it updates each element independently of the others"
         ) from error
     if not elementwise:
         raise RuntimeError(
@@ -1699,7 +1712,8 @@ def _check_whole_tensors(
     optimizer.elementwise = True  # type: ignore[attr-defined]
 
 
-# Those of PyTorch that update each element by itself. Others are tried on small tensors.
+# Those of PyTorch that update each element independently of the others. Other optimizers are tried
+# on small tensors.
 ELEMENTWISE = {
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -1721,15 +1735,16 @@ def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -
     The trial has two ranks, and two tensors of 16 elements in all. Each rank gets a part of both,
     flattened as FSDP1 does it, or one of the tensors, as with ZeRO-1.
     """
-    first = torch.arange(12).view(3, 4)  # numbers of the elements
-    second = torch.arange(12, 16).view(2, 2)
-    ranks = [[first], [second]]
+    matrix = torch.arange(12).view(3, 4)  # indices of the elements
     if flattened:
-        second = second.flatten()
-        ranks = [[first.flatten()[:5], second[:1]], [first.flatten()[5:], second[1:]]]
+        other = torch.arange(12, 16)  # a vector
+        ranks = [[matrix.flatten()[:5], other[:1]], [matrix.flatten()[5:], other[1:]]]
+    else:
+        other = torch.arange(12, 16).view(2, 2)  # no vector: Muon takes none
+        ranks = [[matrix], [other]]
     for group in optimizer.param_groups:
-        whole = _change_in_trial(optimizer, group, [first, second])
-        parts = [_change_in_trial(optimizer, group, numbers) for numbers in ranks]
+        whole = _change_in_trial(optimizer, group, [matrix, other])
+        parts = [_change_in_trial(optimizer, group, indices) for indices in ranks]
         in_parts = parts[0] + parts[1]  # each is zero where the other is not
         if not torch.allclose(in_parts, whole, rtol=1e-6, atol=1e-14):
             return False
@@ -1737,15 +1752,15 @@ def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -
 
 
 def _change_in_trial(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], numbers: list[Tensor]
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], indices: list[Tensor]
 ) -> Tensor:
-    """Return how a copy of an optimizer changes the elements with these numbers, in ten steps.
+    """Return how a copy of an optimizer changes the elements with these indices, in ten steps.
 
     The copy has one parameter group, with these elements and the settings of `group`. Their values
-    and gradients follow from their numbers. Returns (16,) in fp64, zero for all other numbers.
+    and gradients follow from their indices. Returns (16,) in fp64, zero at all other indices.
     """
     device = group["params"][0].device if group["params"] else None
-    angles = [number.to(device, torch.float64) for number in numbers]
+    angles = [index.to(device, torch.float64) for index in indices]
     parameters = [nn.Parameter(angle.cos()) for angle in angles]
     settings = {name: deepcopy(value) for name, value in group.items() if name != "params"}
     if "initial_lr" in settings:  # a schedule's peak; it may begin with 0, which changes nothing
@@ -1759,9 +1774,13 @@ def _change_in_trial(
             p.grad = p.detach() + torch.sin(angle * factor) / 2
         step.__wrapped__(tried)  # without the hooks that PyTorch calls around it
     change = torch.zeros(16, dtype=torch.float64)
-    for p, angle, number in zip(parameters, angles, numbers, strict=True):
-        change[number] = (p.detach() - angle.cos()).cpu()
+    for p, angle, index in zip(parameters, angles, indices, strict=True):
+        change[index] = (p.detach() - angle.cos()).cpu()
     return change
+
+
+# A scheduler puts a `step` on an optimizer, which would make the step of the original.
+NOT_COPIED = {"state", "param_groups", "step"}
 
 
 def _copy_for_trial(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Any:
@@ -1770,7 +1789,7 @@ def _copy_for_trial(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
             setattr(copied, name, _copy_for_trial(value, groups))  # as SAM has one
-        elif name not in ("state", "param_groups", "step") and not name.startswith("_optimizer_"):
+        elif name not in NOT_COPIED and not name.startswith("_optimizer_"):  # which are hooks
             setattr(copied, name, deepcopy(value))
     copied.checked_by_another = True
     own = {"state": defaultdict(dict), "param_groups": groups}
@@ -1794,7 +1813,7 @@ def _check_buckets(optimizer: ZeroRedundancyOptimizer) -> None:
 
 
 def _watch_optimizers(sharded: nn.Module, replaced: Iterable[nn.Parameter]) -> None:
-    """Have every optimizer checked before each step: FSDP has `replaced` these parameters."""
+    """Have every optimizer checked before each step; `replaced`: parameters that FSDP replaced."""
     # a simulation has none, nor have ddp and zero1 on one rank
     checks: Any = getattr(sharded, "loop_checks", None)
     for p in replaced:

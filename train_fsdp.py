@@ -203,7 +203,7 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
     checkpoints = monitor.checkpoints
     evaluate_every = monitor.evaluate_every
     for step in range(checkpoints.begin, run.steps):
-        done = step + 1  # the number of steps done after this one
+        done = step + 1  # the number of steps done, this one included
         last = done == run.steps
         save_scheduled = last or checkpoints.due_after(done)
         evaluate_scheduled = evaluate_every > 0 and done % evaluate_every == 0
@@ -233,7 +233,8 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
             with monitor.meter.paused():
                 problem = checkpoints.save(done, wait=ending)
             guard.save = False
-            if problem:  # of the last save, or of too many in a row: see CheckpointSchedule.save
+            # Set if the run's last save failed, or too many in a row: see CheckpointSchedule.save.
+            if problem:
                 return "save_failed", problem
         # stop: after too many bad images, or a signal to any rank, which travels this way:
         # session.signals of one rank -> `stop` in its monitor.requests() -> guard.stop on all. This
@@ -299,7 +300,7 @@ def run_training(run: Run, session: Session) -> None:
         # syn and io neither resume, save nor evaluate; syn repeats its first batch (open_batches)
         checkpoints = CheckpointSchedule(run, log)
     session.heartbeat("reading the first batch")
-    # its step alone tells a resumed run where it is in the data (see data.step_positions)
+    # the step number alone tells a resumed run where it is in the data (see data.step_positions)
     batches = open_batches(run, session, files, range(checkpoints.begin, run.steps))
     first = next(batches)  # before the monitor starts its clock: workers take long to start
     monitor = Monitor(run, session, files, checkpoints, first=first, rest=batches)

@@ -166,7 +166,8 @@ def sincos_positions(width: int, side: int) -> Tensor:
     """Compute the fixed 2-D position table (1, 1 + side*side, D), fp32; entry 0, for cls, is zero.
 
     In each entry the first half of D encodes the patch's column, the second half its row. In each
-    half the sines come first, then the cosines, at the frequencies 1 / 10000^(i / (D/4)).
+    half the sines come first, then the cosines, at the frequencies 1 / 10000^(i / (D/4)). When the
+    trainer loads weights of another image size, runtime/pretrained.py resamples their table.
     """
     frequency = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width / 4))
     row, column = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
@@ -201,7 +202,8 @@ class LayerNorm(nn.LayerNorm):
 
 
 # Up to this many tokens, plain attention is faster on a CPU than PyTorch's fused kernel: the scores
-# still fit in the caches. With it a step of `base` is 1.4 times as fast (Intel Xeon, torch 2.15).
+# still fit in the caches. A step of `base` is 1.4 times as fast as with the fused kernel (Intel
+# Xeon, torch 2.15).
 PLAIN_ATTENTION_MAX_TOKENS = {torch.bfloat16: 320, torch.float32: 100}
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -699,6 +700,15 @@ def edited_by_one_rank() -> None:
     three_steps(model)
 
 
+def edited_by_one_rank_later() -> None:
+    model = sharded("ddp", build())
+    three_steps(model)
+    with torch.no_grad():
+        model.module.embed.bias.add_(dist.get_rank())
+    with patch.object(shard, "LATER_STEPS", 5):
+        three_steps(model)
+
+
 def converted_in_ddp() -> None:
     model = sharded("ddp", build()).double()
     model(batch(0, 0).double())
@@ -1139,6 +1149,7 @@ REFUSED_ON_RANKS = {
     assigned_in_ddp: "assign=True would replace the parameters",
     trained_with_a_loose_parameter: "put it into the model before shard.apply",
     edited_by_one_rank: "the ranks hold different weights",
+    edited_by_one_rank_later: "the ranks hold different weights or gradients",
     converted_in_ddp: "embed.weight is no longer fp32",
     converted_and_back_in_ddp: "embed.weight was converted to another dtype and back",
     step_in_a_hook_of_ddp: r"step after backward\(\)",

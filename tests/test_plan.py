@@ -223,7 +223,7 @@ def test_memory_of_one_rank_is_that_of_the_tracker(size, precision, ac):
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = vit.ViTMAE(model_config(size))
         options = shard.ShardingOptions(ac=ac, preserve_rng_state=False)
-        shard._prepare_blocks(model, shard.find_blocks(model, {vit.Block}), options)
+        shard._checkpoint_and_compile(model, shard.find_blocks(model, {vit.Block}), options)
         images = torch.empty(32, 3, 224, 224, dtype=torch.uint8)
         noise = torch.rand(32, 196)
         tracker = MemTracker()
